@@ -42,9 +42,11 @@ test-again: setup
 test-slow: setup
 	$(PYTEST) -m slow
 
-# An hour of random faults under load, on two cores; writes its report.
+# An hour of random faults and hostile clients under load, on two cores; then each process of a cluster on Ray, Ray's own
+# too, is killed and frozen. Writes the reports.
 soak: setup
 	PYTHONPATH=tests $(BIN)/python -m nemesis.run --seconds 3600 --out benchmarks/results/soak-2-cores.json
+	$(BIN)/python benchmarks/siege.py deaths --json benchmarks/results/siege-2-cores.json
 
 demo: setup
 	$(BIN)/python benchmarks/demo.py

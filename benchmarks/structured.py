@@ -24,7 +24,7 @@ import tokenizers
 import torch
 import xgrammar
 
-from kvrelay.engine.constrain.compiler import LIMITS
+from kvrelay.engine.constrain.lanes import LIMITS
 from kvrelay.engine.models.config import read_config
 from kvrelay.models import resolve
 

@@ -116,7 +116,10 @@ class Receiving:
         self._there = there
         self._reservation = Reservation(scattered(pool, pool.num_blocks, seed=1), have_tokens=0)
 
-    def reserve(self, key: Key, answer: Callable[[Any], None]) -> None:
+    def waits(self, key: Key) -> None:
+        """Never: there is room for each."""
+
+    def reserve(self, key: Key, answer: Callable[[Any], None], *, passing: bool) -> None:
         def grant() -> None:
             self._there.send("granted")
             answer(self._reservation)

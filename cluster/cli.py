@@ -106,6 +106,7 @@ def up(config: Path | None, detach: bool, unattended: bool, **flags: Any) -> Non
     from kvrelay.cluster import background, owner, preflight, rayenv
     from kvrelay.cluster.report import Report
     from kvrelay.cluster.signals import Interrupted
+    from kvrelay.kernels.cpu import library
 
     configured = _load(config, flags)
     _refuse_second()  # before its ports are found in use
@@ -113,6 +114,8 @@ def up(config: Path | None, detach: bool, unattended: bool, **flags: Any) -> Non
 
     out = console()
     report = Report(out)
+    if loaded.local and (named := library.named_set()):
+        out.print(f"native kernels are those for {named.name} ({library.VARIABLE})")
 
     def show_ready(state: "ClusterState") -> None:
         report.close()
@@ -366,7 +369,3 @@ def _print_ready(out: "Console", state: "ClusterState", stop: str) -> None:
         out.print(f"  dashboard  {state.dashboard}   (asks for what `ray get-auth-token` prints)", soft_wrap=True)
     out.print("  try        kvrelay generate 'def __init__(self, '")
     out.print(f"  stop       {stop}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,14 @@
 """Who is in the cluster, and who is believed to be alive. No I/O; the clock is injected.
 
-                heartbeat                 silent or stuck >= suspect        silent or stuck >= dead, failed,
+                heartbeat                 silent or stuck >= suspect        gone or stuck >= dead, failed,
     (unknown) ------------> as reported ------------------------> SUSPECT  or process ended
                              ^  STARTING, READY, DRAINING            |  ------------------------------> DEAD
                              +---------------------------------------+                                   |
                                  heartbeat, and steps go on              a new incarnation under the name replaces it
+
+A member is *stuck* if its engine's step, or a turn of its event loop, takes long, as its heartbeats say. A silent one
+is *gone* if its connection is closed, as that of a killed or frozen process is within two seconds: gRPC's own threads
+answer pings. A process that is silent on an open connection is in one call that holds the interpreter: it is stuck.
 
 Every incarnation gets a *generation* at its first heartbeat: a number that grows over the whole cluster. Of two
 incarnations of a name the one with the greater generation counts; the other one is *fenced*: no heartbeat brings it
@@ -63,13 +67,15 @@ class HeartbeatConfig:
     """Silence after which a member gets no new requests."""
 
     dead_seconds: float = 3.0
-    """Silence after which an incarnation is fenced for good and replaced."""
+    """Silence after which an incarnation without a connection is fenced for good and replaced."""
 
     step_suspect_seconds: float = 3.0
-    """Age of a worker's running step after which it gets no new requests; 5 times its slow steps, if that is longer."""
+    """Age of a worker's running step after which it gets no new requests; 5 times its slow steps, if that is longer.
+    Also time for which a member's event loop doesn't turn."""
 
     step_dead_seconds: float = 30.0
-    """Age of a worker's running step after which it is killed and replaced; 20 times its slow steps, if longer."""
+    """Age of a worker's running step after which it is killed and replaced; 20 times its slow steps, if longer. Also
+    time for which a member's event loop doesn't turn, and silence of a member whose connection is open."""
 
     def __post_init__(self) -> None:
         for before, after in (("suspect_seconds", "dead_seconds"), ("step_suspect_seconds", "step_dead_seconds")):
@@ -134,6 +140,8 @@ class _Entry:
     """It was asked to end."""
     restored: bool = False
     """Known from the record only."""
+    connections: int = 0
+    """Streams of heartbeats that are open."""
 
     @property
     def id(self) -> WorkerId:
@@ -229,6 +237,16 @@ class Membership:
         before.loaded = member.loaded  # only `kvrelay status` shows it
         self.version += before != entry.member
         return True
+
+    def connected(self, worker: WorkerId) -> None:
+        """An incarnation that has sent a heartbeat has a further stream for them, whose connection is watched."""
+        if (entry := self._entries.get(worker.name)) is not None and entry.id == worker:
+            entry.connections += 1
+
+    def disconnected(self, worker: WorkerId) -> None:
+        """Such a stream has ended."""
+        if (entry := self._entries.get(worker.name)) is not None and entry.id == worker and entry.connections:
+            entry.connections -= 1
 
     def gone(self, worker: WorkerId) -> bool:
         """The process of this incarnation has ended; False if it isn't the present one, or is dead already."""
@@ -346,10 +364,12 @@ class Membership:
     def _death(self, entry: _Entry) -> str:
         """Why this member is to be declared dead; empty if it isn't."""
         limits, report = self._timeouts, entry.report
-        if self._now - entry.heard >= limits.dead_seconds:
-            return f"no heartbeat for {limits.dead_seconds:g} s"
+        patience = max(limits.dead_seconds, limits.step_dead_seconds) if entry.connections else limits.dead_seconds
+        if self._now - entry.heard >= patience:
+            return f"no heartbeat for {patience:g} s"
         if _stuck(report, limits.step_dead_seconds, DEAD_FACTOR):
-            return f"its step has been running for {report.step_age_seconds:.1f} s"
+            what = "event loop has been held" if report.role == ROLE_ROUTER else "step has been running"
+            return f"its {what} for {report.step_age_seconds:.1f} s"
         if entry.leaving is not None and not entry.asked:
             stay = self._now - entry.leaving
             if report.failed and stay >= FAILED_SECONDS:

@@ -250,7 +250,7 @@ def actor_options(namespace: str, name: str) -> dict[str, Any]:
 
 def _kill_process(actor: Any) -> None:
     """Sends SIGKILL to the process of an actor, on whichever node it is. Asks Ray's GCS."""
-    entry = ray._private.state.actors(actor._actor_id.hex())  # type: ignore[no-untyped-call]  # untyped in Ray
+    entry = ray._private.state.actors(actor._actor_id.hex())
     if entry["State"] != "ALIVE":
         return
     node, pid = entry["Address"]["NodeID"], int(entry["Pid"])

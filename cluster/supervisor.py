@@ -338,6 +338,7 @@ class SupervisorServer(Commands):
         joined: asyncio.Future[tuple[WorkerId, int]] = asyncio.get_running_loop().create_future()
         beats = asyncio.create_task(self._beats(request_iterator, caller_parts(context), joined), name="beats")
         sent: Published | None = None
+        connected: WorkerId | None = None
         asked = self._inquiry.number
 
         async def write(response: AttendResponse) -> None:
@@ -349,6 +350,9 @@ class SupervisorServer(Commands):
             while not beats.done():
                 news = asyncio.ensure_future(self._news.wait())
                 worker, version = joined.result()
+                if not connected:
+                    connected = worker
+                    self.membership.connected(worker)
                 # The first membership that a member gets includes itself.
                 if (now := self._published) is not sent and now.version >= version:
                     await write(
@@ -377,6 +381,8 @@ class SupervisorServer(Commands):
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the member does not read its stream")
         finally:
             beats.cancel()
+            if connected:
+                self.membership.disconnected(connected)
 
     async def _beats(
         self,

@@ -245,12 +245,11 @@ class KVReceiver(Endpoint[Receiving]):
     # Reservations.
 
     def _reserve(self, transfer: Receiving) -> None:
-        if self._waiting.must_wait(transfer.key):
-            self._feed(transfer, Reserved(None))
-        else:
-            self._host.reserve(transfer.key, partial(self._on_reserved, transfer))
+        key = transfer.key
+        passing = self._waiting.passing(key)
+        self._host.reserve(key, partial(self._on_reserved, transfer, passing), passing=passing)
 
-    def _on_reserved(self, transfer: Receiving, answer: Any) -> None:
+    def _on_reserved(self, transfer: Receiving, passing: bool, answer: Any) -> None:
         key = transfer.key
         if isinstance(answer, Exception):
             self._feed(transfer, PeerLost(Code.CLOSED, f"reserving blocks: {answer}"))
@@ -258,7 +257,10 @@ class KVReceiver(Endpoint[Receiving]):
         elif answer is None:
             if not transfer.machine.state.over:
                 self._waiting.wait(key)
+                self._host.waits(key)
             self._feed(transfer, Reserved(None))
+            if passing and not self._waiting.passing(key):
+                self.blocks_freed()  # those that it would have passed are gone
         else:
             transfer.table = list(answer.hold.blocks)
             transfer.keep = transfer.have = answer.have_tokens

@@ -32,12 +32,18 @@ class Reservation(Protocol):
 class ReceiverHost(Protocol):
     """The decode worker, as its `KVReceiver` calls it on the event loop."""
 
-    def reserve(self, key: Key, answer: Callable[[Any], None]) -> None:
+    def reserve(self, key: Key, answer: Callable[[Any], None], *, passing: bool) -> None:
         """Tries to reserve blocks for the attempt's tokens.
 
         Calls `answer` exactly once, later, on the event loop: with a `Reservation`; with None if no blocks are free
         now; or with an exception if this worker serves no attempt any more.
+
+        Args:
+            passing: whether earlier offers wait for blocks. It gets some only if that delays none of them for long.
         """
+
+    def waits(self, key: Key) -> None:
+        """The attempt waits for free blocks. May be told again."""
 
     def release(self, reservation: Any) -> None:
         """The receiver gives the reservation up: release it, on the thread that owns the block pool."""

@@ -6,7 +6,8 @@ from kvrelay.transfer.messages import Key
 class ReservationQueue:
     """Offers that found no free blocks, in the order in which they came.
 
-    While one waits, later ones don't ask at all; otherwise small prompts could overtake a large one for ever.
+    While one waits, later ones ask once, and say that they would pass it: small prompts could overtake a large one for
+    ever otherwise.
     """
 
     def __init__(self) -> None:
@@ -17,12 +18,10 @@ class ReservationQueue:
         """Who is to ask when there may be room."""
         return next(iter(self._waiting), None)
 
-    def must_wait(self, key: Key) -> bool:
-        """Whether `key` has to let others ask first; it waits behind them then."""
-        if not self._waiting or key in self._waiting:
-            return False
-        self.wait(key)
-        return True
+    def passing(self, key: Key) -> bool:
+        """Whether others that wait have come before `key`."""
+        first = self.first
+        return first is not None and first != key
 
     def wait(self, key: Key) -> None:
         """`key` was told that there is no room; it keeps its place if it has one."""

@@ -15,6 +15,7 @@
 A co-located request is computed here to its end, in the same engine.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -24,9 +25,18 @@ from kvrelay.decode_worker.handoff_service import HandoffService
 from kvrelay.decode_worker.kv_receiver import Receiving
 from kvrelay.engine.progress import Progress, Reservation
 from kvrelay.engine.request import Request
+from kvrelay.engine.room import REPORTED, Room
 from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
 from kvrelay.internal.v1.supervisor_pb2 import ROLE_PREFILL, Member
-from kvrelay.internal.v1.worker_pb2 import PHASE_COLOCATED, PHASE_DECODE, Failure, Promised, Submit
+from kvrelay.internal.v1.worker_pb2 import (
+    PHASE_COLOCATED,
+    PHASE_DECODE,
+    WAIT_BLOCKS,
+    Failure,
+    Holding,
+    Promised,
+    Submit,
+)
 from kvrelay.transfer.endpoint import Endpoint, TransferStats
 from kvrelay.transfer.failpoints import failpoint
 from kvrelay.transfer.messages import Code
@@ -47,8 +57,9 @@ class DecodeRole(HandoffRole):
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
-        self._promised: dict[Key, int] = {}
-        """Blocks that requests without a reservation will need for their KV."""
+        self._promised: dict[Key, Holding] = {}
+        """Blocks that requests without a reservation are expected to need in the end."""
+        self._room = Room(worker.pool.num_blocks, worker.layout.block_size)
         self._service = HandoffService(self.setup, self)
         self._receiver = self._service.receiver
 
@@ -71,7 +82,8 @@ class DecodeRole(HandoffRole):
 
     def submit(self, request: Request, submit: Submit) -> None:
         if submit.phase == PHASE_DECODE:
-            self._promised[request.key] = self.worker.layout.blocks_for(len(request.tokens) + 1)
+            blocks = self._room.wanted(request, len(request.tokens))
+            self._promised[request.key] = Holding(holder=request.holder, blocks=blocks)
         super().submit(request, submit)
 
     def take(self, request: Request, submit: Submit) -> None:
@@ -84,7 +96,11 @@ class DecodeRole(HandoffRole):
             self._receiver.expect(request.key, peer, request.tokens)
 
     def promised(self) -> Promised:
-        return Promised(requests=len(self._promised), blocks=sum(self._promised.values()))
+        blocks: Counter[int] = Counter()
+        for each in self._promised.values():
+            blocks[each.holder] += each.blocks
+        holdings = [Holding(holder=holder, blocks=count) for holder, count in blocks.most_common(REPORTED)]
+        return Promised(requests=len(self._promised), blocks=blocks.total(), holdings=holdings)
 
     def end(self, key: Key, code: Code) -> None:
         self._promised.pop(key, None)
@@ -95,7 +111,7 @@ class DecodeRole(HandoffRole):
 
     # ReceiverHost.
 
-    def reserve(self, key: Key, answer: Callable[[Reservation | Exception | None], None]) -> None:
+    def reserve(self, key: Key, answer: Callable[[Reservation | Exception | None], None], *, passing: bool) -> None:
         def answered(outcome: Reservation | Exception | None) -> None:
             if isinstance(outcome, ValueError):
                 self.worker.fail(key, Failure(code=Failure.CODE_INVALID, message=str(outcome)))
@@ -109,7 +125,10 @@ class DecodeRole(HandoffRole):
         if request is None:
             self.worker.post_to_loop(answer, None)
         else:
-            self.worker.reserve(request, answered)
+            self.worker.reserve(request, answered, passing=passing)
+
+    def waits(self, key: Key) -> None:
+        self.worker.note_wait(key, WAIT_BLOCKS)
 
     def release(self, reservation: Reservation) -> None:
         self.worker.release(reservation)

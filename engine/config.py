@@ -161,6 +161,14 @@ class EngineConfig:
     padding fills a step up to the next. Larger steps keep the GPU busy for longer than the host takes to launch each
     kernel. 0 captures none, which takes less memory and a shorter start. Decode steps are captured in any case."""
 
+    constraint_seconds: float = 2.0
+    """CPU time that following the constraint of one request (a schema, a regular expression, a grammar) may take,
+    beside 5 ms a token; then the request ends as `INVALID_ARGUMENT`. It is spent in processes of their own."""
+
+    constraint_bytes: int = 256 * 2**20
+    """Bytes of all compiled constraints and those that follow them, at most;
+    what is over it is forgotten, and made again when it is needed."""
+
     threads: int = 0
     """CPU threads of the forward pass; 0 divides the machine's cores among its workers."""
 
@@ -185,6 +193,8 @@ class EngineConfig:
         choices = ", ".join(get_args(Quantization))
         require(self.quantization in get_args(Quantization), "quantization", self.quantization, choices)
         require(self.device in get_args(Device), "device", self.device, ", ".join(get_args(Device)))
+        require(self.constraint_seconds > 0, "constraint_seconds", self.constraint_seconds, "more than 0")
+        require(self.constraint_bytes >= 2**20, "constraint_bytes", self.constraint_bytes, f"{2**20} or more")
         require(0 <= self.graph_tokens <= 8192, "graph_tokens", self.graph_tokens, "0 to 8192")
         require(0 <= self.threads <= 1024, "threads", self.threads, "0 to 1024")
 

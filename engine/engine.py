@@ -8,6 +8,7 @@ length is foreseen.
     plan N+1      num_computed | scheduled (in flight) | this step's |       tokens known, then `yields` that aren't
     commit N      in order; blocks of an ended sequence stay until no plan in flight names it
     preemption    waits until nothing is in flight: `plan` is None once, and the next one does it
+    a mask        that isn't there leaves its row out of a step, or lets it compute the same token again; others go on
 """
 
 from collections import deque
@@ -64,7 +65,8 @@ class Engine:
         """Launches steps as far ahead as the lag allows, then commits the oldest and returns what it did.
 
         Returns:
-            One Progress per row; [] if there is nothing to compute, or no free blocks until a hold is released.
+            One Progress per row; [] if there is nothing to compute, no free blocks until a hold is released, or no mask
+            until its matcher wakes the engine's thread.
 
         Raises:
             Whatever the runner raises; the engine must not be used afterwards. A row whose logits aren't finite raises

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+NOT_READY = ""
+"""In place of why a row is refused: its mask isn't there yet, so that its token is chosen in a later step."""
+
+
 class TokenLogprobs(NamedTuple):
     """Natural logarithms of probabilities, by the model's own distribution: before penalties, temperature, filters."""
 
@@ -124,7 +128,7 @@ class StepOutput:
     nonfinite: tuple[int, ...] = ()
     """Rows whose logits aren't finite: their tokens are meaningless, and their sequences fail."""
     refused: tuple[tuple[int, str], ...] = ()
-    """Rows that have no token because of what their requests ask for, and why; their sequences fail."""
+    """Rows that have no token because of what their requests ask for, and why: their sequences fail; or NOT_READY."""
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """[R] of each row's token where its request asks for them. None if no row does."""
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()

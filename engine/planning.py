@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -10,12 +11,13 @@ from numpy.typing import NDArray
 from kvrelay.engine.kv.blocks import Hold
 from kvrelay.engine.kv.tables import BlockTables
 from kvrelay.engine.limits import SequenceLimits
-from kvrelay.engine.plan import PromptPart, StepOutput, StepPlan
+from kvrelay.engine.plan import NOT_READY, PromptPart, StepOutput, StepPlan
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.shaping import Shaping
 from kvrelay.engine.speculate.speculation import NO_CHAIN, Chain, Speculation
+from kvrelay.engine.speculate.verify import kept_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +44,31 @@ def continues_unseen(sequence: Sequence, length: int, speculation: Speculation |
     """
     held = speculation is not None and (sequence.yields > 1 or speculation.holds_back(sequence))
     return not held and sequence.continues_unseen(length)
+
+
+def has_mask(sequence: Sequence) -> bool:
+    """Whether the next token of a sequence can be chosen in the next step. If not, a step without the row goes on."""
+    matcher = None if sequence.shaping is None else sequence.shaping.matcher
+    # What leaves with its first token isn't computed twice: its KV may be on its way once it was computed.
+    return matcher is None or matcher.ready(surely=sequence.handoff)
+
+
+def settled(plan: StepPlan, out: StepOutput, rows: list[Sequence]) -> tuple[StepOutput, list[bool]]:
+    """The output of a step without the tokens of rows whose masks weren't there, and [R] which rows count: as
+    `kept_rows`, and not these. What they computed is computed again, and what the plan had of their prompts'
+    log-probabilities is reported then.
+    """
+    late = [row for row, why in out.refused if why == NOT_READY]
+    if not late:
+        return out, kept_rows(plan, out.tokens)
+    for part in plan.prompt_parts:
+        if part.row in late:
+            rows[part.row].unscored = part.first
+    tokens = tuple([None if row in late else token for row, token in enumerate(out.tokens)])
+    kept = kept_rows(plan, tokens)
+    for row in late:
+        kept[row] = False
+    return replace(out, tokens=tokens), kept
 
 
 def add_drafts(speculation: Speculation, rows: list[Row], room: int, make_room: Callable[[Hold, int], int]) -> None:

@@ -1,20 +1,22 @@
 """What a scheduler reports to the rest of its worker."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvrelay.engine.kv.blocks import Hold
 from kvrelay.engine.kv.writes import KVWrites
 from kvrelay.engine.plan import TokenLogprobs
 from kvrelay.engine.request import FinishReason
+from kvrelay.engine.room import Use
 from kvrelay.engine.sequence import Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 OnStart = Callable[[Sequence], None]
-"""Called with each sequence that starts to run, or starts again, before the step that computes it."""
+"""Called with each sequence that starts to run, or starts again, before the step that computes it; or that stops, since
+others take its blocks."""
 OnLaunch = Callable[[list[Sequence], KVWrites], None]
 """Called with each step that runs by itself once it is launched: the sequence of each row, and the step's KV writes,
 which go up to `reach` of the sequences."""
@@ -65,6 +67,8 @@ class EngineLoad:
     """Tokens that the waiting and running sequences have yet to compute."""
     free_slots: int = 0
     """How many more reservations would be granted if there are free blocks."""
+    use: Use = field(default_factory=Use)
+    """What the requests take of the pool, and are expected to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,10 @@ class Request:
     tenant: str = ""
     grammar: Grammar | None = None
     """The compiled form of `sampling.constraint`; there if that is."""
+    holder: int = 0
+    """Whose request it is: a digest of the tenant, or of the client's address; 0 where that is unknown."""
+    expected_tokens: int = 0
+    """Completion tokens that it is expected to have in the end; 0: `max_tokens`."""
 
     @property
     def key(self) -> tuple[str, int]:

@@ -10,12 +10,14 @@ whose KV came from another worker differ only in how far apart the two are.
     resume --> ready  -----------------------'
                (has its KV)      a row
 
-    waiting   in order of arrival; producers `add` and preemption, consumer `plan`. The first one blocks the rest.
+    waiting   in order of arrival; producers `add` and preemption, consumer `plan`. The first one blocks the rest, but
+              not the requests of holders of little (`engine/room.py`).
     ready     in order of arrival; producer `resume`, consumer `plan`. Passes waiting while that lacks blocks.
     running   in order of arrival; has a row of the block tables and all blocks for its tokens so far.
 
 A sequence takes the blocks for all of its tokens when it starts to run, then one by one as it decodes. If no block is
-left, the youngest sequence gives up its blocks and waits again. So the oldest always advances, and none starves.
+left, the newest sequence of the holder with most blocks gives up its blocks. It waits again until those that run are
+expected to leave enough for it. The oldest one never gives up its blocks, so it always advances, and none starves.
 
 `kvrelay.engine.engine` explains what changes when steps are planned ahead.
 """
@@ -23,11 +25,11 @@ left, the youngest sequence gives up its blocks and waits again. So the oldest a
 import itertools
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence as Tokens
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from kvrelay.engine.allocator import Allocator
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.blocks import Hold, IntegrityError
 from kvrelay.engine.kv.prefix import PrefixIndex
@@ -36,12 +38,21 @@ from kvrelay.engine.lifetime import now
 from kvrelay.engine.limits import SequenceLimits
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
-from kvrelay.engine.planning import Row, add_drafts, build_plan, continues_unseen, tables_of, with_output
+from kvrelay.engine.planning import (
+    Row,
+    add_drafts,
+    build_plan,
+    continues_unseen,
+    has_mask,
+    settled,
+    tables_of,
+    with_output,
+)
 from kvrelay.engine.progress import EngineLoad, OnStart, Progress, Reservation
 from kvrelay.engine.request import Request
+from kvrelay.engine.room import victim
 from kvrelay.engine.sequence import Sequence, Status
 from kvrelay.engine.speculate.speculation import Speculation
-from kvrelay.engine.speculate.verify import kept_rows
 from kvrelay.engine.states import StatesLayout
 
 if TYPE_CHECKING:
@@ -68,6 +79,7 @@ class Scheduler:
         """
         self.speculation = speculation
         self.on_start: OnStart | None = None
+        self.on_preempt: OnStart | None = None
         self.preemptions = 0
         """Sequences that gave up their blocks so far."""
         self.config, self._block_size = config, config.block_size
@@ -82,9 +94,7 @@ class Scheduler:
         # Each row of a step needs a token.
         self._rows = min(config.max_sequences, config.max_batch_tokens)
         self._tables = BlockTables(self._rows, self._limits.table_width)
-        self._reserved: list[Hold] = []
-        self._starved: Sequence | None = None
-        """The sequence that found too few free blocks last."""
+        self._allocator = Allocator(prefix, self._limits, self._live, self._running, self._ready, self._waiting)
         self._handles, self._steps = itertools.count(), itertools.count()
         self._lag = lag
         self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
@@ -108,23 +118,25 @@ class Scheduler:
         self._waiting.append(sequence)
         return sequence
 
-    def reserve(self, request: Request) -> Reservation | None:
+    def reserve(self, request: Request, *, passing: bool = False) -> Reservation | None:
         """Blocks for the KV of `request.tokens`, prefix-cache hits first; None if there are too few: ask again later.
 
         Takes no block from a sequence here, and leaves one for each that runs. Takes none while the first waiting
-        sequence lacks blocks, which has waited for longer, and none for more sequences than can soon have a row.
+        sequence lacks blocks, which has waited for longer, unless the request's holder has little; and none for more
+        sequences than can soon have a row.
+
+        Args:
+            passing: whether others have asked before and wait: only a holder of little may pass them.
 
         Raises:
             ValueError: as `add`.
         """
         self._check(request)
-        if not self._free_slots() or (self._waiting and self._waiting[0] is self._starved):
+        if not self._free_slots():
             return None
-        hold = self._allocate(request, request.tokens, [], len(request.tokens) + 1, len(request.tokens))
+        hold = self._allocator.reserve(request, passing=passing)
         if hold is None:
             return None
-        hold.owner = f"reservation {request}"
-        self._reserved.append(hold)
         return Reservation(hold, hold.published * self._block_size)
 
     def resume(self, request: Request, first_token: int, hold: Hold, states: "Tensor | None" = None) -> Sequence:
@@ -147,7 +159,7 @@ class Scheduler:
         if self._limits.finish_reason(request, length + 1, first_token) is not None:
             raise ValueError(f"first_token is {first_token}; it ends request {request.key} already")
         hold.owner = f"sequence {request}"
-        self._reserved = [other for other in self._reserved if other is not hold]
+        self._allocator.resumed(hold)
         sequence = self._sequence(request, hold, False, [*request.tokens, first_token])
         sequence.take_kv(length)
         self._publish(sequence)
@@ -187,16 +199,21 @@ class Scheduler:
         """Whether a sequence is here. `plan` may still be None: all of them may wait for blocks that others hold."""
         return bool(self._live)
 
-    def load(self) -> EngineLoad:
+    @property
+    def rows_taken(self) -> bool:
+        """Whether a sequence that has its KV has to wait until another one ends."""
+        return len(self._running) + len(self._ready) > self._rows
+
+    def load(self, soon_tokens: float = 0) -> EngineLoad:
+        """What the engine has to do. Sequences that lack no more than `soon_tokens` are expected to end soon."""
         pool = self._pool
         pending = sum([len(sequence.tokens) - sequence.num_computed for sequence in self._live.values()])
         counts = len(self._waiting) + len(self._ready), len(self._running), pending, self._free_slots()
-        return EngineLoad(pool.total, pool.free, pool.cached, pool.held, *counts)
+        return EngineLoad(pool.total, pool.free, pool.cached, pool.held, *counts, self._allocator.use(soon_tokens))
 
     def _free_slots(self) -> int:
         """How many more reservations may be granted: a few more than rows, so that no row waits for a transfer."""
-        self._reserved = [hold for hold in self._reserved if not hold.released]
-        used = len(self._running) + len(self._ready) + len(self._reserved)
+        used = len(self._running) + len(self._ready) + self._allocator.reservations
         return max(0, self._rows + max(1, self._rows // 8) - used)
 
     # One step.
@@ -243,7 +260,8 @@ class Scheduler:
         if misfit := out.misfit(plan):
             raise IntegrityError(misfit)
         rows = self._in_flight.popleft()[1]
-        moment, refused, kept = now(), dict(out.refused), kept_rows(plan, out.tokens)
+        out, kept = settled(plan, out, rows)
+        moment, refused = now(), dict(out.refused)
         reports: list[tuple[int, Progress]] = []
         lengths, samples = plan.lengths.tolist(), plan.sample.tolist()
         for row, (sequence, token) in enumerate(zip(rows, out.tokens, strict=True)):
@@ -278,11 +296,11 @@ class Scheduler:
         while self._tables.vacant:
             blocked = blocked or demand >= self.config.max_batch_tokens
             if waiting and not blocked and not (ready and ready[0].handle < waiting[0].handle):
-                if not self._allocate_waiting(waiting[0]):
-                    self._starved = waiting[0]
+                found = self._allocator.next_waiting()
+                if found is None:
                     blocked = True
                     continue
-                sequence = waiting.popleft()
+                waiting.remove(sequence := found)
             elif ready:
                 sequence = ready.popleft()
             else:
@@ -292,28 +310,31 @@ class Scheduler:
 
     def _can_extend_all(self) -> bool:
         """Whether every running sequence that needs one more block can get it without a preemption."""
-        running = self._running
-        if self._pool.can_allocate((), len(running)):
+        running, kept = self._running, self._allocator.kept_from_growth
+        if self._pool.can_allocate((), len(running) + kept):
             return True
         wanted = [len(sequence.hold.blocks) * self._block_size <= sequence.reach for sequence in running]
-        return self._pool.can_allocate((), sum(wanted))
+        return not any(wanted) or self._pool.can_allocate((), sum(wanted) + kept)
 
     def _schedule_decodes(self, rows: list[Row], budget: int) -> int:
         """One token for each sequence that lacks one, oldest first. Returns the rest of the budget."""
-        running = self._running
-        index = 0
-        # Not a for loop: `_extend` may take the youngest out of the list.
-        while index < len(running) and budget:
-            sequence = running[index]
-            index += 1
+        preemptions = self.preemptions
+        # A copy: `_extend` may take any but the first out of the list.
+        for sequence in tuple(self._running):
+            if not budget:
+                break
             length = sequence.expected
-            if length - sequence.reach != 1:
+            if length - sequence.reach != 1 or sequence.status is not Status.RUNNING:
                 continue
-            if sequence.yields and not continues_unseen(sequence, length, self.speculation):
+            if (sequence.yields and not continues_unseen(sequence, length, self.speculation)) or not has_mask(sequence):
                 continue
             if length <= len(sequence.hold.blocks) * self._block_size or self._extend(sequence):
                 rows.append(Row(sequence, 1))
                 budget -= 1
+        if self.preemptions > preemptions:
+            left = [row for row in rows if row.sequence.status is Status.RUNNING]
+            budget += len(rows) - len(left)
+            rows[:] = left
         return budget
 
     def _schedule_chunks(self, rows: list[Row], budget: int) -> int:
@@ -326,6 +347,8 @@ class Scheduler:
                 break
             start, end = sequence.reach, sequence.expected
             if end - start == 1:
+                continue
+            if end - start <= budget and not has_mask(sequence):
                 continue
             if end - start > budget:
                 end = start + budget
@@ -399,52 +422,31 @@ class Scheduler:
         if status is not Status.HANDED_OFF and not sequence.scheduled:
             sequence.hold.release()
 
-    def _allocate(
-        self, request: Request, tokens: Tokens[int], chain: list[bytes], capacity: int, limit: int
-    ) -> Hold | None:
-        """Blocks for `capacity` tokens, of which the first `limit` may come from the prefix cache.
-
-        None unless one block is left for each running sequence: a new one shouldn't cause a preemption at once.
-        """
-        blocks, spare = self._limits.blocks_for(capacity), len(self._running)
-        return self.prefix.allocate(tokens, request.tenant, chain, blocks, limit, spare)
-
-    def _allocate_waiting(self, sequence: Sequence) -> bool:
-        """Blocks for all tokens of a waiting sequence, cached ones first; False if there are too few."""
-        # The logits of a token that comes from the prefix cache are not computed.
-        length = len(sequence.tokens)
-        limit = (sequence.unscored or length) - 1
-        hold = self._allocate(sequence.request, sequence.tokens, sequence.chain, length, limit)
-        if hold is None:
-            return False
-        hold.owner = sequence.hold.owner
-        sequence.hold.release()
-        sequence.hold = hold
-        sequence.num_computed = hold.published * self._block_size
-        if sequence.status is Status.WAITING:
-            sequence.cached_tokens = sequence.furthest = sequence.num_computed
-        return True
-
     def _extend(self, sequence: Sequence) -> bool:
-        """One more block for a running sequence, from the youngest one if none is free; False if it must wait."""
-        while not sequence.hold.extend(1):
+        """One more block for a running sequence, from another one if none is free; False if it must wait."""
+        while not ((allowed := self._allocator.may_grow(sequence)) and sequence.hold.extend(1)):
             if self._in_flight:
                 raise IntegrityError(f"{sequence!r} needs a block while plan {self._in_flight[0][0].step} is in flight")
-            if self._ready:
-                victim = self._ready.pop()
-            elif len(self._running) > 1:
-                victim = self._running[-1]
-                self._stop(victim)
-            else:
+            loser = victim(self._running, self._ready)
+            others = loser is None or loser.request.holder != sequence.request.holder
+            if not allowed and others and sequence.hold.extend(1):
+                return True  # nobody but others would lose blocks for the reserve
+            if loser is None:
                 # It runs alone: exports and reservations hold the other blocks, and both end by themselves.
                 return False
+            if loser.status is Status.RUNNING:
+                self._stop(loser)
+            else:
+                self._ready.remove(loser)
             self.preemptions += 1
-            victim.hold.release()
-            victim.num_computed = 0
-            victim.status = Status.PREEMPTED
-            insort(self._waiting, victim, key=_arrival)
-            self._starved = self._waiting[0]
-            if victim is sequence:
+            loser.hold.release()
+            loser.num_computed = 0
+            loser.status = Status.PREEMPTED
+            insort(self._waiting, loser, key=_arrival)
+            self._allocator.starved = self._waiting[0]
+            if self.on_preempt is not None:
+                self.on_preempt(loser)
+            if loser is sequence:
                 return False
         return True
 

@@ -1,5 +1,6 @@
 """The messages of one completion to its client, whose times go into the request's trace."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -37,6 +38,27 @@ class AwaitedSink:
 
     def write_now(self, message: GenerateResponse) -> None:
         raise RuntimeError("a message for a sink that is never ready")
+
+
+@dataclass(frozen=True, slots=True)
+class FirstSink:
+    """Sink of the first of several completions: notes when others can have its prompt from the prefix caches."""
+
+    _sink: Sink
+    _trace: RequestTrace
+    _cached: asyncio.Event
+
+    @property
+    def ready(self) -> bool:
+        return self._cached.is_set() and self._sink.ready
+
+    def write_now(self, message: GenerateResponse) -> None:
+        self._sink.write_now(message)
+
+    async def write(self, message: GenerateResponse) -> None:
+        if self._trace.generated_tokens > 1:
+            self._cached.set()
+        await self._sink.write(message)
 
 
 class Answer:

@@ -12,7 +12,7 @@ takes one of a few places for that time; without a place nothing of it is read, 
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -33,6 +33,7 @@ Handler = Any
 """A grpc.RpcMethodHandler; its type stubs know those of synchronous servers only."""
 Read = Callable[[], Awaitable[Any]]
 Receive = Callable[["grpc.aio.ServicerContext[Any, Any]"], Awaitable[bytes]]
+Seat = Callable[["grpc.aio.ServicerContext[Any, Any]"], AbstractAsyncContextManager[None]]
 
 
 class NoRequest(InvalidArgument):
@@ -175,17 +176,16 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic
     iterator of a stream.
     """
 
-    def __init__(self, receive: Receive, spared: str, most: int) -> None:
+    def __init__(self, receive: Receive, spared: str, seat: Seat) -> None:
         """
         Args:
             receive: the next message of a call.
             spared: the service whose handlers do so themselves.
-            most: calls with a stream of requests or responses that may be open at once.
+            seat: the place of a call with a stream of requests or responses.
         """
         self._receive = receive
         self._spared = f"/{spared}/"
-        self._most = most
-        self._streams = 0
+        self._seat = seat
 
     async def intercept_service(
         self,
@@ -201,16 +201,12 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic
         streams = bool(handler.request_streaming or handler.response_streaming)
 
         async def serve(_: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
-            self._streams += streams
             try:
-                if streams and self._streams > self._most:
-                    raise Exhausted(f"{self._most} calls of this kind are open; the router's max_requests")
-                await self._answer(handler, context)
+                async with self._seat(context) if streams else nullcontext():
+                    await self._answer(handler, context)
                 return
             except RequestError as error:
                 failure = error
-            finally:
-                self._streams -= streams
             await context.abort(failure.code, str(failure), failure.metadata)
 
         # A handler of a stream is begun before a message is read. On the wire, there is no difference.

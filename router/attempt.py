@@ -20,6 +20,10 @@ from kvrelay.internal.v1.worker_pb2 import (
     PHASE_COLOCATED,
     PHASE_DECODE,
     PHASE_PREFILL,
+    WAIT_BLOCKS,
+    WAIT_PREEMPTED,
+    WAIT_ROW,
+    WAIT_TURN,
     Failure,
     PeerRef,
     RequestEvent,
@@ -37,6 +41,13 @@ from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH
 
 PREFILL_LOST_SECONDS = 1.0
 """Time after the loss of the prefill worker in which the decode worker must show that it has the KV."""
+WAITS = {
+    WAIT_TURN: "it waits for its turn",
+    WAIT_BLOCKS: "it waits for KV blocks",
+    WAIT_ROW: "it waits for a row of the batch",
+    WAIT_PREEMPTED: "others needed its KV blocks",
+}
+"""Why a request waits on a worker, in words for people."""
 
 
 class Attempt:
@@ -126,13 +137,14 @@ class Attempt:
             and (part.phase == PHASE_COLOCATED or self._prefill.delivered == (part.phase == PHASE_DECODE))
         ]
 
-    def submit(self, first_seconds: float, idle_seconds: float) -> None:
+    def submit(self, first_seconds: float, idle_seconds: float, expected_tokens: int = 0) -> None:
         """Sends the parts; decode's first, since the decode worker should know the request before the prefill worker
         offers it the KV.
 
         Args:
             first_seconds: time limit of the first token.
             idle_seconds: how much later the second token may come.
+            expected_tokens: of the whole completion.
         """
         for part in reversed(self._parts):
             submit = self._request.prompt.submit(self._generated)
@@ -146,7 +158,8 @@ class Attempt:
             submit.chain.extend(self._request.chain)
             if self._request.client_call is not None:
                 submit.client_call.CopyFrom(self._request.client_call)
-            submit.phase = part.phase
+            submit.phase, submit.holder = part.phase, self._request.claim.holder
+            submit.expected_tokens = expected_tokens
             submit.trace_id = self._trace.context.trace_id
             submit.suspect_tokens, submit.on_trial = part.suspect_tokens, part.on_trial
             submit.timeout_seconds = first_seconds + (idle_seconds if part.phase == PHASE_DECODE else 0.0)
@@ -183,6 +196,16 @@ class Attempt:
         return (self._prefill,) if self._decode is None else (self._prefill, self._decode)
 
     # Towards the session.
+
+    @property
+    def sign(self) -> float:
+        """Monotonic time of the latest sign that the workers, which send no token, have the request in hand."""
+        return max([part.sign for part in self._parts if part.open], default=-math.inf)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a worker has said that the request waits there."""
+        return any(part.waits and part.open for part in self._parts)
 
     @property
     def transferring(self) -> bool:
@@ -270,6 +293,11 @@ class Attempt:
         self._trace.note(event)
         if event.taken:
             self._note_taken(part)
+        if event.waits:
+            part.waiting(event.waits)
+            self._trace.waited(f"{part.stream.worker.name}: {WAITS.get(event.waits, 'it waits')}")
+        elif event.computed_tokens:
+            part.computing()
         if event.HasField("prefill"):
             self._note_cached(event.prefill.cached_tokens)
         if event.prompt_logprobs:

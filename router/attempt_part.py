@@ -1,9 +1,11 @@
 """The part of an attempt that one worker does."""
 
+import math
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvrelay.internal.v1.worker_pb2 import Phase, RequestEvent
+from kvrelay.internal.v1.worker_pb2 import WAIT_UNSPECIFIED, Phase, RequestEvent, Wait
 from kvrelay.router.attempt_tokens import AttemptTokens
 from kvrelay.router.worker_stream import WorkerStream
 
@@ -39,6 +41,10 @@ class Part:
     """Whether the worker has sent a token."""
     taken: bool = False
     """Whether the worker has said that it has taken a suspect."""
+    waits: Wait = WAIT_UNSPECIFIED
+    """Why the worker computes nothing of the request, by its own word."""
+    computed_at: float = -math.inf
+    """Monotonic time at which the worker has told how much of the prompt is computed."""
     returned: bool = False
     """Whether the worker has given the request back."""
     _plain: bool = False
@@ -58,12 +64,27 @@ class Part:
         """Whether the request is on trial on the worker, or was when that was lost."""
         return self.on_trial and self.suspect_tokens > 0
 
+    @property
+    def sign(self) -> float:
+        """Monotonic time of the latest sign that the worker, which sends no token, has the request in hand: it has told
+        that it computes the prompt; or it lives, and the request waits there."""
+        return self.stream.heard if self.waits else self.computed_at
+
+    def waiting(self, why: Wait) -> None:
+        """The worker says that the request waits there."""
+        self.waits, self._plain = why, False
+
+    def computing(self) -> None:
+        """The worker says that it computes the prompt."""
+        self.waits, self.computed_at = WAIT_UNSPECIFIED, time.monotonic()
+
     def sent(self, end: int) -> None:
         """The worker has sent all of its tokens before index `end`."""
         if self.suspect_tokens:
             self.suspect_tokens = max(0, self.suspect_tokens - max(0, end - self.next_index))
             if not self.suspect_tokens:
                 self.clear()
+        self.waits = WAIT_UNSPECIFIED
         self.next_index = max(self.next_index, end)
         self.delivered = True
         self._plain = not self.suspect_tokens

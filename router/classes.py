@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from xxhash import xxh3_64_intdigest
+
 from kvrelay.router.callers import Grant
 from kvrelay.router.config import ServiceClass
 from kvrelay.router.errors import Forbidden, InvalidRequest, shorten
@@ -11,10 +13,13 @@ DEFAULT = "default"
 """The class of requests that name none."""
 
 
-def claim_of(name: str, priority: int, grant: Grant, classes: Mapping[str, ServiceClass]) -> tuple[Claim, ServiceClass]:
+def claim_of(
+    name: str, priority: int, grant: Grant, holder: str, classes: Mapping[str, ServiceClass]
+) -> tuple[Claim, ServiceClass]:
     """The claim of a request, and its class.
 
     Args:
+        holder: the tenant, or the client's address where nobody is authenticated; each has its share of the workers.
         name: of the class, as the request has it; empty for DEFAULT, which need not be configured.
         classes: those that are configured.
 
@@ -29,4 +34,5 @@ def claim_of(name: str, priority: int, grant: Grant, classes: Mapping[str, Servi
     if grant.classes is not None and name not in grant.classes:
         allowed = ", ".join(map(repr, sorted(grant.classes)))
         raise Forbidden(f"slo_class is {shorten(name)}; allowed for this API key: {allowed}")
-    return Claim(grant.tenant, grant.weight, name, known[name].weight, priority), known[name]
+    digest = xxh3_64_intdigest(holder.encode())
+    return Claim(holder, grant.weight, name, known[name].weight, priority, digest), known[name]

@@ -69,21 +69,26 @@ class RouterOptions:
     beginning, none doesn't split; auto splits if the chat template has such tags."""
 
     max_requests: int = 1024
-    """Calls in flight at once, running, waiting, or tokenizing; one more is refused with RESOURCE_EXHAUSTED."""
+    """Calls in flight at once, from the headers of their requests on; each prompt of a list, and each completion of a
+    prompt, counts as one while it runs or waits for workers. A sixteenth of them is for clients that have less than an
+    equal share. With one more, the tenant, or client address, that has most of them loses one that has not begun:
+    prompts of a list then wait, and another call is refused with RESOURCE_EXHAUSTED, as one more of that client is."""
 
     max_queued_bytes: int = 256 * 2**20
-    """Bytes that the requests in flight may hold in the router, half of it those of one client address; one more is
-    refused with RESOURCE_EXHAUSTED. A request counts with its size as sent and one to three bytes per token of its
-    prompt, and until it is tokenized with five times its size. At least ten times max_message_bytes."""
+    """Bytes that the requests in flight may hold in the router, half of it those of one tenant or client address; one
+    more is refused with RESOURCE_EXHAUSTED, or displaces those of a client that holds more. A request counts with its
+    size as sent and one to three bytes per token of its prompt, and until it is tokenized with five times its size. At
+    least ten times max_message_bytes."""
 
     max_queue: int = 512
-    """Requests that may wait in the router for workers with capacity. With one more, the latest of the tenant that has
-    most of them is refused with RESOURCE_EXHAUSTED."""
+    """Requests that may wait in the router for workers with capacity. With one more, the latest of the tenant, or of
+    the client address, that has most of them is refused with RESOURCE_EXHAUSTED; one of a list of prompts waits."""
 
     backlog_share: float = 0.25
-    """Largest share (0 to 1) of the prefill workers' KV memory that may hold computed prompts which wait for capacity
-    on a decode worker. With 0, a prompt is sent only if it fits on a decode worker now, so decode waits for a prefill
-    whenever a request ends. With a large share, finished prompts may fill prefill memory."""
+    """Largest share (0 to 1) of the prefill workers' KV memory that may hold computed prompts for which there will soon
+    be room on a decode worker, as requests there are about to end. With 0, a prompt is sent only if it fits on a decode
+    worker now, so decode waits for a prefill whenever a request ends. With a large share, finished prompts may fill
+    prefill memory."""
 
     prefill_ahead_tokens: int = 8192
     """Tokens that a worker has to compute from which on further prompts for it wait in the router, where each tenant
@@ -132,7 +137,8 @@ class RouterOptions:
     quarters of it at most. At least five times max_message_bytes."""
 
     first_token_timeout_seconds: float = 120.0
-    """Time from receipt to the first token after which a request fails with DEADLINE_EXCEEDED."""
+    """Time from receipt to the first token after which a request fails: with RESOURCE_EXHAUSTED, and the time after
+    which to try again, if it has waited for room in KV pools, else with DEADLINE_EXCEEDED."""
 
     classes: Mapping[str, ServiceClass] = field(default_factory=dict)
     """Classes of service by name, each with `weight` and `first_token_timeout_seconds`; requests that name none are of
@@ -148,7 +154,8 @@ class RouterOptions:
     it with UNAVAILABLE at once."""
 
     idle_timeout_seconds: float = 30.0
-    """Time without a token after which a running stream's workers are given up."""
+    """Time without a token after which a running stream's workers are given up. It doesn't run while a live worker says
+    that the request waits there, e.g. for KV blocks that others have."""
 
     max_attempts: int = 4
     """Placements of one request, the first one included."""

@@ -56,7 +56,9 @@ class Doors:
         while True:
             await asyncio.sleep(GAP_SECONDS)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._strangers.wait(), SWEEP_SECONDS - GAP_SECONDS)
+                # Not `wait_for`, which Python 3.11 lets swallow a cancellation if the event is set at the same time.
+                async with asyncio.timeout(SWEEP_SECONDS - GAP_SECONDS):
+                    await self._strangers.wait()
             self._strangers.clear()
             if self._sockets is not None:
                 await self._sockets.look(grpc_port)

@@ -13,7 +13,7 @@ MAX_TEXT_BYTES = 1024
 RETRY_DELAY_KEY = "retry-delay-ms"
 GIVEN_UP_KEY = "given-up"
 RETRY_DELAY_SECONDS = 1.0
-"""When a client should retry after RESOURCE_EXHAUSTED."""
+"""When a client should retry after RESOURCE_EXHAUSTED, if nothing else is known."""
 
 
 class RequestError(Exception):
@@ -90,15 +90,18 @@ class Exhausted(RequestError):
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     outcome = "exhausted"
-    metadata = ((RETRY_DELAY_KEY, str(round(RETRY_DELAY_SECONDS * 1000))),)
+
+    def __init__(self, text: str = "", retry_seconds: float = RETRY_DELAY_SECONDS) -> None:
+        super().__init__(text)
+        self.metadata = ((RETRY_DELAY_KEY, str(math.ceil(retry_seconds * 1000))),)
+
+
+class QueueOverflow(Exhausted):
+    """The queue had no room for the request, or gave its place there to another client's."""
 
 
 class LimitReached(Exhausted):
     """The caller has used up what it may ask for now."""
-
-    def __init__(self, text: str, retry_seconds: float) -> None:
-        super().__init__(text)
-        self.metadata = ((RETRY_DELAY_KEY, str(math.ceil(retry_seconds * 1000))),)
 
 
 class Unavailable(RequestError):

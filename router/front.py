@@ -11,20 +11,29 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 from kvrelay.internal.v1.worker_pb2 import ModelInfo
 from kvrelay.router.addresses import Addresses
-from kvrelay.router.admission import Admission, Ticket
-from kvrelay.router.answer import Answer, Sink
+from kvrelay.router.admission import Admission, Place, Ticket
+from kvrelay.router.answer import Answer, FirstSink, Sink
 from kvrelay.router.callers import Callers, Grant, Identity
 from kvrelay.router.classes import claim_of
 from kvrelay.router.config import RouterOptions
 from kvrelay.router.dispatch import Dispatch
-from kvrelay.router.errors import InternalError, ModelNotFound, RequestError, Unavailable, shorten
+from kvrelay.router.errors import (
+    DeadlineExceeded,
+    Exhausted,
+    InternalError,
+    ModelNotFound,
+    QueueOverflow,
+    RequestError,
+    Unavailable,
+    shorten,
+)
 from kvrelay.router.limits import KeyLimits, Meter
 from kvrelay.router.requests import Requests
 from kvrelay.router.sampling import SamplingDefaults
@@ -35,7 +44,7 @@ from kvrelay.router.trace import Observer, Outcome, RequestTrace
 from kvrelay.router.traffic import TrafficMeter
 from kvrelay.router.validation import CheckedRequest, check, completions
 from kvrelay.rpc.tracing import TraceContext
-from kvrelay.v1.inference_pb2 import FinishReason, GenerateRequest, GenerateResponse
+from kvrelay.v1.inference_pb2 import FinishReason, GenerateRequest
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +133,15 @@ class Front:
         """
         return self._callers.grant(caller.identity).tenant
 
+    def holder(self, caller: Caller) -> str:
+        """Who has a share of what is scarce: the caller's tenant, or its address where nobody is authenticated.
+
+        Raises:
+            Unauthenticated: it has not shown who it is.
+        """
+        grant = self._callers.grant(caller.identity)
+        return f"tenant {grant.tenant}" if self._callers.authenticated else caller.host
+
     def check_model(self, name: str) -> None:
         """Checks the model that a request names; empty is the served one.
 
@@ -169,17 +187,21 @@ class Front:
         """
         task = cast("asyncio.Task[Any]", asyncio.current_task())
         self._calls.add(task)
+        ticket: Ticket | None = None
         try:
             if self._draining:
                 raise self._shutting_down()
             grant = self._callers.grant(caller.identity)
-            share = f"tenant {grant.tenant}" if self._callers.authenticated else caller.host
-            with self._admission.admit(share, size) as ticket:
+            admit = self._admission.admit(self.holder(caller), size, task.cancel, grant.key, grant.limits.concurrent)
+            with admit as ticket:
                 yield Call(self, grant, ticket, deadline, caller.context)
         except RequestError:
             raise
         except asyncio.CancelledError:
-            # `stop` has cancelled this task, unless another cancellation came as well.
+            # `stop` has cancelled this task, or the call gave way, unless another cancellation came as well.
+            if ticket is not None and ticket.displaced and not task.uncancel():
+                text = "the request gave way to another client's; the router's max_requests, or max_queued_bytes, is"
+                raise Exhausted(f"{text} used up, and this client has most of it") from None
             if self._ending and not task.uncancel():
                 raise self._shutting_down() from None
             raise
@@ -263,6 +285,7 @@ class Call:
         sink: Sink,
         begin: Callable[[CheckedRequest], object] | None = None,
         shown: frozenset[int] = frozenset(),
+        place: Place | None = None,
     ) -> None:
         """Runs one request to its end.
 
@@ -271,67 +294,119 @@ class Call:
             sink: takes each message; one at a time for each completion.
             begin: called before the first message with the first completion's checked request.
             shown: special tokens whose names are part of the text.
+            place: for its first completion, of a call with several requests; its others wait for theirs.
 
         Raises:
             RequestError: it ended without all of its completions.
         """
+        place = place or await self.place()
         trace = RequestTrace(self._received, wire_id=request.request_id, context=self._context)
         front, grant = self._front, self._grant
-        with front.limits.request(grant.key, grant.limits) as meter:
-            trace.tenant = grant.tenant
-            with self._noting_failure(trace):
-                front.check_model(request.model)
-                front._callers.check_claim(request.tenant, grant.tenant)
-                claim, service = claim_of(request.slo_class, request.priority, grant, front.config.classes)
-                checked = await check(request, grant.tenant, front.model, front.tokenizer, front.defaults)
-                trace.service = claim.service_class
-                seconds = service.first_token_timeout_seconds or front.config.first_token_timeout_seconds
-                checked = replace(checked, claim=claim, first_token_seconds=seconds, shown=shown)
-                _describe(checked, trace)
-                chat = self.chat or request.HasField("messages")
-                self.asked = Asked(front.served_names[0], chat, checked.sampling, request.n or 1)
-                meter.prompt(len(checked.prompt))
-                if begin is not None:
-                    begin(checked)
-            self.ticket.hold(checked.prompt.nbytes)
-            count = request.n or 1
-            del request  # it is several times as large as the packed prompt, and the session may wait long
-            if count == 1:
-                await self._complete(checked, trace, sink, meter)
-                return
-            with self.ticket.more_calls(count - 1):
-                await self._complete_all(completions(checked, count), trace, sink, meter)
+        meter = front.limits.request(grant.key, grant.limits)
+        trace.tenant = grant.tenant
+        with self._noting_failure(trace):
+            front.check_model(request.model)
+            front._callers.check_claim(request.tenant, grant.tenant)
+            holder, classes = self.ticket.holder, front.config.classes
+            claim, service = claim_of(request.slo_class, request.priority, grant, holder, classes)
+            checked = await check(request, grant.tenant, front.model, front.tokenizer, front.defaults)
+            trace.service = claim.service_class
+            seconds = service.first_token_timeout_seconds or front.config.first_token_timeout_seconds
+            checked = replace(checked, claim=claim, first_token_seconds=seconds, shown=shown)
+            _describe(checked, trace)
+            chat = self.chat or request.HasField("messages")
+            self.asked = Asked(front.served_names[0], chat, checked.sampling, request.n or 1)
+            meter.prompt(len(checked.prompt))
+            if begin is not None:
+                begin(checked)
+        self.ticket.hold(checked.prompt.nbytes)
+        count = request.n or 1
+        del request  # it is several times as large as the packed prompt, and the session may wait long
+        if count == 1:
+            await self._complete(checked, trace, sink, meter, place)
+        else:
+            await self._complete_all(completions(checked, count), trace, sink, meter, place)
+
+    async def place(self) -> Place:
+        """A place for a completion, as soon as the call has one for it.
+
+        Raises:
+            DeadlineExceeded: that took longer than its first token may take.
+        """
+        return await self._in_time(self.ticket.place(), self._front.config.first_token_timeout_seconds)
+
+    async def _in_time(self, waiting: Coroutine[Any, Any, T], seconds: float) -> T:
+        """
+        Args:
+            seconds: limit of the waiting, from the receipt of the call.
+
+        Raises:
+            DeadlineExceeded: it took longer.
+        """
+        try:
+            async with asyncio.timeout(min(self._received + seconds, self._deadline) - time.monotonic()):
+                return await waiting
+        except TimeoutError:
+            raise DeadlineExceeded("the request waited too long for others of its client to end") from None
 
     async def _complete_all(
-        self, requests: list[CheckedRequest], trace: RequestTrace, sink: Sink, meter: Meter
+        self, requests: list[CheckedRequest], trace: RequestTrace, sink: Sink, meter: Meter, place: Place
     ) -> None:
         """Runs the first completion, and the others from the moment on when both of its workers have the prompt's
         KV in their prefix caches: from its second token on, which decode has generated, or at its end."""
         cached = asyncio.Event()
 
         async def first() -> None:
-            await self._complete(requests[0], trace, _FirstSink(sink, trace, cached), meter)
+            await self._complete(requests[0], trace, FirstSink(sink, trace, cached), meter, place)
             cached.set()
 
-        async def later(request: CheckedRequest) -> None:
-            await cached.wait()
+        async def later(request: CheckedRequest, place: Place) -> None:
             trace = RequestTrace(self._received, service=request.claim.service_class, context=self._context)
             _describe(request, trace)
-            await self._complete(request, trace, sink, meter)
+            await self._complete(request, trace, sink, meter, place)
 
-        await together([first(), *map(later, requests[1:])])
+        async def all_() -> AsyncIterator[Coroutine[Any, Any, None]]:
+            yield first()
+            await cached.wait()
+            for request in requests[1:]:
+                yield later(request, await self.place())
 
-    async def _complete(self, request: CheckedRequest, trace: RequestTrace, sink: Sink, meter: Meter) -> None:
+        await together(all_())
+
+    async def _complete(
+        self, request: CheckedRequest, trace: RequestTrace, sink: Sink, meter: Meter, place: Place
+    ) -> None:
         self._front.requests.begin(trace)
         self._front.traffic.begin(trace)
         try:
-            with self._noting_failure(trace):
-                answer = Answer(request, trace, sink, self._front._dispatch.metrics.gap)
-                finish_reason = await Session(request, self._front._dispatch, trace, answer, self._deadline).run()
+            with self._noting_failure(trace), self.ticket.lent(place):
+                finish_reason = await self._run(request, trace, sink, place)
         finally:
             meter.generated(trace.generated_tokens)
         outcome = FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower()
         self._note_end(trace, cast(Outcome, outcome))
+
+    async def _run(self, request: CheckedRequest, trace: RequestTrace, sink: Sink, place: Place) -> FinishReason:
+        """Runs a session; again if it had to give way before it began, and its call goes on."""
+        dispatch = self._front._dispatch
+
+        def begun() -> bool:
+            return trace.submitted is not None or trace.resumed_tokens > 0
+
+        while True:
+            answer = Answer(request, trace, sink, dispatch.metrics.gap)
+            session = Session(request, dispatch, trace, answer, self._deadline)
+            try:
+                async with asyncio.timeout(None) as scope:
+                    with place.work(scope, begun):
+                        return await session.run()
+            except TimeoutError:
+                if not scope.expired():
+                    raise
+            except QueueOverflow:
+                if begun() or (len(self.ticket.places) == 1 and not self.ticket.begun):
+                    raise
+            await self._in_time(self.ticket.again(place), request.first_token_seconds)
 
     @contextmanager
     def _noting_failure(self, trace: RequestTrace) -> Iterator[None]:
@@ -343,7 +418,7 @@ class Call:
         except asyncio.CancelledError:
             late = time.monotonic() >= self._deadline
             ended = "deadline" if late else "unavailable" if self._front._ending else "cancelled"
-            self._note_end(trace, cast(Outcome, ended))
+            self._note_end(trace, "exhausted" if self.ticket.displaced else cast(Outcome, ended))
             raise
         except Exception:
             self._note_end(trace, "internal")
@@ -354,35 +429,12 @@ class Call:
         self._front.note_end(self.ended[-1])
 
 
-@dataclass(frozen=True, slots=True)
-class _FirstSink:
-    """That of the first of several completions: notes when others can have its prompt from the prefix caches."""
-
-    _sink: Sink
-    _trace: RequestTrace
-    _cached: asyncio.Event
-
-    @property
-    def ready(self) -> bool:
-        return self._cached.is_set() and self._sink.ready
-
-    def write_now(self, message: GenerateResponse) -> None:
-        self._sink.write_now(message)
-
-    async def write(self, message: GenerateResponse) -> None:
-        if self._trace.generated_tokens > 1:
-            self._cached.set()
-        await self._sink.write(message)
-
-
-async def together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Runs all of them to their ends; the first one that fails ends the others, and its exception is raised."""
-    if len(works) == 1:
-        await works[0]
-        return
+async def together(works: AsyncIterator[Coroutine[Any, Any, None]]) -> None:
+    """Runs all works to their ends, each as soon as it is there; the first one that fails ends the others, and its
+    exception is raised."""
     try:
         async with asyncio.TaskGroup() as group:
-            for work in works:
+            async for work in works:
                 group.create_task(work, name="completion")
     except BaseExceptionGroup as errors:
         failures = errors.subgroup(RequestError)

@@ -21,6 +21,7 @@ from kvrelay.router.connections import Connections, Peer, peer_of
 from kvrelay.router.errors import InvalidArgument, InvalidRequest, RequestError
 from kvrelay.router.front import Call, Caller, Front
 from kvrelay.router.prompt import PART_TOKENS
+from kvrelay.router.shares import Seats
 from kvrelay.router.validation import DETOKENIZE_IDS, TOKENIZE_BYTES, TOKENIZE_WHY, checked_ids, text_tokens
 from kvrelay.router.wire import BadOutline, check_outline
 from kvrelay.router.writer import Writer
@@ -92,7 +93,8 @@ class GrpcFace:
             self._served(context)
             return data
 
-        return Gate(receive, SERVICE, self._front.config.max_requests)
+        streams = Seats(self._front.config.max_requests, "health checks and reflections")
+        return Gate(receive, SERVICE, lambda context: streams.seat(self._caller(context).host))
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """The service's methods. Each gets its request unparsed, and reads it itself: a handler of a stream begins
@@ -170,7 +172,9 @@ class GrpcFace:
         async def handle(_: object, context: "grpc.aio.ServicerContext[bytes, ResponseT]") -> None:
             try:
                 with self._front.call(self._caller(context), 0) as call:
-                    response = await answer(await self._receive(call, context))
+                    received = await self._receive(call, context)
+                    call.ticket.begun = True
+                    response = await answer(received)
                 await context.write(response)
                 return
             except RequestError as error:

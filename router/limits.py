@@ -1,4 +1,4 @@
-"""How much each API key may ask of one router: requests and tokens a minute, and requests at once.
+"""How much each API key may ask of one router: requests and tokens a minute. `Admission` counts its requests at once.
 
 A minute's amount is a bucket that fills steadily and holds a minute's worth. A request starts if the buckets hold one
 request and its prompt, or if that of tokens is full: a prompt larger than a minute's tokens is not refused for ever.
@@ -6,8 +6,7 @@ What the request generates is taken afterwards, so a bucket may be short of toke
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrelay.router.errors import LimitReached
@@ -15,8 +14,6 @@ from kvrelay.router.errors import LimitReached
 MINUTE = 60.0
 LEAST_SECONDS = 0.001
 """A shorter wait is none: delays are told in whole milliseconds."""
-BUSY_SECONDS = 1.0
-"""When to try again while other requests of the key run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +23,7 @@ class Limits:
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
     concurrent: int = 0
+    """Requests at once, from their headers on; each prompt of a list, and each completion of a prompt, is one."""
 
 
 NO_LIMITS = Limits()
@@ -49,7 +47,6 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Use:
-    running: int = 0
     requests: _Bucket = field(default_factory=_Bucket)
     tokens: _Bucket = field(default_factory=_Bucket)
 
@@ -85,9 +82,8 @@ class KeyLimits:
         self._clock = clock
         self._uses: dict[str, _Use] = {}
 
-    @contextmanager
-    def request(self, key: str, limits: Limits) -> Iterator[Meter]:
-        """Counts a request for the duration of a `with`.
+    def request(self, key: str, limits: Limits) -> Meter:
+        """Takes one request.
 
         Args:
             key: names the API key; `limits` are its.
@@ -96,14 +92,7 @@ class KeyLimits:
             LimitReached: it may not start now.
         """
         use = self._uses.setdefault(key, _Use()) if limits != NO_LIMITS else _Use()
-        if limits.concurrent and use.running >= limits.concurrent:
-            text = f"{use.running} requests of the API key are in flight; its limit concurrent is {limits.concurrent}"
-            raise LimitReached(text, BUSY_SECONDS)
         if wait := use.requests.wait(1, limits.requests_per_minute, self._clock()):
             raise LimitReached(f"the API key's requests_per_minute, {limits.requests_per_minute}, are used up", wait)
         use.requests.used += 1
-        use.running += 1
-        try:
-            yield Meter(limits, use, self._clock)
-        finally:
-            use.running -= 1
+        return Meter(limits, use, self._clock)

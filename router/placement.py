@@ -2,8 +2,8 @@
 
 import enum
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from xxhash import xxh3_64_intdigest
@@ -23,9 +23,13 @@ TRANSFER_SHARE = 16
 """Sending the KV of so many tokens counts as computing one."""
 
 
+RESERVE_SHARE = 8
+"""A worker keeps its blocks divided by this for holders of little (`engine/room.py`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeCapacity:
-    """A decode worker's KV memory: its latest report, and the requests that this router has sent since."""
+    """The KV memory of a worker that decodes: its latest report, and the requests that this router has sent since."""
 
     block_size: int
     """Tokens per block."""
@@ -38,19 +42,60 @@ class DecodeCapacity:
     promised_requests: int = 0
     """Requests on their way to the worker that have no blocks there yet, from all routers."""
     promised_blocks: int = 0
-    """Blocks that those requests will need."""
+    """Blocks that those requests are expected to need in the end."""
+    growth_blocks: int = 0
+    """Blocks that the requests there are expected to need beyond those that they hold, and that `free` leaves out."""
+    ending_requests: int = 0
+    """Requests that are expected to end soon."""
+    ending_blocks: int = 0
+    """Blocks that they hold."""
+    holdings: Mapping[int, int] = field(default_factory=dict)
+    """Blocks that the requests of each holder are expected to have in the end; without holders of few."""
+
+    @property
+    def reserve(self) -> int:
+        """Blocks that are kept for holders of little."""
+        return self.total // RESERVE_SHARE
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that a prompt of `tokens` needs to start decoding, at most the whole pool."""
+        """Blocks that a sequence of `tokens` and one more needs, at most the whole pool."""
         return min(self.total, -(-(tokens + 1) // self.block_size))
 
-    def fits(self, tokens: int) -> bool:
-        """Whether there is capacity for a prompt of `tokens` after all promised requests."""
-        enough_blocks = self.promised_blocks + self.blocks_for(tokens) <= self.free
-        if enough_blocks and self.promised_requests < self.free_slots:
+    def fits(self, demand: "Demand", *, soon: bool = False) -> bool:
+        """Whether there is capacity for a request to its expected end, after all that was admitted, up to its own
+        expected end. A request whose client has tokens only needs room for what it has.
+
+        Args:
+            soon: when the requests that are expected to end soon have ended.
+        """
+        if self.free == self.total and not self.promised_requests:
+            # An empty worker can't free more blocks: let it accept or refuse.
             return True
-        # An empty worker can't free more blocks: let it accept or refuse.
-        return self.free == self.total and not self.promised_requests
+        if self.promised_requests >= self.free_slots + soon * self.ending_requests:
+            return False
+        free = self.free - self.promised_blocks + soon * self.ending_blocks
+        if demand.begun:
+            return self.blocks_for(demand.prompt_tokens) <= free
+        need, kept = self.blocks_for(demand.most_expected), 0
+        if demand.holder and not self.little(demand):
+            need = min(need, self.total - self.reserve)
+            kept = max(0, self.reserve - self._little)
+        return need + kept <= free - self.growth_blocks
+
+    def little(self, demand: "Demand") -> bool:
+        """Whether the holder of a request takes little, with the request: it may use the reserve."""
+        holds = self.holdings.get(demand.holder, 0) + self.blocks_for(demand.most_expected)
+        return demand.holder != 0 and holds <= self.reserve
+
+    def passes(self, demand: "Demand") -> bool:
+        """Whether a request takes no more than what is left of the reserve, so that it delays nobody who takes more."""
+        own = self.holdings.get(demand.holder, 0)
+        others = self._little - (own if own <= self.reserve else 0)
+        return self.little(demand) and others + own + self.blocks_for(demand.most_expected) <= self.reserve
+
+    @property
+    def _little(self) -> int:
+        return sum([blocks for blocks in self.holdings.values() if blocks <= self.reserve])
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +115,7 @@ class WorkerView:
     kv_tokens: int = 0
     """Tokens that its KV pool holds; 0 before its first report."""
     capacity: DecodeCapacity | None = None
-    """Of a decode worker; None before its first report."""
+    """Of a decode or co-located worker; None before its first report."""
     compatibility: str = ""
     """Digest of what two workers must have in common; only equal ones are paired."""
     avoided: bool = False
@@ -105,6 +150,17 @@ class Demand:
     """The prompt's digests (`router/prefixes.py`)."""
     key: int = 0
     """Requests with equal keys prefer the same one of equally good workers, at every router; 0: workers take turns."""
+    expected_tokens: int = 0
+    """Tokens that it is expected to generate from here on, at most `decode_tokens` and one; 0: none that count."""
+    holder: int = 0
+    """Whose request it is: a digest of the tenant or the client's address; 0: unknown."""
+    begun: bool = False
+    """Whether its client has tokens already."""
+
+    @property
+    def most_expected(self) -> int:
+        """Tokens that it is expected to have in the end, less the last one, whose KV nobody needs."""
+        return self.prompt_tokens + max(0, self.expected_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +169,8 @@ class Placement:
 
     prefill: WorkerId
     decode: WorkerId | None
+    passes: bool = field(default=False, compare=False)
+    """Whether the request may pass those that wait for room: it takes a part of a reserve that they don't get."""
 
     @property
     def each(self) -> tuple[WorkerId, ...]:
@@ -143,7 +201,8 @@ class LeastWork:
 
     Only workers with equal digests are paired; the group of equal digests that can serve most requests comes first.
     Workers and pairs to avoid are used only if there are no others. A decode worker is chosen if it has capacity for
-    the prompt. A limited backlog of prompts may also be computed ahead for a worker without: their KV waits in prefill
+    the prompt and for what the request is expected to generate, beside the expected growth of all that it has. A
+    limited backlog of prompts may also be computed ahead for capacity that is expected soon: their KV waits in prefill
     memory.
     """
 
@@ -168,8 +227,10 @@ class LeastWork:
         for group in groups:
             chosen = self._choose(demand, group)
             if chosen is not None:
-                decode = chosen[-1].id if demand.decode_tokens or chosen[-1].role != "prefill" else None
-                return Placement(chosen[0].id, decode)
+                last = chosen[-1]
+                decode = last.id if demand.decode_tokens or last.role != "prefill" else None
+                passes = decode is not None and last.capacity is not None and last.capacity.passes(demand)
+                return Placement(chosen[0].id, decode, passes)
         return NoPlace.NO_CAPACITY if groups else NoPlace.NO_WORKERS
 
     def waits_for(self, demand: Demand, workers: Sequence[WorkerView]) -> WorkerRole:
@@ -210,7 +271,8 @@ class LeastWork:
         def cost(option: Sequence[WorkerView]) -> tuple[int, ...]:
             return tuple(map(sum, zip(*(costs[worker.id] for worker in option), strict=True)))
 
-        prefills, colocated = best_first(group.prefills), best_first(group.colocated)
+        prefills = best_first(group.prefills)
+        colocated = best_first([worker for worker in group.colocated if self._holds(demand, worker)])
         decodes = best_first([worker for worker in group.decodes if self._accepts(demand, worker, group)])
         options = [[worker] for worker in colocated[:1]]
         if group.alone:
@@ -230,11 +292,19 @@ class LeastWork:
             return None
         return chosen
 
+    @staticmethod
+    def _holds(demand: Demand, worker: WorkerView) -> bool:
+        """Whether a co-located worker has room for the request. One that ends with its first token soon makes room."""
+        return worker.capacity is None or not demand.decode_tokens or worker.capacity.fits(demand)
+
     def _accepts(self, demand: Demand, decode: WorkerView, group: "_Group") -> bool:
-        """Whether such a prompt may be computed for `decode` now."""
+        """Whether such a prompt may be computed for `decode` now: there is room, or will be soon, and the KV may wait
+        for it in prefill memory until then."""
         capacity = decode.capacity
-        if capacity is None or capacity.fits(demand.prompt_tokens):
+        if capacity is None or capacity.fits(demand):
             return True
+        if not capacity.fits(demand, soon=True):
+            return False
         prefill_tokens = sum(worker.kv_tokens for worker in group.prefills) / len(group.decodes)
         backlog = (capacity.promised_blocks + capacity.blocks_for(demand.prompt_tokens)) * capacity.block_size
         return backlog <= self._backlog_share * prefill_tokens

@@ -7,7 +7,8 @@
 Tenants have shares by their weights, in tokens, and the classes of service of a tenant have shares of its share. Within
 a class, the smallest priority goes first, then the oldest request. A request that has no place yet is passed by others
 that have one, until these have got OVERTAKEN times its own tokens; from then on it holds back all of those behind it.
-So a large prompt stops small ones for a while only, and waits for a bounded number of them.
+So a large prompt stops small ones for a while only, and waits for a bounded number of them. It holds nobody back who
+only takes what the workers keep for holders of little.
 """
 
 import asyncio
@@ -34,12 +35,15 @@ class Claim:
     """By what a request's turn is decided."""
 
     tenant: str = ""
+    """Who shares what is scarce: a tenant, or a client's address where nobody is authenticated."""
     weight: float = 1.0
     """Of the tenant."""
     service_class: str = ""
     class_weight: float = 1.0
     """Of the class, among those of the tenant."""
     priority: int = 0
+    holder: int = 0
+    """Digest of the tenant, as workers get it; 0 for none."""
 
 
 NO_CLAIM = Claim()
@@ -170,17 +174,20 @@ class PlacementQueue:
         if self._next is not None:
             return
         passing: list[_Waiter] = []
+        held = False
         for waiter in itertools.islice(self._in_turn(), LOOK_AHEAD):
-            if self._decide(waiter.demand) is not NoPlace.NO_CAPACITY:
-                self._next, self._passing = waiter, passing
+            place = self._decide(waiter.demand)
+            passes = isinstance(place, Placement) and place.passes
+            if passes or not (held or place is NoPlace.NO_CAPACITY):
+                self._next, self._passing = waiter, [] if passes else passing
                 waiter.called.set()
                 return
-            if waiter.held:
-                return
+            held = held or waiter.held
             passing.append(waiter)
 
     def used(self, claim: Claim, tokens: int) -> None:
-        """A request has generated so many tokens, which count for its tenant as those of prompts do."""
+        """A request has generated so many tokens more than was expected of it when it got its place, or less where this
+        is negative. They count for its tenant as those of prompts do."""
         self._shares.charge(claim.tenant, tokens / claim.weight)
         if claim.tenant in self._tenants:
             self._tenants[claim.tenant].shares.charge(claim.service_class, tokens / claim.class_weight)
@@ -232,7 +239,7 @@ class PlacementQueue:
         for other in passing:
             other.passed += waiter.demand.prompt_tokens
         if not waiter.first:
-            self.used(waiter.claim, waiter.demand.prompt_tokens)
+            self.used(waiter.claim, waiter.demand.prompt_tokens + waiter.demand.expected_tokens)
 
     def _displace(self, tenant: str) -> None:
         """Refuses the last request of the tenant that has most of them.

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,8 +82,8 @@ class WorkerRegistry:
         DEAD, or replaced under its name    the stream is closed at once, which fails every request on it
         not listed any more                 serves on until its stream ends
 
-    The cluster's model is that of the first worker reached, until only workers with another model can serve a request.
-    A worker with another model is not used.
+    The cluster's model is that of the first worker reached, until only workers with another model can serve a new
+    request. A worker with another model is not used.
     """
 
     def __init__(
@@ -116,6 +118,8 @@ class WorkerRegistry:
         self._settled = False
         self._changed = asyncio.Event()
         self._model: ModelInfo | None = None
+        self._strangers: set[WorkerId] = set()
+        """Workers with another model."""
 
     @property
     def model(self) -> ModelInfo | None:
@@ -160,6 +164,7 @@ class WorkerRegistry:
         for worker in workers:
             if worker in self._workers:
                 self._workers[worker].draining = True
+        self._choose_model()
         self._notify()
 
     def stream(self, worker: WorkerId) -> WorkerStream:
@@ -207,6 +212,7 @@ class WorkerRegistry:
                 worker.task = asyncio.create_task(self._keep_stream(worker), name=f"stream to {worker_id.name}")
         self._health.keep(self._workers)
         self._note_unpaired(members)
+        self._choose_model()
         self._notify()
 
     async def close(self) -> None:
@@ -278,14 +284,17 @@ class WorkerRegistry:
         smallest = min(same, key=lambda model: model.max_context)
         chosen.max_context, chosen.context_limit = smallest.max_context, smallest.context_limit
         self._model = chosen
-        for worker, model in up:
-            if model.fingerprint != chosen.fingerprint:
+        strangers = [(worker, model) for worker, model in up if model.fingerprint != chosen.fingerprint]
+        for worker, model in strangers:
+            if worker.id not in self._strangers:
                 different = {"fingerprint": model.fingerprint, "cluster_fingerprint": chosen.fingerprint}
                 logger.error("worker not used: it serves another model", extra=_log_fields(worker) | different)
+        self._strangers = {worker.id for worker, _ in strangers}
 
     def _preferred_model(self, up: Sequence[tuple[_Worker, ModelInfo]]) -> str:
-        """Fingerprint of the model to serve: the present one while its workers can serve a request, or nobody else can;
-        else that of the workers that can serve most requests."""
+        """Fingerprint of the model to serve: the present one while its workers can serve a new request, or nobody else
+        can; else that of the workers that can serve most requests."""
+        up = [(worker, model) for worker, model in up if worker.takes_requests] or up
 
         def serves(fingerprint: str) -> bool:
             roles = {worker.role for worker, model in up if model.fingerprint == fingerprint}
@@ -312,7 +321,7 @@ class WorkerRegistry:
             pending_tokens=stream.pending_tokens,
             running=stream.running,
             kv_tokens=0 if blocks is None else blocks.total * blocks.size,
-            capacity=_capacity(stream) if worker.role == "decode" else None,
+            capacity=_capacity(stream, worker.role) if worker.role != "prefill" else None,
             compatibility=worker.compatibility,
             avoided=self._health.avoids(worker.id),
             bad_peers=self._health.bad_peers(worker.id) if worker.role == "prefill" else frozenset(),
@@ -334,22 +343,34 @@ class WorkerRegistry:
         self._on_load()
 
 
-def _capacity(stream: WorkerStream) -> DecodeCapacity | None:
+def _capacity(stream: WorkerStream, role: WorkerRole) -> DecodeCapacity | None:
     """The worker's latest report, with the submits that it doesn't account for."""
     load = stream.last_load
     if load is None or not load.blocks.size:
         return None
-    size = load.blocks.size
-    unseen = [-(-(tokens + 1) // size) for tokens in stream.unseen]
-    # The worker's scheduler keeps one block in reserve for each running sequence.
-    free = load.blocks.free + load.blocks.cached - load.requests.running
+    size, unseen, holdings = load.blocks.size, 0, Counter[int]()
+    for each in (*load.holdings, *load.promised.holdings):
+        holdings[each.holder] += each.blocks
+    for sent in stream.unseen:
+        blocks = -(-(sent.most_expected + 1) // size)
+        unseen += blocks
+        holdings[sent.holder] += blocks
+    # The worker's scheduler keeps one block in reserve for each running sequence: the growth of many of them is more.
+    running = load.requests.running
+    free = max(0, load.blocks.free + load.blocks.cached - running)
+    # Requests may wait on a co-located worker for a row.
+    slots = load.requests.free_slots if role == "decode" else sys.maxsize
     return DecodeCapacity(
         block_size=size,
         total=load.blocks.total,
-        free=max(0, free),
-        free_slots=load.requests.free_slots,
-        promised_requests=load.promised.requests + len(unseen),
-        promised_blocks=load.promised.blocks + sum(unseen),
+        free=free,
+        free_slots=slots,
+        promised_requests=load.promised.requests + sum(1 for _ in stream.unseen),
+        promised_blocks=load.promised.blocks + unseen,
+        growth_blocks=max(0, load.growth_blocks - running),
+        ending_requests=load.ending.requests,
+        ending_blocks=load.ending.blocks,
+        holdings=holdings,
     )
 
 

@@ -5,6 +5,7 @@ import logging
 import os
 import uuid
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -46,6 +47,7 @@ from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.tools.choose import reasons, tool_format
 from kvrelay.router.trace import Observer
 from kvrelay.router.traffic import LatencyTargets, TrafficMeter
+from kvrelay.router.usual import UsualLengths
 from kvrelay.rpc.address import join
 from kvrelay.rpc.certificates import server_context
 from kvrelay.rpc.credentials import Credentials, bind
@@ -95,7 +97,13 @@ class RouterServer:
         policy = LeastWork(PrefixIndex(config.prefix_index_tokens), config.backlog_share, config.prefill_ahead_tokens)
         fleet = FleetHealth()
 
+        lengths = UsualLengths()
+
         def decide(demand: Demand) -> Placement | NoPlace:
+            # What is usual may have changed since the request came.
+            if demand.expected_tokens and not demand.begun:
+                expected = lengths.expected(demand.holder, demand.decode_tokens + 1)
+                demand = replace(demand, expected_tokens=expected)
             return policy.place(demand, self.registry.view())
 
         self._waking: asyncio.TimerHandle | None = None
@@ -115,7 +123,17 @@ class RouterServer:
         pacer = Pacer(config.coalesce_ms / 1000)
         metrics = RouterMetrics(config.name, model_name(config.model), config.classes)
         dispatch = Dispatch(
-            config, self.registry, self._queue, self._trials, policy, pacer, fleet, budget, token_bytes, metrics
+            config,
+            self.registry,
+            self._queue,
+            self._trials,
+            policy,
+            pacer,
+            fleet,
+            budget,
+            token_bytes,
+            metrics,
+            lengths,
         )
         self._spans = (
             SpanExport(config.name, config.otlp_endpoint, config.trace_share) if config.otlp_endpoint else None

@@ -17,13 +17,17 @@ However the request ends (finish, stop string, error, client gone), it is cancel
 part of it. Every wait has a limit:
 
     what it waits for  limit                                                    error
-    decode capacity    first_token_timeout, in the router's queue               DEADLINE_EXCEEDED
-    first token        first_token_timeout, from receipt                        DEADLINE_EXCEEDED
-    next token         idle_timeout, from the previous token                    none: another attempt
+    room for its KV    first_token_timeout, in the router's queue               RESOURCE_EXHAUSTED
+    first token        first_token_timeout, from receipt                        DEADLINE_EXCEEDED; RESOURCE_EXHAUSTED if
+                                                                                a worker said that it waits there
+    next token         idle_timeout, from the previous token or sign (below)    none: another attempt
     a suspected worker SUSPECT_SECONDS, from the previous token                 none: another attempt
     a worker           worker_wait; after a failed attempt, idle_timeout         UNAVAILABLE
     other suspects     idle_timeout, from the failed attempt                     UNAVAILABLE
     any of these       the client's own deadline                                DEADLINE_EXCEEDED
+
+A sign is a worker's word that the request waits there, e.g. since others needed its KV blocks, for as long as anything
+comes from that worker; or that so much of the prompt is computed.
 """
 
 import asyncio
@@ -44,17 +48,18 @@ from kvrelay.router.completion import Completion, Piece
 from kvrelay.router.dispatch import Dispatch
 from kvrelay.router.errors import (
     DeadlineExceeded,
-    Exhausted,
     GivenUp,
     InternalError,
     InvalidArgument,
+    QueueOverflow,
     RequestError,
     Superseded,
     Unavailable,
 )
 from kvrelay.router.flow import Flow
 from kvrelay.router.health import Trial
-from kvrelay.router.placement import Demand, NoPlace, Placement
+from kvrelay.router.needs import Needs
+from kvrelay.router.placement import NoPlace, Placement
 from kvrelay.router.queue import QueueFull
 from kvrelay.router.suspects import Suspicion, shape_of
 from kvrelay.router.trace import RequestTrace
@@ -100,6 +105,7 @@ class Session:
         self._answer, self._deadline = answer, deadline
         self._completion = Completion(request, dispatch.token_bytes)
         self._flow = Flow(self._completion, answer, trace, dispatch.pacer)
+        self._needs = Needs(request, trace, dispatch)
         self._avoid: frozenset[WorkerId] = frozenset()
         self._tried = self._avoid
         self._suspicion = Suspicion()
@@ -131,7 +137,7 @@ class Session:
             self._alarm.close()
             attempt.close()
             self._end_trial()
-            self._dispatch.queue.used(self._request.claim, self._trace.generated_tokens)
+            self._needs.ended()
 
     def _wake_attempt(self) -> None:
         """A limit may have passed: the waiting session checks."""
@@ -164,26 +170,22 @@ class Session:
             begun = self._trace.resumed_tokens > 0
             claim = self._request.claim
             while True:
-                attempt = await queue.place(self._demand(), limit, self._start, claim, first=begun, on_wait=self._waits)
+                demand = self._needs.demand(self._avoid)
+                self._needs.queued(demand)
+                attempt = await queue.place(demand, limit, self._start, claim, first=begun, on_wait=self._waits)
                 if attempt is not NoPlace.NO_WORKERS or not await self._workers_change(workers_by):
                     break
         except QueueFull:
-            raise Exhausted(f"{len(queue)} requests wait for workers with capacity, the router's max_queue") from None
+            text = f"{len(queue)} requests wait for workers with capacity, the router's max_queue"
+            raise self._dispatch.full(text, QueueOverflow) from None
         finally:
             self._trace.router_queue_seconds = time.monotonic() - asked
         if not isinstance(attempt, NoPlace):
             return attempt
         self._check_deadline()
         if attempt is NoPlace.NO_CAPACITY:
-            raise self._no_first_token("; it waited for workers with capacity")
+            raise self._shed("for workers with capacity")
         raise Unavailable("no worker can take the request now: none is ready that decodes")
-
-    def _demand(self, *, on_trial: bool = False) -> Demand:
-        """What the next attempt needs; with `on_trial`, workers without another suspect."""
-        have = self._trace.completion_tokens
-        left = self._request.sampling.max_tokens - have
-        prompt, chain, key = self._trace.prompt_tokens + have, self._request.chain, self._request.key
-        return Demand(prompt, left - 1, self._avoid, on_trial=on_trial, chain=chain, key=key)
 
     def _start(self, placement: Placement, *, on_trial: bool = False) -> Attempt:
         trace, registry = self._trace, self._dispatch.registry
@@ -205,7 +207,7 @@ class Session:
         self._answer.progress = now = time.monotonic()
         trace.submitted = trace.submitted or now
         first_seconds = max(MIN_SUBMIT_SECONDS, min(self._token_limit(), self._deadline) - now)
-        attempt.submit(first_seconds, self._dispatch.config.idle_timeout_seconds)
+        attempt.submit(first_seconds, self._dispatch.config.idle_timeout_seconds, self._needs.expected_tokens())
         return attempt
 
     async def _follow(self, attempt: Attempt) -> FinishReason:
@@ -243,7 +245,7 @@ class Session:
 
     async def _wait(self, attempt: Attempt) -> None:
         """Waits for the attempt's next event or the earliest limit; acts on a limit that has passed."""
-        token_limit = self._token_limit()
+        token_limit = self._token_limit(attempt)
         suspect_limit = self._suspect_limit(attempt)
         earliest = min(token_limit, suspect_limit, attempt.decide_by, self._deadline)
         if time.monotonic() < earliest:
@@ -253,7 +255,7 @@ class Session:
             return
         self._check_deadline()
         if earliest == token_limit and not self._answer.begun:
-            raise self._no_first_token()
+            raise self._shed("on its workers") if attempt.waits else self._no_first_token()
         if earliest == suspect_limit:
             attempt.fail_suspected()
         elif earliest == attempt.decide_by:
@@ -261,18 +263,22 @@ class Session:
         else:
             attempt.fail_silent(f"no token for {self._dispatch.config.idle_timeout_seconds:g} s")
 
-    def _token_limit(self) -> float:
-        """Monotonic time by which the next token must be here."""
+    def _token_limit(self, attempt: Attempt | None = None) -> float:
+        """Monotonic time by which the next token must be here, or a sign that the attempt's workers have it in hand."""
         if not self._answer.begun:
             return self._trace.received + self._request.first_token_seconds
-        return self._answer.progress + self._dispatch.config.idle_timeout_seconds
+        return self._latest(attempt) + self._dispatch.config.idle_timeout_seconds
+
+    def _latest(self, attempt: Attempt | None) -> float:
+        """Monotonic time of the latest token, or sign of its workers."""
+        return max(self._answer.progress, -math.inf if attempt is None else attempt.sign)
 
     def _suspect_limit(self, attempt: Attempt) -> float:
         """Monotonic time by which the next token must be here if it has to come from a suspected worker."""
         suspects = attempt.suspects
         if not suspects or not self._dispatch.registry.can_spare(suspects):
             return math.inf
-        return self._answer.progress + SUSPECT_SECONDS
+        return self._latest(attempt) + SUSPECT_SECONDS
 
     # The end.
 
@@ -397,10 +403,13 @@ class Session:
 
     async def _place_again(self, failure: AttemptFailure) -> Attempt:
         """Waits for workers if there are none: a replacement of the lost one may be starting."""
-        limit = min(self._token_limit(), time.monotonic() + self._dispatch.config.idle_timeout_seconds, self._deadline)
+        now, begun = time.monotonic(), self._answer.begun
+        limit = min(self._token_limit(), now + self._dispatch.config.idle_timeout_seconds, self._deadline)
+        # What has begun waits for room as long as what has not.
+        room_by = min(now + self._request.first_token_seconds, self._deadline) if begun else limit
 
         def start(placement: Placement, *, on_trial: bool = False) -> Attempt:
-            if failure.code == Failure.CODE_FULL and placement.workers <= self._tried:
+            if failure.code == Failure.CODE_FULL and placement.workers <= self._tried and not begun:
                 raise self._given_up(failure, "no other worker to try")
             return self._start(placement, on_trial=on_trial)
 
@@ -408,7 +417,7 @@ class Session:
             attempt = await self._place_on_trial(limit, partial(start, on_trial=True))
             if attempt is NoPlace.NO_CAPACITY:
                 attempt = await self._dispatch.queue.place(
-                    self._demand(), limit, start, first=True, on_wait=self._waits
+                    self._needs.demand(self._avoid), room_by, start, first=True, on_wait=self._waits
                 )
             if attempt is NoPlace.NO_CAPACITY:
                 self._check_deadline()
@@ -434,7 +443,7 @@ class Session:
         until = min(limit, self._suspicion.tried_by(self._dispatch.config.idle_timeout_seconds))
         if time.monotonic() >= until or not self._suspicion.tokens_left(self._trace.completion_tokens):
             return NoPlace.NO_CAPACITY
-        return await self._dispatch.trials.place(self._demand(on_trial=True), until, start)
+        return await self._dispatch.trials.place(self._needs.demand(self._avoid, on_trial=True), until, start)
 
     def _check_deadline(self) -> None:
         if time.monotonic() >= self._deadline:
@@ -444,10 +453,16 @@ class Session:
         limit = self._request.first_token_seconds
         return DeadlineExceeded(f"no token within the router's first_token_timeout_seconds, {limit:g}{why}")
 
+    def _shed(self, where: str) -> RequestError:
+        seconds = self._request.first_token_seconds
+        return self._dispatch.full(
+            f"it waited {where} for first_token_timeout_seconds, {seconds:g}; the cluster is full"
+        )
+
     def _given_up(self, failure: AttemptFailure, why: str) -> RequestError:
         if failure.code == Failure.CODE_FULL:
-            return Exhausted(f"the cluster is full ({why}): {failure.message}")
+            return self._dispatch.full(f"the cluster is full ({why}): {failure.message}")
         return GivenUp(f"given up ({why}): {failure.message}")
 
     def _waits(self) -> None:
-        self._trace.delayed("wait", self._dispatch.why_waiting(self._demand()))
+        self._trace.delayed("wait", self._dispatch.why_waiting(self._needs.demand(self._avoid)))

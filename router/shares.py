@@ -1,7 +1,11 @@
-"""Start-time fair queueing (Goyal, Vin, Cheng 1996): who goes next, so that each gets its share of what is scarce."""
+"""Who gets what is scarce: the order of those that wait for it, and the places of those that have some of it."""
 
-from collections.abc import Hashable
+import asyncio
+from collections.abc import AsyncIterator, Hashable
+from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
+
+from kvrelay.router.errors import Exhausted
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 
@@ -10,7 +14,8 @@ _KEPT = 64
 
 
 class Shares(Generic[KeyT]):
-    """A virtual time for each key, which advances by what the key gets, divided by its weight: the earliest goes next.
+    """Start-time fair queueing (Goyal, Vin, Cheng 1996): a virtual time for each key, which advances by what the key
+    gets, divided by its weight; the earliest goes next.
 
     A key that has waited for nothing starts at the present virtual time: what it has not used before is not saved up.
     """
@@ -40,3 +45,95 @@ class Shares(Generic[KeyT]):
         at = self[key]
         self._now = max(self._now, min((self._at[other] for other in self._joined), default=at))
         self._at[key] = at + amount
+
+
+class Places:
+    """Counts the places that holders have of a limited number. A holder is a tenant, or a client's address where nobody
+    is authenticated.
+
+        some are free        anybody takes one; the last ones, the reserve, only who has less than an equal share
+        none is free         who has two fewer than another one may take one of the other's, the largest holder's first
+    """
+
+    def __init__(self, most: int, reserve: int = 0) -> None:
+        self.most = most
+        self.taken = 0
+        self._reserve = reserve
+        self._counts: dict[str, int] = {}
+
+    def __getitem__(self, holder: str) -> int:
+        """Places of a holder."""
+        return self._counts.get(holder, 0)
+
+    def free(self, holder: str) -> bool:
+        """Whether the holder may take one that is free."""
+        if self.taken < self.most - self._reserve:
+            return True
+        # Counts one holder more than there are: somebody else may come.
+        holders = len(self._counts) + (holder not in self._counts) + 1
+        return self.taken < self.most and (not self._reserve or self[holder] < self.most // holders)
+
+    def larger(self, holder: str) -> list[str]:
+        """The holders that have at least two more than this one, the largest first."""
+        least = self[holder] + 2
+        return sorted((other for other, count in self._counts.items() if count >= least), key=self.__getitem__)[::-1]
+
+    def take(self, holder: str) -> None:
+        self.taken += 1
+        self._counts[holder] = self[holder] + 1
+
+    def release(self, holder: str) -> None:
+        self.taken -= 1
+        self._counts[holder] -= 1
+        if not self._counts[holder]:
+            del self._counts[holder]
+
+
+class Seats:
+    """Places for streams that go on for as long as their clients want. Used on the event loop only."""
+
+    def __init__(self, most: int, what: str) -> None:
+        """
+        Args:
+            what: the streams, in the words of an error.
+        """
+        self._places = Places(most)
+        self._what = what
+        self._scopes: dict[str, dict[asyncio.Timeout, None]] = {}
+        """Of each holder's streams, the oldest first."""
+
+    @asynccontextmanager
+    async def seat(self, holder: str) -> AsyncIterator[None]:
+        """A place for the duration of an `async with`.
+
+        Raises:
+            Exhausted: there is none, or the stream had to give it up to another holder.
+        """
+        places = self._places
+        if not places.free(holder):
+            if not (larger := places.larger(holder)):
+                raise Exhausted(f"{places.taken} {self._what} are open; allowed: {places.most}")
+            oldest = next(iter(self._scopes[larger[0]]))
+            self._leave(larger[0], oldest)
+            oldest.reschedule(asyncio.get_running_loop().time())
+        places.take(holder)
+        try:
+            async with asyncio.timeout(None) as scope:
+                self._scopes.setdefault(holder, {})[scope] = None
+                try:
+                    yield
+                finally:
+                    self._leave(holder, scope)
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise Exhausted(f"gave way to another client: {places.most} {self._what} are open") from None
+
+    def _leave(self, holder: str, scope: asyncio.Timeout) -> None:
+        """Gives a place back, once."""
+        scopes = self._scopes.get(holder, {})
+        if scope in scopes:
+            del scopes[scope]
+            self._places.release(holder)
+            if not scopes:
+                del self._scopes[holder]

@@ -240,6 +240,11 @@ class RequestTrace:
         """Notes an incident."""
         self.incidents.append(Incident(kind, time.monotonic(), why))
 
+    def waited(self, why: str) -> None:
+        """Notes that the request waits on a worker, unless it did so before."""
+        if not any(incident.why == why for incident in self.incidents):
+            self.delayed("wait", why)
+
     def failed(self, reason: str) -> None:
         """Notes that the latest attempt has failed, and that the request waits for workers again."""
         latest = self.tries[-1]

@@ -19,8 +19,8 @@ def reason(demand: Demand, workers: Sequence[WorkerView], ahead_tokens: float) -
         names = ", ".join(worker.id.name for worker in computing)
         return f"{names} had {ahead_tokens:g} tokens or more of other prompts to compute"
     capacities = [worker.capacity for worker in ready if worker.role == "decode" and worker.capacity is not None]
-    if capacities and not any(capacity.fits(demand.prompt_tokens) for capacity in capacities):
+    if capacities and not any(capacity.fits(demand) for capacity in capacities):
         if all(capacity.promised_requests >= capacity.free_slots for capacity in capacities):
             return "all decode slots were taken"
-        return f"no decode worker had KV blocks free for {demand.prompt_tokens} tokens"
+        return f"no decode worker had KV blocks free for {demand.most_expected} tokens, beside what it has to grow"
     return "other requests were before it"

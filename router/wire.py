@@ -16,7 +16,7 @@ MAX_FIELDS = 4096
 MAX_STRINGS = 16384
 MAX_LISTS = 16384
 MAX_QUOTES = 2**18
-MAX_ESCAPES = 2**19
+MAX_ESCAPES = 2**18
 MAX_VALUES = 65536
 """Strings, lists and objects, quotation marks, escapes of characters by \\u, and other values of larger JSON, beside
 the numbers that a prompt may have."""
@@ -59,7 +59,8 @@ def check_json(data: bytes, max_numbers: int) -> None:
         return
     max_values = MAX_VALUES + max_numbers
     if data.count(b"\\u") > MAX_ESCAPES:
-        raise BadOutline(f"number of \\u escapes is above {MAX_ESCAPES}; allowed: up to {MAX_ESCAPES}")
+        allowed = f"up to {MAX_ESCAPES}, and any number of characters in UTF-8"
+        raise BadOutline(f"number of \\u escapes is above {MAX_ESCAPES}; allowed: {allowed}")
     lists = data.count(b"[") + data.count(b"{")
     if data.count(b",") <= max_values and data.count(b'"') <= 2 * MAX_STRINGS and lists <= MAX_LISTS:
         return

@@ -10,6 +10,7 @@ import grpc
 
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_DECODE,
+    PHASE_PREFILL,
     Begin,
     Cancel,
     ClientCall,
@@ -51,14 +52,17 @@ OnForeign = Callable[[WorkerId, ForeignPrompt, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Unseen:
+class Unseen:
     """A submit that the worker's latest report doesn't account for."""
 
     number: int
     """How many submits there were with it."""
-    decode: bool
-    """Whether the worker gets the KV from another one."""
-    prompt_tokens: int
+    decodes: bool
+    """Whether the worker decodes it."""
+    most_expected: int
+    """Tokens that it is expected to have in the end, less the last one."""
+    holder: int
+    """As `Submit.holder`."""
     new_tokens: int
     """Tokens that the worker is expected to compute before the first one that it sends."""
 
@@ -100,8 +104,10 @@ class WorkerStream:
         """Those of them that are suspects there (`router/suspects.py`)."""
         self.last_load: Load | None = None
         """The worker's latest load report. A worker reports every change, soon."""
+        self.heard = 0.0
+        """Monotonic time of its latest message. A worker whose engine computes sends some."""
         self._submits = 0
-        self._unseen: dict[tuple[str, int], _Unseen] = {}
+        self._unseen: dict[tuple[str, int], Unseen] = {}
         """Live submits that `last_load` doesn't account for, in order."""
         self._address = address
         self._credentials = credentials
@@ -143,9 +149,9 @@ class WorkerStream:
         return reported + len(self._unseen)
 
     @property
-    def unseen(self) -> Iterable[int]:
-        """Prompt tokens of each live decode submit that the latest load report doesn't account for."""
-        return (unseen.prompt_tokens for unseen in self._unseen.values() if unseen.decode)
+    def unseen(self) -> Iterable[Unseen]:
+        """The live submits, of requests that decode here, that the latest load report doesn't account for."""
+        return (unseen for unseen in self._unseen.values() if unseen.decodes)
 
     def submit(self, submit: Submit, listener: Listener, *, cached_tokens: int = 0) -> None:
         """Sends one part of an attempt, and gives it a slot.
@@ -159,9 +165,10 @@ class WorkerStream:
         submit.slot = self._submits
         self._listeners[key] = self._submits, listener
         self._by_slot[self._submits] = listener
-        decode, tokens = submit.phase == PHASE_DECODE, len(submit.token_ids)
-        new = 0 if decode else max(1, tokens - cached_tokens)
-        self._unseen[key] = _Unseen(self._submits, decode, tokens, new)
+        tokens, decodes = len(submit.token_ids), submit.phase != PHASE_PREFILL
+        new = 0 if submit.phase == PHASE_DECODE else max(1, tokens - cached_tokens)
+        expected = max(tokens, submit.prompt_tokens + submit.expected_tokens - 1)
+        self._unseen[key] = Unseen(self._submits, decodes, expected, submit.holder, new)
         self._outgoing.put_nowait(RelayRequest(submit=submit))
 
     def set_suspected(self, suspected: bool) -> None:
@@ -242,6 +249,7 @@ class WorkerStream:
             async with asyncio.timeout(HELLO_SECONDS) as limit:
                 async for response in call:
                     first = self.model is None
+                    self.heard = time.monotonic()
                     if first:
                         limit.reschedule(None)
                         found = WorkerId(response.hello.name, response.hello.incarnation)

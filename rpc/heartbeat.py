@@ -1,7 +1,16 @@
-"""Heartbeats of a member to the supervisor, and the membership that comes back."""
+"""Heartbeats of a member to the supervisor, and the membership that comes back.
+
+    event loop   a heartbeat every `interval`, on one stream with the memberships
+    thread       the latest heartbeat again, on a stream of its own, while the event loop doesn't turn: with its age
+
+So the supervisor tells a member that is busy from one that is gone. A call that holds the interpreter stops the thread,
+too; then the supervisor has only the connection to go by, which gRPC's own threads keep.
+"""
 
 import asyncio
 import logging
+import queue
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -18,6 +27,12 @@ from kvrelay.rpc.description import describe as describe_process
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0)
+TURN_SECONDS = 0.1
+"""Between two signs that the event loop turns."""
+LAG_SECONDS = 1.0
+"""Age of the last sign from which on the thread sends heartbeats."""
+STOP_SECONDS = 2.0
+"""For the thread to end."""
 
 
 class HeartbeatClient:
@@ -67,8 +82,10 @@ class HeartbeatClient:
         """As last passed on."""
         self._now = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._substitute: Substitute | None = None
 
     def start(self) -> None:
+        self._substitute = Substitute(self._supervisor, self._credentials, self._interval)
         self._task = asyncio.create_task(self._run(), name="heartbeat client")
         self._task.add_done_callback(_log_failure)
 
@@ -83,6 +100,9 @@ class HeartbeatClient:
                 task.cancel()
             await asyncio.wait(running)
             self._task = self._telling = None
+        if self._substitute is not None:
+            await asyncio.to_thread(self._substitute.stop)
+            self._substitute = None
 
     async def _run(self) -> None:
         failures = 0
@@ -132,6 +152,8 @@ class HeartbeatClient:
                 heartbeat.description.CopyFrom(self._answer)
                 heartbeat.description.told_unix = time.time()
                 self._answer = None
+            if self._substitute is not None:
+                self._substitute.heartbeat = AttendRequest(member=heartbeat.member, load=load)
             self._now.clear()
             self._credentials.check()
             try:
@@ -139,7 +161,8 @@ class HeartbeatClient:
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # the reading side of the same call reports why
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._now.wait(), self._interval)
+                async with asyncio.timeout(self._interval):
+                    await self._now.wait()
 
     def _take_question(self, number: int) -> None:
         """Answers the latest question; one at a time."""
@@ -168,6 +191,63 @@ class HeartbeatClient:
         self._on_members(self._members)
         if response.role:
             self._on_role(response.role)
+
+
+class Substitute:
+    """Sends heartbeats while the event loop that made it doesn't turn, from a thread."""
+
+    def __init__(self, supervisor: str, credentials: Credentials, interval: float) -> None:
+        """Begins to watch the running event loop."""
+        self.heartbeat: AttendRequest | None = None
+        """The latest, which is not changed any more."""
+        self._supervisor = supervisor
+        self._credentials = credentials
+        self._interval = interval
+        self._loop = asyncio.get_running_loop()
+        self._turned = time.monotonic()
+        self._turning: asyncio.TimerHandle | None = None
+        self._turn()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeats of a held loop", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread. Not on the event loop."""
+        self._loop.call_soon_threadsafe(self._rest)
+        self._stopped.set()
+        self._thread.join(STOP_SECONDS)
+
+    def _turn(self) -> None:
+        self._turned = time.monotonic()
+        self._turning = self._loop.call_later(TURN_SECONDS, self._turn)
+
+    def _rest(self) -> None:
+        if self._turning is not None:
+            self._turning.cancel()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval):
+            if time.monotonic() - self._turned >= LAG_SECONDS and self.heartbeat is not None:
+                with suppress(grpc.RpcError):  # the event loop's own heartbeats will tell why
+                    self._send()
+
+    def _send(self) -> None:
+        """Sends heartbeats until the event loop turns again."""
+        outbox: queue.SimpleQueue[AttendRequest | None] = queue.SimpleQueue()
+        with self._credentials.blocking_channel(self._supervisor, "supervisor") as channel:
+            call = SupervisorServiceStub(channel).Attend(iter(outbox.get, None), metadata=self._credentials.metadata)
+            try:
+                while (age := time.monotonic() - self._turned) >= LAG_SECONDS and not call.done():
+                    sent = AttendRequest()
+                    if self.heartbeat is not None:
+                        sent.CopyFrom(self.heartbeat)
+                    sent.member.step_age_seconds = max(age, sent.member.step_age_seconds)
+                    outbox.put(sent)
+                    if self._stopped.wait(self._interval):
+                        break
+            finally:
+                outbox.put(None)
+                call.cancel()
 
 
 def merged(known: Sequence[Member], partial: Sequence[Member]) -> list[Member]:

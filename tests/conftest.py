@@ -4,6 +4,7 @@ import glob
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Triton decides as a kernel's module is imported whether the kernel will be interpreted. Without a GPU all are, in this
 # process and its children; what needs the compiler asks `kernels/triton_compile.py`.
@@ -17,6 +18,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # Every process of the tests has it: internal calls need one.
 os.environ["KVRELAY_JOIN_TOKEN"] = "the-join-token-of-the-tests"
+
+# On a machine that others use too, an input's time says nothing about a test.
+settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared")
 
 LONGEST = (
     "tests/cluster/test_cluster_ray.py",

@@ -1,6 +1,7 @@
 """`benchmarks/first_gpu_hour.sh` without a GPU: its steps could be run, it goes on where it stopped, and it reports."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,17 @@ def test_every_step_could_be_run_and_fits_the_time(tmp_path: Path) -> None:
     assert len(limits) == len(STEPS)
     assert max(limits) <= 9 * 60
     assert sum(limits) <= 25 * 60
+
+
+def test_every_test_of_a_kernel_that_can_run_on_a_gpu_does() -> None:
+    kernels = SCRIPT.parents[1] / "tests" / "kernels"
+    on_gpus = {
+        file.name
+        for file in kernels.glob("test_*.py")
+        if re.search(r"^def test\w*\([^)]*\bdevice\b|\bDEVICE\b|mark\.gpu\b", file.read_text(), re.MULTILINE)
+    }
+    assert len(on_gpus) > 10
+    assert on_gpus <= set(re.findall(r"tests/kernels/(\w+\.py)", SCRIPT.read_text()))
 
 
 def test_no_step_needs_ray(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class TransferConfig:
     dial_timeout_seconds: float = 20.0
     """How long opening a link between GPUs (nccl, cuda_ipc) may take: the first one starts NCCL or maps memory."""
 
-    grant_timeout_seconds: float = 30.0
+    grant_timeout_seconds: float = 120.0
     """How long an offer may wait for free blocks on the decode worker."""
 
     prefill_timeout_seconds: float = 120.0

@@ -133,7 +133,14 @@ class HandoffRole(Role, ABC):
         self.end(key, OWN_CODES.get(cause, Code.CANCELLED))
 
     def handoff_failed(self, key: Key, code: Code, message: str) -> None:
-        """Returns the request to its router, which places it again if that may help."""
+        """Returns the request to its router, which places it again if that may help.
+
+        A peer that has cancelled the request knows why, and so does the router: the peer told it, or was told by it.
+        This worker's word could only come first, and hide the reason.
+        """
+        if code is Code.CANCELLED:
+            self.worker.drop(key)
+            return
         failure = Failure(code=Failure.CODE_INTERNAL, message=f"hand-off {code.value}: {message}")
         if code is Code.NO_CAPACITY:
             failure.code = Failure.CODE_FULL

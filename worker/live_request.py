@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvrelay.engine.request import Request
-from kvrelay.internal.v1.worker_pb2 import ClientCall, PeerRef, Submit
+from kvrelay.internal.v1.worker_pb2 import WAIT_UNSPECIFIED, ClientCall, PeerRef, Submit, Wait
 from kvrelay.worker.relay_stream import RelayStream
 
 
@@ -33,6 +33,8 @@ class LiveRequest:
     """For log lines."""
     chain: Sequence[int]
     """`Submit.chain`, until other routers were told of it."""
+    waits: Wait = WAIT_UNSPECIFIED
+    """Why nothing of it is computed now, as its router was told."""
     decode_reported: bool = False
     """Whether the router was told of its first step after a hand-off."""
 
@@ -60,9 +62,11 @@ class LiveRequest:
             chain,
         )
 
-    def sent(self, tokens: int) -> None:
-        """Its router gets so many tokens."""
+    def sent(self, tokens: int, computed: int = 0) -> None:
+        """Its router gets so many tokens, or is told how many have their KV by now."""
         self.suspect_tokens = max(0, self.suspect_tokens - tokens)
+        if tokens or computed:
+            self.waits = WAIT_UNSPECIFIED
         if tokens and self.expiry is not None:
             self.expiry.cancel()
             self.expiry = None

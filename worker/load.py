@@ -8,11 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvrelay.engine.engine import Engine
-from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Promised, Requests
+from kvrelay.engine.request import Request
+from kvrelay.engine.room import Room
+from kvrelay.internal.v1.worker_pb2 import Blocks, Holding, Load, Promised, Requests
 from kvrelay.worker.relay_stream import RelayStream
 
 REPORT_SECONDS = 0.03
 """How late a router may learn of a load that others' requests have changed: they should not choose the same worker."""
+
+SOON_SECONDS = 0.5
+"""Within which a request's end is soon: a prompt may be computed for its blocks meanwhile."""
+PACE_DECAY = 0.9
+"""By which the time of earlier steps counts less with each reading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +29,8 @@ class Reading:
     load: Load
     taken_tokens: int
     """Tokens of all requests that the engine has taken so far."""
+    taken_blocks: int
+    """Blocks that they were expected to need in the end."""
 
 
 class LoadReports:
@@ -38,9 +47,13 @@ class LoadReports:
         self._promised = promised
         self._loop = asyncio.get_running_loop()
         self._streams: set[RelayStream] = set()
-        self._given_tokens = 0
-        """Tokens of all requests that the engine has taken or is about to take."""
-        self._taken_tokens = 0
+        self._room = Room(engine.scheduler.prefix.pool.total, block_size)
+        self._given_tokens = self._given_blocks = 0
+        """Tokens of all requests that the engine has taken or is about to take, and the blocks that they were expected
+        to need in the end."""
+        self._taken_tokens = self._taken_blocks = 0
+        self._steps, self._step_seconds, self._pace = 0, 0.0, 0.0
+        """Of the latest reading; seconds of a step lately."""
         self._latest = self.read()
         self._report: asyncio.TimerHandle | None = None
 
@@ -56,12 +69,14 @@ class LoadReports:
         load = Load()
         load.CopyFrom(self._latest.load)
         load.pending_tokens += self._given_tokens - self._latest.taken_tokens
+        load.growth_blocks += self._given_blocks - self._latest.taken_blocks
         load.promised.CopyFrom(self._promised())
         return load
 
-    def give(self, tokens: int) -> None:
-        """A request of so many tokens is on its way to the engine, which calls `take` when it has arrived."""
-        self._given_tokens += tokens
+    def give(self, request: Request) -> None:
+        """A request is on its way to the engine, which calls `take` when it has arrived."""
+        self._given_tokens += len(request.tokens)
+        self._given_blocks += self._room.wanted(request, len(request.tokens))
 
     def update(self, reading: Reading, *, tell: bool = False) -> bool:
         """Takes a new reading; with `tell` the routers get it at once. Returns whether blocks were freed."""
@@ -87,13 +102,15 @@ class LoadReports:
 
     # Engine thread.
 
-    def take(self, tokens: int) -> None:
-        """The engine has a request of so many tokens."""
-        self._taken_tokens += tokens
+    def take(self, request: Request) -> None:
+        """The engine has a request."""
+        self._taken_tokens += len(request.tokens)
+        self._taken_blocks += self._room.wanted(request, len(request.tokens))
 
     def read(self) -> Reading:
         """The engine's load now."""
-        load = self._engine.scheduler.load()
+        self._note_pace()
+        load = self._engine.scheduler.load(SOON_SECONDS / self._pace if self._pace else 0.0)
         read = Load(
             blocks=Blocks(total=load.total, free=load.free, cached=load.cached, held=load.held, size=self._block_size),
             requests=Requests(waiting=load.waiting, running=load.running, free_slots=load.free_slots),
@@ -101,5 +118,15 @@ class LoadReports:
             computed_tokens=self._engine.computed_tokens,
             steps=self._engine.steps,
             step_seconds=self._engine.step_seconds,
+            growth_blocks=load.use.growth,
+            ending=Promised(requests=load.use.ending_requests, blocks=load.use.ending),
+            holdings=[Holding(holder=holder, blocks=blocks) for holder, blocks in load.use.largest()],
         )
-        return Reading(read, self._taken_tokens)
+        return Reading(read, self._taken_tokens, self._taken_blocks)
+
+    def _note_pace(self) -> None:
+        engine = self._engine
+        if steps := engine.steps - self._steps:
+            latest = (engine.step_seconds - self._step_seconds) / steps
+            self._pace = PACE_DECAY * self._pace + (1 - PACE_DECAY) * latest if self._pace else latest
+            self._steps, self._step_seconds = engine.steps, engine.step_seconds

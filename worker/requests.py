@@ -92,6 +92,8 @@ def request_of(submit: Submit, spec: ModelSpec) -> Request:
         prompt_tokens=submit.prompt_tokens,
         sampling=sampling_params(submit.sampling, spec),
         tenant=submit.tenant,
+        holder=submit.holder,
+        expected_tokens=submit.expected_tokens,
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvrelay.engine.constrain.compiler import ConstraintCompiler
+from kvrelay.engine.constrain.compiler import ConstraintCompiler, ConstraintLimits
 from kvrelay.engine.constrain.grammar import Constraint, ConstraintError
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import Hold
@@ -23,12 +23,16 @@ from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.engine.states import StatesLayout
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.internal.v1.worker_pb2 import (
+    WAIT_PREEMPTED,
+    WAIT_ROW,
+    WAIT_TURN,
     ClientCall,
     Failure,
     Load,
     PeerRef,
     RequestEvent,
     Submit,
+    Wait,
     WorkerHello,
 )
 from kvrelay.models import model_name, resolve
@@ -98,8 +102,15 @@ class Worker:
         self._fences = Fences()
         self._foreign = ForeignPrompts()
         self._loads = LoadReports(engine, self.layout.block_size, lambda: self.role.promised())
-        self._constraints = ConstraintCompiler(resolve(config.model), self.spec.vocab_size, self.spec.eos_token_ids)
+        self._constraints = ConstraintCompiler(
+            resolve(config.model),
+            self.spec.vocab_size,
+            self.spec.eos_token_ids,
+            ConstraintLimits(config.engine.constraint_seconds, config.engine.constraint_bytes),
+            lambda: self._thread.post(_nothing),
+        )
         self._thread = EngineThread(engine, self._on_step, hooks.failed)
+        engine.scheduler.on_preempt = self._on_preempt
         self.role = role(self)
         self.metrics.watch(engine, self.load, self.role.endpoint)
         self._thread.start()
@@ -167,27 +178,32 @@ class Worker:
         """Gives the request to the engine; with `handoff` it leaves the engine after its first token, with these hidden
         states.
         """
-        tokens = len(request.tokens)
-        self._loads.give(tokens)
+        self._loads.give(request)
 
         def add() -> None:
-            self._loads.take(tokens)
+            self._loads.take(request)
             try:
                 self._engine.scheduler.add(request, handoff=handoff, states=states)
             except ValueError as error:
                 self.post_to_loop(self.fail, request.key, Failure(code=Failure.CODE_INVALID, message=str(error)))
+            else:
+                if len(request.tokens) > request.prompt_tokens:  # its client has tokens, and waits for the next one
+                    self.post_to_loop(self.note_wait, request.key, WAIT_TURN)
 
         self._thread.post(add)
 
-    def reserve(self, request: Request, answer: Callable[[Reservation | Exception | None], None]) -> None:
+    def reserve(
+        self, request: Request, answer: Callable[[Reservation | Exception | None], None], *, passing: bool
+    ) -> None:
         """Tries to reserve blocks for all tokens of `request`; `answer` is called once, later, on the event loop.
+        `passing` as in `Scheduler.reserve`.
 
         The answer is the reservation, None if no blocks are free, a ValueError if the engine can never serve the
         request, or EngineEndedError.
         """
 
         def attempt() -> Reservation | None:
-            reservation = self._engine.scheduler.reserve(request)
+            reservation = self._engine.scheduler.reserve(request, passing=passing)
             # From this thread, so that loads arrive in the order in which they were read.
             self.post_to_loop(self._set_load, self._loads.read())
             return reservation
@@ -221,6 +237,8 @@ class Worker:
                 self.post_to_loop(self.fail, request.key, Failure(code=Failure.CODE_INTERNAL, message=str(error)))
             else:
                 done()
+                if self._engine.scheduler.rows_taken:
+                    self.post_to_loop(self.note_wait, request.key, WAIT_ROW)
 
         self._thread.post(add)
 
@@ -259,7 +277,7 @@ class Worker:
             return
         live.stream.push(event)
         self._foreign.note(live, event)
-        live.sent(len(event.token_ids))
+        live.sent(len(event.token_ids), event.computed_tokens)
         if event.HasField("prefill"):
             self.metrics.prefilled(event.prefill)
         if event.HasField("decode") and not live.decode_reported:
@@ -272,6 +290,13 @@ class Worker:
             logger.warning("request failed", extra=fields | {"reason": told})
         if last:
             self._forget(key)
+
+    def note_wait(self, key: Key, why: Wait) -> None:
+        """Tells a live request's router that it waits here, so that the router doesn't take it for silence."""
+        live = self._live.get(key)
+        if live is not None and live.waits != why:
+            live.waits = why
+            live.stream.push(RequestEvent(request_id=key[0], attempt=key[1], waits=why))
 
     def fail(self, key: Key, failure: Failure) -> None:
         """Returns a live request to its router, and frees what it has here."""
@@ -326,7 +351,7 @@ class Worker:
         request = request_of(submit, self.spec)
         expiry = None
         if submit.timeout_seconds > 0:
-            expiry = self._loop.call_later(submit.timeout_seconds, self._expire, key)
+            expiry = self._loop.call_later(submit.timeout_seconds, self._expire, key, submit.timeout_seconds)
         self._live[key] = live = LiveRequest.of(submit, request, stream, expiry)
         self._submitted += 1
         self._idle.clear()
@@ -375,6 +400,11 @@ class Worker:
         """Ends a request that came on `stream`, without another event. Other keys are ignored."""
         live = self._live.get(key)
         if live is not None and live.stream is stream:
+            self.drop(key)
+
+    def drop(self, key: Key) -> None:
+        """Ends a live request without another event. Other keys are ignored."""
+        if key in self._live:
             self._release(key)
             self._forget(key)
 
@@ -402,7 +432,12 @@ class Worker:
             return Failure(code=Failure.CODE_RETRY, cause=Failure.CAUSE_TRIAL, message=f"{name} has {suspects}")
         return None
 
-    def _expire(self, key: Key) -> None:
+    def _expire(self, key: Key, seconds: float) -> None:
+        live = self._live.get(key)
+        if live is not None and live.waits:
+            # For others, and not because of a fault. Its router ends what has waited for too long.
+            live.expiry = self._loop.call_later(seconds, self._expire, key, seconds)
+            return
         message = f"no token within the request's time on worker {self.id.name}"
         self.fail(key, Failure(code=Failure.CODE_FULL, message=message))
 
@@ -463,6 +498,9 @@ class Worker:
             # Its blocks may be free now, and no step may follow that would tell.
             self.role.on_step(())
 
+    def _on_preempt(self, sequence: EngineSequence) -> None:
+        self.post_to_loop(self.note_wait, sequence.request.key, WAIT_PREEMPTED)
+
     def _on_step(self, progress: Sequence[Progress]) -> None:
         events = [event_of(step) for step in progress]
         # Tokens go first. The role may end a hand-off before this thread goes on, and with it the request.
@@ -471,4 +509,4 @@ class Worker:
 
 
 def _nothing() -> None:
-    """A command that only waits for those before it."""
+    """A command that waits for those before it, or wakes the engine's thread."""

@@ -1,84 +1,106 @@
-"""Compiles constraints with llguidance (https://github.com/guidance-ai/llguidance), an optional dependency.
+"""Compiles constraints with llguidance (https://github.com/guidance-ai/llguidance), an optional dependency, and follows
+completions, in processes of their own (`lanes.py`).
 
-    thread "compile"   the tokenizer, with the first constraint; then grammars, with limits on size and work; cached
-    thread "mask"      a token is taken, the mask of the next one computed     while the engine's step runs
-
-A grammar's lexer grows as it is used; requests with the same constraint share it.
+    push       the engine's thread: a job takes the token and computes the next mask while the engine's step runs
+    mask       that thread, when the step's logits are there: waits for a moment, then the row comes again later
+    budget     CPU time of a request's masks; a request that exceeds it ends
 """
 
 import asyncio
-import json
+import importlib.util
+import itertools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.constrain.grammar import Constraint, ConstraintError, Grammar
+from kvrelay.engine.constrain.grammar import (
+    STEP_WAIT_SECONDS,
+    Constraint,
+    ConstraintError,
+    MaskNotReadyError,
+)
+from kvrelay.engine.constrain.lanes import COMPILE_SECONDS, Lane, Lanes, ProcessOptions
+from kvrelay.engine.constrain.process import Message
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
-
-T = TypeVar("T")
-
-COMPILE_SECONDS = 5.0
-"""How long a request waits for its constraint, once the tokenizer has been read: several seconds for 128k tokens."""
 MAX_GRAMMARS = 64
-"""Compiled constraints that are kept."""
-THREADS = 2
-"""For compilation, and as many for masks."""
-LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
-    "max_items_in_row": 2_000,
-    "max_lexer_states": 20_000,
-    "max_grammar_size": 100_000,
-}
-"""Of one grammar, as `llguidance.LLParserLimits` has them: about 20 ms of work before the first mask and for each one,
-and 40 MB of memory."""
-WHITE_SPACE = r"( |\n {0,16})?"
-"""Between the parts of JSON: none, one space, or a new line with an indentation. A model could go on with more for
-ever."""
+"""Constraints whose outcome is kept. Their compiled forms are bounded by bytes, in the lanes."""
+SLOW_COMPILE_SECONDS = 0.05
+"""A constraint that took longer to compile is compiled in the slow lane only."""
+TOKEN_SECONDS = 0.005
+"""Of CPU time that each token of a completion adds to what its masks may take."""
+LEAST_SECONDS = 0.05
+"""Of CPU time for a job."""
+DISTRUST = 32
+"""After a mask that was late, a row is planned only once its mask is there, for so many tokens."""
 MAX_MESSAGE_CHARACTERS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class ConstraintLimits:
+    """What the constraints of a worker may take."""
+
+    seconds: float = 2.0
+    """Of CPU time, beside TOKEN_SECONDS a token, for the masks of one request."""
+    most_bytes: int = 256 * 2**20
+    """Of all compiled constraints and those that follow them."""
+
+
+DEFAULT_LIMITS = ConstraintLimits()
 
 
 class ConstraintCompiler:
     """The compiled constraints of one model. `compile` belongs to an event loop."""
 
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        limits: ConstraintLimits = DEFAULT_LIMITS,
+        on_ready: Callable[[], None] | None = None,
+    ) -> None:
         """Reads nothing yet.
 
         Args:
             folder: has the model's `tokenizer.json`.
             vocab_size: of the model, which may have more ids than the tokenizer.
             eos_token_ids: one of these ends a text that may end.
+            on_ready: called on another thread when a mask is there whose row was left out of a step.
         """
-        self._folder = folder
-        self._vocab_size = vocab_size
-        self._eos_token_ids = list(eos_token_ids)
-        self._compilers = ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
-        self._masks = ThreadPoolExecutor(THREADS, thread_name_prefix="mask")
-        self._grammars: OrderedDict[Constraint, asyncio.Future[Grammar]] = OrderedDict()
-        self._tokenizer: asyncio.Future[LLTokenizer] | None = None
+        self._limits = limits
+        tokenizer = str(folder / "tokenizer.json")
+        # The fast and the slow lane share the memory.
+        self.lanes = Lanes(ProcessOptions(tokenizer, vocab_size, list(eos_token_ids), limits.most_bytes // 2))
+        self._following = _Following(self.lanes, limits, on_ready or _nothing)
+        self._grammars: OrderedDict[Constraint, asyncio.Future[LlGrammar]] = OrderedDict()
+        self._starting: asyncio.Future[None] | None = None
 
-    async def compile(self, constraint: Constraint) -> Grammar:
+    async def compile(self, constraint: Constraint) -> "LlGrammar":
         """The compiled form of `constraint`, from the cache if it is there.
 
         Raises:
             ConstraintError: it is malformed, uses what isn't supported, or is too large; or the library isn't there.
         """
-        if self._tokenizer is None:
-            self._tokenizer = self._begin(self._read_tokenizer)
+        loop = asyncio.get_running_loop()
+        if self._starting is None or self._starting.done():
+            self._starting = loop.run_in_executor(None, self._start)
+            self._starting.add_done_callback(_retrieve)
         # A shared future: a request that is cancelled must not cancel it.
-        await asyncio.wait((self._tokenizer,))
+        await asyncio.wait((self._starting,))
+        self._starting.result()
         future = self._grammars.get(constraint)
         if future is None:
-            future = self._begin(partial(self._compile, self._tokenizer.result(), constraint))
+            future = loop.create_future()
+            # After a time-out, nobody waits for it.
+            future.add_done_callback(_retrieve)
+            job = _Compilation(constraint, self, loop, future)
+            with self.lanes.lock:
+                self.lanes.compile.submit(lambda: job, job.used)
             self._grammars[constraint] = future
             if len(self._grammars) > MAX_GRAMMARS:
                 self._grammars.popitem(last=False)
@@ -89,130 +111,289 @@ class ConstraintCompiler:
         return future.result()
 
     def close(self) -> None:
-        """Ends the threads once they have nothing left to do."""
-        self._compilers.shutdown(wait=False, cancel_futures=True)
-        self._masks.shutdown(wait=False, cancel_futures=True)
+        """Ends threads and processes."""
+        self.lanes.close()
 
-    def _begin(self, work: Callable[[], T]) -> "asyncio.Future[T]":
-        future = asyncio.get_running_loop().run_in_executor(self._compilers, work)
-        # Whoever waits gets the exception; after a time-out that is nobody.
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return future
-
-    def _read_tokenizer(self) -> "LLTokenizer":
+    def _start(self) -> None:
+        if importlib.util.find_spec("llguidance") is None:
+            raise ConstraintError("a constraint needs llguidance on the workers: pip install 'kvrelay[structured]'")
         try:
-            from llguidance import LLTokenizer
-        except ImportError:
-            message = "a constraint needs llguidance on the workers: pip install 'kvrelay[structured]'"
-            raise ConstraintError(message) from None
-        path = self._folder / "tokenizer.json"
-        try:
-            return LLTokenizer(path.read_text(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
-        except (OSError, ValueError) as error:
-            raise ConstraintError(f"constraints can't be obeyed by this model: {path.name}: {error}") from error
+            self.lanes.template.start()
+        except (OSError, EOFError) as error:
+            raise ConstraintError(f"the process that compiles constraints can't be started: {error!r}") from error
 
-    def _compile(self, tokenizer: "LLTokenizer", constraint: Constraint) -> Grammar:
-        from llguidance import LLMatcher, LLParserLimits
+    def compiled(self, constraint: Constraint, answer: Message) -> "LlGrammar":
+        """What a lane has found out about a constraint. Raises ConstraintError."""
+        if answer["error"]:
+            raise ConstraintError(_message(f"the {constraint.kind} can't be compiled", answer["error"]))
+        most = self._limits.most_bytes // 2
+        if answer["bytes"] > most:
+            text = f"the {constraint.kind} takes {answer['bytes']} bytes when it is compiled; allowed: {most}"
+            raise ConstraintError(f"{text}, half of engine.constraint_bytes")
+        return LlGrammar(constraint, self._following, slow=answer["seconds"] > SLOW_COMPILE_SECONDS)
 
-        limits = LLParserLimits(verbose_errors=False, **LIMITS)
+    def forget(self, constraint: Constraint, future: "asyncio.Future[LlGrammar]") -> None:
+        """What was found out about a constraint may not be so the next time."""
+        if self._grammars.get(constraint) is future:
+            del self._grammars[constraint]
+
+
+class _Compilation:
+    """Implements `Job`."""
+
+    def __init__(
+        self,
+        constraint: Constraint,
+        compiler: ConstraintCompiler,
+        loop: asyncio.AbstractEventLoop,
+        future: "asyncio.Future[LlGrammar]",
+    ) -> None:
+        self.used: float = float(len(constraint.text))
+        self._constraint = constraint
+        self._compiler = compiler
+        self._loop = loop
+        self._future = future
+
+    def message(self, *, whole: bool) -> tuple[Message, float]:
+        """See `Job.message`."""
+        return {"op": "compile", "kind": self._constraint.kind, "text": self._constraint.text}, COMPILE_SECONDS
+
+    def answered(self, answer: Message, body: bytes) -> None:
+        """See `Job.answered`."""
         try:
-            matcher = LLMatcher(tokenizer, _grammar_text(constraint), limits=limits, log_level=0)
-        except ValueError as error:
-            raise ConstraintError(_message(f"the {constraint.kind} can't be compiled", str(error))) from None
-        # The first mask shows whether the grammar is too large to be followed at all.
-        mask = matcher.deep_copy()
-        mask.compute_bitmask()
-        for one in (matcher, mask):
-            if one.is_error():
-                raise ConstraintError(_message(f"the {constraint.kind} can't be compiled", one.get_error()))
-        return LlGrammar(matcher, -(-self._vocab_size // 32), self._masks)
+            grammar = self._compiler.compiled(self._constraint, answer)
+        except ConstraintError as error:
+            self._post(self._future.set_exception, error)
+        else:
+            self._post(self._future.set_result, grammar)
+
+    def failed(self, why: str, *, timed_out: bool = False) -> None:
+        """See `Job.failed`."""
+        why = f"it takes more than {COMPILE_SECONDS:g} s; make it simpler" if timed_out else why
+        error = ConstraintError(f"the {self._constraint.kind} can't be compiled: {why}")
+        self._post(self._future.set_exception, error)
+        if not timed_out:
+            self._post(self._compiler.forget, self._constraint, self._future)
+
+    def _post(self, call: Callable[..., object], *arguments: object) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+
+class _Following:
+    """What all matchers of a worker share."""
+
+    def __init__(self, lanes: Lanes, limits: ConstraintLimits, on_ready: Callable[[], None]) -> None:
+        self.lanes = lanes
+        self.limits = limits
+        self.on_ready = on_ready
+        self.numbers = itertools.count()
 
 
 class LlGrammar:
-    """Implements `Grammar`."""
+    """Implements `Grammar`. Its compiled form is in the lanes."""
 
-    def __init__(self, matcher: "LLMatcher", words: int, threads: ThreadPoolExecutor) -> None:
-        """
-        Args:
-            matcher: at the beginning; copies of it follow the requests.
-            words: of a mask.
-            threads: that compute masks.
-        """
-        self._matcher = matcher
-        self._words = words
-        self._threads = threads
+    def __init__(self, constraint: Constraint, following: _Following, *, slow: bool) -> None:
+        """`slow`: its matchers begin in the slow lane."""
+        self.constraint = constraint
+        self._following = following
+        self._slow = slow
 
     def matcher(self, tokens: Sequence[int]) -> "LlMatcher":
         """See `Grammar.matcher`."""
-        return LlMatcher(self._matcher.deep_copy(), self._words, self._threads, list(tokens))
+        lanes = self._following.lanes
+        return LlMatcher(self.constraint, self._following, lanes.slow if self._slow else lanes.fast, tokens)
 
 
 class LlMatcher:
-    """Implements `Matcher`. At most one thread at a time works with the library's matcher."""
+    """Implements `Matcher`, and `Job`. A lane has the library's matcher."""
 
-    def __init__(self, matcher: "LLMatcher", words: int, threads: ThreadPoolExecutor, tokens: list[int]) -> None:
-        self._matcher = matcher
-        self._words = words
-        self._threads = threads
-        self._tokens = tokens
-        """Those that `_mask` takes first."""
-        self._mask = self._begin(tokens)
+    def __init__(
+        self,
+        constraint: Constraint,
+        following: _Following,
+        lane: Lane,
+        tokens: Sequence[int],
+        parent: "LlMatcher | None" = None,
+    ) -> None:
+        """
+        Args:
+            lane: that begins with it.
+            parent: has taken all of `tokens` but the last, and its mask is there.
+        """
+        self.used: float = 0.0 if parent is None else parent.used
+        """Seconds of CPU time that its masks took."""
+        self._constraint = constraint
+        self._following = following
+        self._lane = lane
+        self._tokens = list(tokens)
+        self._number = next(following.numbers)
+        self._parent = -1 if parent is None else parent._number
+        self._known = 0 if parent is None else len(tokens) - 1
+        """Tokens that the lane's matcher has taken."""
+        self._sent = 0
+        """The same when its job is done."""
+        self._seen: list[Lane] = []
+        """Lanes that may have it."""
+        self._queued = False
+        self._mask: NDArray[np.int32] | None = None
+        self._error: ConstraintError | None = None
+        self._trusted_from: int = 0 if parent is None else parent._trusted_from
+        self._awaited = False
+        weakref.finalize(self, _drop, self._number, self._seen).atexit = False
+        with following.lanes.lock:
+            self._submit()
 
     def push(self, token: int) -> None:
         """See `Matcher.push`. After a step that kept guesses several come, and nobody reads the masks between them."""
-        if self._mask.cancel():
-            self._tokens = [*self._tokens, token]
-        else:
-            wait([self._mask])
-            self._tokens = [token]
-        self._mask = self._begin(self._tokens)
+        with self._following.lanes.lock:
+            self._tokens.append(token)
+            self._mask = None
+            self._submit()
 
-    def mask(self) -> NDArray[np.int32]:
+    def ready(self, *, surely: bool = False) -> bool:
+        """See `Matcher.ready`."""
+        with self._following.lanes.lock:
+            if self._done or (self._trusted and not surely):
+                return True
+            if self._trusted and self._wait(STEP_WAIT_SECONDS):
+                return True
+            self._awaited = True
+            return False
+
+    def mask(self, seconds: float = STEP_WAIT_SECONDS) -> NDArray[np.int32]:
         """See `Matcher.mask`."""
-        return self._mask.result()
+        with self._following.lanes.lock:
+            if not self._wait(seconds):
+                raise MaskNotReadyError
+            if self._error is not None:
+                raise self._error
+            if self._mask is None:
+                raise RuntimeError(f"matcher {self._number} is done without a mask")
+            return self._mask
 
     def after(self, token: int) -> "LlMatcher | None":
         """See `Matcher.after`."""
-        try:
-            allowed = int(self.mask()[token // 32]) >> token % 32 & 1
-        except ConstraintError:
-            return None
-        # Once its mask is there, no thread works with the library's matcher.
-        return LlMatcher(self._matcher.deep_copy(), self._words, self._threads, [token]) if allowed else None
+        with self._following.lanes.lock:
+            if not self._done and not (self._trusted and self._wait(STEP_WAIT_SECONDS)):
+                return None
+            if self._mask is None or not int(self._mask[token // 32]) >> token % 32 & 1:
+                return None
+        return LlMatcher(self._constraint, self._following, self._lane, [*self._tokens, token], self)
 
-    def _begin(self, tokens: list[int]) -> "Future[NDArray[np.int32]]":
-        return self._threads.submit(self._next, tokens)
+    # As a job. On the lane's thread.
 
-    def _next(self, tokens: list[int]) -> NDArray[np.int32]:
-        if tokens and not self._matcher.consume_tokens(tokens):
-            raise ConstraintError(_message("the completion so far doesn't obey the constraint", self._error))
-        mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self._words]
-        if self._matcher.is_error():
-            raise ConstraintError(_message("the constraint became too costly to follow", self._error))
-        return mask
+    def message(self, *, whole: bool) -> tuple[Message, float]:
+        """See `Job.message`."""
+        with self._following.lanes.lock:
+            known = 0 if whole else self._known
+            self._sent = len(self._tokens)
+            limit = max(LEAST_SECONDS, self._allowed - self.used)
+            message: Message = {
+                "op": "follow",
+                "matcher": self._number,
+                "parent": -1 if whole else self._parent,
+                "at": known,
+                "tokens": self._tokens[known:],
+            }
+            if self._lane not in self._seen:
+                self._seen.append(self._lane)
+        if known == 0:
+            message |= {"kind": self._constraint.kind, "text": self._constraint.text}
+            limit += COMPILE_SECONDS
+        return message, limit
+
+    def answered(self, answer: Message, body: bytes) -> None:
+        """See `Job.answered`."""
+        lanes = self._following.lanes
+        with lanes.lock:
+            self._queued = False
+            again = self._known > 0 and self._parent < 0
+            self.used += answer["seconds"] + (answer["made"] if again else 0.0)
+            self._known, self._parent = self._sent, -1
+            if answer["error"] and self._lane is lanes.fast:
+                # Perhaps it was only too much for this lane.
+                lanes.fast.dropped.append(self._number)
+                self._lane, self._known = lanes.slow, 0
+                self._submit()
+                return
+            if answer["error"]:
+                what = "the completion so far doesn't obey the constraint"
+                what = what if answer["disobeys"] else "the constraint became too costly to follow"
+                self._error = ConstraintError(_message(what, answer["error"]))
+            elif self.used > self._allowed:
+                self._error = self._exceeded
+            elif self._sent < len(self._tokens):
+                self._submit()
+                return
+            else:
+                self._mask = np.frombuffer(body, np.int32)
+            self._finish()
+
+    def failed(self, why: str, *, timed_out: bool = False) -> None:
+        """See `Job.failed`."""
+        with self._following.lanes.lock:
+            self._queued = False
+            self._error = self._exceeded if timed_out else ConstraintError(f"the constraint can't be followed: {why}")
+            self._finish()
 
     @property
-    def _error(self) -> str:
-        return self._matcher.get_error()
+    def _allowed(self) -> float:
+        """Seconds of CPU time that its masks may take."""
+        return self._following.limits.seconds + TOKEN_SECONDS * len(self._tokens)
+
+    @property
+    def _exceeded(self) -> ConstraintError:
+        seconds = self._following.limits.seconds
+        return ConstraintError(
+            f"following the constraint takes more CPU time than {len(self._tokens)} tokens may have; allowed:"
+            f" {seconds:g} s (engine.constraint_seconds) and {1000 * TOKEN_SECONDS:g} ms a token; make it simpler"
+        )
+
+    @property
+    def _done(self) -> bool:
+        return self._mask is not None or self._error is not None
+
+    @property
+    def _trusted(self) -> bool:
+        """Whether its masks come in time."""
+        return len(self._tokens) >= self._trusted_from
+
+    def _wait(self, seconds: float) -> bool:
+        """Whether the mask is there within `seconds`. With the lock."""
+        if self._done or self._following.lanes.ready.wait_for(lambda: self._done, seconds):
+            return True
+        self._trusted_from = len(self._tokens) + DISTRUST
+        return False
+
+    def _submit(self) -> None:
+        """With the lock."""
+        if not self._queued and self._error is None:
+            self._queued = True
+            self._lane.submit(weakref.ref(self), self.used)
+
+    def _finish(self) -> None:
+        """With the lock."""
+        self._following.lanes.ready.notify_all()
+        if self._awaited:
+            self._awaited = False
+            self._following.on_ready()
 
 
-def _grammar_text(constraint: Constraint) -> str:
-    """The library's form of a constraint. Raises ValueError."""
-    from llguidance import LLMatcher
+def _drop(number: int, seen: list[Lane]) -> None:
+    """A matcher is gone."""
+    for lane in seen:
+        lane.dropped.append(number)
 
-    json_options: Any = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE}
-    match constraint.kind:
-        case "json_schema":
-            return LLMatcher.grammar_from_json_schema(constraint.text, overrides=json_options)
-        case "json_object":
-            return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=json_options)
-        case "regex":
-            return LLMatcher.grammar_from_regex(constraint.text)
-        case "choice":
-            texts = [json.dumps(text, ensure_ascii=False) for text in json.loads(constraint.text)]
-            return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
-        case "grammar":
-            return LLMatcher.grammar_from_lark(constraint.text)
+
+def _retrieve(future: "asyncio.Future[None] | asyncio.Future[LlGrammar]") -> None:
+    """Whoever waits gets the exception, and that may be nobody."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _nothing() -> None:
+    """Nobody is to be woken."""
 
 
 def _message(what: str, why: str) -> str:

@@ -9,9 +9,16 @@ from numpy.typing import NDArray
 
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 
+STEP_WAIT_SECONDS = 0.01
+"""How long a step waits at most for the masks of all its rows, once their logits are there."""
+
 
 class ConstraintError(ValueError):
     """A constraint can't be obeyed; the text says why, in words for the user who asked for it."""
+
+
+class MaskNotReadyError(Exception):
+    """A mask isn't computed yet, so the row's token is chosen in a later step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,22 +31,32 @@ class Constraint:
 
 
 class Matcher(Protocol):
-    """Follows one completion token by token. Its masks are computed on a thread of their own, beside the step."""
+    """Follows one completion token by token. Its masks are computed in another process, beside the step."""
 
     def push(self, token: int) -> None:
         """Takes the next token of the completion, and begins to compute the mask of the one after it."""
         ...
 
-    def mask(self) -> NDArray[np.int32]:
-        """[ceil(V / 32)] bit i of word j: whether token 32 j + i may come next. Waits for it if need be.
+    def ready(self, *, surely: bool = False) -> bool:
+        """Whether the next step should have a row that needs the mask: it is there, or will be when the row's logits
+        are. If not, the owner is woken once it is.
+
+        Args:
+            surely: the mask must be there; waits for it for a moment.
+        """
+        ...
+
+    def mask(self, seconds: float = STEP_WAIT_SECONDS) -> NDArray[np.int32]:
+        """[ceil(V / 32)] bit i of word j: whether token 32 j + i may come next. Waits for it for up to `seconds`.
 
         Raises:
-            ConstraintError: a token isn't what the constraint allows, or the constraint became too costly to follow.
+            ConstraintError: a token isn't what the constraint allows, or following it has taken too much time.
+            MaskNotReadyError: it isn't there yet.
         """
         ...
 
     def after(self, token: int) -> "Matcher | None":
-        """Another matcher, which has taken one token more; None if it may not come next. Waits for the mask."""
+        """Another matcher, which has taken one token more. None if that may not come next, or the mask isn't there."""
         ...
 
 

@@ -1,5 +1,6 @@
 """Applies shapings to logits, on the device where these are; `kvrelay.engine.shaping` has the formulas."""
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -7,7 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvrelay.engine.constrain.grammar import ConstraintError
+from kvrelay.engine.constrain.grammar import STEP_WAIT_SECONDS, ConstraintError, MaskNotReadyError
+from kvrelay.engine.plan import NOT_READY
 from kvrelay.engine.shaping import Shaping
 
 NO_TOKEN = "no token is left to choose: the constraint, bad words or stop ids exclude all of them"
@@ -21,7 +23,8 @@ def shape(logits: Tensor, shapings: Sequence[tuple[int, Shaping]]) -> dict[int, 
         shapings: the rows, each at most once, and what changes them.
 
     Returns:
-        The rows whose constraint can't be followed any more, and why. Their logits mean nothing.
+        The rows whose constraint can't be followed any more, and why, and those whose mask isn't there. Their logits
+        mean nothing.
     """
     _add_bias(logits, shapings)
     _penalize(logits, [(row, shaping) for row, shaping in shapings if shaping.params.penalized])
@@ -64,13 +67,16 @@ def _factors(shaping: Shaping) -> tuple[float, float, float]:
 
 def _mask(logits: Tensor, shapings: Sequence[tuple[int, Shaping]]) -> dict[int, str]:
     rows, masks, failed = [], [], {}
+    deadline = time.monotonic() + STEP_WAIT_SECONDS
     for row, shaping in shapings:
         if shaping.matcher is None:
             continue
         try:
-            masks.append(shaping.matcher.mask())
+            masks.append(shaping.matcher.mask(max(0.0, deadline - time.monotonic())))
         except ConstraintError as error:
             failed[row] = str(error)
+        except MaskNotReadyError:
+            failed[row] = NOT_READY
         else:
             rows.append(row)
     if rows:

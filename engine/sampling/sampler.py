@@ -57,7 +57,7 @@ class Choice:
     nonfinite: list[int]
     """Rows whose logits aren't finite: their token means nothing."""
     refused: dict[int, str]
-    """Rows for which the request leaves no token, and why."""
+    """As `StepOutput.refused`."""
     logprobs: list[TokenLogprobs | None] | None
     """[R]; None if no row asked for them."""
 

@@ -179,7 +179,7 @@ class TextChoice:
     def __init__(self, body: CompletionRequest, tokenizer: Tokenizer, request: CheckedRequest) -> None:
         self._body = body
         self._tokenizer = tokenizer
-        self._prompt = list(request.prompt.submit(()).token_ids) if body.echo else []
+        self._prompt = request.prompt
         self._echo = ""
         """The prompt's text, until a message has shown it."""
         self._logprobs = None if body.logprobs is None else TextLogprobs(tokenizer)
@@ -189,15 +189,17 @@ class TextChoice:
 
     async def begin(self, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
         """The first message will show the prompt, and its log-probabilities, if that was asked for."""
+        if not self._body.echo:
+            return
+        await asyncio.sleep(0)
+        prompt = list(self._prompt.submit(()).token_ids)
         parts = []
-        for start in range(0, len(self._prompt), PART_TOKENS):
-            parts.append(
-                b"".join([self._tokenizer.token_bytes[at] for at in self._prompt[start : start + PART_TOKENS]])
-            )
+        for start in range(0, len(prompt), PART_TOKENS):
             await asyncio.sleep(0)
+            parts.append(b"".join([self._tokenizer.token_bytes[at] for at in prompt[start : start + PART_TOKENS]]))
         self._echo = b"".join(parts).decode(errors="replace")
-        if self._body.echo and self._logprobs is not None:
-            await self._logprobs.add_prompt(self._prompt, prompt_logprobs)
+        if self._logprobs is not None:
+            await self._logprobs.add_prompt(prompt, prompt_logprobs)
 
     def add(self, message: GenerateResponse) -> str | dict[str, Any] | None:
         """What a message adds, as a part of a chunk; only text as that text."""

@@ -4,12 +4,18 @@ A client may send its request and end its side of the connection, as `nc -N` doe
 this from a client that has closed the connection, whose request ends at once. So an unasked `100 Continue`, which
 every client of HTTP/1.1 skips, is sent, or an empty comment in a stream of events that has begun: the system of a
 client that is gone answers it by a reset, and this looks for that until the request has ended.
+
+A connection that ends with an error goes on reading for a while: with unread bytes, the system would reset it, and the
+client might never read the answer.
 """
 
 import asyncio
 import logging
 import socket
 import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from aiohttp import HttpVersion11, web
@@ -22,6 +28,9 @@ logger = logging.getLogger(__name__)
 JSON = "application/json"
 LOOK_SECONDS = 0.05
 """Between two looks at whether the client of a half-closed connection is still there."""
+LINGER_SECONDS = 2.0
+LINGER_BYTES = 64 * 2**20
+"""Time and bytes that a client may go on sending after an answer that ends its connection."""
 BEGUN = web.RequestKey("begun", web.StreamResponse)
 """The answer to a request, when it begins."""
 REQUEST_ID = "X-Request-Id"
@@ -46,14 +55,46 @@ _MALFORMED: dict[type[Exception], str] = {
 class HttpConnection(web.RequestHandler):
     """As the module says."""
 
-    __slots__ = ("_half_closed", "_probed")
+    __slots__ = ("_half_closed", "_lingered", "_probed", "_refused")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._half_closed = self._probed = False
+        self._refused: asyncio.Future[None] | None = None
+        """Once the last answer is an error: done when the client has ended its side, or has sent LINGER_BYTES more."""
+        self._lingered = 0
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused is None:
+            super().data_received(data)
+            return
+        self._lingered += len(data)
+        if self._lingered > LINGER_BYTES:
+            self._stop_lingering()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._stop_lingering()
+        super().connection_lost(exc)
+
+    async def linger(self) -> None:
+        """Ends this side of the connection and skips what the client still sends, within the limits."""
+        if self.transport is None or self._refused is None or self._half_closed:
+            return
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                await self._refused
+
+    def _stop_lingering(self) -> None:
+        if self._refused is not None and not self._refused.done():
+            self._refused.set_result(None)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]  # aiohttp always closes
         """Keeps the connection for the answers to what was sent. TLS has no half-closed connections in asyncio."""
+        if self._refused is not None:
+            self._stop_lingering()
+            return True
         if self._half_closed:
             return True  # uvloop reads the end again whenever reading is resumed
         if self._idle or self.transport is None or self.transport.get_extra_info("sslcontext"):
@@ -105,9 +146,23 @@ class HttpConnection(web.RequestHandler):
             logger.error("a request failed because of a defect", exc_info=exc)
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has begun")
-        response = _refusal(status, text)
+        response = _refusal(status, text, kind=partial(_LastAnswer, self))
         response.force_close()
+        if self._refused is None:
+            self._refused = self._loop.create_future()
         return response
+
+
+class _LastAnswer(web.Response):
+    """The answer that ends a connection."""
+
+    def __init__(self, connection: HttpConnection, **options: Any) -> None:
+        super().__init__(**options)
+        self._connection = connection
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        await super().write_eof(data)
+        await self._connection.linger()
 
 
 class HttpRunner(web.AppRunner):
@@ -141,9 +196,11 @@ class _Server(web.Server):
         return HttpConnection(self, loop=self._loop, **self._kwargs)
 
 
-def _refusal(status: int, text: str, field: str | None = None) -> web.Response:
+def _refusal(
+    status: int, text: str, field: str | None = None, kind: Callable[..., web.Response] = web.Response
+) -> web.Response:
     named = {REQUEST_ID: uuid.uuid4().hex}
-    return web.Response(body=error_json(status, text, param=field), status=status, headers=named, content_type=JSON)
+    return kind(body=error_json(status, text, param=field), status=status, headers=named, content_type=JSON)
 
 
 def _probe(request: web.Request) -> bytes:

@@ -7,7 +7,7 @@ import math
 import ssl
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.aiohttp import make_aiohttp_handler
 from pydantic_core import to_json
 
+from kvrelay.router.admission import Place
 from kvrelay.router.connections import Connection, Connections, peer_of
 from kvrelay.router.errors import InvalidRequest, RequestError, SlowReader
 from kvrelay.router.front import Call, Front, together
@@ -206,21 +207,24 @@ class HttpFace:
 
                 turns = asyncio.Semaphore(CHECKED_AT_ONCE)
 
-                async def run(at: int) -> None:
+                async def run(at: int, place: Place) -> None:
                     sink = HttpSink(at, plan.reply, events if plan.stream else None)
                     with ExitStack() as turn:
-                        await turns.acquire()
                         turn.callback(turns.release)
 
                         def begin(checked: CheckedRequest) -> None:
                             plan.reply.begin(at, checked)
                             turn.close()
 
-                        await call.generate(plan.requests.pop(), sink, begin, plan.shown)
+                        await call.generate(plan.requests.pop(), sink, begin, plan.shown, place)
 
-                # The last prompt is the first to be taken off the list, which keeps no reference to it.
-                with call.ticket.more_calls(count - 1):
-                    await together([run(at) for at in reversed(range(count))])
+                async def each() -> AsyncIterator[Coroutine[Any, Any, None]]:
+                    # The last prompt is the first to be taken off the list, which keeps no reference to it.
+                    for at in reversed(range(count)):
+                        await turns.acquire()
+                        yield run(at, await call.place())
+
+                await (run(0, await call.place()) if count == 1 else together(each()))
                 if not plan.stream:
                     return _json(plan.reply.whole())
                 return await events.end(plan.reply.end())
@@ -262,7 +266,9 @@ class HttpFace:
         check_type(request)
         size = declared_size(request, self._front.config.max_message_bytes)
         with self._front.call(caller_of(request), size) as call:
-            body = await self._apart(parsed, await self._read(request, call))
+            data = await self._read(request, call)
+            call.ticket.begun = True
+            body = await self._apart(parsed, data)
             self._front.check_model(body.model or "")
             return _json(await body.answer(self._front.model, self._front.tokenizer))
 

@@ -2,7 +2,8 @@
 
     GET  /              the page; GET /page/NAME its scripts and styles: the same for everybody, so nobody is asked
     GET  /page/about    the router and its model
-    GET  /page/events   `recent`, then `fleet` whenever something has changed, and `ended` for each request that ends
+    GET  /page/events   `recent`, then `fleet` whenever something has changed, and `ended` for each request that ends;
+                        `over` in the end, or `error`
     GET  /page/requests/ID  what a running or recent request went through
     POST /page/generate runs one request: `life` as it goes on, `text`, and `end` or `error`
 
@@ -12,8 +13,7 @@ requests of its own tenant only.
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine
 from functools import partial
 from importlib.resources import files
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from pydantic import Field
 from pydantic_core import to_json
 
 from kvrelay.router.answer import AwaitedSink
-from kvrelay.router.errors import Exhausted, NotKept, RequestError, SlowReader, shorten
+from kvrelay.router.errors import NotKept, RequestError, SlowReader, shorten
 from kvrelay.router.front import Front
 from kvrelay.router.http.body import declared_size, parse, read
 from kvrelay.router.http.errors import body_of
@@ -34,11 +34,13 @@ from kvrelay.router.life import Life, life
 from kvrelay.router.page.view import about, fleet
 from kvrelay.router.registry import WorkerRegistry
 from kvrelay.router.requests import RECENT
+from kvrelay.router.shares import Seats
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.v1.inference_pb2 import GenerateRequest, GenerateResponse
 
 MAX_VIEWERS = 16
-"""Pages that may be open at once: each gets a few events a second."""
+"""Pages that may be open at once: each gets a few events a second. A newcomer takes the place of another client's
+oldest page if that client has two more than it has."""
 FLEET_SECONDS = 0.2
 """Between two looks at the workers."""
 LIFE_SECONDS = 0.05
@@ -105,7 +107,7 @@ class Page:
         self._front = front
         self._registry = registry
         self._router = router
-        self._viewers = 0
+        self._viewers = Seats(MAX_VIEWERS, "pages")
         folder = files(__package__) / "assets"
         self._assets = {asset.name: asset.read_bytes() for asset in folder.iterdir() if asset.is_file()}
 
@@ -143,39 +145,38 @@ class Page:
     # The viewer's stream.
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        tenant = self._front.tenant(caller_of(request))
+        caller = caller_of(request)
+        tenant = self._front.tenant(caller)
         events = Events(request, self._front.config.idle_timeout_seconds)
-        with self._viewer():
-            try:
-                recent = self._front.requests.recent(tenant)
-                seen = recent[-1].number if recent else 0
-                await events.write(_event("recent", [ended.life for ended in recent]))
-                sent, said = b"", 0.0
-                while not self._front.draining:
-                    now = time.monotonic()
-                    for ended in self._front.requests.recent(tenant, seen):
-                        seen = ended.number
-                        await events.write(_event("ended", ended.life))
-                    shown = _event("fleet", fleet(self._front, self._registry, tenant, now))
-                    if shown != sent or now - said >= SILENCE_SECONDS:
-                        await events.write(shown)
-                        sent, said = shown, now
-                    await asyncio.sleep(FLEET_SECONDS)
-                return await events.end(_event("over", {}))
-            except SlowReader:
-                raise asyncio.CancelledError from None  # nobody reads an error either
-            finally:
-                events.close()
-
-    @contextmanager
-    def _viewer(self) -> Iterator[None]:
-        if self._viewers >= MAX_VIEWERS:
-            raise Exhausted(f"{self._viewers} pages are open; allowed: {MAX_VIEWERS}")
-        self._viewers += 1
         try:
-            yield
+            async with self._viewers.seat(self._front.holder(caller)):
+                await self._show(tenant, events)
+            return await events.end(_event("over", {}))
+        except SlowReader:
+            raise asyncio.CancelledError from None  # nobody reads an error either
+        except RequestError as error:
+            if events.begun:
+                return await events.end(b"event: error\ndata: " + body_of(error) + b"\n\n")
+            raise
         finally:
-            self._viewers -= 1
+            events.close()
+
+    async def _show(self, tenant: str, events: Events) -> None:
+        """Sends what a viewer of this tenant sees, until the router drains."""
+        recent = self._front.requests.recent(tenant)
+        seen = recent[-1].number if recent else 0
+        await events.write(_event("recent", [ended.life for ended in recent]))
+        sent, said = b"", 0.0
+        while not self._front.draining:
+            now = time.monotonic()
+            for ended in self._front.requests.recent(tenant, seen):
+                seen = ended.number
+                await events.write(_event("ended", ended.life))
+            shown = _event("fleet", fleet(self._front, self._registry, tenant, now))
+            if shown != sent or now - said >= SILENCE_SECONDS:
+                await events.write(shown)
+                sent, said = shown, now
+            await asyncio.sleep(FLEET_SECONDS)
 
     # The playground.
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -31,6 +32,7 @@ from support.secrets import self_signed
 
 KVRELAY = str(Path(sys.executable).parent / "kvrelay")
 SECONDS = 30.0
+ROOT = Path(__file__).parents[2]
 LISTENING_TO_CTRL_C = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a background job ignores, and so would its children
@@ -409,6 +411,25 @@ def test_a_reader_that_goes_away_is_no_traceback(target: str) -> None:
     result = subprocess.run(["bash", "-c", command], capture_output=True, timeout=SECONDS)
     assert result.stdout == b"X"
     assert b"Traceback" not in result.stderr
+
+
+def test_ctrl_c_leaves_no_trace_while_a_command_is_imported(tmp_path: Path) -> None:
+    """It falls into the import of a package that the command line needs."""
+    (tmp_path / "click.py").write_text("import signal; print('begun', flush=True); signal.pause()")
+    entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["kvrelay"]
+    module, _, function = entry.partition(":")
+    code = f"from {module} import {function}; {function}()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", LISTENING_TO_CTRL_C, sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"begun\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=SECONDS) == (b"", b"")
+    assert process.returncode == 130
 
 
 def test_commands_start_at_once() -> None:

@@ -43,6 +43,31 @@ def test_an_old_step_makes_suspect_then_dead(membership: Membership, clock: Cloc
     assert not membership.attend(member(), Load())
 
 
+@pytest.mark.parametrize("connections", [0, 1, 2])
+def test_silence_on_an_open_connection_is_that_of_a_busy_process(
+    membership: Membership, clock: Clock, connections: int
+) -> None:
+    assert membership.attend(member(), Load())
+    worker = membership.present("prefill-0")
+    assert worker is not None
+    for _ in range(connections):
+        membership.connected(worker)
+    assert ticks(membership, clock, 2.9) == []
+    assert state_of(membership, "prefill-0") == MEMBER_STATE_SUSPECT
+    if connections:
+        assert ticks(membership, clock, 20.0) == []
+        for _ in range(connections - 1):
+            membership.disconnected(worker)
+        assert ticks(membership, clock, 6.0) == []
+        if connections == 1:
+            assert membership.attend(member(), Load())
+            membership.disconnected(worker)
+            assert ticks(membership, clock, 2.9) == []
+    ((dead, reason),) = ticks(membership, clock, 2.0)
+    assert dead == worker
+    assert reason == f"no heartbeat for {30 if connections == 2 else 3} s"
+
+
 def test_the_engines_figures_are_not_told_to_the_others(membership: Membership) -> None:
     membership.attend(member(step_age_seconds=1, slow_step_seconds=9), Load())
     version = membership.version

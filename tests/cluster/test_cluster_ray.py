@@ -22,6 +22,7 @@ import pytest
 
 from kvrelay.client import Client
 from kvrelay.cluster.processes import Process, find
+from kvrelay.kernels.cpu.library import INSTRUCTION_SETS, VARIABLE, cpu_features
 from support.processes import wait_until
 from support.ray_commands import (
     ENVIRONMENT,
@@ -241,8 +242,13 @@ def test_ctrl_c_ends_a_cluster_in_the_foreground(world: World) -> None:
     config = world.folder / "kvrelay.yaml"
     config.write_text("router: {grpc_port: 0, http_port: 0}\nray: {include_dashboard: false}\n")
     command = [KVRELAY, "up", "--colocated", "1", "--config", str(config)]
-    with Terminal(command, world.environment) as terminal:
+    native = [each.name for each in INSTRUCTION_SETS if each.needed <= cpu_features()]
+    named = {VARIABLE: native[-1]} if native else {}
+    with Terminal(command, world.environment | named) as terminal:
         terminal.wait_for("stop       Ctrl-C", START_SECONDS)
+        for name in named.values():
+            assert f"native kernels are those for {name} ({VARIABLE})" in terminal.lines
+            assert f"computes with native kernels for {name}, " in world.call("logs", "worker-0").stdout
         said = world.json("generate", PROMPT, "--max-tokens", str(TOKENS))
         assert said["timeline"]["transfer_bytes"] == 0, "co-located: there is no hand-off"
         terminal.press(CTRL_C)
@@ -250,7 +256,8 @@ def test_ctrl_c_ends_a_cluster_in_the_foreground(world: World) -> None:
         terminal.press(CTRL_C)
         assert terminal.end(STOP_SECONDS) == 0
         shown = [line for line in terminal.lines if not line.startswith("  ")]
-        assert shown == ["kvrelay is ready", "the cluster has ended"]
+        assert shown[-2:] == ["kvrelay is ready", "the cluster has ended"]
+        assert len(shown) == 2 + len(named)
     assert world.processes() == []
     assert world.call("status").returncode == 1
 

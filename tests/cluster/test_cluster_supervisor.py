@@ -297,8 +297,8 @@ class FakeLauncher:
 
 
 @asynccontextmanager
-async def launched(launcher: FakeLauncher) -> AsyncIterator[SupervisorServer]:
-    server = SupervisorServer(SupervisorConfig(), launcher)
+async def launched(launcher: FakeLauncher, **options: float) -> AsyncIterator[SupervisorServer]:
+    server = SupervisorServer(SupervisorConfig(**options), launcher)
     await server.start()
     try:
         yield server
@@ -349,9 +349,9 @@ def test_what_a_member_waits_for_is_told() -> None:
 def test_a_silent_process_is_killed_and_replaced() -> None:
     async def test() -> None:
         launcher = FakeLauncher()
-        async with launched(launcher) as server:
+        async with launched(launcher, step_dead_seconds=4.0) as server:
             await until(lambda: server.membership.ready, "ready")
-            # Frozen: it neither ends nor sends heartbeats. A replacement's heartbeats get through.
+            # It neither ends nor sends heartbeats, on an open connection. A replacement's heartbeats get through.
             server.membership.attend = refuse(server.membership.attend, "prefill-0#")  # type: ignore[method-assign]
             await until(lambda: "kill prefill-0" in launcher.calls, "killed")
             await until(lambda: launcher.calls.count("run prefill-0") == 2, "replaced")

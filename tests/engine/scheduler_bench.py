@@ -1,10 +1,16 @@
 """A scheduler with a runner that computes nothing, for the tests of the scheduler."""
 
 import dataclasses
+import random
 import time
 from collections import deque
+from collections.abc import Sequence as Tokens
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvrelay.engine.config import EngineConfig, SpeculationConfig
+from kvrelay.engine.constrain.grammar import Constraint, MaskNotReadyError
 from kvrelay.engine.kv.blocks import BlockPool, Hold
 from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.plan import StepPlan
@@ -18,6 +24,36 @@ from support.guesses import HashGuesses
 from support.hash_runner import HashRunner, expected_outcome, expected_tokens, hash_spec
 
 SIZE = 8
+
+
+class LateMasks:
+    """A grammar, and its matchers, that allow each token; by chance a mask isn't there when it is needed."""
+
+    def __init__(self) -> None:
+        self.draw = random.Random(0)
+        self.share = 0.5
+        """Of masks that are late."""
+        self.owner, self.sure = self, False
+
+    def matcher(self, tokens: Tokens[int]) -> "LateMasks":
+        found = LateMasks()
+        found.draw, found.owner = self.draw, self
+        return found
+
+    def push(self, token: int) -> None:
+        pass
+
+    def ready(self, *, surely: bool = False) -> bool:
+        self.sure = surely
+        return self.draw.random() >= self.owner.share
+
+    def mask(self, seconds: float = 0.0) -> NDArray[np.int32]:
+        if not self.sure and self.draw.random() < self.owner.share:
+            raise MaskNotReadyError
+        return np.full(8, -1, np.int32)
+
+    def after(self, token: int) -> "LateMasks | None":
+        return None if self.draw.random() < self.owner.share else self.owner.matcher(())
 
 
 class Bench:
@@ -55,6 +91,7 @@ class Bench:
         self.sequences: list[Sequence] = []
         self.heard: dict[Sequence, list[int]] = {}
         self.exports: list[tuple[Hold, tuple[int, ...]]] = []
+        self.late = LateMasks()
         self._names = 0
 
     def request(self, tokens: tuple[int, ...], max_tokens: int = 1, **options: object) -> Request:
@@ -63,7 +100,10 @@ class Bench:
             max_tokens=max_tokens,
             min_tokens=options.pop("min_tokens", 0),
             stop_token_ids=frozenset(options.pop("stop", ())),
+            constraint=Constraint("regex", ".*") if options.pop("late", False) else None,
         )
+        if sampling.constraint is not None:
+            options["grammar"] = self.late
         self._names += 1
         prompt_tokens = options.pop("prompt_tokens", len(tokens))
         return Request(f"r{self._names}", 1, tokens, prompt_tokens, sampling, **options)
@@ -120,6 +160,7 @@ class Bench:
             for sequence in self.sequences
             if not sequence.ended
         )
+        self.late.share = 0.0
         for _ in range(limit + 1):
             while self.exports:
                 self.exports.pop()[0].release()

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -12,8 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
-from kvrelay.engine.constrain.compiler import MAX_GRAMMARS, ConstraintCompiler
+from kvrelay.engine.constrain.compiler import (
+    DEFAULT_LIMITS,
+    MAX_GRAMMARS,
+    ConstraintCompiler,
+    ConstraintLimits,
+    LlMatcher,
+)
 from kvrelay.engine.constrain.grammar import Constraint, ConstraintError
 from kvrelay.models import resolve
 from support.schemas import random_schema
@@ -22,9 +31,13 @@ VOCAB, EOS = 4096, 1
 REGEX = Constraint("regex", "(ab|cd){2,5}")
 
 
-def with_compiler(test: Callable[[ConstraintCompiler], Awaitable[None]], folder: Path | None = None) -> None:
+def with_compiler(
+    test: Callable[[ConstraintCompiler], Awaitable[None]],
+    folder: Path | None = None,
+    limits: ConstraintLimits = DEFAULT_LIMITS,
+) -> None:
     async def run() -> None:
-        compiler = ConstraintCompiler(folder or resolve("pico"), VOCAB, [EOS])
+        compiler = ConstraintCompiler(folder or resolve("pico"), VOCAB, [EOS], limits)
         try:
             async with asyncio.timeout(60):
                 await test(compiler)
@@ -46,8 +59,8 @@ def test_a_matcher_that_begins_anywhere_allows_the_same_tokens() -> None:
             grammar = await compiler.compile(Constraint("json_schema", json.dumps(random_schema(draw))))
             whole, tokens = grammar.matcher([]), []
             while EOS not in tokens:
-                mask = whole.mask()
-                assert np.array_equal(mask, grammar.matcher(tokens).mask())
+                mask = whole.mask(60)
+                assert np.array_equal(mask, grammar.matcher(tokens).mask(60))
                 tokens.append(draw.choice(allowed(mask)))
                 if tokens[-1] != EOS:
                     whole.push(tokens[-1])
@@ -73,13 +86,13 @@ def test_tokens_may_come_before_the_masks_between_them_are_there() -> None:
         grammar = await compiler.compile(Constraint("json_schema", json.dumps(random_schema(random.Random(3)))))
         draw, tokens = random.Random(0), list[int]()
         while len(tokens) < 6:
-            tokens.append(draw.choice(allowed(grammar.matcher(tokens).mask())))
-        expected = grammar.matcher(tokens).mask()
+            tokens.append(draw.choice(allowed(grammar.matcher(tokens).mask(60))))
+        expected = grammar.matcher(tokens).mask(60)
         for _ in range(100):
             matcher = grammar.matcher([])
             for token in tokens:
                 matcher.push(token)
-            assert np.array_equal(matcher.mask(), expected)
+            assert np.array_equal(matcher.mask(60), expected)
 
     with_compiler(test)
 
@@ -88,12 +101,115 @@ def test_tokens_that_do_not_obey_are_refused() -> None:
     async def test(compiler: ConstraintCompiler) -> None:
         grammar = await compiler.compile(REGEX)
         with pytest.raises(ConstraintError, match="doesn't obey"):
-            grammar.matcher([EOS, 7]).mask()
+            grammar.matcher([EOS, 7]).mask(60)
 
     with_compiler(test)
 
 
+def chain(rules: int) -> str:
+    """A grammar that the library follows by as many calls within another."""
+    return "start: r0\n" + "".join([f"r{i}: r{i + 1}\n" for i in range(rules)]) + f'r{rules}: "a"'
+
+
+AMBIGUOUS = Constraint("grammar", 'start: a\na: a a | a a a | "x" | ""')
+
+
+def walk(matcher: LlMatcher, count: int) -> list[int]:
+    """Up to `count` tokens that obey, without the end."""
+    draw, tokens = random.Random(0), list[int]()
+    while len(tokens) < count:
+        choices = [token for token in allowed(matcher.mask(60)) if token != EOS]
+        if not choices:
+            break
+        tokens.append(draw.choice(choices))
+        matcher.push(tokens[-1])
+    return tokens
+
+
+def test_a_grammar_that_ends_the_library_is_refused_and_ends_nobody() -> None:
+    """Its stack overflows."""
+
+    async def test(compiler: ConstraintCompiler) -> None:
+        matcher = (await compiler.compile(REGEX)).matcher([])
+        with pytest.raises(ConstraintError, match="its library ended"):
+            await compiler.compile(Constraint("grammar", chain(5000)))
+        assert len(walk(matcher, 4)) > 0
+        await compiler.compile(Constraint("regex", "after"))
+
+    with_compiler(test)
+
+
+def test_processes_that_are_killed_change_no_mask() -> None:
+    """The lane, and the one that it is forked from."""
+
+    async def test(compiler: ConstraintCompiler) -> None:
+        grammar = await compiler.compile(Constraint("json_schema", json.dumps(random_schema(random.Random(3)))))
+        whole, tokens = grammar.matcher([]), list[int]()
+        for token in walk(grammar.matcher([]), 12):
+            template = compiler.lanes.template._process
+            victim = children_of(template.pid)[-1] if len(tokens) % 2 else template.pid
+            os.kill(victim, signal.SIGKILL)
+            assert np.array_equal(whole.mask(60), grammar.matcher(tokens).mask(60))
+            tokens.append(token)
+            whole.push(token)
+
+    with_compiler(test)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_mask_that_takes_too_much_time_ends_its_request_only() -> None:
+    async def test(compiler: ConstraintCompiler) -> None:
+        grammar = await compiler.compile(AMBIGUOUS)
+        sound = (await compiler.compile(REGEX)).matcher([])
+        with pytest.raises(ConstraintError, match=r"0\.3 s \(engine\.constraint_seconds\)"):
+            walk(grammar.matcher([]), 1000)
+        assert len(walk(sound, 4)) > 0
+
+    with_compiler(test, limits=ConstraintLimits(seconds=0.3))
+
+
+def test_a_schema_that_compiles_does_not_fail_by_size_later() -> None:
+    """1,000 optional properties, and a completion that has some of them."""
+    properties = {f"k{number}": {"type": "integer"} for number in range(1000)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    text = json.dumps({f"k{number}": number for number in range(0, 1000, 90)})
+
+    async def test(compiler: ConstraintCompiler) -> None:
+        matcher = (await compiler.compile(Constraint("json_schema", json.dumps(schema)))).matcher([])
+        tokenizer = Tokenizer.from_file(str(resolve("pico") / "tokenizer.json"))
+        for token in tokenizer.encode(text, add_special_tokens=False).ids:
+            assert token in allowed(matcher.mask(60))
+            matcher.push(token)
+        assert EOS in allowed(matcher.mask(60))
+
+    with_compiler(test)
+
+
+def test_compiled_constraints_are_bounded_by_bytes_and_made_again() -> None:
+    """80 schemas are followed side by side, in memory for a few of them; each mask is the right one."""
+    limits = ConstraintLimits(seconds=60.0, most_bytes=2**20)
+
+    async def test(compiler: ConstraintCompiler) -> None:
+        schemas = [json.dumps(random_schema(random.Random(seed))) for seed in range(80)]
+        grammars = [await compiler.compile(Constraint("json_schema", schema)) for schema in schemas]
+        matchers = [grammar.matcher([]) for grammar in grammars]
+        for _ in range(3):
+            for grammar, matcher in zip(grammars, matchers, strict=True):
+                mask = matcher.mask(60)
+                assert np.array_equal(mask, grammar.matcher(matcher._tokens).mask(60))
+                assert compiler.lanes.fast.held_bytes <= limits.most_bytes // 2
+                choices = [token for token in allowed(mask) if token != EOS]
+                if choices:
+                    matcher.push(choices[len(choices) // 2])
+
+    with_compiler(test, limits=limits)
+
+
 COSTLY = {
+    "a long chain of options": Constraint("regex", "a?" * 30_000),
     "nested repetitions": Constraint("regex", "((((a{0,200}b?){0,200}c?){0,200}d?){0,200}e?){0,200}"),
     "exponential states": Constraint("regex", "(.*a.{80}){3}|(.*b.{90}){3}"),
     "deep schema": Constraint("json_schema", '{"items":' * 100 + "{}" + "}" * 100),
@@ -121,7 +237,7 @@ def test_a_costly_constraint_ends_or_is_refused_soon_and_blocks_no_loop(name: st
             matcher = (await compiler.compile(COSTLY[name])).matcher([])
             draw = random.Random(0)
             for _ in range(60):
-                token = draw.choice(await asyncio.to_thread(lambda: allowed(matcher.mask())))
+                token = draw.choice(await asyncio.to_thread(lambda: allowed(matcher.mask(60))))
                 if token == EOS:
                     break
                 matcher.push(token)

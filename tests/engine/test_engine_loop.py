@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvrelay.engine.config import EngineConfig
-from kvrelay.engine.constrain.grammar import Constraint
+from kvrelay.engine.constrain.grammar import Constraint, MaskNotReadyError
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import BlockPool
 from kvrelay.engine.kv.prefix import PrefixIndex
@@ -137,19 +138,29 @@ def test_a_step_that_runs_by_itself_is_reported_before_its_kv_is_there(ahead: bo
 
 
 class Ascending:
-    """A grammar, and its matcher: each token is up to 9 above the one before, and none is left at the top."""
+    """A grammar, and its matcher: each token is up to 9 above the one before, and none is left at the top.
 
-    def __init__(self, last: int = 0) -> None:
+    Its masks are late when the step begins, or when its logits are there, by chance.
+    """
+
+    def __init__(self, last: int = 0, late: float = 0.0) -> None:
         self.last = last
+        self.late = late
+        self.draw = random.Random(last)
 
     def matcher(self, tokens: Sequence[int]) -> "Ascending":
-        return Ascending(tokens[-1] if tokens else 0)
+        return Ascending(tokens[-1] if tokens else self.last, self.late)
+
+    def ready(self, *, surely: bool = False) -> bool:
+        return self.draw.random() >= self.late
 
     def push(self, token: int) -> None:
         assert self.last < token <= self.last + 9
         self.last = token
 
-    def mask(self) -> NDArray[np.int32]:
+    def mask(self, seconds: float = 0.0) -> NDArray[np.int32]:
+        if self.draw.random() < self.late:
+            raise MaskNotReadyError
         bits = np.zeros(256, np.uint8)
         bits[self.last + 1 : self.last + 10] = 1
         return np.packbits(bits, bitorder="little").view(np.int32)
@@ -158,20 +169,47 @@ class Ascending:
 @settings(max_examples=5, deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), min_size=2, max_size=4))
 def test_constrained_requests_obey_planned_ahead_preempted_or_not(lengths: list[int]) -> None:
-    constrained = SamplingParams(max_tokens=20, seed=4, constraint=Constraint("regex", "ascending"))
+    regex = Constraint("regex", "ascending")
+    constrained = SamplingParams(max_tokens=20, seed=4, prompt_logprobs=1, constraint=regex)
     found = []
-    for blocks, ahead in ((100, False), (14, False), (14, True)):
+    for blocks, ahead, late in (
+        (100, False, 0.0),
+        (14, False, 0.0),
+        (14, True, 0.0),
+        (14, False, 0.6),
+        (14, True, 0.6),
+    ):
         worker = Worker(blocks, ahead=ahead)
         for number, length in enumerate(lengths):
             tokens = tuple(range(length))
-            worker.scheduler.add(Request(str(number), 1, tokens, length, constrained, grammar=Ascending()))
+            worker.scheduler.add(Request(str(number), 1, tokens, length, constrained, grammar=Ascending(0, late)))
             worker.scheduler.add(request(f"plain {number}", tokens, 20))
         found.append(worker.run())
         worker.check_idle()
-    assert found[0] == found[1] == found[2]
+    assert all(tokens == found[0] for tokens in found)
     for number, length in enumerate(lengths):
         assert found[0][f"plain {number}"] == expected_tokens(range(length), 20)
         assert all(0 < after - before < 10 for before, after in itertools.pairwise([0, *found[0][str(number)]]))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_mask_that_never_comes_holds_up_its_own_row_only(ahead: bool) -> None:
+    """The others get a token in each step."""
+    worker = Worker(64, ahead=ahead)
+    sampling = SamplingParams(max_tokens=9, constraint=Constraint("regex", "ascending"))
+    stuck = [
+        worker.scheduler.add(Request(f"stuck {number}", 1, (1, 2), 2, sampling, grammar=Ascending(0, late=1.0)))
+        for number in range(3)
+    ]
+    worker.scheduler.add(request("plain", (1, 2), 30))
+    heard = [worker.engine.step() for _ in range(30)]
+    assert [report.token for reports in heard for report in reports] == expected_tokens((1, 2), 30)
+    assert worker.engine.step() == []
+    for sequence in stuck:
+        worker.scheduler.cancel(sequence.request.key)
+    while worker.engine.has_work:
+        worker.engine.step()
+    worker.check_idle()
 
 
 def test_a_request_that_leaves_no_token_fails_alone() -> None:
@@ -282,7 +320,7 @@ def test_nothing_grows_with_requests_served() -> None:
     worker.run()
     worker.check_idle()
     scheduler = worker.scheduler
-    kept = (scheduler._live, scheduler._waiting, scheduler._ready, scheduler._running, scheduler._reserved)
+    kept = (scheduler._live, scheduler._waiting, scheduler._ready, scheduler._running, scheduler._allocator._reserved)
     assert [len(container) for container in kept] == [0] * 5
     assert len(scheduler.prefix) <= worker.blocks.total
 

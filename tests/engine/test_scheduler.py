@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -127,6 +128,31 @@ def test_a_failed_row_leaves_nothing_to_the_cache() -> None:
 
 
 # Out of blocks.
+
+
+def test_the_holder_with_most_gives_blocks_up_and_a_holder_of_little_finds_some() -> None:
+    bench = Bench(32, max_batch_tokens=64, max_sequences=8, prefix_cache=False)
+    # Sixteen blocks each, in the end, where the pool has 32.
+    many = [
+        bench.add(replace(bench.request(numbers(SIZE, n), 15 * SIZE), holder=1, expected_tokens=SIZE)) for n in range(4)
+    ]
+    for _ in range(3):
+        bench.step()
+    rounds = 0
+    while not all(sequence.status is Status.FINISHED for sequence in many):
+        short = bench.add(replace(bench.request(numbers(SIZE, 9 + rounds), SIZE), holder=2))
+        for _ in range(3 * SIZE):
+            bench.step()
+            bench.check()
+            assert short.status is not Status.PREEMPTED
+            if many[0].status is not Status.FINISHED:
+                assert many[0].status is Status.RUNNING, "the oldest one always advances"
+        assert short.status is Status.FINISHED, "it finds blocks at once"
+        rounds += 1
+    assert bench.scheduler.preemptions > 0
+    assert rounds < 60
+    bench.drain()
+    bench.check_over()
 
 
 def test_the_youngest_is_preempted_and_comes_back_first() -> None:

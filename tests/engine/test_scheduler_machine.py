@@ -35,6 +35,7 @@ def requests(draw: st.DrawFn, bench: Bench) -> Request:
         stop=stop,
         prompt_tokens=len(tokens) - done,
         tenant=draw(st.sampled_from(["", "other"])),
+        late=draw(st.booleans()),
     )
 
 
@@ -131,7 +132,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan, _ = self.bench.flight[0]
         running = {sequence.handle for sequence in self.bench.sequences if sequence.status is Status.RUNNING}
         bad = data.draw(st.sets(st.integers(0, plan.num_rows - 1), min_size=1))
+        share, self.bench.late.share = self.bench.late.share, 0.0
         reports = self.bench.land(tuple(bad))
+        self.bench.late.share = share
         failed = [report for report in reports if report.error is not None]
         drafts = set() if plan.drafts is None else set(np.flatnonzero(plan.drafts))
         unwell = {report.sequence.handle for report in failed}

@@ -84,7 +84,7 @@ class Only:
     def push(self, token: int) -> None:
         pass
 
-    def mask(self) -> NDArray[np.int32]:
+    def mask(self, seconds: float = 0.0) -> NDArray[np.int32]:
         if self.tokens is None:
             raise ConstraintError("too costly")
         bits = np.zeros(64, np.uint8)

@@ -6,7 +6,8 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -258,48 +259,52 @@ CONSTRAINTS = (
 )
 
 
-def compiled(folder: Path, constraints: Sequence[Constraint]) -> list[Grammar]:
+@contextmanager
+def compiled(folder: Path, constraints: Sequence[Constraint]) -> Iterator[list[Grammar]]:
     async def compile_all() -> list[Grammar]:
         async with asyncio.timeout(60):
             return [await compiler.compile(constraint) for constraint in constraints]
 
     compiler = ConstraintCompiler(folder, VOCAB_SIZE, [EOS_ID])
-    return asyncio.run(compile_all())
+    try:
+        yield asyncio.run(compile_all())
+    finally:
+        compiler.close()
 
 
 def test_constrained_streams_are_the_same_on_and_off(tiny: Path) -> None:
     """With right and wrong guesses, with prompt lookup, and with a draft model, which knows nothing of constraints."""
-    grammars = compiled(tiny, CONSTRAINTS)
-    asked = [
-        dataclasses.replace(
-            request(
-                f"{place} {seed}",
-                [seed, 9, 4] * 7,
-                SamplingParams(
-                    seed=seed,
-                    temperature=temperature,
-                    repetition_penalty=1.2 if seed == 1 else 1.0,
-                    constraint=constraint,
-                    stop_token_ids=frozenset({EOS_ID}),
+    with compiled(tiny, CONSTRAINTS) as grammars:
+        asked = [
+            dataclasses.replace(
+                request(
+                    f"{place} {seed}",
+                    [seed, 9, 4] * 7,
+                    SamplingParams(
+                        seed=seed,
+                        temperature=temperature,
+                        repetition_penalty=1.2 if seed == 1 else 1.0,
+                        constraint=constraint,
+                        stop_token_ids=frozenset({EOS_ID}),
+                    ),
+                    50,
                 ),
-                50,
-            ),
-            grammar=grammar,
-        )
-        for place, (constraint, grammar) in enumerate(zip(CONSTRAINTS, grammars, strict=True))
-        for seed, temperature in enumerate((0.0, 0.8, 0.8))
-    ]
-    engine, runner = build_engine(tiny, "auto", OPTIONS)
-    plain = tokens_of(run(engine, asked))
-    assert all(grammars[int(name[0])].matcher(tokens[:-1]).mask().any() for name, tokens in plain.items())
-    draft = dataclasses.replace(FIXED, method="draft", draft_model=str(tiny))
-    drafting, _ = build_engine(tiny, "auto", dataclasses.replace(OPTIONS, speculation=draft))
-    options = dataclasses.replace(OPTIONS.on("cpu"), speculation=FIXED)
-    for guessing in (engine_on(runner, options, Truth(plain)), engine_on(runner, options), drafting):
-        assert tokens_of(run(guessing, asked)) == plain
-        assert guessing.scheduler.speculation is not None
-        counts = guessing.scheduler.speculation.counts
-        assert 0 < counts.accepted < counts.proposed
+                grammar=grammar,
+            )
+            for place, (constraint, grammar) in enumerate(zip(CONSTRAINTS, grammars, strict=True))
+            for seed, temperature in enumerate((0.0, 0.8, 0.8))
+        ]
+        engine, runner = build_engine(tiny, "auto", OPTIONS)
+        plain = tokens_of(run(engine, asked))
+        assert all(grammars[int(name[0])].matcher(tokens[:-1]).mask(60).any() for name, tokens in plain.items())
+        draft = dataclasses.replace(FIXED, method="draft", draft_model=str(tiny))
+        drafting, _ = build_engine(tiny, "auto", dataclasses.replace(OPTIONS, speculation=draft))
+        options = dataclasses.replace(OPTIONS.on("cpu"), speculation=FIXED)
+        for guessing in (engine_on(runner, options, Truth(plain)), engine_on(runner, options), drafting):
+            assert tokens_of(run(guessing, asked)) == plain
+            assert guessing.scheduler.speculation is not None
+            counts = guessing.scheduler.speculation.counts
+            assert 0 < counts.accepted < counts.proposed
 
 
 def test_a_draft_model_with_another_vocabulary_is_refused(tiny: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import ssl
 import time
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from kvrelay.client import AsyncClient
 from kvrelay.router.sockets import raise_limit
-from support.hostile import PartialCall, client_tls
+from support.hostile import CHECK, GENERATE, client_tls, half_a_body, half_a_call
 from support.processes import free_port
 from support.router_fakes import FakeWorker, colocated_of, run
 from support.router_process import router_process
@@ -23,33 +22,10 @@ LIMIT_BYTES = 64 * MIB
 DEADLINES = {"header_timeout_seconds": 3.0, "request_timeout_seconds": 4.0}
 CLOSED_SECONDS = 30.0
 """Far more than the deadlines together, for a busy machine."""
-BODY_BYTES = 200_000
-HEADERS = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: router\r\n"
-    b"Content-Type: application/json\r\nContent-Length: 4000000\r\n\r\n"
-)
 
 
 def token_at(index: int) -> int:
     return 40 + index
-
-
-async def half_a_call(address: str, method: str, tls: ssl.SSLContext | None) -> None:
-    """Sends all but the last byte of a message of 4 MiB, as far as the router takes it."""
-    async with PartialCall(address, method, 4 * MIB, tls) as call:
-        await call.push()
-        await call.closed.wait()
-
-
-async def half_a_body(address: str, tls: ssl.SSLContext | None) -> None:
-    host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port), ssl=tls)
-    try:
-        writer.write(HEADERS + bytes(BODY_BYTES))
-        while await reader.read(65536):
-            pass
-    finally:
-        writer.transport.abort()
 
 
 @pytest.mark.parametrize("secured", [False, True], ids=["open", "tls and keys"])
@@ -64,7 +40,7 @@ def test_unfinished_requests_hold_little_memory_and_end(tmp_path: Path, kind: st
     options: dict[str, object] = {name: str(path) for name, path in files.items()} if secured else {}
     options |= {**DEADLINES, "http_port": free_port()}
     tls = client_tls(str(folder / "ca.crt"), "http/1.1" if kind == "http" else "h2") if secured else None
-    methods = {"Generate": "/kvrelay.v1.InferenceService/Generate", "health": "/grpc.health.v1.Health/Check"}
+    methods = {"Generate": GENERATE, "health": CHECK}
 
     async def test() -> None:
         worker = FakeWorker("colocated-0", "colocated", colocated_of(token_at))

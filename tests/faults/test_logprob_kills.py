@@ -12,7 +12,8 @@ from kvrelay.client import Chunk, Client, Completion
 from kvrelay.client.messages import chunk, completion
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
-from support.faults import BIAS, CHUNK, PENALTIES, Scene, prompt_of, scene
+from support.drawn import BIAS, PENALTIES
+from support.faults import CHUNK, Scene, prompt_of, scene
 from support.processes import wait_until
 
 OPTIONS: dict[str, Any] = {"seed": 11, "ignore_eos": True, "logprobs": 2, **PENALTIES, "logit_bias": BIAS}

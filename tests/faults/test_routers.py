@@ -15,6 +15,7 @@ import pytest
 from kvrelay.client import Client, Completion
 from kvrelay.client.messages import PING_OTHERS_SECONDS
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY
+from support.drawn import sampling_options, seed_of
 from support.faults import (
     AT_ONCE,
     ENGINE,
@@ -26,9 +27,7 @@ from support.faults import (
     asking,
     oracle_of_all,
     prompt_of,
-    sampling_options,
     scene,
-    seed_of,
     until,
 )
 from support.hash_worker import STEP_SECONDS

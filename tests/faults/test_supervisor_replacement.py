@@ -18,6 +18,8 @@ from support.processes import START_SECONDS, wait_until
 from support.supervised import Supervised, all_ready, hash_members, supervised
 
 REPLACED_SECONDS = 5.0
+SLACK_SECONDS = 1.5
+"""For a busy machine."""
 HEALTHY = ("prefill-0", "decode-0", "router-0")
 ASK: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "timeout": 60.0}
 
@@ -139,3 +141,30 @@ def test_an_ill_member_that_ignores_sigterm_is_killed_and_replaced(
         assert cluster.alive() == [cluster.pid("prefill-0")]
         text = (tmp_path / "supervisor-1.log").read_text()
         assert reason in text
+
+
+@pytest.mark.parametrize("held", ["loop", "interpreter"])
+def test_a_busy_member_is_left_alive_and_a_frozen_one_is_replaced(tmp_path: Path, held: str) -> None:
+    """Its event loop doesn't turn for far longer than dead_seconds; with `interpreter`, no thread of Python's runs."""
+    options = {"sickness": held, "marker": str(tmp_path / "ill")}
+    with supervised(tmp_path, {"router-0": {"module": "support.sick_member", "options": options}}) as cluster:
+        all_ready(cluster)
+        pid, ages = cluster.pid("router-0"), []
+
+        def state() -> int:
+            seen = cluster.member("router-0")
+            ages.append((seen.heartbeat_age_seconds, seen.member.step_age_seconds))
+            return seen.member.state
+
+        wait_until(lambda: state() == MEMBER_STATE_SUSPECT, "suspected", 10)
+        wait_until(lambda: state() == MEMBER_STATE_READY, lambda: cluster.log()[-3000:], 20)
+        assert cluster.pid("router-0") == pid
+        longest = max(age for age, _ in ages)
+        print(f"no heartbeat for {longest:.1f} s")
+        assert longest < 2.5 if held == "loop" else longest > 4.0
+        os.kill(pid, signal.SIGSTOP)
+        frozen = time.monotonic()
+        wait_until(lambda: cluster.member("router-0").member.state == MEMBER_STATE_DEAD, "declared dead", 10)
+        assert time.monotonic() - frozen < 3.5 + SLACK_SECONDS
+        wait_until(lambda: cluster.pid("router-0") != pid, "replaced", 10)
+        assert "no heartbeat for 3 s" in (tmp_path / "supervisor-1.log").read_text()

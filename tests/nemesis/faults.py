@@ -6,20 +6,16 @@ import random
 import resource
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NamedTuple
-
-import grpc
 
 from kvrelay.cluster.control import Control
 from kvrelay.cluster.errors import RunError
-from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY
-from nemesis.load import Load
+from nemesis.ground import Ground, Inject
+from nemesis.hostile import LONG, attacked
 from nemesis.member import CLOCK_LIBRARY, POISON, REMOTE, give, set_clock
-from support.chaos import CLEAR, HELD, Chaos
-from support.supervised import Supervised
+from support.chaos import CLEAR, HELD
 
 CLOCK_JUMPS = (-86400, -30, 30, 86400)
 """Seconds."""
@@ -29,53 +25,10 @@ SPARE_FDS = 2
 """File descriptors that a process may still open under the limit."""
 
 
-@dataclass(frozen=True)
-class Ground:
-    """What the faults happen to."""
-
-    cluster: Supervised
-    chaos: Chaos
-    load: Load
-
-    @property
-    def workers(self) -> list[str]:
-        """Those that are desired now; commands change them."""
-        return [name for name, role in self._roles().items() if role != "router"]
-
-    @property
-    def prefills(self) -> list[str]:
-        return [name for name, role in self._roles().items() if role == "prefill"]
-
-    def _roles(self) -> dict[str, str]:
-        """The role of each desired member whose process has started, as the supervisor says."""
-        with suppress(grpc.RpcError):
-            roles = self.cluster.desired()
-            self.cluster.known = {
-                name: role for name, role in roles.items() if (self.cluster.folder / f"{name}.pid").exists()
-            }
-        return self.cluster.known
-
-    async def recovered(self, gone: dict[str, int]) -> bool:
-        """Whether every member is ready, and the processes of `gone` (by name) are replaced."""
-        with suppress(grpc.RpcError):
-            status = await asyncio.to_thread(self.cluster.status)
-            members = [each.member for each in status.members]
-            ready = {member.name: member.pid for member in members if member.state == MEMBER_STATE_READY}
-            wanted = {member.name for member in status.desired.members}
-            # A command may have ended the victim for good meanwhile.
-            replaced = all(ready.get(name, pid) != pid for name, pid in gone.items() if name in wanted)
-            return status.ready and ready.keys() >= wanted and replaced and status.settled
-        return False
-
-
 def send(pid: int, number: signal.Signals) -> None:
     """Sends a signal, unless the process has just ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-Inject = Callable[[Ground, random.Random], Awaitable[dict[str, int]]]
-"""Returns, when the fault is over, the processes that must be replaced: pids by name."""
 
 
 class Fault(NamedTuple):
@@ -170,7 +123,7 @@ async def _slow_reader(ground: Ground, rng: random.Random) -> dict[str, int]:
 
 
 async def _client_kill(ground: Ground, rng: random.Random) -> dict[str, int]:
-    command = (sys.executable, "-m", "nemesis.load", f"client-{rng.random()}", *ground.load.addresses)
+    command = (sys.executable, "-m", "nemesis.load", f"client-{rng.random()}", ground.authority, *ground.load.addresses)
     client = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     if client.stdout is not None:
         await client.stdout.readline()
@@ -262,6 +215,15 @@ FAULTS = (
     Fault("clock jump", _clock_jump, 10.0, _no_clock),
     Fault("log's disk full", _disk_full, 10.0),
     Fault("file descriptors used up", _fd_limit, 30.0),
+    Fault("oversubscription", attacked("streams", **LONG), 40.0),
+    Fault("slow bodies", attacked("slow bodies", connections=100), 10.0),
+    Fault("grammars", attacked("grammars", connections=8), 20.0),
+    Fault("huge errors", attacked("bodies", connections=4), 10.0),
+    Fault("fuzzed requests", attacked("fuzz", count=300, stride=23), 10.0),
+    Fault("random deadlines", attacked("deadlines", count=300), 10.0),
+    Fault("abandoned handshakes", attacked("partial", what="handshake", count=200, source="127.0.0.9"), 10.0),
+    Fault("unfinished messages", attacked("partial", what="Generate", count=200, source="127.0.0.9"), 10.0),
+    Fault("viewers of the page", attacked("viewers", connections=40), 10.0),
     Fault("scale", _commanded(_scale), 60.0),
     Fault("role", _commanded(_role), 30.0),
     Fault("drain", _commanded(_drain), 60.0),

@@ -1,6 +1,6 @@
 """Open-loop load: requests come at random times, whether earlier ones are answered or not. Each stream keeps its times.
 
-`python -m nemesis.load NAME ADDRESS...` is a client of its own with some streams, which can be killed.
+`python -m nemesis.load NAME AUTHORITY ADDRESS...` is a client of its own with some streams, which can be killed.
 """
 
 import asyncio
@@ -10,8 +10,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvrelay.client import AsyncClient, KvrelayError
-from support.faults import sampling_options
+from kvrelay.client import AsyncClient, KvrelayError, Tls
+from kvrelay.rpc.certificates import dns_name
+from support.drawn import sampling_options
 
 TOKENS = 250
 """Prompts have ids below it: none is the poison."""
@@ -49,6 +50,8 @@ class Stream:
     """Seconds for which its client reads nothing after the first token."""
     may_fail: bool = False
     """The poison."""
+    seconds: float = REQUEST_SECONDS
+    """Of its deadline."""
 
     @property
     def first_token(self) -> float | None:
@@ -65,24 +68,35 @@ class Stream:
         return max(gaps, default=None)
 
 
-def draw(name: str) -> Stream:
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens of requests, least and most."""
+
+    prompts: tuple[int, int] = PROMPTS
+    counts: tuple[int, int] = COUNTS
+
+
+USUAL = Sizes()
+
+
+def draw(name: str, sizes: Sizes = USUAL) -> Stream:
     """The request of this name, which is its seed: one in four is greedy."""
     rng = random.Random(name)
     seed = rng.getrandbits(64) if rng.random() < 0.75 else None
-    prompt = tuple(rng.choices(range(TOKENS), k=rng.randint(*PROMPTS)))
-    return Stream(name, prompt, rng.randint(*COUNTS), seed, time.monotonic())
+    prompt = tuple(rng.choices(range(TOKENS), k=rng.randint(*sizes.prompts)))
+    return Stream(name, prompt, rng.randint(*sizes.counts), seed, time.monotonic())
 
 
-async def ask(client: AsyncClient, stream: Stream) -> None:
-    """Runs the request to its end."""
+async def ask(client: AsyncClient, stream: Stream, request_id: str = "") -> None:
+    """Runs the request to its end, by default under the stream's name."""
     pause = stream.pause
     try:
         async for chunk in client.generate(
             stream.prompt,
             max_tokens=stream.count,
             ignore_eos=True,
-            request_id=stream.name,
-            timeout=REQUEST_SECONDS,
+            request_id=request_id or stream.name,
+            timeout=stream.seconds,
             **sampling_options(stream.seed),
         ):
             stream.tokens += chunk.token_ids
@@ -105,17 +119,18 @@ async def ask(client: AsyncClient, stream: Stream) -> None:
 class Load:
     """Sends requests to the routers until it is stopped."""
 
-    def __init__(self, addresses: Sequence[str], rate: float, seed: int) -> None:
+    def __init__(self, addresses: Sequence[str], rate: float, seed: int, authority: str = "") -> None:
         """
         Args:
             rate: requests per second.
+            authority: file with the certificate that signed the routers'; empty without TLS.
         """
         self.addresses = addresses
         self.streams: list[Stream] = []
         """Those that have not been taken."""
         self._rate = rate
         self._rng = random.Random(f"load {seed}")
-        self._client = AsyncClient(addresses)
+        self._client = AsyncClient(addresses, tls=tls_of(authority))
         self._number = 0
         self._running: set[asyncio.Task[None]] = set()
         self._arrivals = asyncio.create_task(self._arrive(), name="arrivals")
@@ -153,9 +168,13 @@ class Load:
             self.send("load")
 
 
-async def client(name: str, *addresses: str) -> None:
+def tls_of(authority: str) -> Tls | None:
+    return Tls(ca=authority, server_name=dns_name("router")) if authority else None
+
+
+async def client(name: str, authority: str, *addresses: str) -> None:
     """A client with CLIENT_STREAMS streams; says when all of them have tokens."""
-    async with AsyncClient(addresses) as caller:
+    async with AsyncClient(addresses, tls=tls_of(authority)) as caller:
         streams = [draw(f"{name}-{number}") for number in range(CLIENT_STREAMS)]
         running = asyncio.gather(*(ask(caller, stream) for stream in streams))
         for stream in streams:

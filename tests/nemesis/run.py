@@ -26,7 +26,8 @@ from typing import Any
 from unittest import mock
 
 from kvrelay.internal.v1.supervisor_pb2 import GetStatusResponse
-from nemesis.faults import FAULTS, Fault, Ground
+from nemesis.faults import FAULTS, Fault
+from nemesis.ground import Ground
 from nemesis.load import Load, Stream
 from nemesis.member import CLOCK_LIBRARY
 from nemesis.report import Injected, Report, figures, machine, percentiles, reason_of
@@ -35,6 +36,7 @@ from support.detours import DESK, HOSTS
 from support.faults import oracle_of_all
 from support.hash_worker import STEP_SECONDS, WORKER_LAYOUT
 from support.history import History, violations
+from support.secrets import secrets_in
 from support.supervised import Supervised, all_ready, supervised
 
 ROUTERS = 2
@@ -55,12 +57,12 @@ DRAIN_SECONDS = 1.0
 IDLE_SECONDS = 10.0
 
 
-def members(ports: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """The processes that the supervisor keeps; a router at each port."""
+def members(ports: Sequence[tuple[int, int]], certificates: Path) -> dict[str, dict[str, Any]]:
+    """The processes that the supervisor keeps; a router at each pair of ports, of gRPC and of HTTP."""
     engine = {
         "block_size": WORKER_LAYOUT.block_size,
         "max_batch_tokens": 128,
-        "kv_memory_bytes": 32 * 2**20,
+        "kv_memory_bytes": 8 * 2**20,
         "threads": 1,
     }
     transfer = {"frame_timeout_seconds": FRAME_TIMEOUT_SECONDS}
@@ -76,10 +78,11 @@ def members(ports: Sequence[int]) -> dict[str, dict[str, Any]]:
         for role in ("prefill", "decode")
         for index in range(2)
     }
-    for index, port in enumerate(ports):
+    tls = {"tls_certificate": str(certificates / "router.crt"), "tls_key": str(certificates / "router.key")}
+    for index, (grpc_port, http_port) in enumerate(ports):
         found[f"router-{index}"] = {
             "module": "nemesis.member",
-            "options": {"model": "pico", "grpc_port": port, "http_port": None},
+            "options": {"model": "pico", "grpc_port": grpc_port, "http_port": http_port, **tls},
         }
     return found
 
@@ -229,15 +232,17 @@ def clock_library(folder: Path) -> str:
 def run(folder: Path, seconds: float, seed: int) -> Report:
     """A whole run; its processes are gone in the end."""
     print(f"nemesis: seed {seed}, {seconds:g} s", flush=True)
-    ports = free_ports(ROUTERS)
+    found = free_ports(2 * ROUTERS)
+    ports = list(zip(found[::2], found[1::2], strict=True))
+    certificates = secrets_in(folder, "mutual").folder / "certificates"
     with Chaos() as chaos:
         variables = {STEP_SECONDS: str(STEP), DESK: chaos.desk, CLOCK_LIBRARY: clock_library(folder)}
         with (
             mock.patch.dict(os.environ, variables),
-            supervised(folder, members(ports), drain_seconds=DRAIN_SECONDS, **HEARTBEAT) as cluster,
+            supervised(folder, members(ports, certificates), drain_seconds=DRAIN_SECONDS, **HEARTBEAT) as cluster,
         ):
             all_ready(cluster)
-            return asyncio.run(_run(cluster, chaos, [f"127.0.0.1:{port}" for port in ports], seconds, seed))
+            return asyncio.run(_run(cluster, chaos, Doors(ports, certificates / "ca.crt"), seconds, seed))
 
 
 def free_ports(count: int) -> list[int]:
@@ -247,8 +252,21 @@ def free_ports(count: int) -> list[int]:
         return [server.getsockname()[1] for server in servers]
 
 
-async def _run(cluster: Supervised, chaos: Chaos, routers: Sequence[str], seconds: float, seed: int) -> Report:
-    load = Load(routers, RATE, seed)
+@dataclass(frozen=True)
+class Doors:
+    """Where clients reach the routers."""
+
+    ports: Sequence[tuple[int, int]]
+    """Of gRPC and HTTP, of each router."""
+    authority: Path
+    """The certificate that signed the routers'."""
+
+
+async def _run(cluster: Supervised, chaos: Chaos, doors: Doors, seconds: float, seed: int) -> Report:
+    addresses = [f"127.0.0.1:{port}" for port, _ in doors.ports]
+    load = Load(addresses, RATE, seed, str(doors.authority))
+    webs = [f"127.0.0.1:{port}" for _, port in doors.ports]
+    ground = Ground(cluster, chaos, load, webs, str(doors.authority))
     skipped = {fault.name: reason for fault in FAULTS if (reason := fault.needs())}
     options = {
         "requests_per_second": RATE,
@@ -258,7 +276,7 @@ async def _run(cluster: Supervised, chaos: Chaos, routers: Sequence[str], second
         "drain_seconds": DRAIN_SECONDS,
     }
     report = Report(seed, seconds, options, machine(), skipped)
-    await Nemesis(Ground(cluster, chaos, load), report, random.Random(f"faults {seed}")).run(seconds)
+    await Nemesis(ground, report, random.Random(f"faults {seed}")).run(seconds)
     if cluster.process is not None and (code := await asyncio.to_thread(cluster.process.stop)) != 0:
         report.violations.append(f"the supervisor ended with {code}")
     return report

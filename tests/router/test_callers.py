@@ -1,7 +1,6 @@
 """Whose call it is: by API key or certificate, never by what the message says."""
 
 import asyncio
-import hashlib
 import re
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from kvrelay.router.callers import ApiKeys
 from kvrelay.router.config import RouterConfig
 from kvrelay.v1.inference_pb2 import GenerateRequest, Resume, SamplingParams, TokenIds
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
+from support.key_edits import EDITS, UNREADABLE, WHOLE, digest, edit
 from support.router_fakes import fake_cluster, pair, run
 from support.secrets import secrets_in
 
@@ -25,10 +25,6 @@ PROMPT = [5, 6, 7]
 
 def token_at(index: int) -> int:
     return 10 + index
-
-
-def digest(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def key_file(folder: Path, **keys: Sequence[str]) -> Path:
@@ -174,32 +170,10 @@ def test_one_tenant_can_not_take_the_memory_of_another(tmp_path: Path) -> None:
     run(test)
 
 
-def edited(path: Path, edit: str) -> None:
-    """Removes the key "removed" and keeps the key "kept", as far as the edit can."""
-    kept = f"a {digest('kept')}\n"
-    if edit == "removed":
-        path.write_text(kept)
-    elif edit == "swapped":
-        (path.parent / "new").write_text(kept)
-        (path.parent / "new").rename(path)
-    elif edit == "a typo on its line":
-        path.write_text(f"{kept}b {digest('removed')[:-1]}\n")
-    elif edit == "a typo on another line":
-        path.write_text(f"{kept}c nonsense\n")
-    elif edit == "emptied":
-        path.write_text("")
-    else:
-        path.unlink()
-
-
-EDITS = ["removed", "swapped", "a typo on its line", "a typo on another line", "emptied", "deleted"]
-
-
-@pytest.mark.parametrize("edit", EDITS)
-def test_a_key_that_any_edit_removes_is_refused_within_a_second(tmp_path: Path, edit: str) -> None:
+@pytest.mark.parametrize("way", EDITS)
+def test_a_key_that_any_edit_removes_is_refused_within_a_second(tmp_path: Path, way: str) -> None:
     path = tmp_path / "api_keys"
-    whole = f"a {digest('kept')}\nb {digest('removed')}\n"
-    path.write_text(whole)
+    path.write_text(WHOLE)
 
     async def test() -> None:
         async with fake_cluster(tmp_path / "m", *pair(token_at), api_keys=str(path)) as cluster:
@@ -214,15 +188,15 @@ def test_a_key_that_any_edit_removes_is_refused_within_a_second(tmp_path: Path, 
 
             assert await known("kept")
             assert await known("removed")
-            edited(path, edit)
+            edit(path, way)
             # Nobody calls meanwhile: the time counts from the edit, not from the next call.
             await asyncio.sleep(1.0)
             assert not await known("removed")
-            assert await known("kept") == (edit not in ("emptied", "deleted"))
+            assert await known("kept") == (way not in UNREADABLE)
             metrics = generate_latest(cluster.router.metrics.registry).decode()
             mistakes = re.findall(r"kvrelay_router_api_key_mistakes\{.*\} (.*)", metrics)
-            assert mistakes == ["0.0" if edit in ("removed", "swapped") else "1.0"]
-            path.write_text(whole)
+            assert mistakes == ["0.0" if way in ("removed", "swapped") else "1.0"]
+            path.write_text(WHOLE)
             assert await known("removed"), "a whole file holds at once"
 
     run(test)
@@ -234,8 +208,8 @@ def test_a_file_that_is_being_swapped_takes_no_key_away(tmp_path: Path, monkeypa
     keys, start = ApiKeys(path), time.monotonic()
     passed = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: start + passed)
-    for edit in (path.unlink, lambda: path.write_text(""), lambda: path.write_text(whole[:70])):
-        edit()
+    for change in (path.unlink, lambda: path.write_text(""), lambda: path.write_text(whole[:70])):
+        change()
         assert keys.grant("first")
         passed += 0.8 * callers.SWAP_SECONDS
         assert keys.grant("first")

@@ -1,12 +1,19 @@
 """Workers of several versions in one fleet: which are paired, and what an operator is told."""
 
+import asyncio
+import hashlib
+import json
 from itertools import product
+from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.client import AsyncClient
+from kvrelay.engine.models.checkpoint import Checkpoint
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
+    MEMBER_STATE_DRAINING,
     MEMBER_STATE_READY,
     MEMBER_STATE_STARTING,
     ROLE_DECODE,
@@ -14,10 +21,12 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_ROUTER,
     Member,
 )
+from kvrelay.models import resolve
 from kvrelay.router.placement import Demand, LeastWork, NoPlace, Placement, WorkerRole, WorkerView, complete
 from kvrelay.router.prefixes import PrefixIndex
 from kvrelay.rpc.compatibility import rank, unpaired
 from kvrelay.rpc.identity import WorkerId
+from support.router_fakes import FakeWorker, decode_of, fake_cluster, prefill_of, run
 
 ROLES: list[WorkerRole] = ["prefill", "decode", "colocated"]
 
@@ -108,3 +117,52 @@ def test_the_operator_is_told_who_cant_be_paired_with_whom() -> None:
     (sentence,) = unpaired([*fleet, member("decode-1", ROLE_DECODE, "")])
     assert sentence.startswith("decode-1 (digest none) can't be paired with decode-0, prefill-0 (digest aaaaaaaa): ")
     assert "without a prefill worker of the same digest" in sentence
+
+
+def sampled_fingerprint(checkpoint: Checkpoint) -> str:
+    """A model's fingerprint as versions made it that read samples of each tensor only."""
+    digest = hashlib.sha256((checkpoint.folder / "config.json").read_bytes())
+    for name, entry in sorted(checkpoint.tensors.items()):
+        digest.update(json.dumps([name, entry.dtype, entry.shape]).encode())
+        data = entry.path.read_bytes()[: entry.end]
+        for at in (entry.begin, (entry.begin + entry.end) // 2, max(entry.begin, entry.end - 4096)):
+            digest.update(data[at : at + 4096])
+    return digest.hexdigest()
+
+
+def test_an_upgrade_in_place_drains_workers_whose_fingerprint_is_made_the_old_way(tmp_path: Path) -> None:
+    """They have the same weights as the new ones. Streams end where they are, and none is handed from old to new."""
+    checkpoint = Checkpoint(resolve("pico"))
+    prints = {"old": sampled_fingerprint(checkpoint), "new": checkpoint.fingerprint()}
+    assert prints["old"] != prints["new"]
+
+    def workers(age: str) -> tuple[FakeWorker, FakeWorker]:
+        same = {"compatibility": f"{prints[age]} digest", "fingerprint": prints[age]}
+        prefill = FakeWorker(f"prefill-{age}", "prefill", prefill_of(lambda index: 40 + index), **same)
+        decode = FakeWorker(f"decode-{age}", "decode", decode_of(lambda index: 40 + index, pause=0.05), **same)
+        return prefill, decode
+
+    async def test() -> None:
+        old, new = workers("old"), workers("new")
+        async with fake_cluster(tmp_path, *old) as cluster, AsyncClient(cluster.router.address, timeout=30) as client:
+            running = [asyncio.create_task(client.complete("hello", max_tokens=30)) for _ in range(4)]
+            await cluster.job("decode-old", 3)
+            for worker in new:
+                await worker.start()
+                cluster.workers[worker.name] = worker
+            cluster.announce()
+            mixed = await client.complete("hello", max_tokens=3)
+            cluster.announce(prefill_old=MEMBER_STATE_DRAINING, decode_old=MEMBER_STATE_DRAINING)
+            await cluster.ready("prefill-new", "decode-new")
+            later = await client.complete("hello", max_tokens=3)
+            drained = await asyncio.gather(*running)
+            for worker in new:
+                await worker.stop()
+        for done, ages in [(later, {"new"}), *((each, {"old"}) for each in drained), (mixed, {"old", "new"})]:
+            pair = [done.timeline.prefill_worker.split("-")[1], done.timeline.decode_worker.split("-")[1]]
+            assert set(pair) <= ages
+            assert len(set(pair)) == 1
+            assert (done.timeline.retries, done.timeline.migrations) == (0, 0)
+            assert done.token_ids == tuple(range(40, 40 + len(done.token_ids)))
+
+    run(test)

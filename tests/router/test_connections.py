@@ -16,7 +16,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvrelay.client import AsyncClient
+from kvrelay.router.addresses import Addresses
 from kvrelay.router.config import RouterConfig
+from kvrelay.router.doors import GAP_SECONDS, Doors
+from kvrelay.router.metrics import RouterMetrics
 from support.hostile import PartialCall, client_tls, hello
 from support.http_calls import HELLO, Http, serving
 from support.processes import free_port
@@ -331,6 +334,18 @@ def test_a_new_client_is_served_at_the_limit_of_descriptors(tmp_path: Path, face
             await ask(over_grpc, 10)
 
     run(test, 120)
+
+
+def test_a_stop_ends_though_a_connection_comes_at_the_same_time() -> None:
+    async def test() -> None:
+        config = RouterConfig()
+        doors = Doors(config, Addresses(), RouterMetrics(config.name, "m", {}))
+        doors.start(1)
+        await asyncio.sleep(2 * GAP_SECONDS)
+        doors.grpc.stranger()
+        await asyncio.wait_for(doors.stop(), PATIENCE_SECONDS)
+
+    run(test)
 
 
 @pytest.mark.parametrize(

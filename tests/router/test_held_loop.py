@@ -9,35 +9,17 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.message import Message
 
-from kvrelay.router.http import openapi
-from kvrelay.router.page.page import Ask
 from kvrelay.router.sampling import MAX_LOGPROBS, MAX_PROMPT_VALUES
-from kvrelay.router.validation import DETOKENIZE_IDS
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH
-from support.costly import Bodies, messages, probed
-from support.http_calls import CHAT, HELLO, serving, token_at
+from support.costly import CONTEXT, METHODS, PATHS, Bodies, messages, probed
+from support.http_calls import serving, token_at
 from support.router_fakes import FakeWorker, Job, run
 
-CONTEXT = 128 * 1024
 LIMIT = 4 * 2**20
 LAG_SECONDS = 0.020
 REPETITIONS = 20
-PATHS = {
-    "/v1/completions": (openapi.BODIES["/v1/completions"][0], HELLO, CONTEXT),
-    "/v1/chat/completions": (openapi.BODIES["/v1/chat/completions"][0], CHAT, 0),
-    "/tokenize": (openapi.BODIES["/tokenize"][0], {"prompt": "a"}, 0),
-    "/detokenize": (openapi.BODIES["/detokenize"][0], {"tokens": [5]}, DETOKENIZE_IDS),
-    "/page/generate": (Ask, {"prompt": "a"}, 0),
-}
-METHODS: dict[str, Message] = {
-    "Generate": pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=1)),
-    "Tokenize": pb.TokenizeRequest(text="a"),
-    "Detokenize": pb.DetokenizeRequest(token_ids=[5]),
-    "GetModelInfo": pb.GetModelInfoRequest(),
-}
 CODES = {
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,

@@ -3,9 +3,7 @@
 import asyncio
 import json
 import logging
-import re
 import ssl
-from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from kvrelay.router.http.connection import HEADERS, LOOK_SECONDS
 from kvrelay.router.http.errors import body_of, error_json
 from kvrelay.router.http.texts import DetokenizeRequest, TokenizeRequest
 from kvrelay.router.wire import SMALL_BYTES
-from support.http_calls import CHAT, HELLO, Http, serving, token_at
+from support.http_calls import CHAT, HELLO, Http, check_answers, exchange, serving, token_at
 from support.router_fakes import FakeWorker, Job, colocated_of, length_if, run, silent, until
 
 DOCUMENT = json.loads(openapi.document())
@@ -97,7 +95,6 @@ def test_any_body_is_answered_or_refused(tmp_path: Path) -> None:
     run(test, 120)
 
 
-MAY_ANSWER = {200, 400, 401, 403, 404, 405, 408, 413, 417, 429, 503, 504}
 HELLO_BODY = json.dumps(HELLO).encode()
 BROKEN = [
     b"\x00" * 100,
@@ -117,50 +114,6 @@ BROKEN = [
     POST + b"Expect: tea\r\nContent-Length: 2\r\n\r\n{}",
     POST + b'Content-Length: 4000018\r\n\r\n{"' + b"y" * 4_000_000 + b'": 0}' + b" " * 11,
 ]
-
-
-def answers_of(data: bytes) -> list[tuple[int, bytes, bytes]]:
-    """Status, head and body of each answer to what was sent over one connection."""
-    found = []
-    while data:
-        head, separator, rest = data.partition(b"\r\n\r\n")
-        assert separator, data[:200]
-        status = int(head.split(b" ", 2)[1])
-        length = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
-        if status == 100:
-            data = rest
-            continue
-        body, data = (rest, b"") if length is None else (rest[: int(length[1])], rest[int(length[1]) :])
-        found.append((status, head, body))
-    return found
-
-
-def check_answers(answers: list[tuple[int, bytes, bytes]]) -> None:
-    """Each is no defect's; an error is short, and in OpenAI's form."""
-    for status, head, body in answers:
-        assert status in MAY_ANSWER, (status, body[:500])
-        if status >= 400 and b'"ready"' not in body:
-            assert len(body) <= 2048
-            assert b"application/json" in head
-            error = json.loads(body)["error"]
-            assert error["message"]
-            assert error.keys() == {"message", "type", "param", "code"}
-
-
-async def exchange(address: str, request: bytes, *, half_close: bool) -> list[tuple[int, bytes, bytes]]:
-    """Sends bytes, and reads until the router closes the connection."""
-    reader, writer = await asyncio.open_connection(*address.split(":"))
-    try:
-        writer.write(request)
-        if half_close:
-            writer.write_eof()
-        answer = b""
-        with suppress(ConnectionError):
-            while part := await asyncio.wait_for(reader.read(2**16), 10):
-                answer += part
-        return answers_of(answer)
-    finally:
-        writer.close()
 
 
 @pytest.mark.parametrize("number", range(len(BROKEN)))

@@ -196,14 +196,14 @@ def test_no_minute_has_much_more_than_a_minutes_tokens(limit: int, asks: list[tu
     started: list[tuple[float, int]] = []
     for pause, prompt, completion in asks:
         now += pause
-        with uses.request("key", limits) as meter:
-            try:
-                meter.prompt(prompt)
-            except LimitReached as refused:
-                now += float(refused.metadata[0][1]) / 1000
-                meter.prompt(prompt)  # it may start as soon as it was told
-            meter.generated(completion)
-            started.append((now, prompt + completion))
+        meter = uses.request("key", limits)
+        try:
+            meter.prompt(prompt)
+        except LimitReached as refused:
+            now += float(refused.metadata[0][1]) / 1000
+            meter.prompt(prompt)  # it may start as soon as it was told
+        meter.generated(completion)
+        started.append((now, prompt + completion))
     for start, _ in started:
         minute = [tokens for at, tokens in started if start <= at < start + 60]
         assert sum(minute) <= 2 * limit + minute[-1] + max(prompt for _, prompt, _ in asks)

@@ -24,6 +24,8 @@ from kvrelay.router.worker_stream import WorkerStream
 from kvrelay.rpc.identity import WorkerId
 from support.access import credentials
 
+SOMEBODY = 1
+"""A holder."""
 ROLES: list[WorkerRole] = ["prefill", "decode", "colocated"]
 
 
@@ -124,30 +126,56 @@ def capacities(draw: st.DrawFn) -> DecodeCapacity:
         free_slots=draw(st.integers(0, 4)),
         promised_requests=draw(st.integers(0, 4)),
         promised_blocks=draw(st.integers(0, 20)),
+        growth_blocks=draw(st.integers(0, 20)),
+        ending_requests=draw(st.integers(0, 2)),
+        ending_blocks=draw(st.integers(0, 20)),
+        holdings=draw(st.dictionaries(st.sampled_from((SOMEBODY, 2, 3)), st.integers(0, 40))),
     )
 
 
 @settings(max_examples=500, deadline=None)
-@given(st.lists(capacities(), min_size=1, max_size=4), st.integers(1, 80), st.floats(0, 1), st.integers(0, 80))
-def test_a_prompt_goes_only_where_it_fits_or_where_prefill_can_keep_it(
-    capacities: list[DecodeCapacity], tokens: int, share: float, prefill_blocks: int
+@given(
+    st.lists(capacities(), min_size=1, max_size=4),
+    st.builds(
+        Demand,
+        st.integers(1, 80),
+        st.just(80),
+        expected_tokens=st.integers(1, 80),
+        holder=st.sampled_from((0, SOMEBODY)),
+        begun=st.booleans(),
+    ),
+    st.floats(0, 1),
+    st.integers(0, 80),
+)
+def test_a_request_goes_only_where_its_growth_fits_or_soon_will_and_prefill_can_keep_its_prompt(
+    capacities: list[DecodeCapacity], demand: Demand, share: float, prefill_blocks: int
 ) -> None:
     prefill = WorkerView(WorkerId("p", "i"), "prefill", ready=True, kv_tokens=4 * prefill_blocks)
     decodes = [
         WorkerView(WorkerId(f"d{index}", "i"), "decode", ready=True, capacity=capacity)
         for index, capacity in enumerate(capacities)
     ]
-    need = -(-(tokens + 1) // 4)
+    prompt = -(-(demand.prompt_tokens + 1) // 4)
+    whole = prompt if demand.begun else -(-(demand.prompt_tokens + demand.expected_tokens) // 4)
+
+    def fits(capacity: DecodeCapacity, ending: int, blocks: int) -> bool:
+        total, reserve = capacity.total, capacity.total // 8
+        free = capacity.free - capacity.promised_blocks + blocks - (0 if demand.begun else capacity.growth_blocks)
+        need, own = min(whole, total), capacity.holdings.get(demand.holder, 0)
+        if demand.holder and not demand.begun and own + need > reserve:
+            # Who takes much leaves the reserve to those who take little.
+            little = sum(held for held in capacity.holdings.values() if held <= reserve)
+            need, free = min(need, total - reserve), free - max(0, reserve - little)
+        return need <= free and capacity.promised_requests < capacity.free_slots + ending
 
     def may(capacity: DecodeCapacity) -> bool:
-        wanted = capacity.promised_blocks + min(need, capacity.total)
         idle = capacity.free == capacity.total and capacity.promised_requests == 0
         kept = share * (4 * prefill_blocks / len(capacities))
-        return (
-            idle or (wanted <= capacity.free and capacity.promised_requests < capacity.free_slots) or 4 * wanted <= kept
-        )
+        ahead = 4 * (capacity.promised_blocks + min(prompt, capacity.total)) <= kept
+        soon = fits(capacity, capacity.ending_requests, capacity.ending_blocks)
+        return idle or fits(capacity, 0, 0) or (soon and ahead)
 
-    placed = LeastWork(PrefixIndex(0), share).place(Demand(tokens, 1), [prefill, *decodes])
+    placed = LeastWork(PrefixIndex(0), share).place(demand, [prefill, *decodes])
     if isinstance(placed, NoPlace):
         assert placed is NoPlace.NO_CAPACITY
         assert not any(may(capacity) for capacity in capacities)

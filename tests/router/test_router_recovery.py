@@ -8,7 +8,7 @@ import pytest
 
 from kvrelay.client import AsyncClient, DeadlineExceeded, Exhausted, InternalError, InvalidRequest, Unavailable
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, MEMBER_STATE_DRAINING, MEMBER_STATE_SUSPECT
-from kvrelay.internal.v1.worker_pb2 import Failure
+from kvrelay.internal.v1.worker_pb2 import WAIT_PREEMPTED, Failure, Load, RelayResponse
 from support.router_fakes import (
     FakeWorker,
     Job,
@@ -334,6 +334,37 @@ def test_a_worker_that_breaks_the_sequence_is_a_defect(tmp_path: Path, index: in
         async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
             with pytest.raises(InternalError, match=r"decode-0 .*attempt 1"):
                 await complete(client)
+
+    run(test)
+
+
+def test_a_stream_that_waits_on_a_worker_is_given_up_only_once_that_is_silent(tmp_path: Path) -> None:
+    """A second and a third attempt would be needed if waiting counted as silence."""
+    idle = 0.4
+
+    async def preempted(job: Job) -> None:
+        if job.submit.attempt > 1:
+            await decode_of(token_at)(job)
+            return
+        job.send(1, tokens(3)[1:])
+        job.send(waits=WAIT_PREEMPTED)
+        for steps in range(8):  # of other requests, whose tokens this router doesn't get
+            await asyncio.sleep(idle / 2)
+            job.stream.put_nowait(RelayResponse(load=Load(steps=steps)))
+        job.send(3, (token_at(3),))
+
+    async def test() -> None:
+        workers = FakeWorker("prefill-0", "prefill", prefill_of(token_at)), FakeWorker("decode-0", "decode", preempted)
+        async with (
+            fake_cluster(tmp_path, *workers, idle_timeout_seconds=idle) as cluster,
+            AsyncClient(cluster.router.address) as client,
+        ):
+            asking = asyncio.create_task(complete(client))
+            job = await cluster.job("decode-0")
+            await job.shown(4)
+            assert len(cluster.workers["decode-0"].jobs) == 1, "it has waited for four times as long"
+            assert await asking == tokens(TOTAL), "from now on, the first attempt is silent"
+            assert cluster.records[-1].retries == 1
 
     run(test)
 

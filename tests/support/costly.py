@@ -7,7 +7,6 @@ field is covered as soon as it is a part of its model or message.
 import asyncio
 import gc
 import json
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -18,7 +17,13 @@ from google.protobuf.message import Message
 from pydantic import BaseModel
 
 from kvrelay.router.__main__ import GC_THRESHOLDS
+from kvrelay.router.http import openapi
+from kvrelay.router.page.page import Ask
+from kvrelay.router.validation import DETOKENIZE_IDS
 from kvrelay.router.wire import MAX_ESCAPES, MAX_LISTS, MAX_STRINGS, MAX_VALUES
+from kvrelay.v1 import inference_pb2 as pb
+from support.clock import Clock
+from support.http_calls import CHAT, HELLO
 
 Path = tuple[str | int, ...]
 MARK = "the place to be filled"
@@ -26,6 +31,24 @@ UNKNOWN = b"\xf8\x3f\x01"
 """A field that no message has."""
 DEPTH = 8
 """Levels of a body that have places of their own."""
+CONTEXT = 128 * 1024
+"""Tokens of the context of the model that is served."""
+PATHS: dict[str, tuple[type[BaseModel], Mapping[str, Any], int]] = {
+    "/v1/completions": (openapi.BODIES["/v1/completions"][0], HELLO, CONTEXT),
+    "/v1/chat/completions": (openapi.BODIES["/v1/chat/completions"][0], CHAT, 0),
+    "/tokenize": (openapi.BODIES["/tokenize"][0], {"prompt": "a"}, 0),
+    "/detokenize": (openapi.BODIES["/detokenize"][0], {"tokens": [5]}, DETOKENIZE_IDS),
+    "/page/generate": (Ask, {"prompt": "a"}, 0),
+}
+"""Of each path of HTTP: the model of its body, a right body, and the most entries of a list of numbers beside
+`MAX_VALUES`."""
+METHODS: dict[str, Message] = {
+    "Generate": pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=1)),
+    "Tokenize": pb.TokenizeRequest(text="a"),
+    "Detokenize": pb.DetokenizeRequest(token_ids=[5]),
+    "GetModelInfo": pb.GetModelInfoRequest(),
+}
+"""Of each method of the public gRPC: a right request."""
 ENTRIES = {
     "numbers": "1",
     "negative numbers": "-1",
@@ -42,18 +65,14 @@ ENTRIES = {
 async def probed(lags: list[float]) -> AsyncIterator[None]:
     """Measures for how long the event loop's turns are held, in seconds.
 
-    The clock is the time that this process computes, in all of its threads: it stands still while other processes have
-    the cores, and it goes on while another thread holds the interpreter. The garbage collector leaves what was there
-    before alone, as in a router's own process.
+    The garbage collector leaves what was there before alone, as in a router's own process.
     """
 
     async def probe() -> None:
-        before = time.process_time()
+        clock = Clock()
         while True:
             await asyncio.sleep(0)
-            now = time.process_time()
-            lags.append(now - before)
-            before = now
+            lags.append(clock.lap())
 
     gc.collect()
     gc.freeze()

@@ -5,7 +5,8 @@ from types import TracebackType
 from typing import Self
 
 from kvrelay.client import Client, KvrelayError
-from support.faults import CLIENT_SECONDS, oracle, prompt_of, sampling_options, seed_of
+from support.drawn import sampling_options, seed_of
+from support.faults import CLIENT_SECONDS, oracle, prompt_of
 from support.processes import wait_until
 
 STREAMS = 6

@@ -30,6 +30,7 @@ from kvrelay.transfer import failpoints
 from support import damage
 from support.chaos import Chaos, Proxy
 from support.detours import DESK, HOSTS
+from support.drawn import sampling_options, seed_of
 from support.hash_runner import VOCAB_SIZE, Case, tokens_of_all
 from support.hash_worker import BEAT_SECONDS, MODULE, STATES, STEP_SECONDS, WORKER_LAYOUT
 from support.history import Asked, History, violations
@@ -329,24 +330,6 @@ def _params(seed: int | None) -> SamplingParams:
     options = sampling_options(seed)
     options["logit_bias"] = tuple(options.get("logit_bias", {}).items())
     return SamplingParams(**options)
-
-
-def seed_of(name: str) -> int | None:
-    """Of a request's sampling; None, for greedy decoding, for one name in four."""
-    draw = random.Random(f"seed of {name}")
-    return draw.getrandbits(64) if draw.random() < 0.75 else None
-
-
-PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2}
-BIAS = {5: 2.0, 77: -1.5, 200: 1.0}
-
-
-def sampling_options(seed: int | None) -> dict[str, Any]:
-    """As a client gives them. One seed in three makes each token depend on all tokens before it once more."""
-    if seed is None:
-        return {"temperature": 0.0}
-    drawn: dict[str, Any] = {"temperature": 1.0, "seed": seed}
-    return drawn if seed % 3 else {**drawn, **PENALTIES, "logit_bias": BIAS}
 
 
 def prompt_of(name: str, length: int = PROMPT) -> list[int]:

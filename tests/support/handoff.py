@@ -140,18 +140,23 @@ class ReceivingHost:
         self.gate: asyncio.Event | None = None
         self.on_free: Callable[[], None] | None = None
         """Called when blocks are free again."""
+        self.waited: set[Key] = set()
+        """Attempts that have waited for blocks."""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def reserve(self, key: Key, answer: Callable[[StandInReservation | None], None]) -> None:
-        task = asyncio.create_task(self._reserve(key, answer))
+    def reserve(self, key: Key, answer: Callable[[StandInReservation | None], None], *, passing: bool) -> None:
+        task = asyncio.create_task(self._reserve(key, answer, passing))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _reserve(self, key: Key, answer: Callable[[StandInReservation | None], None]) -> None:
+    def waits(self, key: Key) -> None:
+        self.waited.add(key)
+
+    async def _reserve(self, key: Key, answer: Callable[[StandInReservation | None], None], passing: bool) -> None:
         if self.gate is not None:
             await self.gate.wait()
         reservation = None
-        if len(self.free) >= self.need[key]:
+        if not passing and len(self.free) >= self.need[key]:
             taken, self.free = self.free[: self.need[key]], self.free[self.need[key] :]
             reservation = StandInReservation(StandInHold(taken), self.have.get(key, 0))
             self.reservations[key] = reservation

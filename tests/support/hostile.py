@@ -8,6 +8,13 @@ from types import TracebackType
 STALL_SECONDS = 1.0
 """Without a window to send in, after which the server takes no more."""
 CHUNK_BYTES = 16384
+MESSAGE_BYTES = 4 * 2**20
+GENERATE, CHECK = "/kvrelay.v1.InferenceService/Generate", "/grpc.health.v1.Health/Check"
+BODY_BYTES = 200_000
+HALF_A_BODY = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: router\r\n"
+    b"Content-Type: application/json\r\nContent-Length: 4000000\r\n\r\n"
+)
 _FIRST_WINDOW = 65535
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 _ACK = _END_HEADERS = 1
@@ -38,13 +45,21 @@ class PartialCall:
     """A gRPC call whose message never comes whole, on a connection of its own."""
 
     def __init__(
-        self, address: str, path: str, size: int, tls: ssl.SSLContext | None = None, source: str = "127.0.0.1"
+        self,
+        address: str,
+        path: str,
+        size: int,
+        tls: ssl.SSLContext | None = None,
+        source: str = "127.0.0.1",
+        fields: Sequence[tuple[str, str]] = (),
     ) -> None:
         """
         Args:
             size: bytes of the message, all but the last of which are sent.
             source: the client's address.
+            fields: further headers.
         """
+        self._more = fields
         self._source = source
         self._address = address
         self._path = path
@@ -62,7 +77,7 @@ class PartialCall:
         self._reader, self._writer = await asyncio.open_connection(
             host, int(port), ssl=self._tls, local_addr=(self._source, 0)
         )
-        self._writer.write(hello() + frame(_HEADERS, _END_HEADERS, 1, _fields(self._path)))
+        self._writer.write(hello() + frame(_HEADERS, _END_HEADERS, 1, _fields(self._path, self._more)))
         self._send(b"\x00" + self._size.to_bytes(4, "big"))
         self._reading = asyncio.create_task(self._read())
         return self
@@ -138,3 +153,28 @@ def _fields(path: str, more: Sequence[tuple[str, str]] = ()) -> bytes:
         ("content-type", "application/grpc"),
     )
     return b"".join(b"\x00" + text(name) + text(value) for name, value in (*fields, *more))
+
+
+async def half_a_call(address: str, method: str, tls: ssl.SSLContext | None, source: str = "127.0.0.1") -> None:
+    """Sends all but the last byte of a message of MESSAGE_BYTES, as far as the router takes it, and waits until the
+    router has closed the connection."""
+    async with PartialCall(address, method, MESSAGE_BYTES, tls, source) as call:
+        await call.push()
+        await call.closed.wait()
+
+
+async def half_a_body(address: str, tls: ssl.SSLContext | None, source: str = "127.0.0.1") -> None:
+    """Sends the first BODY_BYTES of a longer body, and waits until the router has closed the connection."""
+    await left_open(address, HALF_A_BODY + bytes(BODY_BYTES), tls, source)
+
+
+async def left_open(address: str, data: bytes, tls: ssl.SSLContext | None, source: str = "127.0.0.1") -> None:
+    """Connects, sends the data, and waits until the router has closed the connection."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), ssl=tls, local_addr=(source, 0))
+    try:
+        writer.write(data)
+        while await reader.read(65536):
+            pass
+    finally:
+        writer.transport.abort()

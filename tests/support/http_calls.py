@@ -1,8 +1,11 @@
-"""Calls a router over scripted workers by HTTP, as OpenAI's clients do."""
+"""Calls a router over scripted workers by HTTP, as OpenAI's clients do, or with any bytes."""
 
+import asyncio
 import json
+import re
+import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +89,53 @@ def usage_of(prompt: int, completion: int, cached: int, reasoning: int = 0) -> d
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {"reasoning_tokens": reasoning},
     }
+
+
+MAY_ANSWER = {200, 400, 401, 403, 404, 405, 408, 413, 417, 429, 503, 504}
+"""Statuses of which none is a defect's."""
+
+
+def answers_of(data: bytes) -> list[tuple[int, bytes, bytes]]:
+    """Status, head and body of each answer to what was sent over one connection."""
+    found = []
+    while data:
+        head, separator, rest = data.partition(b"\r\n\r\n")
+        assert separator, data[:200]
+        status = int(head.split(b" ", 2)[1])
+        length = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
+        if status == 100:
+            data = rest
+            continue
+        body, data = (rest, b"") if length is None else (rest[: int(length[1])], rest[int(length[1]) :])
+        found.append((status, head, body))
+    return found
+
+
+def check_answers(answers: list[tuple[int, bytes, bytes]]) -> None:
+    """Each is no defect's; an error is short, and in OpenAI's form."""
+    for status, head, body in answers:
+        assert status in MAY_ANSWER, (status, body[:500])
+        if status >= 400 and b'"ready"' not in body:
+            assert len(body) <= 2048
+            assert b"application/json" in head
+            error = json.loads(body)["error"]
+            assert error["message"]
+            assert error.keys() == {"message", "type", "param", "code"}
+
+
+async def exchange(
+    address: str, request: bytes, *, half_close: bool, tls: ssl.SSLContext | None = None
+) -> list[tuple[int, bytes, bytes]]:
+    """Sends bytes, and reads until the router closes the connection."""
+    reader, writer = await asyncio.open_connection(*address.split(":"), ssl=tls)
+    try:
+        writer.write(request)
+        if half_close:
+            writer.write_eof()
+        answer = b""
+        with suppress(ConnectionError):
+            while part := await asyncio.wait_for(reader.read(2**16), 10):
+                answer += part
+        return answers_of(answer)
+    finally:
+        writer.close()

@@ -114,7 +114,7 @@ class World:
 
 
 KINDS = {
-    "up": rb"kvrelay\0up|kvrelay\.cluster\.cli\0up",
+    "up": rb"kvrelay\0up|kvrelay\.cluster\0up",
     "driver": rb"kvrelay\.cluster\.driver",
     "gcs_server": rb"/gcs_server\0",
     "raylet": rb"/raylet\0",

@@ -4,6 +4,7 @@ It ignores SIGTERM, as a process does whose event loop hangs.
 """
 
 import asyncio
+import ctypes
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DRAINING,
     MEMBER_STATE_READY,
     ROLE_PREFILL,
+    ROLE_ROUTER,
     Member,
 )
 from kvrelay.internal.v1.worker_pb2 import Load
@@ -23,6 +25,8 @@ from kvrelay.rpc.heartbeat import HeartbeatClient
 from support.access import credentials
 
 HEALTHY_SECONDS = 0.5
+HELD_SECONDS = 7
+"""For which the event loop, or the interpreter, is held."""
 
 
 async def main(options: dict[str, str], sick: bool) -> None:
@@ -33,7 +37,7 @@ async def main(options: dict[str, str], sick: bool) -> None:
     def describe() -> tuple[Member, Load]:
         member = Member(
             name=options["name"],
-            role=ROLE_PREFILL,
+            role=ROLE_ROUTER if options["name"].startswith("router") else ROLE_PREFILL,
             incarnation=incarnation,
             address="127.0.0.1:1",
             pid=os.getpid(),
@@ -45,15 +49,22 @@ async def main(options: dict[str, str], sick: bool) -> None:
                 member.state, member.failed = MEMBER_STATE_DRAINING, True
             elif options["sickness"] == "draining":
                 member.state = MEMBER_STATE_DRAINING
-            else:
+            elif options["sickness"] == "stuck":
                 member.step_age_seconds = ill
         return member, Load()
+
+    def hold() -> None:
+        if sick and options["sickness"] == "loop":
+            time.sleep(HELD_SECONDS)
+        elif sick and options["sickness"] == "interpreter":
+            ctypes.PyDLL(None).sleep(HELD_SECONDS)
 
     fenced = asyncio.Event()
     heartbeat = HeartbeatClient(
         options["supervisor"], credentials("worker"), describe, lambda members: None, fenced.set, interval=0.1
     )
     heartbeat.start()
+    asyncio.get_running_loop().call_later(4 * HEALTHY_SECONDS, hold)
     await fenced.wait()
 
 

@@ -270,16 +270,21 @@ class DecodeProcess(Process):
 
     # ReceiverHost.
 
-    def reserve(self, key: Key, answer: Callable[[Any], None]) -> None:
-        self.world.post(self.world.random() * 0.05, self, self._answer, key, answer)
+    def reserve(self, key: Key, answer: Callable[[Any], None], *, passing: bool) -> None:
+        self.world.post(self.world.random() * 0.05, self, self._answer, key, answer, passing)
 
-    def _answer(self, key: Key, answer: Callable[[Any], None]) -> None:
+    def waits(self, key: Key) -> None:
+        """Nothing tells it further here."""
+
+    def _answer(self, key: Key, answer: Callable[[Any], None], passing: bool) -> None:
         world = self.world
         if self.engine_ended:
             answer(RuntimeError("the engine has ended"))
             return
         tokens = world.tokens[key[0]]
-        hold = self.blocks.take(key, -(-tokens // BLOCK))
+        # Half of those who ask out of turn may pass.
+        passes = not passing or world.random() < 0.5
+        hold = self.blocks.take(key, -(-tokens // BLOCK)) if passes else None
         if hold is not None:
             cached = int(world.random() * (tokens // BLOCK + 1)) if world.random() < 0.2 else 0
             hold.have_tokens = cached * BLOCK

@@ -145,7 +145,7 @@ def test_a_decode_worker_that_cannot_reserve_any_more_fails_the_hand_off_at_both
     async def test() -> None:
         async with pair(CONFIG) as world:
             ended = RuntimeError("the engine has ended")
-            world.receiving.reserve = lambda key, answer: world.receiver.runtime.post(answer, ended)  # type: ignore[method-assign]
+            world.receiving.reserve = lambda _, answer, **more: world.receiver.runtime.post(answer, ended)  # type: ignore[method-assign]
             world.announce(("r", 1), prompt(20))
             world.compute(("r", 1), blocks_of(20))
             await world.settled(("r", 1))

@@ -11,12 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay.decode_worker.server import decode_server
 from kvrelay.engine.config import EngineConfig
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_COLOCATED,
     PHASE_DECODE,
+    PHASE_PREFILL,
     Cancel,
     Failure,
+    PeerRef,
     RelayRequest,
     RelayResponse,
     RequestEvent,
@@ -25,9 +28,12 @@ from kvrelay.internal.v1.worker_pb2 import (
     Submit,
 )
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
+from kvrelay.prefill_worker.server import prefill_server
 from kvrelay.rpc.metrics import families
+from kvrelay.transfer.messages import Code
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, Constraint
-from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.config import WorkerConfig, WorkerRole
+from kvrelay.worker.handoff import HandoffRole
 from kvrelay.worker.requests import request_of
 from kvrelay.worker.server import WorkerServer
 from support.access import METADATA
@@ -35,6 +41,7 @@ from support.checkpoints import VOCAB_SIZE, make_checkpoint
 from support.hash_runner import hash_spec
 
 SECONDS = 10.0
+SERVERS = {"colocated": WorkerServer, "prefill": prefill_server, "decode": decode_server}
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +96,10 @@ def submit(request_id: str, **changes: Any) -> Submit:
 
 
 @asynccontextmanager
-async def worker(checkpoint: Path, **options: Any) -> AsyncIterator[WorkerServer]:
+async def worker(checkpoint: Path, role: WorkerRole = "colocated", **options: Any) -> AsyncIterator[WorkerServer]:
     engine = EngineConfig(kv_memory_bytes=2**20, max_batch_tokens=64, threads=1)
-    server = WorkerServer(WorkerConfig("colocated-0", "colocated", str(checkpoint), engine=engine, **options))
+    config = WorkerConfig(f"{role}-0", role, str(checkpoint), engine=engine, **options)
+    server = SERVERS[role](config)
     try:
         await server.start()
         yield server
@@ -202,6 +210,28 @@ def test_a_full_worker_refuses_and_a_request_without_a_token_in_time_fails(check
             assert "max_waiting is 1" in full.failure.message
             assert (expired.request_id, expired.failure.code) == ("first", Failure.CODE_FULL)
             release.set()
+            await free_again(server)
+
+    run(test)
+
+
+@pytest.mark.parametrize(("role", "phase"), [("prefill", PHASE_PREFILL), ("decode", PHASE_DECODE)])
+def test_a_cancel_by_the_peer_is_not_told_as_a_failure(checkpoint: Path, role: WorkerRole, phase: int) -> None:
+    """The peer tells the router why it ended the request. This word must not come first and have it retried."""
+
+    async def test() -> None:
+        async with worker(checkpoint, role) as server, relay(server) as router:
+            handoffs = server.worker.role
+            assert isinstance(handoffs, HandoffRole)
+            for name in ("refused by the peer", "late"):
+                await router.send(submit=submit(name, phase=phase, peer=PeerRef(name="peer-0", incarnation="a")))
+            async with asyncio.timeout(SECONDS):
+                while server.worker.request(("late", 1)) is None:  # noqa: ASYNC110 # there is no event for it
+                    await asyncio.sleep(0.005)
+            handoffs.handoff_failed(("refused by the peer", 1), Code.CANCELLED, "cancelled on peer-0")
+            handoffs.handoff_failed(("late", 1), Code.TIMEOUT, "no message")
+            assert (await router.last()).request_id == "late"
+            assert server.worker.request(("refused by the peer", 1)) is None
             await free_again(server)
 
     run(test)

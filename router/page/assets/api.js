@@ -47,7 +47,10 @@ async function* events(response) {
 }
 
 export async function* watch() {
-  yield* events(await request("page/events"));
+  for await (const [name, value] of events(await request("page/events"))) {
+    if (name === "error") throw new ApiError(429, value.error.message);
+    yield [name, value];
+  }
 }
 
 /** The events of one generation; `ask` is JSON, and `signal` ends it, and with it the request on every worker. */

@@ -20,6 +20,14 @@ class ContextLimit(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CONTEXT_LIMIT_UNSPECIFIED: _ClassVar[ContextLimit]
     CONTEXT_LIMIT_OPTION: _ClassVar[ContextLimit]
     CONTEXT_LIMIT_POOL: _ClassVar[ContextLimit]
+
+class Wait(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WAIT_UNSPECIFIED: _ClassVar[Wait]
+    WAIT_TURN: _ClassVar[Wait]
+    WAIT_BLOCKS: _ClassVar[Wait]
+    WAIT_ROW: _ClassVar[Wait]
+    WAIT_PREEMPTED: _ClassVar[Wait]
 PHASE_UNSPECIFIED: Phase
 PHASE_PREFILL: Phase
 PHASE_DECODE: Phase
@@ -27,6 +35,11 @@ PHASE_COLOCATED: Phase
 CONTEXT_LIMIT_UNSPECIFIED: ContextLimit
 CONTEXT_LIMIT_OPTION: ContextLimit
 CONTEXT_LIMIT_POOL: ContextLimit
+WAIT_UNSPECIFIED: Wait
+WAIT_TURN: Wait
+WAIT_BLOCKS: Wait
+WAIT_ROW: Wait
+WAIT_PREEMPTED: Wait
 
 class RelayRequest(_message.Message):
     __slots__ = ("hello", "submit", "cancel", "fence", "begin")
@@ -114,7 +127,7 @@ class Sampling(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., bad_words: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., constraint: _Optional[_Union[_inference_pb2.Constraint, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "phase", "token_ids", "prompt_tokens", "sampling", "tenant", "peer", "timeout_seconds", "client_call", "suspect_tokens", "on_trial", "slot", "chain", "trace_id")
+    __slots__ = ("request_id", "attempt", "phase", "token_ids", "prompt_tokens", "sampling", "tenant", "peer", "timeout_seconds", "client_call", "suspect_tokens", "on_trial", "slot", "holder", "expected_tokens", "chain", "trace_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +141,8 @@ class Submit(_message.Message):
     SUSPECT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ON_TRIAL_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
@@ -143,9 +158,11 @@ class Submit(_message.Message):
     suspect_tokens: int
     on_trial: bool
     slot: int
+    holder: int
+    expected_tokens: int
     chain: _containers.RepeatedScalarFieldContainer[int]
     trace_id: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tenant: _Optional[str] = ..., peer: _Optional[_Union[PeerRef, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., client_call: _Optional[_Union[ClientCall, _Mapping]] = ..., suspect_tokens: _Optional[int] = ..., on_trial: _Optional[bool] = ..., slot: _Optional[int] = ..., chain: _Optional[_Iterable[int]] = ..., trace_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tenant: _Optional[str] = ..., peer: _Optional[_Union[PeerRef, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., client_call: _Optional[_Union[ClientCall, _Mapping]] = ..., suspect_tokens: _Optional[int] = ..., on_trial: _Optional[bool] = ..., slot: _Optional[int] = ..., holder: _Optional[int] = ..., expected_tokens: _Optional[int] = ..., chain: _Optional[_Iterable[int]] = ..., trace_id: _Optional[str] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("request_id", "attempt")
@@ -292,7 +309,7 @@ class DecodeReport(_message.Message):
     def __init__(self, queue_seconds: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestEvent(_message.Message):
-    __slots__ = ("request_id", "attempt", "first_index", "token_ids", "finish_reason", "failure", "prefill", "transfer", "decode", "logprobs", "prompt_logprobs", "prompt_logprobs_first", "computed_tokens", "proposed_tokens", "accepted_tokens", "taken")
+    __slots__ = ("request_id", "attempt", "first_index", "token_ids", "finish_reason", "failure", "prefill", "transfer", "decode", "logprobs", "prompt_logprobs", "prompt_logprobs_first", "computed_tokens", "proposed_tokens", "accepted_tokens", "taken", "waits")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -309,6 +326,7 @@ class RequestEvent(_message.Message):
     PROPOSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     first_index: int
@@ -325,7 +343,8 @@ class RequestEvent(_message.Message):
     proposed_tokens: int
     accepted_tokens: int
     taken: bool
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., prefill: _Optional[_Union[PrefillReport, _Mapping]] = ..., transfer: _Optional[_Union[TransferReport, _Mapping]] = ..., decode: _Optional[_Union[DecodeReport, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., prompt_logprobs_first: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., proposed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., taken: _Optional[bool] = ...) -> None: ...
+    waits: Wait
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., prefill: _Optional[_Union[PrefillReport, _Mapping]] = ..., transfer: _Optional[_Union[TransferReport, _Mapping]] = ..., decode: _Optional[_Union[DecodeReport, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., prompt_logprobs_first: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., proposed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., taken: _Optional[bool] = ..., waits: _Optional[_Union[Wait, str]] = ...) -> None: ...
 
 class Blocks(_message.Message):
     __slots__ = ("total", "free", "cached", "held", "size")
@@ -352,15 +371,17 @@ class Requests(_message.Message):
     def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., free_slots: _Optional[int] = ...) -> None: ...
 
 class Promised(_message.Message):
-    __slots__ = ("requests", "blocks")
+    __slots__ = ("requests", "blocks", "holdings")
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HOLDINGS_FIELD_NUMBER: _ClassVar[int]
     requests: int
     blocks: int
-    def __init__(self, requests: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+    holdings: _containers.RepeatedCompositeFieldContainer[Holding]
+    def __init__(self, requests: _Optional[int] = ..., blocks: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("blocks", "requests", "pending_tokens", "computed_tokens", "promised", "steps", "step_seconds", "traffic")
+    __slots__ = ("blocks", "requests", "pending_tokens", "computed_tokens", "promised", "steps", "step_seconds", "traffic", "growth_blocks", "ending", "holdings")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -369,6 +390,9 @@ class Load(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TRAFFIC_FIELD_NUMBER: _ClassVar[int]
+    GROWTH_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ENDING_FIELD_NUMBER: _ClassVar[int]
+    HOLDINGS_FIELD_NUMBER: _ClassVar[int]
     blocks: Blocks
     requests: Requests
     pending_tokens: int
@@ -377,7 +401,18 @@ class Load(_message.Message):
     steps: int
     step_seconds: float
     traffic: Traffic
-    def __init__(self, blocks: _Optional[_Union[Blocks, _Mapping]] = ..., requests: _Optional[_Union[Requests, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., promised: _Optional[_Union[Promised, _Mapping]] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ...) -> None: ...
+    growth_blocks: int
+    ending: Promised
+    holdings: _containers.RepeatedCompositeFieldContainer[Holding]
+    def __init__(self, blocks: _Optional[_Union[Blocks, _Mapping]] = ..., requests: _Optional[_Union[Requests, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., promised: _Optional[_Union[Promised, _Mapping]] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., growth_blocks: _Optional[int] = ..., ending: _Optional[_Union[Promised, _Mapping]] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ...) -> None: ...
+
+class Holding(_message.Message):
+    __slots__ = ("holder", "blocks")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    holder: int
+    blocks: int
+    def __init__(self, holder: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class Traffic(_message.Message):
     __slots__ = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "first_tokens", "ttft_attained", "unqueued_seconds", "streams", "tpot_attained", "prefill_queue_seconds", "decode_queue_seconds", "young_tokens", "young_ended", "queued_prompts", "queued_streams", "queued_tokens")

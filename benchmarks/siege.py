@@ -1,0 +1,100 @@
+"""Lays siege to a live cluster, one row after another, while another tenant's streams are compared token by token.
+
+    python benchmarks/siege.py [ROW ...] [--seconds 60] [--count 10000] [--json benchmarks/results/siege-2-cores.json]
+
+Each row prints what was asked and what was measured; the exit code is 1 if a row misses. Load comes from processes of
+its own, which the machine gives less of its cores than the cluster. ROW is one of:
+
+    bodies     10 connections repeat the worst body of each endpoint
+    fuzz       requests that are wrong in every place, on asyncio and uvloop
+    deadlines  requests with random deadlines, on asyncio and uvloop
+    kv         one tenant asks for four times the KV that there is
+    tenant     one tenant at its worst: prompts, slow bodies, streams, viewers, grammars
+    partial    partial messages, connections and handshakes, with and without TLS and keys; the limit of descriptors
+    deaths     each process of `kvrelay up` is killed, or frozen
+    keys       a key is removed by each edit of the file
+"""
+
+import argparse
+import json
+import os
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+# Every process of a siege has it: internal calls need one.
+os.environ.setdefault("KVRELAY_JOIN_TOKEN", secrets.token_hex())
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
+
+import siege_bodies  # noqa: E402  # after the path
+import siege_deaths  # noqa: E402
+import siege_rows  # noqa: E402
+from siege_witness import Given, Measure  # noqa: E402
+from turns import end_on_signal, own_setting, save  # noqa: E402
+
+ROWS: dict[str, Callable[[Given], list[Measure]]] = {
+    "bodies": siege_bodies.bodies,
+    "fuzz": siege_rows.fuzz,
+    "deadlines": siege_rows.deadlines,
+    "kv": siege_rows.kv,
+    "tenant": siege_rows.tenant,
+    "partial": siege_rows.partial,
+    "deaths": siege_deaths.deaths,
+    "keys": siege_rows.keys,
+}
+
+
+def shown(row: str, measures: Sequence[Measure]) -> str:
+    """A table of what was asked and measured."""
+    width = max(len(each.what) for each in measures)
+    wide = max(len(each.asked) for each in measures)
+    lines = [
+        f"  {'ok  ' if each.ok else 'MISS'}  {each.what:<{width}}  {each.asked:<{wide}}  {each.measured}"
+        for each in measures
+    ]
+    return "\n".join([row, *lines])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="by default all")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of an attack")
+    parser.add_argument("--count", type=int, default=10_000, help="of requests in fuzz and deadlines")
+    parser.add_argument("--clients", type=int, default=1000, help="in partial")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--only", default="", help="a part of the row, by a piece of its name")
+    parser.add_argument("--json", type=Path, help="file for the results; rows that it has and that don't run stay")
+    parser.add_argument("--folder", type=Path, help="for logs; by default one that is removed")
+    args = parser.parse_args(arguments)
+    if unknown := set(args.rows) - ROWS.keys():
+        parser.error(f"ROW is {', '.join(sorted(unknown))}; allowed: {', '.join(ROWS)}")
+    end_on_signal()
+    results = {}
+    if args.json is not None and args.json.exists():
+        results = json.loads(args.json.read_text()).get("rows", {})
+    missed = False
+    with tempfile.TemporaryDirectory(prefix="siege-") as temporary:
+        for row in args.rows or ROWS:
+            folder = (args.folder or Path(temporary)) / row
+            began = time.monotonic()
+            given = Given(folder, args.seconds, args.count, args.clients, args.seed, args.only)
+            measures = ROWS[row](given)
+            print(shown(row, measures), flush=True)
+            missed |= not all(each.ok for each in measures)
+            results[row] = {
+                "seconds": round(time.monotonic() - began, 1),
+                "options": {"seconds": args.seconds, "count": args.count, "clients": args.clients, "seed": args.seed},
+                "measures": [each.plain() for each in measures],
+                "holds": all(each.ok for each in measures),
+            }
+            if args.json is not None:
+                setting = own_setting("torch", "ray", "grpcio", "protobuf", "uvloop")
+                save(args.json, setting | {"rows": results})
+    return int(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

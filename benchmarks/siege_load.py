@@ -1,0 +1,291 @@
+"""A process that calls the cluster under siege: the witness, whose streams are compared, or an attacker.
+
+    python benchmarks/siege_load.py KIND '{"grpc": "127.0.0.1:50051", ...}'
+
+It prints a line when it begins. It goes on until its standard input ends, or until it has sent what it was told to, and
+prints one JSON object then. The
+functions of KINDS say which options there are.
+"""
+
+import asyncio
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent.parent / "tests")]
+
+import aiohttp  # noqa: E402  # after the path
+import grpc  # noqa: E402
+from siege_fuzz import authorization, channel, deadlines, fuzz, session, web_tls  # noqa: E402
+
+from kvrelay.client import AsyncClient, KvrelayError, Tls  # noqa: E402
+from kvrelay.router.sockets import raise_limit  # noqa: E402
+from kvrelay.rpc.certificates import dns_name  # noqa: E402
+from nemesis.load import REQUEST_SECONDS, Sizes, Stream, ask, draw  # noqa: E402
+from support.hostile import CHECK, GENERATE, client_tls, half_a_body, half_a_call, hello, left_open  # noqa: E402
+
+Options = dict[str, Any]
+CALL_SECONDS = 60.0
+CONNECT_SECONDS = 30.0
+KEPT = 20
+"""Answers of a kind that are kept as examples."""
+AMBIGUOUS = 'start: a\na: a a | a a a | "x" | ""\n'
+"""A grammar with very many derivations of each text."""
+
+
+def client(options: Options, key: str) -> AsyncClient:
+    authority = options["authority"]
+    tls = None if authority is None else Tls(ca=authority, server_name=dns_name("router"))
+    return AsyncClient(options["grpc"], api_key=key, tls=tls)
+
+
+def noted(stream: Stream) -> dict[str, Any]:
+    """What is known of a stream that has ended; times are on the monotonic clock, which all processes share."""
+    gaps = [after - before for before, after in zip(stream.times, stream.times[1:], strict=False)]
+    return {
+        "name": stream.name,
+        "invoked": stream.invoked,
+        "ended": stream.ended,
+        "first_token": stream.first_token,
+        "gap": max(gaps, default=0.0),
+        "tokens": stream.tokens,
+        "error": stream.error,
+        "left": not stream.error and not stream.reported,
+        "retries": stream.retries,
+    }
+
+
+async def streams(options: Options, stop: asyncio.Event) -> dict[str, Any]:
+    """Streams that are compared.
+
+    Options: `key`; `name`, with which their names begin; `prompts` and `counts`, least and most tokens; `rate`, how
+    many come a second whether others are answered or not, or `at_once`, how many there are at any time; `distinct`,
+    after which number of requests the same ones come again, 0: never; `seconds`, of each one's deadline.
+    """
+    sizes = Sizes(tuple(options["prompts"]), tuple(options["counts"]))
+    rng, number, ended = random.Random(options["name"]), 0, []
+    running: set[asyncio.Task[None]] = set()
+    async with client(options, options["key"]) as caller:
+
+        async def one(number: int) -> None:
+            same = number % options["distinct"] if options.get("distinct") else number
+            stream = draw(f"{options['name']}-{same}", sizes)
+            stream.seconds = options.get("seconds", REQUEST_SECONDS)
+            try:
+                await ask(caller, stream, request_id=f"{options['name']}-{number}-of-{options['key']}")
+            finally:  # streams that are left count, too
+                ended.append(noted(stream))
+            if stream.error and "at_once" in options:
+                await asyncio.sleep(0.2)
+
+        due = time.monotonic()
+        while not stop.is_set():
+            if "rate" in options:
+                due += rng.expovariate(options["rate"])
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), max(0.0, due - time.monotonic()))
+            while "at_once" in options and len(running) >= options["at_once"] and not stop.is_set():
+                stopping = asyncio.ensure_future(stop.wait())
+                await asyncio.wait({stopping, *running}, return_when=asyncio.FIRST_COMPLETED)
+                stopping.cancel()
+            if not stop.is_set():
+                task = asyncio.create_task(one(number))
+                number += 1
+                running.add(task)
+                task.add_done_callback(running.discard)
+        if "at_once" in options:
+            for task in running:
+                task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    return {"streams": ended}
+
+
+async def repeated(stop: asyncio.Event, connections: int, send: Callable[[int], Awaitable[str]]) -> dict[str, Any]:
+    """Each of the connections sends again and again; counts what came of it."""
+    outcomes: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+
+    async def one(number: int) -> None:
+        """Errors of a call count by their status."""
+        while not stop.is_set():
+            try:
+                said = await send(number)
+            except (aiohttp.ClientError, OSError, TimeoutError, grpc.RpcError, KvrelayError) as error:
+                code = getattr(error, "code", None)
+                said = f"{type(error).__name__} {code() if callable(code) else code or ''} {error}"
+                await asyncio.sleep(0.05)
+            kind = " ".join(said.split()[:2])
+            outcomes[kind] += 1
+            if len(examples) < KEPT:
+                examples.setdefault(kind, said[:300])
+            number += connections
+
+    tasks = [asyncio.create_task(one(number)) for number in range(connections)]
+    await stop.wait()
+    _, late = await asyncio.wait(tasks, timeout=2.0)
+    for task in late:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, Exception):
+            raise result
+    return {"outcomes": outcomes, "examples": examples}
+
+
+async def bodies(options: Options, stop: asyncio.Event) -> dict[str, Any]:
+    """The same requests again and again.
+
+    Options: `key`; `connections`; `requests`, each with the path of HTTP or of a gRPC method, and a file with the body.
+    """
+    requests = await asyncio.to_thread(_read, options["requests"])
+    async with session(options, CALL_SECONDS) as web, channel(options) as calling:
+
+        async def send(number: int) -> str:
+            path, data = requests[number % len(requests)]
+            if "Service/" in path:
+                call = calling.unary_stream(path)(data, timeout=CALL_SECONDS, metadata=authorization(options))
+                async for _ in call:
+                    pass
+                return "gRPC OK"
+            async with web.post(path, data=data) as response:
+                text = await response.text()
+                return f"HTTP {response.status} {path} {text}"
+
+        return await repeated(stop, options["connections"], send)
+
+
+def _read(requests: list[tuple[str, str]]) -> list[tuple[str, bytes]]:
+    return [(path, Path(name).read_bytes()) for path, name in requests]
+
+
+async def slow_bodies(options: Options, stop: asyncio.Event) -> dict[str, Any]:
+    """HTTP requests with a key whose bodies never come whole. Options: `key`, `connections`."""
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: router\r\nAuthorization: Bearer %b\r\n"
+        b"Content-Type: application/json\r\nContent-Length: 100000\r\n\r\n{" % options["key"].encode()
+    )
+
+    tls = web_tls(options)
+
+    async def send(_: int) -> str:
+        host, _, port = options["http"].rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port), ssl=tls)
+        try:
+            writer.write(head)
+            reading = asyncio.ensure_future(reader.read(4096))
+            while not reading.done() and not stop.is_set():
+                writer.write(b" ")
+                await asyncio.wait([reading], timeout=0.5)
+            if not reading.done():
+                reading.cancel()
+                return "left alone"
+            return f"HTTP {reading.result()[9:12].decode()}"
+        finally:
+            writer.transport.abort()
+
+    return await repeated(stop, options["connections"], send)
+
+
+async def viewers(options: Options, stop: asyncio.Event) -> dict[str, Any]:
+    """Viewers of the page, who stay. Options: `key`, `connections`."""
+    async with session(options, None) as web:
+
+        async def send(_: int) -> str:
+            async with web.get("/page/events") as response:
+                while not stop.is_set() and response.status == 200 and await response.content.readany():
+                    pass
+                if response.status != 200:
+                    await asyncio.sleep(0.2)
+                return f"HTTP {response.status}"
+
+        return await repeated(stop, options["connections"], send)
+
+
+async def grammars(options: Options, stop: asyncio.Event) -> dict[str, Any]:
+    """Completions that obey an ambiguous grammar. Options: `key`, `connections`."""
+    async with client(options, options["key"]) as caller:
+
+        async def send(number: int) -> str:
+            given: dict[str, Any] = {"max_tokens": 200, "seed": number, "grammar": AMBIGUOUS, "timeout": CALL_SECONDS}
+            await caller.complete([5, 6, 7 + number % 200], **given)
+            return "gRPC OK"
+
+        return await repeated(stop, options["connections"], send)
+
+
+async def partial_requests(options: Options, stop: asyncio.Event) -> dict[str, Any]:
+    """Clients that begin what they don't finish; returns the seconds until each was closed.
+
+    Options: `what`: Generate, Check, body, header, preface, nothing, or handshake; `count`; `source`, their address.
+    """
+    authority, what = options["authority"], options["what"]
+    web = what not in ("Generate", "Check")
+    tls = None if authority is None else client_tls(authority, "http/1.1" if web else "h2")
+    grpc, http, source = options["grpc"], options["http"], options["source"]
+    kinds: dict[str, Callable[[], Awaitable[None]]] = {
+        "Generate": partial(half_a_call, grpc, GENERATE, tls, source),
+        "Check": partial(half_a_call, grpc, CHECK, tls, source),
+        "body": partial(half_a_body, http, tls, source),
+        "header": partial(left_open, http, b"GET / HTTP/1.1\r\nHost: rou", tls, source),
+        "preface": partial(left_open, grpc, hello()[:10], tls, source),
+        "nothing": partial(left_open, http, b"", None, source),
+        "handshake": partial(left_open, grpc, b"\x16\x03\x01\x02\x00\x01", None, source),
+    }
+    seconds: list[float] = []
+
+    async def one() -> None:
+        started = time.monotonic()
+        with suppress(OSError, asyncio.IncompleteReadError):  # it was one too many
+            await kinds[what]()
+        seconds.append(time.monotonic() - started)
+
+    tasks = [asyncio.create_task(one()) for _ in range(options["count"])]
+    stopping = asyncio.create_task(stop.wait())
+    everyone = asyncio.create_task(asyncio.wait(tasks))
+    await asyncio.wait([everyone, stopping], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    everyone.cancel()
+    left = [task for task in tasks if not task.done()]
+    for task in left:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, Exception):
+            raise result
+    return {"closed": sorted(seconds), "open": len(left)}
+
+
+KINDS: dict[str, Callable[[Options, asyncio.Event], Awaitable[dict[str, Any]]]] = {
+    "streams": streams,
+    "bodies": bodies,
+    "slow bodies": slow_bodies,
+    "viewers": viewers,
+    "grammars": grammars,
+    "partial": partial_requests,
+    "fuzz": fuzz,
+    "deadlines": deadlines,
+}
+
+
+async def main(kind: str, options: Options) -> dict[str, Any]:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        if not sys.stdin.buffer.raw.read(1):  # type: ignore[attr-defined]  # of a buffered reader
+            loop.remove_reader(sys.stdin)
+            stop.set()
+
+    loop.add_reader(sys.stdin, read)
+    return await KINDS[kind](options, stop)
+
+
+if __name__ == "__main__":
+    raise_limit()
+    print("begun", flush=True)
+    print(json.dumps(asyncio.run(main(sys.argv[1], json.loads(sys.argv[2])))), flush=True)

@@ -1,0 +1,65 @@
+"""A router process that also notes how long its event loop is held; `siege.py` starts it.
+
+    python -m siege_router --config FOLDER/NAME.json
+
+Each turn that holds the loop for longer than NOTED_SECONDS is a line of FOLDER/NAME.holds: when it ended, on the
+monotonic clock, and for how long the loop was held, both in seconds. The environment variable SIEGE_LOOP names the
+event loop: `asyncio` or `uvloop`; SIEGE_DESCRIPTORS, how many files it may open.
+"""
+
+import asyncio
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+from kvrelay.router import __main__ as router
+from kvrelay.rpc.serve import LoopFactory
+from support.clock import Clock
+
+LOOP, DESCRIPTORS = "SIEGE_LOOP", "SIEGE_DESCRIPTORS"
+TICK_SECONDS = 0.002
+NOTED_SECONDS = 0.005
+
+
+async def note(holds: TextIO) -> None:
+    """Wakes up every TICK_SECONDS. What a wake-up is late is what other turns took, or other threads that held the
+    interpreter."""
+    clock = Clock()
+    while True:
+        await asyncio.sleep(TICK_SECONDS)
+        held = clock.lap() - TICK_SECONDS
+        if held > NOTED_SECONDS:
+            holds.write(f"{time.monotonic():.6f} {held:.6f}\n")
+
+
+class NotingRouter(router.RouterProcess):
+    """A router that notes how long its loop is held, once it serves."""
+
+    async def start(self) -> int:
+        port = await super().start()
+        config = Path(sys.argv[sys.argv.index("--config") + 1])
+        self._holds = config.with_suffix(".holds").open("a", buffering=1)
+        self._noting = asyncio.create_task(note(self._holds), name="holds")
+        return port
+
+    async def stop(self, grace: float) -> None:
+        self._noting.cancel()
+        self._holds.close()
+        await super().stop(grace)
+
+
+def loop() -> LoopFactory | None:
+    """As SIEGE_LOOP says, by default the product's."""
+    return None if os.environ.get(LOOP) == "asyncio" else router.fast_loop()
+
+
+if __name__ == "__main__":
+    if descriptors := os.environ.get(DESCRIPTORS):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(descriptors), int(descriptors)))
+    router.RouterProcess = NotingRouter  # type: ignore[misc]  # what `run` makes
+    made = loop()
+    router.fast_loop = lambda: made
+    sys.exit(router.run())

@@ -1,0 +1,299 @@
+"""The rows of the siege, but for bodies and deaths. Each starts a cluster, attacks it, and returns its measures."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from siege_cluster import MIB, WITNESS, Besieged, besieged, send
+from siege_witness import (
+    Given,
+    Measure,
+    Witness,
+    alive_and_whole,
+    at_most,
+    first_tokens,
+    gaps,
+    loading,
+    none_of,
+    quantile,
+    ttft,
+)
+
+from nemesis.load import Sizes
+from support.key_edits import EDITS, KEPT, REMOVED, UNREADABLE, WHOLE, edit
+from support.processes import wait_until
+
+POOL_TOKENS = 8192
+LONG = Sizes((100, 100), (2400, 2400))
+"""Of the streams that need more KV than there is."""
+OVERSUBSCRIPTION = 4.0
+GAP_SECONDS = 1.0
+SERVED = 0.99
+GAP_FACTOR = 2.0
+GROWTH_MIB = 64.0
+CLOSED_SECONDS = 30.0
+DESCRIPTORS = 200
+NEW_CLIENT_SECONDS = 5.0
+KEY_SECONDS = 1.0
+STRANGERS = "127.0.0.9"
+"""Address of the clients that don't finish: without keys, an address is what has shares."""
+PARTIAL = ("Generate", "Check", "body", "header", "preface", "nothing", "handshake")
+LOOPS = ("asyncio", "uvloop")
+
+
+def _on_both_loops(given: Given, kind: str, model: str, **options: Any) -> list[Measure]:
+    measures = []
+    for loop in LOOPS:
+        if given.only not in loop:
+            continue
+        with besieged(given.folder / loop, loop=loop, model=model) as place:
+            witness = Witness(place, model)
+            witness.alone(given.seconds)
+            with (
+                witness.beside() as seen,
+                loading(kind, place, count=given.count, seed=given.seed, **options) as attack,
+            ):
+                said = attack.finish(max(given.seconds, 0.2 * given.count))
+            sent, wrong = said["sent"], said["wrong"]
+            text = f"{wrong}" + (f", e.g. {said['examples'][0][:300]}" if wrong else "")
+            measures += [
+                Measure(f"{loop}: requests", f"at least {given.count}", f"{sent}", sent >= given.count),
+                Measure(f"{loop}: answers of a defect, or none", "none", text, not wrong, said),
+                *witness.measures(seen, f"{loop}: "),
+                *alive_and_whole(place, f"{loop}: "),
+            ]
+    return measures
+
+
+def fuzz(given: Given) -> list[Measure]:
+    """On the bundled model, which knows the tokens of texts."""
+    return _on_both_loops(given, "fuzz", "pico", stride=max(1, 7000 // given.count))
+
+
+def deadlines(given: Given) -> list[Measure]:
+    return _on_both_loops(given, "deadlines", "hash")
+
+
+def kv(given: Given) -> list[Measure]:
+    each = LONG.prompts[0] + LONG.counts[0]
+    at_once = int(OVERSUBSCRIPTION * POOL_TOKENS / each) + 1
+    with besieged(given.folder, kv_bytes=POOL_TOKENS * 1024) as place:
+        witness = Witness(place, rate=1.0)
+        options = {"prompts": LONG.prompts, "counts": LONG.counts, "at_once": at_once, "seconds": 900.0}
+        with (
+            witness.beside() as seen,
+            loading("streams", place, name="long", distinct=0, **options) as attack,
+        ):
+            time.sleep(given.seconds)
+            long = attack.finish()["streams"]
+        begun = [stream for stream in long if stream["tokens"]]
+        failed = [
+            f"{stream['name']} after {len(stream['tokens'])} tokens: {stream['error']}"
+            for stream in begun
+            if stream["error"]
+        ]
+        shed = [stream["error"] for stream in long if not stream["tokens"] and stream["error"]]
+        retried = [f"{stream['name']}: {stream['retries']}" for stream in [*long, *seen] if stream["retries"]]
+        wait = max(first_tokens(seen), default=0.0)
+        return [
+            Measure(
+                "streams begun",
+                f"at least {at_once // 4}",
+                f"{len(begun)}",
+                len(begun) >= at_once // 4,
+                {"at_once": at_once},
+            ),
+            none_of("begun streams failed", failed, shed=shed[:5], number_shed=len(shed)),
+            none_of("streams retried", retried),
+            none_of("wrong tokens of the long streams", witness.wrong(long, LONG)),
+            at_most("longest gap of the other tenant's streams", max(gaps(seen), default=0.0), GAP_SECONDS, "s"),
+            at_most("their first token", wait, GAP_SECONDS, "s", ttft=ttft(seen)),
+            *witness.measures(seen),
+            *alive_and_whole(place),
+        ]
+
+
+def attacks(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The ways in which one tenant is at its worst: the kind of load, and its options."""
+    prompts = folder / "prompts"
+    prompts.write_text(json.dumps({"prompt": [[5]] * 1024, "max_tokens": 64}))
+    streams = {"name": "many", "prompts": (16, 16), "counts": (1000, 1000), "at_once": 300, "distinct": 0}
+    return {
+        "prompts": ("bodies", {"connections": 4, "requests": [("/v1/completions", str(prompts))]}),
+        "slow bodies": ("slow bodies", {"connections": 210}),
+        "streams": ("streams", streams),
+        "viewers": ("viewers", {"connections": 64}),
+        "grammars": ("grammars", {"connections": 8}),
+    }
+
+
+def page_seen(place: Besieged) -> bool:
+    """Whether the witness can open the page's events."""
+    headers = {"Authorization": f"Bearer {WITNESS}"}
+    request = urllib.request.Request(f"http://{place.http}/page/events", None, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return bool(response.read(1))
+    except OSError:
+        return False
+
+
+def tenant(given: Given) -> list[Measure]:
+    measures: list[Measure] = []
+    with besieged(given.folder, model="pico", kv_bytes=64 * MIB) as place:
+        witness = Witness(place, model="pico", rate=2.0)
+        idle = witness.alone(given.seconds)
+        usual = quantile(gaps(idle), 0.99)
+        for name, (kind, options) in attacks(given.folder).items():
+            if given.only not in name:
+                continue
+            pages = []
+            with witness.beside() as seen, loading(kind, place, **options) as attack:
+                ends = time.monotonic() + given.seconds
+                while time.monotonic() < ends:
+                    time.sleep(min(1.0, given.seconds / 4))
+                    pages.append(page_seen(place))
+                said = attack.finish()
+            outcomes = said.get("outcomes", {})
+            served = sum(not stream["error"] for stream in seen) / max(1, len(seen))
+            errors = [stream["error"] for stream in seen if stream["error"]]
+            gap = quantile(gaps(seen), 0.99) / usual
+            opened = sum(pages) / len(pages)
+            part = f"{name}: "
+            measures += [
+                Measure(
+                    f"{part}served",
+                    f"at least {SERVED:.0%} of some",
+                    f"{served:.1%} of {len(seen)}",
+                    served >= SERVED and bool(seen),
+                    {"errors": errors[:5], "ttft": ttft(seen), "outcomes": outcomes},
+                ),
+                at_most(
+                    f"{part}gap p99 over idle's",
+                    gap,
+                    GAP_FACTOR,
+                    "times",
+                    idle=usual,
+                    p50=[quantile(gaps(each), 0.5) for each in (idle, seen)],
+                ),
+                Measure(
+                    f"{part}the page opens", f"at least {SERVED:.0%}", f"{opened:.0%} of {len(pages)}", opened >= SERVED
+                ),
+                none_of(f"{part}wrong tokens", witness.wrong(seen)),
+            ]
+        return [*measures, *alive_and_whole(place)]
+
+
+def partial(given: Given) -> list[Measure]:
+    measures: list[Measure] = []
+    for secured in (False, True):
+        where = "tls and keys" if secured else "open"
+        kinds = [kind for kind in PARTIAL if given.only in f"{where} {kind}" and (secured or kind != "handshake")]
+        if not kinds:
+            continue
+        with besieged(given.folder / where, tls=secured, keys=secured) as place:
+            witness = Witness(place, rate=2.0)
+            with witness.beside() as seen:
+                for kind in kinds:
+                    measures += _unfinished(place, given, kind, f"{where}, {kind}: ")
+            measures += [*witness.measures(seen, f"{where}: "), *alive_and_whole(place, f"{where}: ")]
+    if given.only in "descriptors":
+        measures += _descriptors(given)
+    return measures
+
+
+def _unfinished(place: Besieged, given: Given, kind: str, part: str) -> list[Measure]:
+    before = most = place.router.memory_info().rss
+    with loading("partial", place, what=kind, count=given.clients, source=STRANGERS) as attack:
+        deadline = time.monotonic() + 2 * CLOSED_SECONDS
+        while attack.running and time.monotonic() < deadline:
+            most = max(most, place.router.memory_info().rss)
+            time.sleep(0.05)
+        said = attack.finish()
+    return [
+        at_most(f"{part}the router grew", (most - before) / MIB, GROWTH_MIB, "MiB", before=round(before / MIB)),
+        at_most(f"{part}all closed after", max(said["closed"], default=0.0), CLOSED_SECONDS, "s", open=said["open"]),
+        none_of(f"{part}never closed", ["a connection"] * said["open"]),
+    ]
+
+
+def _descriptors(given: Given) -> list[Measure]:
+    """Clients that never finish take all descriptors; new ones of both faces are timed."""
+    measures = []
+    with besieged(given.folder / "descriptors", keys=False, descriptors=DESCRIPTORS) as place:
+        for kind in ("header", "preface"):
+            with loading("partial", place, what=kind, count=300, source=STRANGERS) as attack:
+                _settled(place.router.num_fds)
+                for path in ("/v1/models", "/kvrelay.v1.InferenceService/GetModelInfo"):
+                    took = _served_within(place, path)
+                    face = "gRPC" if "Service/" in path else "HTTP"
+                    measures.append(
+                        at_most(f"descriptors, {kind}: a new client of {face}", took, NEW_CLIENT_SECONDS, "s")
+                    )
+                attack.finish()
+        measures += alive_and_whole(place, "descriptors: ")
+    return measures
+
+
+def _settled(count: Callable[[], int]) -> None:
+    """Returns when a count hasn't changed for a second, or after ten."""
+    deadline = time.monotonic() + 10
+    last, since = count(), time.monotonic()
+    while time.monotonic() < min(deadline, since + 1.0):
+        time.sleep(0.05)
+        if (now := count()) != last:
+            last, since = now, time.monotonic()
+
+
+def _served_within(place: Besieged, path: str) -> float:
+    """Seconds until a client that tries again and again is served; at most some."""
+    started = time.monotonic()
+    while (took := time.monotonic() - started) < 4 * NEW_CLIENT_SECONDS:
+        try:
+            if send(place, path, b"") in ("200", "OK"):
+                return time.monotonic() - started
+        except OSError:
+            pass  # it was closed at once
+        time.sleep(0.05)
+    return took
+
+
+def keys(given: Given) -> list[Measure]:
+    measures = []
+    given.folder.mkdir(parents=True, exist_ok=True)
+    path = given.folder / "api_keys"
+    path.write_text(WHOLE)
+    with besieged(given.folder / "cluster", keys=False, api_keys=str(path), caller=KEPT) as place:
+        witness = Witness(place)
+        options = {"prompts": LONG.prompts, "counts": LONG.counts, "at_once": 2, "distinct": 0}
+        for way in EDITS:
+            if given.only not in way:
+                continue
+            path.write_text(WHOLE)
+            for key in (KEPT, REMOVED):
+                wait_until(lambda key=key: send(place, "/v1/models", b"", key) == "200", f"{key} is known", 10, 0.02)
+            with loading("streams", place, nice=0, key=REMOVED, name=f"begun before {way}", **options) as begun:
+                wait_until(lambda: place.running(), "streams have begun", 30, 0.05)
+                edit(path, way)
+                started = time.monotonic()
+                while (status := send(place, "/v1/models", b"", REMOVED)) != "401" and time.monotonic() < started + 30:
+                    time.sleep(0.01)
+                took = time.monotonic() - started
+                time.sleep(max(0.0, KEY_SECONDS - took))
+                kept, due = send(place, "/v1/models", b"", KEPT), "401" if way in UNREADABLE else "200"
+                streams = begun.finish()["streams"]
+            measures += [
+                at_most(f"{way}: refused after", took if status == "401" else float("inf"), KEY_SECONDS, "s"),
+                Measure(f"{way}: the other key", f"HTTP {due}", f"HTTP {kept}", kept == due),
+                none_of(
+                    f"{way}: streams that failed",
+                    [each["error"] for each in streams if each["tokens"] and each["error"]],
+                ),
+                none_of(f"{way}: wrong tokens", witness.wrong(streams, LONG)),
+            ]
+        measures.append(none_of("processes ended", place.dead()))
+    return measures

@@ -1,0 +1,233 @@
+"""What a row of the siege is asked and measures, the processes that call the cluster, and the witness among them.
+
+The witness is another tenant than the attackers. Each of its streams is compared with that of an undisturbed run: of
+the hash model by computing it, of a real one with what the idle cluster answered before.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from siege_cluster import ATTACKER, WITNESS, Besieged
+
+from nemesis.load import Sizes, draw
+from support.faults import oracle_of_all
+from support.processes import wait_until
+
+LOAD = Path(__file__).with_name("siege_load.py")
+END_SECONDS = 90.0
+"""For a process to print what it saw."""
+SHORT = Sizes((8, 24), (12, 20))
+NICE = 5
+"""Of attackers: they would have machines of their own."""
+IDLE_SECONDS = 20.0
+"""For which the idle cluster is measured, at most."""
+MIN_STREAMS = 5
+"""Of the witness, without which a row has measured nothing."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a row is run with."""
+
+    folder: Path
+    seconds: float
+    """Of an attack."""
+    count: int
+    """Of fuzzed requests, and of random deadlines."""
+    clients: int
+    """That begin what they don't finish."""
+    seed: int
+    only: str
+    """A piece of the names of the parts that are run; empty: all."""
+
+
+class Place(Protocol):
+    """A cluster."""
+
+    @property
+    def reach(self) -> dict[str, Any]:
+        """What a process of `siege_load.py` needs to call it, but for a key."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One line of a row."""
+
+    what: str
+    asked: str
+    measured: str
+    ok: bool
+    more: dict[str, Any] = field(default_factory=dict)
+    """For the results only."""
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def at_most(what: str, value: float, limit: float, unit: str, **more: Any) -> Measure:
+    return Measure(what, f"at most {limit:g} {unit}", f"{value:.4g} {unit}", value <= limit, more)
+
+
+def none_of(what: str, found: Sequence[str], **more: Any) -> Measure:
+    """There may be none of these."""
+    text = f"{len(found)}" + (f", e.g. {found[0][:200]}" if found else "")
+    return Measure(what, "none", text, not found, {"found": [each[:600] for each in found[:10]], **more})
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """NaN without values, which no limit allows."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+
+
+class Loading:
+    """A process of `siege_load.py`."""
+
+    def __init__(self, kind: str, options: dict[str, Any], nice: int) -> None:
+        self.kind = kind
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by `close`
+        command = ["nice", "-n", str(nice), sys.executable, str(LOAD), kind, json.dumps(options)]
+        self._popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=self._output)
+
+    @property
+    def running(self) -> bool:
+        return self._popen.poll() is None
+
+    def finish(self, seconds: float = 0.0) -> dict[str, Any]:
+        """Tells it to end, unless it does so by itself within so many seconds; returns what it saw.
+
+        Raises:
+            RuntimeError: it failed.
+        """
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(seconds)
+        if self._popen.stdin is not None:
+            self._popen.stdin.close()
+        code = self._popen.wait(END_SECONDS)
+        if code:
+            raise RuntimeError(f"the process of {self.kind} ended with {code}")
+        self._output.seek(0)
+        return dict(json.loads(self._output.read().splitlines()[-1]))
+
+    def begin(self) -> None:
+        """Returns when it has begun: a busy machine takes seconds to start it."""
+
+        def begun() -> bool:
+            self._output.seek(0)
+            return bool(self._output.readline()) or not self.running
+
+        wait_until(begun, f"the process of {self.kind} has begun", END_SECONDS, 0.05)
+
+    def close(self) -> None:
+        """Nothing of it is left."""
+        if self._popen.poll() is None:
+            self._popen.kill()
+            self._popen.wait(END_SECONDS)
+        if self._popen.stdin is not None:
+            self._popen.stdin.close()
+        self._output.close()
+
+
+@contextmanager
+def loading(kind: str, place: Place, *, nice: int = NICE, key: str = ATTACKER, **options: Any) -> Iterator[Loading]:
+    """A process of this kind that calls the cluster; it is gone at the end."""
+    process = Loading(kind, {**place.reach, "key": key, **options}, nice)
+    try:
+        process.begin()
+        yield process
+    finally:
+        process.close()
+
+
+@dataclass
+class Witness:
+    """Sends short requests, whether earlier ones are answered or not."""
+
+    place: Place
+    model: str = "hash"
+    rate: float = 4.0
+    sizes: Sizes = SHORT
+    distinct: int = 12
+    """Different requests of a real model, which come again and again."""
+    _known: dict[str, list[int]] = field(default_factory=dict)
+    """Of a real model: the tokens of each request when the cluster was idle."""
+
+    def alone(self, seconds: float) -> list[dict[str, Any]]:
+        """Its streams on the idle cluster.
+
+        Raises:
+            RuntimeError: a stream failed there.
+        """
+        with self.beside("idle") as found:
+            # A real model's requests must all be known.
+            time.sleep(max(min(seconds, IDLE_SECONDS), 0 if self.model == "hash" else 1.5 * self.distinct / self.rate))
+        if bad := [stream["error"] for stream in found if stream["error"]]:
+            raise RuntimeError(f"failed on the idle cluster: {bad[0]}")
+        for stream in found:
+            if self._known.setdefault(stream["name"], stream["tokens"]) != stream["tokens"]:
+                raise RuntimeError(f"{stream['name']} has two answers on the idle cluster")
+        return found
+
+    @contextmanager
+    def beside(self, phase: str = "siege") -> Iterator[list[dict[str, Any]]]:
+        """Its streams while the body runs; they are in the list in the end."""
+        found: list[dict[str, Any]] = []
+        options: dict[str, Any] = {"rate": self.rate, "prompts": self.sizes.prompts, "counts": self.sizes.counts}
+        options["name"] = f"witness-{phase}" if self.model == "hash" else "witness"
+        options["distinct"] = 0 if self.model == "hash" else self.distinct
+        with loading("streams", self.place, nice=0, key=WITNESS, **options) as process:
+            yield found
+            found += process.finish()["streams"]
+
+    def wrong(self, streams: Sequence[dict[str, Any]], sizes: Sizes | None = None) -> list[str]:
+        """What is wrong with the tokens of streams, whether they have failed or not."""
+        asked = [draw(stream["name"], sizes or self.sizes) for stream in streams]
+        if self.model == "hash":
+            right = oracle_of_all([(each.prompt, each.count, each.seed) for each in asked])
+        else:
+            right = [self._known.get(stream["name"], []) for stream in streams]
+        found = []
+        for stream, each, expected in zip(streams, asked, right, strict=True):
+            tokens = stream["tokens"]
+            if expected and list(tokens) != list(expected[: len(tokens)]):
+                found.append(f"{stream['name']}: {tokens[:50]}, where {expected[:50]} was due")
+            if not stream["error"] and not stream["left"] and len(tokens) != each.count:
+                found.append(f"{stream['name']}: {len(tokens)} tokens of {each.count}")
+        return found
+
+    def measures(self, streams: Sequence[dict[str, Any]], part: str = "") -> list[Measure]:
+        """What holds in every row: all are served, with the right tokens."""
+        failed = [f"{stream['name']}: {stream['error']}" for stream in streams if stream["error"]]
+        count = len(streams)
+        return [
+            Measure(f"{part}the other tenant's streams", f"at least {MIN_STREAMS}", f"{count}", count >= MIN_STREAMS),
+            none_of(f"{part}of these failed", failed),
+            none_of(f"{part}wrong tokens", self.wrong(streams)),
+        ]
+
+
+def first_tokens(streams: Sequence[dict[str, Any]]) -> list[float]:
+    return [float(stream["first_token"]) for stream in streams if stream["first_token"] is not None]
+
+
+def gaps(streams: Sequence[dict[str, Any]]) -> list[float]:
+    """The longest gap between two tokens of each stream, in seconds."""
+    return [float(stream["gap"]) for stream in streams if not stream["error"]]
+
+
+def ttft(streams: list[dict[str, Any]]) -> dict[str, float]:
+    return {name: round(quantile(first_tokens(streams), share), 4) for name, share in (("p50", 0.5), ("p99", 0.99))}
+
+
+def alive_and_whole(place: Besieged, part: str = "") -> list[Measure]:
+    """What holds after every row: no process has ended, no block stays held."""
+    held = [f"{name} {count} blocks" for name, count in place.held_blocks().items()]
+    return [none_of(f"{part}processes ended", place.dead()), none_of(f"{part}blocks held without a request", held)]

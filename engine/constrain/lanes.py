@@ -1,0 +1,321 @@
+"""The worker's end of the processes that run the grammar library (`process.py`).
+
+    lane      jobs                                     limits of a job
+    compile   constraints, the shortest text first     CPU time
+    fast      masks, the cheapest matcher first        work that takes some 10 ms, CPU time
+    slow      masks whose limits were exceeded there   CPU time
+
+A thread for each lane gives it one job after the other. A lane that is lost is begun again, and what it had is made
+again as it is needed.
+"""
+
+import heapq
+import itertools
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvrelay.engine.constrain import process as program
+from kvrelay.engine.constrain.grammar import ConstraintError
+from kvrelay.engine.constrain.process import Message, receive, send
+
+logger = logging.getLogger(__name__)
+
+COMPILE_SECONDS = 5.0
+"""How long a request waits for its constraint, once the tokenizer has been read (several seconds for 128k tokens), and
+the CPU time that its compilation may take."""
+START_SECONDS = 120.0
+"""For the tokenizer to be read."""
+FORK_SECONDS = 10.0
+QUEUE_SECONDS = 20.0
+"""How long a mask waits for others at most."""
+BUSY = 20.0
+"""A lane that answers so many times later than its job's CPU time allows is given up."""
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 20_000,
+    "step_max_items": 10_000,
+    "max_items_in_row": 500,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 100_000,
+}
+"""Of the work in the fast lane, as `llguidance.LLParserLimits` has them: about 10 ms for a mask."""
+WIDE_LIMITS = LIMITS | {
+    "step_lexer_fuel": 10**9,
+    "step_max_items": 10**9,
+    "max_items_in_row": 10**6,
+    "max_lexer_states": 10**6,
+}
+"""Elsewhere: a constraint that was compiled doesn't fail by size later; its time and memory are limited instead."""
+
+
+class Job(Protocol):
+    """What a lane does next for somebody."""
+
+    @property
+    def used(self) -> float:
+        """Jobs with the least go first."""
+        ...
+
+    def message(self, *, whole: bool) -> tuple[Message, float]:
+        """What to tell the lane, and the CPU seconds that it may take.
+
+        Args:
+            whole: the lane knows nothing of it.
+        """
+        ...
+
+    def answered(self, answer: Message, body: bytes) -> None:
+        """The lane has answered."""
+        ...
+
+    def failed(self, why: str, *, timed_out: bool = False) -> None:
+        """It can't be done: it took all of its CPU time, or why."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessOptions:
+    """What the processes need to know of the model."""
+
+    tokenizer: str
+    """Path of the model's `tokenizer.json`."""
+    vocab_size: int
+    eos_token_ids: list[int]
+    most_bytes: int
+    """Of the compiled constraints and their matchers, in each lane."""
+
+    @property
+    def words(self) -> int:
+        """uint32 of a mask."""
+        return -(-self.vocab_size // 32)
+
+
+class Template:
+    """The process that lanes are forked from. Thread-safe."""
+
+    def __init__(self, options: ProcessOptions) -> None:
+        """Starts nothing yet."""
+        self._options = options
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        """Reads the tokenizer, unless a process that has done so runs.
+
+        Raises:
+            ConstraintError: the tokenizer can't be used.
+            OSError, EOFError: there is no process.
+        """
+        with self._lock:
+            self._started()
+
+    def fork(self, limits: dict[str, Any], nice: int) -> socket.socket:
+        """A new lane's socket.
+
+        Raises:
+            as `start`.
+        """
+        given = self._options
+        options = {"limits": limits, "nice": nice, "words": given.words, "most_bytes": given.most_bytes}
+        with self._lock:
+            try:
+                return self._forked(json.dumps(options).encode())
+            except (OSError, EOFError):
+                # It may have been killed at any moment.
+                self._end()
+                return self._forked(json.dumps(options).encode())
+
+    def close(self) -> None:
+        """Ends the process, and the lanes with it."""
+        self._closed = True
+        if (process := self._process) is not None:
+            process.kill()  # whoever waits for it has the lock
+        with self._lock:
+            self._end()
+
+    def _forked(self, options: bytes) -> socket.socket:
+        control = self._started()
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                socket.send_fds(control, [options], [theirs.fileno()])
+            ours.settimeout(FORK_SECONDS)
+            receive(ours)
+        except (OSError, EOFError):
+            ours.close()
+            raise
+        return ours
+
+    def _started(self) -> socket.socket:
+        if self._closed:
+            raise EOFError
+        if self._control is not None and self._process is not None and self._process.poll() is None:
+            return self._control
+        self._end()
+        given = self._options
+        options = {name: getattr(given, name) for name in ("tokenizer", "vocab_size", "eos_token_ids")}
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            number = theirs.fileno()
+            # What comes from clients is computed there: it gets no secrets, and what it writes goes nowhere.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", program.__file__, str(number), json.dumps(options)],
+                env={name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")},
+                pass_fds=[number],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        try:
+            self._control.settimeout(START_SECONDS)
+            answer, _ = receive(self._control)
+        except (OSError, EOFError):
+            self._end()
+            raise
+        if answer["error"]:
+            self._end()
+            raise ConstraintError(f"constraints can't be obeyed by this model: tokenizer.json: {answer['error']}")
+        return self._control
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._control = self._process = None
+
+
+class Lane:
+    """One process's jobs, and the thread that gives them to it. All lanes have one lock."""
+
+    def __init__(self, name: str, template: Template, limits: dict[str, Any], nice: int, lock: threading.Lock) -> None:
+        self.name = name
+        self.held_bytes = 0
+        """What the process kept after its last job."""
+        self.dropped: deque[int] = deque()
+        """Matchers that nobody needs any more."""
+        self._template, self._limits, self._nice = template, limits, nice
+        self._work = threading.Condition(lock)
+        self._jobs: list[tuple[float, int, float, Callable[[], Job | None]]] = []
+        self._numbers = itertools.count()
+        self._connection: socket.socket | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], Job | None], used: float) -> None:
+        """Adds a job; the caller has the lock. `job` returns None if nobody waits for it any more."""
+        heapq.heappush(self._jobs, (used, next(self._numbers), time.monotonic(), job))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"lane {self.name}", daemon=True)
+            self._thread.start()
+        self._work.notify()
+
+    def close(self) -> None:
+        """Ends the thread; the template ends the process."""
+        with self._work:
+            self._closed = True
+            self._jobs.clear()
+            self._work.notify()
+            if self._connection is not None:
+                with suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        while (taken := self._take()) is not None:
+            job, waited = taken
+            if waited > QUEUE_SECONDS:
+                job.failed(f"the worker's other constraints take all of its time: no turn within {QUEUE_SECONDS:g} s")
+            else:
+                try:
+                    self._do(job)
+                except Exception as error:  # a defect fails this job, and not those behind it
+                    logger.exception("a job of the lane %s failed", self.name)
+                    job.failed(f"a defect, {type(error).__name__}")
+            del job, taken
+
+    def _take(self) -> tuple[Job, float] | None:
+        """The next job, and how long it has waited; None if the lane is closed."""
+        with self._work:
+            while not self._closed:
+                if not self._jobs:
+                    self._work.wait()
+                    continue
+                _, _, since, find = heapq.heappop(self._jobs)
+                if (job := find()) is not None:
+                    return job, time.monotonic() - since
+            return None
+
+    def _do(self, job: Job) -> None:
+        whole = last = False
+        while True:
+            message, limit = job.message(whole=whole)
+            began = time.monotonic()
+            try:
+                answer, body = self._ask(message | {"limit": limit}, limit)
+            except ConstraintError as error:
+                job.failed(str(error))
+                return
+            except (OSError, EOFError):
+                self._hang_up()
+                timed_out = time.monotonic() - began > 0.9 * limit
+                if self._closed or timed_out or last:
+                    job.failed("its library ended; make it less deeply nested", timed_out=timed_out)
+                    return
+                # Perhaps it isn't this job that ended it.
+                whole = last = True
+                continue
+            if not answer.get("unknown"):
+                self.held_bytes = answer["held"]
+                job.answered(answer, body)
+                return
+            whole = True
+
+    def _ask(self, message: Message, limit: float) -> tuple[Message, bytes]:
+        connection = self._connection
+        if connection is None:
+            self.dropped.clear()
+            connection = self._connection = self._template.fork(self._limits, self._nice)
+        connection.settimeout(FORK_SECONDS + BUSY * limit)
+        drop = [self.dropped.popleft() for _ in range(len(self.dropped))]
+        send(connection, message | {"drop": drop})
+        return receive(connection)
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection, self.held_bytes = None, 0
+
+
+class Lanes:
+    """All lanes of a worker."""
+
+    def __init__(self, options: ProcessOptions) -> None:
+        """Starts nothing yet."""
+        self.lock = threading.Lock()
+        self.ready = threading.Condition(self.lock)
+        """A mask has come."""
+        self.template = Template(options)
+        self.compile = Lane("compile", self.template, WIDE_LIMITS, 5, self.lock)
+        self.fast = Lane("fast", self.template, LIMITS, 0, self.lock)
+        self.slow = Lane("slow", self.template, WIDE_LIMITS, 10, self.lock)
+
+    def close(self) -> None:
+        """Ends threads and processes."""
+        for lane in (self.compile, self.fast, self.slow):
+            lane.close()
+        self.template.close()

@@ -1,0 +1,125 @@
+"""How the holders of requests share a KV pool: what each is expected to take of it, and who gives blocks up.
+
+A part of the pool, RESERVE_SHARE, is kept for holders of little: those whose requests are expected to have at most so
+many blocks in the end. So a short request finds blocks, although another holder's long ones have taken all the rest. A
+holder who is alone has all but this reserve. Requests whose holder is unknown share without it.
+
+    blocks of a sequence     | held          | growth           |
+                             0               len(hold.blocks)   wanted: for the tokens that it is expected to have
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvrelay.engine.kv.blocks import Hold
+from kvrelay.engine.request import Request
+from kvrelay.engine.sequence import Sequence as EngineSequence
+from kvrelay.engine.sequence import Status
+
+RESERVE_SHARE = 8
+"""A pool's reserve is its blocks divided by this."""
+REPORTED = 8
+"""Holders of most that a worker reports."""
+
+
+def expected_length(request: Request, length: int) -> int:
+    """Tokens that a sequence of `length` tokens is expected to have in the end. One that has passed what was expected
+    of it may go on to `max_tokens`."""
+    expected = request.prompt_tokens + request.expected_tokens
+    return expected if request.expected_tokens and length < expected else request.most_tokens
+
+
+@dataclass(slots=True)
+class Use:
+    """What the requests of an engine take of its pool, in blocks."""
+
+    growth: int = 0
+    """What they are expected to need beyond what they hold."""
+    wanted: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    """What each holder's requests are expected to have in the end."""
+    ending: int = 0
+    """What the running requests hold that are expected to end soon."""
+    ending_requests: int = 0
+
+    def add(self, held: int, wanted: int, holder: int) -> None:
+        """Counts a request that holds so many blocks, and is expected to have `wanted` in the end."""
+        wanted = max(held, wanted)
+        self.growth += wanted - held
+        self.wanted[holder] += wanted
+
+    def largest(self) -> list[tuple[int, int]]:
+        """(holder, blocks) of those who take most, the largest first; without the unknown one."""
+        known = ((holder, blocks) for holder, blocks in self.wanted.items() if holder)
+        return sorted(known, key=lambda each: -each[1])[:REPORTED]
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The shares of one pool."""
+
+    total: int
+    """Blocks."""
+    block_size: int
+
+    @property
+    def reserve(self) -> int:
+        """Blocks that are kept for holders of little."""
+        return self.total // RESERVE_SHARE
+
+    def wanted(self, request: Request, length: int) -> int:
+        """Blocks that a sequence of `length` tokens is expected to have in the end."""
+        return -(-expected_length(request, length) // self.block_size)
+
+    def use(
+        self, sequences: Iterable[EngineSequence], reserved: Iterable[tuple[Hold, Request]], soon_tokens: float = 0
+    ) -> Use:
+        """What sequences and reservations take.
+
+        Args:
+            soon_tokens: a running sequence that lacks no more tokens than this is expected to end soon.
+        """
+        use, block_size = Use(), self.block_size
+        for sequence in sequences:
+            request, length, held = sequence.request, len(sequence.tokens), len(sequence.hold.blocks)
+            end = length if sequence.handoff else expected_length(request, length)
+            use.add(held, -(-end // block_size), request.holder)
+            if end - length <= soon_tokens and sequence.status is Status.RUNNING:
+                use.ending += held
+                use.ending_requests += 1
+        for hold, request in reserved:
+            use.add(len(hold.blocks), self.wanted(request, len(request.tokens)), request.holder)
+        return use
+
+    def small(self, use: Use, request: Request) -> bool:
+        """Whether the holder of a request, which `use` counts, takes no more than the reserve."""
+        return request.holder != 0 and use.wanted[request.holder] <= self.reserve
+
+    def within_reserve(self, use: Use) -> bool:
+        """Whether all holders of little together take no more than the reserve."""
+        return self._little(use) <= self.reserve
+
+    def kept(self, use: Use, request: Request) -> int:
+        """Free blocks that must be left to others when the request, which `use` counts, gets blocks."""
+        if not request.holder or self.small(use, request):
+            return 0
+        return max(0, self.reserve - self._little(use))
+
+    def _little(self, use: Use) -> int:
+        return sum([blocks for holder, blocks in use.wanted.items() if holder and blocks <= self.reserve])
+
+
+def victim(running: Sequence[EngineSequence], ready: Iterable[EngineSequence]) -> EngineSequence | None:
+    """The sequence that gives its blocks up: the newest one of the holder whose sequences have most blocks.
+
+    The oldest running one never does: so one always advances, and each becomes the oldest in time. None if there is no
+    other.
+
+    Args:
+        running: in order of arrival.
+    """
+    oldest, others = running[0], [*running[1:], *ready]
+    held: defaultdict[int, int] = defaultdict(int)
+    for sequence in (oldest, *others):
+        held[sequence.request.holder] += len(sequence.hold.blocks)
+    return max(others, key=lambda one: (held[one.request.holder], one.handle), default=None)

@@ -1,0 +1,89 @@
+"""What this router has learned from completions that have ended: how long they usually are, and how many end a second.
+
+How long: for each holder (tenant or client address) and each range of `max_tokens`, from a power of two to the next, it
+keeps an average of the tokens that were generated, and their deviation. Clients that ask for much and stop early are
+expected to; those that nothing is known of are expected to use what they ask for, up to UNKNOWN_TOKENS.
+"""
+
+import math
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+UNKNOWN_TOKENS = 2048
+"""Most that is expected of a request of which nothing is known: clients often give no `max_tokens`, which then is the
+rest of the context."""
+MEMORY = 32
+"""Completions after which one counts for little."""
+HOLDERS = 1024
+"""Pairs of a holder and a range that are remembered."""
+RATE_SECONDS = 30.0
+"""In which completions are counted."""
+LEAST_RETRY_SECONDS = 1.0
+MOST_RETRY_SECONDS = 120.0
+
+
+@dataclass(slots=True)
+class _Length:
+    """An average that follows what is new, and its variance."""
+
+    mean: float = 0.0
+    variance: float = 0.0
+    count: int = 0
+
+    def add(self, tokens: int) -> None:
+        if not self.count:
+            self.mean, self.variance = float(tokens), (tokens / 2) ** 2  # one says little
+        self.count = min(self.count + 1, MEMORY)
+        share, off = 1 / self.count, tokens - self.mean
+        self.mean += share * off
+        self.variance = (1 - share) * (self.variance + share * off * off)
+
+
+class UsualLengths:
+    """On the event loop."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[int, int], _Length] = OrderedDict()
+        """The latest used last. Holder 0 stands for all."""
+
+    def expected(self, holder: int, max_tokens: int) -> int:
+        """Tokens that a request is expected to generate: 1 to `max_tokens`."""
+        size = max_tokens.bit_length()
+        known = self._known.get((holder, size)) or self._known.get((0, size))
+        if known is None:
+            return min(max_tokens, UNKNOWN_TOKENS)
+        return max(1, min(max_tokens, math.ceil(known.mean + math.sqrt(known.variance))))
+
+    def learn(self, holder: int, max_tokens: int, tokens: int) -> None:
+        """A request has ended with so many tokens generated."""
+        for key in {(holder, max_tokens.bit_length()), (0, max_tokens.bit_length())}:
+            if key not in self._known:
+                self._known[key] = _Length()
+            self._known.move_to_end(key)
+            self._known[key].add(tokens)
+        while len(self._known) > HOLDERS:
+            self._known.popitem(last=False)
+
+
+class CompletionRate:
+    """Completions of the last RATE_SECONDS. On the event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ended: deque[float] = deque(maxlen=4096)
+
+    def ended(self) -> None:
+        """A request has ended, and made room."""
+        self._ended.append(self._clock())
+
+    def retry_seconds(self, waiting: int) -> float:
+        """When a request that is refused now may find room, with so many others waiting: at the present rate."""
+        now = self._clock()
+        while self._ended and self._ended[0] < now - RATE_SECONDS:
+            self._ended.popleft()
+        if not self._ended:
+            return RATE_SECONDS
+        seconds = (waiting + 1) * max(1.0, now - self._ended[0]) / len(self._ended)
+        return min(MOST_RETRY_SECONDS, max(LEAST_RETRY_SECONDS, seconds))
