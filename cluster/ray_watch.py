@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvrelay.cluster import processes
 from kvrelay.cluster.errors import RunError
+from kvrelay.cluster.membership import ready_http, ready_routers
 from kvrelay.cluster.processes import Process
 from kvrelay.cluster.silence import Silence
 from kvrelay.cluster.state import ClusterState
@@ -63,6 +64,11 @@ class LocalWatch:
         self._state = state
         self._silences = {name: Silence() for name in ("Ray's GCS", "the raylet")}
         self._supervisor = Silence()
+        self.routers: dict[str, str] = {}
+        """Addresses of the routers that are ready, as in the ClusterState: one that is replaced may get other ports."""
+        for name, silence in self._silences.items():  # they have answered the driver
+            silence.answered(self._processes[name])
+        self._supervisor.answered(_find(SUPERVISOR))
         self._closed = threading.Event()
         asked: dict[str, Callable[[], None]] = {
             "Ray's GCS": lambda: self._ask("Ray's GCS", addresses.gcs),
@@ -113,11 +119,15 @@ class LocalWatch:
         known = self._supervisor.process
         process = known if known is not None and known.alive else _find(SUPERVISOR)
         try:
-            silent = get_status(self._state, ASK_SECONDS) is None
+            status = get_status(self._state, ASK_SECONDS)
         except RunError:  # it refuses this caller, or the token can't be read: no sign that it is frozen
-            silent = False
-        if not silent:
             self._supervisor.answered(process)
+            return
+        if status is not None:
+            self._supervisor.answered(process)
+            members = [entry.member for entry in status.members]
+            if routers := ready_routers(members):
+                self.routers = {"router": ",".join(routers), "http": ",".join(ready_http(members))}
 
 
 class JoinedWatch:
@@ -125,6 +135,8 @@ class JoinedWatch:
 
     def __init__(self, state: ClusterState) -> None:
         self._state = state
+        self.routers: dict[str, str] = {}
+        """Not asked for here."""
         self._failures = 0
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="ask Ray", daemon=True).start()

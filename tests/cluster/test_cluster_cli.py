@@ -72,7 +72,7 @@ def test_a_group_alone_shows_its_help_in_lines(command: tuple[str, ...]) -> None
 
 
 def test_every_option_of_up_is_a_key_of_the_configuration() -> None:
-    names = {parameter.name for parameter in up.params} - {"config", "detach"}
+    names = {parameter.name for parameter in up.params} - {"config", "detach", "unattended"}
     assert names == OPTIONS.keys()
     for key in OPTIONS.values():
         options = ClusterConfig().model_dump()
