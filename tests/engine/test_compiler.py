@@ -25,6 +25,7 @@ from kvrelay.engine.constrain.compiler import (
 )
 from kvrelay.engine.constrain.grammar import Constraint, ConstraintError
 from kvrelay.models import resolve
+from support.processes import wait_until
 from support.schemas import random_schema
 
 VOCAB, EOS = 4096, 1
@@ -149,11 +150,20 @@ def test_processes_that_are_killed_change_no_mask() -> None:
             template = compiler.lanes.template._process
             victim = children_of(template.pid)[-1] if len(tokens) % 2 else template.pid
             os.kill(victim, signal.SIGKILL)
+            await asyncio.to_thread(wait_until, lambda victim=victim: is_over(victim), "the process ends")
             assert np.array_equal(whole.mask(60), grammar.matcher(tokens).mask(60))
             tokens.append(token)
             whole.push(token)
 
     with_compiler(test)
+
+
+def is_over(pid: int) -> bool:
+    """Whether a process has ended, whoever has heard of it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def children_of(pid: int) -> list[int]:

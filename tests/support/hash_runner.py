@@ -295,8 +295,14 @@ def _logits(digests: Sequence[bytes], vocab_size: int) -> Tensor:
 
 
 def choose_tokens(digests: Sequence[bytes], draws: Sequence[Draw], vocab_size: int) -> Choice:
-    """The token of each row. A greedy one of which nothing else is asked needs no logits."""
-    if not any(draw.shaping or not draw.params.greedy or draw.params.logprobs is not None for draw in draws):
+    """The token of each row. A greedy one of which nothing else is asked needs no logits, and its `min_tokens` forbid
+    nothing, whatever rows are beside it."""
+    plain = [not draw.shaping and draw.params.greedy and draw.params.logprobs is None for draw in draws]
+    draws = [
+        draw._replace(generated=max(draw.generated, draw.params.min_tokens)) if alone else draw
+        for draw, alone in zip(draws, plain, strict=True)
+    ]
+    if all(plain):
         return Choice([int.from_bytes(digest, "little") % vocab_size for digest in digests], [], {}, None)
     return choose(_logits(digests, vocab_size), draws, sample)
 
