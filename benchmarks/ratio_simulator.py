@@ -362,7 +362,8 @@ class Simulation:
             return False
         tokens = self._queue[0].prompt + self._queue[0].tokens
         decodes = [worker for worker in self._workers.values() if worker.role == "decode" and worker.ready]
-        return not any(self._capacity(worker).fits(tokens) for worker in decodes)
+        demand = Demand(tokens, self._queue[0].completion - self._queue[0].tokens)
+        return not any(self._capacity(worker).fits(demand) for worker in decodes)
 
     def _report(self, worker: Worker) -> WorkerReport:
         free = self._capacity(worker)

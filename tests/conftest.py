@@ -2,6 +2,7 @@
 
 import glob
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +19,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # Every process of the tests has it: internal calls need one.
 os.environ["KVRELAY_JOIN_TOKEN"] = "the-join-token-of-the-tests"
+
+# A shell that starts the tests in the background has them, and what they start, ignore Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # On a machine that others use too, an input's time says nothing about a test.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
