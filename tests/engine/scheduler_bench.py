@@ -13,7 +13,7 @@ from kvrelay.engine.config import EngineConfig, SpeculationConfig
 from kvrelay.engine.constrain.grammar import Constraint, MaskNotReadyError
 from kvrelay.engine.kv.blocks import BlockPool, Hold
 from kvrelay.engine.kv.prefix import PrefixIndex
-from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.plan import NOT_READY, StepPlan
 from kvrelay.engine.progress import Progress, Reservation
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.base import StepHandle
@@ -144,6 +144,9 @@ class Bench:
         """Computes and commits the oldest plan in flight; the rows `nonfinite` come back as not finite."""
         plan, launched = self.flight.popleft()
         out = dataclasses.replace(launched.result(), nonfinite=nonfinite)
+        late = {plan.handles[row] for row, why in out.refused if why == NOT_READY}
+        # What may be sent once it is computed isn't computed twice.
+        assert not any(sequence.handoff for sequence in self.sequences if sequence.handle in late)
         reports = self.scheduler.commit(plan, out)
         self._hear_all(reports)
         return reports

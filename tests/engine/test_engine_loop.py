@@ -143,13 +143,13 @@ class Ascending:
     Its masks are late when the step begins, or when its logits are there, by chance.
     """
 
-    def __init__(self, last: int = 0, late: float = 0.0) -> None:
+    def __init__(self, last: int = 0, late: float = 0.0, seed: int = 0) -> None:
         self.last = last
         self.late = late
-        self.draw = random.Random(last)
+        self.draw = random.Random(seed)
 
     def matcher(self, tokens: Sequence[int]) -> "Ascending":
-        return Ascending(tokens[-1] if tokens else self.last, self.late)
+        return Ascending(tokens[-1] if tokens else self.last, self.late, self.draw.randrange(2**32))
 
     def ready(self, *, surely: bool = False) -> bool:
         return self.draw.random() >= self.late
@@ -182,7 +182,9 @@ def test_constrained_requests_obey_planned_ahead_preempted_or_not(lengths: list[
         worker = Worker(blocks, ahead=ahead)
         for number, length in enumerate(lengths):
             tokens = tuple(range(length))
-            worker.scheduler.add(Request(str(number), 1, tokens, length, constrained, grammar=Ascending(0, late)))
+            worker.scheduler.add(
+                Request(str(number), 1, tokens, length, constrained, grammar=Ascending(0, late, number))
+            )
             worker.scheduler.add(request(f"plain {number}", tokens, 20))
         found.append(worker.run())
         worker.check_idle()
