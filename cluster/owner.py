@@ -237,7 +237,8 @@ class Owner:
             return lost
         if mended := self._watch.mend():
             self._report.phase(mended)
-        if (routers := self._watch.routers) and replace(self.state, **routers) != self.state:
+        routers: dict[str, Any] = self._watch.routers
+        if routers and replace(self.state, **routers) != self.state:
             self._save(**routers)
         if (missing := self._watch.missing()) != self.state.missing:
             self._report.phase(f"{missing} ended; requests are served without it")
