@@ -30,7 +30,7 @@ SIZES = (64 * 1024, LIMIT)
 PROBES_A_SECOND = 3.0
 """Bodies that are tried in a second, to find the worst ones."""
 SEARCH_SECONDS = 90.0
-"""For which they are tried at most."""
+"""Longest time for which bodies are tried."""
 HELD_SECONDS = 0.020
 TTFT_SECONDS = 0.100
 

@@ -52,7 +52,7 @@ class Besieged:
     authority: Path | None
     """The certificate that signed the router's; None without TLS."""
     pids: dict[str, int] = field(default_factory=dict)
-    """Of all members, when the siege began."""
+    """Process ids of all members when the siege began."""
 
     @property
     def tls(self) -> Tls | None:

@@ -34,7 +34,7 @@ VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 0.5, -0.0, 1e308, 2**31, 2**40, 2**64, "", "x", "auto", "required", "none", "\x00"),
     *("\ud800", "a" * 1000, [], [5], [-1], [[5]], [{}], [None], ["a", 5], {}, {"a": 1}, {"type": "json_object"}),
 )
-"""What each field of a body is set to."""
+"""Values that each field of a body is set to in turn."""
 GRPC_CODES = {"OK", "CANCELLED", "INVALID_ARGUMENT", "NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED", "ABORTED"} | {
     *("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "UNIMPLEMENTED", "FAILED_PRECONDITION", "OUT_OF_RANGE")
 }

@@ -29,7 +29,7 @@ from support.processes import wait_until
 
 POOL_TOKENS = 8192
 LONG = Sizes((100, 100), (2400, 2400))
-"""Of the streams that need more KV than there is."""
+"""Sizes of the streams that need more KV than there is."""
 OVERSUBSCRIPTION = 4.0
 GAP_SECONDS = 1.0
 SERVED = 0.99

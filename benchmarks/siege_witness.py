@@ -23,27 +23,27 @@ from support.processes import wait_until
 
 LOAD = Path(__file__).with_name("siege_load.py")
 END_SECONDS = 90.0
-"""For a process to print what it saw."""
+"""Seconds for a process to print what it saw."""
 SHORT = Sizes((8, 24), (12, 20))
 NICE = 5
-"""Of attackers: they would have machines of their own."""
+"""Niceness of attackers, which would have machines of their own."""
 IDLE_SECONDS = 20.0
-"""For which the idle cluster is measured, at most."""
+"""Longest time for which the idle cluster is measured."""
 MIN_STREAMS = 5
-"""Of the witness, without which a row has measured nothing."""
+"""Fewest streams of the witness; with fewer, a row has measured nothing."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a row is run with."""
+    """Options of a row."""
 
     folder: Path
     seconds: float
-    """Of an attack."""
+    """Seconds of an attack."""
     count: int
-    """Of fuzzed requests, and of random deadlines."""
+    """Number of fuzzed requests, and of random deadlines."""
     clients: int
-    """That begin what they don't finish."""
+    """Number of clients that begin requests and don't finish them."""
     seed: int
     only: str
     """A piece of the names of the parts that are run; empty: all."""

@@ -27,7 +27,7 @@ BEAT_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What a driver is to do."""
+    """Orders of an owner to its driver."""
 
     config: dict[str, Any]
     """The ClusterConfig."""
@@ -44,12 +44,12 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a driver tells its owner; one without any field only says that it lives."""
+    """Message of a driver to its owner. One without any field only says that the driver lives."""
 
     phase: str = ""
     """The present step of the whole cluster."""
     progress: Sequence[dict[str, Any]] | None = None
-    """Of each member, a Progress."""
+    """One Progress for each member."""
     state: dict[str, Any] | None = None
     """The ClusterState, without the owner."""
     ready: dict[str, str] | None = None

@@ -121,7 +121,7 @@ class Cluster:
             page=config.router.page,
         )
         self.addresses = Addresses("")
-        """Of Ray's own processes."""
+        """Addresses of Ray's own processes."""
 
     def start(self) -> None:
         """Returns when every member is ready, or, after STALL_SECONDS without progress, when requests can be served."""

@@ -40,7 +40,8 @@ COMMAND = [sys.executable, "-m", "kvrelay.cluster.driver"]
 POLL_SECONDS = 0.1
 READ_SECONDS = 1.0
 END_SECONDS = 55.0
-"""For the driver to end, beyond the time for requests: longer than its own deadline, less than `kvrelay down` waits."""
+"""Seconds for the driver to end, beyond the time for requests: longer than the driver's own deadline, and less than
+`kvrelay down` waits."""
 MOST_FAILURES = 3
 """Starts in a row that may fail after a loss, where somebody else can start `kvrelay up` again."""
 
@@ -166,7 +167,7 @@ class Owner:
         self._driver: Driver | None = None
         self._watch: LocalWatch | JoinedWatch | None = None
         self._error: ClusterError | None = None
-        """That of the present driver."""
+        """Error that the present driver has reported."""
         self._resume = False
         self.state = ClusterState(pid=os.getpid(), namespace=self._config.ray.namespace)
 

@@ -37,7 +37,7 @@ MODULE_ROLES: dict[str, MemberRole] = {
     "kvrelay.router": "router",
 }
 RECORD_BYTES = 200
-"""Of NAME.pid; more than it takes."""
+"""Bytes for a file NAME.pid, more than it takes."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5
 KILL_SECONDS = 5.0
-"""For a process on another node to send a signal there."""
+"""Seconds for a process on another node to send a signal there."""
 
 
 class RayLauncher:

@@ -17,7 +17,7 @@ from kvrelay.engine.sequence import Status
 
 
 class Allocator:
-    """That of one scheduler, whose lists it reads."""
+    """Allocates the blocks of one scheduler, whose lists it reads."""
 
     def __init__(
         self,

@@ -32,14 +32,14 @@ def expected_length(request: Request, length: int) -> int:
 
 @dataclass(slots=True)
 class Use:
-    """What the requests of an engine take of its pool, in blocks."""
+    """Blocks that the requests of an engine take of its pool."""
 
     growth: int = 0
-    """What they are expected to need beyond what they hold."""
+    """Blocks that they are expected to need beyond those that they hold."""
     wanted: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
-    """What each holder's requests are expected to have in the end."""
+    """Blocks that each holder's requests are expected to have in the end."""
     ending: int = 0
-    """What the running requests hold that are expected to end soon."""
+    """Blocks of the running requests that are expected to end soon."""
     ending_requests: int = 0
 
     def add(self, held: int, wanted: int, holder: int) -> None:

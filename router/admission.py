@@ -87,7 +87,7 @@ class Ticket:
         self.displaced = False
         """Whether it has had to give way, and has no share any more."""
         self.places: dict[Place, None] = {}
-        """Those that it has, the oldest first; one at least."""
+        """Places that it has, the oldest first; one at least."""
         self.waiting: deque[tuple[Place, asyncio.Future[None]]] = deque()
         self.most = admission.most
         """Places that it may have; fewer after the queue had no room for one of its completions."""
@@ -352,7 +352,7 @@ class Admission:
         return victim is not None
 
     def _beside(self, holder: str) -> Place | None:
-        """That of a holder's latest completion that waits beside others of its call."""
+        """Place of a holder's latest completion that waits beside others of its call."""
         for ticket in reversed(self._tickets.get(holder, {})):
             waiting = (
                 (place for place in reversed(ticket.places) if place.waits) if len(ticket.places) > 1 else iter(())

@@ -8,7 +8,7 @@ from kvrelay.rpc.identity import WorkerId
 
 
 class Needs:
-    """That of one session."""
+    """Needs of one session."""
 
     def __init__(self, request: CheckedRequest, trace: RequestTrace, dispatch: Dispatch) -> None:
         self._request, self._trace, self._dispatch = request, trace, dispatch

@@ -115,7 +115,7 @@ class WorkerView:
     kv_tokens: int = 0
     """Tokens that its KV pool holds; 0 before its first report."""
     capacity: DecodeCapacity | None = None
-    """Of a decode or co-located worker; None before its first report."""
+    """Capacity of a decode or co-located worker; None before its first report, and for prefill."""
     compatibility: str = ""
     """Digest of what two workers must have in common; only equal ones are paired."""
     avoided: bool = False

@@ -100,7 +100,7 @@ class Seats:
         self._places = Places(most)
         self._what = what
         self._scopes: dict[str, dict[asyncio.Timeout, None]] = {}
-        """Of each holder's streams, the oldest first."""
+        """Streams of each holder, the oldest first."""
 
     @asynccontextmanager
     async def seat(self, holder: str) -> AsyncIterator[None]:

@@ -111,9 +111,9 @@ class WorkerStream:
         self.outstanding_tokens = 0
         """Tokens to compute of the live submits that `last_load` doesn't account for."""
         self.unseen_requests = 0
-        """Those of them that decode here."""
+        """Live submits that decode here and that `last_load` doesn't account for."""
         self.unseen_blocks: Counter[int] = Counter()
-        """Blocks that those are expected to have in the end, by holder."""
+        """Blocks that the submits of `unseen_requests` are expected to have in the end, by holder."""
         self._unseen: dict[tuple[str, int], Unseen] = {}
         """Live submits that `last_load` doesn't account for, in order. The three above are sums over them: each
         placement reads them."""

@@ -32,7 +32,7 @@ TURN_SECONDS = 0.1
 LAG_SECONDS = 1.0
 """Age of the last sign from which on the thread sends heartbeats."""
 STOP_SECONDS = 2.0
-"""For the thread to end."""
+"""Seconds for the thread to end."""
 
 
 class HeartbeatClient:

@@ -19,7 +19,7 @@ REPORT_SECONDS = 0.03
 SOON_SECONDS = 0.5
 """Within which a request's end is soon: a prompt may be computed for its blocks meanwhile."""
 PACE_DECAY = 0.9
-"""By which the time of earlier steps counts less with each reading."""
+"""Factor by which the time of earlier steps counts less with each reading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class LoadReports:
         to need in the end."""
         self._taken_tokens = self._taken_blocks = 0
         self._steps, self._step_seconds, self._pace = 0, 0.0, 0.0
-        """Of the latest reading; seconds of a step lately."""
+        """Figures of the latest reading; `_pace` is the recent time of a step, in seconds."""
         self._latest = self.read()
         self._report: asyncio.TimerHandle | None = None
 

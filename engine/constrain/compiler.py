@@ -32,9 +32,9 @@ MAX_GRAMMARS = 64
 SLOW_COMPILE_SECONDS = 0.05
 """A constraint that took longer to compile is compiled in the slow lane only."""
 TOKEN_SECONDS = 0.005
-"""Of CPU time that each token of a completion adds to what its masks may take."""
+"""Seconds of CPU time that each token of a completion adds to the budget of its masks."""
 LEAST_SECONDS = 0.05
-"""Of CPU time for a job."""
+"""Seconds of CPU time for a job."""
 DISTRUST = 32
 """After a mask that was late, a row is planned only once its mask is there, for so many tokens."""
 MAX_MESSAGE_CHARACTERS = 300
@@ -42,12 +42,12 @@ MAX_MESSAGE_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True)
 class ConstraintLimits:
-    """What the constraints of a worker may take."""
+    """Limits of the constraints of a worker."""
 
     seconds: float = 2.0
-    """Of CPU time, beside TOKEN_SECONDS a token, for the masks of one request."""
+    """Seconds of CPU time for the masks of one request, beside TOKEN_SECONDS a token."""
     most_bytes: int = 256 * 2**20
-    """Of all compiled constraints and those that follow them."""
+    """Bytes of all compiled constraints and of the matchers that follow them."""
 
 
 DEFAULT_LIMITS = ConstraintLimits()
@@ -181,7 +181,7 @@ class _Compilation:
 
 
 class _Following:
-    """What all matchers of a worker share."""
+    """State that all matchers of a worker share."""
 
     def __init__(self, lanes: Lanes, limits: ConstraintLimits, on_ready: Callable[[], None]) -> None:
         self.lanes = lanes

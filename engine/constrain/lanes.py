@@ -35,7 +35,7 @@ COMPILE_SECONDS = 5.0
 """How long a request waits for its constraint, once the tokenizer has been read (several seconds for 128k tokens), and
 the CPU time that its compilation may take."""
 START_SECONDS = 120.0
-"""For the tokenizer to be read."""
+"""Seconds for the tokenizer to be read."""
 FORK_SECONDS = 10.0
 QUEUE_SECONDS = 20.0
 """How long a mask waits for others at most."""
@@ -49,7 +49,7 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 20_000,
     "max_grammar_size": 100_000,
 }
-"""Of the work in the fast lane, as `llguidance.LLParserLimits` has them: about 10 ms for a mask."""
+"""Limits of the work in the fast lane, as `llguidance.LLParserLimits` has them: about 10 ms for a mask."""
 WIDE_LIMITS = LIMITS | {
     "step_lexer_fuel": 10**9,
     "step_max_items": 10**9,
@@ -60,7 +60,7 @@ WIDE_LIMITS = LIMITS | {
 
 
 class Job(Protocol):
-    """What a lane does next for somebody."""
+    """Next work of a lane for one matcher."""
 
     @property
     def used(self) -> float:
@@ -86,14 +86,14 @@ class Job(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProcessOptions:
-    """What the processes need to know of the model."""
+    """Facts about the model that the processes need."""
 
     tokenizer: str
     """Path of the model's `tokenizer.json`."""
     vocab_size: int
     eos_token_ids: list[int]
     most_bytes: int
-    """Of the compiled constraints and their matchers, in each lane."""
+    """Bytes of the compiled constraints and their matchers, in each lane."""
 
     @property
     def words(self) -> int:
@@ -206,7 +206,7 @@ class Lane:
     def __init__(self, name: str, template: Template, limits: dict[str, Any], nice: int, lock: threading.Lock) -> None:
         self.name = name
         self.held_bytes = 0
-        """What the process kept after its last job."""
+        """Bytes that the process kept after its last job."""
         self.dropped: deque[int] = deque()
         """Matchers that nobody needs any more."""
         self._template, self._limits, self._nice = template, limits, nice

@@ -81,7 +81,7 @@ class Follower:
 
 
 class Lane:
-    """What a lane keeps, and its jobs."""
+    """State of a lane, and its jobs."""
 
     def __init__(self, tokenizer: "LLTokenizer", words: int, limits: Message, most_bytes: int) -> None:
         """
