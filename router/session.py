@@ -182,9 +182,10 @@ class Session:
             self._trace.router_queue_seconds = time.monotonic() - asked
         if not isinstance(attempt, NoPlace):
             return attempt
-        self._check_deadline()
         if attempt is NoPlace.NO_CAPACITY:
-            raise self._shed("for workers with capacity")
+            # The limit tells why the waiting ended, not the clock: a timer of uvloop may be a millisecond early.
+            raise self._late() if limit == self._deadline else self._shed("for workers with capacity")
+        self._check_deadline()
         raise Unavailable("no worker can take the request now: none is ready that decodes")
 
     def _start(self, placement: Placement, *, on_trial: bool = False) -> Attempt:
@@ -447,7 +448,10 @@ class Session:
 
     def _check_deadline(self) -> None:
         if time.monotonic() >= self._deadline:
-            raise DeadlineExceeded("the client's deadline has passed")
+            raise self._late()
+
+    def _late(self) -> RequestError:
+        return DeadlineExceeded("the client's deadline has passed")
 
     def _no_first_token(self, why: str = "") -> RequestError:
         limit = self._request.first_token_seconds
