@@ -131,15 +131,15 @@ def attacks(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
     }
 
 
-def page_seen(place: Besieged) -> bool:
-    """Whether the witness can open the page's events."""
+def page_seen(place: Besieged) -> str:
+    """Opens the page's events as the witness; why that fails, or an empty text."""
     headers = {"Authorization": f"Bearer {WITNESS}"}
     request = urllib.request.Request(f"http://{place.http}/page/events", None, headers)
     try:
         with urllib.request.urlopen(request, timeout=10) as response:
-            return bool(response.read(1))
-    except OSError:
-        return False
+            return "" if response.read(1) else "it ended at once"
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def tenant(given: Given) -> list[Measure]:
@@ -162,7 +162,8 @@ def tenant(given: Given) -> list[Measure]:
             served = sum(not stream["error"] for stream in seen) / max(1, len(seen))
             errors = [stream["error"] for stream in seen if stream["error"]]
             gap = quantile(gaps(seen), 0.99) / usual
-            opened = sum(pages) / len(pages)
+            unseen = [said for said in pages if said]
+            opened = 1 - len(unseen) / len(pages)
             part = f"{name}: "
             measures += [
                 Measure(
@@ -181,7 +182,11 @@ def tenant(given: Given) -> list[Measure]:
                     p50=[quantile(gaps(each), 0.5) for each in (idle, seen)],
                 ),
                 Measure(
-                    f"{part}the page opens", f"at least {SERVED:.0%}", f"{opened:.0%} of {len(pages)}", opened >= SERVED
+                    f"{part}the page opens",
+                    f"at least {SERVED:.0%}",
+                    f"{opened:.0%} of {len(pages)}" + (f", else {unseen[0]}" if unseen else ""),
+                    opened >= SERVED,
+                    {"errors": unseen[:5]},
                 ),
                 none_of(f"{part}wrong tokens", witness.wrong(seen)),
             ]

@@ -3,6 +3,9 @@
 import itertools
 from collections import deque
 from dataclasses import dataclass
+from functools import cached_property
+
+from pydantic_core import to_json
 
 from kvrelay.router.life import Life, life
 from kvrelay.router.trace import Outcome, RequestTrace
@@ -12,7 +15,7 @@ RECENT = 200
 """Ended requests that are kept."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ended:
     """A request that has ended."""
 
@@ -23,10 +26,15 @@ class Ended:
     at: float
     """Monotonic time."""
 
-    @property
+    @cached_property
     def life(self) -> Life:
         """Made when somebody asks: that takes longer than all else at a request's end, and mostly nobody does."""
         return life(self.trace, self.outcome, self.at)
+
+    @cached_property
+    def json(self) -> bytes:
+        """The life as JSON, made once for all viewers."""
+        return to_json(self.life)
 
 
 @dataclass(slots=True)

@@ -13,9 +13,10 @@ requests of its own tenant only.
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from functools import partial
 from importlib.resources import files
+from math import inf
 from typing import Any, Literal
 
 from aiohttp import web
@@ -33,7 +34,7 @@ from kvrelay.router.http.usage import finish_name
 from kvrelay.router.life import Life, life
 from kvrelay.router.page.view import about, fleet
 from kvrelay.router.registry import WorkerRegistry
-from kvrelay.router.requests import RECENT
+from kvrelay.router.requests import RECENT, Ended
 from kvrelay.router.shares import Seats
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.v1.inference_pb2 import GenerateRequest, GenerateResponse
@@ -45,6 +46,8 @@ FLEET_SECONDS = 0.2
 """Between two looks at the workers."""
 LIFE_SECONDS = 0.05
 """Between two looks at the playground's request."""
+JSONS_A_TURN = 10
+"""Requests whose JSON is made in one turn of the event loop, some 0.1 ms each."""
 SILENCE_SECONDS = 10.0
 """After which an event is sent though nothing has changed: a viewer that is gone is noticed by it."""
 MAX_BODY_BYTES = 1024 * 1024
@@ -108,6 +111,8 @@ class Page:
         self._registry = registry
         self._router = router
         self._viewers = Seats(MAX_VIEWERS, "pages")
+        self._fleets: dict[str, tuple[float, bytes]] = {}
+        """When the latest `fleet` event of each tenant that views was made, and the event."""
         folder = files(__package__) / "assets"
         self._assets = {asset.name: asset.read_bytes() for asset in folder.iterdir() if asset.is_file()}
 
@@ -165,18 +170,28 @@ class Page:
         """Sends what a viewer of this tenant sees, until the router drains."""
         recent = self._front.requests.recent(tenant)
         seen = recent[-1].number if recent else 0
-        await events.write(_event("recent", [ended.life for ended in recent]))
+        await events.write(_event_of("recent", b"[%s]" % b",".join([each async for each in _jsons(recent)])))
         sent, said = b"", 0.0
         while not self._front.draining:
+            ended = self._front.requests.recent(tenant, seen)
+            seen = ended[-1].number if ended else seen
+            async for data in _jsons(ended):
+                await events.write(_event_of("ended", data))
             now = time.monotonic()
-            for ended in self._front.requests.recent(tenant, seen):
-                seen = ended.number
-                await events.write(_event("ended", ended.life))
-            shown = _event("fleet", fleet(self._front, self._registry, tenant, now))
+            shown = self._fleet(tenant, now)
             if shown != sent or now - said >= SILENCE_SECONDS:
                 await events.write(shown)
                 sent, said = shown, now
             await asyncio.sleep(FLEET_SECONDS)
+
+    def _fleet(self, tenant: str, now: float) -> bytes:
+        """The event of the workers and the running requests, made once for all viewers of a tenant."""
+        made, event = self._fleets.get(tenant, (-inf, b""))
+        if now - made >= FLEET_SECONDS / 2:
+            event = _event("fleet", fleet(self._front, self._registry, tenant, now))
+            self._fleets = {name: kept for name, kept in self._fleets.items() if now - kept[0] < FLEET_SECONDS}
+            self._fleets[tenant] = now, event
+        return event
 
     # The playground.
 
@@ -264,6 +279,19 @@ class _Run:
             await asyncio.sleep(LIFE_SECONDS)
 
 
+async def _jsons(requests: list[Ended]) -> AsyncIterator[bytes]:
+    """The JSON of each request. Others have the event loop after every few that nobody has asked for before."""
+    for number, ended in enumerate(requests, 1):
+        yield ended.json
+        if number % JSONS_A_TURN == 0:
+            await asyncio.sleep(0)
+
+
 def _event(name: str, value: object) -> bytes:
-    """A server-sent event."""
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), to_json(value))
+    """A server-sent event of a value."""
+    return _event_of(name, to_json(value))
+
+
+def _event_of(name: str, data: bytes) -> bytes:
+    """A server-sent event of JSON."""
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
