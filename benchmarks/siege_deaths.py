@@ -40,7 +40,7 @@ def deaths(given: Given) -> list[Measure]:
             for how, name in turns:
                 if how == FREEZE and name == "up":
                     continue
-                cluster.made_whole()
+                cluster.made_whole(name)
                 if name not in cluster.kinds:
                     lost.append(f"{how} {name}")
                     continue

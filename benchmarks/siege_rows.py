@@ -138,6 +138,8 @@ def page_seen(place: Besieged) -> str:
     try:
         with urllib.request.urlopen(request, timeout=10) as response:
             return "" if response.read(1) else "it ended at once"
+    except urllib.error.HTTPError as error:
+        return f"HTTP {error.code}: {error.read().decode()[:200]}"
     except OSError as error:
         return f"{type(error).__name__}: {error}"
 

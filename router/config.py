@@ -119,8 +119,9 @@ class RouterOptions:
     """The same for a gRPC connection; its client is told before it is closed."""
 
     max_connections_per_address: int = 256
-    """Connections that one client address may have to the gRPC port, and as many to the HTTP port; further ones are
-    closed. An IPv6 network of 64 bits is one address."""
+    """Connections that one client address may have to the gRPC port, and as many to the HTTP port. A further one takes
+    the place of the address's connections on which no request runs; if there are none, it is closed. An IPv6 network of
+    64 bits is one address."""
 
     trusted_proxies: tuple[str, ...] = ()
     """Addresses and networks (`10.0.0.0/8`) of proxies and load balancers that clients come through. They have no limit

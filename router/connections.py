@@ -6,8 +6,9 @@
     heading   it has served a request and has sent a part of the next one's headers; `Deadlines.header`
     idle      it has served a request and sends nothing; `Deadlines.idle`
 
-One address has a limit of connections, from which trusted proxies are exempt. A full face closes the connections
-that are not busy, first those that have never served a request, the oldest first.
+One address has a limit of connections, from which trusted proxies are exempt. For a newcomer, a full face, or a face
+that is full for the newcomer's address, closes connections that are not busy, first those that have never served a
+request, the oldest first. If all are busy, the newcomer is refused.
 """
 
 import logging
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 LOG_SECONDS = 1.0
 """Between two log lines about closed connections at most."""
 ROOM_SHARE = 16
-"""A full face closes 1 / ROOM_SHARE of its connections at once, as far as they are not busy."""
+"""A full face closes 1 / ROOM_SHARE of the connections that it may have at once, as far as they are not busy."""
 
 Face = Literal["http", "grpc"]
 Reason = Literal["first", "header", "request", "idle", "address", "descriptors"]
@@ -159,7 +160,8 @@ class Connections:
             None if there may be none more, of this address or at all; the caller closes it.
         """
         exempt, address = self._addresses.trusted(peer[0]), self._addresses.client(peer[0])
-        if not exempt and self._counts[address] >= self._most_per_address:
+        full = not exempt and self._counts[address] >= self._most_per_address
+        if full and not self._close_idle("address", self._most_per_address, address):
             self._note("address")
             return None
         if len(self) >= self.most and not self.make_room():
@@ -192,11 +194,20 @@ class Connections:
 
     def make_room(self) -> int:
         """Closes some connections that are not busy; returns how many."""
-        idle = [each for each in self._connections.values() if not each.busy and not each.closing and each.close]
+        return self._close_idle("descriptors", min(len(self), self.most))
+
+    def _close_idle(self, reason: Reason, most: int, address: str | None = None) -> int:
+        """Closes 1 / ROOM_SHARE of `most` connections, as far as they are not busy; returns how many.
+
+        Args:
+            address: closes only those of this address, as limits count it.
+        """
+        known = (each for each in self._connections.values() if address is None or each.address == address)
+        idle = [each for each in known if not each.busy and not each.closing and each.close]
         idle.sort(key=lambda each: (each.exempt, each.served, each.since))
-        chosen = idle[: max(1, min(len(self), self.most) // ROOM_SHARE)]
+        chosen = idle[: max(1, most // ROOM_SHARE)]
         for connection in chosen:
-            self._close(connection, "descriptors")
+            self._close(connection, reason)
         return len(chosen)
 
     def _close(self, connection: Connection, reason: Reason) -> None:

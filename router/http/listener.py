@@ -194,7 +194,7 @@ def _shut(accepted: socket.socket) -> None:
 
 
 def _made_refusal() -> bytes:
-    text = "this address has router.max_connections_per_address connections, or the router has no descriptor left"
+    text = "router.max_connections_per_address connections of this address are busy, or no descriptor is left"
     body = error_json(429, text)
     head = (
         "HTTP/1.1 429 Too Many Requests\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"

@@ -198,10 +198,11 @@ class Foreground(World):
         if self._up is not None:
             self._up.wait(READY_SECONDS)
 
-    def made_whole(self) -> None:
-        """Starts the cluster again unless all of it is there."""
+    def made_whole(self, victim: str) -> None:
+        """Starts the cluster again unless all of it is there, and a process of this kind, too: Ray doesn't replace all
+        of its own."""
         with suppress(AssertionError):
-            if self.process.poll() is None:
+            if self.process.poll() is None and victim in self.kinds:
                 wait_until(self.whole, "whole", READY_SECONDS, 0.5)
                 return
         self.close()
