@@ -77,6 +77,9 @@ class DecodeCapacity:
         if demand.begun:
             return self.blocks_for(demand.prompt_tokens) <= free
         need, kept = self.blocks_for(demand.most_expected), 0
+        if self.passes(demand):
+            # The growth of others leaves the reserve alone.
+            return need <= free
         if demand.holder and not self.little(demand):
             need = min(need, self.total - self.reserve)
             kept = max(0, self.reserve - self._little)

@@ -118,7 +118,7 @@ def test_the_turn_of_a_worker_is_forgotten_with_it() -> None:
 
 @st.composite
 def capacities(draw: st.DrawFn) -> DecodeCapacity:
-    total = draw(st.integers(1, 40))
+    total = draw(st.integers(1, 80))
     return DecodeCapacity(
         block_size=4,
         total=total,
@@ -160,11 +160,14 @@ def test_a_request_goes_only_where_its_growth_fits_or_soon_will_and_prefill_can_
 
     def fits(capacity: DecodeCapacity, ending: int, blocks: int) -> bool:
         total, reserve = capacity.total, capacity.total // 8
-        free = capacity.free - capacity.promised_blocks + blocks - (0 if demand.begun else capacity.growth_blocks)
+        free = capacity.free - capacity.promised_blocks + blocks
         need, own = min(whole, total), capacity.holdings.get(demand.holder, 0)
+        little = sum(held for held in capacity.holdings.values() if held <= reserve)
+        if not demand.begun and not (demand.holder and own + need <= reserve and little + need <= reserve):
+            # Only who takes a part of the reserve has what others will grow into.
+            free -= capacity.growth_blocks
         if demand.holder and not demand.begun and own + need > reserve:
             # Who takes much leaves the reserve to those who take little.
-            little = sum(held for held in capacity.holdings.values() if held <= reserve)
             need, free = min(need, total - reserve), free - max(0, reserve - little)
         return need <= free and capacity.promised_requests < capacity.free_slots + ending
 
