@@ -19,12 +19,13 @@ from kvrelay.engine.attention.prefill import PlannedPrefill, Shapes
 from kvrelay.engine.attention.triton import architecture_of
 from kvrelay.engine.config import GPU_DEFAULTS
 from kvrelay.engine.kv.layout import KVLayout
-from kvrelay.kernels import kv_checksum, kv_frame, kv_gather, reference
-from kvrelay.kernels.decode_work import DecodeParts, DecodeWork, count_programs, plan_decode
-from kvrelay.kernels.flash_prefill import choose_tile, flash_prefill, flops, plan_tiles
-from kvrelay.kernels.paged import PagedKV
-from kvrelay.kernels.paged_decode import bytes_moved as decode_bytes
-from kvrelay.kernels.paged_decode import paged_decode
+from kvrelay.kernels import reference
+from kvrelay.kernels.triton import kv_checksum, kv_frame, kv_gather
+from kvrelay.kernels.triton.decode_work import DecodeParts, DecodeWork, count_programs, plan_decode
+from kvrelay.kernels.triton.flash_prefill import choose_tile, flash_prefill, flops, plan_tiles
+from kvrelay.kernels.triton.paged import PagedKV
+from kvrelay.kernels.triton.paged_decode import bytes_moved as decode_bytes
+from kvrelay.kernels.triton.paged_decode import paged_decode
 
 TOLERANCE = 1.5e-2
 BLOCK = GPU_DEFAULTS.block_size

@@ -17,15 +17,15 @@ from kvrelay.engine.build import engine_on
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.pool import allocate_pool
-from kvrelay.engine.models.architecture import Traits
-from kvrelay.engine.models.config import ModelConfig, RopeConfig
-from kvrelay.engine.models.decoder import Decoder, Layer, Weights
-from kvrelay.engine.models.rope import frequencies
+from kvrelay.engine.models.fast.decoder import Decoder, Layer, Weights
+from kvrelay.engine.models.reading.config import ModelConfig, RopeConfig
+from kvrelay.engine.models.reading.families import Traits
+from kvrelay.engine.models.reading.rope import frequencies
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.gpu import GpuRunner
-from kvrelay.kernels import gpu_ops, overlap
 from kvrelay.kernels.ops import Linear
+from kvrelay.kernels.triton import gpu_ops, overlap
 
 LLAMA_8B = ModelConfig(
     architecture="LlamaForCausalLM",

@@ -43,13 +43,13 @@ from triton.runtime.jit import JITFunction
 from kvrelay.engine.build import engine_on
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.pool import allocate_pool
-from kvrelay.engine.models.architecture import Traits
-from kvrelay.engine.models.decoder import Decoder
+from kvrelay.engine.models.fast.decoder import Decoder
+from kvrelay.engine.models.reading.families import Traits
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.gpu import GpuRunner
-from kvrelay.kernels.gpu_ops import GpuOps
+from kvrelay.kernels.triton.gpu_ops import GpuOps
 
 LAYERS = (2, 18)
 """A layer's time is the difference of a step of these many layers."""

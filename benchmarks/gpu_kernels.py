@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvrelay.engine.sampling.noise import exponential
-from kvrelay.kernels import add_rmsnorm, quant_gemv, rope_kv_write, silu_mul
-from kvrelay.kernels import sample as sampling
-from kvrelay.kernels.paged import PagedKV
-from kvrelay.kernels.quant_gemv import QuantGemv, quantize_int4, quantize_int8
 from kvrelay.kernels.reference import token_probabilities
+from kvrelay.kernels.triton import add_rmsnorm, quant_gemv, rope_kv_write, silu_mul
+from kvrelay.kernels.triton import sample as sampling
+from kvrelay.kernels.triton.paged import PagedKV
+from kvrelay.kernels.triton.quant_gemv import QuantGemv, quantize_int4, quantize_int8
 
 TOLERANCE = 1.5e-2
 """bfloat16 has 8 bits; results are compared with the same inputs in float64."""

@@ -27,14 +27,14 @@ from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.kv.writes import WRITTEN
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.transfer.claim import BlockClaim
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.events import Frame, Outcome
-from kvrelay.transfer.frames import PoolFrames
-from kvrelay.transfer.handshake import LocalWorker
-from kvrelay.transfer.links import LinkLimits, LinkManager, LinkTimeouts
-from kvrelay.transfer.messages import Push
-from kvrelay.transfer.ports import RECEIVER, SENDER, LinkEnd, LinkSpec, LoopRuntime
+from kvrelay.transfer.frames.frames import PoolFrames
+from kvrelay.transfer.links.links import LinkLimits, LinkManager, LinkTimeouts
+from kvrelay.transfer.protocol.claim import BlockClaim
+from kvrelay.transfer.protocol.events import Frame, Outcome
+from kvrelay.transfer.protocol.handshake import LocalWorker
+from kvrelay.transfer.protocol.messages import Push
+from kvrelay.transfer.protocol.ports import RECEIVER, SENDER, LinkEnd, LinkSpec, LoopRuntime
 from kvrelay.transfer.transports.base import Link, Pending
 from kvrelay.transfer.transports.registry import available_transports
 

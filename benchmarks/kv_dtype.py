@@ -30,7 +30,7 @@ from turns import own_setting, save, spread
 
 from kvrelay.engine.build import engine_on
 from kvrelay.engine.config import CacheDtype, EngineConfig
-from kvrelay.engine.models.config import read_config
+from kvrelay.engine.models.reading.config import read_config
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner

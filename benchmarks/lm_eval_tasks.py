@@ -21,7 +21,11 @@ LINE = re.compile(r"^def \w+\(.*$|^class \w+.*$|^    return .*$", re.MULTILINE)
 
 
 def documents() -> list[dict[str, Any]]:
-    pages = [*sorted(ROOT.glob("docs/*.md"))[: DOCUMENTS - 2], ROOT / "router/front.py", ROOT / "engine/scheduler.py"]
+    pages = [
+        *sorted(ROOT.glob("docs/*.md"))[: DOCUMENTS - 2],
+        ROOT / "router/entry/front.py",
+        ROOT / "engine/scheduler.py",
+    ]
     return [{"text": page.read_text()[:DOCUMENT_CHARACTERS]} for page in pages]
 
 

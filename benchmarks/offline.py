@@ -27,8 +27,8 @@ import torch
 from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import EngineConfig, Quantization
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.models.checkpoint import Checkpoint
-from kvrelay.engine.models.loader import EMBEDDING
+from kvrelay.engine.models.fast.loader import EMBEDDING
+from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.cpu import CpuRunner
 

@@ -30,9 +30,9 @@ from pathlib import Path
 from turns import own_setting, save
 
 from kvrelay.router.config import RouterOptions
-from kvrelay.router.placement import Demand, LeastWork, Placement, WorkerView
-from kvrelay.router.prefixes import UNIT, Expectation, PrefixIndex
-from kvrelay.router.queue import LOOK_AHEAD
+from kvrelay.router.placing.placement import Demand, LeastWork, Placement, WorkerView
+from kvrelay.router.placing.prefixes import UNIT, Expectation, PrefixIndex
+from kvrelay.router.placing.queue import LOOK_AHEAD
 from kvrelay.rpc.identity import WorkerId
 
 BLOCK = 512

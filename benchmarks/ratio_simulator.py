@@ -20,8 +20,8 @@ from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.cluster.scaling.forecast import Split
 from kvrelay.cluster.scaling.policy import Decision, Outlook, Policy
 from kvrelay.cluster.scaling.signals import WINDOW_SECONDS, Meter, PoolRole, RouterReport, WorkerReport
-from kvrelay.router.placement import DecodeCapacity, Demand, LeastWork, Placement, WorkerView
-from kvrelay.router.prefixes import PrefixIndex
+from kvrelay.router.placing.placement import DecodeCapacity, Demand, LeastWork, Placement, WorkerView
+from kvrelay.router.placing.prefixes import PrefixIndex
 from kvrelay.rpc.identity import WorkerId
 
 BEAT_SECONDS = 0.5

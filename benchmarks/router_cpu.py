@@ -36,11 +36,11 @@ from kvrelay.internal.v1.worker_pb2 import (
     Submit,
 )
 from kvrelay.models import resolve
-from kvrelay.router import registry
-from kvrelay.router.answer import Answer
 from kvrelay.router.config import RouterConfig
+from kvrelay.router.placing import registry
+from kvrelay.router.placing.worker_stream import Listener, WorkerStream
 from kvrelay.router.server import RouterServer
-from kvrelay.router.worker_stream import Listener, WorkerStream
+from kvrelay.router.session.answer import Answer
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.security import TOKEN_VARIABLE
 from kvrelay.rpc.serve import fast_loop

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from kvrelay.internal.v1.worker_pb2 import RelayResponse
 from kvrelay.router import __main__ as router
-from kvrelay.router.answer import Answer
-from kvrelay.router.attempt import Attempt
-from kvrelay.router.completion import Piece
-from kvrelay.router.worker_stream import WorkerStream
+from kvrelay.router.placing.worker_stream import WorkerStream
+from kvrelay.router.session.answer import Answer
+from kvrelay.router.session.attempt import Attempt
+from kvrelay.router.session.completion import Piece
 
 SAMPLED = 8
 

@@ -19,7 +19,7 @@ import psutil
 import siege_router
 
 from kvrelay.client import Client, KvrelayError, Tls
-from kvrelay.router.sockets import raise_limit
+from kvrelay.router.doors.sockets import raise_limit
 from kvrelay.rpc.certificates import dns_name
 from support.hash_worker import MODULE, STEP_SECONDS, WORKER_LAYOUT
 from support.processes import START_SECONDS, free_port, wait_until

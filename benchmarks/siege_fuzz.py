@@ -16,7 +16,7 @@ import aiohttp
 import grpc
 
 from kvrelay.client import Tls
-from kvrelay.router.http.connection import HEADERS
+from kvrelay.router.faces.http.connection import HEADERS
 from kvrelay.rpc.certificates import dns_name
 from support.costly import METHODS, PATHS, messages
 from support.hostile import client_tls

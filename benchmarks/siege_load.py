@@ -26,7 +26,7 @@ import grpc  # noqa: E402
 from siege_fuzz import authorization, channel, deadlines, fuzz, session, web_tls  # noqa: E402
 
 from kvrelay.client import AsyncClient, KvrelayError, Tls  # noqa: E402
-from kvrelay.router.sockets import raise_limit  # noqa: E402
+from kvrelay.router.doors.sockets import raise_limit  # noqa: E402
 from kvrelay.rpc.certificates import dns_name  # noqa: E402
 from nemesis.load import REQUEST_SECONDS, Sizes, Stream, ask, draw  # noqa: E402
 from support.hostile import CHECK, GENERATE, client_tls, half_a_body, half_a_call, hello, left_open  # noqa: E402

@@ -25,7 +25,7 @@ import torch
 import xgrammar
 
 from kvrelay.engine.constrain.lanes import LIMITS
-from kvrelay.engine.models.config import read_config
+from kvrelay.engine.models.reading.config import read_config
 from kvrelay.models import resolve
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))

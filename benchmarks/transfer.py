@@ -50,12 +50,12 @@ from kvrelay.rpc.certificates import part_files
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import Encrypt, TransferConfig
-from kvrelay.transfer.endpoint import TransferStats
-from kvrelay.transfer.endpoint_loop import HandoffSetup
-from kvrelay.transfer.frames import PoolFrames
-from kvrelay.transfer.handshake import LocalWorker
-from kvrelay.transfer.messages import Code, Key
-from kvrelay.transfer.peers import Peer, PeerTable
+from kvrelay.transfer.frames.frames import PoolFrames
+from kvrelay.transfer.links.endpoint_loop import HandoffSetup
+from kvrelay.transfer.protocol.endpoint import TransferStats
+from kvrelay.transfer.protocol.handshake import LocalWorker
+from kvrelay.transfer.protocol.messages import Code, Key
+from kvrelay.transfer.protocol.peers import Peer, PeerTable
 from kvrelay.transfer.transports.base import Transport
 from kvrelay.transfer.transports.registry import available_transports, entries
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvrelay.cluster import certificates, state
-from kvrelay.cluster.config import ClusterConfig
+from kvrelay.cluster.config.options import ClusterConfig
 from kvrelay.cluster.errors import UsageError
 from kvrelay.rpc.security import TOKEN_VARIABLE
 

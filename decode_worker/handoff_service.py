@@ -12,11 +12,11 @@ from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
 from kvrelay.internal.v1.handoff_pb2_grpc import HandoffServiceServicer
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.options import HELLO_SECONDS
-from kvrelay.transfer.endpoint_loop import EndpointLoop, HandoffSetup
-from kvrelay.transfer.messages import Code, Hello, Message, Refuse, decode, encode
-from kvrelay.transfer.outbox import WRITE_TIMEOUT_SECONDS, Outbox
-from kvrelay.transfer.packing import WireError, clip
-from kvrelay.transfer.peers import NEWS_SECONDS, Peer
+from kvrelay.transfer.links.endpoint_loop import EndpointLoop, HandoffSetup
+from kvrelay.transfer.protocol.messages import Code, Hello, Message, Refuse, decode, encode
+from kvrelay.transfer.protocol.outbox import WRITE_TIMEOUT_SECONDS, Outbox
+from kvrelay.transfer.protocol.packing import WireError, clip
+from kvrelay.transfer.protocol.peers import NEWS_SECONDS, Peer
 
 Context = grpc.aio.ServicerContext[ControlRequest, ControlResponse]
 

@@ -19,9 +19,9 @@ from typing import Any
 from kvrelay.decode_worker.receiver_ports import ReceiveJobs, ReceiverHost
 from kvrelay.decode_worker.reservation_queue import ReservationQueue
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.transfer.claim import tokens_digest
-from kvrelay.transfer.endpoint import Endpoint, EndpointContext, Pair, Transfer, TransferStats
-from kvrelay.transfer.events import (
+from kvrelay.transfer.protocol.claim import tokens_digest
+from kvrelay.transfer.protocol.endpoint import Endpoint, EndpointContext, Pair, Transfer, TransferStats
+from kvrelay.transfer.protocol.events import (
     BlocksFreed,
     Commit,
     Expected,
@@ -40,7 +40,7 @@ from kvrelay.transfer.events import (
     StopFrames,
     Tell,
 )
-from kvrelay.transfer.messages import (
+from kvrelay.transfer.protocol.messages import (
     Abort,
     CloseLink,
     Code,
@@ -53,9 +53,9 @@ from kvrelay.transfer.messages import (
     Offer,
     Push,
 )
-from kvrelay.transfer.packing import clip
-from kvrelay.transfer.ports import RECEIVER, ControlStream, LinkEnd, NoTransportError
-from kvrelay.transfer.protocol import ReceiveAttempt
+from kvrelay.transfer.protocol.packing import clip
+from kvrelay.transfer.protocol.ports import RECEIVER, ControlStream, LinkEnd, NoTransportError
+from kvrelay.transfer.protocol.table import ReceiveAttempt
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Offers that wait for free blocks."""
 
-from kvrelay.transfer.messages import Key
+from kvrelay.transfer.protocol.messages import Key
 
 
 class ReservationQueue:

@@ -37,9 +37,9 @@ from kvrelay.internal.v1.worker_pb2 import (
     Promised,
     Submit,
 )
-from kvrelay.transfer.endpoint import Endpoint, TransferStats
 from kvrelay.transfer.failpoints import failpoint
-from kvrelay.transfer.messages import Code
+from kvrelay.transfer.protocol.endpoint import Endpoint, TransferStats
+from kvrelay.transfer.protocol.messages import Code
 from kvrelay.worker.handoff import HandoffRole, peer_of
 from kvrelay.worker.role import Key
 from kvrelay.worker.worker import Worker

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from kvrelay.cluster.config import ClusterConfig, schema
+from kvrelay.cluster.config.options import ClusterConfig, schema
 from kvrelay.cluster.grafana.dashboards import write
 from kvrelay.rpc.metrics.families import BUILD_HELP, BUILD_LABELS, BUILD_NAME, FAMILIES
 from kvrelay.rpc.metrics.family import COMMON, Family, Label

@@ -18,9 +18,9 @@ from kvrelay.engine.kv.blocks import BlockPool
 from kvrelay.engine.kv.memory import asking, memory_of
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.kv.prefix import PrefixIndex
-from kvrelay.engine.models.checkpoint import Checkpoint
-from kvrelay.engine.models.config import read_config
-from kvrelay.engine.models.loader import OnLoaded, load_embedding
+from kvrelay.engine.models.fast.loader import OnLoaded, load_embedding
+from kvrelay.engine.models.reading.checkpoint import Checkpoint
+from kvrelay.engine.models.reading.config import read_config
 from kvrelay.engine.runner.base import ModelRunner, Runner
 from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.scheduler import Scheduler

@@ -1,7 +1,7 @@
 """The options of an engine.
 
 These are plain frozen dataclasses, so that an engine runs without pydantic. `__pydantic_config__` lets
-`kvrelay.cluster.config` validate and document the same classes strictly.
+`kvrelay.cluster.config.options` validate and document the same classes strictly.
 """
 
 from dataclasses import dataclass, field, replace

@@ -40,8 +40,8 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 )
 
 from kvrelay.kernels.gluon_prefill import GluonPrefill, async_load
-from kvrelay.kernels.launch import Launch
-from kvrelay.kernels.paged import PagedKV
+from kvrelay.kernels.triton.launch import Launch
+from kvrelay.kernels.triton.paged import PagedKV
 
 NEEDED = tensor_memory_descriptor.get_reg_layout
 """Versions of Triton that lack it fail here, when they import the kernel, and not when they compile it."""

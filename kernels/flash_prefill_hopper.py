@@ -34,8 +34,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kvrelay.kernels.gluon_prefill import BOX, GluonPrefill, async_load
-from kvrelay.kernels.launch import Launch
-from kvrelay.kernels.paged import PagedKV
+from kvrelay.kernels.triton.launch import Launch
+from kvrelay.kernels.triton.paged import PagedKV
 
 ROWS = 128
 """Query rows of a tile, of both consumers."""

@@ -9,9 +9,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kvrelay.kernels.checks import check_tensor
-from kvrelay.kernels.launch import Launch, launch
-from kvrelay.kernels.paged import LOG2_E, PagedKV, check_attention
+from kvrelay.kernels.triton.checks import check_tensor
+from kvrelay.kernels.triton.launch import Launch, launch
+from kvrelay.kernels.triton.paged import LOG2_E, PagedKV, check_attention
 
 BOX = 64
 """Slots of a page that one load of the Tensor Memory Accelerator brings."""

@@ -10,11 +10,11 @@ from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
 from kvrelay.internal.v1.handoff_pb2_grpc import HandoffServiceStub
 from kvrelay.prefill_worker.kv_sender import KVSender, SenderHost
 from kvrelay.rpc.credentials import Credentials
-from kvrelay.transfer.endpoint_loop import EndpointLoop, HandoffSetup
-from kvrelay.transfer.messages import Code, Message, decode
-from kvrelay.transfer.outbox import WRITE_TIMEOUT_SECONDS, Outbox
-from kvrelay.transfer.packing import WireError
-from kvrelay.transfer.peers import Peer
+from kvrelay.transfer.links.endpoint_loop import EndpointLoop, HandoffSetup
+from kvrelay.transfer.protocol.messages import Code, Message, decode
+from kvrelay.transfer.protocol.outbox import WRITE_TIMEOUT_SECONDS, Outbox
+from kvrelay.transfer.protocol.packing import WireError
+from kvrelay.transfer.protocol.peers import Peer
 
 logger = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ from typing import Any, Protocol
 
 from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.transfer.claim import BlockClaim, tokens_digest
 from kvrelay.transfer.config import BETWEEN_GPUS
-from kvrelay.transfer.cut import FrameCut
-from kvrelay.transfer.endpoint import Endpoint, EndpointContext, Pair, Transfer, TransferStats
-from kvrelay.transfer.events import (
+from kvrelay.transfer.protocol.claim import BlockClaim, tokens_digest
+from kvrelay.transfer.protocol.cut import FrameCut
+from kvrelay.transfer.protocol.endpoint import Endpoint, EndpointContext, Pair, Transfer, TransferStats
+from kvrelay.transfer.protocol.events import (
     Committed,
     Computed,
     Failed,
@@ -42,7 +42,7 @@ from kvrelay.transfer.events import (
     StopFrames,
     Tell,
 )
-from kvrelay.transfer.messages import (
+from kvrelay.transfer.protocol.messages import (
     MAX_FRAME_BYTES,
     MAX_PARTS,
     Ack,
@@ -59,11 +59,11 @@ from kvrelay.transfer.messages import (
     Wait,
     check_key,
 )
-from kvrelay.transfer.packing import WireError, clip
-from kvrelay.transfer.peers import Peer
-from kvrelay.transfer.ports import SENDER, ControlStream, LinkEnd, NoTransportError
-from kvrelay.transfer.protocol import SendAttempt
-from kvrelay.transfer.states import SentStates
+from kvrelay.transfer.protocol.packing import WireError, clip
+from kvrelay.transfer.protocol.peers import Peer
+from kvrelay.transfer.protocol.ports import SENDER, ControlStream, LinkEnd, NoTransportError
+from kvrelay.transfer.protocol.states import SentStates
+from kvrelay.transfer.protocol.table import SendAttempt
 
 logger = logging.getLogger(__name__)
 

@@ -34,10 +34,10 @@ from kvrelay.internal.v1.worker_pb2 import PHASE_COLOCATED, PHASE_PREFILL, Reque
 from kvrelay.prefill_worker.handoff_client import HandoffClient
 from kvrelay.prefill_worker.kv_sender import Sending
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.transfer.endpoint import Endpoint, TransferStats
 from kvrelay.transfer.failpoints import failpoint
-from kvrelay.transfer.messages import Code
-from kvrelay.transfer.peers import Peer
+from kvrelay.transfer.protocol.endpoint import Endpoint, TransferStats
+from kvrelay.transfer.protocol.messages import Code
+from kvrelay.transfer.protocol.peers import Peer
 from kvrelay.worker.handoff import HandoffRole, peer_of
 from kvrelay.worker.role import Key
 from kvrelay.worker.worker import Worker

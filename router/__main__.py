@@ -4,8 +4,8 @@ import gc
 import sys
 
 from kvrelay.router.config import RouterConfig
+from kvrelay.router.doors.sockets import raise_limit
 from kvrelay.router.server import RouterServer
-from kvrelay.router.sockets import raise_limit
 from kvrelay.rpc.serve import fast_loop, main
 
 GC_THRESHOLDS = 10_000, 20, 20

@@ -6,10 +6,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvrelay.router.addresses import network
-from kvrelay.router.tools.choose import ReasoningParserName, ToolParserName
+from kvrelay.router.text.tools.choose import ReasoningParserName, ToolParserName
 from kvrelay.rpc.security import SecurityConfig
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@]+|null")
+
+
+DEFAULT_CLASS = "default"
+"""The class of requests that name none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,31 +23,31 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.worker_pb2 import ForeignPrompt, Load, Requests
 from kvrelay.models import model_name, resolve
-from kvrelay.router import reflection
-from kvrelay.router.budget import RetryBudget
-from kvrelay.router.callers import Callers, public_certificates
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.dispatch import Dispatch
-from kvrelay.router.doors import Doors
-from kvrelay.router.front import Front
-from kvrelay.router.grpc_face import SERVICE, GrpcFace
-from kvrelay.router.health import FleetHealth
-from kvrelay.router.http.chat import Chats
-from kvrelay.router.http.face import HttpFace
-from kvrelay.router.metrics import RouterMetrics
-from kvrelay.router.pacer import Pacer
-from kvrelay.router.page.page import Page
-from kvrelay.router.placement import Demand, LeastWork, NoPlace, Placement
-from kvrelay.router.prefixes import PrefixIndex
-from kvrelay.router.queue import PlacementQueue
-from kvrelay.router.registry import WorkerRegistry
-from kvrelay.router.sampling import SamplingDefaults
-from kvrelay.router.spans import SpanExport
-from kvrelay.router.tokenizer import Tokenizer
-from kvrelay.router.tools.choose import reasons, tool_format
+from kvrelay.router.doors.doors import Doors
+from kvrelay.router.entry.callers import Callers, public_certificates
+from kvrelay.router.entry.front import Front
+from kvrelay.router.faces import reflection
+from kvrelay.router.faces.grpc_face import SERVICE, GrpcFace
+from kvrelay.router.faces.http.chat import Chats
+from kvrelay.router.faces.http.face import HttpFace
+from kvrelay.router.faces.page.page import Page
+from kvrelay.router.placing.health import FleetHealth
+from kvrelay.router.placing.placement import Demand, LeastWork, NoPlace, Placement
+from kvrelay.router.placing.prefixes import PrefixIndex
+from kvrelay.router.placing.queue import PlacementQueue
+from kvrelay.router.placing.registry import WorkerRegistry
+from kvrelay.router.placing.usual import UsualLengths
+from kvrelay.router.records.metrics import RouterMetrics
+from kvrelay.router.records.spans import SpanExport
+from kvrelay.router.records.traffic import LatencyTargets, TrafficMeter
+from kvrelay.router.request.sampling import SamplingDefaults
+from kvrelay.router.request.tokenizer import Tokenizer
+from kvrelay.router.session.budget import RetryBudget
+from kvrelay.router.session.dispatch import Dispatch
+from kvrelay.router.session.pacer import Pacer
+from kvrelay.router.text.tools.choose import reasons, tool_format
 from kvrelay.router.trace import Observer
-from kvrelay.router.traffic import LatencyTargets, TrafficMeter
-from kvrelay.router.usual import UsualLengths
 from kvrelay.rpc.address import join
 from kvrelay.rpc.certificates import server_context
 from kvrelay.rpc.credentials import Credentials, bind
@@ -149,7 +149,7 @@ class RouterServer:
             lambda: (len(self._queue), len(self._trials)),
             lambda: self.running,
             self.registry.view,
-            self._callers,
+            lambda: self._callers.mistakes,
             lambda: (len(self._doors.http), len(self._doors.grpc)),
         )
         self.metrics = metrics.metrics

@@ -127,7 +127,7 @@ class RequestTrace:
     migrations: int = 0
     """Attempts that ended because a worker drains."""
     turned_away: int = 0
-    """Attempts that a worker refused because of another suspect there (`router/suspects.py`)."""
+    """Attempts that a worker refused because of another suspect there (`router/session/suspects.py`)."""
     proposed_tokens: int = 0
     accepted_tokens: int = 0
     """Tokens that a worker guessed and checked, and those of them that it kept."""

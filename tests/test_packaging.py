@@ -28,7 +28,7 @@ paths = [sys.argv.pop(1), *sys.argv.pop(1).split(":")]
 sys.path[:0] = paths
 """
 IMPORT = """
-import kvrelay.client, kvrelay.cluster.cli, kvrelay.kernels.cpu.library, kvrelay.models, kvrelay.router.server
+import kvrelay.client, kvrelay.cli.main, kvrelay.kernels.cpu.library, kvrelay.models, kvrelay.router.server
 import kvrelay.decode_worker.role, kvrelay.internal.v1.worker_pb2, kvrelay.prefill_worker.role
 files = [module.__file__ for name, module in sys.modules.items() if name.startswith("kvrelay.")]
 assert all(file is None or file.startswith(paths[0]) for file in files), files

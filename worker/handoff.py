@@ -16,11 +16,11 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 from kvrelay.internal.v1.supervisor_pb2 import Role as MemberRole
 from kvrelay.internal.v1.worker_pb2 import Failure, Submit
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.transfer.endpoint_loop import HandoffSetup
-from kvrelay.transfer.frames import PoolFrames
-from kvrelay.transfer.messages import Code
-from kvrelay.transfer.peers import NEWS_SECONDS, Peer, PeerTable
-from kvrelay.transfer.ports import NoTransportError
+from kvrelay.transfer.frames.frames import PoolFrames
+from kvrelay.transfer.links.endpoint_loop import HandoffSetup
+from kvrelay.transfer.protocol.messages import Code
+from kvrelay.transfer.protocol.peers import NEWS_SECONDS, Peer, PeerTable
+from kvrelay.transfer.protocol.ports import NoTransportError
 from kvrelay.transfer.transports.registry import available_transports, choose, entries
 from kvrelay.worker.requests import states_of
 from kvrelay.worker.role import Key, Role

@@ -10,7 +10,7 @@ from kvrelay.internal.v1.worker_pb2 import DecodeReport, Failure, Load, PrefillR
 from kvrelay.rpc.metrics import families, labels
 from kvrelay.rpc.metrics.family import Family
 from kvrelay.rpc.metrics.metric_set import MetricSet, Total
-from kvrelay.transfer.endpoint import Endpoint, TransferStats
+from kvrelay.transfer.protocol.endpoint import Endpoint, TransferStats
 
 _STATES = ("free", "cached", "held")
 

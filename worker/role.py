@@ -10,8 +10,8 @@ from kvrelay.engine.request import Request
 from kvrelay.internal.v1.describe_pb2 import Description
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.internal.v1.worker_pb2 import PHASE_COLOCATED, Failure, Phase, Promised, Submit
-from kvrelay.transfer.endpoint import Endpoint
-from kvrelay.transfer.handshake import LocalWorker
+from kvrelay.transfer.protocol.endpoint import Endpoint
+from kvrelay.transfer.protocol.handshake import LocalWorker
 
 if TYPE_CHECKING:
     from kvrelay.worker.worker import Worker

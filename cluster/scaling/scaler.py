@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Literal, get_args
 
-from kvrelay.cluster.desired import MemberRole, Refused
-from kvrelay.cluster.fleet import ROLES, Fleet
-from kvrelay.cluster.membership import Membership
+from kvrelay.cluster.fleet.desired import MemberRole, Refused
+from kvrelay.cluster.fleet.fleet import ROLES, Fleet
+from kvrelay.cluster.membership.membership import Membership
 from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.cluster.scaling.forecast import Split
 from kvrelay.cluster.scaling.policy import Decision, Policy

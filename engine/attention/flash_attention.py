@@ -14,7 +14,7 @@ from kvrelay.engine.attention.base import AttentionInputs, to_device
 from kvrelay.engine.attention.packages import check_parameters, check_shapes, imported
 from kvrelay.engine.attention.prefill import PlannedPrefill, Shapes, Unavailable
 from kvrelay.engine.config import PrefillKernel
-from kvrelay.kernels.paged import PagedKV
+from kvrelay.kernels.triton.paged import PagedKV
 
 PACKAGE = "FlashAttention 3"
 DIMS = range(8, 257, 8)

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvrelay.engine.attention.base import AttentionInputs
 from kvrelay.engine.config import PrefillKernel
 from kvrelay.engine.kv.layout import KVLayout
-from kvrelay.kernels.paged import PagedKV
+from kvrelay.kernels.triton.paged import PagedKV
 
 
 class Unavailable(Exception):

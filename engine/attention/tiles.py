@@ -10,9 +10,9 @@ from torch import Tensor
 from kvrelay.engine.attention.base import AttentionInputs, to_device
 from kvrelay.engine.attention.prefill import PlannedPrefill, Prefill, Shapes, Unavailable
 from kvrelay.engine.config import PrefillKernel
-from kvrelay.kernels.flash_prefill import choose_tile, flash_prefill, plan_tiles
-from kvrelay.kernels.launch import Launch, Repeat
-from kvrelay.kernels.paged import PagedKV
+from kvrelay.kernels.triton.flash_prefill import choose_tile, flash_prefill, plan_tiles
+from kvrelay.kernels.triton.launch import Launch, Repeat
+from kvrelay.kernels.triton.paged import PagedKV
 
 Kernel = Callable[[Tensor, PagedKV, Tensor, Tensor, int, Tensor], Launch | None]
 """Takes query, KV, block tables, tiles, window and out, as `flash_prefill` has them."""

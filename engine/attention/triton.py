@@ -19,11 +19,11 @@ from kvrelay.engine.attention.prefill import PlannedPrefill, Prefill, Shapes
 from kvrelay.engine.config import PrefillAttention
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
-from kvrelay.kernels.decode_work import DecodeParts, DecodeWork, count_programs, plan_decode
-from kvrelay.kernels.launch import Repeat
-from kvrelay.kernels.paged import PagedKV
-from kvrelay.kernels.paged_decode import paged_decode
-from kvrelay.kernels.rope_kv_write import HEADS, launch_rope_kv_write
+from kvrelay.kernels.triton.decode_work import DecodeParts, DecodeWork, count_programs, plan_decode
+from kvrelay.kernels.triton.launch import Repeat
+from kvrelay.kernels.triton.paged import PagedKV
+from kvrelay.kernels.triton.paged_decode import paged_decode
+from kvrelay.kernels.triton.rope_kv_write import HEADS, launch_rope_kv_write
 
 
 @dataclass(frozen=True, slots=True, eq=False)

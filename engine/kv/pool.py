@@ -13,7 +13,7 @@ from kvrelay.engine.kv.layout import ALL_LAYERS, DTYPE_BYTES, KVLayout, LayerPar
 from kvrelay.kernels.kv_codes import SCALE
 
 if TYPE_CHECKING:
-    from kvrelay.kernels.kv_frame import Way  # Triton, which a worker without a GPU doesn't need
+    from kvrelay.kernels.triton.kv_frame import Way  # Triton, which a worker without a GPU doesn't need
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -193,8 +193,8 @@ class KVPool:
     def _move_summed(
         self, way: "Way", blocks: Sequence[int], first_token: int, num_tokens: int, frame: Tensor, part: LayerPart
     ) -> Tensor:
-        from kvrelay.kernels.kv_checksum import add_words, of_length
-        from kvrelay.kernels.kv_frame import kv_frame
+        from kvrelay.kernels.triton.kv_checksum import add_words, of_length
+        from kvrelay.kernels.triton.kv_frame import kv_frame
 
         size = self._check(blocks, first_token, num_tokens, frame, part)
         total = torch.full((1,), of_length(size), dtype=torch.int64, device=self.bytes.device)
@@ -214,7 +214,7 @@ class KVPool:
 
     def _gather(self, blocks: Sequence[int], first_token: int, count: int, out: Tensor, part: LayerPart) -> None:
         """Reads `count` whole blocks by one kernel; `out` may be on another device."""
-        from kvrelay.kernels.kv_gather import kv_gather
+        from kvrelay.kernels.triton.kv_gather import kv_gather
 
         used = self._used(blocks, first_token, count)
         frame = out[: self.layout.nbytes(count * self.layout.block_size, part)]
@@ -225,7 +225,7 @@ class KVPool:
 
     def _scatter(self, blocks: Sequence[int], first_token: int, count: int, data: Tensor, part: LayerPart) -> None:
         """Writes `count` whole blocks by one kernel; `data` may be on another device."""
-        from kvrelay.kernels.kv_gather import kv_scatter
+        from kvrelay.kernels.triton.kv_gather import kv_scatter
 
         used = self._used(blocks, first_token, count)
         frame = data[: self.layout.nbytes(count * self.layout.block_size, part)]
@@ -377,7 +377,7 @@ def wait_for_stream(device: torch.device) -> None:
 
 
 def gpu_checksum(data: Tensor) -> int:
-    """64 bits of uint8 [length] in a GPU's memory, computed there; see `kvrelay.kernels.kv_checksum`."""
-    from kvrelay.kernels.kv_checksum import kv_checksum  # Triton, which a worker without a GPU doesn't need
+    """64 bits of uint8 [length] in a GPU's memory, computed there; see `kvrelay.kernels.triton.kv_checksum`."""
+    from kvrelay.kernels.triton.kv_checksum import kv_checksum  # Triton, which a worker without a GPU doesn't need
 
     return int(kv_checksum(data)) % 2**64

@@ -1,1 +1,1 @@
-"""Model architectures, one file each, their registry, and the checkpoint loader."""
+"""Models: the families that are served, their decoder, and the reading of checkpoints."""

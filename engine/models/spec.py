@@ -5,8 +5,8 @@ from typing import Literal
 
 from kvrelay.engine.config import Quantization
 from kvrelay.engine.kv.layout import FloatDtype
-from kvrelay.engine.models.checkpoint import Checkpoint
-from kvrelay.engine.models.config import ModelConfig
+from kvrelay.engine.models.reading.checkpoint import Checkpoint
+from kvrelay.engine.models.reading.config import ModelConfig
 
 ContextLimit = Literal["model", "option", "pool"]
 

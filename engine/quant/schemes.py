@@ -7,7 +7,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from kvrelay.engine.config import Quantization
-from kvrelay.engine.models.loader import allocate
+from kvrelay.engine.models.fast.loader import allocate
 from kvrelay.kernels import codes
 from kvrelay.kernels.codes import CodedWeight
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvrelay.engine.kv.pool import KVPool
-    from kvrelay.engine.models.decoder import Model
-    from kvrelay.engine.models.parts import Parts
+    from kvrelay.engine.models.fast.decoder import Model
+    from kvrelay.engine.models.fast.parts import Parts
 
 
 class StepHandle(Protocol):

@@ -19,15 +19,15 @@ from kvrelay.engine.config import Dtype, EngineConfig, Quantization
 from kvrelay.engine.kv.layout import FloatDtype, KVLayout
 from kvrelay.engine.kv.memory import DeviceMemory, HostMemory, make_pool
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
-from kvrelay.engine.models.checkpoint import Checkpoint
-from kvrelay.engine.models.config import ModelConfig, read_config
-from kvrelay.engine.models.decoder import NO_TAPS, Decoder, Model, Taps, Weights, taps_into
-from kvrelay.engine.models.loader import NO_CACHE, LayerCache, Making, OnLoaded, load_weights
-from kvrelay.engine.models.native import NativeDecoder, fits
-from kvrelay.engine.models.packed_cache import DamagedCacheError, PackedCache, packed_path
-from kvrelay.engine.models.parts import MakeAttention, Parts
+from kvrelay.engine.models.fast.decoder import NO_TAPS, Decoder, Model, Taps, Weights, taps_into
+from kvrelay.engine.models.fast.loader import NO_CACHE, LayerCache, Making, OnLoaded, load_weights
+from kvrelay.engine.models.fast.native import NativeDecoder, fits
+from kvrelay.engine.models.fast.parts import MakeAttention, Parts
+from kvrelay.engine.models.reading.checkpoint import Checkpoint
+from kvrelay.engine.models.reading.config import ModelConfig, read_config
+from kvrelay.engine.models.reading.packed_cache import DamagedCacheError, PackedCache, packed_path
+from kvrelay.engine.models.reading.stored import check_stored
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.engine.models.stored import check_stored
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.quant.schemes import HEAD, LAYERS, LayOut, quantizing
 from kvrelay.engine.request import SamplingParams

@@ -32,13 +32,13 @@ from kvrelay.engine.kv.layout import FloatDtype, KVLayout
 from kvrelay.engine.kv.memory import DeviceMemory, asking, make_pool, memory_of
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.kv.writes import WRITTEN, EventWaiter, KVWrites
-from kvrelay.engine.models.checkpoint import Checkpoint
-from kvrelay.engine.models.config import read_config
-from kvrelay.engine.models.decoder import NO_TAPS, Decoder, Taps, taps_into
-from kvrelay.engine.models.loader import MakeLinear, Making, OnLoaded, load_weights
-from kvrelay.engine.models.parts import Parts
+from kvrelay.engine.models.fast.decoder import NO_TAPS, Decoder, Taps, taps_into
+from kvrelay.engine.models.fast.loader import MakeLinear, Making, OnLoaded, load_weights
+from kvrelay.engine.models.fast.parts import Parts
+from kvrelay.engine.models.reading.checkpoint import Checkpoint
+from kvrelay.engine.models.reading.config import read_config
+from kvrelay.engine.models.reading.stored import check_stored
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.engine.models.stored import check_stored
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.quant.schemes import HEAD, LAYERS, quantizing
 from kvrelay.engine.runner.base import chain_of_steps
@@ -52,11 +52,11 @@ from kvrelay.engine.runner.special import SpecialRows
 from kvrelay.engine.sampling.guesses import GpuGuesses
 from kvrelay.engine.sampling.logprobs import score_prompts
 from kvrelay.engine.states import StatesShape
-from kvrelay.kernels import gpu_ops
 from kvrelay.kernels.codes import CodedWeight
 from kvrelay.kernels.ops import NONFINITE, Feeds, Linear
-from kvrelay.kernels.quant_linear import quant_linear
-from kvrelay.kernels.sample import Sampler, Workspace
+from kvrelay.kernels.triton import gpu_ops
+from kvrelay.kernels.triton.quant_linear import quant_linear
+from kvrelay.kernels.triton.sample import Sampler, Workspace
 
 MAX_BANNED = 128
 """Token ids that may be forbidden to one row: more than a request's stop ids plus a model's end-of-sequence ids."""

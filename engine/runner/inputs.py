@@ -15,7 +15,7 @@ from kvrelay.engine.attention.base import AttentionInputs, token_places
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.sampling.noise import SEED_MASK, noise_keys
-from kvrelay.kernels.sample import Choices
+from kvrelay.kernels.triton.sample import Choices
 
 TOKEN_FIELDS = 4
 ROW_FIELDS = 7

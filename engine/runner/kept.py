@@ -10,7 +10,7 @@ else, as one whose prompts go to a worker with a proposer, runs without graphs.
 import torch
 from torch import Tensor
 
-from kvrelay.engine.models.decoder import NO_TAPS, Taps, taps_into
+from kvrelay.engine.models.fast.decoder import NO_TAPS, Taps, taps_into
 from kvrelay.engine.plan import StepPlan
 
 

@@ -14,7 +14,7 @@ from kvrelay.engine.plan import StepPlan, TokenLogprobs
 from kvrelay.engine.sampling.logprobs import Scores
 from kvrelay.engine.sampling.processors import NO_TOKEN, ban, shape
 from kvrelay.engine.sampling.sampler import draws_of, early_stops
-from kvrelay.kernels.sample import Choices, Workspace, sample
+from kvrelay.kernels.triton.sample import Choices, Workspace, sample
 
 
 class SpecialRows:

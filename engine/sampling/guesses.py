@@ -9,7 +9,7 @@ from torch import Tensor
 from kvrelay.engine.attention.base import to_device
 from kvrelay.engine.sampling.noise import SEED_MASK, noise_keys
 from kvrelay.engine.sampling.sampler import Draw
-from kvrelay.kernels.sample import Choices, Sampler, Workspace
+from kvrelay.kernels.triton.sample import Choices, Sampler, Workspace
 
 FIELDS = 6
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from kvrelay.engine.attention.base import AttentionInputs, to_device
 from kvrelay.engine.kv.blocks import BlockPool, Hold
 from kvrelay.engine.kv.pool import KVPool
-from kvrelay.engine.models.parts import Parts
+from kvrelay.engine.models.fast.parts import Parts
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.speculate.base import NO_GUESS, WARM_UP, Computed, Guess, Want
 from kvrelay.engine.speculate.chains import draws_at, read_chains, wanting

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from kvrelay.engine.attention.base import Attention, Rotation
-from kvrelay.engine.models.config import ModelConfig, RopeConfig, read_rope
-from kvrelay.engine.models.fields import Fields, read_json
-from kvrelay.engine.models.parts import Parts
-from kvrelay.engine.models.rope import frequencies
+from kvrelay.engine.models.fast.parts import Parts
+from kvrelay.engine.models.reading.config import ModelConfig, RopeConfig, read_rope
+from kvrelay.engine.models.reading.fields import Fields, read_json
+from kvrelay.engine.models.reading.rope import frequencies
 from kvrelay.engine.speculate.tensors import Tensors
 from kvrelay.kernels.ops import Linear
 

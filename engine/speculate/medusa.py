@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvrelay.engine.models.config import ModelConfig
-from kvrelay.engine.models.fields import Fields, read_json
-from kvrelay.engine.models.parts import Parts
+from kvrelay.engine.models.fast.parts import Parts
+from kvrelay.engine.models.reading.config import ModelConfig
+from kvrelay.engine.models.reading.fields import Fields, read_json
 from kvrelay.engine.speculate.base import NO_GUESS, WARM_UP, Computed, Guess, Want
 from kvrelay.engine.speculate.chains import draws_at, read_chains, wanting
 from kvrelay.engine.speculate.tensors import Tensors

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrelay.cluster.actors import reachable
+from kvrelay.cluster.ray.actors import reachable
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.server import RouterServer
 from support.router_fakes import run

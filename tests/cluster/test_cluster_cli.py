@@ -19,12 +19,12 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from kvrelay.cluster import configfile
-from kvrelay.cluster.cli import OPTIONS, main, up
-from kvrelay.cluster.config import ClusterConfig
+from kvrelay.cli.main import OPTIONS, main, up
+from kvrelay.cluster.config import file as configfile
+from kvrelay.cluster.config.options import ClusterConfig
 from kvrelay.cluster.errors import UsageError
 from kvrelay.cluster.state import ClusterState, owned, save
-from kvrelay.cluster.supervisor import Progress, Startup
+from kvrelay.cluster.supervisor.supervisor import Progress, Startup
 from kvrelay.engine.config import Dtype
 from support.background import Background
 from support.capital_router import CapitalRouter, serving
@@ -168,7 +168,7 @@ def test_a_cluster_that_is_starting_keeps_a_second_one_out() -> None:
 
 
 def test_a_hopeless_member_ends_the_start_with_its_reason() -> None:
-    from kvrelay.cluster import launch
+    from kvrelay.cluster.up import launch
 
     members = [Progress("router-0"), Progress("prefill-0", failures=1, reason="kv_memory_bytes is 1000", hopeless=True)]
     with pytest.raises(UsageError) as caught:
@@ -239,7 +239,7 @@ def test_without_a_cluster_the_error_says_how_to_start_one(
     with socket.create_server(("127.0.0.1", 0)) as server:
         nobody = f"127.0.0.1:{server.getsockname()[1]}"
     monkeypatch.setattr("kvrelay.cluster.state.DEFAULT_TARGET", nobody)
-    monkeypatch.setattr("kvrelay.cluster.routers.DEFAULT_URL", f"http://{nobody}")
+    monkeypatch.setattr("kvrelay.cluster.asking.routers.DEFAULT_URL", f"http://{nobody}")
     fails(1, r"^kvrelay: no cluster is running; `kvrelay up` starts one", *arguments)
 
 
@@ -435,7 +435,7 @@ def test_ctrl_c_leaves_no_trace_while_a_command_is_imported(tmp_path: Path) -> N
 def test_commands_start_at_once() -> None:
     """Help and generate import neither Ray nor torch, which are slow to import."""
     code = (
-        "import sys; import kvrelay.cluster.cli, kvrelay.cluster.generate, kvrelay.cluster.status;"
+        "import sys; import kvrelay.cli.main, kvrelay.cli.generate, kvrelay.cluster.asking.status;"
         "print([name for name in ('ray', 'torch', 'numpy', 'pydantic') if name in sys.modules])"
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=SECONDS, cwd="/", text=True)

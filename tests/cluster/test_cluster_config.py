@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kvrelay.cluster.config import MEMBER, ROLES, ClusterConfig, RouterSection, schema
-from kvrelay.cluster.configfile import Override, dump, load
+from kvrelay.cluster.config.file import Override, dump, load
+from kvrelay.cluster.config.options import MEMBER, ROLES, ClusterConfig, RouterSection, schema
 from kvrelay.cluster.errors import UsageError
 from kvrelay.engine.config import EngineConfig
 from kvrelay.router.config import RouterConfig, RouterOptions, ServiceClass

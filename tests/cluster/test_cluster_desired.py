@@ -8,10 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.cluster import desired as changes
-from kvrelay.cluster import room
-from kvrelay.cluster.desired import Code, Desired, MemberRole, Refused, Rolling, Seen, Stage, Wanted, able, serving
-from kvrelay.cluster.reconcile import Drain, Start, SwitchRole, advance, reconcile, settled
+from kvrelay.cluster.fleet import desired as changes
+from kvrelay.cluster.fleet.desired import (
+    Code,
+    Desired,
+    MemberRole,
+    Refused,
+    Rolling,
+    Seen,
+    Stage,
+    Wanted,
+    able,
+    serving,
+)
+from kvrelay.cluster.fleet.fleet import room
+from kvrelay.cluster.fleet.reconcile import Drain, Start, SwitchRole, advance, reconcile, settled
 
 STEPS_TO_SETTLE = 400
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cluster import processes
+from kvrelay.cluster.processes import processes
 from support.processes import wait_until
 
 SECONDS = 60.0
@@ -14,9 +14,9 @@ STUCK = """
 import ctypes, subprocess, sys
 import ray
 from kvrelay.cluster import launch, supervisor_actor
-from kvrelay.cluster.config import ClusterConfig
-from kvrelay.cluster.commands.common import console
-from kvrelay.cluster.report import Report
+from kvrelay.cluster.config.options import ClusterConfig
+from kvrelay.cli.commands.common import console
+from kvrelay.cluster.up.report import Report
 from kvrelay.cluster.secrets import Secured
 from kvrelay.cluster.signals import Signals
 

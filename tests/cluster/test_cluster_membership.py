@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from kvrelay.cluster.membership import (
+from kvrelay.cluster.membership.membership import (
     InvalidMember,
     Membership,
 )

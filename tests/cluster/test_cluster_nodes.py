@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.cluster.desired import MemberRole
-from kvrelay.cluster.nodes import Node, Wish, preferred
+from kvrelay.cluster.fleet.desired import MemberRole
+from kvrelay.cluster.fleet.nodes import Node, Wish, preferred
 from support.ray_commands import KVRELAY
 
 GPU = {"GPU": 1.0}
@@ -63,9 +63,9 @@ rayenv.prepare()
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
-from kvrelay.cluster.nodes import Wish
+from kvrelay.cluster.fleet.nodes import Wish
 from kvrelay.cluster import reservations as module
-from kvrelay.cluster.reservations import Reservations
+from kvrelay.cluster.ray.reservations import Reservations
 
 module.OWN_SECONDS = 3
 RACK = "kvrelay.io/rack"
@@ -123,7 +123,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 from kvrelay.cluster.state import ClusterState
-from kvrelay.cluster.status import as_json, get_status
+from kvrelay.cluster.asking.status import as_json, get_status
 
 folder, kvrelay = Path(os.environ["KVRELAY_STATE_DIR"]), sys.argv[1]
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})

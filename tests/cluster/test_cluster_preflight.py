@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cluster.config import ClusterConfig
-from kvrelay.cluster.configfile import load
+from kvrelay.cluster.config.file import load
+from kvrelay.cluster.config.options import ClusterConfig
 from kvrelay.cluster.errors import UsageError
-from kvrelay.cluster.preflight import check, check_checkpoint, check_port
+from kvrelay.cluster.up.preflight import check, check_checkpoint, check_port
 from kvrelay.models import resolve
 
 

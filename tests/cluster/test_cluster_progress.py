@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.membership import DRAIN_MARGIN_SECONDS, FAILED_SECONDS, Membership, Verdict
+from kvrelay.cluster.membership.membership import DRAIN_MARGIN_SECONDS, FAILED_SECONDS, Membership, Verdict
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DRAINING,
     MEMBER_STATE_READY,

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from kvrelay.client import Client
-from kvrelay.cluster.processes import Process, find
+from kvrelay.cluster.processes.processes import Process, find
 from kvrelay.kernels.cpu.library import INSTRUCTION_SETS, VARIABLE, cpu_features
 from support.processes import wait_until
 from support.ray_commands import (

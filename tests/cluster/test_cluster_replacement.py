@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.cluster.replacement import LONG_LIFE_SECONDS, MOST_SECONDS, Backoff
+from kvrelay.cluster.fleet.replacement import LONG_LIFE_SECONDS, MOST_SECONDS, Backoff
 
 
 def test_the_first_replacement_is_immediate_and_the_wait_then_doubles() -> None:

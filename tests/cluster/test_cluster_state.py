@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cluster import processes, state
+from kvrelay.cluster import state
 from kvrelay.cluster.errors import RunError
+from kvrelay.cluster.processes import processes
 from kvrelay.cluster.state import ClusterState
 
 SECONDS = 10.0

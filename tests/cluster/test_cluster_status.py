@@ -14,9 +14,9 @@ import pytest
 from click.testing import CliRunner, Result
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from kvrelay.cluster.cli import main
-from kvrelay.cluster.metrics import role_name
+from kvrelay.cli.main import main
 from kvrelay.cluster.state import ClusterState, save
+from kvrelay.cluster.supervisor.metrics import role_name
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_READY,
     ROLE_COLOCATED,

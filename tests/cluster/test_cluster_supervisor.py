@@ -13,14 +13,13 @@ from typing import Any
 import grpc
 import pytest
 
-from kvrelay.cluster import replacement
-from kvrelay.cluster.desired import MemberRole
-from kvrelay.cluster.fleet import ROLES
-from kvrelay.cluster.member_progress import progress
-from kvrelay.cluster.replacement import Ended, Plan
+from kvrelay.cluster.asking.status import as_json, get_status
+from kvrelay.cluster.fleet.desired import MemberRole
+from kvrelay.cluster.fleet.fleet import ROLES, replacement
+from kvrelay.cluster.fleet.member_progress import progress
+from kvrelay.cluster.fleet.replacement import Ended, Plan
 from kvrelay.cluster.state import ClusterState
-from kvrelay.cluster.status import as_json, get_status
-from kvrelay.cluster.supervisor import SupervisorConfig, SupervisorServer
+from kvrelay.cluster.supervisor.supervisor import SupervisorConfig, SupervisorServer
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
     MEMBER_STATE_READY,
@@ -430,7 +429,9 @@ def test_it_runs_in_the_foreground_and_ends_on_sigterm(tmp_path: Path) -> None:
     config = tmp_path / "supervisor.json"
     config.write_text('{"port": 0, "suspect_seconds": 2}')
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvrelay.cluster.supervisor", "--config", str(config)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "kvrelay.cluster.supervisor", "--config", str(config)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert process.stdout is not None

@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvrelay.cluster import follow
-from kvrelay.cluster.follow import Follower
+from kvrelay.cluster.ray import follow
+from kvrelay.cluster.ray.follow import Follower
 
 
 def log(folder: Path, name: str, session: str = "session_2026-01-01") -> Path:
@@ -58,7 +58,7 @@ def test_a_line_without_an_end_takes_no_more_memory_than_allowed(tmp_path: Path)
 def test_all_that_is_left_is_printed_before_it_ends(tmp_path: Path) -> None:
     path = log(tmp_path, "worker-a.err")
     append(path, "one\n")
-    command = [sys.executable, "-m", "kvrelay.cluster.follow", str(tmp_path)]
+    command = [sys.executable, "-m", "kvrelay.cluster.ray.follow", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"one\n"

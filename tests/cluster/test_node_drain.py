@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cluster import ray_metrics
-from kvrelay.cluster.actors import LEAVING, ServerActor
-from kvrelay.cluster.node_drain import VARIABLE, Registration, drain
+from kvrelay.cluster.ray import metrics as ray_metrics
+from kvrelay.cluster.ray.actors import LEAVING, ServerActor
+from kvrelay.cluster.ray.node_drain import VARIABLE, Registration, drain
 from kvrelay.rpc.metrics.metric_set import MetricSet
 from kvrelay.rpc.serve import ExitDeadline
 
@@ -72,7 +72,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def hook(seconds: float) -> "subprocess.Popen[str]":
     """The command of the chart's preStop hook."""
-    command = [sys.executable, "-m", "kvrelay.cluster.node_drain", str(seconds)]
+    command = [sys.executable, "-m", "kvrelay.cluster.ray.node_drain", str(seconds)]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.processes import find
-from kvrelay.cluster.silence import SILENT_SECONDS
+from kvrelay.cluster.processes.processes import find
+from kvrelay.cluster.processes.silence import SILENT_SECONDS
 from support.processes import wait_until
 
 SECONDS = 30.0
@@ -42,10 +42,10 @@ while not ended.wait(0.2):
 OWNER = """
 import sys
 from kvrelay.cluster import owner
-from kvrelay.cluster.commands.common import console
-from kvrelay.cluster.config import ClusterConfig
+from kvrelay.cli.commands.common import console
+from kvrelay.cluster.config.options import ClusterConfig
 from kvrelay.cluster.errors import ClusterError
-from kvrelay.cluster.report import Report
+from kvrelay.cluster.up.report import Report
 owner.COMMAND = [sys.executable, "-c", sys.argv[1], sys.argv[2]]
 try:
     config = ClusterConfig(drain_seconds=0)

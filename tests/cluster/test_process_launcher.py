@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cluster.process_launcher import MemberProcess, Processes, ProcessLauncher
-from kvrelay.cluster.processes import descendants, title
-from kvrelay.cluster.replacement import Plan
+from kvrelay.cluster.fleet.replacement import Plan
+from kvrelay.cluster.processes.launcher import MemberProcess, Processes, ProcessLauncher
+from kvrelay.cluster.processes.processes import descendants, title
 from kvrelay.rpc.security import SecurityConfig
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cluster.processes import title
-from kvrelay.cluster.status import serves
+from kvrelay.cluster.asking.status import serves
+from kvrelay.cluster.processes.processes import title
 from support.processes import wait_until
 from support.ray_commands import START_SECONDS, STOP_SECONDS, World, cluster_processes
 

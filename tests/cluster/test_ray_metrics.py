@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from kvrelay.cluster import ray_metrics
+from kvrelay.cluster.ray import metrics as ray_metrics
 from kvrelay.rpc.metrics import families
 from kvrelay.rpc.metrics.metric_set import MetricSet
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.desired import Code, MemberRole, Refused
-from kvrelay.cluster.membership import Membership
+from kvrelay.cluster.fleet.desired import Code, MemberRole, Refused
+from kvrelay.cluster.membership.membership import Membership
 from kvrelay.cluster.scaling import scaler as scaler_module
 from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.cluster.scaling.scaler import KEPT, Scaler

@@ -6,8 +6,8 @@ import subprocess
 import sys
 import time
 
-from kvrelay.cluster.processes import find
-from kvrelay.cluster.silence import HUNG_SECONDS, SILENT_SECONDS, Silence
+from kvrelay.cluster.processes.processes import find
+from kvrelay.cluster.processes.silence import HUNG_SECONDS, SILENT_SECONDS, Silence
 
 MARGIN_SECONDS = 1.0
 POLL_SECONDS = 0.1

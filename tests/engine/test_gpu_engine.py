@@ -21,8 +21,8 @@ from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.runner.gpu import GpuRunner, build_gpu_runner
-from kvrelay.kernels import sample as sample_kernel
-from kvrelay.kernels.flash_prefill import choose_tile
+from kvrelay.kernels.triton import sample as sample_kernel
+from kvrelay.kernels.triton.flash_prefill import choose_tile
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.transports.registry import available_transports
 from support.checkpoints import COMMON, VOCAB_SIZE, make_checkpoint

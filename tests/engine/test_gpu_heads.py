@@ -28,9 +28,9 @@ from kvrelay.engine.sampling.sampler import Draw, guessing, sample
 from kvrelay.engine.speculate.base import WARM_UP, Computed
 from kvrelay.engine.speculate.chains import read_chains
 from kvrelay.engine.speculate.eagle import EagleProposer
-from kvrelay.kernels import sample as sample_kernel
 from kvrelay.kernels.ops import NONFINITE
-from kvrelay.kernels.sample import Workspace
+from kvrelay.kernels.triton import sample as sample_kernel
+from kvrelay.kernels.triton.sample import Workspace
 from support.checkpoints import COMMON, VOCAB_SIZE, make_checkpoint
 from support.guesses import Recorded
 from support.heads import (

@@ -21,7 +21,7 @@ from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.runner.gpu import GpuRunner, build_gpu_runner
 from kvrelay.engine.runner.graphs import batch_sizes
-from kvrelay.kernels import sample as sample_kernel
+from kvrelay.kernels.triton import sample as sample_kernel
 from support.attention_packages import modules
 from support.checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
 from support.launches import Launches, RecordedGraphs

@@ -12,8 +12,8 @@ from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.runner import cpu
 from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 from kvrelay.models import bundled
-from kvrelay.transfer.events import Frame
-from kvrelay.transfer.frames import ConvertedFrame, NarrowedFrame, PoolFrame
+from kvrelay.transfer.frames.frames import ConvertedFrame, NarrowedFrame, PoolFrame
+from kvrelay.transfer.protocol.events import Frame
 from support.paged import PagedSequence, PagedSequences
 
 COSINE = 0.999

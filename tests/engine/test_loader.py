@@ -17,11 +17,11 @@ from torch import Tensor
 
 from kvrelay.engine.attention.torch import TorchAttention
 from kvrelay.engine.config import EngineConfig
-from kvrelay.engine.models import checkpoint, hashes
-from kvrelay.engine.models.checkpoint import Checkpoint, expected_tensors
-from kvrelay.engine.models.config import read_config
-from kvrelay.engine.models.decoder import Decoder
-from kvrelay.engine.models.loader import load_weights
+from kvrelay.engine.models.fast.decoder import Decoder
+from kvrelay.engine.models.fast.loader import load_weights
+from kvrelay.engine.models.reading import checkpoint, hashes
+from kvrelay.engine.models.reading.checkpoint import Checkpoint, expected_tensors
+from kvrelay.engine.models.reading.config import read_config
 from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 from kvrelay.kernels import reference
 from kvrelay.kernels.cpu import ops

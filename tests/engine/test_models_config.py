@@ -17,8 +17,8 @@ from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
-from kvrelay.engine.models.config import ModelConfig, RopeConfig, read_config
-from kvrelay.engine.models.rope import frequencies
+from kvrelay.engine.models.reading.config import ModelConfig, RopeConfig, read_config
+from kvrelay.engine.models.reading.rope import frequencies
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -236,5 +236,5 @@ def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
 
 
 def test_reading_a_checkpoint_without_its_weights_takes_no_torch() -> None:
-    script = "import sys, kvrelay.engine.models.checkpoint; sys.exit('torch' in sys.modules)"
+    script = "import sys, kvrelay.engine.models.reading.checkpoint; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

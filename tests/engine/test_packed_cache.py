@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from kvrelay.engine.config import EngineConfig, Quantization
-from kvrelay.engine.models import packed_cache
-from kvrelay.engine.models.native import NativeDecoder
+from kvrelay.engine.models.fast.native import NativeDecoder
+from kvrelay.engine.models.reading import packed_cache
 from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.kernels.cpu.packed import PackedLinear
 from support.checkpoints import make_checkpoint

@@ -20,8 +20,8 @@ from kvrelay.engine.attention.triton import architecture_of
 from kvrelay.engine.build import draft_options
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.layout import KVLayout
-from kvrelay.kernels.paged import PagedKV
 from kvrelay.kernels.reference import paged_attention
+from kvrelay.kernels.triton.paged import PagedKV
 from support.attention_packages import modules
 
 CPU = torch.device("cpu")

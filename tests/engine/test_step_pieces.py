@@ -20,7 +20,7 @@ from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.runner.gpu import GpuRunner, build_gpu_runner
 from kvrelay.engine.runner.pieces import step_sizes
-from kvrelay.kernels import sample as sample_kernel
+from kvrelay.kernels.triton import sample as sample_kernel
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
 from support.launches import Launches, RecordedGraphs
 from support.paged import GREEDY, PagedSequences, make_plan

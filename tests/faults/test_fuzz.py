@@ -21,8 +21,8 @@ from kvrelay.internal.v1.supervisor_pb2 import ROLE_PREFILL, AttendRequest, GetS
 from kvrelay.internal.v1.worker_pb2 import RelayRequest, RouterHello, Sampling, Submit
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.handshake import LocalWorker
-from kvrelay.transfer.messages import Abort, CloseLink, Code, Dial, Finish, Meet, Offer, Push, Renew, encode
+from kvrelay.transfer.protocol.handshake import LocalWorker
+from kvrelay.transfer.protocol.messages import Abort, CloseLink, Code, Dial, Finish, Meet, Offer, Push, Renew, encode
 from kvrelay.v1.inference_pb2 import (
     DetokenizeRequest,
     GenerateRequest,

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from kvrelay.client import AsyncClient
-from kvrelay.router.sockets import raise_limit
+from kvrelay.router.doors.sockets import raise_limit
 from support.hostile import CHECK, GENERATE, client_tls, half_a_body, half_a_call
 from support.processes import free_port
 from support.router_fakes import FakeWorker, colocated_of, run

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.messages import Code
+from kvrelay.transfer.protocol.messages import Code
 from kvrelay.transfer.transports.registry import available_transports
 from support.handoff import LAYOUT, RECEIVER, Pair, pair
 

@@ -29,7 +29,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
     """One prefill and two decode workers that can take any role, and a router."""
     options: dict[str, Any] = {"model": "pico", "dtype": "float32", "engine": ENGINE, "drain_seconds": 1.0}
     members: dict[str, dict[str, Any]] = {
-        f"worker-{index}": {"module": "kvrelay.cluster.worker", "options": {"role": role, **options}}
+        f"worker-{index}": {"module": "kvrelay.cluster.processes.worker", "options": {"role": role, **options}}
         for index, role in enumerate(("prefill", "decode", "decode"))
     }
     router = {"model": "pico", "grpc_port": 0, "http_port": None}

@@ -15,20 +15,20 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["kvrelay"], exclude=["kvrelay.v1", "kvrelay.internal"]):
-    from kvrelay.cluster.membership import InvalidMember, Membership
+    from kvrelay.cluster.membership.membership import InvalidMember, Membership
     from kvrelay.engine.config import EngineConfig
     from kvrelay.engine.engine import Engine
     from kvrelay.engine.kv.blocks import BlockPool
     from kvrelay.engine.kv.prefix import PrefixIndex
     from kvrelay.engine.scheduler import Scheduler
     from kvrelay.models import resolve
-    from kvrelay.router import wire
     from kvrelay.router.errors import InvalidRequest
-    from kvrelay.router.tokenizer import Tokenizer
-    from kvrelay.router.validation import check
-    from kvrelay.router.wire import BadOutline, check_outline
-    from kvrelay.transfer import messages
-    from kvrelay.transfer.packing import WireError
+    from kvrelay.router.request import wire
+    from kvrelay.router.request.tokenizer import Tokenizer
+    from kvrelay.router.request.validation import check
+    from kvrelay.router.request.wire import BadOutline, check_outline
+    from kvrelay.transfer.protocol.packing import WireError
+    from kvrelay.transfer.protocol.table import messages
     from kvrelay.worker.requests import request_of
 
 from google.protobuf.message import DecodeError

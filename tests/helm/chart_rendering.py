@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from kvrelay.cluster.config import ClusterConfig
-from kvrelay.cluster.configfile import load
+from kvrelay.cluster.config.file import load
+from kvrelay.cluster.config.options import ClusterConfig
 
 HELM = Path(__file__).parents[2] / "helm"
 CHART = HELM / "kvrelay"

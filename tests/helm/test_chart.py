@@ -255,7 +255,7 @@ def test_budgets_let_a_node_drain(rendered):
 def test_what_actors_log_is_printed_in_every_pod(rendered):
     for template in rendered.templates.values():
         item = container(template, "logs")
-        assert item["command"] == ["python", "-m", "kvrelay.cluster.follow", "/tmp/ray"]
+        assert item["command"] == ["python", "-m", "kvrelay.cluster.ray.follow", "/tmp/ray"]
         assert item["restartPolicy"] == "Always"  # so that it starts before the actors and ends after them
         assert item in template["spec"]["initContainers"]
         for each in [item, *template["spec"]["containers"]]:
@@ -289,7 +289,7 @@ def test_pods_drain_before_they_end_and_have_the_time_for_it(rendered, tmp_path)
             assert "lifecycle" not in item
             continue
         *command, seconds = item["lifecycle"]["preStop"]["exec"]["command"]
-        assert command == ["python", "-m", "kvrelay.cluster.node_drain"]
+        assert command == ["python", "-m", "kvrelay.cluster.ray.node_drain"]
         assert environment(item)["KVRELAY_DRAIN_DIR"]["value"]
         assert environment(item)["RAY_worker_niceness"]["value"] == "0", "Ray's default slows its actors down"
         assert drain < float(seconds) < template["spec"]["terminationGracePeriodSeconds"]

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from chart_rendering import CHART
 
-from kvrelay.cluster.config import schema
+from kvrelay.cluster.config.options import schema
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 

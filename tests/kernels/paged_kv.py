@@ -9,10 +9,10 @@ from torch import Tensor
 
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
-from kvrelay.kernels.flash_prefill import plan_tiles
 from kvrelay.kernels.kv_codes import LARGEST, SCALE, dequantize, quantize
-from kvrelay.kernels.paged import PagedKV
 from kvrelay.kernels.reference import paged_attention
+from kvrelay.kernels.triton.flash_prefill import plan_tiles
+from kvrelay.kernels.triton.paged import PagedKV
 
 LAYERS = 2
 LAYER = 1

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from kvrelay.engine.config import EngineConfig
-from kvrelay.engine.models.decoder import Decoder
-from kvrelay.engine.models.native import NativeDecoder
+from kvrelay.engine.models.fast.decoder import Decoder
+from kvrelay.engine.models.fast.native import NativeDecoder
 from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.kernels.cpu import library as module
 from kvrelay.kernels.cpu.attention import AttentionArgs

@@ -9,7 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.kernels.decode_work import MIN_STEPS, RESIDENT, STEP, DecodeParts, DecodeWork, count_programs, plan_decode
+from kvrelay.kernels.triton.decode_work import (
+    MIN_STEPS,
+    RESIDENT,
+    STEP,
+    DecodeParts,
+    DecodeWork,
+    count_programs,
+    plan_decode,
+)
 
 CONTEXTS = st.lists(st.integers(0, 40_000), min_size=1, max_size=64)
 

@@ -9,12 +9,13 @@ from triton_compile import ARCHITECTURES, Compiler
 
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
-from kvrelay.kernels import add_rmsnorm, reference, silu_mul
-from kvrelay.kernels.embed import embed
+from kvrelay.kernels import reference
 from kvrelay.kernels.kv_codes import SCALE, dequantize
 from kvrelay.kernels.ops import Feeds
-from kvrelay.kernels.paged import PagedKV
-from kvrelay.kernels.rope_kv_write import rope_kv_write
+from kvrelay.kernels.triton import add_rmsnorm, silu_mul
+from kvrelay.kernels.triton.embed import embed
+from kvrelay.kernels.triton.paged import PagedKV
+from kvrelay.kernels.triton.rope_kv_write import rope_kv_write
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # The interpreter truncates when it converts to bfloat16, so only the tests of compilation use that type.

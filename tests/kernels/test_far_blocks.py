@@ -13,12 +13,12 @@ from paged_kv import LAYER, LAYERS, Sequences, make_sequences
 from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
 
-from kvrelay.kernels.decode_work import DecodeParts, DecodeWork, plan_decode
-from kvrelay.kernels.flash_prefill import Tile, choose_tile, flash_prefill, plan_tiles
-from kvrelay.kernels.kv_gather import kv_gather, kv_scatter
-from kvrelay.kernels.paged import PagedKV
-from kvrelay.kernels.paged_decode import paged_decode
-from kvrelay.kernels.rope_kv_write import rope_kv_write
+from kvrelay.kernels.triton.decode_work import DecodeParts, DecodeWork, plan_decode
+from kvrelay.kernels.triton.flash_prefill import Tile, choose_tile, flash_prefill, plan_tiles
+from kvrelay.kernels.triton.kv_gather import kv_gather, kv_scatter
+from kvrelay.kernels.triton.paged import PagedKV
+from kvrelay.kernels.triton.paged_decode import paged_decode
+from kvrelay.kernels.triton.rope_kv_write import rope_kv_write
 
 BLOCK_SIZE, KV_HEADS, DIM = 64, 8, 64
 BLOCKS = 2**31 // (LAYERS * 2 * KV_HEADS * BLOCK_SIZE * DIM) + 64

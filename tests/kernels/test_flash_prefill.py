@@ -12,8 +12,8 @@ from paged_kv import Sequences, blank, check_close, check_counts, coded_sequence
 from torch import Tensor
 from triton_compile import ARCHITECTURES, Compiler
 
-from kvrelay.kernels.flash_prefill import Tile, choose_tile, flash_prefill, flops, plan_tiles
-from kvrelay.kernels.paged import PagedKV
+from kvrelay.kernels.triton.flash_prefill import Tile, choose_tile, flash_prefill, flops, plan_tiles
+from kvrelay.kernels.triton.paged import PagedKV
 
 BF16 = torch.bfloat16
 SMALL = Tile(rows=32, keys=32, warps=4, stages=2)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from triton_compile import ARCHITECTURES, Compiler
 
-from kvrelay.kernels import kv_checksum as kernel
 from kvrelay.kernels.reference import kv_checksum
+from kvrelay.kernels.triton import kv_checksum as kernel
 
 
 def on_device(data: bytes, device: torch.device) -> int:

@@ -9,9 +9,9 @@ from triton_compile import ARCHITECTURES, Compiler
 
 from kvrelay.engine.kv.layout import KVLayout, LayerPart
 from kvrelay.engine.kv.pool import KVPool
-from kvrelay.kernels.kv_checksum import add_words, of_length
-from kvrelay.kernels.kv_frame import SPAN, Way, kv_frame
 from kvrelay.kernels.reference import kv_checksum
+from kvrelay.kernels.triton.kv_checksum import add_words, of_length
+from kvrelay.kernels.triton.kv_frame import SPAN, Way, kv_frame
 
 BLOCKS, LAYERS = 9, 3
 PLANES = [8, 48, 1000, 8 * SPAN + 16]

@@ -12,7 +12,7 @@ from triton_compile import ARCHITECTURES, Compiler
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.kernels import reference
-from kvrelay.kernels.kv_gather import kv_gather, kv_scatter
+from kvrelay.kernels.triton.kv_gather import kv_gather, kv_scatter
 
 Order = Literal["NHD", "HND"]
 BLOCKS, LAYERS = 9, 3

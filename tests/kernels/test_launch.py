@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from kvrelay.kernels import launch as launch_module
 from kvrelay.kernels import reference
-from kvrelay.kernels.add_rmsnorm import Norms
-from kvrelay.kernels.embed import Embed
-from kvrelay.kernels.launch import launch
 from kvrelay.kernels.ops import Feeds
-from kvrelay.kernels.quant_gemv import QuantGemv, quantize_int4, quantize_int8
-from kvrelay.kernels.quant_matmul import QuantMatmul
-from kvrelay.kernels.sample import Choices, Sampler, Workspace
-from kvrelay.kernels.silu_mul import SiluMul
+from kvrelay.kernels.triton import launch as launch_module
+from kvrelay.kernels.triton.add_rmsnorm import Norms
+from kvrelay.kernels.triton.embed import Embed
+from kvrelay.kernels.triton.launch import launch
+from kvrelay.kernels.triton.quant_gemv import QuantGemv, quantize_int4, quantize_int8
+from kvrelay.kernels.triton.quant_matmul import QuantMatmul
+from kvrelay.kernels.triton.sample import Choices, Sampler, Workspace
+from kvrelay.kernels.triton.silu_mul import SiluMul
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -9,9 +9,9 @@ from paged_kv import Sequences, blank, check_close, check_counts, coded_sequence
 from torch import Tensor
 from triton_compile import ARCHITECTURES, SHARED_LIMITS, Compiler
 
-from kvrelay.kernels.decode_work import DecodeParts, DecodeWork, plan_decode
-from kvrelay.kernels.paged import PagedKV
-from kvrelay.kernels.paged_decode import bytes_moved, paged_decode
+from kvrelay.kernels.triton.decode_work import DecodeParts, DecodeWork, plan_decode
+from kvrelay.kernels.triton.paged import PagedKV
+from kvrelay.kernels.triton.paged_decode import bytes_moved, paged_decode
 
 
 def make_work(rows: int, programs: int) -> DecodeWork:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton_compile import ARCHITECTURES, Compiler
 
-from kvrelay.kernels.quant_gemv import (
+from kvrelay.kernels.triton.quant_gemv import (
     GROUPS,
     MAX_ROWS,
     QuantGemv,

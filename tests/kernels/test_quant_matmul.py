@@ -7,9 +7,9 @@ from triton_compile import ARCHITECTURES, Compiler
 
 from kvrelay.kernels import codes
 from kvrelay.kernels.codes import CodedWeight, CodeType
-from kvrelay.kernels.quant_gemv import QuantizedWeight
-from kvrelay.kernels.quant_linear import quant_linear
-from kvrelay.kernels.quant_matmul import QuantMatmul
+from kvrelay.kernels.triton.quant_gemv import QuantizedWeight
+from kvrelay.kernels.triton.quant_linear import quant_linear
+from kvrelay.kernels.triton.quant_matmul import QuantMatmul
 
 FORMATS = {
     "int8": codes.int8,

@@ -16,9 +16,9 @@ from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.sampling.noise import exponential, noise_keys
 from kvrelay.engine.sampling.sampler import Draw
 from kvrelay.engine.sampling.sampler import sample as sample_on_cpu
-from kvrelay.kernels import sample as kernel
 from kvrelay.kernels.ops import NONFINITE
 from kvrelay.kernels.reference import token_probabilities
+from kvrelay.kernels.triton import sample as kernel
 from support.races import is_near
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"

@@ -9,15 +9,15 @@ import pytest
 
 from kvrelay.internal.v1.supervisor_pb2 import MemberState, Role
 from kvrelay.internal.v1.worker_pb2 import Blocks, Failure, Load
-from kvrelay.router.attempt_outcome import AttemptFailure
-from kvrelay.router.metrics import MAX_TENANTS, RouterMetrics
+from kvrelay.router.records.metrics import MAX_TENANTS, RouterMetrics
+from kvrelay.router.session.attempt_outcome import AttemptFailure
 from kvrelay.router.trace import Outcome, RequestRecord
 from kvrelay.rpc.metrics import families, labels
 from kvrelay.rpc.metrics.families import FAMILIES
 from kvrelay.rpc.metrics.family import SECONDS, Family
 from kvrelay.rpc.metrics.metric_set import MetricSet
-from kvrelay.transfer.endpoint import TransferStats
-from kvrelay.transfer.messages import Code
+from kvrelay.transfer.protocol.endpoint import TransferStats
+from kvrelay.transfer.protocol.messages import Code
 from kvrelay.worker.metrics import WorkerMetrics
 
 COMMON = {

@@ -11,7 +11,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.client import Client
-from kvrelay.cluster.status import as_json
+from kvrelay.cluster.asking.status import as_json
 from kvrelay.rpc.metrics.families import BUILD_NAME, FAMILIES
 from support.expressions import RULES, dashboards, queries, rule_groups
 from support.faults import ENGINE, OUT, PROMPT, TRANSFER, Scene, prompt_of

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrelay.router.spans import SpanExport
+from kvrelay.router.records.spans import SpanExport
 from kvrelay.rpc.tracing import TraceContext
 from kvrelay.v1 import inference_pb2 as pb
 from support.faults import OUT, PROMPT, Scene, prompt_of, scene

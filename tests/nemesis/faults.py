@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from kvrelay.cluster.control import Control
+from kvrelay.cluster.asking.control import Control
 from kvrelay.cluster.errors import RunError
 from nemesis.ground import Ground, Inject
 from nemesis.hostile import LONG, attacked

@@ -101,7 +101,7 @@ def main(config: Path) -> int:
         return serve.main(RouterConfig, RouterServer, "A router that takes orders.")
 
     from kvrelay.engine.plan import StepOutput, StepPlan
-    from kvrelay.transfer.endpoint_loop import HandoffSetup
+    from kvrelay.transfer.links.endpoint_loop import HandoffSetup
     from kvrelay.worker.config import WorkerConfig
     from kvrelay.worker.handoff import HandoffRole
     from kvrelay.worker.server import WorkerServer

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from kvrelay.client import AsyncClient
-from kvrelay.cluster.processes import Process, find
+from kvrelay.cluster.processes.processes import Process, find
 from nemesis.load import Stream, ask, draw
 from support.processes import free_port, wait_until
 

@@ -16,13 +16,13 @@ import pytest
 from aiohttp import web
 from click.testing import CliRunner, Result
 
-from kvrelay.cluster.bench.faces import HttpFace, Reply, Target
-from kvrelay.cluster.bench.figures import figures
-from kvrelay.cluster.bench.load import Sample
-from kvrelay.cluster.bench.options import ArrivalOptions, BenchOptions, Lengths, WorkloadOptions
-from kvrelay.cluster.bench.result import Run, schema
-from kvrelay.cluster.bench.run import Bench, measure
-from kvrelay.cluster.cli import main
+from kvrelay.cli.bench.faces import HttpFace, Reply, Target
+from kvrelay.cli.bench.figures import figures
+from kvrelay.cli.bench.load import Sample
+from kvrelay.cli.bench.options import ArrivalOptions, BenchOptions, Lengths, WorkloadOptions
+from kvrelay.cli.bench.result import Run, schema
+from kvrelay.cli.bench.run import Bench, measure
+from kvrelay.cli.main import main
 from support.background import Background
 from support.browser import browser
 from support.router_fakes import until

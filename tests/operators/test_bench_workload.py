@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.cluster.bench.arrivals import offsets
-from kvrelay.cluster.bench.options import (
+from kvrelay.cli.bench.arrivals import offsets
+from kvrelay.cli.bench.options import (
     ArrivalOptions,
     Arrivals,
     BenchOptions,
@@ -24,7 +24,7 @@ from kvrelay.cluster.bench.options import (
     parse_goodput,
     parse_sweep,
 )
-from kvrelay.cluster.bench.workload import Ask, asks
+from kvrelay.cli.bench.workload import Ask, asks
 from kvrelay.cluster.errors import UsageError
 
 

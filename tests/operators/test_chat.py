@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from kvrelay.cluster.cli import main
+from kvrelay.cli.main import main
 from support.background import Background
 from support.capital_router import SECONDS, CapitalRouter, serving
 from support.terminal import CTRL_C, CTRL_D, Terminal

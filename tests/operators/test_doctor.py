@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from kvrelay.cluster.cli import main
-from kvrelay.cluster.doctor.cluster_checks import (
+from kvrelay.cli.doctor.cluster_checks import (
     Clocks,
     Members,
     Pairs,
@@ -20,11 +19,12 @@ from kvrelay.cluster.doctor.cluster_checks import (
     Transports,
     Versions,
 )
-from kvrelay.cluster.doctor.examine import CHECKS, diagnose, examine, well
-from kvrelay.cluster.doctor.finding import Check, Examined, Finding, Reached
-from kvrelay.cluster.doctor.machine_checks import Certificates, Disks, Gpus, Limits, Rdma
+from kvrelay.cli.doctor.examine import CHECKS, diagnose, examine, well
+from kvrelay.cli.doctor.finding import Check, Examined, Finding, Reached
+from kvrelay.cli.doctor.machine_checks import Certificates, Disks, Gpus, Limits, Rdma
+from kvrelay.cli.main import main
 from kvrelay.cluster.errors import NO_CLUSTER
-from kvrelay.cluster.inquiry import ANSWER_SECONDS
+from kvrelay.cluster.membership.inquiry import ANSWER_SECONDS
 from kvrelay.cluster.state import ClusterState, save
 from kvrelay.internal.v1.describe_pb2 import (
     Amount,

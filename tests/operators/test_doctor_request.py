@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from kvrelay.cli.main import main
 from kvrelay.client import AsyncClient
-from kvrelay.cluster.cli import main
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
 from kvrelay.internal.v1.worker_pb2 import Blocks, Failure, Load, PrefillReport, Requests, TransferReport
-from kvrelay.router.placement import DecodeCapacity, Demand, WorkerRole, WorkerView
-from kvrelay.router.waiting import reason
+from kvrelay.router.placing.placement import DecodeCapacity, Demand, WorkerRole, WorkerView, why_waiting
 from kvrelay.rpc.identity import WorkerId
 from support.page import KEYS
 from support.router_fakes import FakeCluster, FakeWorker, Job, decode_of, fake_cluster, pair, run, until
@@ -203,4 +202,4 @@ def view(role: WorkerRole, *, ready: bool = True, pending: int = 0, slots: int =
     ],
 )
 def test_the_reason_of_a_wait_follows_from_the_workers(workers: list[WorkerView], words: str) -> None:
-    assert words in reason(Demand(100, 10), workers, 500)
+    assert words in why_waiting(Demand(100, 10), workers, 500)

@@ -16,11 +16,11 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay.cli.logs.entry import Parser, parse_since
+from kvrelay.cli.logs.sources import Files, RayActors, Source
+from kvrelay.cli.main import main
 from kvrelay.cluster import state
-from kvrelay.cluster.cli import main
 from kvrelay.cluster.errors import RunError, UsageError
-from kvrelay.cluster.logs.entry import Parser, parse_since
-from kvrelay.cluster.logs.sources import Files, RayActors, Source
 
 SECONDS = 30
 
@@ -161,7 +161,7 @@ class RayLogs:
         self._changed = threading.Condition()
         monkeypatch.setattr("ray.util.state.list_actors", lambda **_: list(self.actors))
         monkeypatch.setattr("ray.util.state.get_log", self._get)
-        monkeypatch.setattr("kvrelay.cluster.logs.sources.LIST_SECONDS", 0.0)
+        monkeypatch.setattr("kvrelay.cli.logs.sources.LIST_SECONDS", 0.0)
 
     def start(self, actor: Actor, text: str | None) -> None:
         """An actor; without a text, its node is gone."""

@@ -17,11 +17,11 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
+from kvrelay.cli.main import main
+from kvrelay.cli.top import run as top_run
+from kvrelay.cli.top.model import MOST_DECISIONS, SORTS, Model
+from kvrelay.cli.top.view import BAR_CELLS, frame
 from kvrelay.client import Client
-from kvrelay.cluster.cli import main
-from kvrelay.cluster.top import run as top_run
-from kvrelay.cluster.top.model import MOST_DECISIONS, SORTS, Model
-from kvrelay.cluster.top.view import BAR_CELLS, frame
 from support.background import Background
 
 SECONDS = 60

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.internal.v1.worker_pb2 import DecodeReport, PrefillReport, RequestEvent, TransferReport
-from kvrelay.router.life import Life, life
-from kvrelay.router.requests import RECENT, Requests
+from kvrelay.router.records.life import Life, life
+from kvrelay.router.records.requests import RECENT, Requests
 from kvrelay.router.trace import Outcome, RequestTrace
 
 PREFILL = RequestEvent(token_ids=[1], prefill=PrefillReport(queue_seconds=0.1, prefill_seconds=0.4, cached_tokens=2))

@@ -12,11 +12,11 @@ import aiohttp
 import pytest
 
 from kvrelay.client import AsyncClient
-from kvrelay.router.page import page
+from kvrelay.router.faces.page import page
 from support.page import BYTES, KEYS, Steps, events, load
 from support.router_fakes import FakeCluster, fake_cluster, run, until
 
-ASSETS = files("kvrelay.router.page") / "assets"
+ASSETS = files("kvrelay.router.faces.page") / "assets"
 SECRET = "zebra crossing"
 SECONDS = 10
 

@@ -4,7 +4,7 @@ import pytest
 
 from kvrelay.router.addresses import Addresses
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.connections import peer_of
+from kvrelay.router.doors.connections import peer_of
 
 PROXIES = ("10.0.0.0/8", "192.0.2.7", "2001:db8:1::/48")
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.internal.v1.worker_pb2 import Submit
-from kvrelay.router.admission import CHARGE, PEER_SHARE, RESERVED_SHARE, Admission, Place, Ticket
+from kvrelay.router.entry.admission import CHARGE, PEER_SHARE, RESERVED_SHARE, Admission, Place, Ticket
 from kvrelay.router.errors import Exhausted
-from kvrelay.router.prompt import Prompt
-from kvrelay.router.wire import MAX_FIELDS, SMALL_BYTES, BadOutline, check_outline
+from kvrelay.router.request.prompt import Prompt
+from kvrelay.router.request.wire import MAX_FIELDS, SMALL_BYTES, BadOutline, check_outline
 from kvrelay.v1.inference_pb2 import ChatMessage, ChatMessages, GenerateRequest, SamplingParams, TokenIds
 
 MAX_CALLS, MAX_BYTES = 32, 2000

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.router.alarm import Alarm
+from kvrelay.router.session.alarm import Alarm
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

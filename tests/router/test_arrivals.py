@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.client import AsyncClient
-from kvrelay.router import arrivals
-from kvrelay.router.arrivals import Arrivals
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.errors import RequestError
+from kvrelay.router.faces import arrivals
+from kvrelay.router.faces.arrivals import Arrivals
 from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams, TokenIds
 from support.router_fakes import fake_cluster, pair, run, until
 

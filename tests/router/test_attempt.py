@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.internal.v1.worker_pb2 import Failure, RequestEvent, RouterHello, Sampling, Submit, TransferReport
-from kvrelay.router.attempt import Attempt
-from kvrelay.router.prompt import Prompt
+from kvrelay.router.placing.worker_stream import Listener, WorkerStream
+from kvrelay.router.request.prompt import Prompt
+from kvrelay.router.request.validation import CheckedRequest
+from kvrelay.router.session.attempt import Attempt
 from kvrelay.router.trace import RequestTrace
-from kvrelay.router.validation import CheckedRequest
-from kvrelay.router.worker_stream import Listener, WorkerStream
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, TokenLogprobs
 from support.access import credentials

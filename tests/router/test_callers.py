@@ -11,9 +11,9 @@ import pytest
 from prometheus_client import generate_latest
 
 from kvrelay.client import AsyncClient, Exhausted, InvalidRequest, Tls, Unauthenticated, Unavailable
-from kvrelay.router import callers
-from kvrelay.router.callers import ApiKeys
 from kvrelay.router.config import RouterConfig
+from kvrelay.router.entry import callers
+from kvrelay.router.entry.callers import ApiKeys
 from kvrelay.v1.inference_pb2 import GenerateRequest, Resume, SamplingParams, TokenIds
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 from support.key_edits import EDITS, UNREADABLE, WHOLE, digest, edit

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.client import AsyncClient
-from kvrelay.engine.models.checkpoint import Checkpoint
+from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
     MEMBER_STATE_DRAINING,
@@ -22,8 +22,8 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Member,
 )
 from kvrelay.models import resolve
-from kvrelay.router.placement import Demand, LeastWork, NoPlace, Placement, WorkerRole, WorkerView, complete
-from kvrelay.router.prefixes import PrefixIndex
+from kvrelay.router.placing.placement import Demand, LeastWork, NoPlace, Placement, WorkerRole, WorkerView, complete
+from kvrelay.router.placing.prefixes import PrefixIndex
 from kvrelay.rpc.compatibility import rank, unpaired
 from kvrelay.rpc.identity import WorkerId
 from support.router_fakes import FakeWorker, decode_of, fake_cluster, prefill_of, run

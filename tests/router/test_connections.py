@@ -18,9 +18,9 @@ from prometheus_client import CollectorRegistry
 from kvrelay.client import AsyncClient
 from kvrelay.router.addresses import Addresses
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.connections import Connections, Deadlines
-from kvrelay.router.doors import GAP_SECONDS, Doors
-from kvrelay.router.metrics import RouterMetrics
+from kvrelay.router.doors.connections import Connections, Deadlines
+from kvrelay.router.doors.doors import GAP_SECONDS, Doors
+from kvrelay.router.records.metrics import RouterMetrics
 from support.hostile import PartialCall, client_tls, hello
 from support.http_calls import HELLO, Http, serving
 from support.processes import free_port

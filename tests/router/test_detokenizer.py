@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from kvrelay.internal.v1.worker_pb2 import Sampling
-from kvrelay.router.completion import Completion
-from kvrelay.router.detokenizer import Detokenizer, TokenBytes
-from kvrelay.router.prompt import Prompt
-from kvrelay.router.stops import StopStrings
-from kvrelay.router.validation import CheckedRequest
+from kvrelay.router.request.prompt import Prompt
+from kvrelay.router.request.validation import CheckedRequest
+from kvrelay.router.session.completion import Completion
+from kvrelay.router.text.detokenizer import Detokenizer, TokenBytes
+from kvrelay.router.text.stops import StopStrings
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED
 from support.tokenizers import byte_level_tokenizer
 

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from kvrelay.internal.v1.worker_pb2 import RelayResponse
-from kvrelay.router.http.completions import TextChoice
+from kvrelay.router.faces.http.completions import TextChoice
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH
 from support.http_calls import serving, text_of, token_at
 from support.router_fakes import FakeWorker, Job, run, until

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.router.health import FIRST_SECONDS, LONGEST_SECONDS, PEERS, STREAK, Avoidance, FleetHealth
+from kvrelay.router.placing.health import FIRST_SECONDS, LONGEST_SECONDS, PEERS, STREAK, Avoidance, FleetHealth
 from kvrelay.rpc.identity import WorkerId
 
 PREFILLS = [WorkerId(f"prefill-{index}", "i") for index in range(3)]

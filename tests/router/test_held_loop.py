@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvrelay.router.sampling import MAX_LOGPROBS, MAX_PROMPT_VALUES
+from kvrelay.router.request.sampling import MAX_LOGPROBS, MAX_PROMPT_VALUES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH
 from support.costly import CONTEXT, METHODS, PATHS, Bodies, messages, probed

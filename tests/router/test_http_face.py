@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.client import AsyncClient
 from kvrelay.internal.v1.worker_pb2 import Failure
-from kvrelay.router.validation import completion_seed
+from kvrelay.router.request.validation import completion_seed
 from kvrelay.v1.inference_pb2 import (
     FINISH_REASON_STOP,
     GenerateRequest,

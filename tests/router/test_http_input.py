@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from kvrelay.cluster import certificates
 from kvrelay.router.errors import InvalidRequest, RequestError
-from kvrelay.router.http import openapi
-from kvrelay.router.http.body import parse
-from kvrelay.router.http.chat import ChatRequest
-from kvrelay.router.http.completions import CompletionRequest, read_completion
-from kvrelay.router.http.connection import HEADERS, LOOK_SECONDS
-from kvrelay.router.http.errors import body_of, error_json
-from kvrelay.router.http.texts import DetokenizeRequest, TokenizeRequest
-from kvrelay.router.wire import SMALL_BYTES
+from kvrelay.router.faces.http import openapi
+from kvrelay.router.faces.http.body import parse
+from kvrelay.router.faces.http.chat import ChatRequest
+from kvrelay.router.faces.http.completions import CompletionRequest, read_completion
+from kvrelay.router.faces.http.connection import HEADERS, LOOK_SECONDS
+from kvrelay.router.faces.http.errors import body_of, error_json
+from kvrelay.router.faces.http.texts import DetokenizeRequest, TokenizeRequest
+from kvrelay.router.request.wire import SMALL_BYTES
 from support.http_calls import CHAT, HELLO, Http, check_answers, exchange, serving, token_at
 from support.router_fakes import FakeWorker, Job, colocated_of, length_if, run, silent, until
 

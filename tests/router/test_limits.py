@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvrelay.client import AsyncClient, Exhausted
 from kvrelay.router.config import ServiceClass
+from kvrelay.router.entry.limits import KeyLimits, Limits
 from kvrelay.router.errors import LimitReached
-from kvrelay.router.limits import KeyLimits, Limits
 from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams, TokenIds
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 from support.router_fakes import FakeWorker, Job, colocated_of, fake_cluster, pair, run, silent

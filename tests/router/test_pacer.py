@@ -8,8 +8,8 @@ import pytest
 
 from kvrelay.client import AsyncClient
 from kvrelay.internal.v1.worker_pb2 import Failure
-from kvrelay.router.attempt_tokens import AttemptTokens
-from kvrelay.router.pacer import AT_ONCE, STREAM_SECONDS, UNPACED_TOKENS, Pacer
+from kvrelay.router.session.attempt_tokens import AttemptTokens
+from kvrelay.router.session.pacer import AT_ONCE, STREAM_SECONDS, UNPACED_TOKENS, Pacer
 from support.router_fakes import FakeCluster, Job, fake_cluster, length_if, pair, run, until
 
 PROMPT = [5, 6, 7]

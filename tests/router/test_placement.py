@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.internal.v1.worker_pb2 import PHASE_DECODE, PHASE_PREFILL, RequestEvent, RouterHello, Sampling, Submit
-from kvrelay.router.budget import AT_LEAST, SHARE, WINDOW_SECONDS, RetryBudget
-from kvrelay.router.placement import (
+from kvrelay.router.placing.placement import (
     TRANSFER_SHARE,
     WORK_WEIGHT,
     DecodeCapacity,
@@ -19,8 +18,9 @@ from kvrelay.router.placement import (
     WorkerView,
     complete,
 )
-from kvrelay.router.prefixes import PrefixIndex
-from kvrelay.router.worker_stream import WorkerStream
+from kvrelay.router.placing.prefixes import PrefixIndex
+from kvrelay.router.placing.worker_stream import WorkerStream
+from kvrelay.router.session.budget import AT_LEAST, SHARE, WINDOW_SECONDS, RetryBudget
 from kvrelay.rpc.identity import WorkerId
 from support.access import credentials
 

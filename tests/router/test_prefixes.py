@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.router.placement import Demand, LeastWork, Placement, WorkerView
-from kvrelay.router.prefixes import UNIT, PrefixIndex, chain_of
+from kvrelay.router.placing.placement import Demand, LeastWork, Placement, WorkerView
+from kvrelay.router.placing.prefixes import UNIT, PrefixIndex, chain_of
 from kvrelay.rpc.identity import WorkerId
 
 ONE, TWO = WorkerId("prefill-0", "i"), WorkerId("prefill-1", "i")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.router.placement import Demand, NoPlace, Placement
-from kvrelay.router.queue import NO_CLAIM, OVERTAKEN, Claim, PlacementQueue, QueueFull
+from kvrelay.router.placing.placement import Demand, NoPlace, Placement
+from kvrelay.router.placing.queue import NO_CLAIM, OVERTAKEN, Claim, PlacementQueue, QueueFull
 from kvrelay.rpc.identity import WorkerId
 
 PLACE = Placement(WorkerId("p", "i"), WorkerId("d", "i"))

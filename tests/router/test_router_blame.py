@@ -155,7 +155,7 @@ def test_a_broken_way_costs_no_error_and_is_learnt(tmp_path: Path, cause: Any) -
 
 
 def test_a_silent_worker_is_ejected_and_comes_back_by_a_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrelay.router.health.FIRST_SECONDS", 4.0)
+    monkeypatch.setattr("kvrelay.router.placing.health.FIRST_SECONDS", 4.0)
 
     async def stall(job: Job) -> None:
         job.send(job.base, (token_at(job.base),))

@@ -9,8 +9,8 @@ import pytest
 from kvrelay.client import AsyncClient
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
 from kvrelay.internal.v1.worker_pb2 import Failure, TransferReport
-from kvrelay.router.budget import RetryBudget
-from kvrelay.router.suspects import Suspicion
+from kvrelay.router.session.budget import RetryBudget
+from kvrelay.router.session.suspects import Suspicion
 from support.router_fakes import FakeCluster, FakeWorker, Job, Script, fake_cluster, length_if, run
 
 REQUESTS = 60

@@ -12,7 +12,7 @@ import pytest
 from kvrelay.client import AsyncClient, InvalidRequest, KvrelayError
 from kvrelay.internal.v1.worker_pb2 import CONTEXT_LIMIT_OPTION, CONTEXT_LIMIT_POOL
 from kvrelay.router.errors import InvalidArgument
-from kvrelay.router.grpc_face import parser
+from kvrelay.router.faces.grpc_face import parser
 from kvrelay.v1.inference_pb2 import ChatMessages, GenerateRequest, SamplingParams, TokenIds, TokenizeRequest
 from support.router_fakes import fake_cluster, pair, run
 from support.tokenizers import TEMPLATE, byte_level_tokenizer

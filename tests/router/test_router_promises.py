@@ -13,7 +13,7 @@ from kvrelay.client import AsyncClient
 from kvrelay.decode_worker.role import DecodeRole
 from kvrelay.engine.config import EngineConfig
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY, Member
-from kvrelay.router.placement import WorkerView
+from kvrelay.router.placing.placement import WorkerView
 from kvrelay.router.server import RouterServer
 from kvrelay.worker.config import WorkerConfig, WorkerRole
 from kvrelay.worker.role import Role

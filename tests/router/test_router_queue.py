@@ -12,7 +12,7 @@ import pytest
 from kvrelay.client import AsyncClient, DeadlineExceeded, Exhausted, Unavailable
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
 from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Promised, Requests
-from kvrelay.router.usual import RATE_SECONDS
+from kvrelay.router.placing.usual import RATE_SECONDS
 from support.router_fakes import FakeCluster, fake_cluster, pair, run, silent, until
 
 TOTAL = 4

@@ -9,7 +9,7 @@ import pytest
 from kvrelay.client import AsyncClient, DeadlineExceeded, Exhausted, InternalError, InvalidRequest, Unavailable
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, MEMBER_STATE_DRAINING, MEMBER_STATE_SUSPECT
 from kvrelay.internal.v1.worker_pb2 import WAIT_PREEMPTED, Failure, Load, RelayResponse
-from kvrelay.router.usual import RATE_SECONDS
+from kvrelay.router.placing.usual import RATE_SECONDS
 from support.router_fakes import (
     FakeWorker,
     Job,

@@ -12,10 +12,10 @@ import pytest
 
 from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.router.errors import GIVEN_UP_KEY
-from kvrelay.router.placement import NoPlace
-from kvrelay.router.sampling import SamplingDefaults
-from kvrelay.router.tokenizer import Tokenizer
-from kvrelay.router.validation import check
+from kvrelay.router.placing.placement import NoPlace
+from kvrelay.router.request.sampling import SamplingDefaults
+from kvrelay.router.request.tokenizer import Tokenizer
+from kvrelay.router.request.validation import check
 from kvrelay.v1.inference_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,

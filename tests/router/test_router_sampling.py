@@ -9,14 +9,14 @@ import pytest
 
 from kvrelay.internal.v1.worker_pb2 import ModelInfo, Sampling
 from kvrelay.router.errors import InvalidRequest
-from kvrelay.router.sampling import (
+from kvrelay.router.request.sampling import (
     MAX_PROMPT_VALUES,
     SamplingDefaults,
     check_params,
     check_prompt_logprobs,
     sampling_of,
 )
-from kvrelay.router.tokenizer import Tokenizer
+from kvrelay.router.request.tokenizer import Tokenizer
 from kvrelay.v1.inference_pb2 import Constraint, SamplingParams
 from support.tokenizers import byte_level_tokenizer
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvrelay.client import AsyncClient, Exhausted, InvalidRequest
 from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Requests
-from kvrelay.router.tokenizer import Tokenizer
+from kvrelay.router.request.tokenizer import Tokenizer
 from kvrelay.v1.inference_pb2 import GenerateRequest, Resume, SamplingParams, TokenIds
 from support.costly import probed
 from support.router_fakes import (

@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Requests
-from kvrelay.router.page import page
+from kvrelay.router.faces.page import page
 from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams, TokenIds
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 from support.hostile import PartialCall

@@ -14,10 +14,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from kvrelay.models import bundled
-from kvrelay.router.chat import Conversation, TemplateFailed
-from kvrelay.router.conversation import conversation
 from kvrelay.router.errors import InvalidRequest
-from kvrelay.router.tokenizer import Tokenizer as Router
+from kvrelay.router.request.chat import Conversation, TemplateFailed
+from kvrelay.router.request.conversation import conversation
+from kvrelay.router.request.tokenizer import Tokenizer as Router
 from kvrelay.v1.inference_pb2 import ChatMessage, ChatMessages
 from support.http_calls import serving
 from support.router_fakes import run

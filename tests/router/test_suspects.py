@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.router.suspects import CLEAN_TOKENS, MAX_LOSSES, TRIAL_TOKENS, Suspicion
+from kvrelay.router.session.suspects import CLEAN_TOKENS, MAX_LOSSES, TRIAL_TOKENS, Suspicion
 
 
 @settings(max_examples=300, deadline=None)

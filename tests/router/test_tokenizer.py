@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from kvrelay.router import chat
-from kvrelay.router.chat import ChatTemplate, Conversation, TemplateFailed
-from kvrelay.router.tokenizer import INLINE_CHARACTERS, Tokenizer
+from kvrelay.router.request import chat
+from kvrelay.router.request.chat import ChatTemplate, Conversation, TemplateFailed
+from kvrelay.router.request.tokenizer import INLINE_CHARACTERS, Tokenizer
 from support.tokenizers import byte_level_tokenizer
 
 MESSAGES = [{"role": "user", "content": "<b>hi</b>"}]

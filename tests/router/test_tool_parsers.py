@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.router.errors import InvalidRequest
-from kvrelay.router.tools.array import ArrayParser
-from kvrelay.router.tools.calls import NamedParser, ToolParser
-from kvrelay.router.tools.choose import tool_format
-from kvrelay.router.tools.hermes import HermesParser
-from kvrelay.router.tools.llama3 import Llama3Parser
-from kvrelay.router.tools.mistral import MistralParser
-from kvrelay.router.tools.reasoning import Reasoning
-from kvrelay.router.tools.schema import calls_schema
+from kvrelay.router.text.tools.array import ArrayParser
+from kvrelay.router.text.tools.calls import NamedParser, ToolParser
+from kvrelay.router.text.tools.choose import tool_format
+from kvrelay.router.text.tools.hermes import HermesParser
+from kvrelay.router.text.tools.llama3 import Llama3Parser
+from kvrelay.router.text.tools.mistral import MistralParser
+from kvrelay.router.text.tools.reasoning import Reasoning
+from kvrelay.router.text.tools.schema import calls_schema
 
 NAMES = ["get_weather", "add"]
 PARSERS: dict[str, Callable[[], ToolParser]] = {

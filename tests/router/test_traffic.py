@@ -5,10 +5,10 @@ import time
 import pytest
 
 from kvrelay.internal.v1.worker_pb2 import DecodeReport, PrefillReport
-from kvrelay.router import traffic as module
-from kvrelay.router.placement import Demand, WorkerRole
+from kvrelay.router.placing.placement import Demand, WorkerRole
+from kvrelay.router.records import traffic as module
+from kvrelay.router.records.traffic import LatencyTargets, TrafficMeter
 from kvrelay.router.trace import RequestTrace
-from kvrelay.router.traffic import LatencyTargets, TrafficMeter
 
 TARGETS = LatencyTargets(1.0, 0.1)
 

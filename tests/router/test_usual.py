@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.router.usual import HOLDERS, UNKNOWN_TOKENS, CompletionRate, UsualLengths
+from kvrelay.router.placing.usual import HOLDERS, UNKNOWN_TOKENS, CompletionRate, UsualLengths
 
 
 @given(st.integers(1, 100_000), st.lists(st.integers(1, 100_000), max_size=40))

@@ -18,7 +18,7 @@ from kvrelay.cluster.errors import UsageError
 from kvrelay.rpc.certificates import part_files, parts_of
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.security import PARTS, Part
-from kvrelay.transfer.ports import RECEIVER, SENDER
+from kvrelay.transfer.protocol.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.tls import secure
 
 SECONDS = 10.0

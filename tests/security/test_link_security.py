@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from kvrelay.rpc.certificates import CertificateFiles
-from kvrelay.transfer.checks import ChecksumKind, FrameCheck
 from kvrelay.transfer.config import Encrypt, TransferConfig
-from kvrelay.transfer.events import Frame
-from kvrelay.transfer.messages import Code
+from kvrelay.transfer.frames.checks import ChecksumKind, FrameCheck
+from kvrelay.transfer.protocol.events import Frame
+from kvrelay.transfer.protocol.messages import Code
 from kvrelay.transfer.transports.base import LinkError
 from kvrelay.transfer.transports.link_key import LinkKey
 from kvrelay.transfer.transports.registry import available_transports

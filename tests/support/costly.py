@@ -17,10 +17,10 @@ from google.protobuf.message import Message
 from pydantic import BaseModel
 
 from kvrelay.router.__main__ import GC_THRESHOLDS
-from kvrelay.router.http import openapi
-from kvrelay.router.page.page import Ask
-from kvrelay.router.validation import DETOKENIZE_IDS
-from kvrelay.router.wire import MAX_ESCAPES, MAX_LISTS, MAX_STRINGS, MAX_VALUES
+from kvrelay.router.faces.http import openapi
+from kvrelay.router.faces.page.page import Ask
+from kvrelay.router.request.validation import DETOKENIZE_IDS
+from kvrelay.router.request.wire import MAX_ESCAPES, MAX_LISTS, MAX_STRINGS, MAX_VALUES
 from kvrelay.v1 import inference_pb2 as pb
 from support.clock import Clock
 from support.http_calls import CHAT, HELLO

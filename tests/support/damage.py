@@ -27,10 +27,10 @@ from typing import Any
 
 from torch import Tensor
 
-from kvrelay.transfer.endpoint_loop import HandoffSetup
-from kvrelay.transfer.events import Frame
-from kvrelay.transfer.frames import PoolFrames
-from kvrelay.transfer.messages import Key, Push
+from kvrelay.transfer.frames.frames import PoolFrames
+from kvrelay.transfer.links.endpoint_loop import HandoffSetup
+from kvrelay.transfer.protocol.events import Frame
+from kvrelay.transfer.protocol.messages import Key, Push
 from kvrelay.worker.handoff import HandoffRole
 
 VARIABLE = "FRAME_DAMAGE"

@@ -16,8 +16,8 @@ from functools import cache
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # its stub doesn't say that it is public
 
-from kvrelay.transfer.endpoint_loop import HandoffSetup
-from kvrelay.transfer.ports import RECEIVER, SENDER
+from kvrelay.transfer.links.endpoint_loop import HandoffSetup
+from kvrelay.transfer.protocol.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.base import Link, Rendezvous, Transport
 from kvrelay.worker.handoff import HandoffRole
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from kvrelay.transfer.ports import SENDER
+from kvrelay.transfer.protocol.ports import SENDER
 from kvrelay.transfer.transports.base import Link, LinkError, Rendezvous
 
 

@@ -19,7 +19,7 @@ PRELOADED = (
     "support.hash_worker",
     "kvrelay.worker.server",
     "kvrelay.router.server",
-    "kvrelay.cluster.supervisor",
+    "kvrelay.cluster.supervisor.supervisor",
     "kvrelay.engine.build",
     "kvrelay.engine.runner.cpu",
     "support.preloaded",

@@ -16,9 +16,9 @@ import xxhash
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.prefill_worker.handoff_client import HandoffClient
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.endpoint import TransferStats
-from kvrelay.transfer.messages import Code, Key
-from kvrelay.transfer.peers import Peer, PeerTable
+from kvrelay.transfer.protocol.endpoint import TransferStats
+from kvrelay.transfer.protocol.messages import Code, Key
+from kvrelay.transfer.protocol.peers import Peer, PeerTable
 from kvrelay.transfer.transports.registry import available_transports, entries
 from support.forks import quick_start
 from support.handoff import (

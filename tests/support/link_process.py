@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from kvrelay.transfer.ports import RECEIVER, SENDER
+from kvrelay.transfer.protocol.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.base import Link, Rendezvous, Transport
 from kvrelay.transfer.transports.registry import available_transports
 from support.forks import quick_start

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from kvrelay.engine.kv.pool import KVPool
-from kvrelay.transfer.claim import BlockClaim
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.events import (
+from kvrelay.transfer.frames.frames import DrainJob, PoolFrames, ReceiveJob, SendJob
+from kvrelay.transfer.protocol.claim import BlockClaim
+from kvrelay.transfer.protocol.events import (
     Commit,
     Computed,
     Expected,
@@ -35,10 +36,9 @@ from kvrelay.transfer.events import (
     Tell,
     Timeouts,
 )
-from kvrelay.transfer.frames import DrainJob, PoolFrames, ReceiveJob, SendJob
-from kvrelay.transfer.handshake import LocalWorker
-from kvrelay.transfer.messages import Code, Finish, Key, Push
-from kvrelay.transfer.protocol import ReceiveAttempt, SendAttempt
+from kvrelay.transfer.protocol.handshake import LocalWorker
+from kvrelay.transfer.protocol.messages import Code, Finish, Key, Push
+from kvrelay.transfer.protocol.table import ReceiveAttempt, SendAttempt
 from kvrelay.transfer.transports.base import LinkError
 from support.handoff import FIRST_TOKEN, RECEIVER, SENDER
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvrelay.cluster.membership import Membership, Verdict
+from kvrelay.cluster.membership.membership import Membership, Verdict
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY, ROLE_PREFILL, Member, MemberState, Role
 
 TICK = 0.1

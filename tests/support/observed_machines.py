@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from kvrelay.transfer.events import Failed, LinkLost, LinkUp, Renewed, SendFinish, SendFrame, State, Tell
-from kvrelay.transfer.messages import Ack, Finish, Grant, Offer, Push, ToAttempt
-from kvrelay.transfer.protocol import ReceiveAttempt, SendAttempt
+from kvrelay.transfer.protocol.events import Failed, LinkLost, LinkUp, Renewed, SendFinish, SendFrame, State, Tell
+from kvrelay.transfer.protocol.messages import Ack, Finish, Grant, Offer, Push, ToAttempt
+from kvrelay.transfer.protocol.table import ReceiveAttempt, SendAttempt
 from support.simulated_blocks import Violation
 
 Seen = dict[tuple[str, str, str, str], set[str]]

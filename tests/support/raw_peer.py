@@ -9,8 +9,8 @@ import grpc
 from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
 from kvrelay.internal.v1.handoff_pb2_grpc import HandoffServiceStub
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.handshake import LocalWorker
-from kvrelay.transfer.messages import Message, decode, encode
+from kvrelay.transfer.protocol.handshake import LocalWorker
+from kvrelay.transfer.protocol.messages import Message, decode, encode
 from support.access import METADATA
 from support.fake_transport import FakeTransport
 from support.handoff import LAYOUT, RECEIVER, SENDER, Pair, pair

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.client import Client
-from kvrelay.cluster.processes import Process, find
+from kvrelay.cluster.asking.status import as_json, get_status
+from kvrelay.cluster.processes.processes import Process, find
 from kvrelay.cluster.state import ClusterState
-from kvrelay.cluster.status import as_json, get_status
 
 KVRELAY = str(Path(sys.executable).parent / "kvrelay")
 START_SECONDS = 240.0

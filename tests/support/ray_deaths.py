@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrelay.client import Client, KvrelayError
-from kvrelay.cluster.processes import Process, find
+from kvrelay.cluster.processes.processes import Process, find
 from support.processes import free_port, wait_until
 from support.ray_commands import KVRELAY, START_SECONDS, World, cluster_processes
 

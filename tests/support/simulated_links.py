@@ -13,12 +13,12 @@ import numpy as np
 
 from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.engine.states import StatesLayout
-from kvrelay.transfer.claim import BlockClaim
-from kvrelay.transfer.events import Frame, Outcome
-from kvrelay.transfer.frames import announce
-from kvrelay.transfer.messages import Code, Grant, Hello, Key, Message, Push, Refuse
-from kvrelay.transfer.peers import Peer
-from kvrelay.transfer.ports import SENDER, LinkEnd, LinkSpec
+from kvrelay.transfer.frames.frames import announce
+from kvrelay.transfer.protocol.claim import BlockClaim
+from kvrelay.transfer.protocol.events import Frame, Outcome
+from kvrelay.transfer.protocol.messages import Code, Grant, Hello, Key, Message, Push, Refuse
+from kvrelay.transfer.protocol.peers import Peer
+from kvrelay.transfer.protocol.ports import SENDER, LinkEnd, LinkSpec
 from support.simulated_blocks import BLOCK, LAYERS, STATES, Stamp, Violation
 
 TIMEOUT = 0.5

@@ -9,10 +9,10 @@ from kvrelay.engine.states import StatesShape
 from kvrelay.prefill_worker.kv_sender import KVSender
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.endpoint import Endpoint, EndpointContext, TransferStats
-from kvrelay.transfer.handshake import LocalWorker
-from kvrelay.transfer.messages import Code, Key
-from kvrelay.transfer.peers import NEWS_SECONDS, Peer, PeerTable
+from kvrelay.transfer.protocol.endpoint import Endpoint, EndpointContext, TransferStats
+from kvrelay.transfer.protocol.handshake import LocalWorker
+from kvrelay.transfer.protocol.messages import Code, Key
+from kvrelay.transfer.protocol.peers import NEWS_SECONDS, Peer, PeerTable
 from support.late_writes import LateWrites
 from support.simulated_blocks import BLOCK, LAYERS, STATES, Blocks, Hold, Violation
 from support.simulated_links import SimulatedFrames, SimulatedLinks, SimulatedStates, Stream

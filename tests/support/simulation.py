@@ -24,8 +24,8 @@ from unittest import mock
 
 from kvrelay.decode_worker import kv_receiver
 from kvrelay.prefill_worker import kv_sender
-from kvrelay.transfer.messages import Code, Key
-from kvrelay.transfer.peers import Peer
+from kvrelay.transfer.protocol.messages import Code, Key
+from kvrelay.transfer.protocol.peers import Peer
 from support.observed_machines import ObservedReceiveAttempt, ObservedSendAttempt, Observer, Seen
 from support.simulated_blocks import LAYERS, STATES, Violation
 from support.simulated_links import Link, Stream

@@ -1,10 +1,11 @@
-"""The tables in the docstring of `kvrelay.transfer.protocol`, read as data."""
+"""The tables in the docstring of `kvrelay.transfer.protocol.table`, read as data."""
 
 import re
 import typing
 
-from kvrelay.transfer import events, messages, protocol
-from kvrelay.transfer.events import State
+from kvrelay.transfer.protocol.events import State
+from kvrelay.transfer.protocol.table import events, messages
+from kvrelay.transfer.protocol.table import table as protocol
 
 Transition = tuple[str, str, str, str]
 """(machine, state, event, next state), states as in `State`'s values."""

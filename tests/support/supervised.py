@@ -10,9 +10,9 @@ from typing import Any
 
 import grpc
 
-from kvrelay.cluster.control import Control
-from kvrelay.cluster.processes import Process as Running
-from kvrelay.cluster.processes import find
+from kvrelay.cluster.asking.control import Control
+from kvrelay.cluster.processes.processes import Process as Running
+from kvrelay.cluster.processes.processes import find
 from kvrelay.cluster.state import ClusterState
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_READY,

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.kv.writes import WRITTEN, EventWaiter, KVWrites
-from kvrelay.transfer.checks import ChecksumKind, FrameCheck
-from kvrelay.transfer.claim import BlockClaim
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.events import Frame
-from kvrelay.transfer.frame_places import PoolFrame
-from kvrelay.transfer.frames import SendJob
-from kvrelay.transfer.links import AfterFrames, LinkLimits, LinkManager, LinkTimeouts
-from kvrelay.transfer.messages import Key
-from kvrelay.transfer.ports import RECEIVER, SENDER, LinkSpec, LoopRuntime
+from kvrelay.transfer.frames.checks import ChecksumKind, FrameCheck
+from kvrelay.transfer.frames.frames import SendJob
+from kvrelay.transfer.frames.places import PoolFrame
+from kvrelay.transfer.links.links import AfterFrames, LinkLimits, LinkManager, LinkTimeouts
+from kvrelay.transfer.protocol.claim import BlockClaim
+from kvrelay.transfer.protocol.events import Frame
+from kvrelay.transfer.protocol.messages import Key
+from kvrelay.transfer.protocol.ports import RECEIVER, SENDER, LinkSpec, LoopRuntime
 from kvrelay.transfer.transports.base import Link, Pending, poll
 from support.fake_transport import FakeTransport
 from support.handoff import FIRST_TOKEN, blocks_of, pair, prompt

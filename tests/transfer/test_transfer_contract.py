@@ -13,7 +13,7 @@ import pytest
 import torch
 from device_twin import DriverTwin
 
-from kvrelay.transfer.ports import RECEIVER, SENDER
+from kvrelay.transfer.protocol.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.base import Link, LinkError, Rendezvous, Transport
 from kvrelay.transfer.transports.cuda_ipc import CudaMemory
 from kvrelay.transfer.transports.nixl import nixl_missing

@@ -16,8 +16,8 @@ from kvrelay.internal.v1.handoff_pb2 import ControlRequest
 from kvrelay.prefill_worker.handoff_client import HandoffClient
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.handshake import LocalWorker
-from kvrelay.transfer.messages import (
+from kvrelay.transfer.protocol.handshake import LocalWorker
+from kvrelay.transfer.protocol.messages import (
     MAX_FRAME_BYTES,
     MAX_KEYS,
     MAX_MESSAGES,
@@ -39,8 +39,8 @@ from kvrelay.transfer.messages import (
     decode,
     encode,
 )
-from kvrelay.transfer.outbox import MAX_PENDING, Outbox
-from kvrelay.transfer.peers import Peer, PeerTable
+from kvrelay.transfer.protocol.outbox import MAX_PENDING, Outbox
+from kvrelay.transfer.protocol.peers import Peer, PeerTable
 from support.handoff import LAYOUT, RECEIVER, SENDER, Ends, SendingHost, pair, prompt, setup
 from support.raw_peer import CONFIG, HELLO, fake_pair, raw_peer, still_works
 

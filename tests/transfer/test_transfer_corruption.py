@@ -17,9 +17,9 @@ import torch
 
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
-from kvrelay.transfer.checks import CHECKSUM_BYTES
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.messages import Code, Key
+from kvrelay.transfer.frames.checks import CHECKSUM_BYTES
+from kvrelay.transfer.protocol.messages import Code, Key
 from kvrelay.transfer.transports.base import ByteStream, Link, Rendezvous, Transport
 from kvrelay.transfer.transports.registry import available_transports
 from support.fake_transport import FakeTransport, Fault

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from kvrelay.engine.kv.layout import LayerPart
 from kvrelay.engine.kv.pool import KVPool
-from kvrelay.transfer.checks import ChecksumKind, FrameCheck
-from kvrelay.transfer.claim import BlockClaim, tokens_digest
-from kvrelay.transfer.events import Frame, Outcome
-from kvrelay.transfer.frames import FrameBuffer, ReceiveJob, SendJob
-from kvrelay.transfer.messages import Code, Key, Push
+from kvrelay.transfer.frames.checks import ChecksumKind, FrameCheck
+from kvrelay.transfer.frames.frames import FrameBuffer, ReceiveJob, SendJob
+from kvrelay.transfer.protocol.claim import BlockClaim, tokens_digest
+from kvrelay.transfer.protocol.events import Frame, Outcome
+from kvrelay.transfer.protocol.messages import Code, Key, Push
 from support.fake_transport import FakeTransport
 from support.handoff import LAYOUT, Pair, content, pair, raw
 

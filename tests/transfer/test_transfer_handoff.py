@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvrelay.transfer.claim import BlockClaim
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.frames import SendJob
-from kvrelay.transfer.messages import Code
+from kvrelay.transfer.frames.frames import SendJob
+from kvrelay.transfer.protocol.claim import BlockClaim
+from kvrelay.transfer.protocol.messages import Code
 from support.fake_transport import FakeTransport, Fault
 from support.handoff import LAYOUT, RECEIVER, Pair, blocks_of, content, links_of, pair, prompt, raw
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.handshake import LocalWorker
+from kvrelay.transfer.protocol.handshake import LocalWorker
 
 layouts = st.builds(
     KVLayout,

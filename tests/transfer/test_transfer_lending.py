@@ -10,10 +10,10 @@ from device_twin import DriverTwin
 
 from kvrelay.engine.kv.layout import KVLayout, LayerPart
 from kvrelay.engine.kv.pool import KVPool
-from kvrelay.transfer.checks import ChecksumKind, FrameCheck
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.events import Frame
-from kvrelay.transfer.frame_places import PoolFrame
+from kvrelay.transfer.frames.checks import ChecksumKind, FrameCheck
+from kvrelay.transfer.frames.places import PoolFrame
+from kvrelay.transfer.protocol.events import Frame
 from kvrelay.transfer.transports.base import LinkError, Transport
 from kvrelay.transfer.transports.cuda_ipc import CudaMemory
 from kvrelay.transfer.transports.nixl import nixl_missing

@@ -25,10 +25,10 @@ from kvrelay.internal.v1.handoff_pb2_grpc import (
     HandoffServiceStub,
     add_HandoffServiceServicer_to_server,
 )
-from kvrelay.transfer.claim import tokens_digest
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.handshake import LocalWorker
-from kvrelay.transfer.messages import (
+from kvrelay.transfer.protocol.claim import tokens_digest
+from kvrelay.transfer.protocol.handshake import LocalWorker
+from kvrelay.transfer.protocol.messages import (
     MAX_BATCH_BYTES,
     MAX_KEYS,
     MAX_MESSAGES,
@@ -50,7 +50,7 @@ from kvrelay.transfer.messages import (
     decode,
     encode,
 )
-from kvrelay.transfer.packing import WireError
+from kvrelay.transfer.protocol.packing import WireError
 from support.access import METADATA
 from support.fake_transport import FakeTransport
 from support.handoff import LAYOUT, RECEIVER, SENDER, pair

@@ -7,8 +7,8 @@ import pytest
 
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.messages import Code
-from kvrelay.transfer.peers import Peer
+from kvrelay.transfer.protocol.messages import Code
+from kvrelay.transfer.protocol.peers import Peer
 from support.handoff import LAYOUT, RECEIVER, SENDER, blocks_of, pair, prompt
 
 CONFIG = TransferConfig(frame_timeout_seconds=5.0)

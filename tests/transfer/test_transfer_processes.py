@@ -9,8 +9,8 @@ import torch
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.prefill_worker.handoff_client import HandoffClient
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.messages import Key
-from kvrelay.transfer.peers import Peer, PeerTable
+from kvrelay.transfer.protocol.messages import Key
+from kvrelay.transfer.protocol.peers import Peer, PeerTable
 from kvrelay.transfer.transports.registry import available_transports, entries
 from support.handoff import (
     FIRST_TOKEN,

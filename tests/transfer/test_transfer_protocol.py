@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from kvrelay.engine.kv.layout import LayerPart
-from kvrelay.transfer.events import (
+from kvrelay.transfer.protocol.events import (
     BlocksFreed,
     Cancel,
     Commit,
@@ -33,8 +33,8 @@ from kvrelay.transfer.events import (
     Tell,
     Timeouts,
 )
-from kvrelay.transfer.messages import Abort, Ack, Code, Finish, Grant, Nack, Offer, Push, Wait
-from kvrelay.transfer.protocol import MAX_LINK_LOSSES, ReceiveAttempt, SendAttempt
+from kvrelay.transfer.protocol.messages import Abort, Ack, Code, Finish, Grant, Nack, Offer, Push, Wait
+from kvrelay.transfer.protocol.table import MAX_LINK_LOSSES, ReceiveAttempt, SendAttempt
 
 KEY = ("request", 2)
 TIMEOUTS = Timeouts(lease=5, grant=30, prefill=120, transfer=60)

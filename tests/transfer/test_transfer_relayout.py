@@ -13,9 +13,9 @@ from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.kernels.kv_codes import dequantize, quantize
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.events import Frame
-from kvrelay.transfer.frames import ConvertedFrame, NarrowedFrame, PoolFrame
-from kvrelay.transfer.messages import Key
+from kvrelay.transfer.frames.frames import ConvertedFrame, NarrowedFrame, PoolFrame
+from kvrelay.transfer.protocol.events import Frame
+from kvrelay.transfer.protocol.messages import Key
 from support.handoff import Pair, links_of, pair
 
 LAYERS, HEADS, DIM = 3, 2, 4

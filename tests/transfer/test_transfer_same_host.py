@@ -15,8 +15,8 @@ import pytest
 import torch
 from device_twin import DriverTwin
 
-from kvrelay.transfer.packing import pack
-from kvrelay.transfer.ports import RECEIVER, SENDER
+from kvrelay.transfer.protocol.packing import pack
+from kvrelay.transfer.protocol.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.base import Link, LinkError
 from kvrelay.transfer.transports.cuda_ipc import HANDLE_BYTES, CudaMemory, view_of
 from kvrelay.transfer.transports.same_host import SameHostLink, SameHostTransport

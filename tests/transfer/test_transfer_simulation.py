@@ -50,7 +50,7 @@ def explored() -> Explored:
 
 
 def check(explored: Explored) -> None:
-    """No violation, and no transition or action outside the table in the docstring of `kvrelay.transfer.protocol`."""
+    """No violation, and no transition or action outside the table of `kvrelay.transfer.protocol.table`."""
     first = "\n\n".join(text for _, text in sorted(explored.violations.items())[:3])
     assert not explored.violations, f"seeds {sorted(explored.violations)[:20]}\n{first}"
     table = specified()

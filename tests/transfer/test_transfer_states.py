@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from kvrelay.engine.states import StatesLayout, StatesShape
-from kvrelay.transfer.checks import ChecksumKind, FrameCheck
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.events import Frame
-from kvrelay.transfer.handshake import LocalWorker
-from kvrelay.transfer.messages import Code
-from kvrelay.transfer.states import SentStates, StatesRoom
+from kvrelay.transfer.frames.checks import ChecksumKind, FrameCheck
+from kvrelay.transfer.protocol.events import Frame
+from kvrelay.transfer.protocol.handshake import LocalWorker
+from kvrelay.transfer.protocol.messages import Code
+from kvrelay.transfer.protocol.states import SentStates, StatesRoom
 from support.fake_transport import FakeTransport, Fault
 from support.handoff import (
     FIRST_TOKEN,

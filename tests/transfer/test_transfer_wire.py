@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.states import StatesLayout
-from kvrelay.transfer import messages as wire
-from kvrelay.transfer import packing
-from kvrelay.transfer.messages import (
+from kvrelay.transfer.protocol.messages import (
     MAX_BATCH_BYTES,
     MAX_FRAME_BYTES,
     MAX_MESSAGES,
@@ -33,7 +31,9 @@ from kvrelay.transfer.messages import (
     decode,
     encode,
 )
-from kvrelay.transfer.packing import WireError
+from kvrelay.transfer.protocol.packing import WireError
+from kvrelay.transfer.protocol.table import messages as wire
+from kvrelay.transfer.protocol.table import packing
 
 REQUESTS = st.text(min_size=1, max_size=128)
 ATTEMPTS = st.integers(1, 2**32 - 1)

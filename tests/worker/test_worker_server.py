@@ -30,7 +30,7 @@ from kvrelay.internal.v1.worker_pb2 import (
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
 from kvrelay.prefill_worker.server import prefill_server
 from kvrelay.rpc.metrics import families
-from kvrelay.transfer.messages import Code
+from kvrelay.transfer.protocol.messages import Code
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, Constraint
 from kvrelay.worker.config import WorkerConfig, WorkerRole
 from kvrelay.worker.handoff import HandoffRole

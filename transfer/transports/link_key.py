@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 
-from kvrelay.transfer.ports import SENDER
+from kvrelay.transfer.protocol.ports import SENDER
 from kvrelay.transfer.transports.base import LinkError, Rendezvous, seconds_left
 
 SECRET_BYTES = 32

@@ -28,7 +28,7 @@ import torch
 
 from kvrelay.engine.kv.pool import wait_for_stream
 from kvrelay.transfer.config import Encrypt
-from kvrelay.transfer.packing import Number, Raw, Rule, WireError, pack, unpack_named
+from kvrelay.transfer.protocol.packing import Number, Raw, Rule, WireError, pack, unpack_named
 from kvrelay.transfer.transports.base import Lender, Link, LinkError, Pending, Rendezvous, link_errors, poll
 from kvrelay.transfer.transports.link_key import LinkKey
 

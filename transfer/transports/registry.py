@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvrelay.rpc.certificates import CertificateFiles
 from kvrelay.transfer.config import Encrypt
-from kvrelay.transfer.ports import NoTransportError
+from kvrelay.transfer.protocol.ports import NoTransportError
 from kvrelay.transfer.transports.base import Transport
 from kvrelay.transfer.transports.cuda_ipc import cuda_ipc_missing, cuda_ipc_transport
 from kvrelay.transfer.transports.gloo import GlooTransport

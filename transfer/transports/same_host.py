@@ -29,8 +29,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kvrelay.transfer.packing import Number, Raw, Rule, WireError, clip, pack, unpack_named
-from kvrelay.transfer.ports import RECEIVER, SENDER
+from kvrelay.transfer.protocol.packing import Number, Raw, Rule, WireError, clip, pack, unpack_named
+from kvrelay.transfer.protocol.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.base import (
     ByteStream,
     Lender,

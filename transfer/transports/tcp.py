@@ -24,8 +24,16 @@ import torch
 
 from kvrelay.rpc.certificates import CertificateFiles
 from kvrelay.transfer.config import Encrypt
-from kvrelay.transfer.ports import SENDER
-from kvrelay.transfer.transports.base import ByteStream, Link, LinkError, Pending, Rendezvous, link_errors, seconds_left
+from kvrelay.transfer.protocol.ports import SENDER
+from kvrelay.transfer.transports.base import (
+    ByteStream,
+    Link,
+    LinkError,
+    Pending,
+    Rendezvous,
+    link_errors,
+    seconds_left,
+)
 from kvrelay.transfer.transports.host_memory import host_buffer
 from kvrelay.transfer.transports.link_key import BACKLOG, LinkKey
 from kvrelay.transfer.transports.tls import secure

@@ -7,7 +7,7 @@ import ssl
 from cryptography import x509
 
 from kvrelay.rpc.certificates import KeyPair, dns_name, parts_of
-from kvrelay.transfer.ports import SENDER
+from kvrelay.transfer.protocol.ports import SENDER
 from kvrelay.transfer.transports.base import LinkError, seconds_left
 
 

@@ -123,7 +123,7 @@ Argument: {root, values}.
       exec:
         command: [sleep, {{ addf .root.Values.drainSeconds 5 | quote }}]
   {{- end }}
-  command: [python, -m, kvrelay.cluster.follow, /tmp/ray]
+  command: [python, -m, kvrelay.cluster.ray.follow, /tmp/ray]
   resources:
     {{- include "kvrelay.resources" (dict "root" .root "values" .root.Values.actorLogs) | nindent 4 }}
   securityContext:
@@ -388,7 +388,7 @@ template:
         lifecycle:
           preStop:
             exec:
-              command: [python, -m, kvrelay.cluster.node_drain, {{ addf .root.Values.drainSeconds 5 | quote }}]
+              command: [python, -m, kvrelay.cluster.ray.node_drain, {{ addf .root.Values.drainSeconds 5 | quote }}]
         resources:
           {{- include "kvrelay.resources" . | nindent 10 }}
         securityContext:

@@ -1,0 +1,171 @@
+"""What a benchmark writes as JSON: `kvrelay bench --schema` prints its schema."""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import TypeAdapter
+
+from kvrelay.cli.bench.load import Sample
+from kvrelay.cluster.errors import UsageError
+
+FORMAT = "kvrelay.bench/1"
+PACKAGES = ("kvrelay", "kvrelay-client", "grpcio", "protobuf", "aiohttp", "numpy")
+STRICT: dict[str, Any] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One measured request. Times are in seconds."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    scheduled: float
+    """When it was due, since the start of its run."""
+    sent: float
+    """When it was sent, since the start of its run."""
+    ended: float
+    """When its answer was complete, or when it had failed, since the start of its run."""
+    ttft: float | None
+    """From sending to the first message; None if none came."""
+    latency: float | None
+    """From sending to the last message; None if none came."""
+    itls: list[float]
+    """Between each two messages."""
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    wanted_tokens: int
+    """Completion tokens that were asked for."""
+    ok: bool
+    error: str
+    stages: dict[str, float] | None
+    """The router's timeline of the request, over gRPC only."""
+
+    @classmethod
+    def of(cls, sample: Sample) -> "Request":
+        """Its values."""
+        reply = sample.reply
+        begun = bool(reply.arrivals)
+        return cls(
+            sample.scheduled,
+            sample.sent,
+            sample.ended,
+            sample.ttft if begun else None,
+            sample.latency if begun else None,
+            sample.itls,
+            reply.prompt_tokens,
+            reply.cached_tokens,
+            reply.output_tokens,
+            sample.wanted_tokens,
+            reply.ok,
+            reply.error,
+            reply.stages,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One point of a sweep, or the whole benchmark."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    request_rate: float | None
+    """Requests per second that were due on average; None: all at once, a closed loop, or a trace."""
+    concurrency: int
+    """Most requests in flight; 0: no limit."""
+    figures: dict[str, float]
+    """By the names of `vllm bench serve`, in milliseconds where they end in _ms."""
+    requests: list[Request]
+    interrupted: bool = False
+    """Whether Ctrl-C ended it: figures and requests are then those that were done by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where the benchmark ran. The server may run elsewhere."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    processor: str
+    cores: int
+    """That this process may use."""
+    memory_gib: float
+    system: str
+    python: str
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A benchmark."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    format: str
+    started: str
+    """Time of its start, in UTC."""
+    face: str
+    """grpc or http."""
+    target: str
+    model: dict[str, Any]
+    """What the server says about it."""
+    options: dict[str, Any]
+    machine: Machine
+    versions: dict[str, str]
+    """Of the packages that the benchmark runs with."""
+    runs: list[Run]
+
+
+_ADAPTER = TypeAdapter(Result)
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of `Result`."""
+    return _ADAPTER.json_schema()
+
+
+def write(result: Result, path: Path) -> None:
+    """
+    Raises:
+        UsageError: the file can't be written.
+    """
+    try:
+        path.write_text(json.dumps(_ADAPTER.dump_python(result, mode="json"), indent=1) + "\n")
+    except OSError as error:
+        raise UsageError(f"--json {path}: {error.strerror}") from None
+
+
+def this_machine() -> Machine:
+    """This machine."""
+    return Machine(
+        _processor(),
+        len(os.sched_getaffinity(0)),
+        round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        f"{platform.system()} {platform.release()}",
+        sys.version.partition(" ")[0],
+    )
+
+
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,172 @@
+"""What routers tell over HTTP about the cluster and its requests: the page's own API (`router/faces/page/page.py`)."""
+
+import json
+import ssl
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+
+from kvrelay.cluster import state
+from kvrelay.cluster.errors import NO_CLUSTER, RunError, UsageError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+CONNECT_SECONDS = 10.0
+SILENCE_SECONDS = 30.0
+"""Without an event, after which a router is given up: it sends one every ten seconds."""
+NO_PAGE = "it has no page; the router's options http_port and page turn it on"
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Where routers are, and what they are called with."""
+
+    urls: tuple[str, ...]
+    """Base URL of the HTTP of each."""
+    ca: Path | None = None
+    """File with the authorities of their certificates; None takes the usual ones."""
+    api_key: str | None = None
+    guessed: bool = False
+    """Whether no cluster runs here, and none was named."""
+
+    @classmethod
+    def of(cls, target: str | None, tls: bool, ca: Path | None, api_key: str | None) -> "Access":
+        """The routers that `target` names, else those of the running cluster, else the default one.
+
+        Raises:
+            UsageError: the running cluster's routers serve no HTTP.
+        """
+        tls = tls or ca is not None
+        current = state.current() if target is None else None
+        if current is not None and current.router:
+            if not current.http or not current.page:
+                raise UsageError(f"router {current.router}: {NO_PAGE}")
+            target, tls = current.http, tls or current.router_tls
+        scheme = "https" if tls else "http"
+        parts = [part.strip().rstrip("/") for part in (target or DEFAULT_URL).split(",")]
+        urls = tuple(part if "://" in part else f"{scheme}://{part}" for part in parts)
+        return cls(urls, ca, api_key, guessed=target is None)
+
+
+class Routers(AbstractAsyncContextManager["Routers"]):
+    """Asks the routers."""
+
+    def __init__(self, access: Access) -> None:
+        self.urls: Sequence[str] = access.urls
+        self._access = access
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> "Routers":
+        access = self._access
+        try:
+            context = ssl.create_default_context(cafile=str(access.ca) if access.ca else None)
+        except OSError as error:
+            raise UsageError(f"--ca {access.ca}: {error.strerror or error}") from None
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=context),
+            headers={} if access.api_key is None else {"Authorization": f"Bearer {access.api_key}"},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENCE_SECONDS),
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def about(self, url: str) -> dict[str, Any]:
+        """Name, version and model of a router.
+
+        Raises:
+            RunError: it doesn't answer, or refuses.
+        """
+        found = await self._json(url, "/page/about")
+        return found if isinstance(found, dict) else {}
+
+    async def request(self, url: str, request_id: str) -> list[dict[str, Any]]:
+        """What a request went through, for each of its completions; empty if the router doesn't know it.
+
+        Raises:
+            RunError: it doesn't answer, or refuses.
+        """
+        found = await self._json(url, f"/page/requests/{quote(request_id, safe='')}", missing=[])
+        return found if isinstance(found, list) else []
+
+    async def events(self, url: str) -> AsyncIterator[tuple[str, Any]]:
+        """Name and value of each event of a router: `recent`, then `fleet` and `ended`.
+
+        Raises:
+            RunError: it doesn't answer, refuses, or has ended.
+        """
+        try:
+            async with self._open.get(f"{url}/page/events") as answer:
+                await _check(url, answer)
+                name = ""
+                async for line in _lines(answer.content):
+                    field, _, value = line.decode().strip().partition(": ")
+                    if field == "event":
+                        name = value
+                    elif field == "data":
+                        yield name, json.loads(value)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise self._failure(url, error) from None
+        raise RunError(f"router {url} has ended")
+
+    @property
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("routers are asked outside of their context")
+        return self._session
+
+    async def _json(self, url: str, path: str, missing: object = None) -> object:
+        """The answer; `missing`, if it is given, where there is nothing of this name."""
+        try:
+            async with self._open.get(url + path, timeout=aiohttp.ClientTimeout(total=CONNECT_SECONDS)) as answer:
+                if answer.status == 404 and missing is not None and await _known(answer):
+                    return missing
+                await _check(url, answer)
+                found: object = await answer.json()
+                return found
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise self._failure(url, error) from None
+
+    def _failure(self, url: str, error: Exception) -> RunError:
+        if self._access.guessed and isinstance(error, aiohttp.ClientConnectorError):
+            return RunError(f"{NO_CLUSTER}, --target names routers elsewhere; nothing answers at {url}")
+        return RunError(f"router {url}: {error or type(error).__name__}")
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Lines of any length: an event of a large cluster is longer than aiohttp's own limit."""
+    rest = b""
+    async for data in content.iter_any():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line
+
+
+async def _known(answer: aiohttp.ClientResponse) -> bool:
+    """Whether a 404 is about the request, not about the path."""
+    try:
+        error = (await answer.json())["error"]
+        return bool(error["code"] == "request_not_found")
+    except (aiohttp.ContentTypeError, ValueError, KeyError, TypeError):
+        return False
+
+
+async def _check(url: str, answer: aiohttp.ClientResponse) -> None:
+    """
+    Raises:
+        RunError: the answer is an error; the text is the router's own.
+    """
+    if answer.status == 404:
+        raise RunError(f"router {url}: {NO_PAGE}")
+    if answer.status != 200:
+        try:
+            text = (await answer.json())["error"]["message"]
+        except (aiohttp.ContentTypeError, ValueError, KeyError, TypeError):
+            text = f"{answer.status} {answer.reason}"
+        raise RunError(f"router {url}: {text}")

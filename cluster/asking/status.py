@@ -1,0 +1,271 @@
+"""`kvrelay status`: the supervisor's view of the cluster, as a table for people and as JSON for programs."""
+
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rich.table import Table
+
+from kvrelay.cluster.errors import RunError
+from kvrelay.cluster.fleet.member_progress import progress
+from kvrelay.cluster.membership.membership import ready_routers
+from kvrelay.cluster.scaling.shown import scaling_json
+from kvrelay.cluster.state import ClusterState
+from kvrelay.cluster.supervisor.metrics import role_name, state_name
+from kvrelay.internal.v1.supervisor_pb2 import (
+    ROLE_ROUTER,
+    DescribeRequest,
+    DescribeResponse,
+    GetStatusRequest,
+    GetStatusResponse,
+    Member,
+    MemberStatus,
+    Stage,
+)
+from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
+from kvrelay.internal.v1.worker_pb2 import CONTEXT_LIMIT_OPTION, CONTEXT_LIMIT_POOL, CONTEXT_LIMIT_UNSPECIFIED
+from kvrelay.rpc.compatibility import groups, unpaired
+from kvrelay.rpc.credentials import Credentials, Metadata
+from kvrelay.rpc.options import channel_options
+from kvrelay.rpc.security import SecurityConfig
+
+CONTEXT_LIMITS = {CONTEXT_LIMIT_UNSPECIFIED: "model", CONTEXT_LIMIT_OPTION: "option", CONTEXT_LIMIT_POOL: "pool"}
+CONTEXT_REASONS = {
+    CONTEXT_LIMIT_UNSPECIFIED: "the model's own limit",
+    CONTEXT_LIMIT_OPTION: "the option engine.max_context",
+    CONTEXT_LIMIT_POOL: "the KV pool holds {} tokens; a larger engine.kv_memory_bytes allows more",
+}
+TIMEOUT_SECONDS = 5.0
+DESCRIBE_SECONDS = 15.0
+"""Longer than the supervisor waits for its members (`inquiry.ANSWER_SECONDS`)."""
+AnswerT = TypeVar("AnswerT")
+UNSUPERVISED_CODE = 3
+"""Exit code of `kvrelay status` if requests are served without the supervisor."""
+
+
+def get_status(cluster: ClusterState, timeout: float = TIMEOUT_SECONDS) -> GetStatusResponse | None:
+    """The status from the cluster's supervisor; None if it isn't known yet, or doesn't answer in time.
+
+    Raises:
+        RunError: the supervisor refuses this caller, or the join token or a certificate can't be read.
+    """
+    return _ask(cluster, lambda stub, metadata: stub.GetStatus(GetStatusRequest(), timeout=timeout, metadata=metadata))
+
+
+def get_descriptions(cluster: ClusterState, timeout: float = DESCRIBE_SECONDS) -> DescribeResponse | None:
+    """What every member says about itself and its machine; None if the supervisor doesn't answer in time.
+
+    Raises:
+        RunError: as `get_status`.
+    """
+    return _ask(cluster, lambda stub, metadata: stub.Describe(DescribeRequest(), timeout=timeout, metadata=metadata))
+
+
+def _ask(cluster: ClusterState, call: Callable[[SupervisorServiceStub, Metadata], AnswerT]) -> AnswerT | None:
+    """The supervisor's answer to a call of the operator."""
+    if not cluster.supervisor:
+        return None
+    credentials = operator(cluster)
+    with credentials.blocking_channel(cluster.supervisor, "supervisor") as channel:
+        try:
+            return call(SupervisorServiceStub(channel), credentials.metadata)
+        except grpc.RpcError as error:
+            if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+                raise RunError(f"the supervisor at {cluster.supervisor}: {error.details()}") from None
+            return None
+
+
+def operator(cluster: ClusterState) -> Credentials:
+    """What the command line proves itself with.
+
+    Raises:
+        RunError: the join token or a certificate can't be read.
+    """
+    security = SecurityConfig(
+        cluster.join_token_path, "mutual" if cluster.certificates else "off", cluster.certificates
+    )
+    try:
+        return Credentials.of("operator", security)
+    except ValueError as error:
+        raise RunError(str(error)) from None
+
+
+def serves(routers: str, tls: bool, timeout: float = TIMEOUT_SECONDS) -> bool:
+    """Whether the health service of one of the routers answers that a request can be placed now.
+
+    With `tls`, whether somebody listens there: this process may have no certificate that the router takes.
+
+    Args:
+        routers: host:port of each, with commas between.
+    """
+    return any(_serves(router, tls, timeout) for router in routers.split(","))
+
+
+def _serves(router: str, tls: bool, timeout: float) -> bool:
+    if tls:
+        host, _, port = router.rpartition(":")
+        with suppress(OSError):
+            socket.create_connection((host.strip("[]"), int(port)), timeout).close()
+            return True
+        return False
+    with grpc.insecure_channel(router, options=channel_options()) as channel, suppress(grpc.RpcError):
+        response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+    return False
+
+
+def as_json(status: GetStatusResponse | None) -> dict[str, Any]:
+    """The output of `kvrelay status --json`; None if no cluster answers."""
+    supervised = status is not None
+    status = status or GetStatusResponse()
+    paired = groups(entry.member for entry in status.members)
+    return {
+        "supervised": supervised,
+        "ready": status.ready,
+        "metrics": status.metrics_address or None,
+        "router": _router(status),
+        "routers": [_router_entry(entry) for entry in status.members if entry.member.role == ROLE_ROUTER],
+        "workers": [_worker_entry(entry) for entry in status.members if entry.member.role != ROLE_ROUTER],
+        "scaling": scaling_json(status.scaling) if status.HasField("scaling") else None,
+        "desired": _desired(status) if status.HasField("desired") else None,
+        "incompatible": [sorted(member.name for member in group) for group in paired] if len(paired) > 1 else [],
+    }
+
+
+def incompatible_workers(status: GetStatusResponse) -> list[str]:
+    """A sentence for each group of workers that can't be paired with the preferred group; none if all can be."""
+    return unpaired(entry.member for entry in status.members)
+
+
+def headline(status: GetStatusResponse, dashboard: str) -> str:
+    """Whether requests are served, and where."""
+    ready = "ready" if status.ready else "not ready"
+    return f"{ready}   router {_router(status) or '-'}   dashboard {dashboard or '-'}"
+
+
+def as_table(status: GetStatusResponse, *, wide: bool) -> Table:
+    """The members, as `kvrelay status` shows them; with `wide`, all that is known of each."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("member", "role", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("running", "waiting", "KV blocks held", *(("free", "cached", "heard", "pid") if wide else ())):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("weights / KV", "prompts by", "context", "incarnation") if wide else ():
+        table.add_column(name, no_wrap=True)
+    for entry in status.members:
+        member, blocks, requests = entry.member, entry.load.blocks, entry.load.requests
+        more = (
+            str(blocks.free),
+            str(blocks.cached),
+            "-" if entry.restored else f"{entry.heartbeat_age_seconds:.1f} s",
+            str(member.pid),
+            f"{member.weights} / {member.kv_dtype}" if member.kv_dtype else "-",
+            member.prefill_attention or "-",
+            f"{member.max_context} ({CONTEXT_LIMITS[member.context_limit]})" if member.max_context else "-",
+            member.incarnation[:8],
+        )
+        table.add_row(
+            member.name,
+            role_name(member.role),
+            state_name(member.state),
+            str(requests.running),
+            str(requests.waiting),
+            f"{blocks.held} of {blocks.total} ({blocks.held / blocks.total:.0%})" if blocks.total else "-",
+            *(more if wide else ()),
+        )
+    return table
+
+
+def _desired(status: GetStatusResponse) -> dict[str, Any]:
+    """The desired state, and whether the cluster has it."""
+    desired = status.desired
+    return {
+        "revision": desired.revision,
+        "config": desired.config,
+        "settled": status.settled,
+        "halted": desired.halted or None,
+        "members": [
+            {
+                "name": member.name,
+                "role": role_name(member.role),
+                "config": member.config,
+                "stage": Stage.Name(member.stage).removeprefix("STAGE_").lower(),
+                "replaces": member.replaces or None,
+                "trouble": status.troubles.get(member.name),
+                "waits_for": status.waits.get(member.name),
+            }
+            for member in desired.members
+        ],
+    }
+
+
+def changes(status: GetStatusResponse) -> list[str]:
+    """A sentence for each member that isn't as desired, and for a rolling change that has stopped; none if all is."""
+    lines = [f"{each.name}: {each.text}" for each in progress(status) if not each.settled]
+    return [*lines, f"the rolling change has stopped: {status.desired.halted}"] if status.desired.halted else lines
+
+
+def _process(entry: MemberStatus) -> dict[str, Any]:
+    member = entry.member
+    return {
+        "pid": member.pid,
+        "incarnation": member.incarnation,
+        "generation": member.generation,
+        "state": state_name(member.state),
+    }
+
+
+def _router_entry(entry: MemberStatus) -> dict[str, Any]:
+    requests = {"queued": entry.load.requests.waiting, "running": entry.load.requests.running}
+    return {
+        "name": entry.member.name,
+        "address": entry.member.address,
+        "http": entry.member.http_address or None,
+        "metrics": entry.member.metrics_address or entry.member.http_address or None,
+        **_process(entry),
+        "requests": requests,
+    }
+
+
+def _worker_entry(entry: MemberStatus) -> dict[str, Any]:
+    blocks, requests = entry.load.blocks, entry.load.requests
+    return {
+        "name": entry.member.name,
+        "role": role_name(entry.member.role),
+        "metrics": entry.member.metrics_address or None,
+        **_process(entry),
+        "compatibility": entry.member.compatibility,
+        "weights": entry.member.weights or None,
+        "kv_dtype": entry.member.kv_dtype or None,
+        "prefill_attention": entry.member.prefill_attention or None,
+        "blocks": {"total": blocks.total, "free": blocks.free, "cached": blocks.cached, "held": blocks.held},
+        "requests": {"waiting": requests.waiting, "running": requests.running},
+        "context": {
+            "tokens": entry.member.max_context,
+            "limit": CONTEXT_LIMITS[entry.member.context_limit],
+            "reason": _context_reason(entry.member),
+        },
+    }
+
+
+def context_notes(status: GetStatusResponse) -> list[str]:
+    """A sentence for each worker whose contexts are shorter than the model's."""
+    cut = (entry.member for entry in status.members if entry.member.context_limit != CONTEXT_LIMIT_UNSPECIFIED)
+    return [
+        f"{member.name}: prompt plus completion are at most {member.max_context} tokens: {_context_reason(member)}"
+        for member in cut
+    ]
+
+
+def _context_reason(member: Member) -> str:
+    if member.max_context == 0:
+        return "the model isn't loaded yet"
+    return CONTEXT_REASONS[member.context_limit].format(member.max_context)
+
+
+def _router(status: GetStatusResponse) -> str | None:
+    """host:port of each router that is ready, with commas between."""
+    return ",".join(ready_routers(entry.member for entry in status.members)) or None

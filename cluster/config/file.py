@@ -1,0 +1,185 @@
+"""Reads a cluster's configuration file; each mistake in it is one line."""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from kvrelay.cluster.config.options import ClusterConfig, schema
+from kvrelay.cluster.errors import UsageError
+
+MAX_FILE_BYTES = 2**20
+MERGE = "tag:yaml.org,2002:merge"
+"""YAML's tag of `<<`, whose mapping's keys are those that aren't given beside it."""
+ANY = "*"
+_UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
+# The text of every options class for a value out of its range; see kvrelay.engine.config.require.
+_OUT_OF_RANGE = re.compile(r"(?P<field>[\w.]+) is (?P<value>.*); allowed: (?P<allowed>.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """A value given on the command line."""
+
+    flag: str
+    value: object
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe subset, where a duplicate key is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == MERGE:
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, list | dict):
+                raise yaml.MarkedYAMLError(problem="a key must be a name", problem_mark=key_node.start_mark)
+            if key in seen:
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def load(path: Path | None = None, overrides: Mapping[str, Override] | None = None) -> ClusterConfig:
+    """The configuration of a YAML file (None: the defaults), with `overrides` (by key, e.g. `router.grpc_port`) on top.
+
+    Raises:
+        UsageError: the file can't be read, or a key or value isn't allowed.
+    """
+    values, root = ({}, None) if path is None else _read(path)
+    overrides = overrides or {}
+    for key, override in overrides.items():
+        section, _, field = key.partition(".")
+        below = values.get(section, {})
+        if not field:
+            values[section] = override.value
+        elif isinstance(below, dict):
+            values[section] = {**below, field: override.value}
+    try:
+        return ClusterConfig.model_validate(values)
+    except ValidationError as error:
+        raise UsageError(*(_line(_Problem.of(each), path, root, overrides) for each in error.errors())) from None
+
+
+def dump(config: ClusterConfig) -> str:
+    """The configuration as YAML, every default written out."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], yaml.Node | None]:
+    """The values of a file, and the node of YAML that they are from."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise UsageError(f"{path}: more than {MAX_FILE_BYTES} bytes")
+        loader = _Loader(data.decode())
+        root = loader.get_single_node()
+        values = None if root is None else loader.construct_document(root)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: byte {error.start} is not UTF-8") from None
+    except yaml.MarkedYAMLError as error:
+        where = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
+        raise UsageError(f"{path}: {where}{error.problem or 'not YAML'}") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict | None):
+        raise UsageError(f"{path}: holds a {type(values).__name__}; allowed: a mapping of sections")
+    # An empty section (`engine:` and nothing below) takes its defaults.
+    return {str(key): {} if value is None else value for key, value in (values or {}).items()}, root
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """A mistake in a configuration."""
+
+    path: tuple[str, ...]
+    """Of the key."""
+    text: str
+    """Says what is wrong, to follow the key."""
+
+    @classmethod
+    def of(cls, problem: ErrorDetails) -> "_Problem":
+        path = tuple(map(str, problem["loc"]))
+        if problem["type"] in _UNKNOWN_KEY:
+            return cls(path, f": unknown key{_suggestion(path)}")
+        value = _short("null" if problem["input"] is None else repr(problem["input"]))
+        allowed = problem["msg"].removeprefix("Input should be ").removeprefix("String should have ")
+        allowed = allowed.replace("a valid tuple", "a list")
+        if problem["type"] == "value_error":
+            allowed = allowed.removeprefix("Value error, ")
+            if match := _OUT_OF_RANGE.fullmatch(allowed):
+                path = (*path, *match["field"].split("."))
+                value, allowed = _short(match["value"]), match["allowed"]
+        elif problem["type"] in ("model_type", "dataclass_type", "dict_type"):
+            allowed = "a mapping of keys to values"
+        return cls(path, f" is {value}; allowed: {allowed}")
+
+
+def _line(problem: _Problem, file: Path | None, root: yaml.Node | None, overrides: Mapping[str, Override]) -> str:
+    key = ".".join(problem.path)
+    if key in overrides:
+        return overrides[key].flag + problem.text
+    number = _line_number(root, problem.path)
+    where = "" if file is None else f"{file}: " if number is None else f"{file}: line {number}: "
+    return where + key + problem.text
+
+
+def _line_number(root: yaml.Node | None, path: Sequence[str]) -> int | None:
+    """The line of the key at `path`, or of the nearest section above it that the file has; None if it has none."""
+    node, number = root, None
+    for part in path:
+        pairs: list[tuple[yaml.Node, yaml.Node]] = []
+        if isinstance(node, yaml.MappingNode):
+            pairs = [(key, value) for key, value in node.value if key.value == part]
+        elif isinstance(node, yaml.SequenceNode):
+            pairs = [(value, value) for index, value in enumerate(node.value) if str(index) == part]
+        if not pairs:
+            break
+        key, node = pairs[-1]  # before it are those of a merged mapping (`<<`)
+        number = key.start_mark.line + 1
+    return number
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _suggestion(path: Sequence[str]) -> str:
+    """The nearest keys of the same section, the same key of another section, or all keys of the section."""
+    *section, key = path
+    sections = dict(_keys(schema()))
+    known = next((keys for name, keys in sections.items() if _same(name, section)), [])
+    near = difflib.get_close_matches(key, known, n=2, cutoff=0.7)
+    near = near or [".".join((*name, key)) for name, keys in sections.items() if key in keys and ANY not in name][:3]
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    return f"; allowed: {', '.join(known)}" if known else ""
+
+
+def _same(name: Sequence[str], path: Sequence[str]) -> bool:
+    return len(name) == len(path) and all(one in (other, ANY) for one, other in zip(name, path, strict=True))
+
+
+def _keys(root: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], list[str]]]:
+    """Every section's path with its keys, from the JSON schema; ANY is a name that the file chooses."""
+    stack: list[tuple[tuple[str, ...], dict[str, Any]]] = [((), root)]
+    while stack:
+        path, node = stack.pop()
+        if "$ref" in node:
+            node = root["$defs"][node["$ref"].rpartition("/")[2]]
+        if isinstance(chosen := node.get("additionalProperties"), dict):
+            stack.append(((*path, ANY), chosen))
+        if "properties" in node:
+            yield path, list(node["properties"])
+            stack += [((*path, key), child) for key, child in node["properties"].items()]

@@ -1,0 +1,1 @@
+"""The desired members, and the steps by which a cluster gets there."""

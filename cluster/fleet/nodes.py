@@ -1,0 +1,75 @@
+"""Which node of a Ray cluster a member is to run on. No I/O; a hint, since Ray knows best what is free.
+
+A role's workers are spread, so that a lost node takes few of them. Among nodes that are equal in that, a worker goes
+where it finds the most workers that it can hand KV over to: on its own node first, then within each wider domain, such
+as NVLink domain, rack and zone, as far as the nodes' labels tell.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvrelay.cluster.fleet.desired import MemberRole
+
+PARTNERS: Mapping[MemberRole, MemberRole] = {"prefill": "decode", "decode": "prefill"}
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node of the Ray cluster."""
+
+    id: str
+    labels: Mapping[str, str]
+    free: Mapping[str, float]
+    """Resources that no reservation has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a member needs, and what its place depends on."""
+
+    role: MemberRole
+    bundle: Mapping[str, float]
+    """Resources that it reserves."""
+    roles: Mapping[str, MemberRole]
+    """Of all members, by name."""
+    domains: Sequence[str]
+    """Labels of nodes that are near each other if they have the same value, the nearest first."""
+    role_label: str = ""
+    """Label of a node that is meant for one role, with the role as its value; empty if nodes are for all."""
+
+    @property
+    def selector(self) -> dict[str, str]:
+        """Labels of the nodes that are meant for the role."""
+        return {self.role_label: self.role} if self.role_label else {}
+
+
+def preferred(wish: Wish, nodes: Sequence[Node], places: Mapping[str, str]) -> str | None:
+    """The node where the member is to run; None if its resources are free on none.
+
+    Args:
+        places: ids of the members' nodes, by name.
+    """
+    fitting = [node for node in nodes if all(node.free.get(name, 0.0) >= need for name, need in wish.bundle.items())]
+    known = {node.id: node for node in nodes}
+    residents = [
+        (known[place], role)
+        for name, place in places.items()
+        if place in known and (role := wish.roles.get(name)) is not None
+    ]
+
+    def order(node: Node) -> tuple[int, list[int], str]:
+        here = Counter(role for other, role in residents if other.id == node.id)
+        near = [here, *(_within(node, label, residents) for label in wish.domains)]
+        partner = PARTNERS.get(wish.role)
+        lack = [count[wish.role] - (count[partner] if partner else 0) for count in near]
+        return here[wish.role], lack, node.id
+
+    best = min(fitting, key=order, default=None)
+    return None if best is None else best.id
+
+
+def _within(node: Node, label: str, residents: Sequence[tuple[Node, MemberRole]]) -> Counter[MemberRole]:
+    """How many members of each role run in the same domain."""
+    domain = node.labels.get(label)
+    return Counter(role for other, role in residents if domain is not None and other.labels.get(label) == domain)

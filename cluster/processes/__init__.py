@@ -1,0 +1,1 @@
+"""Members as plain processes of this machine."""

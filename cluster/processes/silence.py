@@ -1,0 +1,46 @@
+"""Tells a frozen process from a busy one. Both are silent; a busy one computes, or waits for a core or the disk."""
+
+import time
+
+from kvrelay.cluster.processes import processes
+from kvrelay.cluster.processes.processes import Process
+
+SILENT_SECONDS = 3.0
+"""After so long without an answer, a process that doesn't compute is frozen."""
+QUIET_SECONDS = 1.5
+"""How long it must not have computed for that."""
+HUNG_SECONDS = 30.0
+"""After so long it is hung, whatever it computes."""
+PAUSE_SECONDS = 1.0
+"""Two looks that are further apart mean that this process itself was held up."""
+
+
+class Silence:
+    """How long one process hasn't answered. The caller looks at it several times a second."""
+
+    def __init__(self) -> None:
+        self.process: Process | None = None
+        """The one that answered last."""
+        self._answered = self._looked = self._moved = time.monotonic()
+        self._used = -1
+
+    def answered(self, process: Process | None) -> None:
+        """The process has answered."""
+        self.process, self._answered = process, time.monotonic()
+
+    def verdict(self) -> str:
+        """Why the process counts as frozen; empty if it doesn't."""
+        now = time.monotonic()
+        if (pause := now - self._looked) > PAUSE_SECONDS:
+            self._answered += pause  # its answers may wait for this process
+        self._looked = now
+        silent = now - self._answered
+        if self.process is None or silent < PAUSE_SECONDS:
+            self._moved = now
+            return ""
+        used, running = processes.activity(self.process.pid)
+        if running or used != self._used:
+            self._used, self._moved = used, now
+        if silent >= HUNG_SECONDS or (silent >= SILENT_SECONDS and now - self._moved >= QUIET_SECONDS):
+            return f"has not answered for {silent:.0f} s"
+        return ""

@@ -1,0 +1,1 @@
+"""Members as Ray actors, and the watch over Ray's own processes."""

@@ -1,0 +1,210 @@
+"""The Ray actors of workers and routers. Each hosts the plain server that `python -m kvrelay.<part>` runs.
+
+An actor is placed, started and watched by Ray; requests and tokens go through the server's own gRPC. Its server starts
+with it, in a thread of its own. `watch` returns when the server has ended: that call, or the actor's death, reports the
+end of the process at once. An actor needs CONCURRENCY threads for it and the other calls, and for the last `watch` of a
+supervisor that was killed.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Generic, TypeVar
+
+import ray
+import ray.util
+
+from kvrelay.cluster.fleet.replacement import Ended
+from kvrelay.cluster.ray import metrics as ray_metrics
+from kvrelay.cluster.ray.node_drain import Registration
+from kvrelay.engine.automatic import AUTO
+from kvrelay.router.config import RouterConfig
+from kvrelay.rpc import log
+from kvrelay.rpc.security import TOKEN_VARIABLE
+from kvrelay.rpc.serve import EXIT_SECONDS, FAILED_CODE, FAILED_GRACE_SECONDS, STOP_SECONDS, ExitDeadline, Server
+from kvrelay.worker.config import WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+CONCURRENCY = 8
+WATCH_SECONDS = 2.0
+"""Longest time of one call of `watch`."""
+REPORT_SECONDS = 10.0
+"""For the result of `watch` to leave a process whose server has failed."""
+LOOPBACK = "127.0.0.1"
+LEAVING = "its node is about to stop"
+WILDCARDS = ("0.0.0.0", "::", "[::]")
+ServerT = TypeVar("ServerT", bound=Server)
+
+
+class ServerActor(Generic[ServerT]):
+    """Hosts one server. It has no coroutines: Ray would run them on an event loop of its own."""
+
+    stop_seconds = STOP_SECONDS
+    """For the server to stop, beyond the time for its requests."""
+    drain_seconds = 0.0
+    """For its requests to finish when its node is about to stop."""
+
+    deadline_type = ExitDeadline
+    """What ends its process."""
+
+    def __init__(self, part: str, name: str, title: str, make: Callable[[], ServerT], token: str) -> None:
+        """
+        Args:
+            title: names the actor on Ray's dashboard.
+            make: raises ValueError for a mistake in the configuration.
+            token: the join token, unless the configuration names a file with it. It comes as an argument, because Ray
+                shows and logs an actor's environment.
+        """
+        log.configure(part=part, name=name)
+        if token:
+            os.environ[TOKEN_VARIABLE] = token
+        self._title = title
+        self._make = make
+        self._node = Registration(name)
+        self._started: Future[ServerT] = Future()
+        self._stopping: Future[float] = Future()
+        self._ended: Future[Ended] = Future()
+        self._deadline = self.deadline_type()
+        threading.Thread(target=self._run, name="server", daemon=True).start()
+
+    def __repr__(self) -> str:
+        return self._title
+
+    def _run(self) -> None:
+        """Serves until stopped or failed; the process of a failed server exits soon after by itself."""
+        try:
+            ended = asyncio.run(self._serve())
+        except Exception as error:
+            logger.exception("server failed")
+            ended = Ended(f"{type(error).__name__}: {error}")
+        if not self._started.done():
+            self._started.set_exception(RuntimeError(ended.reason or "it was stopped"))
+        self._ended.set_result(ended)
+        if ended.reason:
+            # Nobody else may end a process that was cut off.
+            self._deadline.set(REPORT_SECONDS, FAILED_CODE)
+
+    async def _serve(self) -> Ended:
+        """Runs the server until it is asked to stop, fails, or its node is about to stop (`node_drain`)."""
+        if self._node.requested:
+            return Ended(LEAVING)
+        try:
+            server = self._make()
+        except ValueError as error:
+            return Ended(str(error), mistake=True)
+        exporting = asyncio.create_task(ray_metrics.export(server.metrics))
+        running = asyncio.create_task(_run(server, self._started))
+        stopping, leaving = asyncio.wrap_future(self._stopping), asyncio.create_task(self._node.wait())
+        grace = FAILED_GRACE_SECONDS
+        try:
+            await asyncio.wait((running, stopping, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done():
+                grace = stopping.result()
+                return Ended()
+            if leaving.done():
+                grace = self.drain_seconds
+                return Ended(LEAVING)
+            return running.result()
+        finally:
+            running.cancel()
+            leaving.cancel()
+            await server.stop(grace)
+            exporting.cancel()
+            self._node.done()
+
+    def watch(self, seconds: float) -> Ended | None:
+        """How the server has ended; None if it hasn't within `seconds`."""
+        try:
+            return self._ended.result(seconds)
+        except TimeoutError:
+            return None
+
+    def address(self) -> str:
+        """host:port of the server; waits until it has started."""
+        return self._started.result().address
+
+    def stop(self, grace: float) -> None:
+        """Gives running requests `grace` seconds to finish and ends the server; returns when it has ended.
+
+        The process ends by itself if that takes longer than `grace` + `stop_seconds` + EXIT_SECONDS.
+        """
+        if not self._stopping.done():
+            self._deadline.set(grace + self.stop_seconds + EXIT_SECONDS, FAILED_CODE, "did not stop in time")
+            self._stopping.set_result(grace)
+        self._ended.result()
+
+
+class WorkerActor(ServerActor[Server]):
+    """One worker; `worker-0 (begun as prefill, rank 0, gpu 0)` on the dashboard."""
+
+    def __init__(self, config: WorkerConfig, local: bool, token: str) -> None:
+        # Ray sets it to 1, or to the CPUs reserved; libraries that the engine loads read it when they are imported.
+        os.environ["OMP_NUM_THREADS"] = str(config.engine.threads)
+        gpus = ",".join(str(gpu) for gpu in ray.get_gpu_ids())
+        engine = config.engine
+        if engine.memory_part == AUTO and not gpus:
+            engine = replace(engine, memory_part=_part_of_node())
+        config = replace(config, host=own_host(local), engine=engine)
+        # Ray keeps the text of the actor's start, and the worker may take another role.
+        title = f"{config.name} (begun as {config.role}, rank 0, gpu {gpus or 'none'})"
+        self.drain_seconds = config.drain_seconds
+        super().__init__("worker", config.name, title, partial(_worker, config), token)
+        if gpus and config.engine.device == "cpu":
+            logger.warning("engine.device is cpu; the GPUs reserved for this worker stay idle")
+
+
+class RouterActor(ServerActor[Server]):
+    """One router; `router-0 (router)` on the dashboard."""
+
+    def __init__(self, config: RouterConfig, local: bool, token: str) -> None:
+        config = reachable(config, local)
+        self.drain_seconds = config.drain_seconds
+        super().__init__("router", config.name, f"{config.name} (router)", partial(_router, config), token)
+
+
+def reachable(config: RouterConfig, local: bool) -> RouterConfig:
+    """The options of a router that others reach at the address that it tells them."""
+    if config.host == LOOPBACK:
+        return replace(config, host=own_host(local))
+    return replace(config, advertised_host=own_host(local)) if config.host in WILDCARDS else config
+
+
+def own_host(local: bool) -> str:
+    """The address at which the other members of the cluster reach this machine."""
+    return LOOPBACK if local else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # untyped in Ray
+
+
+def _part_of_node() -> float:
+    """This actor's part of its node, by the CPUs that Ray has reserved for it."""
+    context = ray.get_runtime_context()
+    # Both calls are untyped in Ray.
+    own = float(context.get_assigned_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]
+    node = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())  # type: ignore[no-untyped-call]
+    return min(1.0, own / node["Resources"]["CPU"]) if own else 1.0
+
+
+def _worker(config: WorkerConfig) -> Server:
+    from kvrelay.cluster.processes.worker import worker_server
+
+    return worker_server(config)
+
+
+def _router(config: RouterConfig) -> Server:
+    from kvrelay.router.server import RouterServer
+
+    return RouterServer(config)
+
+
+async def _run(server: ServerT, started: "Future[ServerT]") -> Ended:
+    try:
+        await server.start()
+    except (ValueError, OSError) as error:
+        return Ended(str(error), mistake=True)
+    started.set_result(server)
+    return Ended(str(await server.failed()))

@@ -1,0 +1,1 @@
+"""The supervisor: hears heartbeats, keeps the fleet, records it for its successor."""

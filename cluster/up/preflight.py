@@ -1,0 +1,111 @@
+"""Checks before Ray is started, so that a mistake doesn't cost ten seconds."""
+
+import errno
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvrelay.cluster.config.options import ClusterConfig
+from kvrelay.cluster.errors import UsageError
+from kvrelay.engine.models.reading.checkpoint import Checkpoint, expected_tensors
+from kvrelay.engine.models.reading.config import read_config
+from kvrelay.kernels.cpu.library import named_set
+from kvrelay.models import resolve
+from kvrelay.router.entry.callers import Callers, public_certificates
+from kvrelay.rpc.certificates import part_files
+from kvrelay.rpc.security import PARTS
+
+ROUTER_FILES = ("chat_template", "api_keys", "tls_certificate", "tls_key", "tls_client_ca")
+
+
+def check(config: ClusterConfig) -> ClusterConfig:
+    """Returns the configuration with absolute paths. Files and ports of other machines aren't checked.
+
+    Raises:
+        UsageError: the model or another file is missing or can't be used, or a port is in use.
+    """
+    if not config.local:
+        return config
+    checked = check_files(config)
+    for each in config.router_configs():
+        check_port("grpc_port", each.host, each.grpc_port)
+        if each.http_port is not None:
+            check_port("http_port", each.host, each.http_port)
+    check_port("ray.dashboard_port", config.ray.dashboard_host, config.ray.dashboard_port)
+    return checked
+
+
+def check_files(config: ClusterConfig) -> ClusterConfig:
+    """As `check`, without the ports: for a configuration that follows that of a running cluster.
+
+    Raises:
+        UsageError: the model or another file is missing or can't be used, or the environment names an instruction set
+            that this CPU doesn't have.
+    """
+    if not config.local:
+        return config
+    try:
+        named_set()
+        folder = resolve(config.model.path)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    check_checkpoint(folder)
+    check_access(config)
+    given = {name: getattr(config.router, name) for name in ROUTER_FILES}
+    files: dict[str, Any] = {name: str(Path(path).absolute()) for name, path in given.items() if path}
+    router = replace(config.router, **files)
+    model = config.model.model_copy(update={"path": str(folder.absolute())})
+    return config.model_copy(update={"model": model, "router": router})
+
+
+def check_access(config: ClusterConfig) -> None:
+    """Checks the files by which the cluster's parts and its clients prove who they are.
+
+    Raises:
+        UsageError: one is missing or can't be used.
+    """
+    section, security = "router", config.security
+    try:
+        Callers(config.router)
+        public_certificates(config.router)
+        section = "security"
+        if security.join_token_path:
+            security.token()
+        if security.tls == "mutual" and security.certificates:
+            for part in PARTS:
+                part_files(Path(security.certificates), part)
+    except ValueError as error:
+        raise UsageError(f"{section}: {error}") from None
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Checks the files' headers; the workers check the weights.
+
+    Raises:
+        UsageError: a file is missing, pickled or broken, or its tensors don't match the architecture.
+    """
+    try:
+        config = read_config(folder)
+        optional = frozenset({"lm_head.weight"}) if config.tie_embeddings else frozenset()
+        Checkpoint(folder).verify(expected_tensors(config), optional)
+    except ValueError as error:
+        raise UsageError(f"model: {error}") from None
+    if not (folder / "tokenizer.json").is_file():
+        raise UsageError(f"model: {folder / 'tokenizer.json'} is missing")
+
+
+def check_port(name: str, host: str, port: int) -> None:
+    """Raises UsageError naming the option if this machine can't listen on host:port; port 0 means any free port."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            # As a server does: a port whose old connections are in TIME_WAIT is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except socket.gaierror as error:
+        raise UsageError(f"host {host}: {error.strerror}") from None
+    except OSError as error:
+        reason = "already in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
+        raise UsageError(f"{name} {port}: {reason} on {host}") from None

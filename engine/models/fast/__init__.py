@@ -1,0 +1,1 @@
+"""The decoder that kvrelay computes itself, and the families that it serves."""

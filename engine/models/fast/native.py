@@ -1,0 +1,286 @@
+"""The decoder as a program of native CPU kernels, recorded once: computes what `Decoder` does, in float32.
+
+A layer is six instructions:
+
+    qkv        norm of residual, projection, bias
+    write      norm and rotation of queries and keys; keys and values into the pool
+    attention
+    output     projection, added to residual
+    mlp        norm of residual, gate and up, silu(gate) * up
+    down       projection, added to residual
+
+Behind the layers, a step that only chooses tokens has the last norm, the head, the choice and, if it goes on with what
+it has chosen, the beginning of the next pass (`native/passes.h`).
+
+Activations are float32 whatever the type of weights and KV. Their buffers are kept and grow to the largest step.
+"""
+
+import ctypes
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvrelay.engine.attention.base import Attention
+from kvrelay.engine.attention.native import NativeAttention
+from kvrelay.engine.models.fast.decoder import NO_TAPS, Taps, Weights
+from kvrelay.engine.models.reading.config import ModelConfig
+from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.sampling.native import pack_draws
+from kvrelay.engine.sampling.sampler import Draw
+from kvrelay.kernels.cpu.packed import (
+    BLOCK,
+    EMBED,
+    LINEAR,
+    Arena,
+    EmbedArgs,
+    Epilogue,
+    LinearArgs,
+    PackedLinear,
+)
+from kvrelay.kernels.cpu.passes import FOLLOW, GATHER, PassArgs
+from kvrelay.kernels.cpu.program import Buffer, Program, Team
+from kvrelay.kernels.cpu.sample import SAMPLE, SampleArgs, workspace_floats
+from kvrelay.kernels.ops import Linear
+
+ROW_PADDING = 16
+"""Numbers between two rows of a buffer: without them rows could all fall into one set of a cache."""
+
+
+def fits(config: ModelConfig) -> bool:
+    """Whether the kernels support a model's shape: its gate and up projections must end at a block's border."""
+    return config.intermediate_size % BLOCK == 0
+
+
+class NativeDecoder:
+    """A model, ready to run. Not thread-safe."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, attention: NativeAttention, team: Team) -> None:
+        """
+        Args:
+            weights: with linear layers made by `kernels.cpu.packed.packer(team)`.
+        """
+        self.config = config
+        # Rows of a tied embedding are looked up in the packed head, so it is held once.
+        self._embedding = None if config.tie_embeddings else weights.embedding
+        self._layers = weights.layers
+        attention.turn_by(weights.frequencies)
+        self._attention = attention
+        self._team = team
+        self._norms = [(layer.input_norm.float(), layer.mlp_norm.float()) for layer in weights.layers]
+        self._last_norm = weights.norm.float()
+        self._head = _packed(weights.head)
+        self._rows = ctypes.c_int64()
+        self._tokens = ctypes.c_void_p()
+        self._cuts: tuple[int, ...] = ()
+        """Layers, in ascending order, in front of which a program of its own begins."""
+        self._numbers, self._largest = Buffer(np.int64), Buffer(np.float32)
+        """Of a step that chooses: its tokens, the last one of each row, the chosen ones; and their logits."""
+        self._packed = Buffer(np.uint8)
+        self._passes = ctypes.c_int64()
+        self._pass_args = PassArgs(
+            rows=ctypes.addressof(self._rows),
+            tokens=ctypes.addressof(self._tokens),
+            passes=ctypes.addressof(self._passes),
+            step=attention.step,
+            width=config.hidden_size,
+        )
+        self._sample_args = SampleArgs(rows=ctypes.addressof(self._rows), width=self._head.outputs)
+        self._pass_args.sample = ctypes.addressof(self._sample_args)
+        self._sample_space = torch.empty(workspace_floats(team.threads, self._head.outputs))
+        self._sample_args.workspace = self._sample_space.data_ptr()
+        self._choosing: Program | None = None
+        """Layers and all that is behind them; None until it is recorded anew, with new buffers."""
+        self._record(64)
+        self._make_logits(1)
+
+    @property
+    def embedding(self) -> Tensor | None:
+        """As `Decoder.embedding`."""
+        return self._embedding
+
+    @property
+    def norm(self) -> Tensor:
+        """As `Decoder.norm`."""
+        return self._last_norm
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, *, taps: Taps = NO_TAPS) -> Tensor:
+        """As `Decoder.forward`; returns float32 [T, hidden], valid until the next call.
+
+        Args:
+            attention: the one that this was made with; the recorded program calls its kernels.
+        """
+        count, last = len(tokens), self.config.layers
+        # A program stays cut where a step needed it once: to record it anew takes longer than to run its parts.
+        cuts = tuple(sorted({layer for layer in taps if layer != last}.union(self._cuts)))
+        if cuts != self._cuts:
+            self._cuts = cuts
+            self._record(self._capacity)
+        self._make_room(count)
+        self._rows.value = count
+        self._tokens.value = tokens.data_ptr()
+        hidden = self._residual[:count, : self.config.hidden_size]
+        self._team.run(self._programs[0])
+        for cut, program in zip(cuts, self._programs[1:], strict=True):
+            if cut in taps:
+                taps[cut].copy_(hidden)
+            self._team.run(program)
+        if last in taps:
+            taps[last].copy_(hidden)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [N, vocab] of rows of `forward`'s result, [N, hidden]; valid until the next call."""
+        count = len(hidden)
+        self._make_room(0, count)
+        self._rows.value = count
+        args = self._head_args
+        args.input, args.input_stride = hidden.data_ptr(), hidden.stride(0)
+        # A longer step may have made a new workspace since.
+        args.workspace = self._workspace.data_ptr()
+        self._team.run(self._head_program)
+        return self._logits[:count]
+
+    def choose(
+        self, plan: StepPlan, rows: NDArray[np.int64], draws: Sequence[Draw], count: int
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Computes a step and chooses a token behind each of `rows`, then one behind that, and so on, in one call.
+
+        Args:
+            plan: its block tables have room for `count` - 1 tokens more of each row.
+            rows: [R] of the plan, ascending; all of them if `count` is above 1.
+            draws: [R] how their first tokens are chosen; those that follow alike.
+            count: tokens of each row, 1 or more.
+
+        Returns:
+            [count, R] tokens, and the largest logit of each. Where that isn't finite, a row's tokens mean nothing.
+
+        Raises:
+            MemoryError: no memory for the work lists of attention.
+        """
+        self._attention.plan_rows(plan.starts, plan.lengths, plan.block_tables)
+        tokens, each = plan.num_tokens, len(rows)
+        self._make_room(tokens, each)
+        if self._choosing is None:
+            self._choosing = self._record_choosing()
+        numbers, largest = self._numbers.take(tokens + (1 + count) * each), self._largest.take(count * each)
+        numbers[:tokens] = plan.tokens
+        numbers[tokens : tokens + each] = plan.lengths.cumsum()[rows] - 1
+        self._rows.value, self._passes.value = tokens, count
+        self._tokens.value = address = self._numbers.address
+        args, sample = self._pass_args, self._sample_args
+        args.last, args.chosen = address + 8 * tokens, each
+        args.draws = sample.draws = pack_draws(draws, self._packed)
+        sample.tokens, sample.largest = address + 8 * (tokens + each), self._largest.address
+        self._team.run(self._choosing, self._passes)
+        if self._passes.value < 0:
+            raise MemoryError
+        shape = count, each
+        return numbers[tokens + each :].reshape(shape).tolist(), largest.reshape(shape).tolist()
+
+    def _record_choosing(self) -> Program:
+        """Layers and all that is behind them, with the present buffers."""
+        args, sample = self._pass_args, self._sample_args
+        args.hidden, args.hidden_stride = self._residual.data_ptr(), self._residual.stride(0)
+        sample.input, sample.input_stride = self._logits.data_ptr(), self._logits.stride(0)
+        head = self._linear(self._head, Epilogue.STORE, self._residual, self._logits, self._last_norm)
+        behind = (GATHER, args), (LINEAR, head), (SAMPLE, sample), (FOLLOW, args)
+        return Program(self._team.library, *self._layer_steps, *behind)
+
+    def _make_room(self, tokens: int, logits: int = 0) -> None:
+        """Makes larger buffers if a step has more tokens, or chooses more of them, than any before."""
+        if tokens > self._capacity:
+            self._record(max(tokens, 2 * self._capacity))
+        if logits > self._logits_capacity:
+            self._make_logits(max(logits, 2 * self._logits_capacity))
+
+    def _make_logits(self, capacity: int) -> None:
+        """Makes the buffer of logits, for up to `capacity` rows, and the program that writes it."""
+        self._logits_capacity = capacity
+        self._logits = torch.empty(capacity, self._head.outputs)
+        self._head_args = self._linear(self._head, Epilogue.STORE, self._residual, self._logits, self._last_norm)
+        self._head_program = Program(self._team.library, (LINEAR, self._head_args))
+        self._choosing = None
+
+    def _record(self, capacity: int) -> None:
+        """Records the program with new buffers, for steps of up to `capacity` tokens."""
+        config, layers = self.config, self._layers
+        self._capacity = capacity
+        heads = config.heads * config.head_dim
+        # The rows of a tile are far apart in memory: with small pages each cache line would cost an address look-up.
+        arena = Arena()
+        self._residual = _buffer(arena, capacity, config.hidden_size)
+        self._qkv = _buffer(arena, capacity, heads + 2 * config.kv_heads * config.head_dim)
+        self._heads = _buffer(arena, capacity, heads)
+        self._inner = _buffer(arena, capacity, config.intermediate_size)
+        self._workspace = arena.take(max(linear.workspace_bytes for linear in self._linears()))
+        steps: list[tuple[str, ctypes.Structure]] = [(EMBED, self._embed())]
+        parts = []
+        for index, layer in enumerate(layers):
+            if index in self._cuts:
+                parts.append(steps)
+                steps = []
+            input_norm, mlp_norm = self._norms[index]
+            qkv = self._linear(layer.qkv, Epilogue.STORE, self._residual, self._qkv, input_norm)
+            output = self._linear(layer.output, Epilogue.ADD, self._heads, self._residual)
+            mlp = self._linear(layer.gate_up, Epilogue.SILU_MUL, self._residual, self._inner, mlp_norm)
+            down = self._linear(layer.down, Epilogue.ADD, self._inner, self._residual)
+            attention = self._attention.record(
+                index,
+                self._qkv.data_ptr(),
+                self._qkv.stride(0),
+                self._heads.data_ptr(),
+                self._heads.stride(0),
+                layer.qk_norm,
+            )
+            steps += [(LINEAR, qkv), *attention, (LINEAR, output), (LINEAR, mlp), (LINEAR, down)]
+        parts.append(steps)
+        self._programs = [Program(self._team.library, *part) for part in parts]
+        self._layer_steps = [step for part in parts for step in part]
+        self._choosing = None
+
+    def _linears(self) -> Iterator[PackedLinear]:
+        for layer in self._layers:
+            yield from map(_packed, (layer.qkv, layer.output, layer.gate_up, layer.down))
+        yield self._head
+
+    def _embed(self) -> EmbedArgs:
+        table, head = self._embedding, self._head.args(Epilogue.STORE)
+        return EmbedArgs(
+            rows=ctypes.addressof(self._rows),
+            tokens=ctypes.addressof(self._tokens),
+            weight=head.weight if table is None else table.data_ptr(),
+            scales=head.scales,
+            zeros=head.zeros,
+            group=head.group,
+            out=self._residual.data_ptr(),
+            out_stride=self._residual.stride(0),
+            width=self.config.hidden_size,
+            type=head.type if table is None else int(table.dtype == torch.bfloat16),
+            packed=table is None,
+        )
+
+    def _linear(
+        self, linear: Linear, epilogue: Epilogue, source: Tensor, out: Tensor, norm: Tensor | None = None
+    ) -> LinearArgs:
+        """The arguments of a projection from `source` to `out`, with a norm of its input if `norm` is given."""
+        args = _packed(linear).args(epilogue, norm, self.config.norm_eps)
+        args.rows = ctypes.addressof(self._rows)
+        args.input, args.input_stride = source.data_ptr(), source.stride(0)
+        args.out, args.out_stride = out.data_ptr(), out.stride(0)
+        args.workspace = self._workspace.data_ptr()
+        return args
+
+
+def _packed(linear: Linear) -> PackedLinear:
+    if not isinstance(linear, PackedLinear):
+        raise TypeError(f"a linear layer is {type(linear).__name__}; a native decoder takes PackedLinear")
+    return linear
+
+
+def _buffer(arena: Arena, rows: int, width: int) -> Tensor:
+    """float32 [rows, width or more], zeros."""
+    stride = -(-width // 16) * 16 + ROW_PADDING
+    return arena.take(4 * rows * stride).view(torch.float32).view(rows, stride)

@@ -1,0 +1,1 @@
+"""Reads checkpoints: configuration, weights as stored, quantized weights."""

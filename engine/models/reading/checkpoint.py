@@ -1,0 +1,227 @@
+"""The tensors in the safetensors files of a Hugging Face folder, without reading the weights. No torch."""
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvrelay.engine.models.reading.config import ModelConfig
+from kvrelay.engine.models.reading.fields import Fields, read_json
+from kvrelay.engine.models.reading.hashes import State, hash_bytes, hash_range, recall, remember, state_of
+from kvrelay.engine.models.reading.stored import HEAD, StoredTensor
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
+SIZES = {**FLOATS, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
+"""Bytes of the numbers that can be read."""
+Expected = tuple[int, ...] | StoredTensor
+"""What a tensor must be: the shape of one of floats, or as quantized layers have it."""
+MAX_HEADER_BYTES = 100 * 2**20
+# Written by old exporters; their values follow from the config.
+HARMLESS = (".rotary_emb.inv_freq", ".attention.masked_bias")
+SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor in a file."""
+
+    path: Path
+    dtype: str
+    """As safetensors names it, e.g. `BF16`."""
+    shape: tuple[int, ...]
+    begin: int
+    """Offset of its bytes from the start of the file."""
+    end: int
+
+
+class Checkpoint:
+    """The tensors of one folder, by name."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the headers of the folder's safetensors files.
+
+        Raises:
+            ValueError: no safetensors files, pickled ones only, or a broken one; the text names the file.
+        """
+        self.folder = folder
+        self.tensors: dict[str, TensorEntry] = {}
+        self._hashes: dict[str, str] = {}
+        self._unkept: dict[Path, State] = {}
+        """The states of files whose hashes aren't kept yet, from before their tensors were read."""
+        for path in _files(folder):
+            state, kept = state_of(path), recall(path)
+            entries = _read_header(path)
+            for name, entry in entries.items():
+                if name in self.tensors:
+                    raise ValueError(f"{path}: tensor {name} is in {self.tensors[name].path.name} too")
+                self.tensors[name] = entry
+            if kept.keys() == entries.keys():
+                self._hashes.update(kept)
+            else:
+                self._unkept[path] = state
+        self._check_index()
+
+    def verify(self, expected: Mapping[str, Expected], optional: frozenset[str] = frozenset()) -> None:
+        """Checks that the files hold the `expected` tensors, given by shape, and besides them only `optional` ones.
+
+        Raises:
+            ValueError: they don't; the text names the tensor, the shape found and the shape expected.
+        """
+        for name, stored in expected.items():
+            if not isinstance(stored, StoredTensor):
+                stored = StoredTensor(tuple(FLOATS), (stored,))
+            entry, shapes = self.tensors.get(name), " or ".join(str(list(shape)) for shape in stored.shapes)
+            if entry is None:
+                if stored.optional:
+                    continue
+                raise ValueError(f"{self.folder}: tensor {name} {shapes} is missing")
+            if entry.shape not in stored.shapes:
+                raise ValueError(f"{entry.path}: tensor {name} has shape {list(entry.shape)}; expected: {shapes}")
+            if entry.dtype not in stored.dtypes:
+                allowed = ", ".join(stored.dtypes)
+                raise ValueError(f"{entry.path}: tensor {name} has dtype {entry.dtype}; allowed: {allowed}")
+        extra = [name for name in self.tensors if name not in expected and name not in optional]
+        extra = sorted(name for name in extra if not name.endswith(HARMLESS))
+        if extra:
+            names = ", ".join(extra[:SHOWN]) + (f" and {len(extra) - SHOWN} more" if len(extra) > SHOWN else "")
+            raise ValueError(f"{self.folder}: tensors that this architecture doesn't have: {names}")
+
+    def note(self, name: str, data: memoryview) -> None:
+        """Takes the bytes of a tensor, all of them, so that `fingerprint` needn't read them."""
+        if name not in self._hashes:
+            self._hashes[name] = hash_bytes(data)
+
+    def fingerprint(self) -> str:
+        """SHA-256, in hexadecimal, over config.json and every tensor's name, dtype, shape and hash of all bytes.
+
+        Reads the tensors whose hashes are neither kept from an earlier start nor noted as they were loaded.
+
+        Raises:
+            ValueError: a file is cut short.
+            OSError: a file is gone.
+        """
+        digest = hashlib.sha256((self.folder / "config.json").read_bytes())
+        for name, entry in sorted(self.tensors.items()):
+            if name not in self._hashes:
+                self._hashes[name] = hash_range(entry.path, entry.begin, entry.end)
+            digest.update(json.dumps([name, entry.dtype, entry.shape, self._hashes[name]]).encode())
+        for path, state in self._unkept.items():
+            remember(path, state, {name: self._hashes[name] for name, e in self.tensors.items() if e.path == path})
+        self._unkept.clear()
+        return digest.hexdigest()
+
+    def _check_index(self) -> None:
+        index = self.folder / INDEX
+        if not index.exists():
+            return
+        for name, file in read_json(index)["weight_map"].items():
+            if name not in self.tensors or self.tensors[name].path.name != file:
+                raise ValueError(f"{self.folder / file}: tensor {name} is missing, though {INDEX} says it is there")
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, Expected]:
+    """Every tensor of such a model by name; weights are [out, in].
+
+    Raises:
+        ValueError: a layer's shape doesn't go with how it is quantized.
+    """
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    traits = config.traits
+    shapes: dict[str, Expected] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+
+    def linear(name: str, out: int, inputs: int, bias: bool) -> None:
+        if config.stored is not None and config.stored.covers(name):
+            shapes.update({f"{name}.{end}": stored for end, stored in config.stored.tensors(out, inputs).items()})
+        else:
+            shapes[f"{name}.weight"] = (out, inputs)
+        if bias:
+            shapes[f"{name}.bias"] = (out,)
+
+    for layer in range(config.layers):
+        base = f"model.layers.{layer}"
+        linear(f"{base}.self_attn.q_proj", queries, hidden, traits.qkv_bias)
+        linear(f"{base}.self_attn.k_proj", keys, hidden, traits.qkv_bias)
+        linear(f"{base}.self_attn.v_proj", keys, hidden, traits.qkv_bias)
+        linear(f"{base}.self_attn.o_proj", hidden, queries, traits.output_bias)
+        linear(f"{base}.mlp.gate_proj", inner, hidden, traits.mlp_bias)
+        linear(f"{base}.mlp.up_proj", inner, hidden, traits.mlp_bias)
+        linear(f"{base}.mlp.down_proj", hidden, inner, traits.mlp_bias)
+        shapes[f"{base}.input_layernorm.weight"] = (hidden,)
+        shapes[f"{base}.post_attention_layernorm.weight"] = (hidden,)
+        if traits.qk_norm:
+            shapes[f"{base}.self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[f"{base}.self_attn.k_norm.weight"] = (config.head_dim,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_embeddings:
+        linear(HEAD, config.vocab_size, hidden, bias=False)
+    return shapes
+
+
+def _files(folder: Path) -> list[Path]:
+    """The safetensors files that make up the checkpoint."""
+    index = folder / INDEX
+    if index.exists():
+        shards = Fields(INDEX, read_json(index)).get("weight_map")
+        if not isinstance(shards, dict) or not shards:
+            raise ValueError(f"{index}: weight_map is {shards!r}; allowed: an object from tensor to file")
+        names = sorted({str(name) for name in shards.values()})
+        for name in names:
+            if Path(name).name != name:
+                raise ValueError(f"{index}: weight_map names {name!r}; allowed: files in the same folder")
+            if not (folder / name).is_file():
+                raise ValueError(f"{folder / name}: no such file, though {INDEX} names it")
+        return [folder / name for name in names]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    pickled = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pth"))
+    if pickled:
+        raise ValueError(
+            f"{folder / pickled[0]}: a pickled checkpoint, which can run code when read; "
+            f"allowed: {SINGLE}, or shards with {INDEX}"
+        )
+    raise ValueError(f"{folder}: has neither {SINGLE} nor {INDEX}")
+
+
+def _read_header(path: Path) -> dict[str, TensorEntry]:
+    """The tensors of one file: 8 bytes of header length, the header as JSON, then the tensors' bytes."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
+            raise ValueError(f"{path}: not a safetensors file: {size} bytes, header of {length}")
+        try:
+            header = json.loads(file.read(length))
+            start = 8 + length
+            entries = {name: _entry(path, start, fields) for name, fields in header.items() if name != "__metadata__"}
+            _check_gapless(entries.values(), start)
+            return entries
+        except (UnicodeDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: not a safetensors file, or cut short: {error}") from error
+
+
+def _check_gapless(entries: Iterable[TensorEntry], start: int) -> None:
+    """Raises ValueError unless each tensor begins where another ends, the first of them at `start`."""
+    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != start:
+            raise ValueError(f"a tensor's bytes begin at {entry.begin}; those before it end at {start}")
+        start = entry.end
+
+
+def _entry(path: Path, start: int, fields: Mapping[str, Any]) -> TensorEntry:
+    begin, end = fields["data_offsets"]
+    entry = TensorEntry(
+        path, str(fields["dtype"]), tuple(map(int, fields["shape"])), start + int(begin), start + int(end)
+    )
+    if not start <= entry.begin <= entry.end <= path.stat().st_size:
+        raise ValueError(f"a tensor's bytes end at {entry.end}, the file at {path.stat().st_size}")
+    if entry.dtype in SIZES and entry.end - entry.begin != math.prod(entry.shape) * SIZES[entry.dtype]:
+        raise ValueError(f"{entry.end - entry.begin} bytes for {entry.dtype} {list(entry.shape)}")
+    return entry

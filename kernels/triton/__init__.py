@@ -1,0 +1,1 @@
+"""The Triton kernels, one file each with its launcher and checks."""

@@ -1,0 +1,157 @@
+"""What a step begins with, in one pass: its tokens, their embeddings, and the angles of their positions.
+
+    token[t]   = tokens[t], or max(sampled[rows[t]], 0) where rows[t] >= 0
+    hidden[t]  = table[token[t]]
+    angle[t]   = positions[t] * frequencies                    (in float32)
+    cos[t]     = cos(angle[t]), twice;  sin[t] = -sin(angle[t]), then sin(angle[t])
+
+    tokens, rows, positions  int64 [T] contiguous
+    sampled                  int64 [R], tokens that the step before has left on the device
+    table                    [V, N] contiguous
+    frequencies              float32 [D / 2]
+    hidden                   [T, N];  cos, sin  float32 [T, 1, D]
+
+Grid: (T,). Limit: launch, then memory: T N numbers are read and written. Token ids aren't checked.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvrelay.kernels.ops import Feeds
+from kvrelay.kernels.triton.checks import check_tensor
+from kvrelay.kernels.triton.launch import Launch, Repeat, launch
+
+BLOCK = 2048
+"""Columns that are copied at a time."""
+
+
+@triton.jit
+def embed_kernel(
+    tokens,
+    rows,
+    sampled,
+    positions,
+    table,
+    frequencies,
+    hidden,
+    cos,
+    sin,
+    columns,
+    half_dim,
+    BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens + place)
+    if rows is not None:
+        row = tl.load(rows + place)
+        # A row with invalid logits has sampled no token. Its sequence has failed, so any token will do.
+        fed = tl.maximum(tl.load(sampled + tl.maximum(row, 0)), 0)
+        token = tl.where(row < 0, token, fed)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        values = tl.load(table + token * columns + column, mask=inside, other=0.0)
+        tl.store(hidden + place * columns + column, values, mask=inside)
+    i = tl.arange(0, HALF)
+    within = i < half_dim
+    angle = tl.load(positions + place).to(tl.float32) * tl.load(frequencies + i, mask=within, other=0.0)
+    c, s = tl.cos(angle), tl.sin(angle)
+    target = place * 2 * half_dim + i
+    tl.store(cos + target, c, mask=within)
+    tl.store(cos + target + half_dim, c, mask=within)
+    tl.store(sin + target, -s, mask=within)
+    tl.store(sin + target + half_dim, s, mask=within)
+
+
+class Embed:
+    """`Ops.embed`, prepared: a call with tensors like those of the call before repeats its launch. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, Repeat] = {}
+
+    def __call__(
+        self, tokens: Tensor, feeds: Feeds | None, positions: Tensor, table: Tensor, frequencies: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Ops.embed`.
+
+        Raises:
+            ValueError: a tensor has another shape, type or device than it should.
+        """
+        rows, sampled = (None, None) if feeds is None else feeds
+        like = table.data_ptr(), frequencies.data_ptr(), feeds is None
+        known = self._known.get(like)
+        if known is None or positions.shape != tokens.shape or (rows is not None and rows.shape != tokens.shape):
+            _check(tokens, rows, sampled, positions, table, frequencies)
+        count, columns, half_dim = len(tokens), table.shape[1], len(frequencies)
+        hidden = torch.empty((count, columns), dtype=table.dtype, device=table.device)
+        angles = torch.empty((2, count, 1, 2 * half_dim), dtype=torch.float32, device=table.device)
+        cos, sin = angles
+        if not count:
+            return hidden, cos, sin
+        if known is None:
+            made = _launch(tokens, rows, sampled, positions, table, frequencies, (hidden, cos, sin))
+            fed = () if feeds is None else ("rows", "sampled")
+            self._known[like] = made.repeating("tokens", *fed, "positions", "hidden", "cos", "sin")
+        else:
+            given = () if rows is None or sampled is None else (rows, sampled)
+            known((count, 1, 1), tokens, *given, positions, hidden, cos, sin)
+        return hidden, cos, sin
+
+
+def embed(
+    tokens: Tensor, feeds: Feeds | None, positions: Tensor, table: Tensor, frequencies: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `Embed`, of one call."""
+    return Embed()(tokens, feeds, positions, table, frequencies)
+
+
+def _check(
+    tokens: Tensor,
+    rows: Tensor | None,
+    sampled: Tensor | None,
+    positions: Tensor,
+    table: Tensor,
+    frequencies: Tensor,
+) -> None:
+    if tokens.dim() != 1 or table.dim() != 2 or frequencies.dim() != 1:
+        shapes = [list(tensor.shape) for tensor in (tokens, table, frequencies)]
+        raise ValueError(f"tokens, table and frequencies are {shapes}; allowed: [T], [V, N] and [D / 2]")
+    count = len(tokens)
+    check_tensor("tokens", tokens, (count,), table, torch.int64)
+    check_tensor("positions", positions, (count,), table, torch.int64)
+    check_tensor("table", table, tuple(table.shape), table)
+    check_tensor("frequencies", frequencies, (len(frequencies),), table, torch.float32)
+    if rows is not None and sampled is not None:
+        check_tensor("feeds.rows", rows, (count,), table, torch.int64)
+        check_tensor("feeds.sampled", sampled, (sampled.numel(),), table, torch.int64)
+
+
+def _launch(
+    tokens: Tensor,
+    rows: Tensor | None,
+    sampled: Tensor | None,
+    positions: Tensor,
+    table: Tensor,
+    frequencies: Tensor,
+    out: tuple[Tensor, Tensor, Tensor],
+) -> Launch:
+    columns, half_dim = table.shape[1], len(frequencies)
+    return launch(
+        embed_kernel,
+        (len(tokens), 1, 1),
+        tokens,
+        rows,
+        sampled,
+        positions,
+        table,
+        frequencies,
+        *out,
+        columns,
+        half_dim,
+        BLOCK=min(BLOCK, triton.next_power_of_2(columns)),
+        HALF=triton.next_power_of_2(half_dim),
+        num_warps=4,
+    )

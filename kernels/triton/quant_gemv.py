@@ -1,0 +1,295 @@
+"""Products with weights of 8 or 4 bits, for the few rows of a decode step.
+
+    int8   y[t, n] = scale[n] * sum_k x[t, k] * q[n, k]                            + bias[n]
+    int4   y[t, n] = sum_k x[t, k] * (q[n, k] - zero[n, k / G]) * scale[n, k / G]  + bias[n]
+
+    x      [T, K] contiguous, float16 or bfloat16 (float32 under the interpreter); T from 1 to 16
+    q      int8 [N, K]; or uint8 [N, K / 2] with two weights in a byte (see `pack_int4`)
+    scale  float32 [N]; or of x's type [N, K / G]
+    zero   of x's type [N, K / G], int4 only: whole numbers from 0 to 15
+    bias   of x's type [N], or none
+    y      [T, N]
+
+The weights are the matrix operand with many rows (tiles [BLOCK_N, BLOCK_K] times [BLOCK_K, 16]). So one tile serves all
+rows of x, and 1 row costs as much as 16: the reading of q. Where N is too small to fill the device, K is split. The
+program that finishes a tile last adds up the parts in a fixed order, so the same input gives the same output bits.
+
+Grid: (ceil(N / BLOCK_N), splits). Limit: memory. `bytes_moved` counts it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvrelay.kernels.triton.checks import check_tensor
+from kvrelay.kernels.triton.launch import Repeat, launch
+from kvrelay.kernels.triton.overlap import begin_after_inputs, overlapping
+
+MAX_ROWS = 16
+GROUPS = (32, 64, 128, 256)
+"""Allowed numbers of weights along K that share a scale and a zero."""
+GROUP = 128
+BLOCK_N = 64
+BLOCK_K = 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedWeight:
+    """A weight [N, K] of 8 or 4 bits."""
+
+    q: Tensor
+    """int8 [N, K], or uint8 [N, K / 2]."""
+    scale: Tensor
+    """[N], or [N, K / group]."""
+    zero: Tensor | None = None
+    """[N, K / group] of 4 bits."""
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.zero is None else 4
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.q.shape[0], self.q.shape[1] * (8 // self.bits)
+
+    @property
+    def group(self) -> int:
+        """Weights along K that share a scale; with 8 bits, K."""
+        return self.shape[1] if self.zero is None else self.shape[1] // self.scale.shape[1]
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """[N, K]: the weight as the product sees it."""
+        if self.zero is None:
+            return (self.q.float() * self.scale[:, None].float()).to(dtype)
+        q: Tensor = unpack_int4(self.q, self.group).float().unflatten(1, (-1, self.group))
+        q = (q - self.zero[..., None].float()) * self.scale[..., None].float()
+        return q.flatten(1).to(dtype)
+
+
+def quantize_int8(weight: Tensor) -> QuantizedWeight:
+    """Symmetric, with a scale for each output channel."""
+    scale = weight.float().abs().amax(1) / 127
+    q = torch.where(scale[:, None] > 0, weight.float() / scale[:, None], 0.0)
+    return QuantizedWeight(q.round().clamp_(-127, 127).to(torch.int8), scale)
+
+
+def quantize_int4(weight: Tensor, group: int = GROUP) -> QuantizedWeight:
+    """Asymmetric: 16 levels between the smallest and the largest weight of each group.
+
+    Raises:
+        ValueError: the group isn't one of GROUPS, or doesn't divide K.
+    """
+    if group not in GROUPS or weight.shape[1] % group:
+        raise ValueError(f"group is {group}; allowed: those of {GROUPS} that divide {weight.shape[1]}")
+    grouped = weight.float().unflatten(1, (-1, group))
+    # The range includes 0, so that a weight of 0 stays exact.
+    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+    # Weights and zeros are quantized by the scale as it is stored, i.e. rounded.
+    scale = ((high - low) / 15).to(weight.dtype)
+    step = torch.where(scale > 0, scale.float(), 1.0)
+    zero = (-low / step).round().clamp_(0, 15)
+    q = (grouped / step[..., None] + zero[..., None]).round_().clamp_(0, 15)
+    return QuantizedWeight(pack_int4(q.flatten(1).to(torch.uint8), group), scale, zero.to(weight.dtype))
+
+
+def pack_int4(values: Tensor, group: int) -> Tensor:
+    """uint8 [N, K / 2] of values 0 to 15, uint8 [N, K].
+
+    Byte i of a group has weight i of the group in its low half, and weight i + group / 2 in its high half. So each half
+    of a tile is multiplied with contiguous values of x.
+    """
+    halves: Tensor = values.unflatten(1, (-1, 2, group // 2))
+    return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+
+
+def unpack_int4(packed: Tensor, group: int) -> Tensor:
+    """The inverse of `pack_int4`."""
+    halves = packed.unflatten(1, (-1, group // 2))
+    return torch.cat((halves & 15, halves >> 4), -1).flatten(1)
+
+
+def bytes_moved(rows: int, weight: QuantizedWeight, element_size: int) -> int:
+    """Bytes that must move: the weight with its scales and x are read, y is written."""
+    outputs, inputs = weight.shape
+    parts = [part.numel() * part.element_size() for part in (weight.q, weight.scale, weight.zero) if part is not None]
+    return sum(parts) + rows * (inputs + outputs) * element_size
+
+
+@triton.jit
+def _finish(y, bias, total, row, column, rows, outputs, HAS_BIAS: tl.constexpr):
+    """Stores total [BLOCK_N, ROWS] as y [T, N]."""
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[:, None]
+    target = y + row[None, :].to(tl.int64) * outputs + column[:, None]
+    inside = (row[None, :] < rows) & (column[:, None] < outputs)
+    tl.store(target, total.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def quant_gemv_kernel(
+    x,
+    q,
+    scale,
+    zero,
+    bias,
+    y,
+    parts,
+    arrivals,
+    rows,
+    outputs,
+    inputs,
+    span,
+    BITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    begin_after_inputs(OVERLAP)
+    tile, split = tl.program_id(0), tl.program_id(1)
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.arange(0, ROWS)
+    wide = column.to(tl.int64)[:, None]
+    valid = (column < outputs)[:, None]
+    total = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    first = split * span
+    for start in range(first, tl.minimum(first + span, inputs), BLOCK_K):
+        if BITS == 8:
+            k = start + tl.arange(0, BLOCK_K)
+            weights = tl.load(q + wide * inputs + k[None, :], mask=valid & (k < inputs)[None, :], other=0)
+            source = x + row[None, :] * inputs + k[:, None]
+            values = tl.load(source, mask=(row < rows)[None, :] & (k < inputs)[:, None], other=0.0)
+            total = tl.dot(weights.to(values.dtype), values, total)
+        else:
+            # A step is one group, so the scale can be applied after the product.
+            half = tl.arange(0, BLOCK_K // 2)
+            packed = tl.load(q + wide * (inputs // 2) + (start // 2 + half)[None, :], mask=valid, other=0)
+            source = x + row[None, :] * inputs + (start + half)[:, None]
+            filled = (row < rows)[None, :]
+            group = wide * (inputs // BLOCK_K) + start // BLOCK_K
+            z = tl.load(zero + group, mask=valid, other=0.0)
+            first_half = tl.load(source, mask=filled, other=0.0)
+            second_half = tl.load(source + BLOCK_K // 2, mask=filled, other=0.0)
+            part = tl.dot((packed & 15).to(z.dtype) - z, first_half)
+            part = tl.dot((packed >> 4).to(z.dtype) - z, second_half, part)
+            total += part * tl.load(scale + group, mask=valid, other=0.0).to(tl.float32)
+    if BITS == 8:
+        total *= tl.load(scale + column, mask=column < outputs, other=0.0)[:, None]
+    if SPLITS == 1:
+        _finish(y, bias, total, row, column, rows, outputs, HAS_BIAS)
+    else:
+        within = tl.arange(0, BLOCK_N)[:, None] * ROWS + row[None, :]
+        base = parts + tile.to(tl.int64) * SPLITS * BLOCK_N * ROWS
+        tl.store(base + split * BLOCK_N * ROWS + within, total, cache_modifier=".cg")
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
+        if arrived == SPLITS - 1:
+            tl.debug_barrier()
+            total = tl.zeros((BLOCK_N, ROWS), tl.float32)
+            for part in range(SPLITS):
+                total += tl.load(base + part * BLOCK_N * ROWS + within, cache_modifier=".cg")
+            _finish(y, bias, total, row, column, rows, outputs, HAS_BIAS)
+            # This was the tile's last program: reset the count for the next launch.
+            tl.store(arrivals + tile, 0)
+
+
+class QuantGemv:
+    """A product with one weight, and the workspace of its splits; but for the first of a type, a call repeats a launch.
+
+    Launches of one object must not overlap.
+    """
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, processors: int) -> None:
+        """
+        Args:
+            processors: multiprocessors of the device; all should get work.
+
+        Raises:
+            ValueError: a tensor has another shape, type or device than it should.
+        """
+        outputs, inputs = weight.shape
+        _check(weight, bias)
+        tiles = triton.cdiv(outputs, BLOCK_N)
+        self._weight = weight
+        self._bias = bias
+        self._step = BLOCK_K if weight.bits == 8 else weight.group
+        steps = triton.cdiv(inputs, self._step)
+        # Two programs on a multiprocessor hide each other's waits; a split of fewer than 4 steps is mostly overhead.
+        wanted = max(1, min(2 * processors // tiles, steps // 4))
+        self._span = triton.cdiv(steps, wanted) * self._step
+        self.splits = triton.cdiv(inputs, self._span)
+        self._tiles = tiles
+        device = weight.q.device
+        size = tiles * self.splits * BLOCK_N * MAX_ROWS if self.splits > 1 else 0
+        self._parts = torch.empty(size, dtype=torch.float32, device=device)
+        self._arrivals = torch.zeros(tiles, dtype=torch.int32, device=device)
+        self._known: dict[torch.dtype, Repeat] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """y [T, N] of x [T, K], 1 to 16 rows.
+
+        Raises:
+            ValueError: x has another shape, type or device than it should.
+        """
+        outputs, inputs = self._weight.shape
+        if x.dim() != 2 or not 1 <= x.shape[0] <= MAX_ROWS:
+            raise ValueError(f"x is {list(x.shape)}; allowed: [1 to {MAX_ROWS}, {inputs}]")
+        weight, rows = self._weight, x.shape[0]
+        known = self._known.get(x.dtype)
+        if known is None or x.shape[1] != inputs or not x.is_contiguous():
+            typed = weight.zero if self._bias is None else self._bias
+            check_tensor("x", x, (rows, inputs), weight.q, x.dtype if typed is None else typed.dtype)
+        y = x.new_empty((rows, outputs))
+        grid = (self._tiles, self.splits, 1)
+        if known is not None:
+            known(grid, x, y, rows)
+            return y
+        made = launch(
+            quant_gemv_kernel,
+            grid,
+            x,
+            weight.q,
+            weight.scale,
+            weight.zero,
+            self._bias,
+            y,
+            self._parts,
+            self._arrivals,
+            rows,
+            outputs,
+            inputs,
+            self._span,
+            BITS=weight.bits,
+            HAS_BIAS=self._bias is not None,
+            SPLITS=self.splits,
+            ROWS=MAX_ROWS,
+            BLOCK_N=BLOCK_N,
+            BLOCK_K=self._step,
+            num_warps=4,
+            num_stages=4,
+            **overlapping(),
+        )
+        self._known[x.dtype] = made.repeating("x", "y", "rows")
+        return y
+
+
+def _check(weight: QuantizedWeight, bias: Tensor | None) -> None:
+    outputs, inputs = weight.shape
+    q, scale, zero = weight.q, weight.scale, weight.zero
+    if q.dim() != 2 or q.dtype != (torch.int8 if zero is None else torch.uint8) or not q.is_contiguous():
+        raise ValueError(f"q is {q.dtype} {list(q.shape)}; allowed: int8 [N, K], or uint8 [N, K / 2], contiguous")
+    if zero is None:
+        check_tensor("scale", scale, (outputs,), q, torch.float32)
+    else:
+        if scale.dim() != 2 or weight.group not in GROUPS or inputs % weight.group:
+            raise ValueError(f"scale is {list(scale.shape)}; allowed: [{outputs}, {inputs} / one of {GROUPS}]")
+        check_tensor("scale", scale, (outputs, inputs // weight.group), q, scale.dtype)
+        check_tensor("zero", zero, (outputs, inputs // weight.group), scale)
+    if bias is not None:
+        check_tensor("bias", bias, (outputs,), q, bias.dtype if zero is None else zero.dtype)

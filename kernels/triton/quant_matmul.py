@@ -1,0 +1,169 @@
+"""Products with weights of 8 or 4 bits, for any number of rows: each tile of weights is decoded as it is read.
+
+    int8   y[t, n] = scale[n] * sum_k x[t, k] * q[n, k]                            + bias[n]
+    fp8    y[t, n] = sum_k x[t, k] * e4m3(q[n, k]) * scale[n, k / G]               + bias[n]
+    int4   y[t, n] = sum_k x[t, k] * (q[n, k] - zero[n, k / G]) * scale[n, k / G]  + bias[n]
+
+    x      [T, K] contiguous, float16 or bfloat16 (float32 under the interpreter)
+    q      int8 [N, K]; uint8 [N, K] of E4M3; or uint8 [N, K / 2] with two weights in a byte (`pack_int4`)
+    scale  float32 [N]; float32 [N, K / G], G a multiple of 32 or K; of x's type [N, K / G]
+    zero   of x's type [N, K / G], int4 only
+    bias   of x's type [N], or none
+    y      [T, N]
+
+Grid: (ceil(N / BLOCK_N), ceil(T / BLOCK_M)). Limit: with few rows the reading of q, with many the products. Each
+BLOCK_M rows decode the weights again. E4M3 is decoded by arithmetic, which every GPU has.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor, dtype
+
+from kvrelay.kernels.codes import CodedWeight, CodeType
+from kvrelay.kernels.triton.checks import check_tensor
+from kvrelay.kernels.triton.launch import Repeat, launch
+from kvrelay.kernels.triton.quant_gemv import GROUPS, QuantizedWeight
+
+BLOCK_N = 128
+INT8, FP8, INT4 = 0, 1, 2
+
+
+@triton.jit
+def _e4m3(codes):
+    """float32 numbers of uint8 codes: exponent and mantissa at their places in float16 are 2^-8 of the number."""
+    wide = codes.to(tl.int16)
+    magnitude = ((wide & 0x7F) << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where((wide & 0x80) != 0, -magnitude, magnitude)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def quant_matmul_kernel(
+    x,
+    q,
+    scale,
+    zero,
+    bias,
+    y,
+    rows,
+    outputs,
+    inputs,
+    groups,
+    GROUP: tl.constexpr,
+    FORMAT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    wide = column.to(tl.int64)[:, None]
+    source = x + row.to(tl.int64)[:, None] * inputs
+    valid, filled = (column < outputs)[:, None], (row < rows)[:, None]
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, inputs, BLOCK_K):
+        if FORMAT == 2:
+            # A step is one group, whose halves are the halves of its bytes.
+            half = tl.arange(0, BLOCK_K // 2)
+            packed = tl.load(q + wide * (inputs // 2) + (start // 2 + half)[None, :], mask=valid, other=0)
+            at = wide * groups + start // BLOCK_K
+            s = tl.load(scale + at, mask=valid, other=0.0).to(tl.float32)
+            z = tl.load(zero + at, mask=valid, other=0.0).to(tl.float32)
+            low = tl.load(source + (start + half)[None, :], mask=filled, other=0.0)
+            high = tl.load(source + (start + BLOCK_K // 2 + half)[None, :], mask=filled, other=0.0)
+            first = (((packed & 15).to(tl.float32) - z) * s).to(low.dtype)
+            second = (((packed >> 4).to(tl.float32) - z) * s).to(low.dtype)
+            total = tl.dot(low, tl.trans(first), total)
+            total = tl.dot(high, tl.trans(second), total)
+        else:
+            k = start + tl.arange(0, BLOCK_K)
+            inside = (k < inputs)[None, :]
+            codes = tl.load(q + wide * inputs + k[None, :], mask=valid & inside, other=0)
+            values = tl.load(source + k[None, :], mask=filled & inside, other=0.0)
+            if FORMAT == 1:
+                numbers = _e4m3(codes)
+                if GROUP > 0:
+                    at = wide * groups + start // GROUP
+                    numbers = numbers * tl.load(scale + at, mask=valid, other=0.0)
+            else:
+                numbers = codes.to(tl.float32)
+            total = tl.dot(values, tl.trans(numbers.to(values.dtype)), total)
+    if GROUP == 0:
+        total *= tl.load(scale + column, mask=column < outputs, other=0.0)[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
+    target = y + row.to(tl.int64)[:, None] * outputs + column[None, :]
+    tl.store(target, total.to(y.dtype.element_ty), mask=filled & (column < outputs)[None, :])
+
+
+class QuantMatmul:
+    """A product with one weight, prepared: but for the first of its kind, a call repeats a launch."""
+
+    def __init__(self, weight: QuantizedWeight | CodedWeight, bias: Tensor | None) -> None:
+        """
+        Args:
+            weight: of int8 or int4; or codes of fp8.
+
+        Raises:
+            ValueError: codes of another type, or groups that the kernel doesn't have.
+        """
+        self._bias = bias
+        self._zero: Tensor | None = None
+        if isinstance(weight, CodedWeight):
+            if weight.type is not CodeType.FP8:
+                raise ValueError(f"codes of {weight.type.name}; allowed: FP8")
+            self._shape, self._format = (weight.codes.shape[0], weight.codes.shape[1]), FP8
+            self._q, self._scale = weight.codes.contiguous(), weight.scales.contiguous()
+            self._group = 0 if weight.group >= self._shape[1] else weight.group
+            self._step = 64 if self._group % 64 == 0 else 32
+        else:
+            self._shape, self._format = weight.shape, INT8 if weight.zero is None else INT4
+            self._q, self._scale, self._zero = weight.q, weight.scale, weight.zero
+            self._group = 0 if weight.zero is None else weight.group
+            self._step = self._group or 64
+            if self._group and self._group not in GROUPS:
+                raise ValueError(f"group is {self._group}; allowed: one of {GROUPS}")
+        self._columns = triton.cdiv(self._shape[0], BLOCK_N)
+        self._known: dict[tuple[int, dtype], Repeat] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """y [T, N] of x [T, K].
+
+        Raises:
+            ValueError: x has another shape or device than it should.
+        """
+        outputs, inputs = self._shape
+        rows = x.shape[0]
+        block_m = 16 if rows <= 16 else 64
+        grid = (self._columns, -(-rows // block_m), 1)
+        known = self._known.get((block_m, x.dtype))
+        if known is None or x.shape[1] != inputs or not x.is_contiguous():
+            check_tensor("x", x, (rows, inputs), self._q, x.dtype)
+        y = x.new_empty((rows, outputs))
+        if known is not None:
+            known(grid, x, y, rows)
+            return y
+        made = launch(
+            quant_matmul_kernel,
+            grid,
+            x,
+            self._q,
+            self._scale,
+            self._zero,
+            self._bias,
+            y,
+            rows,
+            outputs,
+            inputs,
+            triton.cdiv(inputs, self._group) if self._group else 1,
+            GROUP=self._group,
+            FORMAT=self._format,
+            HAS_BIAS=self._bias is not None,
+            BLOCK_M=block_m,
+            BLOCK_N=BLOCK_N,
+            BLOCK_K=self._step,
+            num_warps=8 if block_m == 64 else 4,
+            num_stages=3,
+        )
+        self._known[block_m, x.dtype] = made.repeating("x", "y", "rows")
+        return y

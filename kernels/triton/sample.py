@@ -1,0 +1,429 @@
+"""From logits to tokens on the device: temperature, top-k, top-p, min-p and the draw, without sorting.
+
+    s[v]    = (logits[v] - max) / temperature
+    kept    = the tokens that pass top-k, then top-p, then min-p (`reference.token_probabilities`)
+    token   = argmax over kept v of exp(s[v]) / e[v],  e exponential noise, a function of (keys, v) only
+            = argmax of the logits, the first of equal ones, where the temperature is 0
+            = ops.NONFINITE where a logit is NaN, or the largest one is infinite
+
+    logits       float32 [R, V] contiguous; those of banned tokens are overwritten
+    temperature  float32 [R]; 0 is greedy
+    top_k        int32 [R]; 0 keeps all
+    top_p        float32 [R]; 1 keeps all
+    min_p        float32 [R]; 0 keeps all
+    keys         int32 [R, 2] of the noise
+    banned       int32 [R, B] tokens that must not be chosen; -1 is none
+    workspace    see `Workspace`
+    tokens       int64 [R]
+
+A row's vocabulary is cut into slices, each for a program of its own, and four kernels follow one another:
+
+    1  slices: the largest logit, and its token
+    2  slices: the race for the token (`race`) in rows without top-k and top-p; in the others the mass (the sum of
+       exp(s)), and how many tokens are in each bin of s
+    3  slices: in rows with top-k or top-p the bins tell which tokens are kept for sure, and which aren't for sure.
+       The race of the former, their mass, and a list of the tokens in the bins between
+    4  rows: the winner of the slices. With a list: the bound, the race of the listed tokens that are kept, and the
+       winner of all
+
+Each filter keeps all tokens with s above some bound, the smallest s that is kept. A bisection over the list finds it.
+Each probe counts (or weighs) the tokens above the middle and notes the values next to it, so both ends are always
+values of the list; they meet after about log2(list) probes, however the values are distributed. The bins only make the
+list short. They are narrow: tokens of one bin differ in probability by a factor of e^(1/16) at most, so the tokens that
+they leave open have some 6 % of the mass.
+
+Kernels have nothing to do in greedy rows but for the first and the last, and end at once. The first three share a row
+between programs, and read all of a slice before they use any of it; the last one has the list in registers.
+
+Grid: (slices, R) three times, then (R,). Limit: memory: every logit must be read at least once.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvrelay.kernels.triton.checks import check_tensor
+from kvrelay.kernels.triton.launch import Repeat, launch
+from kvrelay.kernels.triton.overlap import begin_after_inputs, overlapping
+from kvrelay.kernels.triton.sample_bounds import BINS, bin_of, load_listed, open_bins, smallest_kept
+from kvrelay.kernels.triton.sample_race import NO_TOKEN, better, race
+
+SLICE = 8192
+"""Tokens of a slice."""
+LISTED = 4096
+"""Listed tokens that the last kernel keeps in registers; of longer lists it reads the rest again at each probe."""
+WARPS = 16
+
+
+class Choices(NamedTuple):
+    """How each row's token is chosen; tensors on the device, so that a captured graph reads new values."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    keys: Tensor
+    banned: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, banned: int, device: torch.device | str) -> "Choices":
+        """For `rows` rows, all greedy, with up to `banned` banned tokens each."""
+        return cls(
+            temperature=torch.zeros(rows, dtype=torch.float32, device=device),
+            top_k=torch.zeros(rows, dtype=torch.int32, device=device),
+            top_p=torch.ones(rows, dtype=torch.float32, device=device),
+            min_p=torch.zeros(rows, dtype=torch.float32, device=device),
+            keys=torch.zeros(rows, 2, dtype=torch.int32, device=device),
+            banned=torch.full((rows, banned), -1, dtype=torch.int32, device=device),
+        )
+
+    def first(self, rows: int) -> "Choices":
+        """Views of the first `rows` rows."""
+        return Choices(*(column[:rows] for column in self))
+
+    def select(self, rows: Tensor) -> "Choices":
+        """Copies of the rows with these indices, int64 [N]."""
+        return Choices(*(column.index_select(0, rows) for column in self))
+
+
+class Workspace(NamedTuple):
+    """What the kernels leave for one another: for R rows of S slices."""
+
+    largest: Tensor
+    """float32 [R, S]: the largest logit; NaN if any is."""
+    first: Tensor
+    """int32 [R, S]: its token, the first of equal ones."""
+    mass: Tensor
+    """float64 [R, S]."""
+    sure: Tensor
+    """int32 [R, S]: the number of tokens that are kept for sure."""
+    sure_mass: Tensor
+    """float64 [R, S]: their mass."""
+    score: Tensor
+    """float32 [R, S] of the race's winner; -1 if nobody ran."""
+    winner: Tensor
+    """int32 [R, S]."""
+    length: Tensor
+    """int32 [R, S] of the slice's list."""
+    counts: Tensor
+    """int32 [R, BINS] tokens."""
+    listed: Tensor
+    """int32 [R, V]: each slice's list, at the slice's place."""
+
+    @staticmethod
+    def columns(vocabulary: int) -> list[tuple[str, int, torch.dtype]]:
+        """Name, values in a row, and type of each tensor."""
+        slices = triton.cdiv(vocabulary, slice_of(vocabulary))
+        of_slices = [torch.float32, torch.int32, torch.float64, torch.int32, torch.float64]
+        of_slices += [torch.float32, torch.int32, torch.int32]
+        return [
+            *((name, slices, dtype) for name, dtype in zip(Workspace._fields, of_slices, strict=False)),
+            ("counts", BINS.value, torch.int32),
+            ("listed", vocabulary, torch.int32),
+        ]
+
+    @classmethod
+    def empty(cls, rows: int, vocabulary: int, device: torch.device | str) -> "Workspace":
+        """For `rows` rows of so many tokens each."""
+        return cls(*(torch.empty(rows, size, dtype=dtype, device=device) for _, size, dtype in cls.columns(vocabulary)))
+
+    def rows(self, count: int) -> "Workspace":
+        """Views of the first `count` rows."""
+        return Workspace(*(tensor[:count] for tensor in self))
+
+
+def slice_of(vocabulary: int) -> int:
+    """Tokens of a slice of so many."""
+    return min(SLICE, int(triton.next_power_of_2(vocabulary)))
+
+
+@triton.jit
+def _load_slice(logits, row, vocabulary, SLICE: tl.constexpr):
+    """The logits of this program's slice, minus infinity past the end of the vocabulary, and their tokens."""
+    ids = tl.program_id(0) * SLICE + tl.arange(0, SLICE)
+    return tl.load(logits + row * vocabulary + ids, mask=ids < vocabulary, other=float("-inf")), ids
+
+
+@triton.jit
+def _largest(largest, row, SLICES: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The row's largest logit, and whether it and all others allow a choice."""
+    index = tl.arange(0, BLOCK_S)
+    value = tl.load(largest + row * SLICES + index, mask=index < SLICES, other=float("-inf"))
+    nan = tl.max((value != value).to(tl.int32), 0) > 0
+    most = tl.max(tl.where(value == value, value, float("-inf")), 0)
+    return most, (most > float("-inf")) & (most < float("inf")) & (nan == 0)
+
+
+@triton.jit
+def _sum_slices(column, row, SLICES: tl.constexpr, BLOCK_S: tl.constexpr):
+    index = tl.arange(0, BLOCK_S)
+    return tl.sum(tl.load(column + row * SLICES + index, mask=index < SLICES, other=0.0), 0)
+
+
+@triton.jit
+def _filters(choices, row, vocabulary):
+    """top_k, 0 if it keeps all; top_p; the smallest s that min-p keeps."""
+    top_k, top_p, min_p = tl.load(choices.top_k + row), tl.load(choices.top_p + row), tl.load(choices.min_p + row)
+    least = tl.where(min_p > 0.0, tl.log(tl.maximum(min_p, 1e-37)), -3.0e38)
+    return tl.where(top_k < vocabulary, top_k, 0), top_p, least
+
+
+@triton.jit
+def _keys(choices, row):
+    key_0, key_1 = tl.load(choices.keys + 2 * row), tl.load(choices.keys + 2 * row + 1)
+    return key_0.to(tl.uint32, bitcast=True), key_1.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def largest_kernel(
+    logits,
+    banned,
+    workspace,
+    vocabulary,
+    BANNED: tl.constexpr,
+    BANNED_BLOCK: tl.constexpr,
+    SLICE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    begin_after_inputs(OVERLAP)
+    row, slices = tl.program_id(1).to(tl.int64), tl.num_programs(0)
+    if BANNED > 0:
+        first = tl.program_id(0) * SLICE
+        ban_index = tl.arange(0, BANNED_BLOCK)
+        ban = tl.load(banned + row * BANNED + ban_index, mask=ban_index < BANNED, other=-1)
+        mine = (ban >= first) & (ban < tl.minimum(first + SLICE, vocabulary))
+        tl.store(logits + row * vocabulary + ban, float("-inf"), mask=mine)
+        tl.debug_barrier()
+    value, ids = _load_slice(logits, row, vocabulary, SLICE)
+    largest = tl.max(value, 0)
+    first_token = tl.min(tl.where(value == largest, ids, NO_TOKEN), 0)
+    nan = tl.max((value != value).to(tl.int32), 0) > 0
+    place = row * slices + tl.program_id(0)
+    tl.store(workspace.largest + place, tl.where(nan, float("nan"), largest))
+    tl.store(workspace.first + place, first_token)
+    if tl.program_id(0) == 0:
+        bins = tl.arange(0, BINS)
+        tl.store(workspace.counts + row * BINS + bins, tl.zeros((BINS,), tl.int32))
+
+
+@triton.jit
+def weigh_kernel(
+    logits,
+    choices,
+    workspace,
+    vocabulary,
+    SLICE: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SLICES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    begin_after_inputs(OVERLAP)
+    row = tl.program_id(1).to(tl.int64)
+    temperature = tl.load(choices.temperature + row)
+    if temperature <= 0.0:
+        return
+    value, ids = _load_slice(logits, row, vocabulary, SLICE)
+    largest, finite = _largest(workspace.largest, row, SLICES, BLOCK_S)
+    if finite == 0:
+        return
+    s = (value - largest) / temperature
+    top_k, top_p, least = _filters(choices, row, vocabulary)
+    place = row * SLICES + tl.program_id(0)
+    if (top_k > 0) | (top_p < 1.0):
+        tl.store(workspace.mass + place, tl.sum(tl.exp(s).to(tl.float64), 0))
+        counts = tl.histogram(bin_of(s), BINS, mask=s > -3.0e38)
+        bins = tl.arange(0, BINS)
+        tl.atomic_add(workspace.counts + row * BINS + bins, counts, mask=counts > 0, sem="relaxed")
+    else:
+        key_0, key_1 = _keys(choices, row)
+        score, winner = race(s, ids, least, key_0, key_1)
+        tl.store(workspace.score + place, score)
+        tl.store(workspace.winner + place, winner)
+
+
+@triton.jit
+def list_kernel(
+    logits,
+    choices,
+    workspace,
+    vocabulary,
+    SLICE: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SLICES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    begin_after_inputs(OVERLAP)
+    row = tl.program_id(1).to(tl.int64)
+    top_k, top_p, least = _filters(choices, row, vocabulary)
+    temperature = tl.load(choices.temperature + row)
+    if (temperature <= 0.0) | ((top_k == 0) & (top_p >= 1.0)):
+        return
+    value, ids = _load_slice(logits, row, vocabulary, SLICE)
+    counts = tl.load(workspace.counts + row * BINS + tl.arange(0, BINS))
+    largest, finite = _largest(workspace.largest, row, SLICES, BLOCK_S)
+    if finite == 0:
+        return
+    mass = _sum_slices(workspace.mass, row, SLICES, BLOCK_S)
+    first, last = open_bins(counts, top_k, top_p, mass.to(tl.float32))
+    s = (value - largest) / temperature
+    bin = bin_of(s)
+    counted = s > -3.0e38
+    sure = counted & (bin < first)
+    listed = counted & (bin >= first) & (bin <= last)
+    place = row * SLICES + tl.program_id(0)
+    tl.store(workspace.sure + place, tl.sum(sure.to(tl.int32), 0))
+    tl.store(workspace.sure_mass + place, tl.sum(tl.where(sure, tl.exp(s), 0.0).to(tl.float64), 0))
+    key_0, key_1 = _keys(choices, row)
+    score, winner = race(tl.where(sure, s, float("-inf")), ids, least, key_0, key_1)
+    tl.store(workspace.score + place, score)
+    tl.store(workspace.winner + place, winner)
+    entry = tl.cumsum(listed.to(tl.int32), 0)
+    tl.store(workspace.listed + row * vocabulary + tl.program_id(0) * SLICE + entry - 1, ids, mask=listed)
+    tl.store(workspace.length + place, tl.max(entry, 0))
+
+
+@triton.jit
+def choose_kernel(
+    logits,
+    choices,
+    workspace,
+    tokens,
+    vocabulary,
+    SLICE: tl.constexpr,
+    SLICES: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    EACH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    begin_after_inputs(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, BLOCK_S)
+    place, present = row * SLICES + index, index < SLICES
+    largest, finite = _largest(workspace.largest, row, SLICES, BLOCK_S)
+    largests = tl.load(workspace.largest + place, mask=present, other=float("-inf"))
+    token = tl.min(tl.where(largests == largest, tl.load(workspace.first + place, mask=present, other=0), NO_TOKEN), 0)
+    temperature = tl.load(choices.temperature + row)
+    if finite & (temperature > 0.0):
+        scores = tl.load(workspace.score + place, mask=present, other=-1.0)
+        score = tl.max(scores, 0)
+        winners = tl.load(workspace.winner + place, mask=present, other=NO_TOKEN)
+        token = tl.min(tl.where(scores == score, winners, NO_TOKEN), 0)
+        top_k, top_p, least = _filters(choices, row, vocabulary)
+        if (top_k > 0) | (top_p < 1.0):
+            length = workspace.length + row * SLICES
+            lists = (
+                logits + row * vocabulary,
+                workspace.listed + row * vocabulary,
+                length,
+                largest,
+                temperature,
+                SLICES,
+            )
+            longest = tl.max(tl.load(length + index, mask=present, other=0), 0)
+            parts = (longest + EACH - 1) // EACH
+            s, ids = load_listed(lists, 0, SLICE, EACH, BLOCK_S * EACH)
+            bound = tl.min(tl.where(s == float("-inf"), 0.0, s), 0)
+            for part in range(1, parts):
+                more, _ = load_listed(lists, part, SLICE, EACH, BLOCK_S * EACH)
+                bound = tl.minimum(bound, tl.min(tl.where(more == float("-inf"), 0.0, more), 0))
+            sure_mass = _sum_slices(workspace.sure_mass, row, SLICES, BLOCK_S)
+            mass = _sum_slices(workspace.mass, row, SLICES, BLOCK_S)
+            if top_k > 0:
+                sure = _sum_slices(workspace.sure, row, SLICES, BLOCK_S).to(tl.float64)
+                budget = top_k.to(tl.float64)
+                bound = smallest_kept(s, lists, parts, bound, sure, budget, False, SLICE, EACH)
+                mass = sure_mass + tl.sum(tl.where(s >= bound, tl.exp(s), 0.0).to(tl.float64), 0)
+                for part in range(1, parts):
+                    more, _ = load_listed(lists, part, SLICE, EACH, BLOCK_S * EACH)
+                    mass += tl.sum(tl.where(more >= bound, tl.exp(more), 0.0).to(tl.float64), 0)
+            if top_p < 1.0:
+                budget = top_p.to(tl.float64) * mass
+                bound = smallest_kept(s, lists, parts, bound, sure_mass, budget, True, SLICE, EACH)
+            bound = tl.maximum(bound, least)
+            key_0, key_1 = _keys(choices, row)
+            for part in range(parts):
+                s, ids = load_listed(lists, part, SLICE, EACH, BLOCK_S * EACH)
+                other, other_token = race(s, ids, bound, key_0, key_1)
+                score, token = better(score, token, other, other_token)
+    tl.store(tokens + row, tl.where(finite, token, -1).to(tl.int64))
+
+
+class Sampler:
+    """Chooses tokens, with choices and a workspace at fixed addresses; but for the first, a call repeats launches."""
+
+    def __init__(self, choices: Choices, workspace: Workspace) -> None:
+        """Both for R rows at most, the workspace for V tokens."""
+        self._choices = choices
+        self._workspace = workspace
+        self._most = min(len(choices.temperature), len(workspace.largest))
+        self._known: tuple[Repeat, ...] = ()
+
+    def __call__(self, logits: Tensor, tokens: Tensor) -> None:
+        """Writes a token for each row of `logits` [N, V] into `tokens` [N], N at most R.
+
+        Raises:
+            ValueError: a tensor has another shape, type or device than it should.
+        """
+        rows = len(logits)
+        typed = logits.dtype == torch.float32 and tokens.dtype == torch.int64 and logits.is_contiguous()
+        same = typed and logits.shape[1:] == self._workspace.listed.shape[1:] and tokens.shape == (rows,)
+        if not self._known or not same or rows > self._most:
+            _check(logits, self._choices.first(rows), self._workspace.rows(rows), tokens)
+        if not rows:
+            return
+        if not self._known:
+            self._known = _launch(logits, self._choices, self._workspace, tokens)
+            return
+        largest, weigh, fill, choose = self._known
+        grid = triton.cdiv(logits.shape[1], slice_of(logits.shape[1])), rows, 1
+        largest(grid, logits)
+        weigh(grid, logits)
+        fill(grid, logits)
+        choose((rows, 1, 1), logits, tokens)
+
+
+def sample(logits: Tensor, choices: Choices, workspace: Workspace, tokens: Tensor) -> None:
+    """See `Sampler`, of one call."""
+    Sampler(choices, workspace)(logits, tokens)
+
+
+def _check(logits: Tensor, choices: Choices, workspace: Workspace, tokens: Tensor) -> None:
+    if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.is_contiguous() or not logits.shape[1]:
+        raise ValueError(f"logits are {logits.dtype} {list(logits.shape)}; allowed: contiguous float32 [R, V]")
+    rows, vocabulary = logits.shape
+    for name, column in choices._asdict().items():
+        wide = {"keys": (rows, 2), "banned": (rows, choices.banned.shape[-1])}
+        dtype = torch.int32 if name in ("top_k", "keys", "banned") else torch.float32
+        check_tensor(name, column, wide.get(name, (rows,)), logits, dtype)
+    for name, shape, dtype in Workspace.columns(vocabulary):
+        check_tensor(f"workspace.{name}", getattr(workspace, name), (rows, shape), logits, dtype)
+    check_tensor("tokens", tokens, (rows,), logits, torch.int64)
+
+
+def _launch(logits: Tensor, choices: Choices, workspace: Workspace, tokens: Tensor) -> tuple[Repeat, ...]:
+    rows, vocabulary = logits.shape
+    banned, block = choices.banned.shape[1], slice_of(vocabulary)
+    slices = triton.cdiv(vocabulary, block)
+    grid, block_s = (slices, rows, 1), triton.next_power_of_2(slices)
+    common: dict[str, Any] = {"num_warps": WARPS, **overlapping()}
+    largest = launch(
+        largest_kernel,
+        grid,
+        logits,
+        choices.banned,
+        workspace,
+        vocabulary,
+        BANNED=banned,
+        BANNED_BLOCK=triton.next_power_of_2(max(banned, 1)),
+        SLICE=block,
+        **common,
+    )
+    sizes = {"SLICE": block, "SLICES": slices, "BLOCK_S": block_s, **common}
+    weigh = launch(weigh_kernel, grid, logits, choices, workspace, vocabulary, **sizes)
+    fill = launch(list_kernel, grid, logits, choices, workspace, vocabulary, **sizes)
+    each = max(1, LISTED // block_s)
+    choose = launch(choose_kernel, (rows, 1, 1), logits, choices, workspace, tokens, vocabulary, **sizes, EACH=each)
+    return (*(made.repeating("logits") for made in (largest, weigh, fill)), choose.repeating("logits", "tokens"))

@@ -1,0 +1,445 @@
+"""What every face does around a request, whatever its transport is: the way from a caller to the sessions.
+
+    face     reads the caller's identity and the size of its request, then, inside of `Front.call`, the request itself
+    Front    refuses while draining, authenticates, admits
+    Call     checks, runs one session per completion, hands their messages to the face, notes how each ended
+
+A face turns the one kind of exception that is left, `RequestError`, into its own kind of answer.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, cast
+
+from kvrelay.internal.v1.worker_pb2 import ModelInfo
+from kvrelay.router.addresses import Addresses
+from kvrelay.router.config import RouterOptions
+from kvrelay.router.entry.admission import Admission, Place, Ticket
+from kvrelay.router.entry.callers import Callers, Grant, Identity, claim_of
+from kvrelay.router.entry.limits import KeyLimits, Meter
+from kvrelay.router.errors import (
+    DeadlineExceeded,
+    Exhausted,
+    InternalError,
+    ModelNotFound,
+    QueueOverflow,
+    RequestError,
+    Unavailable,
+    shorten,
+)
+from kvrelay.router.records.requests import Requests
+from kvrelay.router.records.spans import Asked, Ended, SpanExport
+from kvrelay.router.records.traffic import TrafficMeter
+from kvrelay.router.request.sampling import SamplingDefaults
+from kvrelay.router.request.tokenizer import Tokenizer
+from kvrelay.router.request.validation import CheckedRequest, check, completions
+from kvrelay.router.session.answer import Answer, FirstSink, Sink
+from kvrelay.router.session.dispatch import Dispatch
+from kvrelay.router.session.session import Session
+from kvrelay.router.trace import Observer, Outcome, RequestTrace
+from kvrelay.rpc.tracing import TraceContext
+from kvrelay.v1.inference_pb2 import FinishReason, GenerateRequest
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+INLINE_BYTES = 16 * 1024
+"""A request up to this size is parsed in the event loop, in at most some milliseconds."""
+END_SECONDS = 1.0
+"""For calls to end on their workers when the router is to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who has sent a call."""
+
+    identity: Identity
+    host: str
+    """The client's address, as limits by address count it."""
+    context: TraceContext = field(default_factory=TraceContext.new)
+    """Of the trace that the client has begun; else of one that begins here."""
+
+
+class Front:
+    """The state that all faces of a router share. Nothing that a client sends ends the router."""
+
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        tokenizer: Tokenizer,
+        callers: Callers,
+        observer: Observer | None,
+        defaults: SamplingDefaults,
+        traffic: TrafficMeter,
+        spans: SpanExport | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.defaults = defaults
+        self.requests = Requests()
+        self.traffic = traffic
+        self._dispatch = dispatch
+        self._callers = callers
+        self._observer = observer
+        self._spans = spans
+        self.limits = KeyLimits()
+        self.addresses = Addresses(self.config.trusted_proxies)
+        self._admission = Admission(self.config.max_requests, self.config.max_queued_bytes)
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._draining = False
+        self._ending = False
+
+    @property
+    def config(self) -> RouterOptions:
+        return self._dispatch.config
+
+    @property
+    def running(self) -> int:
+        """Completions and other calls that were admitted and have not ended."""
+        return self._admission.calls
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request that is sent now finds workers."""
+        return not self._draining and self._dispatch.registry.complete
+
+    @property
+    def model(self) -> ModelInfo:
+        """
+        Raises:
+            Unavailable: no worker has told it yet.
+        """
+        model = self._dispatch.registry.model
+        if model is None:
+            raise Unavailable("no worker is ready yet")
+        return model
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names that requests may give the model, the first of which is its name in answers."""
+        return self.config.served_model_name or (self.model.name,)
+
+    def tenant(self, caller: Caller) -> str:
+        """The tenant of a caller that costs no more than an answer.
+
+        Raises:
+            Unauthenticated: it has not shown who it is.
+        """
+        return self._callers.grant(caller.identity).tenant
+
+    def holder(self, caller: Caller) -> str:
+        """Who has a share of what is scarce: the caller's tenant, or its address where nobody is authenticated.
+
+        Raises:
+            Unauthenticated: it has not shown who it is.
+        """
+        grant = self._callers.grant(caller.identity)
+        return f"tenant {grant.tenant}" if self._callers.authenticated else caller.host
+
+    def check_model(self, name: str) -> None:
+        """Checks the model that a request names; empty is the served one.
+
+        Raises:
+            ModelNotFound: it is another one.
+            Unavailable: no worker is ready yet.
+        """
+        if name and name not in self.served_names:
+            known = ", ".join(map(repr, self.served_names))
+            raise ModelNotFound(f"model is {shorten(name)}; allowed: {known}, or empty")
+
+    @property
+    def draining(self) -> bool:
+        """Whether the router is to end."""
+        return self._draining
+
+    async def stop(self, grace: float) -> None:
+        """Refuses new calls, gives the running ones `grace` seconds, then ends them with Unavailable."""
+        self._draining = True
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=grace)
+        self._ending = True
+        for task in self._calls:
+            task.cancel()
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=END_SECONDS)
+
+    async def apart(self, size: int, work: Callable[[], T]) -> T:
+        """Does the work on a request of `size` bytes: in the event loop if they are few, else in a thread, between
+        whose steps the event loop has its turns."""
+        return await self.tokenizer.run(size <= INLINE_BYTES, work, self.tokenizer.computing)
+
+    @contextmanager
+    def call(self, caller: Caller, size: int, deadline: float = math.inf) -> Iterator["Call"]:
+        """Admits one call, which the current task serves in the body of a `with`.
+
+        Args:
+            size: of the request as it came, in bytes.
+            deadline: the client's, on the monotonic clock.
+
+        Raises:
+            RequestError: the call ended without an answer; also in place of any other exception.
+        """
+        task = cast("asyncio.Task[Any]", asyncio.current_task())
+        self._calls.add(task)
+        ticket: Ticket | None = None
+        try:
+            if self._draining:
+                raise self._shutting_down()
+            grant = self._callers.grant(caller.identity)
+            admit = self._admission.admit(self.holder(caller), size, task.cancel, grant.key, grant.limits.concurrent)
+            with admit as ticket:
+                yield Call(self, grant, ticket, deadline, caller.context)
+        except RequestError:
+            raise
+        except asyncio.CancelledError:
+            # `stop` has cancelled this task, or the call gave way, unless another cancellation came as well.
+            if ticket is not None and ticket.displaced and not task.uncancel():
+                text = "the request gave way to another client's; the router's max_requests, or max_queued_bytes, is"
+                raise Exhausted(f"{text} used up, and this client has most of it") from None
+            if self._ending and not task.uncancel():
+                raise self._shutting_down() from None
+            raise
+        except Exception:
+            logger.exception("call failed because of a defect")
+            raise InternalError("a defect in the router") from None
+        finally:
+            self._calls.discard(task)
+
+    @contextmanager
+    def generation(self, caller: Caller, size: int, deadline: float = math.inf) -> Iterator["Call"]:
+        """As `call`, for one that generates: it is noted in log, metrics and traces even if it ends before its first
+        completion."""
+        received = time.monotonic()
+        call: Call | None = None
+        ended: list[Ended] = []
+        try:
+            with self.call(caller, size, deadline) as call:
+                ended = call.ended
+                yield call
+        except RequestError as error:
+            if not ended:
+                ended.append(Ended(RequestTrace(received, context=caller.context), error.outcome, str(error)))
+                self.note_end(ended[0])
+            raise
+        finally:
+            if self._spans is not None:
+                asked = None if call is None else call.asked
+                self._spans.add(caller.context, received, asked, ended)
+
+    def note_end(self, ended: "Ended") -> None:
+        """Notes in log and metrics how a completion ended."""
+        trace, outcome, now = ended.trace, ended.outcome, time.monotonic()
+        if ended.failure:
+            trace.delayed("ended", ended.failure)
+        self.requests.end(trace, outcome, now)
+        self.traffic.end(trace, outcome)
+        record = trace.record(outcome, now)
+        fields: dict[str, object] = {
+            "trace_id": trace.context.trace_id,
+            "request": trace.wire_id,
+            "attempt": trace.attempts,
+            "prefill": trace.prefill_worker,
+            "decode": trace.decode_worker,
+            "outcome": outcome,
+            "prompt_tokens": record.prompt_tokens,
+            "completion_tokens": record.completion_tokens,
+            "seconds": round(record.total_seconds, 4),
+        }
+        if ended.failure:
+            fields["reason"] = ended.failure
+        logger.info("request ended", extra=fields)
+        self._dispatch.metrics.ended(record)
+        if self._observer is not None:
+            self._observer(record)
+
+    def _shutting_down(self) -> Unavailable:
+        return Unavailable(f"{self._dispatch.config.name} is shutting down")
+
+
+class Call:
+    """One admitted call."""
+
+    def __init__(self, front: Front, grant: Grant, ticket: Ticket, deadline: float, context: TraceContext) -> None:
+        self.ticket = ticket
+        self.ended: list[Ended] = []
+        """The completions that have ended, in that order."""
+        self.chat = False
+        """Whether the prompt was made of a chat's messages."""
+        self.asked: Asked | None = None
+        """What was asked for, once it is known."""
+        self._context = context
+        self._front = front
+        self._grant = grant
+        self._deadline = deadline
+        self._received = time.monotonic()
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        sink: Sink,
+        begin: Callable[[CheckedRequest], object] | None = None,
+        shown: frozenset[int] = frozenset(),
+        place: Place | None = None,
+    ) -> None:
+        """Runs one request to its end.
+
+        Args:
+            request: the caller should keep no reference to it.
+            sink: takes each message; one at a time for each completion.
+            begin: called before the first message with the first completion's checked request.
+            shown: special tokens whose names are part of the text.
+            place: for its first completion, of a call with several requests; its others wait for theirs.
+
+        Raises:
+            RequestError: it ended without all of its completions.
+        """
+        place = place or await self.place()
+        trace = RequestTrace(self._received, wire_id=request.request_id, context=self._context)
+        front, grant = self._front, self._grant
+        meter = front.limits.request(grant.key, grant.limits)
+        trace.tenant = grant.tenant
+        with self._noting_failure(trace):
+            front.check_model(request.model)
+            front._callers.check_claim(request.tenant, grant.tenant)
+            holder, classes = self.ticket.holder, front.config.classes
+            claim, service = claim_of(request.slo_class, request.priority, grant, holder, classes)
+            checked = await check(request, grant.tenant, front.model, front.tokenizer, front.defaults)
+            trace.service = claim.service_class
+            seconds = service.first_token_timeout_seconds or front.config.first_token_timeout_seconds
+            checked = replace(checked, claim=claim, first_token_seconds=seconds, shown=shown)
+            _describe(checked, trace)
+            chat = self.chat or request.HasField("messages")
+            self.asked = Asked(front.served_names[0], chat, checked.sampling, request.n or 1)
+            meter.prompt(len(checked.prompt))
+            if begin is not None:
+                begin(checked)
+        self.ticket.hold(checked.prompt.nbytes)
+        count = request.n or 1
+        del request  # it is several times as large as the packed prompt, and the session may wait long
+        if count == 1:
+            await self._complete(checked, trace, sink, meter, place)
+        else:
+            await self._complete_all(completions(checked, count), trace, sink, meter, place)
+
+    async def place(self) -> Place:
+        """A place for a completion, as soon as the call has one for it.
+
+        Raises:
+            DeadlineExceeded: that took longer than its first token may take.
+        """
+        return await self._in_time(self.ticket.place(), self._front.config.first_token_timeout_seconds)
+
+    async def _in_time(self, waiting: Coroutine[Any, Any, T], seconds: float) -> T:
+        """
+        Args:
+            seconds: limit of the waiting, from the receipt of the call.
+
+        Raises:
+            DeadlineExceeded: it took longer.
+        """
+        try:
+            async with asyncio.timeout(min(self._received + seconds, self._deadline) - time.monotonic()):
+                return await waiting
+        except TimeoutError:
+            raise DeadlineExceeded("the request waited too long for others of its client to end") from None
+
+    async def _complete_all(
+        self, requests: list[CheckedRequest], trace: RequestTrace, sink: Sink, meter: Meter, place: Place
+    ) -> None:
+        """Runs the first completion, and the others from the moment on when both of its workers have the prompt's
+        KV in their prefix caches: from its second token on, which decode has generated, or at its end."""
+        cached = asyncio.Event()
+
+        async def first() -> None:
+            await self._complete(requests[0], trace, FirstSink(sink, trace, cached), meter, place)
+            cached.set()
+
+        async def later(request: CheckedRequest, place: Place) -> None:
+            trace = RequestTrace(self._received, service=request.claim.service_class, context=self._context)
+            _describe(request, trace)
+            await self._complete(request, trace, sink, meter, place)
+
+        async def all_() -> AsyncIterator[Coroutine[Any, Any, None]]:
+            yield first()
+            await cached.wait()
+            for request in requests[1:]:
+                yield later(request, await self.place())
+
+        await together(all_())
+
+    async def _complete(
+        self, request: CheckedRequest, trace: RequestTrace, sink: Sink, meter: Meter, place: Place
+    ) -> None:
+        self._front.requests.begin(trace)
+        self._front.traffic.begin(trace)
+        try:
+            with self._noting_failure(trace), self.ticket.lent(place):
+                finish_reason = await self._run(request, trace, sink, place)
+        finally:
+            meter.generated(trace.generated_tokens)
+        outcome = FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower()
+        self._note_end(trace, cast(Outcome, outcome))
+
+    async def _run(self, request: CheckedRequest, trace: RequestTrace, sink: Sink, place: Place) -> FinishReason:
+        """Runs a session; again if it had to give way before it began, and its call goes on."""
+        dispatch = self._front._dispatch
+
+        def begun() -> bool:
+            return trace.submitted is not None or trace.resumed_tokens > 0
+
+        while True:
+            answer = Answer(request, trace, sink, dispatch.metrics.gap)
+            session = Session(request, dispatch, trace, answer, self._deadline)
+            try:
+                async with asyncio.timeout(None) as scope:
+                    with place.work(scope, begun):
+                        return await session.run()
+            except TimeoutError:
+                if not scope.expired():
+                    raise
+            except QueueOverflow:
+                if begun() or (len(self.ticket.places) == 1 and not self.ticket.begun):
+                    raise
+            await self._in_time(self.ticket.again(place), request.first_token_seconds)
+
+    @contextmanager
+    def _noting_failure(self, trace: RequestTrace) -> Iterator[None]:
+        try:
+            yield
+        except RequestError as error:
+            self._note_end(trace, error.outcome, str(error))
+            raise
+        except asyncio.CancelledError:
+            late = time.monotonic() >= self._deadline
+            ended = "deadline" if late else "unavailable" if self._front._ending else "cancelled"
+            self._note_end(trace, "exhausted" if self.ticket.displaced else cast(Outcome, ended))
+            raise
+        except Exception:
+            self._note_end(trace, "internal")
+            raise
+
+    def _note_end(self, trace: RequestTrace, outcome: Outcome, failure: str = "") -> None:
+        self.ended.append(Ended(trace, outcome, failure))
+        self._front.note_end(self.ended[-1])
+
+
+async def together(works: AsyncIterator[Coroutine[Any, Any, None]]) -> None:
+    """Runs all works to their ends, each as soon as it is there; the first one that fails ends the others, and its
+    exception is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            async for work in works:
+                group.create_task(work, name="completion")
+    except BaseExceptionGroup as errors:
+        failures = errors.subgroup(RequestError)
+        raise (failures or errors).exceptions[0] from None
+
+
+def _describe(request: CheckedRequest, trace: RequestTrace) -> None:
+    trace.wire_id, trace.index = request.wire_id, request.index
+    trace.prompt_tokens, trace.resumes, trace.tenant = len(request.prompt), request.resumes, request.tenant

@@ -1,0 +1,297 @@
+"""Serves the page at `/`, and what it shows as server-sent events.
+
+    GET  /              the page; GET /page/NAME its scripts and styles: the same for everybody, so nobody is asked
+    GET  /page/about    the router and its model
+    GET  /page/events   `recent`, then `fleet` whenever something has changed, and `ended` for each request that ends;
+                        `over` in the end, or `error`
+    GET  /page/requests/ID  what a running or recent request went through
+    POST /page/generate runs one request: `life` as it goes on, `text`, and `end` or `error`
+
+Whoever asks for more than the page itself needs the API key or certificate that any other call needs, and sees the
+requests of its own tenant only.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Coroutine
+from functools import partial
+from importlib.resources import files
+from math import inf
+from typing import Any, Literal
+
+from aiohttp import web
+from pydantic import Field
+from pydantic_core import to_json
+
+from kvrelay.router.entry.front import Front
+from kvrelay.router.errors import NotKept, RequestError, SlowReader, shorten
+from kvrelay.router.faces.http.body import declared_size, parse, read
+from kvrelay.router.faces.http.errors import body_of
+from kvrelay.router.faces.http.exchange import Events, caller_of, check_type
+from kvrelay.router.faces.http.fields import Fields
+from kvrelay.router.faces.http.usage import finish_name
+from kvrelay.router.faces.page.view import about, fleet
+from kvrelay.router.placing.registry import WorkerRegistry
+from kvrelay.router.placing.shares import Seats
+from kvrelay.router.records.life import Life, life
+from kvrelay.router.records.requests import RECENT, Ended
+from kvrelay.router.request.validation import CheckedRequest
+from kvrelay.router.session.answer import AwaitedSink
+from kvrelay.v1.inference_pb2 import GenerateRequest, GenerateResponse
+
+MAX_VIEWERS = 16
+"""Pages that may be open at once: each gets a few events a second. A newcomer takes the place of another client's
+oldest page if that client has two more than it has."""
+FLEET_SECONDS = 0.2
+"""Between two looks at the workers."""
+LIFE_SECONDS = 0.05
+"""Between two looks at the playground's request."""
+JSONS_A_TURN = 10
+"""Requests whose JSON is made in one turn of the event loop, some 0.1 ms each."""
+SILENCE_SECONDS = 10.0
+"""After which an event is sent though nothing has changed: a viewer that is gone is noticed by it."""
+MAX_BODY_BYTES = 1024 * 1024
+TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+SECURITY = {
+    # No script, style or connection that isn't the router's own, and no frame around the page.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+class Turn(Fields):
+    """A message of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class Ask(Fields):
+    """What the playground sends. An option that is null or absent has the default of the gRPC face."""
+
+    text: str | None = None
+    """A prompt to continue."""
+    messages: list[Turn] | None = None
+    """In place of `text`: a conversation, for a model with a chat template."""
+    max_tokens: int | None = Field(None, ge=0, lt=2**32)
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = Field(None, ge=0, lt=2**64)
+
+    def request(self) -> GenerateRequest:
+        """The request that the router checks."""
+        request = GenerateRequest()
+        if self.text is not None:
+            request.text = self.text
+        for turn in self.messages or ():
+            request.messages.messages.add(role=turn.role, content=turn.content)
+        for name in ("max_tokens", "temperature", "top_p", "seed"):
+            value = getattr(self, name)
+            if value is not None:
+                setattr(request.sampling, name, value)
+        return request
+
+
+class Page:
+    """The page of one router."""
+
+    def __init__(self, front: Front, registry: WorkerRegistry, router: str) -> None:
+        """
+        Args:
+            router: its name.
+        """
+        self._front = front
+        self._registry = registry
+        self._router = router
+        self._viewers = Seats(MAX_VIEWERS, "pages")
+        self._fleets: dict[str, tuple[float, bytes]] = {}
+        """When the latest `fleet` event of each tenant that views was made, and the event."""
+        folder = files(__package__) / "assets"
+        self._assets = {asset.name: asset.read_bytes() for asset in folder.iterdir() if asset.is_file()}
+
+    def routes(self) -> list[web.RouteDef]:
+        """What the HTTP face serves for the page."""
+        return [
+            web.get("/", partial(self._asset, "index.html")),
+            *(web.get(f"/page/{name}", partial(self._asset, name)) for name in self._assets),
+            web.get("/page/about", self._about),
+            web.get("/page/events", self._events),
+            web.get("/page/requests/{id:.+}", self._request),
+            web.post("/page/generate", self._generate),
+        ]
+
+    async def _asset(self, name: str, _: web.Request) -> web.Response:
+        kind = TYPES[name.rpartition(".")[2]]
+        return web.Response(body=self._assets[name], content_type=kind, charset="utf-8", headers=SECURITY)
+
+    async def _about(self, request: web.Request) -> web.Response:
+        self._front.tenant(caller_of(request))
+        shown = about(self._front, self._router, self._registry)
+        return web.Response(body=to_json(shown), content_type="application/json", headers=SECURITY)
+
+    async def _request(self, request: web.Request) -> web.Response:
+        tenant = self._front.tenant(caller_of(request))
+        name = request.match_info["id"]
+        found = self._front.requests.lives(tenant, name, time.monotonic())
+        if not found:
+            raise NotKept(
+                f"request {shorten(name)} is not known to {self._router}, which keeps the running requests of a caller "
+                f"and the latest {RECENT} that have ended since it started"
+            )
+        return web.Response(body=to_json(found), content_type="application/json", headers=SECURITY)
+
+    # The viewer's stream.
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        caller = caller_of(request)
+        tenant = self._front.tenant(caller)
+        events = Events(request, self._front.config.idle_timeout_seconds)
+        try:
+            async with self._viewers.seat(self._front.holder(caller)):
+                await self._show(tenant, events)
+            return await events.end(_event("over", {}))
+        except SlowReader:
+            raise asyncio.CancelledError from None  # nobody reads an error either
+        except RequestError as error:
+            if events.begun:
+                return await events.end(b"event: error\ndata: " + body_of(error) + b"\n\n")
+            raise
+        finally:
+            events.close()
+
+    async def _show(self, tenant: str, events: Events) -> None:
+        """Sends what a viewer of this tenant sees, until the router drains."""
+        recent = self._front.requests.recent(tenant)
+        seen = recent[-1].number if recent else 0
+        await events.write(_event_of("recent", b"[%s]" % b",".join([each async for each in _jsons(recent)])))
+        sent, said = b"", 0.0
+        while not self._front.draining:
+            ended = self._front.requests.recent(tenant, seen)
+            seen = ended[-1].number if ended else seen
+            async for data in _jsons(ended):
+                await events.write(_event_of("ended", data))
+            now = time.monotonic()
+            shown = self._fleet(tenant, now)
+            if shown != sent or now - said >= SILENCE_SECONDS:
+                await events.write(shown)
+                sent, said = shown, now
+            await asyncio.sleep(FLEET_SECONDS)
+
+    def _fleet(self, tenant: str, now: float) -> bytes:
+        """The event of the workers and the running requests, made once for all viewers of a tenant."""
+        made, event = self._fleets.get(tenant, (-inf, b""))
+        if now - made >= FLEET_SECONDS / 2:
+            event = _event("fleet", fleet(self._front, self._registry, tenant, now))
+            self._fleets = {name: kept for name, kept in self._fleets.items() if now - kept[0] < FLEET_SECONDS}
+            self._fleets[tenant] = now, event
+        return event
+
+    # The playground.
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        check_type(request)
+        front, limit = self._front, self._front.config.idle_timeout_seconds
+        most = min(MAX_BODY_BYTES, front.config.max_message_bytes)
+        events = Events(request, limit)
+        try:
+            with front.generation(caller_of(request), declared_size(request, most)) as call:
+                data = await read(request, most, limit)
+                call.ticket.resize(len(data))
+                ask = await front.apart(len(data), partial(parse, Ask, data))
+                run = _Run(front, events)
+                await run.follow(call.generate(ask.request(), AwaitedSink(run.write), run.begin))
+                return await events.end(run.end())
+        except SlowReader:
+            raise asyncio.CancelledError from None
+        except RequestError as error:
+            if events.begun:
+                return await events.end(b"event: error\ndata: " + body_of(error) + b"\n\n")
+            raise
+        finally:
+            events.close()
+
+
+class _Run:
+    """The playground's request, from its check to its end."""
+
+    def __init__(self, front: Front, events: Events) -> None:
+        self._requests = front.requests
+        self._events = events
+        self._id = ""
+        self._last = GenerateResponse()
+
+    def begin(self, checked: CheckedRequest) -> None:
+        """The request was checked, and has a name."""
+        self._id = checked.wire_id
+
+    async def follow(self, generation: Coroutine[Any, Any, None]) -> None:
+        """Runs the request, and sends its life whenever it enters another stage.
+
+        Raises:
+            RequestError: what `generation` raises; SlowReader too if the life can't be written.
+        """
+        following = asyncio.create_task(self._send_life(), name="life of the playground's request")
+        try:
+            await generation
+        finally:
+            following.cancel()
+            await asyncio.wait((following,))
+        if not following.cancelled():
+            following.result()
+
+    async def write(self, message: GenerateResponse) -> None:
+        """Sends new text, and when it came."""
+        trace = self._requests.find(self._id)
+        since = 0.0 if trace is None else time.monotonic() - trace.received
+        if message.finish_reason:
+            self._last = message
+        shown = {"at": since, "text": message.text, "tokens": len(message.token_ids)}
+        await self._events.write(
+            _event("text", shown | ({"seed": str(message.seed)} if message.HasField("seed") else {}))
+        )
+
+    def end(self) -> bytes:
+        """The last event."""
+        last = self._last
+        usage = {name: getattr(last.usage, name) for name in ("prompt_tokens", "cached_tokens", "completion_tokens")}
+        return _event("end", {"finish_reason": finish_name(last.finish_reason), "usage": usage, "life": self._life()})
+
+    def _life(self) -> Life:
+        return self._requests.latest(self._id)
+
+    async def _send_life(self) -> None:
+        sent: object = None
+        while True:
+            trace = self._requests.find(self._id)
+            if trace is not None:
+                shown = life(trace, None, time.monotonic())
+                stages = shown.spans, shown.chunks, shown.placed
+                if stages != sent:
+                    await self._events.write(_event("life", shown))
+                    sent = stages
+            await asyncio.sleep(LIFE_SECONDS)
+
+
+async def _jsons(requests: list[Ended]) -> AsyncIterator[bytes]:
+    """The JSON of each request. Others have the event loop after every few that nobody has asked for before."""
+    for number, ended in enumerate(requests, 1):
+        yield ended.json
+        if number % JSONS_A_TURN == 0:
+            await asyncio.sleep(0)
+
+
+def _event(name: str, value: object) -> bytes:
+    """A server-sent event of a value."""
+    return _event_of(name, to_json(value))
+
+
+def _event_of(name: str, data: bytes) -> bytes:
+    """A server-sent event of JSON."""
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), data)

@@ -1,0 +1,256 @@
+"""Requests that wait in the router, because the workers that would compute them have enough to do.
+
+    producer    a session that places its request; one that places it again goes to the front
+    consumer    the first request that has a place, in this order
+    leaves too  a request whose client is gone, whose time limit has passed, or for which there are no workers left
+
+Tenants have shares by their weights, in tokens, and the classes of service of a tenant have shares of its share. Within
+a class, the smallest priority goes first, then the oldest request. A request that has no place yet is passed by others
+that have one, until these have got OVERTAKEN times its own tokens; from then on it holds back all of those behind it.
+So a large prompt stops small ones for a while only, and waits for a bounded number of them. It holds nobody back who
+only takes what the workers keep for holders of little.
+"""
+
+import asyncio
+import itertools
+import time
+from bisect import insort
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvrelay.router.placing.placement import Demand, NoPlace, Placement
+from kvrelay.router.placing.shares import Shares
+
+T = TypeVar("T")
+
+OVERTAKEN = 4
+LOOK_AHEAD = 8
+"""Requests that are tried in search of one that has a place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """By what a request's turn is decided."""
+
+    tenant: str = ""
+    """Who shares what is scarce: a tenant, or a client's address where nobody is authenticated."""
+    weight: float = 1.0
+    """Of the tenant."""
+    service_class: str = ""
+    class_weight: float = 1.0
+    """Of the class, among those of the tenant."""
+    priority: int = 0
+    holder: int = 0
+    """Digest of the tenant, as workers get it; 0 for none."""
+
+
+NO_CLAIM = Claim()
+
+
+class QueueFull(Exception):
+    """The largest number of requests is waiting already."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    demand: Demand
+    claim: Claim
+    number: int
+    first: bool
+    called: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it may have a place, or has been displaced."""
+    displaced: bool = False
+    passed: int = 0
+    """Tokens of requests that went before it while it had no place."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.claim.priority, self.number
+
+    @property
+    def held(self) -> bool:
+        """Whether no other request may pass it any more."""
+        return self.passed >= OVERTAKEN * self.demand.prompt_tokens
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """The waiting requests of one tenant, by class."""
+
+    shares: Shares[str] = field(default_factory=Shares)
+    lines: defaultdict[str, list[_Waiter]] = field(default_factory=lambda: defaultdict(list))
+
+    def __len__(self) -> int:
+        return sum(map(len, self.lines.values()))
+
+
+class PlacementQueue:
+    """Fair between tenants. Used on one event loop only."""
+
+    def __init__(self, decide: Callable[[Demand], Placement | NoPlace], max_waiting: int) -> None:
+        """
+        Args:
+            decide: the placement of a request by the workers' state now.
+            max_waiting: requests that may wait.
+        """
+        self._decide = decide
+        self._max_waiting = max_waiting
+        self._numbers = itertools.count()
+        self._again: list[_Waiter] = []
+        """Requests that are placed again, the latest first."""
+        self._tenants: dict[str, _Tenant] = {}
+        self._shares: Shares[str] = Shares()
+        self._next: _Waiter | None = None
+        """The waiter that is called and has not tried yet."""
+        self._passing: list[_Waiter] = []
+        """Those that it goes before."""
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._again) + sum(map(len, self._tenants.values()))
+
+    def demands(self) -> list[Demand]:
+        """What the requests that wait need, in turn."""
+        return [waiter.demand for waiter in self._in_turn()]
+
+    async def place(
+        self,
+        demand: Demand,
+        until: float,
+        start: Callable[[Placement], T],
+        claim: Claim = NO_CLAIM,
+        *,
+        first: bool = False,
+        on_wait: Callable[[], object] | None = None,
+    ) -> T | NoPlace:
+        """Waits for a place and takes it: `start` is called at once, so that no other request gets the same capacity.
+
+        Args:
+            until: monotonic time at which to stop waiting.
+            start: takes the place.
+            first: goes before the requests that wait already, and is never refused because of their number.
+            on_wait: called if it has no place at once.
+
+        Returns:
+            The result of `start`; or NO_WORKERS; or NO_CAPACITY if the time is up.
+
+        Raises:
+            QueueFull: too many requests wait, and no tenant has more of them than this one.
+        """
+        waiter = _Waiter(demand, claim, next(self._numbers), first)
+        self._add(waiter)
+        try:
+            self.wake()
+            if not (first or waiter.called.is_set()) and len(self) > self._max_waiting:
+                self._displace(claim.tenant)
+            if on_wait is not None and not waiter.called.is_set():
+                on_wait()
+            async with asyncio.timeout(until - time.monotonic()):
+                while True:
+                    if not waiter.called.is_set():
+                        await waiter.called.wait()
+                    waiter.called.clear()
+                    if waiter.displaced:
+                        raise QueueFull
+                    passing, self._passing, self._next = self._passing, [], None
+                    place = self._decide(demand)
+                    if isinstance(place, Placement):
+                        self._charge(waiter, passing)
+                        return start(place)
+                    if place is NoPlace.NO_WORKERS:
+                        return place
+                    self.wake()
+        except TimeoutError:
+            return NoPlace.NO_CAPACITY
+        finally:
+            if not waiter.displaced:
+                self._remove(waiter)
+            self.wake()
+
+    def wake(self) -> None:
+        """The workers' state has changed: a request may have a place now."""
+        if self._next is not None:
+            return
+        passing: list[_Waiter] = []
+        held = False
+        for waiter in itertools.islice(self._in_turn(), LOOK_AHEAD):
+            place = self._decide(waiter.demand)
+            passes = isinstance(place, Placement) and place.passes
+            if passes or not (held or place is NoPlace.NO_CAPACITY):
+                self._next, self._passing = waiter, [] if passes else passing
+                waiter.called.set()
+                return
+            held = held or waiter.held
+            passing.append(waiter)
+
+    def used(self, claim: Claim, tokens: int) -> None:
+        """A request has generated so many tokens more than was expected of it when it got its place, or less where this
+        is negative. They count for its tenant as those of prompts do."""
+        self._shares.charge(claim.tenant, tokens / claim.weight)
+        if claim.tenant in self._tenants:
+            self._tenants[claim.tenant].shares.charge(claim.service_class, tokens / claim.class_weight)
+
+    def _in_turn(self) -> Iterator[_Waiter]:
+        """The waiting requests in order: the first of each line, then the second of each."""
+        yield from self._again
+        tenants = sorted(self._tenants, key=self._shares.__getitem__)
+        lines = [
+            tenant.lines[name]
+            for tenant in map(self._tenants.__getitem__, tenants)
+            for name in sorted(tenant.lines, key=tenant.shares.__getitem__)
+        ]
+        for row in itertools.zip_longest(*lines):
+            yield from filter(None, row)
+
+    def _add(self, waiter: _Waiter) -> None:
+        if waiter.first:
+            self._again.insert(0, waiter)
+            return
+        claim = waiter.claim
+        if claim.tenant not in self._tenants:
+            self._tenants[claim.tenant] = _Tenant()
+            self._shares.join(claim.tenant)
+        tenant = self._tenants[claim.tenant]
+        if claim.service_class not in tenant.lines:
+            tenant.shares.join(claim.service_class)
+        insort(tenant.lines[claim.service_class], waiter, key=lambda other: other.order)
+
+    def _remove(self, waiter: _Waiter) -> None:
+        if self._next is waiter:
+            self._next, self._passing = None, []
+        if waiter.first:
+            self._again.remove(waiter)
+            return
+        claim = waiter.claim
+        tenant = self._tenants[claim.tenant]
+        line = tenant.lines[claim.service_class]
+        line.remove(waiter)
+        if not line:
+            del tenant.lines[claim.service_class]
+            tenant.shares.leave(claim.service_class)
+        if not tenant.lines:
+            del self._tenants[claim.tenant]
+            self._shares.leave(claim.tenant)
+
+    def _charge(self, waiter: _Waiter, passing: list[_Waiter]) -> None:
+        """A request has got its place."""
+        for other in passing:
+            other.passed += waiter.demand.prompt_tokens
+        if not waiter.first:
+            self.used(waiter.claim, waiter.demand.prompt_tokens + waiter.demand.expected_tokens)
+
+    def _displace(self, tenant: str) -> None:
+        """Refuses the last request of the tenant that has most of them.
+
+        Raises:
+            QueueFull: that is `tenant`, whose latest request makes the queue too long.
+        """
+        most = max(self._tenants, key=lambda name: len(self._tenants[name]))
+        if len(self._tenants[most]) <= len(self._tenants[tenant]):
+            raise QueueFull
+        last = max(itertools.chain(*self._tenants[most].lines.values()), key=lambda waiter: waiter.order)
+        self._remove(last)
+        last.displaced = True
+        last.called.set()

@@ -1,0 +1,330 @@
+"""The router's end of a relay: one gRPC stream to one incarnation of a worker carries all requests placed there."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from kvrelay.internal.v1.worker_pb2 import (
+    PHASE_DECODE,
+    PHASE_PREFILL,
+    Begin,
+    Cancel,
+    ClientCall,
+    ForeignPrompt,
+    Load,
+    ModelInfo,
+    RelayRequest,
+    RelayResponse,
+    RequestEvent,
+    RouterHello,
+    Submit,
+)
+from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
+from kvrelay.rpc.credentials import Credentials
+from kvrelay.rpc.identity import WorkerId
+from kvrelay.rpc.options import HELLO_SECONDS
+
+END_SECONDS = 0.1
+"""A process that ends closes its connections and the port that it listens at one after another."""
+
+
+class Listener(Protocol):
+    """The part of an attempt that one worker does. Its methods must not raise."""
+
+    def on_token(self, index: int, token: int, now: float) -> None:
+        """A token has come with nothing else; `now` is the monotonic time."""
+
+    def on_event(self, event: RequestEvent) -> None: ...
+
+    def on_lost(self) -> None:
+        """The stream is lost; its `lost` says why."""
+
+    def on_doubt(self) -> None:
+        """The worker has become a suspect."""
+
+
+OnForeign = Callable[[WorkerId, ForeignPrompt, int], None]
+"""Takes a prompt that another router has sent to a worker, and the worker's block size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unseen:
+    """A submit that the worker's latest report doesn't account for."""
+
+    number: int
+    """How many submits there were with it."""
+    decodes: bool
+    """Whether the worker decodes it."""
+    blocks: int
+    """KV blocks that it is expected to have in the end."""
+    holder: int
+    """As `Submit.holder`."""
+    new_tokens: int
+    """Tokens that the worker is expected to compute before the first one that it sends."""
+
+
+class WorkerStream:
+    """One stream, used once: up after the worker's hello, lost for ever when it ends.
+
+    Submits, begins, cancels and fences go out in order, through a queue that holds at most one of each for every
+    attempt that the router has in flight. What comes goes to the listener of its (request_id, attempt) or slot; that of
+    an attempt that was cancelled or forgotten is dropped.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerId,
+        address: str,
+        credentials: Credentials,
+        hello: RouterHello,
+        on_change: Callable[[], None],
+        on_load: Callable[[], None] = lambda: None,
+        on_foreign: OnForeign = lambda worker, prompt, block_size: None,
+    ) -> None:
+        """
+        Args:
+            on_change: called when the stream comes up and when it is lost.
+            on_load: called at every load report.
+            on_foreign: called with each prompt of another router whose KV the worker has now.
+        """
+        self.worker = worker
+        self.model: ModelInfo | None = None
+        """The worker's model, from its hello on."""
+        self.lost: str | None = None
+        """Why the stream ended; None while it has not."""
+        self.suspected = False
+        """Whether the supervisor suspects the worker; `set_suspected` changes it."""
+        self.requests = 0
+        """This router's live attempts on the worker; kept by the attempts."""
+        self.suspects = 0
+        """Those of them that are suspects there (`router/session/suspects.py`)."""
+        self.last_load: Load | None = None
+        """The worker's latest load report. A worker reports every change, soon."""
+        self.heard = 0.0
+        """Monotonic time of its latest message. A worker whose engine computes sends some."""
+        self._submits = 0
+        self.outstanding_tokens = 0
+        """Tokens to compute of the live submits that `last_load` doesn't account for."""
+        self.unseen_requests = 0
+        """Live submits that decode here and that `last_load` doesn't account for."""
+        self.unseen_blocks: Counter[int] = Counter()
+        """Blocks that the submits of `unseen_requests` are expected to have in the end, by holder."""
+        self._unseen: dict[tuple[str, int], Unseen] = {}
+        """Live submits that `last_load` doesn't account for, in order. The three above are sums over them: each
+        placement reads them."""
+        self._address = address
+        self._credentials = credentials
+        self._hello = hello
+        self._on_change = on_change
+        self._on_load = on_load
+        self._on_foreign = on_foreign
+        self._listeners: dict[tuple[str, int], tuple[int, Listener]] = {}
+        """With its slot, by (request_id, attempt)."""
+        self._by_slot: dict[int, Listener] = {}
+        self._outgoing: asyncio.Queue[RelayRequest] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def serving(self) -> ModelInfo | None:
+        """The worker's model while the stream is up; None before and after."""
+        return self.model if self.lost is None else None
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens that the worker has yet to compute, by its latest report."""
+        return 0 if self.last_load is None else self.last_load.pending_tokens
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block of the worker's KV pool; 0 before its first report."""
+        return 0 if self.last_load is None else self.last_load.blocks.size
+
+    @property
+    def running(self) -> int:
+        """Requests there from all routers, waiting ones too: by the latest load report, and since."""
+        load = self.last_load
+        reported = 0 if load is None else load.requests.waiting + load.requests.running + load.promised.requests
+        return reported + len(self._unseen)
+
+    def submit(self, submit: Submit, listener: Listener, *, cached_tokens: int = 0) -> None:
+        """Sends one part of an attempt, and gives it a slot.
+
+        Args:
+            listener: told of what the worker sends, until `forget` or `cancel`.
+            cached_tokens: how many of the tokens the worker is expected to have computed already.
+        """
+        key = submit.request_id, submit.attempt
+        self._submits += 1
+        submit.slot = self._submits
+        self._listeners[key] = self._submits, listener
+        self._by_slot[self._submits] = listener
+        tokens, decodes = len(submit.token_ids), submit.phase != PHASE_PREFILL
+        new = 0 if submit.phase == PHASE_DECODE else max(1, tokens - cached_tokens)
+        expected = max(tokens, submit.prompt_tokens + submit.expected_tokens - 1) + 1
+        # Before the worker's first report, no block size is known, and nothing is placed by its blocks.
+        blocks = -(-expected // self.block_size) if self.block_size else 0
+        self._unseen[key] = Unseen(self._submits, decodes, blocks, submit.holder, new)
+        self._count(self._unseen[key], 1)
+        self._outgoing.put_nowait(RelayRequest(submit=submit))
+
+    def set_suspected(self, suspected: bool) -> None:
+        """Takes the supervisor's opinion of the worker."""
+        news = suspected and not self.suspected
+        self.suspected = suspected
+        if news:
+            for _, listener in list(self._listeners.values()):
+                listener.on_doubt()
+
+    def suspect_gone(self) -> None:
+        """One suspect less is here: another one may come."""
+        self.suspects -= 1
+        self._on_load()
+
+    def begin(self, key: tuple[str, int]) -> None:
+        """Lets the worker compute (request_id, attempt), a suspect that it has taken."""
+        if self.lost is None:
+            self._outgoing.put_nowait(RelayRequest(begin=Begin(request_id=key[0], attempt=key[1])))
+
+    def forget(self, key: tuple[str, int]) -> None:
+        """Drops the listener of (request_id, attempt), which has ended on the worker."""
+        self._drop(key)
+
+    def cancel(self, key: tuple[str, int]) -> None:
+        """Ends (request_id, attempt) on the worker. Safe to call at any time, and more than once."""
+        if self._drop(key) and self.lost is None:
+            self._outgoing.put_nowait(RelayRequest(cancel=Cancel(request_id=key[0], attempt=key[1])))
+
+    def fence(self, call: ClientCall) -> None:
+        """Ends on the worker what earlier calls of the client's request have submitted, through whichever router."""
+        if self.lost is None:
+            self._outgoing.put_nowait(RelayRequest(fence=call))
+
+    async def run(self) -> None:
+        """Connects, then carries requests until the stream ends or `close` is called."""
+        task = self._task = asyncio.current_task()
+        reason = "closed"
+        try:
+            async with self._credentials.channel(self._address, "worker") as channel:
+                stub = WorkerServiceStub(channel)
+                reason = await self._relay(stub.Relay(metadata=self._credentials.metadata))
+        except TimeoutError:
+            reason = f"no hello within {HELLO_SECONDS:g} s"
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        except asyncio.CancelledError:
+            # grpc.aio raises it as well when the other end cancels the stream.
+            if task is None or task.cancelling():
+                raise
+            reason = "CANCELLED by the worker"
+        finally:
+            self._lose(reason)
+
+    async def ended(self) -> bool:
+        """Whether the worker has ended, since the stream is lost. One that listens at its address has not: it was
+        frozen, or neither end got any CPU, or the network was cut for a while."""
+        await asyncio.sleep(END_SECONDS)
+        host, _, port = self._address.rpartition(":")
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                _, writer = await asyncio.open_connection(host.strip("[]"), port)
+        except (OSError, TimeoutError):
+            return True
+        writer.close()
+        return False
+
+    def close(self, reason: str) -> None:
+        """Ends the stream and calls every `on_lost` at once."""
+        self._lose(reason)
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _relay(self, call: "grpc.aio.StreamStreamCall[RelayRequest, RelayResponse]") -> str:
+        """Reads until the stream ends; returns why it did."""
+        writing = asyncio.create_task(self._write(call), name=f"relay to {self.worker.name}")
+        try:
+            async with asyncio.timeout(HELLO_SECONDS) as limit:
+                async for response in call:
+                    first = self.model is None
+                    self.heard = time.monotonic()
+                    if first:
+                        limit.reschedule(None)
+                        found = WorkerId(response.hello.name, response.hello.incarnation)
+                        if found != self.worker:
+                            return f"{self._address} is {found}"
+                        self.model = response.hello.model
+                    if not len(response.slots) == len(response.indices) == len(response.token_ids):
+                        return "the worker sent lists of different lengths"
+                    self._deliver(response)
+                    if first:
+                        self._on_change()
+            return "the worker ended the stream"
+        finally:
+            call.cancel()
+            writing.cancel()
+            # Not `await writing` with its CancelledError suppressed: that would suppress this task's own as well.
+            await asyncio.wait((writing,))
+
+    async def _write(self, call: "grpc.aio.StreamStreamCall[RelayRequest, RelayResponse]") -> None:
+        try:
+            await call.write(RelayRequest(hello=self._hello))
+            while True:
+                await call.write(await self._outgoing.get())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the reading side of the same call reports why
+
+    def _deliver(self, response: RelayResponse) -> None:
+        if response.HasField("load"):
+            self.last_load = response.load
+            while self._unseen and next(iter(self._unseen.values())).number <= response.submits_seen:
+                self._account_for(next(iter(self._unseen)))
+            self._on_load()
+        if response.slots:
+            # One look at the clock for all of them: there may be tens of thousands a second.
+            now, by_slot = time.monotonic(), self._by_slot
+            for slot, index, token in zip(response.slots, response.indices, response.token_ids, strict=True):
+                if (listener := by_slot.get(slot)) is not None:
+                    listener.on_token(index, token, now)
+        for event in response.events:
+            found = self._listeners.get((event.request_id, event.attempt))
+            if found is not None:
+                found[1].on_event(event)
+        for prompt in response.foreign:
+            self._on_foreign(self.worker, prompt, self.block_size)
+
+    def _count(self, unseen: Unseen, sign: int) -> None:
+        """Adds a submit to the sums, or takes it away from them."""
+        self.outstanding_tokens += sign * unseen.new_tokens
+        if unseen.decodes:
+            self.unseen_requests += sign
+            self.unseen_blocks[unseen.holder] += sign * unseen.blocks
+            if not self.unseen_blocks[unseen.holder]:
+                del self.unseen_blocks[unseen.holder]
+
+    def _account_for(self, key: tuple[str, int]) -> None:
+        """The latest load report accounts for (request_id, attempt), or it has ended here."""
+        unseen = self._unseen.pop(key, None)
+        if unseen is not None:
+            self._count(unseen, -1)
+
+    def _drop(self, key: tuple[str, int]) -> bool:
+        """Returns whether there was a listener."""
+        self._account_for(key)
+        slot, listener = self._listeners.pop(key, (0, None))
+        self._by_slot.pop(slot, None)
+        return listener is not None
+
+    def _lose(self, reason: str) -> None:
+        if self.lost is not None:
+            return
+        self.lost = reason
+        listeners = list(self._listeners.values())
+        self._listeners.clear()
+        self._by_slot.clear()
+        for _, listener in listeners:
+            listener.on_lost()
+        self._on_change()

@@ -1,0 +1,1 @@
+"""What a router remembers and tells of requests: times, spans, metrics."""

@@ -1,0 +1,131 @@
+"""What a router records in its metrics; `kvrelay.rpc.metrics.families` says what each is."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from kvrelay.router.config import DEFAULT_CLASS
+from kvrelay.router.placing.placement import WorkerView
+from kvrelay.router.trace import RequestRecord
+from kvrelay.rpc.metrics import families, labels
+from kvrelay.rpc.metrics.metric_set import MetricSet
+
+MAX_TENANTS = 50
+"""That have series of their own. Each costs a few hundred bytes here, and a series in Prometheus for ever."""
+ANONYMOUS, OTHER, NO_CLASS = "anonymous", "other", "none"
+
+
+class RouterMetrics:
+    """A router's metrics. Used on the event loop only."""
+
+    def __init__(self, router: str, model_name: str, classes: Iterable[str] = ()) -> None:
+        """
+        Args:
+            router, model_name: labels of each metric.
+            classes: of service, beside the default one.
+        """
+        self.metrics = metrics = MetricSet("router", router=router, model_name=model_name)
+        for service in (DEFAULT_CLASS, NO_CLASS, *classes):
+            for outcome in labels.OUTCOMES:
+                metrics.counter(families.REQUESTS, outcome, service)
+        self._tenants: set[str] = set()
+        self._attempts = metrics.counter(families.ATTEMPTS)
+        for face in ("http", "grpc"):
+            for reason in ("first", "header", "request", "idle", "address", "descriptors"):
+                metrics.counter(families.CLOSED_CONNECTIONS, face, reason)
+        self._itl = metrics.histogram(families.ITL)
+        self._prompt_tokens = metrics.counter(families.PROMPT_TOKENS)
+        self._cached_tokens = metrics.counter(families.CACHED_TOKENS)
+        self._completion_tokens = metrics.counter(families.COMPLETION_TOKENS)
+        self._request_prompt = metrics.histogram(families.REQUEST_PROMPT)
+        self._request_completion = metrics.histogram(families.REQUEST_COMPLETION)
+        self._retries = metrics.counter(families.RETRIES)
+        self._migrations = metrics.counter(families.MIGRATIONS)
+        self._resumes = metrics.counter(families.RESUMES)
+        self._fences = metrics.counter(families.FENCES)
+        self._prediction_error = metrics.histogram(families.PREDICTION_ERROR)
+
+    def watch(
+        self,
+        waiting: Callable[[], tuple[int, int]],
+        running: Callable[[], int],
+        workers: Callable[[], Sequence[WorkerView]],
+        key_mistakes: Callable[[], int],
+        connections: Callable[[], tuple[int, int]],
+    ) -> None:
+        """Has the gauges follow what these return, whenever they are read.
+
+        Args:
+            waiting: requests in the queue for capacity, and in the one for workers without a trial.
+            running: calls in the router that don't wait.
+            key_mistakes: lines of the API keys' file that can't be read.
+            connections: those of clients over HTTP, and over gRPC.
+        """
+        metrics = self.metrics
+
+        def update() -> None:
+            for queue, count in zip(("capacity", "trial"), waiting(), strict=True):
+                metrics.gauge(families.QUEUE_REQUESTS, queue).set(count)
+            metrics.gauge(families.RUNNING_REQUESTS).set(running())
+            for face, count in zip(("http", "grpc"), connections(), strict=True):
+                metrics.gauge(families.CONNECTIONS, face).set(count)
+            ready: list[str] = [worker.role for worker in workers() if worker.ready]
+            for role in labels.ROLES:
+                metrics.gauge(families.READY_WORKERS, role).set(ready.count(role))
+            metrics.gauge(families.API_KEY_MISTAKES).set(key_mistakes())
+
+        metrics.before_scrape(update)
+
+    def attempted(self) -> None:
+        """A request was placed."""
+        self._attempts.inc()
+
+    def attempt_failed(self, reason: str) -> None:
+        """A placement has failed, because of one of `labels.ATTEMPT_REASON`."""
+        self.metrics.counter(families.ATTEMPT_FAILURES, reason).inc()
+
+    def connection_closed(self, face: str, reason: str) -> None:
+        """The router has closed a client's connection, or refused it."""
+        self.metrics.counter(families.CLOSED_CONNECTIONS, face, reason).inc()
+
+    def superseded(self) -> None:
+        """A call has ended because a later one continues its request."""
+        self._fences.inc()
+
+    def gap(self, seconds: float) -> None:
+        """The time between two messages with tokens of a completion."""
+        self._itl.observe(seconds)
+
+    def ended(self, record: RequestRecord) -> None:
+        """A completion has ended."""
+        metrics, service, tenant = self.metrics, record.service or NO_CLASS, self._tenant(record.tenant)
+        metrics.counter(families.REQUESTS, record.outcome, service).inc()
+        metrics.counter(families.TENANT_REQUESTS, tenant).inc()
+        metrics.counter(families.TENANT_TOKENS, tenant, "prompt").inc(record.prompt_tokens)
+        metrics.counter(families.TENANT_TOKENS, tenant, "completion").inc(record.completion_tokens)
+        self._prompt_tokens.inc(record.prompt_tokens)
+        self._cached_tokens.inc(record.cached_tokens)
+        self._completion_tokens.inc(record.completion_tokens)
+        self._retries.inc(record.retries)
+        self._migrations.inc(record.migrations)
+        self._resumes.inc(record.resumed)
+        for tokens in record.prediction_errors:
+            self._prediction_error.observe(tokens)
+        if not record.attempts:
+            return
+        self._request_prompt.observe(record.prompt_tokens)
+        self._request_completion.observe(record.completion_tokens)
+        metrics.histogram(families.QUEUE, service).observe(record.router_queue_seconds)
+        metrics.histogram(families.E2E, service).observe(record.total_seconds)
+        if record.ttft_seconds is not None:
+            metrics.histogram(families.TTFT, service).observe(record.ttft_seconds)
+        if record.tpot_seconds is not None:
+            metrics.histogram(families.TPOT, service).observe(record.tpot_seconds)
+
+    def _tenant(self, name: str) -> str:
+        """The label of a tenant."""
+        if not name:
+            return ANONYMOUS
+        if name not in self._tenants:
+            if len(self._tenants) >= MAX_TENANTS:
+                return OTHER
+            self._tenants.add(name)
+        return name

@@ -1,0 +1,129 @@
+"""The requests that a router has, the latest that it had, and the KV that they have sent over each link."""
+
+import itertools
+from collections import deque
+from dataclasses import dataclass
+from functools import cached_property
+
+from pydantic_core import to_json
+
+from kvrelay.router.records.life import Life, life
+from kvrelay.router.request.validation import WIRE_NAME_CHARACTERS
+from kvrelay.router.trace import Outcome, RequestTrace
+
+RECENT = 200
+"""Ended requests that are kept."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A request that has ended."""
+
+    number: int
+    """Increases by one with each."""
+    trace: RequestTrace
+    outcome: Outcome
+    at: float
+    """Monotonic time."""
+
+    @cached_property
+    def life(self) -> Life:
+        """Made when somebody asks: that takes longer than all else at a request's end, and mostly nobody does."""
+        return life(self.trace, self.outcome, self.at)
+
+    @cached_property
+    def json(self) -> bytes:
+        """The life as JSON, made once for all viewers."""
+        return to_json(self.life)
+
+
+@dataclass(slots=True)
+class LinkUse:
+    """What one worker has sent to another since the router started."""
+
+    nbytes: int = 0
+    transfers: int = 0
+
+
+class Requests:
+    """Keeps figures only, never a prompt or a completion. On the event loop."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, RequestTrace] = {}
+        self._recent: deque[Ended] = deque(maxlen=RECENT)
+        self._numbers = itertools.count(1)
+        self._links: dict[tuple[str, str], LinkUse] = {}
+
+    def begin(self, trace: RequestTrace) -> None:
+        """A request was checked, and runs from now on."""
+        self._running[id(trace)] = trace
+
+    def end(self, trace: RequestTrace, outcome: Outcome, now: float) -> None:
+        """A request has ended; one that has not begun here is not kept."""
+        if self._running.pop(id(trace), None) is None:
+            return
+        self._recent.append(Ended(next(self._numbers), trace, outcome, now))
+        self._add(self._links, trace)
+
+    def find(self, request_id: str) -> RequestTrace | None:
+        """The first completion of the running request that the router has named so."""
+        return next((trace for trace in self._running.values() if trace.wire_id == request_id), None)
+
+    def running(self, tenant: str, most: int) -> list[RequestTrace]:
+        """A tenant's running requests, the latest last, up to `most` of them."""
+        return [trace for trace in self._running.values() if trace.tenant == tenant][-most:]
+
+    def recent(self, tenant: str, after: int = 0) -> list[Ended]:
+        """A tenant's requests that have ended, the latest last, with a number above `after`."""
+        return [ended for ended in self._recent if ended.trace.tenant == tenant and ended.number > after]
+
+    def lives(self, tenant: str, request_id: str, now: float) -> list[Life]:
+        """A tenant's running or kept requests of this name, the client's or the router's; one for each completion.
+
+        Args:
+            now: on the monotonic clock.
+        """
+        # The router makes a client's name unique by what it adds behind a slash, after a cut.
+        start = f"{request_id[:WIRE_NAME_CHARACTERS]}/"
+
+        def named(wire_id: str) -> bool:
+            return wire_id == request_id or wire_id.startswith((start, f"{request_id}/"))
+
+        ended = [each.life for each in self.recent(tenant) if named(each.life.id)]
+        running = [trace for trace in self._running.values() if trace.tenant == tenant and named(trace.wire_id)]
+        return ended + [life(trace, None, now) for trace in running]
+
+    def latest(self, request_id: str) -> Life:
+        """The life of the request that has ended under this name just now.
+
+        Raises:
+            KeyError: it has not.
+        """
+        for ended in reversed(self._recent):
+            if ended.trace.wire_id == request_id:
+                return ended.life
+        raise KeyError(request_id)
+
+    def links(self) -> dict[tuple[str, str], LinkUse]:
+        """What each prefill worker has sent to each decode worker, by name, running requests included."""
+        links = {pair: LinkUse(use.nbytes, use.transfers) for pair, use in self._links.items()}
+        for trace in self._running.values():
+            self._add(links, trace)
+        return links
+
+    def sending(self) -> dict[tuple[str, str], int]:
+        """How many requests have KV on the way between each two workers now."""
+        count: dict[tuple[str, str], int] = {}
+        for trace in self._running.values():
+            pair = trace.prefill_worker, trace.decode_worker
+            begun = trace.chunks or trace.prefill_at is not None
+            if pair[1] and pair[0] != pair[1] and begun and trace.transfer_at is None and trace.decode_at is None:
+                count[pair] = count.get(pair, 0) + 1
+        return count
+
+    @staticmethod
+    def _add(links: dict[tuple[str, str], LinkUse], trace: RequestTrace) -> None:
+        for handoff in trace.handoffs:
+            use = links.setdefault((handoff.prefill, handoff.decode), LinkUse())
+            use.nbytes += handoff.nbytes
+            use.transfers += 1

@@ -1,0 +1,115 @@
+"""What a router tells the supervisor of its requests, so that it can fit the workers' roles to them.
+
+Requests are looked at once a heartbeat, so nothing here costs anything per token.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvrelay.internal.v1.worker_pb2 import Traffic
+from kvrelay.router.placing.placement import Demand, WorkerRole
+from kvrelay.router.trace import Outcome, RequestTrace
+
+YOUNG_SECONDS = 4.0
+"""Since its first token, for which a request tells how long requests are that begin now."""
+FAILURES: tuple[Outcome, ...] = ("exhausted", "unavailable", "deadline", "internal")
+"""Ends by which a request without a first token has missed its target."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyTargets:
+    """What a request's latencies are compared with."""
+
+    ttft_seconds: float
+    tpot_seconds: float
+
+
+@dataclass(slots=True)
+class _Young:
+    """A request whose first token was sent lately."""
+
+    trace: RequestTrace
+    ended: bool = False
+
+
+class TrafficMeter:
+    """Counts a router's requests. On the event loop."""
+
+    def __init__(self, targets: LatencyTargets) -> None:
+        self._targets = targets
+        self._totals = Traffic()
+        self._waiting: dict[int, RequestTrace] = {}
+        """Requests without a first token."""
+        self._young: dict[int, _Young] = {}
+        """In the order in which their first tokens were noticed."""
+        self._reported = time.monotonic()
+
+    def begin(self, trace: RequestTrace) -> None:
+        """A request was accepted; every other call is about one that has begun."""
+        self._totals.requests += 1
+        self._totals.prompt_tokens += trace.prompt_tokens
+        self._waiting[id(trace)] = trace
+
+    def end(self, trace: RequestTrace, outcome: Outcome) -> None:
+        """A request has ended. One that never began is not counted."""
+        totals = self._totals
+        if self._waiting.pop(id(trace), None) is not None:
+            if trace.first_sent is not None:
+                self._count_first(trace)
+            elif outcome in FAILURES:
+                totals.first_tokens += 1
+                return
+        if trace.first_sent is None:
+            return
+        if (young := self._young.get(id(trace))) is not None:
+            young.ended = True
+        totals.completion_tokens += trace.generated_tokens
+        if trace.decode is not None:
+            totals.decode_queue_seconds += trace.decode.queue_seconds
+        if trace.generated_tokens > 1 and trace.last_sent is not None:
+            seconds = (trace.last_sent - trace.first_sent) / (trace.generated_tokens - 1)
+            totals.streams += 1
+            totals.tpot_attained += seconds <= self._targets.tpot_seconds
+
+    def report(self, queued: Sequence[Demand], waits_for: Callable[[Demand], WorkerRole]) -> Traffic:
+        """The figures now.
+
+        Args:
+            queued: what the requests in the router's queue need, the next one first.
+            waits_for: the role whose workers such a request waits for.
+        """
+        now = time.monotonic()
+        elapsed, self._reported = now - self._reported, now
+        for trace in [trace for trace in self._waiting.values() if trace.first_sent is not None]:
+            del self._waiting[id(trace)]
+            self._count_first(trace)
+        grown = (key for key, young in self._young.items() if (young.trace.first_sent or 0.0) < now - YOUNG_SECONDS)
+        for key in list(grown):
+            del self._young[key]
+        # All wait for what the next one waits for: it goes first.
+        for_decode = bool(queued) and waits_for(queued[0]) == "decode"
+        prompts, streams = (0, len(queued)) if for_decode else (len(queued), 0)
+        self._totals.prefill_queue_seconds += elapsed * prompts
+        self._totals.decode_queue_seconds += elapsed * streams
+        traffic = Traffic()
+        traffic.CopyFrom(self._totals)
+        traffic.young_tokens = sum(young.trace.generated_tokens for young in self._young.values())
+        traffic.young_ended = sum(young.ended for young in self._young.values())
+        traffic.queued_prompts, traffic.queued_streams = prompts, streams
+        traffic.queued_tokens = sum(demand.prompt_tokens for demand in queued)
+        return traffic
+
+    def _count_first(self, trace: RequestTrace) -> None:
+        if trace.first_sent is None or trace.resumed_tokens:
+            return
+        self._young[id(trace)] = _Young(trace)
+        totals, prefill = self._totals, trace.prefill
+        seconds = trace.first_sent - trace.received
+        on_worker = 0.0 if prefill is None else prefill.queue_seconds
+        totals.first_tokens += 1
+        totals.ttft_attained += seconds <= self._targets.ttft_seconds
+        totals.unqueued_seconds += max(0.0, seconds - trace.router_queue_seconds - on_worker)
+        totals.prefill_queue_seconds += on_worker
+        if prefill is not None:
+            totals.cached_tokens += min(prefill.cached_tokens, trace.prompt_tokens)

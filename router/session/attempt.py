@@ -1,0 +1,416 @@
+"""One placement of a request: its parts on one or two workers, merged into one sequence of tokens.
+
+Each worker sends its own events in order; the events of two workers arrive in any order between them. The prefill
+worker sends the token at index `base`, the decode worker those from `base + 1` on, often before the first one is here:
+
+    prefill   [base]
+    decode            [base+1] [base+2] ...
+
+A decode worker that has sent a token has all of the KV. From then on, the attempt survives the loss of its prefill
+worker.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from kvrelay.internal.v1.worker_pb2 import (
+    PHASE_COLOCATED,
+    PHASE_DECODE,
+    PHASE_PREFILL,
+    WAIT_BLOCKS,
+    WAIT_PREEMPTED,
+    WAIT_ROW,
+    WAIT_TURN,
+    Failure,
+    PeerRef,
+    RequestEvent,
+)
+from kvrelay.router.placing.prefixes import Expectation
+from kvrelay.router.placing.worker_stream import WorkerStream
+from kvrelay.router.request.validation import CheckedRequest
+from kvrelay.router.session.attempt_outcome import AttemptFailure, Taken
+from kvrelay.router.session.attempt_part import Part
+from kvrelay.router.session.attempt_tokens import AttemptTokens
+from kvrelay.router.session.pacer import Pacer
+from kvrelay.router.trace import RequestTrace
+from kvrelay.rpc.identity import WorkerId
+from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH
+
+PREFILL_LOST_SECONDS = 1.0
+"""Time after the loss of the prefill worker in which the decode worker must show that it has the KV."""
+WAITS = {
+    WAIT_TURN: "it waits for its turn",
+    WAIT_BLOCKS: "it waits for KV blocks",
+    WAIT_ROW: "it waits for a row of the batch",
+    WAIT_PREEMPTED: "others needed its KV blocks",
+}
+"""Why a request waits on a worker, in words for people."""
+
+
+class Attempt:
+    """Constructed, submitted once, and closed, which cancels it on every worker that still has a part of it."""
+
+    def __init__(
+        self,
+        request: CheckedRequest,
+        trace: RequestTrace,
+        generated: Sequence[int],
+        prefill: WorkerStream,
+        decode: WorkerStream | None,
+        expected: Sequence[Expectation] = (),
+        *,
+        suspect_tokens: int = 0,
+        on_trial: bool = False,
+    ) -> None:
+        """
+        Args:
+            trace: gets the workers' names and reports; its `attempts` is this attempt's number.
+            generated: tokens that the client already has.
+            prefill: the worker that computes the prompt and the first token.
+            decode: the worker that generates from the second token on: the same stream for a co-located worker, None
+                if the first token is the last.
+            expected: what each of these streams' workers should have in its cache; ended with the attempt.
+            suspect_tokens: tokens that each worker has to send until the request is no suspect there; 0: it is none.
+            on_trial: whether no other suspect may be there until then.
+        """
+        self.number = trace.attempts
+        self.failure: AttemptFailure | None = None
+        self.decide_by = math.inf
+        """Monotonic time by which the decode worker must have sent a token; finite when the prefill worker is lost
+        after its own token."""
+        self._request = request
+        self._trace = trace
+        self._key = (request.wire_id, self.number)
+        self._generated = tuple(generated)
+        self._base = len(generated)
+        self._left = request.sampling.max_tokens - len(generated)
+        self._wants = request.sampling.HasField("logprobs")
+        # A client that has tokens has these too.
+        self._wants_prompt = request.sampling.HasField("prompt_logprobs") and not generated
+        self.tokens = AttemptTokens(self._base, self._left, scored=self._wants)
+        expected_tokens = expected[0].tokens if expected else 0
+        trace.placed_on(prefill.worker.name, "" if decode is None else decode.worker.name, expected_tokens)
+        self._expected = tuple(expected)
+        self._begun = not suspect_tokens
+        """Whether the workers may compute the request: a suspect, once each of them has taken it."""
+        if decode is prefill:
+            self._prefill = Part(self, prefill, PHASE_COLOCATED, self._base, suspect_tokens, on_trial)
+            self._decode: Part | None = None
+        else:
+            self._prefill = Part(self, prefill, PHASE_PREFILL, self._base, suspect_tokens, on_trial)
+            second = self._base + 1
+            self._decode = (
+                None if decode is None else Part(self, decode, PHASE_DECODE, second, suspect_tokens, on_trial)
+            )
+
+    # Towards the workers.
+
+    @property
+    def workers(self) -> frozenset[WorkerId]:
+        return frozenset(part.stream.worker for part in self._parts)
+
+    @property
+    def lost_worker(self) -> bool:
+        """Whether the router has lost a worker of this attempt."""
+        return any(part.stream.lost is not None for part in self._parts)
+
+    @property
+    def delivered(self) -> bool:
+        """Whether the worker that generates the last token has sent one."""
+        return self._parts[-1].delivered
+
+    def lost_while_computing(self) -> list[Part]:
+        """The parts whose workers were lost and may have been computing the request.
+
+        Prefill computes up to the first token, decode at some time after that. To be judged before `close`: until then,
+        no other suspect can have been on a worker that has this one on trial.
+        """
+        return [
+            part
+            for part in self._parts
+            if self._begun
+            and part.stream.lost is not None
+            and not part.returned
+            and (part.phase == PHASE_COLOCATED or self._prefill.delivered == (part.phase == PHASE_DECODE))
+        ]
+
+    def submit(self, first_seconds: float, idle_seconds: float, expected_tokens: int = 0) -> None:
+        """Sends the parts; decode's first, since the decode worker should know the request before the prefill worker
+        offers it the KV.
+
+        Args:
+            first_seconds: time limit of the first token.
+            idle_seconds: how much later the second token may come.
+            expected_tokens: of the whole completion.
+        """
+        for part in reversed(self._parts):
+            submit = self._request.prompt.submit(self._generated)
+            submit.request_id = self._request.wire_id
+            submit.attempt = self.number
+            submit.prompt_tokens = len(self._request.prompt)
+            submit.sampling.CopyFrom(self._request.sampling)
+            if not self._wants_prompt or part.phase == PHASE_DECODE:
+                submit.sampling.ClearField("prompt_logprobs")
+            submit.tenant = self._request.namespace
+            submit.chain.extend(self._request.chain)
+            if self._request.client_call is not None:
+                submit.client_call.CopyFrom(self._request.client_call)
+            submit.phase, submit.holder = part.phase, self._request.claim.holder
+            submit.expected_tokens = expected_tokens
+            submit.trace_id = self._trace.context.trace_id
+            submit.suspect_tokens, submit.on_trial = part.suspect_tokens, part.on_trial
+            submit.timeout_seconds = first_seconds + (idle_seconds if part.phase == PHASE_DECODE else 0.0)
+            for peer in self.workers - {part.stream.worker}:
+                submit.peer.CopyFrom(PeerRef(name=peer.name, incarnation=peer.incarnation))
+            part.stream.submit(submit, part, cached_tokens=self._expected[0].tokens if self._expected else 0)
+        self._trace.tries[-1].submitted = time.monotonic()
+
+    def stop(self) -> None:
+        """Ends generation. A prefill part whose KV has arrived stays open for its report of the transfer."""
+        if self._decode is None or not self._decode.delivered:
+            self.close()
+        else:
+            self._end_part(self._decode)
+
+    def close(self) -> None:
+        """Cancels every part that is still open. Safe to call again."""
+        for part in self._parts:
+            self._end_part(part)
+        for expectation in self._expected:
+            expectation.end()
+
+    def _end_part(self, part: Part) -> None:
+        part.computed()
+        part.clear()
+        if part.open:
+            part.open = False
+            part.stream.cancel(self._key)
+        else:
+            part.stream.forget(self._key)
+
+    @property
+    def _parts(self) -> tuple[Part, ...]:
+        return (self._prefill,) if self._decode is None else (self._prefill, self._decode)
+
+    # Towards the session.
+
+    @property
+    def sign(self) -> float:
+        """Monotonic time of the latest sign that the workers, which send no token, have the request in hand."""
+        return max([part.sign for part in self._parts if part.open], default=-math.inf)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a worker has said that the request waits there."""
+        return any(part.waits and part.open for part in self._parts)
+
+    @property
+    def transferring(self) -> bool:
+        """Whether the decode worker has the KV and the prefill worker has yet to report the transfer."""
+        return self._decode is not None and self._decode.delivered and self._prefill.open
+
+    async def loss_shows(self, seconds: float) -> None:
+        """Waits for so long for the loss of a worker that another one has reported: until then, it doesn't count."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self.lost_worker:
+                    await self.wait()
+
+    async def first_token_shows(self, seconds: float) -> None:
+        """Waits for so long for prefill's token if the decode worker was lost before it came: it says that decode may
+        have been computing, and comes on another stream, which may be behind."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._lost_before_first_token:
+                    await self.wait()
+
+    @property
+    def _lost_before_first_token(self) -> bool:
+        lost = self._decode is not None and self._decode.stream.lost is not None
+        return lost and self._prefill.open and not self._prefill.delivered
+
+    async def wait(self) -> None:
+        """Returns at the next token that doesn't gather, at the end, or at `wake`. For one waiter only."""
+        await self.tokens.wait()
+
+    def wake(self) -> None:
+        self.tokens.wake()
+
+    def pause(self, until: float, pacer: Pacer) -> None:
+        """Tokens that come before the monotonic time `until` gather, unless no more will come."""
+        if self.failure is None:
+            self.tokens.pause(until, pacer)
+
+    def take(self) -> Taken:
+        """The new tokens in order, and what was asked for beside them; nothing while tokens gather."""
+        return self.tokens.take()
+
+    def fail_silent(self, why: str) -> None:
+        """Fails the attempt because its workers sent nothing for too long."""
+        silent = frozenset(part.stream.worker for part in self._parts if part.open)
+        names = ", ".join(sorted(worker.name for worker in self.workers))
+        self._fail(AttemptFailure(Failure.CODE_RETRY, f"{why} ({names})", self.workers, silent=True, reporters=silent))
+
+    @property
+    def suspects(self) -> frozenset[WorkerId]:
+        """The suspected workers of which the attempt still needs something."""
+        if not (self._prefill.stream.suspected or (self._decode is not None and self._decode.stream.suspected)):
+            return frozenset()
+        return frozenset(
+            part.stream.worker
+            for part in self._parts
+            if part.stream.suspected and part.open and not self._outlived(part)
+        )
+
+    def fail_suspected(self) -> None:
+        """Fails the attempt because its suspected workers have sent nothing for a while."""
+        suspects = self.suspects
+        message = f"nothing comes from {', '.join(sorted(worker.name for worker in suspects))}, which is suspected"
+        self._fail(AttemptFailure(Failure.CODE_RETRY, message, suspects, silent=True, reporters=suspects))
+
+    def fail_handoff(self) -> None:
+        """Fails the attempt because `decide_by` has passed: the KV was lost with the prefill worker."""
+        worker = self._prefill.stream.worker
+        self._fail_lost(worker, f"worker {worker.name} lost before the hand-off")
+
+    def _fail_lost(self, worker: WorkerId, message: str) -> None:
+        self._fail(AttemptFailure(Failure.CODE_RETRY, message, frozenset((worker,)), lost=True))
+
+    def _fail(self, failure: AttemptFailure) -> None:
+        """Sets the failure, unless the attempt has failed already or has all tokens."""
+        if self.failure is None and not self.tokens.complete:
+            self.failure = failure
+        self.tokens.flush()
+
+    # From the workers' streams.
+
+    def on_event(self, part: Part, event: RequestEvent) -> None:
+        """The worker of a part has sent something."""
+        tokens = self.tokens
+        self._trace.note(event)
+        if event.taken:
+            self._note_taken(part)
+        if event.waits:
+            part.waiting(event.waits)
+            self._trace.waited(f"{part.stream.worker.name}: {WAITS.get(event.waits, 'it waits')}")
+        elif event.computed_tokens:
+            part.computing()
+        if event.HasField("prefill"):
+            self._note_cached(event.prefill.cached_tokens)
+        if event.prompt_logprobs:
+            self._merge_prompt(part, event)
+        if event.token_ids:
+            self._merge(part, event)
+        if event.finish_reason and tokens.end is None:
+            self._over(part)
+            tokens.finish(part.next_index, event.finish_reason)
+        elif tokens.end is None and len(tokens) == self._left:
+            # All tokens are here; the worker's own word of it is not needed.
+            tokens.finish(self._base + self._left, FINISH_REASON_LENGTH)
+        if event.HasField("transfer"):
+            self._over(part)
+        if event.HasField("failure"):
+            self._over(part)
+            part.returned = True
+            if not self._outlived(part):
+                self._fail(self._reported(part, event.failure))
+        if tokens.complete:
+            tokens.flush()
+        elif event.HasField("transfer"):
+            tokens.wake()
+
+    def _note_taken(self, part: Part) -> None:
+        """A worker has taken a suspect; when all of them have, they may begin."""
+        part.taken = True
+        if not self._begun and self.failure is None and all(each.taken for each in self._parts):
+            self._begun = True
+            for each in reversed(self._parts):
+                each.stream.begin(self._key)
+
+    def _over(self, part: Part) -> None:
+        """The worker has nothing of a part any more."""
+        part.open = False
+        part.clear()
+
+    def on_lost(self, part: Part) -> None:
+        """The stream of a part is lost."""
+        was_open, part.open = part.open, False
+        if was_open and not self._outlived(part):
+            if part is self._prefill and self._decode is not None and part.delivered:
+                self.decide_by = time.monotonic() + PREFILL_LOST_SECONDS
+            else:
+                self._fail_lost(part.stream.worker, f"worker {part.stream.worker.name} lost ({part.stream.lost})")
+        self.wake()
+
+    def _reported(self, part: Part, failure: Failure) -> AttemptFailure:
+        """What a worker reports, as `Failure` in worker.proto defines it."""
+        sender = frozenset((part.stream.worker,))
+        blamed = self.workers & {WorkerId(peer.name, peer.incarnation) for peer in failure.blamed}
+        if failure.cause == Failure.CAUSE_DRAINING:
+            blamed = blamed or sender
+        elif failure.cause in (Failure.CAUSE_PEER_LOST, Failure.CAUSE_REFUSED):
+            blamed = blamed or self.workers - sender or sender
+        elif failure.cause == Failure.CAUSE_TRIAL:
+            blamed = frozenset()
+        else:
+            # Of a link, either end may report the failure first: the next attempt must avoid the link in both cases.
+            blamed = self.workers
+        message = f"{part.stream.worker.name}: {failure.message}"
+        return AttemptFailure(failure.code, message, blamed, cause=failure.cause, reporters=sender)
+
+    def _outlived(self, part: Part) -> bool:
+        """Whether the attempt continues without this part."""
+        return part is self._prefill and self._decode is not None and self._decode.delivered and part.delivered
+
+    def _note_cached(self, cached: int) -> None:
+        """The prefill worker had so many tokens of the prompt cached."""
+        for expectation, part in zip(self._expected, self._parts, strict=False):
+            # The KV is on its way to the decode worker, which will have as much of it.
+            tokens = cached if part is self._prefill else expectation.tokens
+            expectation.reported(tokens, part.stream.block_size)
+
+    def _merge(self, part: Part, event: RequestEvent) -> None:
+        """Adds tokens by index. A gap in one worker's sequence, or two different tokens at one index, is a defect."""
+        end = event.first_index + len(event.token_ids)
+        if event.first_index > part.next_index:
+            self._fail_defect(part, f"sent index {event.first_index} instead of {part.next_index}")
+            return
+        if end > self._base + self._left:
+            self._fail_defect(part, f"sent index {end - 1}; max_tokens is {self._base + self._left}")
+            return
+        if self._wants and len(event.logprobs) != len(event.token_ids):
+            self._fail_defect(part, f"sent {len(event.logprobs)} log-probabilities of {len(event.token_ids)} tokens")
+            return
+        if self._wants_prompt and not self._prompt_complete and part is self._prefill:
+            self._fail_defect(
+                part, f"sent a token after {len(self.tokens.prompt_logprobs)} of the prompt's log-probabilities"
+            )
+            return
+        if conflict := self.tokens.merge(event.first_index, event.token_ids, event.logprobs):
+            self._fail_defect(part, conflict)
+            return
+        part.sent(end)
+        if part.phase == PHASE_PREFILL:
+            part.computed()
+        if part is self._decode:
+            self.decide_by = math.inf
+
+    def _merge_prompt(self, part: Part, event: RequestEvent) -> None:
+        """Adds log-probabilities of the prompt's tokens, of which the first has none."""
+        due = 1 + len(self.tokens.prompt_logprobs)
+        if event.prompt_logprobs_first != due:
+            self._fail_defect(part, f"sent log-probabilities of prompt token {event.prompt_logprobs_first}, not {due}")
+        else:
+            self.tokens.prompt_logprobs.extend(event.prompt_logprobs)
+
+    @property
+    def _prompt_complete(self) -> bool:
+        return 1 + len(self.tokens.prompt_logprobs) == len(self._request.prompt)
+
+    def _fail_defect(self, part: Part, what: str) -> None:
+        message = f"worker {part.stream.worker.name} {what} (request {self._key[0]}, attempt {self.number})"
+        sender = frozenset((part.stream.worker,))
+        self._fail(AttemptFailure(Failure.CODE_INTERNAL, message, self.workers, reporters=sender))

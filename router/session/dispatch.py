@@ -1,0 +1,43 @@
+"""What all sessions of a router share."""
+
+from dataclasses import dataclass, field
+
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.errors import Exhausted
+from kvrelay.router.placing.health import FleetHealth
+from kvrelay.router.placing.placement import Demand, LeastWork, why_waiting
+from kvrelay.router.placing.queue import PlacementQueue
+from kvrelay.router.placing.registry import WorkerRegistry
+from kvrelay.router.placing.usual import CompletionRate, UsualLengths
+from kvrelay.router.records.metrics import RouterMetrics
+from kvrelay.router.session.budget import RetryBudget
+from kvrelay.router.session.pacer import Pacer
+from kvrelay.router.text.detokenizer import TokenBytes
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """The parts of a router that all of its sessions share."""
+
+    config: RouterConfig
+    registry: WorkerRegistry
+    queue: PlacementQueue
+    trials: PlacementQueue
+    """Of suspects that wait for workers without another one (`router/session/suspects.py`)."""
+    policy: LeastWork
+    pacer: Pacer
+    health: FleetHealth
+    budget: RetryBudget
+    token_bytes: TokenBytes
+    metrics: RouterMetrics
+    lengths: UsualLengths = field(default_factory=UsualLengths)
+    """How long completions usually are."""
+    rate: CompletionRate = field(default_factory=CompletionRate)
+
+    def full(self, text: str, kind: type[Exhausted] = Exhausted) -> Exhausted:
+        """The error of a request that found no room: it says when there may be some."""
+        return kind(text, self.rate.retry_seconds(len(self.queue)))
+
+    def why_waiting(self, demand: Demand) -> str:
+        """What keeps a request from being placed now, in words."""
+        return why_waiting(demand, self.registry.view(), self.config.prefill_ahead_tokens)

@@ -1,0 +1,53 @@
+"""What a request needs of the workers, and what it has taken of its holder's share."""
+
+from kvrelay.router.placing.placement import Demand
+from kvrelay.router.request.validation import CheckedRequest
+from kvrelay.router.session.dispatch import Dispatch
+from kvrelay.router.trace import RequestTrace
+from kvrelay.rpc.identity import WorkerId
+
+
+class Needs:
+    """Needs of one session."""
+
+    def __init__(self, request: CheckedRequest, trace: RequestTrace, dispatch: Dispatch) -> None:
+        self._request, self._trace, self._dispatch = request, trace, dispatch
+        self._charged = 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client has tokens, of this call or an earlier one."""
+        return self._trace.first_sent is not None or self._trace.resumed_tokens > 0
+
+    def demand(self, avoid: frozenset[WorkerId], *, on_trial: bool = False) -> Demand:
+        """What the next attempt needs; with `on_trial`, workers without another suspect."""
+        request, have = self._request, self._trace.completion_tokens
+        return Demand(
+            self._trace.prompt_tokens + have,
+            request.sampling.max_tokens - have - 1,
+            avoid,
+            on_trial=on_trial,
+            chain=request.chain,
+            key=request.key,
+            expected_tokens=max(1, self.expected_tokens() - have),
+            holder=request.claim.holder,
+            begun=self.begun,
+        )
+
+    def expected_tokens(self) -> int:
+        """Tokens that the whole completion is expected to have. One that has passed that may go on to the last."""
+        most = self._request.sampling.max_tokens
+        expected = self._dispatch.lengths.expected(self._request.claim.holder, most)
+        return expected if expected > self._trace.completion_tokens else most
+
+    def queued(self, demand: Demand) -> None:
+        """The request waits for its first place, with which the queue charges the tokens that are expected of it."""
+        self._charged = 0 if demand.begun else demand.expected_tokens
+
+    def ended(self) -> None:
+        """The request has ended, and its room is free again."""
+        claim, trace, dispatch = self._request.claim, self._trace, self._dispatch
+        dispatch.queue.used(claim, trace.generated_tokens - self._charged)
+        dispatch.rate.ended()
+        if trace.generated_tokens:
+            dispatch.lengths.learn(claim.holder, self._request.sampling.max_tokens, trace.completion_tokens)

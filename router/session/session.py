@@ -1,0 +1,472 @@
+"""The life of one request: it is placed, followed, placed again if a worker fails it, and ended everywhere at once.
+
+    [restore] -> wait for capacity -> place -> follow the attempt's tokens -> finish
+                   ^                             | a worker is lost, or returns the request
+                   +-----------------------------+ prompt + tokens so far; avoids these workers; first in the queue
+
+An attempt that fails because a worker drains is a migration: neither the retry budget nor max_attempts limits it. One
+that fails because of a lost, frozen or suspected worker, or a way to it that was not known to be broken, is outside the
+budget. A request that was running on a lost worker is tried apart from others like it
+(`router/session/suspects.py`), and fails if that ends a second worker.
+
+A call that continues a request whose earlier call was lost, at this router or another one, begins with the tokens that
+the client has: it ends what the earlier call still has on the workers, restores the completion, and is placed as after
+a failed attempt. A call that is continued by a later one ends as ABORTED.
+
+However the request ends (finish, stop string, error, client gone), it is cancelled on every worker that still has a
+part of it. Every wait has a limit:
+
+    what it waits for  limit                                                    error
+    room for its KV    first_token_timeout, in the router's queue               RESOURCE_EXHAUSTED
+    first token        first_token_timeout, from receipt                        DEADLINE_EXCEEDED; RESOURCE_EXHAUSTED if
+                                                                                a worker said that it waits there
+    next token         idle_timeout, from the previous token or sign (below)    none: another attempt
+    a suspected worker SUSPECT_SECONDS, from the previous token                 none: another attempt
+    a worker           worker_wait; after a failed attempt, idle_timeout         UNAVAILABLE
+    other suspects     idle_timeout, from the failed attempt                     UNAVAILABLE
+    any of these       the client's own deadline                                DEADLINE_EXCEEDED
+
+A sign is a worker's word that the request waits there, e.g. since others needed its KV blocks, for as long as anything
+comes from that worker; or that so much of the prompt is computed.
+"""
+
+import asyncio
+import logging
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from kvrelay.internal.v1.worker_pb2 import Failure
+from kvrelay.router.errors import (
+    DeadlineExceeded,
+    GivenUp,
+    InternalError,
+    InvalidArgument,
+    QueueOverflow,
+    RequestError,
+    Superseded,
+    Unavailable,
+)
+from kvrelay.router.placing.health import Trial
+from kvrelay.router.placing.placement import NoPlace, Placement
+from kvrelay.router.placing.queue import QueueFull
+from kvrelay.router.request.validation import CheckedRequest
+from kvrelay.router.session.alarm import Alarm
+from kvrelay.router.session.answer import Answer
+from kvrelay.router.session.attempt import Attempt
+from kvrelay.router.session.attempt_outcome import AttemptFailure
+from kvrelay.router.session.completion import Completion, Piece
+from kvrelay.router.session.dispatch import Dispatch
+from kvrelay.router.session.flow import Flow
+from kvrelay.router.session.needs import Needs
+from kvrelay.router.session.suspects import Suspicion, shape_of
+from kvrelay.router.trace import RequestTrace
+from kvrelay.rpc.identity import WorkerId
+from kvrelay.rpc.log import reason
+from kvrelay.v1.inference_pb2 import FINISH_REASON_UNSPECIFIED, FinishReason
+
+logger = logging.getLogger(__name__)
+
+REPORT_SECONDS = 0.25
+"""How long the last message, which then has no tokens, waits for the prefill worker's report of the transfer."""
+
+BACKOFF_SECONDS = 0.05
+"""Pause before an attempt that follows a refusal; doubles with each attempt."""
+
+LOSS_SECONDS = 1.0
+"""How long the loss of a worker may take to show here after another worker has reported it."""
+
+FIRST_TOKEN_SECONDS = 0.2
+"""How long the first token may take to come here after the loss of the decode worker that already has its KV."""
+
+SUSPECT_SECONDS = 1.0
+"""How long a suspected worker may send a request nothing, if others can take it: it is frozen, or its engine hangs, and
+will be declared dead a while later."""
+
+MIN_SUBMIT_SECONDS = 0.001
+"""Time limit of a request that expires while it is placed: 0 would mean the worker's own limit."""
+
+
+class Session:
+    """One checked request, until its end."""
+
+    def __init__(
+        self, request: CheckedRequest, dispatch: Dispatch, trace: RequestTrace, answer: Answer, deadline: float
+    ) -> None:
+        """
+        Args:
+            trace: has the request's ids and prompt length; written while the request runs.
+            deadline: the client's, on the monotonic clock; infinite for none.
+        """
+        self._request, self._dispatch, self._trace = request, dispatch, trace
+        self._answer, self._deadline = answer, deadline
+        self._completion = Completion(request, dispatch.token_bytes)
+        self._flow = Flow(self._completion, answer, trace, dispatch.pacer)
+        self._needs = Needs(request, trace, dispatch)
+        self._avoid: frozenset[WorkerId] = frozenset()
+        self._tried = self._avoid
+        self._suspicion = Suspicion()
+        self._trial: Trial | None = None
+        """What the current attempt tells about its workers."""
+        self._alarm = Alarm(self._wake_attempt)
+        self._following: Attempt | None = None
+        self._proven: Attempt | None = None
+        """The attempt whose workers are known to work, and which is not on trial."""
+
+    async def run(self) -> FinishReason:
+        """Writes the whole stream, the last message included.
+
+        Raises:
+            RequestError: it ended without a completion; no worker has a part of it any more.
+        """
+        self._dispatch.budget.request()
+        if finish_reason := await self._restore():
+            await self._answer.finish(Piece("", (), finish_reason))
+            return finish_reason
+        attempt = await self._place_first()
+        self._dispatch.pacer.streams += 1
+        try:
+            while not (finish_reason := await self._follow(attempt)):
+                attempt = await self._retry(attempt)
+            return finish_reason
+        finally:
+            self._dispatch.pacer.streams -= 1
+            self._alarm.close()
+            attempt.close()
+            self._end_trial()
+            self._needs.ended()
+
+    def _wake_attempt(self) -> None:
+        """A limit may have passed: the waiting session checks."""
+        if self._following is not None:
+            self._following.wake()
+
+    async def _restore(self) -> FinishReason:
+        """Continues an earlier call; returns how that one ended the completion, unspecified if it didn't."""
+        call = self._request.client_call
+        if call is not None and call.call > 1:
+            self._dispatch.registry.fence(call)
+        finish_reason = await self._completion.restore(self._request.resumed)
+        self._trace.completion_tokens = self._trace.resumed_tokens = len(self._completion.tokens)
+        return finish_reason
+
+    # One attempt.
+
+    async def _place_first(self) -> Attempt:
+        """Places the request as soon as there is capacity for it.
+
+        Raises:
+            RequestError: there are no workers, the queue is full, or the time limit has passed.
+        """
+        queue = self._dispatch.queue
+        asked = self._trace.asked = time.monotonic()
+        limit = min(self._token_limit(), self._deadline)
+        workers_by = min(limit, asked + self._dispatch.config.worker_wait_seconds)
+        try:
+            # A stream that has begun goes before the requests that wait, as after a failed attempt.
+            begun = self._trace.resumed_tokens > 0
+            claim = self._request.claim
+            while True:
+                demand = self._needs.demand(self._avoid)
+                self._needs.queued(demand)
+                attempt = await queue.place(demand, limit, self._start, claim, first=begun, on_wait=self._waits)
+                if attempt is not NoPlace.NO_WORKERS or not await self._workers_change(workers_by):
+                    break
+        except QueueFull:
+            text = f"{len(queue)} requests wait for workers with capacity, the router's max_queue"
+            raise self._dispatch.full(text, QueueOverflow) from None
+        finally:
+            self._trace.router_queue_seconds = time.monotonic() - asked
+        if not isinstance(attempt, NoPlace):
+            return attempt
+        if attempt is NoPlace.NO_CAPACITY:
+            # The limit tells why the waiting ended, not the clock: a timer of uvloop may be a millisecond early.
+            raise self._late() if limit == self._deadline else self._shed("for workers with capacity")
+        self._check_deadline()
+        raise Unavailable("no worker can take the request now: none is ready that decodes")
+
+    def _start(self, placement: Placement, *, on_trial: bool = False) -> Attempt:
+        trace, registry = self._trace, self._dispatch.registry
+        trace.attempts += 1
+        self._dispatch.metrics.attempted()
+        self._tried |= placement.workers
+        streams = [registry.stream(worker) for worker in placement.each]
+        attempt = Attempt(
+            self._request,
+            trace,
+            self._completion.tokens,
+            streams[0],
+            None if placement.decode is None else streams[-1],
+            self._dispatch.policy.take(placement, self._request.chain),
+            suspect_tokens=self._suspicion.tokens_left(trace.completion_tokens),
+            on_trial=on_trial,
+        )
+        self._trial = self._dispatch.health.begin(placement.prefill, placement.decode)
+        self._answer.progress = now = time.monotonic()
+        trace.submitted = trace.submitted or now
+        first_seconds = max(MIN_SUBMIT_SECONDS, min(self._token_limit(), self._deadline) - now)
+        attempt.submit(first_seconds, self._dispatch.config.idle_timeout_seconds, self._needs.expected_tokens())
+        return attempt
+
+    async def _follow(self, attempt: Attempt) -> FinishReason:
+        """Writes the attempt's tokens as they come, up to the finish; unspecified if the attempt failed."""
+        while True:
+            taken = attempt.take()
+            if taken.token_ids or taken.finish_reason:
+                piece = self._flow.add(taken)
+                if taken.prompt_logprobs:
+                    piece = replace(piece, prompt_logprobs=taken.prompt_logprobs)
+                self._note_success(attempt, finished=bool(piece.finish_reason))
+                if piece.finish_reason:
+                    await self._end(attempt, piece)
+                    return piece.finish_reason
+                self._flow.pace(attempt)
+                await self._answer.send(piece)
+            elif attempt.failure is not None:
+                return FINISH_REASON_UNSPECIFIED
+            else:
+                await self._wait(attempt)
+
+    def _note_success(self, attempt: Attempt, *, finished: bool) -> None:
+        if attempt is self._proven and not finished:
+            return
+        if self._trial is not None and attempt.delivered:
+            self._trial.delivered()
+            if finished:
+                self._trial.finished()
+        if finished or not self._suspicion.tokens_left(self._trace.completion_tokens):
+            self._proven = attempt if attempt.delivered else None
+
+    def _end_trial(self) -> None:
+        if self._trial is not None:
+            self._trial.end()
+
+    async def _wait(self, attempt: Attempt) -> None:
+        """Waits for the attempt's next event or the earliest limit; acts on a limit that has passed."""
+        token_limit = self._token_limit(attempt)
+        suspect_limit = self._suspect_limit(attempt)
+        earliest = min(token_limit, suspect_limit, attempt.decide_by, self._deadline)
+        if time.monotonic() < earliest:
+            self._following = attempt
+            self._alarm.set(earliest)
+            await self._flow.wait(attempt, proven=attempt is self._proven)
+            return
+        self._check_deadline()
+        if earliest == token_limit and not self._answer.begun:
+            raise self._shed("on its workers") if attempt.waits else self._no_first_token()
+        if earliest == suspect_limit:
+            attempt.fail_suspected()
+        elif earliest == attempt.decide_by:
+            attempt.fail_handoff()
+        else:
+            attempt.fail_silent(f"no token for {self._dispatch.config.idle_timeout_seconds:g} s")
+
+    def _token_limit(self, attempt: Attempt | None = None) -> float:
+        """Monotonic time by which the next token must be here, or a sign that the attempt's workers have it in hand."""
+        if not self._answer.begun:
+            return self._trace.received + self._request.first_token_seconds
+        return self._latest(attempt) + self._dispatch.config.idle_timeout_seconds
+
+    def _latest(self, attempt: Attempt | None) -> float:
+        """Monotonic time of the latest token, or sign of its workers."""
+        return max(self._answer.progress, -math.inf if attempt is None else attempt.sign)
+
+    def _suspect_limit(self, attempt: Attempt) -> float:
+        """Monotonic time by which the next token must be here if it has to come from a suspected worker."""
+        suspects = attempt.suspects
+        if not suspects or not self._dispatch.registry.can_spare(suspects):
+            return math.inf
+        return self._latest(attempt) + SUSPECT_SECONDS
+
+    # The end.
+
+    async def _end(self, attempt: Attempt, piece: Piece) -> None:
+        """Ends the request on its workers; writes the last tokens and the figures, in one message where possible."""
+        attempt.stop()
+        finish_reason = piece.finish_reason
+        if attempt.transferring:
+            await self._answer.send(piece)
+            piece = Piece("", (), finish_reason)
+            try:
+                async with asyncio.timeout(REPORT_SECONDS):
+                    while attempt.transferring:
+                        await attempt.wait()
+            except TimeoutError:
+                logger.warning("no transfer report", extra=self._trace.log_fields)
+        attempt.close()
+        await self._answer.finish(piece)
+
+    # Another attempt.
+
+    async def _retry(self, failed: Attempt) -> Attempt:
+        """Places the request again after a failed attempt.
+
+        Raises:
+            RequestError: another attempt is not allowed, or not possible.
+        """
+        failure = failed.failure
+        if failure is None:
+            raise InternalError(f"attempt {failed.number} ended without a finish or a failure")
+        self._trace.failed(failure.reason)
+        self._dispatch.metrics.attempt_failed(failure.reason)
+        if failure.cause == Failure.CAUSE_TRIAL:
+            failed.close()
+            return await self._come_again(failure)
+        excused = self._learn(failure)
+        if failure.code == Failure.CODE_FENCED:
+            self._dispatch.metrics.superseded()
+            raise Superseded(failure.message)
+        moves = failure.cause == Failure.CAUSE_DRAINING
+        told = reason(failure.code, failure.message)
+        why = {"reason": told, "cause": Failure.Cause.Name(failure.cause)}
+        logger.warning("request moves" if moves else "attempt failed", extra=self._trace.log_fields | why)
+        self._trace.delayed("moved" if moves else "failed", told)
+        if failure.code == Failure.CODE_INVALID:
+            # The worker's limits differ from those that the router checked.
+            raise InvalidArgument(failure.message)
+        if failure.code not in (Failure.CODE_RETRY, Failure.CODE_FULL):
+            raise InternalError(failure.message)
+        self._avoid |= failure.blamed
+        self._suspicion.failed = time.monotonic()
+        if moves:
+            failed.close()
+            self._trace.migrations += 1
+            return await self._place_again(failure)
+        tries = failed.number - self._trace.migrations - self._trace.turned_away
+        if not failure.lost:
+            await asyncio.sleep(BACKOFF_SECONDS * 2 ** (tries - 1))
+            if failure.cause == Failure.CAUSE_PEER_LOST:
+                await failed.loss_shows(LOSS_SECONDS)
+            self._check_deadline()
+        await self._judge(failed)
+        failed.close()
+        if tries >= self._dispatch.config.max_attempts:
+            raise self._given_up(failure, f"after {tries} attempts")
+        excused = excused or failure.lost or failed.lost_worker or self._dispatch.registry.doubts(failed.workers)
+        if not excused and not self._dispatch.budget.take():
+            raise self._given_up(failure, "the router's retry budget is spent")
+        return await self._place_again(failure)
+
+    async def _come_again(self, failure: AttemptFailure) -> Attempt:
+        """Places a suspect again that has found another one on a worker.
+
+        Raises:
+            RequestError: it has waited for long enough.
+        """
+        self._end_trial()
+        self._trace.turned_away += 1
+        logger.info("request waits for a trial", extra=self._trace.log_fields | {"reason": failure.message})
+        self._trace.delayed("wait", failure.message)
+        # Not the same for all: two that hold one worker each, and want both, would go on refusing each other.
+        await asyncio.sleep(BACKOFF_SECONDS * random.uniform(0.5, 1.5))
+        self._check_deadline()
+        if time.monotonic() >= self._suspicion.failed + self._dispatch.config.idle_timeout_seconds:
+            raise self._given_up(failure, "other suspects are tried all the time")
+        return await self._place_again(failure)
+
+    def _learn(self, failure: AttemptFailure) -> bool:
+        """Notes what the failure shows about the workers; returns whether it was news of ill workers or a broken way.
+
+        The router could not have known, so the retry is outside the budget. Retries over what is known to fail are not,
+        so a cluster without a working way doesn't retry without limit.
+        """
+        trial, registry = self._trial, self._dispatch.registry
+        if trial is None:
+            return False
+        if failure.cause == Failure.CAUSE_DRAINING:
+            registry.drains(failure.blamed)
+        elif failure.handoff:
+            trial.handoff_failed()
+        elif failure.code in (Failure.CODE_RETRY, Failure.CODE_INTERNAL) and not failure.lost:
+            trial.failed(failure.reporters)
+        trial.end()
+        return (failure.handoff or failure.silent) and not trial.doubtful
+
+    async def _judge(self, failed: Attempt) -> None:
+        """Suspects the request if a worker was lost that may have been computing it.
+
+        Raises:
+            InternalError: it has ended too many workers.
+        """
+        await failed.first_token_shows(FIRST_TOKEN_SECONDS)
+        lost = failed.lost_while_computing()
+        if self._suspicion.losses:
+            lost = [part for part in lost if await part.stream.ended()]
+        tried = any(part.tried for part in lost)
+        if not lost or not self._suspicion.lost(self._trace.completion_tokens, tried=tried):
+            return
+        shape = shape_of(self._request.sampling, self._trace) | {"losses": self._suspicion.losses}
+        logger.error("request suspected of ending workers", extra=self._trace.log_fields | shape)
+        raise InternalError(self._suspicion.verdict)
+
+    async def _place_again(self, failure: AttemptFailure) -> Attempt:
+        """Waits for workers if there are none: a replacement of the lost one may be starting."""
+        now, begun = time.monotonic(), self._answer.begun
+        limit = min(self._token_limit(), now + self._dispatch.config.idle_timeout_seconds, self._deadline)
+        # What has begun waits for room as long as what has not.
+        room_by = min(now + self._request.first_token_seconds, self._deadline) if begun else limit
+
+        def start(placement: Placement, *, on_trial: bool = False) -> Attempt:
+            if failure.code == Failure.CODE_FULL and placement.workers <= self._tried and not begun:
+                raise self._given_up(failure, "no other worker to try")
+            return self._start(placement, on_trial=on_trial)
+
+        while True:
+            attempt = await self._place_on_trial(limit, partial(start, on_trial=True))
+            if attempt is NoPlace.NO_CAPACITY:
+                attempt = await self._dispatch.queue.place(
+                    self._needs.demand(self._avoid), room_by, start, first=True, on_wait=self._waits
+                )
+            if attempt is NoPlace.NO_CAPACITY:
+                self._check_deadline()
+                raise self._given_up(failure, "no worker with capacity")
+            if attempt is not NoPlace.NO_WORKERS:
+                return attempt
+            if not await self._workers_change(limit):
+                self._check_deadline()
+                raise self._given_up(failure, "no worker replaced the lost one")
+
+    async def _workers_change(self, limit: float) -> bool:
+        """Waits for a change of the workers; False if there is none until `limit`."""
+        self._waits()
+        try:
+            async with asyncio.timeout(limit - time.monotonic()):
+                await self._dispatch.registry.changed()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _place_on_trial(self, limit: float, start: Callable[[Placement], Attempt]) -> Attempt | NoPlace:
+        """Places a suspect on workers without another one; NO_CAPACITY for want of such workers, or if it is none."""
+        until = min(limit, self._suspicion.tried_by(self._dispatch.config.idle_timeout_seconds))
+        if time.monotonic() >= until or not self._suspicion.tokens_left(self._trace.completion_tokens):
+            return NoPlace.NO_CAPACITY
+        return await self._dispatch.trials.place(self._needs.demand(self._avoid, on_trial=True), until, start)
+
+    def _check_deadline(self) -> None:
+        if time.monotonic() >= self._deadline:
+            raise self._late()
+
+    def _late(self) -> RequestError:
+        return DeadlineExceeded("the client's deadline has passed")
+
+    def _no_first_token(self, why: str = "") -> RequestError:
+        limit = self._request.first_token_seconds
+        return DeadlineExceeded(f"no token within the router's first_token_timeout_seconds, {limit:g}{why}")
+
+    def _shed(self, where: str) -> RequestError:
+        seconds = self._request.first_token_seconds
+        return self._dispatch.full(
+            f"it waited {where} for first_token_timeout_seconds, {seconds:g}; the cluster is full"
+        )
+
+    def _given_up(self, failure: AttemptFailure, why: str) -> RequestError:
+        if failure.code == Failure.CODE_FULL:
+            return self._dispatch.full(f"the cluster is full ({why}): {failure.message}")
+        return GivenUp(f"given up ({why}): {failure.message}")
+
+    def _waits(self) -> None:
+        self._trace.delayed("wait", self._dispatch.why_waiting(self._needs.demand(self._avoid)))

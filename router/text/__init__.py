@@ -1,0 +1,1 @@
+"""From tokens to what the client reads: text, stop strings, tool calls, reasoning."""

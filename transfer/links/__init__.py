@@ -1,0 +1,1 @@
+"""The links between two workers, each over one transport."""

@@ -1,0 +1,78 @@
+"""How two workers introduce themselves on a control stream, and whether they can hand KV over."""
+
+import hashlib
+from dataclasses import dataclass, replace
+
+from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.states import StatesLayout, StatesShape
+from kvrelay.rpc.identity import WorkerId
+from kvrelay.transfer.config import TransferConfig
+from kvrelay.transfer.protocol.cut import FrameCut
+from kvrelay.transfer.protocol.messages import VERSION, Code, Hello
+
+
+@dataclass(frozen=True, slots=True)
+class LocalWorker:
+    """This worker, as it introduces itself to its peers."""
+
+    id: WorkerId
+    layout: KVLayout
+    fingerprint: str
+    """Of the model."""
+    gpu: bool = False
+    """Whether the KV pool is in GPU memory."""
+    states: StatesLayout | None = None
+    """Hidden states of prompts that it wants beside their KV; None if it wants none."""
+    states_shape: StatesShape | None = None
+    """What its steps can keep for others; None if they can keep nothing."""
+
+    def hello(self, peer: WorkerId, config: TransferConfig, cut: FrameCut | None = None) -> Hello:
+        """The first message of this worker on a stream to `peer`; `cut` is that of the frames it sends, if it does."""
+        return Hello(
+            version=VERSION,
+            worker=self.id.name,
+            incarnation=self.id.incarnation,
+            peer_incarnation=peer.incarnation,
+            fingerprint=self.fingerprint,
+            layout=self.layout,
+            checksum=config.checksum,
+            encrypt=config.encrypt,
+            gpu=self.gpu,
+            frame_bytes=(cut or FrameCut.of(self.layout, config.frame_bytes)).nbytes,
+            states=self.states,
+        )
+
+    def digest(self, config: TransferConfig) -> str:
+        """Equal for two workers that have no `objection` to each other: what can't be converted must be equal. Hidden
+        states aren't in it: only one of the two needs them.
+        """
+        layout = replace(self.layout, order="NHD", block_size=1)
+        if config.convert_dtype:
+            layout = replace(layout, dtype="float32")
+        common = f"{VERSION} {self.fingerprint} {layout} {config.checksum} {config.encrypt} {config.convert_dtype}"
+        return hashlib.sha256(common.encode()).hexdigest()[:16]
+
+    def objection(self, hello: Hello, config: TransferConfig) -> tuple[Code, str] | None:
+        """Why this worker and the author of `hello` can't hand KV over, with the name of the field.
+
+        None if they can.
+        """
+        mine = self.id.incarnation
+        if hello.peer_incarnation != mine:
+            return Code.UNKNOWN_PEER, f"incarnation: {hello.peer_incarnation} was meant, this is {mine}"
+        differing = self.layout.mismatch(hello.layout)
+        if differing is not None:
+            return Code.INCOMPATIBLE, f"layout.{differing}"
+        if self.layout.dtype != hello.layout.dtype and not config.convert_dtype:
+            dtypes = f"{self.layout.dtype} here, {hello.layout.dtype} there"
+            return Code.INCOMPATIBLE, f"layout.dtype: {dtypes}; transfer.convert_dtype is off"
+        for name, here, there in (
+            ("version", VERSION, hello.version),
+            ("fingerprint", self.fingerprint, hello.fingerprint),
+            ("checksum", config.checksum, hello.checksum),
+            ("encrypt", config.encrypt, hello.encrypt),
+        ):
+            if here != there:
+                return Code.INCOMPATIBLE, f"{name}: {here} here, {there} there"
+        misfit = None if hello.states is None else hello.states.misfit(self.states_shape)
+        return None if misfit is None else (Code.INCOMPATIBLE, misfit)

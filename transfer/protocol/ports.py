@@ -1,0 +1,156 @@
+"""What the coordinators of the hand-off need from outside, as interfaces: the product has real ones, tests simulate.
+
+Runtime        the clock and the event loop     `LoopRuntime`, one per process
+ControlStream  messages to one peer             `prefill_worker.handoff_client`, `decode_worker.handoff_service`
+Links          links to all peers               `transfer.links.LinkManager`, one per process
+Job            the transfer of one frame        made by `transfer.frames.PoolFrames`
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvrelay.transfer.protocol.messages import Code, Key, Message
+from kvrelay.transfer.protocol.peers import Peer
+
+logger = logging.getLogger(__name__)
+
+SENDER, RECEIVER = 0, 1
+"""Ranks of a link's two ends."""
+
+
+class NoTransportError(ValueError):
+    """No transport suits both workers of a pair; the text says which each can use, and why no other."""
+
+
+class Runtime(Protocol):
+    """Clock and event loop of one process."""
+
+    def now(self) -> float:
+        """Monotonic time in seconds."""
+
+    def post(self, call: Callable[..., object], *arguments: object) -> None:
+        """Runs `call` on the event loop, after this returns and in the order of posting. Any thread."""
+
+
+class ControlStream(Protocol):
+    """This end of one control stream. Used on the event loop."""
+
+    @property
+    def peer(self) -> Peer: ...
+
+    def put(self, *messages: Message) -> None:
+        """Queues messages in order; drops them once the stream has ended."""
+
+    def end(self, code: Code, message: str) -> None:
+        """Ends the stream for this reason, which the peer is told. The endpoint's `stream_ended` follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEnd:
+    """How a link has ended."""
+
+    epoch: int
+    reason: str
+    up: bool
+    """Whether it had carried its first bytes. If not, opening the next one at once makes no sense."""
+    stuck: Key | None
+    """The hand-off whose frame took longer than a frame may. Other frames that failed had not begun."""
+
+    def gives_up(self, key: Key) -> bool:
+        """Whether the hand-off `key` should be retried elsewhere, and not over the next link of this pair."""
+        return not self.up or self.stuck == key
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpec:
+    """One link to be opened. The callbacks run on the event loop."""
+
+    local: str
+    """Incarnation of this worker."""
+    peer: str
+    """Incarnation of the other worker."""
+    epoch: int
+    transport: str
+    """Its name."""
+    rank: int
+    """SENDER or RECEIVER."""
+    frame_bytes: int
+    """KV bytes of a frame at most."""
+    tell: Callable[[str, bytes], None]
+    """Sends an entry of the rendezvous to the other end."""
+    on_end: Callable[[LinkEnd], None]
+    """Called once, when the link has ended for whatever reason."""
+    idle: Callable[[], bool]
+    """Whether no hand-off needs the link, so that it may be closed in favour of another one."""
+
+    @property
+    def name(self) -> str:
+        """Of this link and no other; equal at both ends."""
+        ends = (self.local, self.peer) if self.rank == SENDER else (self.peer, self.local)
+        return f"{' '.join(ends)} {self.epoch}"
+
+
+class Links(Protocol):
+    """The links of one process, at most one per peer. Used on the event loop."""
+
+    def transport_for(self, peer: Peer) -> str:
+        """The name of the transport of this pair.
+
+        Raises:
+            NoTransportError: there is none.
+        """
+
+    def epoch(self, peer: str) -> int:
+        """Epoch of the link to this incarnation; 0 if there is none."""
+
+    def open(self, spec: LinkSpec) -> bool:
+        """Starts to open a link; jobs may be submitted at once. An older link of the pair is closed.
+
+        False if that would exceed `transfer.max_links` or `transfer.gpu_buffer_bytes`, and no open link is idle.
+        """
+
+    def meet(self, peer: str, epoch: int, entry: str, value: bytes) -> None:
+        """Takes an entry of the other end's rendezvous; ignores one of another epoch."""
+
+    def submit(self, peer: str, epoch: int, job: Any) -> None:
+        """Queues a job for the link of this epoch; fails the job at once if that link has ended."""
+
+    def after_frames(self, peer: str, epoch: int, call: Callable[[], object]) -> None:
+        """Runs `call` on the event loop behind the announcements of the frames queued before.
+
+        Never, if the link ends.
+        """
+
+    def close(self, peer: str, reason: str) -> None:
+        """Ends the link to `peer`, if there is one; `on_end` follows."""
+
+
+class LoopRuntime:
+    """The running asyncio loop and the monotonic clock."""
+
+    def __init__(self) -> None:
+        """Takes the running loop."""
+        self._loop = asyncio.get_running_loop()
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def post(self, call: Callable[..., object], *arguments: object) -> None:
+        # A closed loop raises RuntimeError; nobody is left to be informed then.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+
+async def every(seconds: float, call: Callable[[], None]) -> None:
+    """Calls `call` periodically, until the task is cancelled. An exception is logged and does not end the period."""
+    while True:
+        await asyncio.sleep(seconds)
+        try:
+            call()
+        except Exception:
+            logger.exception("a deadline's consequence failed")
