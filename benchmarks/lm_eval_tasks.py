@@ -24,7 +24,7 @@ def documents() -> list[dict[str, Any]]:
     pages = [
         *sorted(ROOT.glob("docs/*.md"))[: DOCUMENTS - 2],
         ROOT / "router/entry/front.py",
-        ROOT / "engine/scheduler.py",
+        ROOT / "engine/scheduling/scheduler.py",
     ]
     return [{"text": page.read_text()[:DOCUMENT_CHARACTERS]} for page in pages]
 

@@ -43,7 +43,7 @@ from kvrelay.decode_worker.handoff_service import HandoffService
 from kvrelay.engine.kv.blocks import BlockPool, Hold
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
-from kvrelay.engine.progress import Reservation
+from kvrelay.engine.scheduling.progress import Reservation
 from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
 from kvrelay.prefill_worker.handoff_client import HandoffClient
 from kvrelay.rpc.certificates import part_files

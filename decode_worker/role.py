@@ -23,9 +23,9 @@ import grpc
 
 from kvrelay.decode_worker.handoff_service import HandoffService
 from kvrelay.decode_worker.kv_receiver import Receiving
-from kvrelay.engine.progress import Progress, Reservation
 from kvrelay.engine.request import Request
-from kvrelay.engine.room import REPORTED, Room
+from kvrelay.engine.scheduling.progress import Progress, Reservation
+from kvrelay.engine.scheduling.room import REPORTED, Room
 from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
 from kvrelay.internal.v1.supervisor_pb2 import ROLE_PREFILL, Member
 from kvrelay.internal.v1.worker_pb2 import (

@@ -23,7 +23,7 @@ from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.config import read_config
 from kvrelay.engine.runner.base import ModelRunner, Runner
 from kvrelay.engine.runner.cpu import build_cpu_runner
-from kvrelay.engine.scheduler import Scheduler
+from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.speculate import eagle_model, medusa
 from kvrelay.engine.speculate.base import Proposer
 from kvrelay.engine.speculate.draft import DraftProposer

@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 from kvrelay.engine.lifetime import now
 from kvrelay.engine.plan import StepOutput, StepPlan
-from kvrelay.engine.progress import OnLaunch, Progress
 from kvrelay.engine.runner.base import Runner, StepHandle
-from kvrelay.engine.scheduler import Scheduler
+from kvrelay.engine.scheduling.progress import OnLaunch, Progress
+from kvrelay.engine.scheduling.scheduler import Scheduler
 
 
 class Engine:

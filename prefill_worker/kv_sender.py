@@ -22,7 +22,6 @@ from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import BETWEEN_GPUS
 from kvrelay.transfer.protocol.claim import BlockClaim, tokens_digest
-from kvrelay.transfer.protocol.cut import FrameCut
 from kvrelay.transfer.protocol.endpoint import Endpoint, EndpointContext, Pair, Transfer, TransferStats
 from kvrelay.transfer.protocol.events import (
     Committed,
@@ -42,6 +41,7 @@ from kvrelay.transfer.protocol.events import (
     StopFrames,
     Tell,
 )
+from kvrelay.transfer.protocol.handshake import FrameCut
 from kvrelay.transfer.protocol.messages import (
     MAX_FRAME_BYTES,
     MAX_PARTS,

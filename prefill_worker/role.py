@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 
 from kvrelay.engine.kv.blocks import Hold
 from kvrelay.engine.kv.writes import WRITTEN, KVWrites
-from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request
+from kvrelay.engine.scheduling.progress import Progress
 from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.engine.states import StatesLayout
 from kvrelay.internal.v1.supervisor_pb2 import ROLE_DECODE, Member

@@ -48,12 +48,11 @@ from kvrelay.router.session.dispatch import Dispatch
 from kvrelay.router.session.pacer import Pacer
 from kvrelay.router.text.tools.choose import reasons, tool_format
 from kvrelay.router.trace import Observer
-from kvrelay.rpc.address import join
 from kvrelay.rpc.certificates import server_context
 from kvrelay.rpc.credentials import Credentials, bind
 from kvrelay.rpc.description import describe
 from kvrelay.rpc.heartbeat import HeartbeatClient
-from kvrelay.rpc.identity import WorkerId
+from kvrelay.rpc.identity import WorkerId, join
 from kvrelay.rpc.metrics.exposition import MetricsPort
 from kvrelay.rpc.options import connection_options, public_server_options
 

@@ -16,8 +16,8 @@ from typing import Any, Literal, cast
 
 import grpc
 
-from kvrelay.rpc.address import join
 from kvrelay.rpc.certificates import CertificateFiles, KeyPair, dns_name, part_files, parts_named
+from kvrelay.rpc.identity import join
 from kvrelay.rpc.options import Option, channel_options, server_options
 from kvrelay.rpc.security import CALLERS, HEALTH, PARTS, Part, SecurityConfig
 

@@ -1,4 +1,4 @@
-"""The identity of a process in the cluster."""
+"""The identity of a process in the cluster, and addresses as text, host:port."""
 
 from typing import NamedTuple
 
@@ -13,3 +13,8 @@ class WorkerId(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name} {self.incarnation}"
+
+
+def join(host: str, port: int) -> str:
+    """host:port, with an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

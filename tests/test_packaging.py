@@ -212,10 +212,10 @@ FORBIDDEN_IMPORTS = {
     "Arrows point down": ("engine/plan.py", "kvrelay.worker.config"),
     "The router and the client know workers by their messages only": ("router/errors.py", "kvrelay.engine.plan"),
     "The public wire contract belongs to the router and its callers": ("worker/config.py", "kvrelay.v1.inference_pb2"),
-    "The internal wire contract belongs to the servers": ("client/options.py", "kvrelay.rpc.address"),
+    "The internal wire contract belongs to the servers": ("client/options.py", "kvrelay.rpc.identity"),
     "A model's name is resolved by servers only": ("engine/config.py", "kvrelay.models"),
     "No import cycle": ("rpc/log.py", "kvrelay.rpc.serve"),
-    "Deciding code imports no torch": ("rpc/address.py", "torch"),
+    "Deciding code imports no torch": ("rpc/identity.py", "torch"),
 }
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.progress import Progress
+from kvrelay.engine.scheduling.progress import Progress
 
 logger = logging.getLogger(__name__)
 

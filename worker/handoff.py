@@ -22,7 +22,7 @@ from kvrelay.transfer.protocol.messages import Code
 from kvrelay.transfer.protocol.peers import NEWS_SECONDS, Peer, PeerTable
 from kvrelay.transfer.protocol.ports import NoTransportError
 from kvrelay.transfer.transports.registry import available_transports, choose, entries
-from kvrelay.worker.requests import states_of
+from kvrelay.worker.relay.requests import states_of
 from kvrelay.worker.role import Key, Role
 from kvrelay.worker.worker import Worker
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.request import Request
-from kvrelay.engine.room import Room
+from kvrelay.engine.scheduling.room import Room
 from kvrelay.internal.v1.worker_pb2 import Blocks, Holding, Load, Promised, Requests
-from kvrelay.worker.relay_stream import RelayStream
+from kvrelay.worker.relay.stream import RelayStream
 
 REPORT_SECONDS = 0.03
 """How late a router may learn of a load that others' requests have changed: they should not choose the same worker."""

@@ -9,8 +9,8 @@ import grpc
 from kvrelay.internal.v1.worker_pb2 import RelayRequest, RelayResponse
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceServicer
 from kvrelay.rpc.options import HELLO_SECONDS
-from kvrelay.worker.relay_stream import RelayStream
-from kvrelay.worker.requests import key_of
+from kvrelay.worker.relay.requests import key_of
+from kvrelay.worker.relay.stream import RelayStream
 from kvrelay.worker.worker import Worker
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request
+from kvrelay.engine.scheduling.progress import Progress
 from kvrelay.internal.v1.describe_pb2 import Description
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.internal.v1.worker_pb2 import PHASE_COLOCATED, Failure, Phase, Promised, Submit

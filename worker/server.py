@@ -43,10 +43,9 @@ from kvrelay.internal.v1.supervisor_pb2 import Role as MemberRole
 from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.internal.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from kvrelay.models import model_name, resolve
-from kvrelay.rpc.address import join
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.heartbeat import HeartbeatClient
-from kvrelay.rpc.identity import WorkerId
+from kvrelay.rpc.identity import WorkerId, join
 from kvrelay.rpc.metrics.exposition import MetricsPort
 from kvrelay.rpc.metrics.metric_set import MetricSet
 from kvrelay.worker.config import WorkerConfig, WorkerRole

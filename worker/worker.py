@@ -16,9 +16,9 @@ from kvrelay.engine.constrain.compiler import ConstraintCompiler, ConstraintLimi
 from kvrelay.engine.constrain.grammar import Constraint, ConstraintError
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import Hold
-from kvrelay.engine.progress import OnLaunch, OnStart, Progress, Reservation
 from kvrelay.engine.request import Request
 from kvrelay.engine.runner.base import Runner
+from kvrelay.engine.scheduling.progress import OnLaunch, OnStart, Progress, Reservation
 from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.engine.states import StatesLayout
 from kvrelay.internal.v1.supervisor_pb2 import Member
@@ -41,14 +41,14 @@ from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.log import reason
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
-from kvrelay.worker.events import PlainToken, event_of
-from kvrelay.worker.fences import Fences
-from kvrelay.worker.foreign_prompts import ForeignPrompts
 from kvrelay.worker.hooks import WorkerHooks
-from kvrelay.worker.live_request import LiveRequest, refused_suspect
 from kvrelay.worker.load import LoadReports, Reading
-from kvrelay.worker.relay_stream import RelayStream
-from kvrelay.worker.requests import CONTEXT_LIMITS, key_of, model_info, request_of, states_message
+from kvrelay.worker.relay.events import PlainToken, event_of
+from kvrelay.worker.relay.fences import Fences
+from kvrelay.worker.relay.foreign_prompts import ForeignPrompts
+from kvrelay.worker.relay.live_request import LiveRequest, refused_suspect
+from kvrelay.worker.relay.requests import CONTEXT_LIMITS, key_of, model_info, request_of, states_message
+from kvrelay.worker.relay.stream import RelayStream
 from kvrelay.worker.role import Key, Role
 
 logger = logging.getLogger(__name__)

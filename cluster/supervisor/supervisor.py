@@ -23,13 +23,12 @@ from kvrelay.cluster.fleet.keepers import Progress
 from kvrelay.cluster.fleet.replacement import Launcher
 from kvrelay.cluster.membership.inquiry import Inquiry
 from kvrelay.cluster.membership.membership import HeartbeatConfig, InvalidMember, Membership, ready_http, ready_routers
-from kvrelay.cluster.membership.published import Published
 from kvrelay.cluster.processes.launcher import MemberProcess, Processes, ProcessLauncher
 from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.cluster.scaling.scaler import Scaler
 from kvrelay.cluster.supervisor.command_service import Commands
 from kvrelay.cluster.supervisor.metrics import SupervisorMetrics
-from kvrelay.cluster.supervisor.record import FileStore, Recorder, Store
+from kvrelay.cluster.supervisor.record import FileStore, Published, Recorder, Store
 from kvrelay.engine.config import require
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
@@ -45,10 +44,9 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     SupervisorRecord,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import add_SupervisorServiceServicer_to_server
-from kvrelay.rpc.address import join
 from kvrelay.rpc.credentials import Credentials, caller_parts
 from kvrelay.rpc.description import describe
-from kvrelay.rpc.identity import WorkerId
+from kvrelay.rpc.identity import WorkerId, join
 from kvrelay.rpc.metrics.exposition import MetricsPort
 from kvrelay.rpc.metrics.metric_set import MetricSet
 from kvrelay.rpc.security import Part, SecurityConfig

@@ -39,7 +39,7 @@ from kvrelay.cluster.signals import Signals
 from kvrelay.cluster.state import ClusterState
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY
 from kvrelay.kernels.cpu.library import library
-from kvrelay.rpc.address import join
+from kvrelay.rpc.identity import join
 from kvrelay.rpc.serve import ExitDeadline
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ TRANSFER_SHARE = 16
 
 
 RESERVE_SHARE = 8
-"""A worker keeps its blocks divided by this for holders of little (`engine/room.py`)."""
+"""A worker keeps its blocks divided by this for holders of little (`engine/scheduling/room.py`)."""
 
 
 @dataclass(frozen=True, slots=True)

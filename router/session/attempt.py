@@ -8,13 +8,22 @@ worker sends the token at index `base`, the decode worker those from `base + 1` 
 
 A decode worker that has sent a token has all of the KV. From then on, the attempt survives the loss of its prefill
 worker.
+
+    seen      [base .............. next)        the tokens without a gap; later ones wait in the stash
+
+Between `pause` and the moment that it names, tokens gather: the session sleeps. The pacer lets them go some time after
+the first token that comes after that moment, or when the first gathered one has waited for long enough
+(`router/session/pacer.py`). The last token and `flush` let them go at once. Then the session takes all of them: its
+`relay` at once if it can, without waking its task, which costs as much as the rest of a token's way.
 """
 
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_COLOCATED,
@@ -24,20 +33,339 @@ from kvrelay.internal.v1.worker_pb2 import (
     WAIT_PREEMPTED,
     WAIT_ROW,
     WAIT_TURN,
+    WAIT_UNSPECIFIED,
     Failure,
     PeerRef,
+    Phase,
     RequestEvent,
+    Wait,
 )
 from kvrelay.router.placing.prefixes import Expectation
 from kvrelay.router.placing.worker_stream import WorkerStream
 from kvrelay.router.request.validation import CheckedRequest
-from kvrelay.router.session.attempt_outcome import AttemptFailure, Taken
-from kvrelay.router.session.attempt_part import Part
-from kvrelay.router.session.attempt_tokens import AttemptTokens
 from kvrelay.router.session.pacer import Pacer
 from kvrelay.router.trace import RequestTrace
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH
+from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, FinishReason, TokenLogprobs
+
+_CAUSES = {
+    Failure.CAUSE_PEER_LOST: "peer_lost",
+    Failure.CAUSE_DRAINING: "draining",
+    Failure.CAUSE_LINK: "link",
+    Failure.CAUSE_REFUSED: "refused",
+    Failure.CAUSE_TRIAL: "trial",
+}
+_CODES = {Failure.CODE_FULL: "full", Failure.CODE_INTERNAL: "internal"}
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFailure:
+    """Why an attempt failed."""
+
+    code: Failure.Code
+    message: str
+    blamed: frozenset[WorkerId]
+    """Workers that the next attempt should avoid."""
+    lost: bool = False
+    """Whether a worker was lost; False where a worker returned the request."""
+    silent: bool = False
+    """Whether workers sent nothing for too long."""
+    cause: Failure.Cause = Failure.CAUSE_UNSPECIFIED
+    reporters: frozenset[WorkerId] = frozenset()
+    """The worker that returned the request; those that were silent; none for a lost worker."""
+
+    @property
+    def reason(self) -> str:
+        """Why it failed, in one word, for metrics and spans (`ATTEMPT_REASON` in rpc/metrics/labels.py)."""
+        if self.lost or self.silent:
+            return "lost" if self.lost else "silent"
+        return _CAUSES.get(self.cause) or _CODES.get(self.code, "other")
+
+    @property
+    def handoff(self) -> bool:
+        """Whether the hand-off between the two workers failed."""
+        return self.cause in (Failure.CAUSE_PEER_LOST, Failure.CAUSE_LINK, Failure.CAUSE_REFUSED)
+
+
+class Taken(NamedTuple):
+    """What an attempt has that was not taken before."""
+
+    token_ids: list[int]
+    finish_reason: FinishReason
+    """Unspecified unless the tokens are the last."""
+    logprobs: list[TokenLogprobs]
+    """One for each token if they were asked for, else none."""
+    prompt_logprobs: list[TokenLogprobs]
+    """All of them, with the first tokens, if they were asked for."""
+
+
+class AttemptTokens:
+    """For one producer, the attempt, and one consumer, the session; both on one event loop."""
+
+    def __init__(self, base: int, left: int, *, scored: bool) -> None:
+        """
+        Args:
+            base: index of the first token.
+            left: most tokens to come.
+            scored: whether each has its log-probabilities.
+        """
+        self.finish_reason: FinishReason = FINISH_REASON_UNSPECIFIED
+        self.end: int | None = None
+        """Index after the last token, once it is known."""
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self._base, self._left, self._scored = base, left, scored
+        self._seen: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        """Of the tokens in `_seen`, if they were asked for."""
+        self._taken = 0
+        self._stash: dict[int, tuple[int, TokenLogprobs | None]] = {}
+        self._woken = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._paused = False
+        self._until = 0.0
+        """Monotonic time at which the pause ends for a token that comes then."""
+        self._pauses = 0
+        """How many have begun; a timer of an earlier one says nothing."""
+        self._pacer: Pacer | None = None
+        """Where the present pause waits for its turn to end; None once it does."""
+        self._held = False
+        """Whether the pacer was told of the first token of the present pause."""
+        self.relay: Callable[[], bool] = lambda: False
+        """Takes tokens that are due, and returns whether it did; else the session is woken. It must not raise."""
+
+    def __len__(self) -> int:
+        """Tokens that are here in order."""
+        return len(self._seen)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every token up to the end is here."""
+        return self._base + len(self._seen) == self.end
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is nothing to take but tokens, and their end isn't known."""
+        return self.end is None and not self._scored and self._taken > 0
+
+    # From the workers.
+
+    def append(self, index: int, token: int, now: float) -> bool:
+        """Takes a token if it is simply the next one; returns whether it was. The last one possible never is."""
+        seen = self._seen
+        at = len(seen)
+        if index != self._base + at or at + 1 >= self._left or self._stash or self._scored or self.end is not None:
+            return False
+        seen.append(token)
+        if self._paused:
+            self._gather(now)
+        else:
+            self._offer()
+        return True
+
+    def merge(self, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> str:
+        """Takes tokens by their indices.
+
+        Returns:
+            Which of them differs from one that was here before; empty if none does.
+        """
+        before = len(self._seen)
+        for offset, token in enumerate(token_ids):
+            at = first_index - self._base + offset
+            if at < 0:
+                continue
+            new = token, logprobs[offset] if self._scored else None
+            known = self._seen[at] if at < len(self._seen) else self._stash.setdefault(at, new)[0]
+            if known != token:
+                return f"sent token {token} at index {self._base + at}, where {known} was sent before"
+        while (found := self._stash.pop(len(self._seen), None)) is not None:
+            self._seen.append(found[0])
+            if found[1] is not None:
+                self._logprobs.append(found[1])
+        if len(self._seen) > before:
+            if self._paused:
+                self._gather(time.monotonic())
+            else:
+                self.wake()  # no relay: the attempt may have more to note about these tokens
+        return ""
+
+    def finish(self, end: int, reason: FinishReason) -> None:
+        """The tokens end before index `end`, because of `reason`."""
+        self.end, self.finish_reason = end, reason
+
+    def _gather(self, now: float) -> None:
+        """A token has come in a pause."""
+        if now >= self._until:
+            self._let_go(self._pauses)
+        elif not self._held and self._pacer is not None:
+            self._held = True
+            self._pacer.hold(self._let_go, self._pauses)
+
+    def _let_go(self, pause: int) -> None:
+        """Ends a pause when it is this stream's turn."""
+        if pause == self._pauses and self._pacer is not None:
+            self._pacer.due(self._resume, pause)
+            self._pacer = None
+
+    def _resume(self, pause: int) -> None:
+        if pause == self._pauses:
+            self._paused = False
+            self._offer()
+
+    def _offer(self) -> None:
+        if not self.relay():
+            self.wake()
+
+    # Towards the session.
+
+    def pause(self, until: float, pacer: Pacer) -> None:
+        """Tokens that come before the monotonic time `until` gather, unless no more will come."""
+        if not self.complete:
+            self._paused, self._until, self._pacer, self._held = True, until, pacer, False
+            self._pauses += 1
+
+    def flush(self) -> None:
+        """Ends the pause, and wakes the session."""
+        self._paused = False
+        self.wake()
+
+    def wake(self) -> None:
+        """Wakes the session; tokens gather on."""
+        self._woken = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Returns when there may be something to take. For one waiter only."""
+        # An `asyncio.Event` has a queue of waiters, which costs as much as all else here.
+        if not self._woken:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._woken = False
+
+    def take(self) -> Taken:
+        """The new tokens in order, and what was asked for beside them; nothing while tokens gather."""
+        if self._paused:
+            return NOTHING
+        first, self._taken = self._taken, len(self._seen)
+        prompt_logprobs = [] if first or not self._taken else self.prompt_logprobs
+        reason = self.finish_reason if self.complete else FINISH_REASON_UNSPECIFIED
+        return Taken(self._seen[first:], reason, self._logprobs[first:], prompt_logprobs)
+
+
+NOTHING = Taken([], FINISH_REASON_UNSPECIFIED, [], [])
+
+
+class Whole(Protocol):
+    """The attempt, as its parts see it."""
+
+    tokens: AttemptTokens
+
+    def on_event(self, part: "Part", event: RequestEvent) -> None: ...
+
+    def on_lost(self, part: "Part") -> None: ...
+
+    def wake(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Part:
+    """Listens to the worker's stream, and counts as one of its requests and suspects while it is one there."""
+
+    attempt: Whole
+    stream: WorkerStream
+    phase: Phase
+    next_index: int
+    """Index of the next token that the worker has to send."""
+    suspect_tokens: int
+    """Tokens that the worker has yet to send until the request is no suspect there (`router/session/suspects.py`)."""
+    on_trial: bool
+    """Whether no other suspect may be there until then."""
+    open: bool = True
+    """Whether the worker may send more events."""
+    delivered: bool = False
+    """Whether the worker has sent a token."""
+    taken: bool = False
+    """Whether the worker has said that it has taken a suspect."""
+    waits: Wait = WAIT_UNSPECIFIED
+    """Why the worker computes nothing of the request, by its own word."""
+    computed_at: float = -math.inf
+    """Monotonic time at which the worker has told how much of the prompt is computed."""
+    returned: bool = False
+    """Whether the worker has given the request back."""
+    _plain: bool = False
+    """Whether nothing is to be noted of the worker's next token but the token."""
+    _counted: bool = True
+    """Whether the part is one of `stream.requests`."""
+    _suspect: bool = False
+    """Whether the part is one of `stream.suspects`."""
+
+    def __post_init__(self) -> None:
+        self.stream.requests += 1
+        self._suspect = self.suspect_tokens > 0
+        self.stream.suspects += self._suspect
+
+    @property
+    def tried(self) -> bool:
+        """Whether the request is on trial on the worker, or was when that was lost."""
+        return self.on_trial and self.suspect_tokens > 0
+
+    @property
+    def sign(self) -> float:
+        """Monotonic time of the latest sign that the worker, which sends no token, has the request in hand: it has told
+        that it computes the prompt; or it lives, and the request waits there."""
+        return self.stream.heard if self.waits else self.computed_at
+
+    def waiting(self, why: Wait) -> None:
+        """The worker says that the request waits there."""
+        self.waits, self._plain = why, False
+
+    def computing(self) -> None:
+        """The worker says that it computes the prompt."""
+        self.waits, self.computed_at = WAIT_UNSPECIFIED, time.monotonic()
+
+    def sent(self, end: int) -> None:
+        """The worker has sent all of its tokens before index `end`."""
+        if self.suspect_tokens:
+            self.suspect_tokens = max(0, self.suspect_tokens - max(0, end - self.next_index))
+            if not self.suspect_tokens:
+                self.clear()
+        self.waits = WAIT_UNSPECIFIED
+        self.next_index = max(self.next_index, end)
+        self.delivered = True
+        self._plain = not self.suspect_tokens
+
+    def computed(self) -> None:
+        """The worker computes nothing more for this part. Safe to call again."""
+        self.stream.requests -= self._counted
+        self._counted = False
+
+    def clear(self) -> None:
+        """The worker has no suspect in this part any more. Safe to call again."""
+        if self._suspect:
+            self._suspect = False
+            self.stream.suspect_gone()
+
+    # From the stream.
+
+    def on_token(self, index: int, token: int, now: float) -> None:
+        # Nearly all tokens take the short way: what else is to be done was done for the first ones.
+        if self._plain and index == self.next_index and self.attempt.tokens.append(index, token, now):
+            self.next_index = index + 1
+        else:
+            self.attempt.on_event(self, RequestEvent(first_index=index, token_ids=[token]))
+
+    def on_event(self, event: RequestEvent) -> None:
+        self.attempt.on_event(self, event)
+
+    def on_lost(self) -> None:
+        self.attempt.on_lost(self)
+
+    def on_doubt(self) -> None:
+        self.attempt.wake()
+
 
 PREFILL_LOST_SECONDS = 1.0
 """Time after the loss of the prefill worker in which the decode worker must show that it has the KV."""

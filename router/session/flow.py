@@ -8,8 +8,7 @@ To wake a task for them would cost as much as all else.
 import time
 
 from kvrelay.router.session.answer import Answer
-from kvrelay.router.session.attempt import Attempt
-from kvrelay.router.session.attempt_outcome import Taken
+from kvrelay.router.session.attempt import Attempt, Taken
 from kvrelay.router.session.completion import Completion, Piece
 from kvrelay.router.session.pacer import UNPACED_TOKENS, Pacer
 from kvrelay.router.trace import RequestTrace

@@ -56,8 +56,7 @@ from kvrelay.router.placing.queue import QueueFull
 from kvrelay.router.request.validation import CheckedRequest
 from kvrelay.router.session.alarm import Alarm
 from kvrelay.router.session.answer import Answer
-from kvrelay.router.session.attempt import Attempt
-from kvrelay.router.session.attempt_outcome import AttemptFailure
+from kvrelay.router.session.attempt import Attempt, AttemptFailure
 from kvrelay.router.session.completion import Completion, Piece
 from kvrelay.router.session.dispatch import Dispatch
 from kvrelay.router.session.flow import Flow

@@ -14,10 +14,10 @@ from kvrelay.engine.constrain.grammar import Constraint, MaskNotReadyError
 from kvrelay.engine.kv.blocks import BlockPool, Hold
 from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.plan import NOT_READY, StepPlan
-from kvrelay.engine.progress import Progress, Reservation
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.base import StepHandle
-from kvrelay.engine.scheduler import Scheduler
+from kvrelay.engine.scheduling.progress import Progress, Reservation
+from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.sequence import Sequence, Status
 from kvrelay.engine.speculate.speculation import Speculation
 from support.guesses import HashGuesses

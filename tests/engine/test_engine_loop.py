@@ -19,9 +19,9 @@ from kvrelay.engine.kv.blocks import BlockPool
 from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.kv.writes import KVWrites
 from kvrelay.engine.plan import StepOutput, StepPlan
-from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request, SamplingParams
-from kvrelay.engine.scheduler import Scheduler
+from kvrelay.engine.scheduling.progress import Progress
+from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.sequence import Sequence as EngineSequence
 from support.hash_runner import GREEDY, LAYOUT, HashRunner, expected_tokens, hash_spec, kv_bytes
 

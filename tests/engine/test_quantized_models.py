@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import CacheDtype, Dtype, EngineConfig, Quantization
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.progress import Progress
 from kvrelay.engine.quant.schemes import HEAD, LAYERS
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.runner.gpu import build_gpu_runner
+from kvrelay.engine.scheduling.progress import Progress
 from kvrelay.kernels.cpu.library import library
 from kvrelay.kernels.cpu.packed import PackedLinear
 from kvrelay.models import resolve

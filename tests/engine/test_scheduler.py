@@ -11,7 +11,7 @@ from scheduler_bench import SIZE, Bench, numbers, spans, steps_until
 
 from kvrelay.engine.kv.blocks import IntegrityError
 from kvrelay.engine.plan import StepOutput
-from kvrelay.engine.progress import Progress
+from kvrelay.engine.scheduling.progress import Progress
 from kvrelay.engine.sequence import Status
 from support.hash_runner import expected_tokens
 

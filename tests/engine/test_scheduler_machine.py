@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_bench import SIZE, Bench
 
-from kvrelay.engine.progress import Reservation
 from kvrelay.engine.request import Request
+from kvrelay.engine.scheduling.progress import Reservation
 from kvrelay.engine.sequence import Status
 from support.hash_runner import expected_outcome, expected_tokens
 

@@ -21,8 +21,8 @@ from kvrelay.engine.constrain.compiler import ConstraintCompiler
 from kvrelay.engine.constrain.grammar import Constraint, Grammar
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.plan import StepOutput, StepPlan
-from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import FinishReason, Request, SamplingParams
+from kvrelay.engine.scheduling.progress import Progress
 from kvrelay.engine.speculate.base import NO_GUESS, Computed, Guess, Proposer, Want
 from kvrelay.engine.speculate.lookup import LookupProposer
 from kvrelay.engine.speculate.ngram import NgramIndex

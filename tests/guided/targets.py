@@ -20,7 +20,7 @@ with atheris.instrument_imports(include=["kvrelay"], exclude=["kvrelay.v1", "kvr
     from kvrelay.engine.engine import Engine
     from kvrelay.engine.kv.blocks import BlockPool
     from kvrelay.engine.kv.prefix import PrefixIndex
-    from kvrelay.engine.scheduler import Scheduler
+    from kvrelay.engine.scheduling.scheduler import Scheduler
     from kvrelay.models import resolve
     from kvrelay.router.errors import InvalidRequest
     from kvrelay.router.request import wire
@@ -29,7 +29,7 @@ with atheris.instrument_imports(include=["kvrelay"], exclude=["kvrelay.v1", "kvr
     from kvrelay.router.request.wire import BadOutline, check_outline
     from kvrelay.transfer.protocol.packing import WireError
     from kvrelay.transfer.protocol.table import messages
-    from kvrelay.worker.requests import request_of
+    from kvrelay.worker.relay.requests import request_of
 
 from google.protobuf.message import DecodeError
 

@@ -10,7 +10,7 @@ import pytest
 from kvrelay.internal.v1.supervisor_pb2 import MemberState, Role
 from kvrelay.internal.v1.worker_pb2 import Blocks, Failure, Load
 from kvrelay.router.records.metrics import MAX_TENANTS, RouterMetrics
-from kvrelay.router.session.attempt_outcome import AttemptFailure
+from kvrelay.router.session.attempt import AttemptFailure
 from kvrelay.router.trace import Outcome, RequestRecord
 from kvrelay.rpc.metrics import families, labels
 from kvrelay.rpc.metrics.families import FAMILIES

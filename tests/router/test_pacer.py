@@ -8,7 +8,7 @@ import pytest
 
 from kvrelay.client import AsyncClient
 from kvrelay.internal.v1.worker_pb2 import Failure
-from kvrelay.router.session.attempt_tokens import AttemptTokens
+from kvrelay.router.session.attempt import AttemptTokens
 from kvrelay.router.session.pacer import AT_ONCE, STREAM_SECONDS, UNPACED_TOKENS, Pacer
 from support.router_fakes import FakeCluster, Job, fake_cluster, length_if, pair, run, until
 

@@ -19,7 +19,7 @@ from kvrelay.rpc.certificates import part_files, parts_of
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.security import PARTS, Part
 from kvrelay.transfer.protocol.ports import RECEIVER, SENDER
-from kvrelay.transfer.transports.tls import secure
+from kvrelay.transfer.transports.tcp import secure
 
 SECONDS = 10.0
 

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from kvrelay.engine.kv.layout import KVLayout, LayerPart
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.protocol.cut import FrameCut
 from kvrelay.transfer.protocol.events import Frame
-from kvrelay.transfer.protocol.handshake import LocalWorker
+from kvrelay.transfer.protocol.handshake import FrameCut, LocalWorker
 from kvrelay.transfer.protocol.messages import MAX_FRAME_BYTES, MAX_PARTS, decode, encode
 from support.fake_transport import FakeTransport, Fault
 from support.handoff import RECEIVER, SENDER, Ends, content, links_of, pair

@@ -7,7 +7,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from kvrelay.engine.progress import Progress
+from kvrelay.engine.scheduling.progress import Progress
 from kvrelay.worker.engine_thread import EngineThread
 
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.internal.v1.worker_pb2 import Load, RelayResponse, RequestEvent
-from kvrelay.worker import relay_stream
-from kvrelay.worker.events import PlainToken
-from kvrelay.worker.relay_stream import RelayStream
+from kvrelay.worker.relay import stream as relay_stream
+from kvrelay.worker.relay.events import PlainToken
+from kvrelay.worker.relay.stream import RelayStream
 
 REQUESTS = 3
 

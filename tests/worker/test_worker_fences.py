@@ -7,8 +7,8 @@ from test_worker_server import checkpoint, free_again, relay, run, submit, worke
 
 from kvrelay.internal.v1.worker_pb2 import ClientCall, Failure
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH
-from kvrelay.worker import fences
-from kvrelay.worker.fences import Fences
+from kvrelay.worker.relay import fences
+from kvrelay.worker.relay.fences import Fences
 
 __all__ = ["checkpoint"]
 MINE, OTHERS = b"a key of sixteen", b"another client's"

@@ -34,7 +34,7 @@ from kvrelay.transfer.protocol.messages import Code
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, Constraint
 from kvrelay.worker.config import WorkerConfig, WorkerRole
 from kvrelay.worker.handoff import HandoffRole
-from kvrelay.worker.requests import request_of
+from kvrelay.worker.relay.requests import request_of
 from kvrelay.worker.server import WorkerServer
 from support.access import METADATA
 from support.checkpoints import VOCAB_SIZE, make_checkpoint

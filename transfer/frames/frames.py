@@ -34,8 +34,7 @@ from kvrelay.transfer.frames.states_frame import StatesFrame
 from kvrelay.transfer.protocol.claim import BlockClaim
 from kvrelay.transfer.protocol.events import Frame, Outcome
 from kvrelay.transfer.protocol.messages import Hello, Key, Push
-from kvrelay.transfer.transports.base import ByteStream, Link, Pending
-from kvrelay.transfer.transports.gpu_stream import beside
+from kvrelay.transfer.transports.base import ByteStream, Link, Pending, beside
 
 PIECE_BYTES = 2**19
 """Bytes that are hashed at once: they are still in the core's cache when they are sent, or were just received."""

@@ -31,8 +31,7 @@ from kvrelay.transfer.frames.checks import MAX_TRAILER_BYTES
 from kvrelay.transfer.protocol.messages import Key
 from kvrelay.transfer.protocol.peers import Peer
 from kvrelay.transfer.protocol.ports import SENDER, LinkEnd, LinkSpec, NoTransportError, Runtime
-from kvrelay.transfer.transports.base import Link, LinkError, Pending, Rendezvous, Transport
-from kvrelay.transfer.transports.gpu_stream import take_link_stream
+from kvrelay.transfer.transports.base import Link, LinkError, Pending, Rendezvous, Transport, take_link_stream
 from kvrelay.transfer.transports.registry import choose, entries
 
 logger = logging.getLogger(__name__)

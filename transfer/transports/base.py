@@ -2,15 +2,19 @@
 
 A link has two ends, SENDER and RECEIVER. It is disposable: after any error or timeout it can't be used any more, and
 the pair opens another link under the next epoch. One thread owns an end; other threads may call only `abort`.
+
+Host buffers of a KV pool on a GPU are pinned: CUDA copies pageable memory piece by piece through pinned memory of its
+own, and holds up the calling thread meanwhile.
 """
 
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # its stub doesn't say that it is public
@@ -228,3 +232,63 @@ class Transport(Protocol):
         Raises:
             LinkError: the other end did not come, or can't be reached.
         """
+
+
+def host_buffer(nbytes: int, pinned: bool) -> torch.Tensor:
+    """A uint8 tensor [nbytes]."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+
+
+class PinnedMap(mmap.mmap):
+    """A mapping that CUDA copies from and to directly, from `pin` on until it is unmapped."""
+
+    _address: int | None = None
+
+    def pin(self) -> "PinnedMap":
+        """
+        Raises:
+            RuntimeError: CUDA refuses it.
+        """
+        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        _checked(_runtime().cudaHostRegister(address, len(self), 0))
+        self._address = address
+        return self
+
+    def __del__(self) -> None:
+        if self._address is not None:
+            _runtime().cudaHostUnregister(self._address)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()
+
+
+def _checked(status: Any) -> None:
+    if int(status):
+        raise RuntimeError(f"cudaHostRegister: {status}")
+
+
+HIGHEST = -1
+"""Priority of a stream whose programs start before those of the engine's steps, which have 0."""
+
+_second = threading.local()
+
+
+def take_link_stream() -> None:
+    """Gives the calling thread a stream of its own for all that it launches, in a process that uses a GPU.
+
+    On the default stream, copies of frames would queue behind every program of a step that hasn't started yet.
+    """
+    if torch.cuda.is_initialized():
+        torch.cuda.set_stream(torch.cuda.Stream(priority=HIGHEST))
+
+
+def beside() -> AbstractContextManager[object]:
+    """In its context, the calling thread launches on a second stream, the same each time: what waits there for a step
+    doesn't hold up what the thread launches otherwise. Changes nothing in a process that uses no GPU.
+    """
+    if not torch.cuda.is_initialized():
+        return nullcontext()
+    if not hasattr(_second, "stream"):
+        _second.stream = torch.cuda.Stream(priority=HIGHEST)
+    return torch.cuda.stream(_second.stream)

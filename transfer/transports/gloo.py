@@ -11,8 +11,7 @@ import torch
 from torch.distributed import ProcessGroupGloo, Work
 
 from kvrelay.transfer.config import Encrypt
-from kvrelay.transfer.transports.base import Link, LinkError, Pending, Rendezvous, link_errors
-from kvrelay.transfer.transports.host_memory import host_buffer
+from kvrelay.transfer.transports.base import Link, LinkError, Pending, Rendezvous, host_buffer, link_errors
 from kvrelay.transfer.transports.link_key import LinkKey
 
 _CONNECT_TRIES = 5

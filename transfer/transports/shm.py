@@ -8,8 +8,7 @@ import sys
 
 import torch
 
-from kvrelay.transfer.transports.base import LinkError, link_errors
-from kvrelay.transfer.transports.host_memory import PinnedMap
+from kvrelay.transfer.transports.base import LinkError, PinnedMap, link_errors
 from kvrelay.transfer.transports.same_host import Lent, SameHostTransport, machine_id
 
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)

@@ -7,9 +7,8 @@ from pydantic import Field, model_validator
 
 from kvrelay.router.errors import InvalidRequest
 from kvrelay.router.faces.http.fields import MAX_UINT32, Fields, GenerateFields, Integer, Neutral, misfit
-from kvrelay.router.faces.http.logprobs import chat_logprobs
 from kvrelay.router.faces.http.messages import ConversationFields, Message
-from kvrelay.router.faces.http.usage import finish_name, timeline_json
+from kvrelay.router.faces.http.reply import chat_logprobs, finish_name, timeline_json
 from kvrelay.router.request.conversation import MAX_MESSAGES
 from kvrelay.router.request.sampling import MAX_LOGPROBS
 from kvrelay.router.request.tokenizer import Tokenizer

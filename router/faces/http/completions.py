@@ -12,8 +12,7 @@ from pydantic_core import PydanticCustomError, from_json
 from kvrelay.router.errors import InvalidArgument
 from kvrelay.router.faces.http.body import parse
 from kvrelay.router.faces.http.fields import MAX_UINT32, GenerateFields, Integer, Neutral, misfit, whole_list
-from kvrelay.router.faces.http.logprobs import TextLogprobs
-from kvrelay.router.faces.http.usage import finish_name, timeline_json
+from kvrelay.router.faces.http.reply import TextLogprobs, finish_name, timeline_json
 from kvrelay.router.request.prompt import PART_TOKENS
 from kvrelay.router.request.sampling import MAX_LOGPROBS
 from kvrelay.router.request.tokenizer import Tokenizer

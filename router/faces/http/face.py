@@ -7,13 +7,14 @@ import math
 import ssl
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar, cast
 
+import aiohttp_cors
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.aiohttp import make_aiohttp_handler
@@ -23,19 +24,32 @@ from kvrelay.router.doors.connections import Connection, Connections, peer_of
 from kvrelay.router.entry.admission import Place
 from kvrelay.router.entry.front import Call, Front, together
 from kvrelay.router.errors import InvalidRequest, RequestError, SlowReader
-from kvrelay.router.faces.http import cors, openapi
+from kvrelay.router.faces.http import openapi
 from kvrelay.router.faces.http.body import declared_size, parse, read
 from kvrelay.router.faces.http.chat import ChatRequest, Chats
 from kvrelay.router.faces.http.completions import TextChoice, read_completion
-from kvrelay.router.faces.http.connection import BEGUN, REQUEST_ID, HttpRunner
+from kvrelay.router.faces.http.connection import BEGUN, READ_BYTES, REQUEST_ID, HttpRunner, Listener
 from kvrelay.router.faces.http.errors import UNKNOWN_URL, body_of, error_json, headers_of, status_of
 from kvrelay.router.faces.http.exchange import ADDRESSES, JSON, Events, caller_of, check_type
-from kvrelay.router.faces.http.listener import READ_BYTES, Listener
 from kvrelay.router.faces.http.reply import Reply
 from kvrelay.router.faces.http.texts import DetokenizeRequest, TokenizeRequest
 from kvrelay.router.request.validation import DETOKENIZE_IDS, CheckedRequest, check_name, is_name
 from kvrelay.router.request.wire import MAX_VALUES
 from kvrelay.v1.inference_pb2 import GenerateRequest, GenerateResponse
+
+PREFLIGHT_SECONDS = 600
+"""How long a browser may remember what it was allowed."""
+
+
+def _allow_origins(app: web.Application, origins: Iterable[str]) -> None:
+    """Allows `origins` every route that the application has so far. No cookies: an API key is a header."""
+    options = aiohttp_cors.ResourceOptions(  # type: ignore[no-untyped-call]  # its signature has no types
+        allow_headers="*", expose_headers="*", max_age=PREFLIGHT_SECONDS
+    )
+    allowed = aiohttp_cors.setup(app, defaults=dict.fromkeys(origins, options))
+    for route in list(app.router.routes()):
+        allowed.add(route)
+
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +135,7 @@ class HttpFace:
             ]
         )
         if front.config.cors_origins:
-            cors.allow(self.app, front.config.cors_origins)
+            _allow_origins(self.app, front.config.cors_origins)
         self._runner: web.AppRunner | None = None
         self._listener: Listener | None = None
 

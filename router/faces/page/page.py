@@ -29,7 +29,7 @@ from kvrelay.router.faces.http.body import declared_size, parse, read
 from kvrelay.router.faces.http.errors import body_of
 from kvrelay.router.faces.http.exchange import Events, caller_of, check_type
 from kvrelay.router.faces.http.fields import Fields
-from kvrelay.router.faces.http.usage import finish_name
+from kvrelay.router.faces.http.reply import finish_name
 from kvrelay.router.faces.page.view import about, fleet
 from kvrelay.router.placing.registry import WorkerRegistry
 from kvrelay.router.placing.shares import Seats

@@ -1,7 +1,7 @@
 """Takes the blocks of sequences that start, and of reservations, from the pool: by the shares of their holders.
 
 Whoever found too few blocks first is not overtaken for ever: only requests of holders of little pass it, as far as they
-take no more than the reserve (`engine/room.py`), which it would not get.
+take no more than the reserve (`engine/scheduling/room.py`), which it would not get.
 """
 
 from collections import deque
@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from kvrelay.engine.kv.blocks import Hold
 from kvrelay.engine.kv.prefix import PrefixIndex
-from kvrelay.engine.limits import SequenceLimits
 from kvrelay.engine.request import Request
-from kvrelay.engine.room import Room, Use
+from kvrelay.engine.scheduling.limits import SequenceLimits
+from kvrelay.engine.scheduling.room import Room, Use
 from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.engine.sequence import Status
 

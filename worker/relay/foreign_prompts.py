@@ -1,8 +1,8 @@
 """Tells each router of the prompts that others have sent to this worker, for its index of prefix caches."""
 
 from kvrelay.internal.v1.worker_pb2 import ForeignPrompt, RequestEvent
-from kvrelay.worker.live_request import LiveRequest
-from kvrelay.worker.relay_stream import RelayStream
+from kvrelay.worker.relay.live_request import LiveRequest
+from kvrelay.worker.relay.stream import RelayStream
 
 
 class ForeignPrompts:

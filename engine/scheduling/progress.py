@@ -8,7 +8,7 @@ from kvrelay.engine.kv.blocks import Hold
 from kvrelay.engine.kv.writes import KVWrites
 from kvrelay.engine.plan import TokenLogprobs
 from kvrelay.engine.request import FinishReason
-from kvrelay.engine.room import Use
+from kvrelay.engine.scheduling.room import Use
 from kvrelay.engine.sequence import Sequence
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from kvrelay.engine.kv.blocks import Hold
 from kvrelay.engine.kv.tables import BlockTables
-from kvrelay.engine.limits import SequenceLimits
 from kvrelay.engine.plan import NOT_READY, PromptPart, StepOutput, StepPlan
-from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.scheduling.limits import SequenceLimits
+from kvrelay.engine.scheduling.progress import Progress
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.shaping import Shaping
 from kvrelay.engine.speculate.speculation import NO_CHAIN, Chain, Speculation

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 from kvrelay.internal.v1.worker_pb2 import ForeignPrompt, Load, RelayResponse, RequestEvent
-from kvrelay.worker.events import PlainToken
+from kvrelay.worker.relay.events import PlainToken
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from kvrelay.engine.plan import TokenLogprobs
-from kvrelay.engine.progress import Progress
+from kvrelay.engine.scheduling.progress import Progress
 from kvrelay.engine.sequence import Sequence
 from kvrelay.internal.v1.worker_pb2 import DecodeReport, Failure, PrefillReport, RequestEvent
 

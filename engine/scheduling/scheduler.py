@@ -11,7 +11,7 @@ whose KV came from another worker differ only in how far apart the two are.
                (has its KV)      a row
 
     waiting   in order of arrival; producers `add` and preemption, consumer `plan`. The first one blocks the rest, but
-              not the requests of holders of little (`engine/room.py`).
+              not the requests of holders of little (`engine/scheduling/room.py`).
     ready     in order of arrival; producer `resume`, consumer `plan`. Passes waiting while that lacks blocks.
     running   in order of arrival; has a row of the block tables and all blocks for its tokens so far.
 
@@ -29,16 +29,17 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from kvrelay.engine.allocator import Allocator
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.blocks import Hold, IntegrityError
 from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.kv.tables import BlockTables
 from kvrelay.engine.lifetime import now
-from kvrelay.engine.limits import SequenceLimits
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
-from kvrelay.engine.planning import (
+from kvrelay.engine.request import Request
+from kvrelay.engine.scheduling.allocator import Allocator
+from kvrelay.engine.scheduling.limits import SequenceLimits
+from kvrelay.engine.scheduling.planning import (
     Row,
     add_drafts,
     build_plan,
@@ -48,9 +49,8 @@ from kvrelay.engine.planning import (
     tables_of,
     with_output,
 )
-from kvrelay.engine.progress import EngineLoad, OnStart, Progress, Reservation
-from kvrelay.engine.request import Request
-from kvrelay.engine.room import victim
+from kvrelay.engine.scheduling.progress import EngineLoad, OnStart, Progress, Reservation
+from kvrelay.engine.scheduling.room import victim
 from kvrelay.engine.sequence import Sequence, Status
 from kvrelay.engine.speculate.speculation import Speculation
 from kvrelay.engine.states import StatesLayout

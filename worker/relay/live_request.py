@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvrelay.engine.request import Request
 from kvrelay.internal.v1.worker_pb2 import WAIT_UNSPECIFIED, ClientCall, PeerRef, Submit, Wait
-from kvrelay.worker.relay_stream import RelayStream
+from kvrelay.worker.relay.stream import RelayStream
 
 
 @dataclass(slots=True)

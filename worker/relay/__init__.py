@@ -1,0 +1,1 @@
+"""What a worker and its routers tell one another: one stream for each router."""
