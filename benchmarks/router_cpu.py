@@ -40,7 +40,7 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.router.placing import registry
 from kvrelay.router.placing.worker_stream import Listener, WorkerStream
 from kvrelay.router.server import RouterServer
-from kvrelay.router.session.answer import Answer
+from kvrelay.router.session.output import Output
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.security import TOKEN_VARIABLE
 from kvrelay.rpc.serve import fast_loop
@@ -96,13 +96,13 @@ class Writes:
 
     def __init__(self) -> None:
         self.count = 0
-        sent = Answer._sent
+        sent = Output._sent
 
-        def counting(answer: Answer, now: float) -> None:
+        def counting(output: Output, now: float) -> None:
             self.count += 1
-            sent(answer, now)
+            sent(output, now)
 
-        Answer._sent = counting  # type: ignore[method-assign]
+        Output._sent = counting  # type: ignore[method-assign]
 
     async def reach(self, count: int) -> None:
         """Returns when there were so many."""

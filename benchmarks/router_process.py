@@ -16,9 +16,8 @@ from pathlib import Path
 from kvrelay.internal.v1.worker_pb2 import RelayResponse
 from kvrelay.router import __main__ as router
 from kvrelay.router.placing.worker_stream import WorkerStream
-from kvrelay.router.session.answer import Answer
 from kvrelay.router.session.attempt import Attempt
-from kvrelay.router.session.completion import Piece
+from kvrelay.router.session.output import Output, Piece
 
 SAMPLED = 8
 
@@ -30,13 +29,15 @@ class Held:
         self.milliseconds = array("d")
         self._attempts: dict[str, tuple[Attempt, list[float]]] = {}
         """By the request's name: its attempt, and when each of its tokens arrived that are there in order."""
+        self._sent: dict[str, int] = {}
+        """Tokens of each of these requests that were sent."""
         self._arrived = 0.0
         """When the message came that is delivered now."""
 
     def install(self) -> None:
         """Observes from now on."""
         submit, deliver = Attempt.submit, WorkerStream._deliver
-        send, send_now, finish = Answer.send, Answer.send_now, Answer.finish
+        sent, finish = Output._sent, Output.finish
 
         def submitting(attempt: Attempt, *args: float) -> None:
             name = attempt._key[0]
@@ -50,29 +51,22 @@ class Held:
             for attempt, times in self._attempts.values():
                 times.extend([self._arrived] * (len(attempt.tokens) - len(times)))
 
-        async def sending(answer: Answer, piece: Piece) -> None:
-            await send(answer, piece)
-            sent(answer, piece)
-
-        def sending_now(answer: Answer, piece: Piece) -> None:
-            send_now(answer, piece)
-            sent(answer, piece)
-
-        def sent(answer: Answer, piece: Piece) -> None:
-            name = answer._request.wire_id
+        def sending(output: Output, now: float) -> None:
+            sent(output, now)
+            name = output._request.wire_id
             if name in self._attempts:
-                now, (_, times) = time.monotonic(), self._attempts[name]
-                end = answer._trace.completion_tokens
+                _, times = self._attempts[name]
+                end = len(output.tokens)
                 times.extend([self._arrived] * (end - len(times)))  # sent while their message is delivered
-                self.milliseconds.extend((now - at) * 1e3 for at in times[end - len(piece.token_ids) : end])
+                self.milliseconds.extend((now - at) * 1e3 for at in times[self._sent.get(name, 0) : end])
+                self._sent[name] = end
 
-        async def finishing(answer: Answer, piece: Piece) -> None:
-            await finish(answer, piece)
-            self._attempts.pop(answer._request.wire_id, None)
+        async def finishing(output: Output, piece: Piece) -> None:
+            await finish(output, piece)
+            self._attempts.pop(output._request.wire_id, None)
 
         Attempt.submit, WorkerStream._deliver = submitting, delivering  # type: ignore[method-assign]
-        Answer.send, Answer.send_now = sending, sending_now  # type: ignore[method-assign]
-        Answer.finish = finishing  # type: ignore[method-assign]
+        Output._sent, Output.finish = sending, finishing  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ from kvrelay.router.records.traffic import TrafficMeter
 from kvrelay.router.request.sampling import SamplingDefaults
 from kvrelay.router.request.tokenizer import Tokenizer
 from kvrelay.router.request.validation import CheckedRequest, check, completions
-from kvrelay.router.session.answer import Answer, FirstSink, Sink
 from kvrelay.router.session.dispatch import Dispatch
+from kvrelay.router.session.output import FirstSink, Sink
 from kvrelay.router.session.session import Session
 from kvrelay.router.trace import Observer, Outcome, RequestTrace
 from kvrelay.rpc.tracing import TraceContext
@@ -393,8 +393,7 @@ class Call:
             return trace.submitted is not None or trace.resumed_tokens > 0
 
         while True:
-            answer = Answer(request, trace, sink, dispatch.metrics.gap)
-            session = Session(request, dispatch, trace, answer, self._deadline)
+            session = Session(request, dispatch, trace, sink, self._deadline)
             try:
                 async with asyncio.timeout(None) as scope:
                     with place.work(scope, begun):

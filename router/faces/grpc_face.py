@@ -24,7 +24,7 @@ from kvrelay.router.placing.shares import Seats
 from kvrelay.router.request.prompt import PART_TOKENS
 from kvrelay.router.request.validation import DETOKENIZE_IDS, TOKENIZE_BYTES, TOKENIZE_WHY, checked_ids, text_tokens
 from kvrelay.router.request.wire import BadOutline, check_outline
-from kvrelay.router.session.answer import AwaitedSink
+from kvrelay.router.session.output import AwaitedSink
 from kvrelay.rpc.options import public_receive_bytes
 from kvrelay.rpc.tracing import HEADER, STATE_HEADER, TraceContext
 from kvrelay.v1 import inference_pb2 as pb

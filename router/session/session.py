@@ -36,7 +36,6 @@ import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from kvrelay.internal.v1.worker_pb2 import Failure
@@ -55,12 +54,10 @@ from kvrelay.router.placing.placement import NoPlace, Placement
 from kvrelay.router.placing.queue import QueueFull
 from kvrelay.router.request.validation import CheckedRequest
 from kvrelay.router.session.alarm import Alarm
-from kvrelay.router.session.answer import Answer
 from kvrelay.router.session.attempt import Attempt, AttemptFailure
-from kvrelay.router.session.completion import Completion, Piece
 from kvrelay.router.session.dispatch import Dispatch
-from kvrelay.router.session.flow import Flow
 from kvrelay.router.session.needs import Needs
+from kvrelay.router.session.output import Output, Piece, Sink
 from kvrelay.router.session.suspects import Suspicion, shape_of
 from kvrelay.router.trace import RequestTrace
 from kvrelay.rpc.identity import WorkerId
@@ -93,7 +90,7 @@ class Session:
     """One checked request, until its end."""
 
     def __init__(
-        self, request: CheckedRequest, dispatch: Dispatch, trace: RequestTrace, answer: Answer, deadline: float
+        self, request: CheckedRequest, dispatch: Dispatch, trace: RequestTrace, sink: Sink, deadline: float
     ) -> None:
         """
         Args:
@@ -101,9 +98,7 @@ class Session:
             deadline: the client's, on the monotonic clock; infinite for none.
         """
         self._request, self._dispatch, self._trace = request, dispatch, trace
-        self._answer, self._deadline = answer, deadline
-        self._completion = Completion(request, dispatch.token_bytes)
-        self._flow = Flow(self._completion, answer, trace, dispatch.pacer)
+        self._output, self._deadline = Output(request, trace, sink, dispatch), deadline
         self._needs = Needs(request, trace, dispatch)
         self._avoid: frozenset[WorkerId] = frozenset()
         self._tried = self._avoid
@@ -123,7 +118,7 @@ class Session:
         """
         self._dispatch.budget.request()
         if finish_reason := await self._restore():
-            await self._answer.finish(Piece("", (), finish_reason))
+            await self._output.finish(Piece("", (), finish_reason))
             return finish_reason
         attempt = await self._place_first()
         self._dispatch.pacer.streams += 1
@@ -148,9 +143,7 @@ class Session:
         call = self._request.client_call
         if call is not None and call.call > 1:
             self._dispatch.registry.fence(call)
-        finish_reason = await self._completion.restore(self._request.resumed)
-        self._trace.completion_tokens = self._trace.resumed_tokens = len(self._completion.tokens)
-        return finish_reason
+        return await self._output.restore()
 
     # One attempt.
 
@@ -196,7 +189,7 @@ class Session:
         attempt = Attempt(
             self._request,
             trace,
-            self._completion.tokens,
+            self._output.tokens,
             streams[0],
             None if placement.decode is None else streams[-1],
             self._dispatch.policy.take(placement, self._request.chain),
@@ -204,7 +197,7 @@ class Session:
             on_trial=on_trial,
         )
         self._trial = self._dispatch.health.begin(placement.prefill, placement.decode)
-        self._answer.progress = now = time.monotonic()
+        self._output.progress = now = time.monotonic()
         trace.submitted = trace.submitted or now
         first_seconds = max(MIN_SUBMIT_SECONDS, min(self._token_limit(), self._deadline) - now)
         attempt.submit(first_seconds, self._dispatch.config.idle_timeout_seconds, self._needs.expected_tokens())
@@ -215,15 +208,12 @@ class Session:
         while True:
             taken = attempt.take()
             if taken.token_ids or taken.finish_reason:
-                piece = self._flow.add(taken)
-                if taken.prompt_logprobs:
-                    piece = replace(piece, prompt_logprobs=taken.prompt_logprobs)
+                piece = self._output.add(taken)
                 self._note_success(attempt, finished=bool(piece.finish_reason))
                 if piece.finish_reason:
                     await self._end(attempt, piece)
                     return piece.finish_reason
-                self._flow.pace(attempt)
-                await self._answer.send(piece)
+                await self._output.write(piece, attempt)
             elif attempt.failure is not None:
                 return FINISH_REASON_UNSPECIFIED
             else:
@@ -251,10 +241,10 @@ class Session:
         if time.monotonic() < earliest:
             self._following = attempt
             self._alarm.set(earliest)
-            await self._flow.wait(attempt, proven=attempt is self._proven)
+            await self._output.wait(attempt, proven=attempt is self._proven)
             return
         self._check_deadline()
-        if earliest == token_limit and not self._answer.begun:
+        if earliest == token_limit and not self._output.begun:
             raise self._shed("on its workers") if attempt.waits else self._no_first_token()
         if earliest == suspect_limit:
             attempt.fail_suspected()
@@ -265,13 +255,13 @@ class Session:
 
     def _token_limit(self, attempt: Attempt | None = None) -> float:
         """Monotonic time by which the next token must be here, or a sign that the attempt's workers have it in hand."""
-        if not self._answer.begun:
+        if not self._output.begun:
             return self._trace.received + self._request.first_token_seconds
         return self._latest(attempt) + self._dispatch.config.idle_timeout_seconds
 
     def _latest(self, attempt: Attempt | None) -> float:
         """Monotonic time of the latest token, or sign of its workers."""
-        return max(self._answer.progress, -math.inf if attempt is None else attempt.sign)
+        return max(self._output.progress, -math.inf if attempt is None else attempt.sign)
 
     def _suspect_limit(self, attempt: Attempt) -> float:
         """Monotonic time by which the next token must be here if it has to come from a suspected worker."""
@@ -287,7 +277,7 @@ class Session:
         attempt.stop()
         finish_reason = piece.finish_reason
         if attempt.transferring:
-            await self._answer.send(piece)
+            await self._output.write(piece)
             piece = Piece("", (), finish_reason)
             try:
                 async with asyncio.timeout(REPORT_SECONDS):
@@ -296,7 +286,7 @@ class Session:
             except TimeoutError:
                 logger.warning("no transfer report", extra=self._trace.log_fields)
         attempt.close()
-        await self._answer.finish(piece)
+        await self._output.finish(piece)
 
     # Another attempt.
 
@@ -403,7 +393,7 @@ class Session:
 
     async def _place_again(self, failure: AttemptFailure) -> Attempt:
         """Waits for workers if there are none: a replacement of the lost one may be starting."""
-        now, begun = time.monotonic(), self._answer.begun
+        now, begun = time.monotonic(), self._output.begun
         limit = min(self._token_limit(), now + self._dispatch.config.idle_timeout_seconds, self._deadline)
         # What has begun waits for room as long as what has not.
         room_by = min(now + self._request.first_token_seconds, self._deadline) if begun else limit

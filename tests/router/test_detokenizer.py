@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from kvrelay.internal.v1.worker_pb2 import Sampling
 from kvrelay.router.request.prompt import Prompt
 from kvrelay.router.request.validation import CheckedRequest
-from kvrelay.router.session.completion import Completion
+from kvrelay.router.session.output import Completion
 from kvrelay.router.text.detokenizer import Detokenizer, TokenBytes
 from kvrelay.router.text.stops import StopStrings
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED

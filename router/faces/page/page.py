@@ -36,7 +36,7 @@ from kvrelay.router.placing.shares import Seats
 from kvrelay.router.records.life import Life, life
 from kvrelay.router.records.requests import RECENT, Ended
 from kvrelay.router.request.validation import CheckedRequest
-from kvrelay.router.session.answer import AwaitedSink
+from kvrelay.router.session.output import AwaitedSink
 from kvrelay.v1.inference_pb2 import GenerateRequest, GenerateResponse
 
 MAX_VIEWERS = 16
