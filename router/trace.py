@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeVar
 
 from kvrelay.internal.v1.worker_pb2 import DecodeReport, PrefillReport, RequestEvent, TransferReport
@@ -92,9 +92,10 @@ class AttemptTrace:
     failure: str = ""
     """Why it failed (`AttemptFailure.reason`)."""
     chunks: list[tuple[float, int]] = field(default_factory=list)
-    """As those of `RequestTrace`."""
+    """When the router heard how many tokens of the prompt have their KV, and how many; up to the report of prefill."""
     prefill: PrefillReport | None = None
     prefill_at: float | None = None
+    """When the router got `prefill`, as `transfer_at`, and `decode_at` of the first of its reports."""
     transfer: TransferReport | None = None
     transfer_at: float | None = None
     decode: DecodeReport | None = None
@@ -103,10 +104,21 @@ class AttemptTrace:
     """When tokens of this attempt were sent to the client first, and last."""
     last_sent: float | None = None
 
+    @property
+    def handoff(self) -> Handoff | None:
+        """The KV that it has sent from one worker to another; None if that has not ended."""
+        if self.transfer is None:
+            return None
+        return Handoff(self.prefill_worker, self.decode_worker, self.transfer.transfer_bytes)
+
+
+_NO_ATTEMPT = AttemptTrace(0.0, 0.0, "", "", 0)
+
 
 @dataclass(slots=True)
 class RequestTrace:
-    """Timestamps of a running request on the router's monotonic clock, and the reports of its workers."""
+    """Times of a running request on the router's monotonic clock, and the reports of its workers: of each attempt, from
+    which those of the request follow."""
 
     received: float
     wire_id: str = ""
@@ -120,9 +132,6 @@ class RequestTrace:
     resumes: int = 0
     """Earlier calls of the request."""
     router_queue_seconds: float = 0.0
-    submitted: float | None = None
-    first_sent: float | None = None
-    last_sent: float | None = None
     attempts: int = 0
     migrations: int = 0
     """Attempts that ended because a worker drains."""
@@ -131,16 +140,6 @@ class RequestTrace:
     proposed_tokens: int = 0
     accepted_tokens: int = 0
     """Tokens that a worker guessed and checked, and those of them that it kept."""
-    prefill_worker: str = ""
-    """Of the latest attempt, as `decode_worker`, which is empty if the first token is the last."""
-    decode_worker: str = ""
-    prefill: PrefillReport | None = None
-    """Of the attempt that gave the request's first token."""
-    transfer: TransferReport | None = None
-    """The latest, as `decode`."""
-    transfer_bytes: int = 0
-    """Of all attempts."""
-    decode: DecodeReport | None = None
     tenant: str = ""
     service: str = ""
     """The class of service."""
@@ -150,18 +149,70 @@ class RequestTrace:
     """When the request began to wait for workers: at first, or after the latest failed attempt."""
     tries: list[AttemptTrace] = field(default_factory=list)
     """Each attempt."""
-    chunks: list[tuple[float, int]] = field(default_factory=list)
-    """When the router heard from the latest attempt how many tokens of the prompt have their KV, and how many."""
-    prefill_at: float | None = None
-    """When the router got `prefill`, as `transfer_at` and `decode_at`; the latter of the first of an attempt."""
-    transfer_at: float | None = None
-    decode_at: float | None = None
-    handoffs: list[Handoff] = field(default_factory=list)
-    """Of all attempts."""
     incidents: list[Incident] = field(default_factory=list)
     """What delayed or ended it, the latest last."""
     longest_gap: tuple[float, float] = (0.0, 0.0)
     """The longest time between two messages with tokens: seconds, and when it ended."""
+
+    @property
+    def latest(self) -> AttemptTrace:
+        """The latest attempt, or one without any figures."""
+        return self.tries[-1] if self.tries else _NO_ATTEMPT
+
+    @property
+    def prefilled(self) -> AttemptTrace:
+        """The attempt that gave the request's first token, or one without any figures."""
+        return next((each for each in self.tries if each.prefill is not None), _NO_ATTEMPT)
+
+    @property
+    def whole(self) -> AttemptTrace:
+        """All attempts as one: the prefill is that of the first token, the rest that of the latest."""
+        first, latest = self.prefilled, self.latest
+        return replace(
+            latest,
+            chunks=latest.chunks if first in (latest, _NO_ATTEMPT) else [],
+            prefill=first.prefill,
+            prefill_at=first.prefill_at,
+            transfer=self.transfer,
+            decode=self.decode,
+            first_sent=self.first_sent,
+            last_sent=self.last_sent,
+        )
+
+    @property
+    def prefill(self) -> PrefillReport | None:
+        """The report of the attempt that gave the request's first token."""
+        return self.prefilled.prefill
+
+    @property
+    def transfer(self) -> TransferReport | None:
+        """The latest."""
+        return next((each.transfer for each in reversed(self.tries) if each.transfer is not None), None)
+
+    @property
+    def decode(self) -> DecodeReport | None:
+        """The latest."""
+        return next((each.decode for each in reversed(self.tries) if each.decode is not None), None)
+
+    @property
+    def handoffs(self) -> list[Handoff]:
+        """Those of all attempts."""
+        return [each.handoff for each in self.tries if each.handoff is not None]
+
+    @property
+    def submitted(self) -> float | None:
+        """When workers were told of the request first."""
+        return next((each.submitted for each in self.tries if each.submitted is not None), None)
+
+    @property
+    def first_sent(self) -> float | None:
+        """When tokens were sent to the client first."""
+        return next((each.first_sent for each in self.tries if each.first_sent is not None), None)
+
+    @property
+    def last_sent(self) -> float | None:
+        """When tokens were sent to the client last."""
+        return next((each.last_sent for each in reversed(self.tries) if each.last_sent is not None), None)
 
     @property
     def generated_tokens(self) -> int:
@@ -180,8 +231,8 @@ class RequestTrace:
             "trace_id": self.context.trace_id,
             "request": self.wire_id,
             "attempt": self.attempts,
-            "prefill": self.prefill_worker,
-            "decode": self.decode_worker,
+            "prefill": self.latest.prefill_worker,
+            "decode": self.latest.decode_worker,
         }
 
     @property
@@ -191,44 +242,25 @@ class RequestTrace:
 
     def placed_on(self, prefill: str, decode: str, expected_tokens: int = 0) -> None:
         """Notes that an attempt begins on these workers; `decode` is empty if the first token is the last."""
-        self.prefill_worker, self.decode_worker = prefill, decode
         now = time.monotonic()
         self.tries.append(AttemptTrace(self.asked or now, now, prefill, decode, expected_tokens))
-        self.chunks.clear()
-        self.transfer_at = self.decode_at = None
 
     def note(self, event: RequestEvent) -> None:
         """Takes what an event of the latest attempt reports. Most report nothing, and cost no look at the clock.
 
         Reports are copied: a part of a message keeps the whole message in memory.
         """
-        if event.computed_tokens:
-            self._note_chunk(event.computed_tokens, time.monotonic())
+        latest = self.tries[-1]
+        if event.computed_tokens and latest.prefill is None:
+            latest.chunks.append((time.monotonic(), event.computed_tokens))
         if event.HasField("prefill"):
-            now, latest = time.monotonic(), self.tries[-1]
-            latest.prefill, latest.prefill_at = _copy(event.prefill), now
-            if self.prefill is None:
-                self.prefill, self.prefill_at = latest.prefill, now
+            latest.prefill, latest.prefill_at = _copy(event.prefill), time.monotonic()
         if event.HasField("transfer"):
-            now, latest = time.monotonic(), self.tries[-1]
-            latest.transfer, latest.transfer_at = _copy(event.transfer), now
-            self.transfer, self.transfer_at = latest.transfer, now
-            self.transfer_bytes += event.transfer.transfer_bytes
-            self.handoffs.append(Handoff(self.prefill_worker, self.decode_worker, event.transfer.transfer_bytes))
+            latest.transfer, latest.transfer_at = _copy(event.transfer), time.monotonic()
         if event.HasField("decode"):
-            latest = self.tries[-1]
-            self.decode_at = latest.decode_at = self.decode_at or time.monotonic()
-            self.decode = latest.decode = _copy(event.decode)
+            latest.decode, latest.decode_at = _copy(event.decode), latest.decode_at or time.monotonic()
         self.proposed_tokens += event.proposed_tokens
         self.accepted_tokens += event.accepted_tokens
-
-    def _note_chunk(self, tokens: int, now: float) -> None:
-        """So many tokens of the prompt have their KV by now."""
-        latest = self.tries[-1]
-        if latest.prefill is None:
-            latest.chunks.append((now, tokens))
-        if self.prefill is None:
-            self.chunks.append((now, tokens))
 
     def usage(self) -> Usage:
         """What the completion counts. The prompt of several completions counts once, with the first."""
@@ -253,44 +285,41 @@ class RequestTrace:
 
     def sent(self, now: float) -> float | None:
         """Notes that tokens were sent to the client; returns the seconds since others were, if any."""
-        before, self.last_sent = self.last_sent, now
+        latest, before = self.tries[-1], self.last_sent
+        latest.first_sent, latest.last_sent = latest.first_sent or now, now
         if before is not None:
             self.longest_gap = max(self.longest_gap, (now - before, now))
-        if self.first_sent is None:
-            self.first_sent = now
-        if self.tries:
-            latest = self.tries[-1]
-            latest.first_sent, latest.last_sent = latest.first_sent or now, now
         return None if before is None else now - before
 
     def timeline(self, now: float) -> Timeline:
         """The figures for the client; 0 for a stage that the request did not reach."""
-        first = now if self.first_sent is None else self.first_sent
+        first, last, submitted = self.first_sent, self.last_sent, self.submitted
+        first = now if first is None else first
         prefill, decode = self.prefill or PrefillReport(), self.decode or DecodeReport()
         transfer = self.transfer or TransferReport()
         return Timeline(
-            route_seconds=(now if self.submitted is None else self.submitted) - self.received,
+            route_seconds=(now if submitted is None else submitted) - self.received,
             queue_seconds=prefill.queue_seconds,
             prefill_seconds=prefill.prefill_seconds,
             transfer_seconds=transfer.transfer_seconds,
             handoff_seconds=transfer.handoff_seconds,
             first_token_seconds=first - self.received,
             decode_queue_seconds=decode.queue_seconds,
-            decode_seconds=(first if self.last_sent is None else self.last_sent) - first,
+            decode_seconds=(first if last is None else last) - first,
             total_seconds=now - self.received,
-            transfer_bytes=self.transfer_bytes,
+            transfer_bytes=sum(each.nbytes for each in self.handoffs),
             retries=self.retries,
             migrations=self.migrations,
             resumes=self.resumes,
             proposed_tokens=self.proposed_tokens,
             accepted_tokens=self.accepted_tokens,
-            prefill_worker=self.prefill_worker,
-            decode_worker=self.decode_worker,
+            prefill_worker=self.latest.prefill_worker,
+            decode_worker=self.latest.decode_worker,
         )
 
     def record(self, outcome: Outcome, now: float) -> RequestRecord:
         """The figures for the metrics and the log."""
-        timeline, prefill, transfer = self.timeline(now), self.prefill, self.transfer
+        timeline, prefill, transfer, decode = self.timeline(now), self.prefill, self.transfer, self.decode
         usage = self.usage()
         sent = self.generated_tokens
         tpot = timeline.decode_seconds / (sent - 1) if sent > 1 else None
@@ -314,8 +343,8 @@ class RequestTrace:
             prefill_seconds=None if prefill is None else prefill.prefill_seconds,
             transfer_seconds=None if transfer is None else transfer.transfer_seconds,
             handoff_seconds=None if transfer is None else transfer.handoff_seconds,
-            transfer_bytes=self.transfer_bytes,
-            decode_queue_seconds=None if self.decode is None else self.decode.queue_seconds,
+            transfer_bytes=timeline.transfer_bytes,
+            decode_queue_seconds=None if decode is None else decode.queue_seconds,
             prediction_errors=tuple(
                 abs(each.expected_tokens - each.prefill.cached_tokens)
                 for each in self.tries

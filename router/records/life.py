@@ -76,7 +76,7 @@ def life(trace: RequestTrace, outcome: Outcome | None, now: float) -> Life:
     Args:
         outcome: None if it runs.
     """
-    record = trace.record(outcome or "cancelled", now)
+    record, whole = trace.record(outcome or "cancelled", now), trace.whole
     since = trace.received
 
     def at(moment: float, earliest: float = 0.0) -> float:
@@ -94,20 +94,20 @@ def life(trace: RequestTrace, outcome: Outcome | None, now: float) -> Life:
         outcome=outcome,
         age=at(now),
         spans=tuple(map(shown, _spans(trace, None if outcome is None else now))),
-        chunks=tuple((at(moment), tokens) for moment, tokens in trace.chunks),
+        chunks=tuple((at(moment), tokens) for moment, tokens in whole.chunks),
         placed=tuple(map(at, trace.placed)),
         prompt_tokens=trace.prompt_tokens,
         cached_tokens=record.cached_tokens,
         completion_tokens=trace.completion_tokens,
-        transfer_bytes=trace.transfer_bytes,
+        transfer_bytes=record.transfer_bytes,
         retries=trace.retries,
         migrations=trace.migrations,
-        prefill_worker=trace.prefill_worker,
-        decode_worker=trace.decode_worker,
+        prefill_worker=whole.prefill_worker,
+        decode_worker=whole.decode_worker,
         ttft=record.ttft_seconds,
         tpot=record.tpot_seconds,
         handoff=record.handoff_seconds,
-        grant=None if trace.transfer is None else trace.transfer.grant_seconds,
+        grant=None if whole.transfer is None else whole.transfer.grant_seconds,
         incidents=tuple(incident._replace(at=at(incident.at)) for incident in trace.incidents),
         longest_gap=(trace.longest_gap[0], at(trace.longest_gap[1])),
     )
@@ -117,11 +117,11 @@ def _spans(trace: RequestTrace, ended: float | None) -> Sequence[Span]:
     """The stages that the request has reached, on the monotonic clock; those that go on end at `ended`."""
     placed = trace.placed
     spans = [Span("router", "", trace.received, placed[0] if placed else ended)]
-    return [*spans, *stages(trace, placed[0], ended)] if placed else spans
+    return [*spans, *stages(trace.whole, placed[0], ended)] if placed else spans
 
 
-def stages(trace: RequestTrace | AttemptTrace, began: float, ended: float | None) -> Sequence[Span]:
-    """The stages that workers have reached, on the monotonic clock, of a request or of one attempt.
+def stages(trace: AttemptTrace, began: float, ended: float | None) -> Sequence[Span]:
+    """The stages that workers have reached, on the monotonic clock, of one attempt.
 
     Args:
         began: when the workers were told.
@@ -146,7 +146,7 @@ def stages(trace: RequestTrace | AttemptTrace, began: float, ended: float | None
     return spans
 
 
-def _transfer(trace: RequestTrace | AttemptTrace, ended: float | None) -> Span | None:
+def _transfer(trace: AttemptTrace, ended: float | None) -> Span | None:
     prefill, decode = trace.prefill_worker, trace.decode_worker
     if not decode or decode == prefill:
         return None
@@ -156,9 +156,7 @@ def _transfer(trace: RequestTrace | AttemptTrace, ended: float | None) -> Span |
     return None if first is None else Span("transfer", prefill, first, trace.decode_at or ended)
 
 
-def _decode(
-    trace: RequestTrace | AttemptTrace, first: float, handed: Span | None, ended: float | None
-) -> Sequence[Span]:
+def _decode(trace: AttemptTrace, first: float, handed: Span | None, ended: float | None) -> Sequence[Span]:
     """`first`: when the decode worker's first token came."""
     decode = trace.decode_worker
     waited = trace.decode.queue_seconds if trace.decode is not None else 0.0

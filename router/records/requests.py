@@ -115,9 +115,10 @@ class Requests:
         """How many requests have KV on the way between each two workers now."""
         count: dict[tuple[str, str], int] = {}
         for trace in self._running.values():
-            pair = trace.prefill_worker, trace.decode_worker
-            begun = trace.chunks or trace.prefill_at is not None
-            if pair[1] and pair[0] != pair[1] and begun and trace.transfer_at is None and trace.decode_at is None:
+            whole = trace.whole
+            pair = whole.prefill_worker, whole.decode_worker
+            begun = whole.chunks or whole.prefill_at is not None
+            if pair[1] and pair[0] != pair[1] and begun and whole.transfer_at is None and whole.decode_at is None:
                 count[pair] = count.get(pair, 0) + 1
         return count
 

@@ -198,7 +198,6 @@ class Session:
         )
         self._trial = self._dispatch.health.begin(placement.prefill, placement.decode)
         self._output.progress = now = time.monotonic()
-        trace.submitted = trace.submitted or now
         first_seconds = max(MIN_SUBMIT_SECONDS, min(self._token_limit(), self._deadline) - now)
         attempt.submit(first_seconds, self._dispatch.config.idle_timeout_seconds, self._needs.expected_tokens())
         return attempt

@@ -19,7 +19,8 @@ def begun(meter: TrafficMeter, ttft: float | None, prompt: int = 100, tokens: in
     trace = RequestTrace(now - (ttft or 0.0), prompt_tokens=prompt, completion_tokens=0)
     meter.begin(trace)
     if ttft is not None:
-        trace.first_sent = trace.last_sent = now
+        trace.placed_on("prefill-0", "decode-0")
+        trace.sent(now)
         trace.completion_tokens = tokens
     return trace
 
@@ -36,7 +37,7 @@ def test_first_tokens_count_while_requests_run() -> None:
     meter = TrafficMeter(TARGETS)
     traces = [begun(meter, 0.5), begun(meter, 2.0), begun(meter, None)]
     traces[1].router_queue_seconds = 1.0
-    traces[1].prefill = PrefillReport(queue_seconds=0.5, cached_tokens=60)
+    traces[1].latest.prefill = PrefillReport(queue_seconds=0.5, cached_tokens=60)
     report = meter.report([], waits_for_prefill)
     assert (report.requests, report.prompt_tokens) == (3, 300)
     assert (report.first_tokens, report.ttft_attained) == (2, 1)
@@ -49,9 +50,9 @@ def test_ends_count_tokens_and_the_time_between_them() -> None:
     meter = TrafficMeter(TARGETS)
     for gap in (0.05, 0.2):
         trace = begun(meter, 0.1, tokens=11)
-        trace.decode = DecodeReport(queue_seconds=0.25)
+        trace.latest.decode = DecodeReport(queue_seconds=0.25)
         assert trace.first_sent is not None
-        trace.last_sent = trace.first_sent + 10 * gap
+        trace.sent(trace.first_sent + 10 * gap)
         meter.end(trace, "length")
     meter.end(begun(meter, 0.1, tokens=1), "stop")
     report = meter.report([], waits_for_prefill)
