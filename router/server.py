@@ -27,11 +27,12 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.router.doors.doors import Doors
 from kvrelay.router.entry.callers import Callers, public_certificates
 from kvrelay.router.entry.front import Front
+from kvrelay.router.errors import Unavailable
 from kvrelay.router.faces import reflection
 from kvrelay.router.faces.grpc_face import SERVICE, GrpcFace
-from kvrelay.router.faces.http.chat import Chats
 from kvrelay.router.faces.http.face import HttpFace
 from kvrelay.router.faces.page.page import Page
+from kvrelay.router.faces.readers import chats_of, reading
 from kvrelay.router.placing.health import FleetHealth
 from kvrelay.router.placing.placement import Demand, LeastWork, NoPlace, Placement
 from kvrelay.router.placing.prefixes import PrefixIndex
@@ -41,12 +42,11 @@ from kvrelay.router.placing.usual import UsualLengths
 from kvrelay.router.records.metrics import RouterMetrics
 from kvrelay.router.records.spans import SpanExport
 from kvrelay.router.records.traffic import LatencyTargets, TrafficMeter
-from kvrelay.router.request.sampling import SamplingDefaults
+from kvrelay.router.request.lanes import Lanes
 from kvrelay.router.request.tokenizer import Tokenizer
 from kvrelay.router.session.budget import RetryBudget
 from kvrelay.router.session.dispatch import Dispatch
 from kvrelay.router.session.pacer import Pacer
-from kvrelay.router.text.tools.choose import reasons, tool_format
 from kvrelay.router.trace import Observer
 from kvrelay.rpc.certificates import server_context
 from kvrelay.rpc.credentials import Credentials, bind
@@ -139,10 +139,13 @@ class RouterServer:
         )
         self._policy = policy
         traffic = TrafficMeter(LatencyTargets(config.ttft_target_seconds, config.tpot_target_seconds))
-        defaults = SamplingDefaults.read(folder)
+        options = {name: getattr(config, name) for name in ("tool_parser", "reasoning_parser", "chat_template")}
+        self._lanes = Lanes({"folder": str(folder), "max_message_bytes": config.max_message_bytes, **options})
+        chats = chats_of(self._tokenizer, config.tool_parser, config.reasoning_parser)
+        read = reading(folder, self._tokenizer, chats, self._lanes)
         self._callers = Callers(config)
         self._watching: asyncio.Task[None] | None = None
-        self._front = Front(dispatch, self._tokenizer, self._callers, observer, defaults, traffic, self._spans)
+        self._front = Front(dispatch, self._callers, observer, read, traffic, self._spans)
         self._doors = Doors(config, self._front.addresses, metrics)
         metrics.watch(
             lambda: (len(self._queue), len(self._trials)),
@@ -158,9 +161,6 @@ class RouterServer:
         self._certificates = public_certificates(config)
         self._http: HttpFace | None = None
         if config.http_port is not None:
-            source = self._tokenizer.template_source
-            format_, splits = tool_format(config.tool_parser, source), reasons(config.reasoning_parser, source)
-            chats = Chats(self._tokenizer, format_, reasons=splits)
             self._http = HttpFace(self._front, self.metrics.registry, chats, self._doors.http)
             if config.page:
                 self._http.app.add_routes(Page(self._front, self.registry, config.name).routes())
@@ -249,6 +249,11 @@ class RouterServer:
         logger.info("listening", extra=fields)
         return self._port
 
+    async def warm(self) -> None:
+        """Begins a process for large requests before one comes."""
+        with suppress(Unavailable):  # it is logged, and tried again
+            await self._lanes.start()
+
     async def _join_first(self) -> None:
         """Meets the workers before the port is bound: until then, connections find another router."""
         self._port, self._http_port = self.config.grpc_port, self.config.http_port or 0
@@ -290,6 +295,7 @@ class RouterServer:
             await self._setting_health
         if self._watching is not None:
             self._watching.cancel()
+        await self._lanes.close()
         self._tokenizer.close()
         if self._spans is not None:
             await self._spans.close()

@@ -26,18 +26,15 @@ from kvrelay.router.errors import (
     DeadlineExceeded,
     Exhausted,
     InternalError,
-    ModelNotFound,
     QueueOverflow,
     RequestError,
     Unavailable,
-    shorten,
 )
 from kvrelay.router.records.requests import Requests
 from kvrelay.router.records.spans import Asked, Ended, SpanExport
 from kvrelay.router.records.traffic import TrafficMeter
-from kvrelay.router.request.sampling import SamplingDefaults
-from kvrelay.router.request.tokenizer import Tokenizer
-from kvrelay.router.request.validation import CheckedRequest, check, completions
+from kvrelay.router.request.reading import Asking, PackedRequest, Plan, Reading
+from kvrelay.router.request.validation import CheckedRequest, completions
 from kvrelay.router.session.dispatch import Dispatch
 from kvrelay.router.session.output import FirstSink, Sink
 from kvrelay.router.session.session import Session
@@ -49,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-INLINE_BYTES = 16 * 1024
-"""A request up to this size is parsed in the event loop, in at most some milliseconds."""
 END_SECONDS = 1.0
 """For calls to end on their workers when the router is to end."""
 
@@ -72,15 +67,14 @@ class Front:
     def __init__(
         self,
         dispatch: Dispatch,
-        tokenizer: Tokenizer,
         callers: Callers,
         observer: Observer | None,
-        defaults: SamplingDefaults,
+        reading: Reading,
         traffic: TrafficMeter,
         spans: SpanExport | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
-        self.defaults = defaults
+        self.tokenizer = reading.tokenizer
+        self._reading = reading
         self.requests = Requests()
         self.traffic = traffic
         self._dispatch = dispatch
@@ -122,7 +116,7 @@ class Front:
     @property
     def served_names(self) -> tuple[str, ...]:
         """The names that requests may give the model, the first of which is its name in answers."""
-        return self.config.served_model_name or (self.model.name,)
+        return self.asking().served_names
 
     def tenant(self, caller: Caller) -> str:
         """The tenant of a caller that costs no more than an answer.
@@ -148,9 +142,7 @@ class Front:
             ModelNotFound: it is another one.
             Unavailable: no worker is ready yet.
         """
-        if name and name not in self.served_names:
-            known = ", ".join(map(repr, self.served_names))
-            raise ModelNotFound(f"model is {shorten(name)}; allowed: {known}, or empty")
+        self.asking().check_model(name)
 
     @property
     def draining(self) -> bool:
@@ -168,10 +160,16 @@ class Front:
         if self._calls:
             await asyncio.wait(self._calls, timeout=END_SECONDS)
 
-    async def apart(self, size: int, work: Callable[[], T]) -> T:
-        """Does the work on a request of `size` bytes: in the event loop if they are few, else in a thread, between
-        whose steps the event loop has its turns."""
-        return await self.tokenizer.run(size <= INLINE_BYTES, work, self.tokenizer.computing)
+    def asking(self, kind: str = "", tenant: str = "", name: str = "", session: str = "") -> Asking:
+        """What a request is read with.
+
+        Args:
+            kind: name of its reader.
+            tenant: the caller's.
+            name: the request's, unless its body has one.
+            session: in place of that of the request.
+        """
+        return Asking(kind, tenant, self._dispatch.registry.model, self.config.served_model_name, name, session)
 
     @contextmanager
     def call(self, caller: Caller, size: int, deadline: float = math.inf) -> Iterator["Call"]:
@@ -278,9 +276,25 @@ class Call:
         self._deadline = deadline
         self._received = time.monotonic()
 
+    async def read(self, kind: str, data: bytes, name: str = "", session: str = "") -> Plan | bytes:
+        """What the call's request asks to be generated, or the answer to it.
+
+        Args:
+            kind: name of its reader.
+            name: the request's, unless its body has one.
+            session: in place of that of the request.
+
+        Raises:
+            RequestError: it is wrong, or can't be read, or has waited too long for others to be read.
+        """
+        front = self._front
+        asking = front.asking(kind, self._grant.tenant, name, session)
+        reading = front._reading.read(data, asking, self.ticket.holder)
+        return await self._in_time(reading, front.config.first_token_timeout_seconds)
+
     async def generate(
         self,
-        request: GenerateRequest,
+        request: GenerateRequest | PackedRequest,
         sink: Sink,
         begin: Callable[[CheckedRequest], object] | None = None,
         shown: frozenset[int] = frozenset(),
@@ -289,7 +303,7 @@ class Call:
         """Runs one request to its end.
 
         Args:
-            request: the caller should keep no reference to it.
+            request: as it was read; the caller should keep no reference to it.
             sink: takes each message; one at a time for each completion.
             begin: called before the first message with the first completion's checked request.
             shown: special tokens whose names are part of the text.
@@ -299,6 +313,10 @@ class Call:
             RequestError: it ended without all of its completions.
         """
         place = place or await self.place()
+        await self._turn()
+        checked: CheckedRequest | None = None
+        if isinstance(request, PackedRequest):
+            request, checked = request.open()
         trace = RequestTrace(self._received, wire_id=request.request_id, context=self._context)
         front, grant = self._front, self._grant
         meter = front.limits.request(grant.key, grant.limits)
@@ -308,7 +326,8 @@ class Call:
             front._callers.check_claim(request.tenant, grant.tenant)
             holder, classes = self.ticket.holder, front.config.classes
             claim, service = claim_of(request.slo_class, request.priority, grant, holder, classes)
-            checked = await check(request, grant.tenant, front.model, front.tokenizer, front.defaults)
+            if checked is None:
+                checked = await front._reading.check(request, front.asking(tenant=grant.tenant))
             trace.service = claim.service_class
             seconds = service.first_token_timeout_seconds or front.config.first_token_timeout_seconds
             checked = replace(checked, claim=claim, first_token_seconds=seconds, shown=shown)
@@ -333,6 +352,11 @@ class Call:
             DeadlineExceeded: that took longer than its first token may take.
         """
         return await self._in_time(self.ticket.place(), self._front.config.first_token_timeout_seconds)
+
+    async def _turn(self) -> None:
+        """Returns when the event loop has time for the call: to check a prompt and begin a completion takes about a
+        millisecond, and so does to end one."""
+        await self._front._reading.turns.take(self.ticket.holder)
 
     async def _in_time(self, waiting: Coroutine[Any, Any, T], seconds: float) -> T:
         """
@@ -368,7 +392,9 @@ class Call:
             yield first()
             await cached.wait()
             for request in requests[1:]:
-                yield later(request, await self.place())
+                place = await self.place()
+                await self._turn()
+                yield later(request, place)
 
         await together(all_())
 
@@ -383,7 +409,10 @@ class Call:
         finally:
             meter.generated(trace.generated_tokens)
         outcome = FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower()
-        self._note_end(trace, cast(Outcome, outcome))
+        try:
+            await self._turn()  # many may end with one step of a worker
+        finally:
+            self._note_end(trace, cast(Outcome, outcome))
 
     async def _run(self, request: CheckedRequest, trace: RequestTrace, sink: Sink, place: Place) -> FinishReason:
         """Runs a session; again if it had to give way before it began, and its call goes on."""

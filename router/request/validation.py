@@ -26,7 +26,7 @@ from kvrelay.router.errors import InvalidRequest, PromptTooLong, shorten
 from kvrelay.router.placing.prefixes import chain_of
 from kvrelay.router.placing.queue import NO_CLAIM, Claim
 from kvrelay.router.request.chat import TemplateFailed
-from kvrelay.router.request.conversation import conversation, cost
+from kvrelay.router.request.conversation import conversation
 from kvrelay.router.request.conversation import size as conversation_size
 from kvrelay.router.request.prompt import PART_TOKENS, Prompt
 from kvrelay.router.request.sampling import (
@@ -267,7 +267,7 @@ async def text_tokens(
     if given == "text":
         tokens = await tokenizer.encode(request.text, most)
     else:
-        tokens = await _encode_chat(request.messages, tokenizer, size, max_bytes, most)
+        tokens = await _encode_chat(request.messages, tokenizer, max_bytes, most)
     if not tokens:
         raise InvalidRequest(f"{given}: number of tokens", 0, "at least 1")
     return tokens
@@ -289,12 +289,10 @@ async def checked_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> 
     return copy
 
 
-async def _encode_chat(
-    chat: ChatMessages, tokenizer: Tokenizer, size: int, max_bytes: int, most: int | None
-) -> "array[int]":
+async def _encode_chat(chat: ChatMessages, tokenizer: Tokenizer, max_bytes: int, most: int | None) -> "array[int]":
     count = len(chat.messages)
     try:
-        return await tokenizer.encode_chat(partial(conversation, chat), cost(chat, size), max_bytes, most)
+        return await tokenizer.encode_chat(partial(conversation, chat), max_bytes, most)
     except LookupError as error:
         limit = "0: this model has no chat template, send text or token ids"
         raise InvalidRequest("messages: number of messages", count, limit) from error

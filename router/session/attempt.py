@@ -43,7 +43,7 @@ from kvrelay.internal.v1.worker_pb2 import (
 from kvrelay.router.placing.prefixes import Expectation
 from kvrelay.router.placing.worker_stream import WorkerStream
 from kvrelay.router.request.validation import CheckedRequest
-from kvrelay.router.session.pacer import Pacer
+from kvrelay.router.session.pacer import Pace
 from kvrelay.router.trace import RequestTrace
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, FinishReason, TokenLogprobs
@@ -126,7 +126,7 @@ class AttemptTokens:
         """Monotonic time at which the pause ends for a token that comes then."""
         self._pauses = 0
         """How many have begun; a timer of an earlier one says nothing."""
-        self._pacer: Pacer | None = None
+        self._pace: Pace | None = None
         """Where the present pause waits for its turn to end; None once it does."""
         self._held = False
         """Whether the pacer was told of the first token of the present pause."""
@@ -196,15 +196,15 @@ class AttemptTokens:
         """A token has come in a pause."""
         if now >= self._until:
             self._let_go(self._pauses)
-        elif not self._held and self._pacer is not None:
+        elif not self._held and self._pace is not None:
             self._held = True
-            self._pacer.hold(self._let_go, self._pauses)
+            self._pace.hold(self._let_go, self._pauses)
 
     def _let_go(self, pause: int) -> None:
         """Ends a pause when it is this stream's turn."""
-        if pause == self._pauses and self._pacer is not None:
-            self._pacer.due(self._resume, pause)
-            self._pacer = None
+        if pause == self._pauses and self._pace is not None:
+            self._pace.due(self._resume, pause)
+            self._pace = None
 
     def _resume(self, pause: int) -> None:
         if pause == self._pauses:
@@ -217,10 +217,10 @@ class AttemptTokens:
 
     # Towards the session.
 
-    def pause(self, until: float, pacer: Pacer) -> None:
+    def pause(self, until: float, pace: Pace) -> None:
         """Tokens that come before the monotonic time `until` gather, unless no more will come."""
         if not self.complete:
-            self._paused, self._until, self._pacer, self._held = True, until, pacer, False
+            self._paused, self._until, self._pace, self._held = True, until, pace, False
             self._pauses += 1
 
     def flush(self) -> None:
@@ -567,10 +567,10 @@ class Attempt:
     def wake(self) -> None:
         self.tokens.wake()
 
-    def pause(self, until: float, pacer: Pacer) -> None:
+    def pause(self, until: float, pace: Pace) -> None:
         """Tokens that come before the monotonic time `until` gather, unless no more will come."""
         if self.failure is None:
-            self.tokens.pause(until, pacer)
+            self.tokens.pause(until, pace)
 
     def take(self) -> Taken:
         """The new tokens in order, and what was asked for beside them; nothing while tokens gather."""

@@ -17,7 +17,7 @@ from kvrelay.router.errors import InvalidRequest
 from kvrelay.router.request.validation import CheckedRequest, Resumed
 from kvrelay.router.session.attempt import Attempt, Taken
 from kvrelay.router.session.dispatch import Dispatch
-from kvrelay.router.session.pacer import UNPACED_TOKENS
+from kvrelay.router.session.pacer import UNPACED_TOKENS, Pace
 from kvrelay.router.text.detokenizer import Detokenizer, TokenBytes
 from kvrelay.router.text.stops import StopStrings
 from kvrelay.router.trace import RequestTrace
@@ -192,6 +192,7 @@ class Output:
         """Monotonic time at which the latest token was sent or the latest attempt began."""
         self._request, self._trace, self._sink, self._dispatch = request, trace, sink, dispatch
         self._completion = Completion(request, dispatch.token_bytes)
+        self._pace = Pace(dispatch.pacer, request.claim.tenant)
         self._first = True
         self._open: Attempt | None = None
         """The attempt whose plain tokens need not wake the session; None while there is none."""
@@ -250,7 +251,7 @@ class Output:
             attempt: its next tokens gather meanwhile, by the router's pace.
         """
         if attempt is not None:
-            self._pace(attempt)
+            self._gather_behind(attempt)
         await self._sink.write(self._message(piece))
         self._sent(time.monotonic())
 
@@ -272,7 +273,7 @@ class Output:
             return False
         try:
             piece = self.add(attempt.take())
-            self._pace(attempt)
+            self._gather_behind(attempt)
             self._sink.write_now(self._message(piece))
             self._sent(time.monotonic())
         except Exception as error:  # noqa: BLE001  # `wait` raises it
@@ -281,10 +282,10 @@ class Output:
             return False
         return True
 
-    def _pace(self, attempt: Attempt) -> None:
+    def _gather_behind(self, attempt: Attempt) -> None:
         """A message is about to be sent: the tokens that follow it gather."""
-        if self._trace.completion_tokens >= UNPACED_TOKENS and (pace := self._dispatch.pacer.seconds):
-            attempt.pause(time.monotonic() + pace, self._dispatch.pacer)
+        if self._trace.completion_tokens >= UNPACED_TOKENS and (seconds := self._pace.seconds):
+            attempt.pause(time.monotonic() + seconds, self._pace)
 
     def _sent(self, now: float) -> None:
         self.progress = now

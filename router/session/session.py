@@ -121,13 +121,13 @@ class Session:
             await self._output.finish(Piece("", (), finish_reason))
             return finish_reason
         attempt = await self._place_first()
-        self._dispatch.pacer.streams += 1
+        self._dispatch.pacer.begin(self._request.claim.tenant)
         try:
             while not (finish_reason := await self._follow(attempt)):
                 attempt = await self._retry(attempt)
             return finish_reason
         finally:
-            self._dispatch.pacer.streams -= 1
+            self._dispatch.pacer.end(self._request.claim.tenant)
             self._alarm.close()
             attempt.close()
             self._end_trial()

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Coroutine
 from functools import partial
 from importlib.resources import files
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from aiohttp import web
 from pydantic import Field
@@ -25,7 +25,7 @@ from pydantic_core import to_json
 
 from kvrelay.router.entry.front import Front
 from kvrelay.router.errors import NotKept, RequestError, SlowReader, shorten
-from kvrelay.router.faces.http.body import declared_size, parse, read
+from kvrelay.router.faces.http.body import declared_size, read
 from kvrelay.router.faces.http.errors import body_of
 from kvrelay.router.faces.http.exchange import Events, caller_of, check_type
 from kvrelay.router.faces.http.fields import Fields
@@ -35,6 +35,7 @@ from kvrelay.router.placing.registry import WorkerRegistry
 from kvrelay.router.placing.shares import Seats
 from kvrelay.router.records.life import Life, life
 from kvrelay.router.records.requests import RECENT, Ended
+from kvrelay.router.request.reading import Plan
 from kvrelay.router.request.validation import CheckedRequest
 from kvrelay.router.session.output import AwaitedSink
 from kvrelay.v1.inference_pb2 import GenerateRequest, GenerateResponse
@@ -204,9 +205,9 @@ class Page:
             with front.generation(caller_of(request), declared_size(request, most)) as call:
                 data = await read(request, most, limit)
                 call.ticket.resize(len(data))
-                ask = await front.apart(len(data), partial(parse, Ask, data))
+                plan = cast(Plan, await call.read("page", data))
                 run = _Run(front, events)
-                await run.follow(call.generate(ask.request(), AwaitedSink(run.write), run.begin))
+                await run.follow(call.generate(plan.requests.pop(), AwaitedSink(run.write), run.begin))
                 return await events.end(run.end())
         except SlowReader:
             raise asyncio.CancelledError from None
