@@ -19,6 +19,9 @@ A sequence takes the blocks for all of its tokens when it starts to run, then on
 left, the newest sequence of the holder with most blocks gives up its blocks. It waits again until those that run are
 expected to leave enough for it. The oldest one never gives up its blocks, so it always advances, and none starves.
 
+Where sequences of several holders run, each holder has a share of the step (`engine/fairness.py`). If it is too small
+for all that the holder has, those that decode take turns, and the oldest prompt goes first.
+
 `kvrelay.engine.engine` explains what changes when steps are planned ahead.
 """
 
@@ -31,6 +34,7 @@ from typing import TYPE_CHECKING
 
 from kvrelay.engine.allocator import Allocator
 from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.fairness import StepCosts, StepShares, shares_of_step
 from kvrelay.engine.kv.blocks import Hold, IntegrityError
 from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.kv.tables import BlockTables
@@ -95,7 +99,11 @@ class Scheduler:
         self._rows = min(config.max_sequences, config.max_batch_tokens)
         self._tables = BlockTables(self._rows, self._limits.table_width)
         self._allocator = Allocator(prefix, self._limits, self._live, self._running, self._ready, self._waiting)
-        self._handles, self._steps = itertools.count(), itertools.count()
+        self._handles = itertools.count()
+        self._step = 0
+        """Number of the next plan."""
+        self.costs = StepCosts()
+        """What steps cost, as whoever runs them observes it: then their time is shared among holders."""
         self._lag = lag
         self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
 
@@ -230,8 +238,13 @@ class Scheduler:
             return None
         self._admit()
         rows: list[Row] = []
-        budget = self._schedule_decodes(rows, self.config.max_batch_tokens)
-        budget = self._schedule_chunks(rows, budget)
+        decodes, budget = self._ready_to_decode(), self.config.max_batch_tokens
+        shares = shares_of_step(self.costs, self._running, decodes, budget, self._step)
+        if shares is not None:
+            decodes.sort(key=_turn)
+            budget = shares.total
+        budget = self._schedule_decodes(rows, decodes, budget, shares)
+        budget = self._schedule_chunks(rows, budget, shares)
         if not rows:
             return None
         keep: tuple[int, ...] = ()
@@ -240,7 +253,8 @@ class Scheduler:
             room, spare = min(budget, self._rows - len(rows)), len(self._running)
             add_drafts(self.speculation, rows, room, partial(self.prefix.make_room, spare=spare))
         block_tables = tables_of(rows, self._tables, self._limits)
-        plan = build_plan(next(self._steps), rows, block_tables, keep, behind=bool(self._in_flight))
+        plan = build_plan(self._step, rows, block_tables, keep, behind=bool(self._in_flight))
+        self._step += 1
         self._in_flight.append((plan, [row.sequence for row in rows for _ in range(row.rows)]))
         return plan
 
@@ -316,28 +330,37 @@ class Scheduler:
         wanted = [len(sequence.hold.blocks) * self._block_size <= sequence.reach for sequence in running]
         return not any(wanted) or self._pool.can_allocate((), sum(wanted) + kept)
 
-    def _schedule_decodes(self, rows: list[Row], budget: int) -> int:
-        """One token for each sequence that lacks one, oldest first. Returns the rest of the budget."""
+    def _ready_to_decode(self) -> list[Sequence]:
+        """The sequences that lack one token and can compute it now, oldest first."""
+        return [
+            sequence
+            for sequence in self._running
+            if sequence.expected - sequence.reach == 1
+            and not (sequence.yields and not continues_unseen(sequence, sequence.expected, self.speculation))
+            and has_mask(sequence)
+        ]
+
+    def _schedule_decodes(
+        self, rows: list[Row], decodes: list[Sequence], budget: int, shares: StepShares | None
+    ) -> int:
+        """One token for each of these sequences, in their order. Returns the rest of the budget."""
         preemptions = self.preemptions
-        # A copy: `_extend` may take any but the first out of the list.
-        for sequence in tuple(self._running):
-            if not budget:
-                break
-            length = sequence.expected
-            if length - sequence.reach != 1 or sequence.status is not Status.RUNNING:
+        for sequence in decodes:
+            # `_extend` may have preempted it for one before it.
+            if sequence.status is not Status.RUNNING or (shares is not None and not shares.decodes[sequence.holder]):
                 continue
-            if (sequence.yields and not continues_unseen(sequence, length, self.speculation)) or not has_mask(sequence):
-                continue
-            if length <= len(sequence.hold.blocks) * self._block_size or self._extend(sequence):
+            if sequence.expected <= len(sequence.hold.blocks) * self._block_size or self._extend(sequence):
                 rows.append(Row(sequence, 1))
                 budget -= 1
+                if shares is not None:
+                    shares.decodes[sequence.holder] -= 1
         if self.preemptions > preemptions:
             left = [row for row in rows if row.sequence.status is Status.RUNNING]
             budget += len(rows) - len(left)
             rows[:] = left
         return budget
 
-    def _schedule_chunks(self, rows: list[Row], budget: int) -> int:
+    def _schedule_chunks(self, rows: list[Row], budget: int, shares: StepShares | None) -> int:
         """Shares the budget among the sequences that lack more than one token, oldest first. Returns the rest.
 
         A chunk that isn't the last ends at a block's border if it reaches one, so that whole blocks can be sent.
@@ -346,16 +369,19 @@ class Scheduler:
             if not budget:
                 break
             start, end = sequence.reach, sequence.expected
-            if end - start == 1:
+            most = budget if shares is None else min(budget, shares.chunks[sequence.holder])
+            if end - start == 1 or not most:
                 continue
-            if end - start <= budget and not has_mask(sequence):
+            if end - start <= most and not has_mask(sequence):
                 continue
-            if end - start > budget:
-                end = start + budget
+            if end - start > most:
+                end = start + most
                 border = end - end % self._block_size
                 end = border if border > start else end
             rows.append(Row(sequence, end - start))
             budget -= end - start
+            if shares is not None:
+                shares.chunks[sequence.holder] -= end - start
         return budget
 
     # What a step did.
@@ -396,6 +422,7 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
+        sequence.turn = self._step
         sequence.slot = self._tables.acquire()
         if sequence.lifetime.scheduled is None:
             sequence.lifetime.scheduled = now()
@@ -461,4 +488,4 @@ class Scheduler:
         return sequence
 
 
-_arrival = attrgetter("handle")
+_arrival, _turn = attrgetter("handle"), attrgetter("turn")
