@@ -49,7 +49,7 @@ class Line(NamedTuple):
     """Tokens of the largest steps that it was fitted to."""
 
 
-class StepCosts:
+class StepTimes:
     """What the steps of one engine cost, as far as they were observed."""
 
     def __init__(self) -> None:
@@ -114,6 +114,15 @@ class StepCosts:
         return Line(seconds_mean - each * tokens_mean, each, max(tokens for tokens, _ in points))
 
 
+class Most(NamedTuple):
+    """What a step may have."""
+
+    tokens: int
+    rows: int
+    spare: int
+    """Sequences that may run beyond these rows: those of holders of few, which need not wait for others to end."""
+
+
 @dataclass(slots=True)
 class StepShares:
     """Tokens that a step has for each holder; what the scheduler hands out is taken away."""
@@ -127,7 +136,7 @@ class StepShares:
 
 
 def shares_of_step(
-    costs: StepCosts, running: Iterable[Sequence], decodes: Iterable[Sequence], most: int, step: int
+    times: StepTimes, running: Iterable[Sequence], decodes: Iterable[Sequence], most: Most, step: int
 ) -> StepShares | None:
     """The shares of the holders whose sequences run; None if there is only one.
 
@@ -136,18 +145,21 @@ def shares_of_step(
 
     Args:
         decodes: those of `running` that can compute the one token that they lack.
-        most: tokens of the step at most.
+        most: of the step.
         step: its number.
     """
     chunks: Counter[int] = Counter()
+    prompts = 0
     for sequence in running:
         lack = sequence.expected - sequence.reach
         chunks[sequence.holder] += lack if lack > 1 else 0
+        prompts += lack > 1
     if len(chunks) < 2:
         return None
     rows = Counter([sequence.holder for sequence in decodes])
+    rows = Counter(max_min(rows, most.rows - min(prompts, most.spare)))
     wanted = {holder: max(1, rows[holder] + lack) for holder, lack in chunks.items()}
-    total = costs.most_tokens(min(wanted.values()), len(wanted), most)
+    total = times.most_tokens(min(wanted.values()), len(wanted), most.tokens)
     for holder, share in max_min(wanted, total).items():
         # If it has too little for all, prompts have half, and neither side waits for ever where that is one token.
         half = (share + step % 2) // 2
