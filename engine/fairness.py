@@ -1,17 +1,17 @@
 """How the holders of requests share the time of steps.
 
-A step takes as long for a holder of one sequence as for one of hundreds that are in it. So where the sequences of k
-holders run, a step has no more tokens than may cost k times the smallest holder's own:
+A step takes as long for a holder of one sequence as for one of hundreds that are in it. So where sequences of k holders
+run, a step has no more tokens than may cost k times the smallest holder's own:
 
     seconds(tokens) <= k * seconds(smallest)          seconds(tokens) = fixed + each * tokens
 
 Each holder gets as many tokens as it can use, up to the same share for all who can use more (max-min). A holder whose
-sequences are the only ones that run has no limit. The two costs are fitted to the steps that the engine has run; where
+sequences are the only ones that run, or come soon, has no limit. The two costs are fitted to the steps that the engine has run; where
 weights bound a step, as on GPUs, `each` is so small beside `fixed` that nobody is limited.
 """
 
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple, TypeVar
@@ -136,19 +136,25 @@ class StepShares:
 
 
 def shares_of_step(
-    times: StepTimes, running: Iterable[Sequence], decodes: Iterable[Sequence], most: Most, step: int
+    times: StepTimes,
+    running: Iterable[Sequence],
+    decodes: Iterable[Sequence],
+    coming: Collection[int],
+    most: Most,
+    step: int,
 ) -> StepShares | None:
-    """The shares of the holders whose sequences run; None if there is only one.
+    """The shares of the holders whose sequences run, or are to come soon; None if there is only one.
 
-    A holder whose sequences can't take part in this step, since what they wait for is still computed, counts as one
+    A holder whose sequences can't take part in this step, since they or their masks aren't there yet, counts as one
     with a single token: a long step would keep it waiting.
 
     Args:
         decodes: those of `running` that can compute the one token that they lack.
+        coming: holders whose sequences come soon.
         most: of the step.
         step: its number.
     """
-    chunks: Counter[int] = Counter()
+    chunks: Counter[int] = Counter(dict.fromkeys(coming, 0))
     prompts = 0
     for sequence in running:
         lack = sequence.expected - sequence.reach

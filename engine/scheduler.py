@@ -109,6 +109,8 @@ class Scheduler:
         """Number of the next plan."""
         self.times = StepTimes()
         """What steps cost, as whoever runs them observes it: then their time is shared among holders."""
+        self.coming: frozenset[int] = frozenset()
+        """Holders of requests that will soon ask for a reservation. Any thread may set it."""
         self._lag = lag
         self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
 
@@ -246,7 +248,8 @@ class Scheduler:
         self._admit()
         rows: list[Row] = []
         decodes, budget = self._ready_to_decode(), self.config.max_batch_tokens
-        shares = shares_of_step(self.times, self._running, decodes, self._most, self._step)
+        coming = self.coming | self._allocator.reserving
+        shares = shares_of_step(self.times, self._running, decodes, coming, self._most, self._step)
         if shares is not None:
             decodes.sort(key=_turn)
             budget = shares.total
