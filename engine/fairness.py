@@ -6,8 +6,8 @@ run, a step has no more tokens than may cost k times the smallest holder's own:
     seconds(tokens) <= k * seconds(smallest)          seconds(tokens) = fixed + each * tokens
 
 Each holder gets as many tokens as it can use, up to the same share for all who can use more (max-min). A holder whose
-sequences are the only ones that run, or come soon, has no limit. The two costs are fitted to the steps that the engine has run; where
-weights bound a step, as on GPUs, `each` is so small beside `fixed` that nobody is limited.
+sequences are the only ones that run, or come soon, has no limit. The two costs are fitted to the steps that the engine
+has run; where weights bound a step, as on GPUs, `each` is so small beside `fixed` that nobody is limited.
 """
 
 from collections import Counter, deque
