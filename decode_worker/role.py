@@ -59,6 +59,8 @@ class DecodeRole(HandoffRole):
         super().__init__(worker)
         self._promised: dict[Key, Holding] = {}
         """Blocks that requests without a reservation are expected to need in the end."""
+        self._coming: dict[Key, int] = {}
+        """Holders of the requests that have not asked for blocks yet."""
         self._room = Room(worker.pool.num_blocks, worker.layout.block_size)
         self._service = HandoffService(self.setup, self)
         self._receiver = self._service.receiver
@@ -84,6 +86,8 @@ class DecodeRole(HandoffRole):
         if submit.phase == PHASE_DECODE:
             blocks = self._room.wanted(request, len(request.tokens))
             self._promised[request.key] = Holding(holder=request.holder, blocks=blocks)
+            self._coming[request.key] = request.holder
+            self.worker.expect_holders(frozenset(self._coming.values()))
         super().submit(request, submit)
 
     def take(self, request: Request, submit: Submit) -> None:
@@ -104,6 +108,7 @@ class DecodeRole(HandoffRole):
 
     def end(self, key: Key, code: Code) -> None:
         self._promised.pop(key, None)
+        self._has_come(key)
         self._receiver.cancel(key, code)
 
     def on_step(self, progress: Sequence[Progress]) -> None:
@@ -113,6 +118,7 @@ class DecodeRole(HandoffRole):
 
     def reserve(self, key: Key, answer: Callable[[Reservation | Exception | None], None], *, passing: bool) -> None:
         def answered(outcome: Reservation | Exception | None) -> None:
+            self._has_come(key)
             if isinstance(outcome, ValueError):
                 self.worker.fail(key, Failure(code=Failure.CODE_INVALID, message=str(outcome)))
                 outcome = None
@@ -126,6 +132,10 @@ class DecodeRole(HandoffRole):
             self.worker.post_to_loop(answer, None)
         else:
             self.worker.reserve(request, answered, passing=passing)
+
+    def _has_come(self, key: Key) -> None:
+        if self._coming.pop(key, None) is not None:
+            self.worker.expect_holders(frozenset(self._coming.values()))
 
     def waits(self, key: Key) -> None:
         self.worker.note_wait(key, WAIT_BLOCKS)

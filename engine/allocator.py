@@ -41,6 +41,11 @@ class Allocator:
         self._reserved = [(hold, request) for hold, request in self._reserved if not hold.released]
         return len(self._reserved)
 
+    @property
+    def reserving(self) -> set[int]:
+        """Holders of reservations whose sequences are still to come."""
+        return {request.holder for hold, request in self._reserved if not hold.released}
+
     def use(self, soon_tokens: float = 0) -> Use:
         """What sequences and reservations take; `soon_tokens` as in `Room.use`."""
         return self._room.use(self._live.values(), self._reserved, soon_tokens)

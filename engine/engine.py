@@ -39,7 +39,10 @@ class Engine:
         self.on_step: Callable[[StepPlan, StepOutput, float], None] | None = None
         """Called with each step that was committed, and the seconds that `step` took for it."""
         self.on_launch: OnLaunch | None = None
-        self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
+        self._in_flight: deque[tuple[StepPlan, StepHandle, float]] = deque()
+        """Plans, what they become, and when they were begun."""
+        self._committed = 0.0
+        """When the step before was committed."""
 
     def warm_up(self) -> None:
         """Runs what would make the first steps slow, and measures what steps cost if that is needed. Before there are
@@ -74,21 +77,25 @@ class Engine:
         """
         began = now()
         while True:
+            planned = now()
             plan = self.scheduler.plan()
             if plan is not None:
                 handle = self.runner.launch(plan)
-                self._in_flight.append((plan, handle))
+                self._in_flight.append((plan, handle, planned))
                 if self.runner.lag and self.on_launch is not None:
                     self.on_launch(self.scheduler.newest(), handle.written)
                 if len(self._in_flight) <= self.runner.lag:
                     continue
             if not self._in_flight:
                 return []
-            oldest, handle = self._in_flight.popleft()
+            oldest, handle, planned = self._in_flight.popleft()
             out = handle.result()
             self._computed_tokens += oldest.num_tokens
             reports = self.scheduler.commit(oldest, out)
             ended = now()
+            # Two steps overlap: a step's own time begins when the one before it has ended.
+            self.scheduler.times.observe(oldest.num_tokens, ended - max(planned, self._committed))
+            self._committed = ended
             self.steps += 1
             self.step_seconds += ended - began
             if self.on_step is not None:

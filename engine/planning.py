@@ -139,7 +139,7 @@ def build_plan(
         generated.append(completion)
         sequence.scheduled += length
         sequence.yields += end == expected
-        sequence.row = row
+        sequence.row, sequence.turn = row, step
         if sequence.unscored:
             parts += _prompt_part(row, sequence, start, end)
         if sequence.states is not None:

@@ -13,24 +13,29 @@ whose KV came from another worker differ only in how far apart the two are.
     waiting   in order of arrival; producers `add` and preemption, consumer `plan`. The first one blocks the rest, but
               not the requests of holders of little (`engine/room.py`).
     ready     in order of arrival; producer `resume`, consumer `plan`. Passes waiting while that lacks blocks.
-    running   in order of arrival; has a row of the block tables and all blocks for its tokens so far.
+    running   in order of arrival; has a row of the block tables and all blocks for its tokens so far. If all rows are
+              taken, those of holders of few have spare ones.
 
 A sequence takes the blocks for all of its tokens when it starts to run, then one by one as it decodes. If no block is
 left, the newest sequence of the holder with most blocks gives up its blocks. It waits again until those that run are
 expected to leave enough for it. The oldest one never gives up its blocks, so it always advances, and none starves.
+
+Where sequences of several holders run, each holder has a share of the step (`engine/fairness.py`). If it is too small
+for all that the holder has, those that decode take turns, and the oldest prompt goes first.
 
 `kvrelay.engine.engine` explains what changes when steps are planned ahead.
 """
 
 import itertools
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from kvrelay.engine.allocator import Allocator
 from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.fairness import Most, StepShares, StepTimes, shares_of_step
 from kvrelay.engine.kv.blocks import Hold, IntegrityError
 from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.kv.tables import BlockTables
@@ -57,6 +62,9 @@ from kvrelay.engine.states import StatesLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+SPARE_SHARE = 8
+"""Rows divided by this are kept beside a step's rows for holders of few sequences."""
 
 
 class Scheduler:
@@ -93,9 +101,16 @@ class Scheduler:
         self._live: dict[tuple[str, int], Sequence] = {}
         # Each row of a step needs a token.
         self._rows = min(config.max_sequences, config.max_batch_tokens)
-        self._tables = BlockTables(self._rows, self._limits.table_width)
+        self._most = Most(config.max_batch_tokens, self._rows, self._rows // SPARE_SHARE)
+        self._tables = BlockTables(self._rows + self._most.spare, self._limits.table_width)
         self._allocator = Allocator(prefix, self._limits, self._live, self._running, self._ready, self._waiting)
-        self._handles, self._steps = itertools.count(), itertools.count()
+        self._handles = itertools.count()
+        self._step = 0
+        """Number of the next plan."""
+        self.times = StepTimes()
+        """What steps cost, as whoever runs them observes it: then their time is shared among holders."""
+        self.coming: frozenset[int] = frozenset()
+        """Holders of requests that will soon ask for a reservation. Any thread may set it."""
         self._lag = lag
         self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
 
@@ -132,7 +147,8 @@ class Scheduler:
             ValueError: as `add`.
         """
         self._check(request)
-        if not self._free_slots():
+        few = sum([one.holder == request.holder for one in self._live.values()]) < self._most.spare
+        if not self._free_slots(self._most.spare if request.holder and few else 0):
             return None
         hold = self._allocator.reserve(request, passing=passing)
         if hold is None:
@@ -211,10 +227,11 @@ class Scheduler:
         counts = len(self._waiting) + len(self._ready), len(self._running), pending, self._free_slots()
         return EngineLoad(pool.total, pool.free, pool.cached, pool.held, *counts, self._allocator.use(soon_tokens))
 
-    def _free_slots(self) -> int:
-        """How many more reservations may be granted: a few more than rows, so that no row waits for a transfer."""
+    def _free_slots(self, spare: int = 0) -> int:
+        """How many more reservations may be granted: a few more than rows, so that no row waits for a transfer; and
+        `spare` ones."""
         used = len(self._running) + len(self._ready) + self._allocator.reservations
-        return max(0, self._rows + max(1, self._rows // 8) - used)
+        return max(0, self._rows + max(1, self._rows // 8) + spare - used)
 
     # One step.
 
@@ -230,8 +247,14 @@ class Scheduler:
             return None
         self._admit()
         rows: list[Row] = []
-        budget = self._schedule_decodes(rows, self.config.max_batch_tokens)
-        budget = self._schedule_chunks(rows, budget)
+        decodes, budget = self._ready_to_decode(), self.config.max_batch_tokens
+        coming = self.coming | self._allocator.reserving
+        shares = shares_of_step(self.times, self._running, decodes, coming, self._most, self._step)
+        if shares is not None:
+            decodes.sort(key=_turn)
+            budget = shares.total
+        budget = self._schedule_decodes(rows, decodes, budget, shares)
+        budget = self._schedule_chunks(rows, budget, shares)
         if not rows:
             return None
         keep: tuple[int, ...] = ()
@@ -240,7 +263,8 @@ class Scheduler:
             room, spare = min(budget, self._rows - len(rows)), len(self._running)
             add_drafts(self.speculation, rows, room, partial(self.prefix.make_room, spare=spare))
         block_tables = tables_of(rows, self._tables, self._limits)
-        plan = build_plan(next(self._steps), rows, block_tables, keep, behind=bool(self._in_flight))
+        plan = build_plan(self._step, rows, block_tables, keep, behind=bool(self._in_flight))
+        self._step += 1
         self._in_flight.append((plan, [row.sequence for row in rows for _ in range(row.rows)]))
         return plan
 
@@ -288,12 +312,13 @@ class Scheduler:
     def _admit(self) -> None:
         """Starts sequences, in order of arrival, as long as there are rows, blocks and budget for them.
 
-        A sequence that has its KV needs a row only, so it passes those that lack blocks or budget.
+        A sequence that has its KV needs a row only, so it passes those that lack blocks or budget. If all rows are
+        taken, one whose holder has few takes a spare one: then rows take turns.
         """
         waiting, ready = self._waiting, self._ready
         demand = sum([sequence.expected - sequence.reach for sequence in self._running]) if waiting else 0
         blocked = False
-        while self._tables.vacant:
+        while len(self._running) < self._rows:
             blocked = blocked or demand >= self.config.max_batch_tokens
             if waiting and not blocked and not (ready and ready[0].handle < waiting[0].handle):
                 found = self._allocator.next_waiting()
@@ -307,6 +332,17 @@ class Scheduler:
                 break
             demand += len(sequence.tokens) - sequence.num_computed
             self._start(sequence)
+        if ready and self._tables.vacant:
+            self._admit_spare()
+
+    def _admit_spare(self) -> None:
+        """Starts ready sequences of holders of few, beyond the rows of a step."""
+        rows = Counter([sequence.holder for sequence in self._running])
+        for sequence in tuple(self._ready):
+            if self._tables.vacant and sequence.holder and rows[sequence.holder] < self._most.spare:
+                rows[sequence.holder] += 1
+                self._ready.remove(sequence)
+                self._start(sequence)
 
     def _can_extend_all(self) -> bool:
         """Whether every running sequence that needs one more block can get it without a preemption."""
@@ -316,46 +352,60 @@ class Scheduler:
         wanted = [len(sequence.hold.blocks) * self._block_size <= sequence.reach for sequence in running]
         return not any(wanted) or self._pool.can_allocate((), sum(wanted) + kept)
 
-    def _schedule_decodes(self, rows: list[Row], budget: int) -> int:
-        """One token for each sequence that lacks one, oldest first. Returns the rest of the budget."""
+    def _ready_to_decode(self) -> list[Sequence]:
+        """The sequences that lack one token and can compute it now, oldest first."""
+        return [
+            sequence
+            for sequence in self._running
+            if sequence.expected - sequence.reach == 1
+            and not (sequence.yields and not continues_unseen(sequence, sequence.expected, self.speculation))
+            and has_mask(sequence)
+        ]
+
+    def _schedule_decodes(
+        self, rows: list[Row], decodes: list[Sequence], budget: int, shares: StepShares | None
+    ) -> int:
+        """One token for each of these sequences, in their order. Returns the rest of the budget."""
         preemptions = self.preemptions
-        # A copy: `_extend` may take any but the first out of the list.
-        for sequence in tuple(self._running):
-            if not budget:
+        for sequence in decodes:
+            if len(rows) == self._rows:
                 break
-            length = sequence.expected
-            if length - sequence.reach != 1 or sequence.status is not Status.RUNNING:
+            # `_extend` may have preempted it for one before it.
+            if sequence.status is not Status.RUNNING or (shares is not None and not shares.decodes[sequence.holder]):
                 continue
-            if (sequence.yields and not continues_unseen(sequence, length, self.speculation)) or not has_mask(sequence):
-                continue
-            if length <= len(sequence.hold.blocks) * self._block_size or self._extend(sequence):
+            if sequence.expected <= len(sequence.hold.blocks) * self._block_size or self._extend(sequence):
                 rows.append(Row(sequence, 1))
                 budget -= 1
+                if shares is not None:
+                    shares.decodes[sequence.holder] -= 1
         if self.preemptions > preemptions:
             left = [row for row in rows if row.sequence.status is Status.RUNNING]
             budget += len(rows) - len(left)
             rows[:] = left
         return budget
 
-    def _schedule_chunks(self, rows: list[Row], budget: int) -> int:
+    def _schedule_chunks(self, rows: list[Row], budget: int, shares: StepShares | None) -> int:
         """Shares the budget among the sequences that lack more than one token, oldest first. Returns the rest.
 
         A chunk that isn't the last ends at a block's border if it reaches one, so that whole blocks can be sent.
         """
         for sequence in self._running if len(rows) < len(self._running) else ():
-            if not budget:
+            if not budget or len(rows) == self._rows:
                 break
             start, end = sequence.reach, sequence.expected
-            if end - start == 1:
+            most = budget if shares is None else min(budget, shares.chunks[sequence.holder])
+            if end - start == 1 or not most:
                 continue
-            if end - start <= budget and not has_mask(sequence):
+            if end - start <= most and not has_mask(sequence):
                 continue
-            if end - start > budget:
-                end = start + budget
+            if end - start > most:
+                end = start + most
                 border = end - end % self._block_size
                 end = border if border > start else end
             rows.append(Row(sequence, end - start))
             budget -= end - start
+            if shares is not None:
+                shares.chunks[sequence.holder] -= end - start
         return budget
 
     # What a step did.
@@ -396,6 +446,7 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
+        sequence.turn = self._step
         sequence.slot = self._tables.acquire()
         if sequence.lifetime.scheduled is None:
             sequence.lifetime.scheduled = now()
@@ -461,4 +512,4 @@ class Scheduler:
         return sequence
 
 
-_arrival = attrgetter("handle")
+_arrival, _turn = attrgetter("handle"), attrgetter("turn")

@@ -69,6 +69,8 @@ class Sequence:
     """Tokens that the plans in flight will sample for it: they come after `tokens` and aren't known yet."""
     row: int = -1
     """Its row in the newest plan that it is in."""
+    turn: int = -1
+    """Number of that plan; before the first one, number of the plan that was next when it started to run."""
     slot: int = -1
     """Its row in the block tables while RUNNING."""
     chain: list[bytes] = field(default_factory=list)
@@ -96,6 +98,11 @@ class Sequence:
         self.chain = self.hold.chain
         self.num_computed = self.furthest = length
         self.lifetime.committed = now()
+
+    @property
+    def holder(self) -> int:
+        """As `Request.holder`."""
+        return self.request.holder
 
     @property
     def num_tokens(self) -> int:

@@ -31,7 +31,7 @@ from kvrelay.internal.v1.worker_pb2 import (
 from kvrelay.router.attempt_outcome import AttemptFailure, Taken
 from kvrelay.router.attempt_part import Part
 from kvrelay.router.attempt_tokens import AttemptTokens
-from kvrelay.router.pacer import Pacer
+from kvrelay.router.pacer import Pace
 from kvrelay.router.prefixes import Expectation
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
@@ -239,10 +239,10 @@ class Attempt:
     def wake(self) -> None:
         self.tokens.wake()
 
-    def pause(self, until: float, pacer: Pacer) -> None:
+    def pause(self, until: float, pace: Pace) -> None:
         """Tokens that come before the monotonic time `until` gather, unless no more will come."""
         if self.failure is None:
-            self.tokens.pause(until, pacer)
+            self.tokens.pause(until, pace)
 
     def take(self) -> Taken:
         """The new tokens in order, and what was asked for beside them; nothing while tokens gather."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvrelay.router.attempt_outcome import Taken
-from kvrelay.router.pacer import Pacer
+from kvrelay.router.pacer import Pace
 from kvrelay.v1.inference_pb2 import FINISH_REASON_UNSPECIFIED, FinishReason, TokenLogprobs
 
 
@@ -44,7 +44,7 @@ class AttemptTokens:
         """Monotonic time at which the pause ends for a token that comes then."""
         self._pauses = 0
         """How many have begun; a timer of an earlier one says nothing."""
-        self._pacer: Pacer | None = None
+        self._pace: Pace | None = None
         """Where the present pause waits for its turn to end; None once it does."""
         self._held = False
         """Whether the pacer was told of the first token of the present pause."""
@@ -114,15 +114,15 @@ class AttemptTokens:
         """A token has come in a pause."""
         if now >= self._until:
             self._let_go(self._pauses)
-        elif not self._held and self._pacer is not None:
+        elif not self._held and self._pace is not None:
             self._held = True
-            self._pacer.hold(self._let_go, self._pauses)
+            self._pace.hold(self._let_go, self._pauses)
 
     def _let_go(self, pause: int) -> None:
         """Ends a pause when it is this stream's turn."""
-        if pause == self._pauses and self._pacer is not None:
-            self._pacer.due(self._resume, pause)
-            self._pacer = None
+        if pause == self._pauses and self._pace is not None:
+            self._pace.due(self._resume, pause)
+            self._pace = None
 
     def _resume(self, pause: int) -> None:
         if pause == self._pauses:
@@ -135,10 +135,10 @@ class AttemptTokens:
 
     # Towards the session.
 
-    def pause(self, until: float, pacer: Pacer) -> None:
+    def pause(self, until: float, pace: Pace) -> None:
         """Tokens that come before the monotonic time `until` gather, unless no more will come."""
         if not self.complete:
-            self._paused, self._until, self._pacer, self._held = True, until, pacer, False
+            self._paused, self._until, self._pace, self._held = True, until, pace, False
             self._pauses += 1
 
     def flush(self) -> None:

@@ -11,18 +11,18 @@ from kvrelay.router.answer import Answer
 from kvrelay.router.attempt import Attempt
 from kvrelay.router.attempt_outcome import Taken
 from kvrelay.router.completion import Completion, Piece
-from kvrelay.router.pacer import UNPACED_TOKENS, Pacer
+from kvrelay.router.pacer import UNPACED_TOKENS, Pace
 from kvrelay.router.trace import RequestTrace
 
 
 class Flow:
     """That of one session. Used on one event loop only."""
 
-    def __init__(self, completion: Completion, answer: Answer, trace: RequestTrace, pacer: Pacer) -> None:
+    def __init__(self, completion: Completion, answer: Answer, trace: RequestTrace, pace: Pace) -> None:
         self._completion = completion
         self._answer = answer
         self._trace = trace
-        self._pacer = pacer
+        self._pace = pace
         self._open: Attempt | None = None
         """The attempt whose plain tokens need not wake the session; None while there is none."""
         self._defect: Exception | None = None
@@ -55,8 +55,8 @@ class Flow:
 
     def pace(self, attempt: Attempt) -> None:
         """A message is about to be sent: the tokens that follow it gather."""
-        if self._trace.completion_tokens >= UNPACED_TOKENS and (pace := self._pacer.seconds):
-            attempt.pause(time.monotonic() + pace, self._pacer)
+        if self._trace.completion_tokens >= UNPACED_TOKENS and (seconds := self._pace.seconds):
+            attempt.pause(time.monotonic() + seconds, self._pace)
 
     def _relay(self) -> bool:
         attempt = self._open

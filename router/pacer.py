@@ -2,18 +2,20 @@
 
 A message costs a router as much as many tokens do. After a message of a stream, its tokens gather for the pace: the
 time in which all streams could send a message and the router still has half of its time left, at most
-`longest_seconds`. The first token that comes later than that is due at once, and takes the gathered ones with it; if
-none comes, they are due when the oldest of them has waited for `longest_seconds`. So with few streams, or slow ones,
-each token goes out when it comes.
+`longest_seconds`. Holders (tenants or addresses) have equal shares of that half: a holder's pace is the time in which
+its own streams could send a message each in its share, so one with few streams doesn't wait for another's many. The
+first token that comes later than that is due at once, and takes the gathered ones with it; if none comes, they are due
+when the oldest of them has waited for `longest_seconds`. So with few streams, or slow ones, each token goes out when it
+comes.
 
-What is due goes out in order, a few streams at a time; then the router reads again what workers have sent. So a router
-that has more to do than it can falls behind in neither: tokens gather while their stream waits for its turn, messages
-become fewer and larger, and none waits longer than a message of each stream takes.
+What is due goes out a few streams at a time, of each holder in turn; then the router reads again what workers have
+sent. So a router that has more to do than it can falls behind in neither: tokens gather while their stream waits for
+its turn, messages become fewer and larger, and none waits longer than a message of each stream takes.
 """
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 UNPACED_TOKENS = 8
@@ -37,18 +39,28 @@ class Pacer:
         Args:
             longest_seconds: longest time that a token waits for others; 0 for none.
         """
-        self.streams = 0
-        """Streams that run; kept by the sessions."""
+        self.streams: Counter[str] = Counter()
+        """Streams of each holder that run; without those who have none."""
         self._longest = longest_seconds
         self._held: deque[tuple[float, OnPause, int]] = deque()
         """When gathered tokens have waited for long enough, on the monotonic clock, in order."""
-        self._due: deque[tuple[OnPause, int]] = deque()
+        self._due: dict[str, deque[tuple[OnPause, int]]] = {}
+        """By holder; the one whose turn it is comes first."""
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
-    def seconds(self) -> float:
-        """The pace now."""
-        return min(self._longest, STREAM_SECONDS * self.streams)
+    def begin(self, holder: str) -> None:
+        """A stream of a holder begins to run."""
+        self.streams[holder] += 1
+
+    def end(self, holder: str) -> None:
+        """One of them has ended."""
+        self.streams[holder] -= 1
+        if not self.streams[holder]:
+            del self.streams[holder]
+
+    def seconds(self, holder: str) -> float:
+        """A holder's pace now."""
+        return min(self._longest, STREAM_SECONDS * self.streams[holder] * len(self.streams))
 
     def hold(self, waited: OnPause, pause: int) -> None:
         """The first token has come in a pause: calls `waited(pause)` when it has waited for long enough."""
@@ -56,11 +68,11 @@ class Pacer:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._longest, self._on_timer)
 
-    def due(self, release: OnPause, pause: int) -> None:
+    def due(self, holder: str, release: OnPause, pause: int) -> None:
         """The tokens of a pause go out when it is their turn: calls `release(pause)`."""
-        self._due.append((release, pause))
-        if len(self._due) == 1:
+        if not self._due:
             asyncio.get_running_loop().call_soon(self._let_go)
+        self._due.setdefault(holder, deque()).append((release, pause))
 
     def _on_timer(self) -> None:
         limit = time.monotonic() + TOGETHER_SECONDS
@@ -73,8 +85,34 @@ class Pacer:
             self._timer = asyncio.get_running_loop().call_later(wait, self._on_timer)
 
     def _let_go(self) -> None:
-        for _ in range(min(AT_ONCE, len(self._due))):
-            release, pause = self._due.popleft()
+        for _ in range(AT_ONCE):
+            if not self._due:
+                return
+            holder = next(iter(self._due))
+            line = self._due.pop(holder)
+            release, pause = line.popleft()
+            if line:
+                self._due[holder] = line
             release(pause)
         if self._due:
             asyncio.get_running_loop().call_soon(self._let_go)
+
+
+class Pace:
+    """The pace of one holder's streams."""
+
+    def __init__(self, pacer: Pacer, holder: str) -> None:
+        self._pacer, self._holder = pacer, holder
+
+    @property
+    def seconds(self) -> float:
+        """As `Pacer.seconds`."""
+        return self._pacer.seconds(self._holder)
+
+    def hold(self, waited: OnPause, pause: int) -> None:
+        """As `Pacer.hold`."""
+        self._pacer.hold(waited, pause)
+
+    def due(self, release: OnPause, pause: int) -> None:
+        """As `Pacer.due`."""
+        self._pacer.due(self._holder, release, pause)

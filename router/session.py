@@ -59,6 +59,7 @@ from kvrelay.router.errors import (
 from kvrelay.router.flow import Flow
 from kvrelay.router.health import Trial
 from kvrelay.router.needs import Needs
+from kvrelay.router.pacer import Pace
 from kvrelay.router.placement import NoPlace, Placement
 from kvrelay.router.queue import QueueFull
 from kvrelay.router.suspects import Suspicion, shape_of
@@ -104,7 +105,7 @@ class Session:
         self._request, self._dispatch, self._trace = request, dispatch, trace
         self._answer, self._deadline = answer, deadline
         self._completion = Completion(request, dispatch.token_bytes)
-        self._flow = Flow(self._completion, answer, trace, dispatch.pacer)
+        self._flow = Flow(self._completion, answer, trace, Pace(dispatch.pacer, request.claim.tenant))
         self._needs = Needs(request, trace, dispatch)
         self._avoid: frozenset[WorkerId] = frozenset()
         self._tried = self._avoid
@@ -127,13 +128,13 @@ class Session:
             await self._answer.finish(Piece("", (), finish_reason))
             return finish_reason
         attempt = await self._place_first()
-        self._dispatch.pacer.streams += 1
+        self._dispatch.pacer.begin(self._request.claim.tenant)
         try:
             while not (finish_reason := await self._follow(attempt)):
                 attempt = await self._retry(attempt)
             return finish_reason
         finally:
-            self._dispatch.pacer.streams -= 1
+            self._dispatch.pacer.end(self._request.claim.tenant)
             self._alarm.close()
             attempt.close()
             self._end_trial()

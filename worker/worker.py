@@ -247,6 +247,10 @@ class Worker:
         self._thread.post(hold.release)
         self._refresh_load()
 
+    def expect_holders(self, holders: frozenset[int]) -> None:
+        """Steps leave time for sequences of these holders, which will come soon."""
+        self._engine.scheduler.coming = holders
+
     def post_to_engine(self, command: Callable[[], object]) -> None:
         """Runs `command` on the engine thread before its next step."""
         self._thread.post(command)

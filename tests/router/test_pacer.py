@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,14 @@ import pytest
 from kvrelay.client import AsyncClient
 from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.router.attempt_tokens import AttemptTokens
-from kvrelay.router.pacer import AT_ONCE, STREAM_SECONDS, UNPACED_TOKENS, Pacer
+from kvrelay.router.pacer import AT_ONCE, STREAM_SECONDS, UNPACED_TOKENS, Pace, Pacer
 from support.router_fakes import FakeCluster, Job, fake_cluster, length_if, pair, run, until
 
 PROMPT = [5, 6, 7]
 TOTAL = 48
 MANY = 10**6
+HERE = "127.0.0.1"
+"""The holder of a test's own streams: without keys, the client's address."""
 
 
 def token_at(index: int) -> int:
@@ -23,7 +26,7 @@ def token_at(index: int) -> int:
 
 def crowded(cluster: FakeCluster) -> None:
     """The router behaves as with many streams."""
-    cluster.router._front._dispatch.pacer.streams += MANY
+    cluster.router._front._dispatch.pacer.streams.update(dict.fromkeys((HERE, "other"), MANY))
 
 
 async def messages(client: AsyncClient, **options: int) -> list[tuple[float, tuple[int, ...]]]:
@@ -48,7 +51,8 @@ def test_all_tokens_come_in_order_and_in_fewer_messages_if_there_are_many_stream
             assert len(seen[-1][1]) or seen[-2][1], "the end brings what has gathered"
             if many:
                 assert len(seen) < TOTAL / 2
-            assert cluster.router._front._dispatch.pacer.streams == MANY * many, "each stream is counted while it runs"
+            left = cluster.router._front._dispatch.pacer.streams
+            assert left == Counter(dict.fromkeys((HERE, "other"), MANY) if many else {}), "counted while it runs"
 
     run(test)
 
@@ -115,8 +119,12 @@ def test_the_pace_grows_with_the_streams_and_no_token_waits_longer_than_allowed(
     async def test() -> None:
         pacer = Pacer(0.02)
         for streams in (1, 10, 100, 10_000):
-            pacer.streams = streams
-            assert pacer.seconds == min(0.02, STREAM_SECONDS * streams)
+            pacer.streams = Counter(many=streams)
+            assert pacer.seconds("many") == min(0.02, STREAM_SECONDS * streams)
+            pacer.begin("few")
+            assert pacer.seconds("few") == 2 * STREAM_SECONDS, "it doesn't wait for the other's"
+            assert pacer.seconds("many") == min(0.02, 2 * STREAM_SECONDS * streams), "the other has half of the time"
+            pacer.end("few")
         began, released = time.monotonic(), dict[int, float]()
         for number in range(200):
             pacer.hold(lambda pause: released.setdefault(pause, time.monotonic()), number)
@@ -129,7 +137,7 @@ def test_the_pace_grows_with_the_streams_and_no_token_waits_longer_than_allowed(
 
 def test_gathered_tokens_go_out_with_the_first_one_after_the_pace_or_by_their_timer() -> None:
     async def test() -> None:
-        tokens, pacer = AttemptTokens(0, 100, scored=False), Pacer(60.0)
+        tokens, pace = AttemptTokens(0, 100, scored=False), Pace(Pacer(60.0), "")
 
         async def released() -> int:
             """Tokens that go out in the next turns of the event loop."""
@@ -139,7 +147,7 @@ def test_gathered_tokens_go_out_with_the_first_one_after_the_pace_or_by_their_ti
 
         assert tokens.append(0, 7, 1.0)
         assert await released() == 1
-        tokens.pause(2.0, pacer)
+        tokens.pause(2.0, pace)
         for index in (1, 2):
             assert tokens.append(index, 7, 1.5)
         assert await released() == 0
@@ -147,14 +155,13 @@ def test_gathered_tokens_go_out_with_the_first_one_after_the_pace_or_by_their_ti
         assert tokens.append(4, 7, 2.5), "before it is its turn"
         assert await released() == 4
 
-        tokens.pause(3.0, pacer)
+        tokens.pause(3.0, pace)
         assert tokens.append(5, 7, 2.5)
         assert await released() == 0, "it has not waited for a minute"
         tokens.flush()
         assert await released() == 1, "nothing gathers after the attempt's failure"
 
-        pacer = Pacer(0.001)
-        tokens.pause(time.monotonic() + 60, pacer)
+        tokens.pause(time.monotonic() + 60, Pace(Pacer(0.001), ""))
         assert tokens.append(6, 7, time.monotonic())
         await until(lambda: tokens.take().token_ids == [7], "its timer lets it go")
 
@@ -170,12 +177,19 @@ def test_a_router_reads_between_the_writes_of_many_streams() -> None:
             released += 1
 
         for _ in range(10 * AT_ONCE):
-            pacer.due(release, 1)
+            pacer.due("", release, 1)
         while released < 10 * AT_ONCE:
             before = released
             await asyncio.sleep(0)
             assert released - before <= AT_ONCE
             turns += 1
         assert turns <= 12
+
+        order: list[int] = []
+        for number in range(10 * AT_ONCE):
+            pacer.due("many", order.append, number)
+        pacer.due("few", order.append, -1)
+        await asyncio.sleep(0)
+        assert order[:3] == [0, -1, 1], "holders take turns"
 
     run(test)
