@@ -314,6 +314,7 @@ class Call:
             RequestError: it ended without all of its completions.
         """
         place = place or await self.place()
+        await self._turn()
         checked: CheckedRequest | None = None
         if isinstance(request, PackedRequest):
             request, checked = request.open()
@@ -353,6 +354,11 @@ class Call:
         """
         return await self._in_time(self.ticket.place(), self._front.config.first_token_timeout_seconds)
 
+    async def _turn(self) -> None:
+        """Returns when the event loop has time for the call: to check a prompt and begin a completion takes about a
+        millisecond."""
+        await self._front._reading.turns.take(self.ticket.holder)
+
     async def _in_time(self, waiting: Coroutine[Any, Any, T], seconds: float) -> T:
         """
         Args:
@@ -387,7 +393,9 @@ class Call:
             yield first()
             await cached.wait()
             for request in requests[1:]:
-                yield later(request, await self.place())
+                place = await self.place()
+                await self._turn()
+                yield later(request, place)
 
         await together(all_())
 

@@ -22,7 +22,7 @@ from kvrelay.router.reading import Asking, Plan, Reader
 from kvrelay.router.shares import Seats
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.validation import DETOKENIZE_IDS, TOKENIZE_BYTES, TOKENIZE_WHY, checked_ids, text_tokens
-from kvrelay.router.wire import BadOutline, check_outline
+from kvrelay.router.wire import BadOutline, check_outline, is_light_message
 from kvrelay.router.writer import Writer
 from kvrelay.rpc.options import public_receive_bytes
 from kvrelay.rpc.tracing import HEADER, STATE_HEADER, TraceContext
@@ -72,7 +72,14 @@ def readers(tokenizer: Tokenizer) -> dict[str, Reader]:
         tokens = await checked_ids("token_ids", request.token_ids, vocab_size)
         return pb.DetokenizeResponse(text=await tokenizer.decode(tokens)).SerializeToString()
 
-    return {"Generate": generate, "Tokenize": tokenize, "Detokenize": detokenize}
+    def reader(kind: type[Message], read: Callable[[bytes, Asking], Awaitable[Plan | bytes]]) -> Reader:
+        return Reader(read, partial(is_light_message, kind=kind.DESCRIPTOR))
+
+    return {
+        "Generate": reader(pb.GenerateRequest, generate),
+        "Tokenize": reader(pb.TokenizeRequest, tokenize),
+        "Detokenize": reader(pb.DetokenizeRequest, detokenize),
+    }
 
 
 class GrpcFace:

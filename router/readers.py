@@ -16,10 +16,11 @@ from kvrelay.router.http.body import parse
 from kvrelay.router.http.chat import Chats
 from kvrelay.router.lanes import DEFECT, Lanes
 from kvrelay.router.page.page import Ask
-from kvrelay.router.reading import Asking, Plan, Reading
+from kvrelay.router.reading import Asking, Plan, Reader, Reading
 from kvrelay.router.sampling import SamplingDefaults
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.tools.choose import ReasoningParserName, ToolParserName, reasons, tool_format
+from kvrelay.router.wire import is_light_json
 
 NICE = 5
 """Niceness of the processes beside that of the router, whose event loop goes first where cores are few."""
@@ -49,7 +50,7 @@ def reading(folder: Path, tokenizer: Tokenizer, chats: Chats, lanes: Lanes | Non
     Raises:
         ValueError: a file of the model can't be used.
     """
-    readers = {**bodies.readers(tokenizer, chats), **grpc_face.readers(tokenizer), "page": page}
+    readers = {**bodies.readers(tokenizer, chats), **grpc_face.readers(tokenizer), "page": Reader(page, is_light_json)}
     return Reading(tokenizer, SamplingDefaults.read(folder), readers, lanes)
 
 

@@ -8,7 +8,7 @@ use the same readers, one for each kind of request (`router/readers.py`).
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any
 
 import msgpack  # type: ignore[import-untyped]  # it ships no types
 
@@ -30,9 +30,6 @@ from kvrelay.router.shares import Turns
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.validation import CheckedRequest, Resumed, check
 from kvrelay.v1.inference_pb2 import GenerateRequest
-
-INLINE_BYTES: Final = 4096
-"""Largest size of a request that is read on the event loop, in at most some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +203,15 @@ class Plan:
     form: Form = Form()
 
 
-Reader = Callable[[bytes, Asking], Awaitable[Plan | bytes]]
-"""Reads a request of one kind: returns what is to be generated, or the answer. Raises RequestError."""
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """How requests of one kind are read."""
+
+    read: Callable[[bytes, Asking], Awaitable[Plan | bytes]]
+    """Returns what is to be generated, or the answer. Raises RequestError."""
+    is_light: Callable[[bytes], bool]
+    """Whether a request may be read on the event loop."""
+
 
 _ERRORS: dict[str, type[RequestError]] = {
     kind.__name__: kind
@@ -232,7 +236,8 @@ class Reading:
         self._defaults = defaults
         self._readers = readers
         self._lanes = lanes
-        self._turns = Turns()
+        self.turns = Turns()
+        """For what takes the event loop for a millisecond or more, by holder."""
 
     async def read(self, data: bytes, asking: Asking, holder: str) -> Plan | bytes:
         """
@@ -242,9 +247,9 @@ class Reading:
         Raises:
             RequestError: the request is wrong, or can't be read.
         """
-        if len(data) > INLINE_BYTES and self._lanes is not None:
+        if self._lanes is not None and not self._readers[asking.kind].is_light(data):
             return _result(*await self._lanes.run(holder, asking.message(), data))
-        await self._turns.take(holder)
+        await self.turns.take(holder)
         return await self._read(data, asking)
 
     async def check(self, request: GenerateRequest, asking: Asking) -> CheckedRequest:
@@ -272,7 +277,7 @@ class Reading:
         return {"sizes": list(map(len, parts)), "name": found.name, "form": asdict(found.form)}, b"".join(parts)
 
     async def _read(self, data: bytes, asking: Asking) -> Plan | bytes:
-        found = await self._readers[asking.kind](data, asking)
+        found = await self._readers[asking.kind].read(data, asking)
         if isinstance(found, Plan) and asking.session:
             for request in found.requests:
                 if isinstance(request, GenerateRequest):

@@ -1,6 +1,6 @@
 """Reads the bodies of the HTTP API."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ from kvrelay.router.http.texts import DetokenizeRequest, TokenizeRequest
 from kvrelay.router.reading import Asking, Plan, Reader
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.validation import DETOKENIZE_IDS, check_name
-from kvrelay.router.wire import MAX_VALUES
+from kvrelay.router.wire import MAX_VALUES, is_light_json
 
 TextT = TypeVar("TextT", TokenizeRequest, DetokenizeRequest)
 
@@ -37,11 +37,14 @@ def readers(tokenizer: Tokenizer, chats: Chats) -> dict[str, Reader]:
         asking.check_model(body.model or "")
         return await body.answer(asking.model, tokenizer)
 
-    tokenize: Callable[[bytes, Asking], Awaitable[bytes]] = partial(text, partial(parse, TokenizeRequest))
-    detokenize: Callable[[bytes, Asking], Awaitable[bytes]] = partial(
-        text, partial(parse, DetokenizeRequest, max_numbers=DETOKENIZE_IDS)
-    )
-    return {"chat": chat, "completion": completion, "tokenize": tokenize, "detokenize": detokenize}
+    return {
+        "chat": Reader(chat, is_light_json),
+        "completion": Reader(completion, is_light_json),
+        "tokenize": Reader(partial(text, partial(parse, TokenizeRequest)), is_light_json),
+        "detokenize": Reader(
+            partial(text, partial(parse, DetokenizeRequest, max_numbers=DETOKENIZE_IDS)), is_light_json
+        ),
+    }
 
 
 def _name(body: GenerateFields, asking: Asking) -> str:
