@@ -18,8 +18,6 @@ RESERVED = {
     *("raise_exception", "strftime_now"),
 }
 """Variables of templates that no request sets; nor does it set those of special tokens, such as `bos_token`."""
-PIECE_BYTES = 64
-"""Bytes of text that take as long to be rendered as a message without any."""
 
 
 def conversation(chat: ChatMessages) -> Conversation:
@@ -61,11 +59,6 @@ def size(chat: ChatMessages) -> int:
     _check_count("messages: number of tool calls", _calls(chat), MAX_CALLS)
     _check_count("tools: number of tools", len(chat.tools), MAX_TOOLS)
     return sum(len(text.encode()) for text in _texts(chat))
-
-
-def cost(chat: ChatMessages, size: int) -> int:
-    """The bytes of one text that takes about as long to be rendered as a conversation of `size` bytes."""
-    return size + PIECE_BYTES * (len(chat.messages) + _calls(chat) + len(chat.tools))
 
 
 def _calls(chat: ChatMessages) -> int:

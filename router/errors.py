@@ -56,6 +56,19 @@ class PromptTooLong(InvalidRequest):
     """The prompt leaves no token of the context, or fewer than the request asks for."""
 
 
+class BadField(InvalidArgument):
+    """A field of a JSON body is not as it should be."""
+
+    def __init__(self, text: str, field: str, code: str | None) -> None:
+        """
+        Args:
+            code: OpenAI's name of what is wrong with it.
+        """
+        super().__init__(text)
+        self.field = field
+        self.name = code
+
+
 class ModelNotFound(RequestError):
     """The request names another model than the served one."""
 

@@ -28,21 +28,18 @@ from kvrelay.router.errors import (
     DeadlineExceeded,
     Exhausted,
     InternalError,
-    ModelNotFound,
     QueueOverflow,
     RequestError,
     Unavailable,
-    shorten,
 )
 from kvrelay.router.limits import KeyLimits, Meter
+from kvrelay.router.reading import Asking, PackedRequest, Plan, Reading
 from kvrelay.router.requests import Requests
-from kvrelay.router.sampling import SamplingDefaults
 from kvrelay.router.session import Session
 from kvrelay.router.spans import Asked, Ended, SpanExport
-from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer, Outcome, RequestTrace
 from kvrelay.router.traffic import TrafficMeter
-from kvrelay.router.validation import CheckedRequest, check, completions
+from kvrelay.router.validation import CheckedRequest, completions
 from kvrelay.rpc.tracing import TraceContext
 from kvrelay.v1.inference_pb2 import FinishReason, GenerateRequest
 
@@ -50,8 +47,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-INLINE_BYTES = 16 * 1024
-"""A request up to this size is parsed in the event loop, in at most some milliseconds."""
 END_SECONDS = 1.0
 """For calls to end on their workers when the router is to end."""
 
@@ -73,15 +68,14 @@ class Front:
     def __init__(
         self,
         dispatch: Dispatch,
-        tokenizer: Tokenizer,
         callers: Callers,
         observer: Observer | None,
-        defaults: SamplingDefaults,
+        reading: Reading,
         traffic: TrafficMeter,
         spans: SpanExport | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
-        self.defaults = defaults
+        self.tokenizer = reading.tokenizer
+        self._reading = reading
         self.requests = Requests()
         self.traffic = traffic
         self._dispatch = dispatch
@@ -123,7 +117,7 @@ class Front:
     @property
     def served_names(self) -> tuple[str, ...]:
         """The names that requests may give the model, the first of which is its name in answers."""
-        return self.config.served_model_name or (self.model.name,)
+        return self.asking().served_names
 
     def tenant(self, caller: Caller) -> str:
         """The tenant of a caller that costs no more than an answer.
@@ -149,9 +143,7 @@ class Front:
             ModelNotFound: it is another one.
             Unavailable: no worker is ready yet.
         """
-        if name and name not in self.served_names:
-            known = ", ".join(map(repr, self.served_names))
-            raise ModelNotFound(f"model is {shorten(name)}; allowed: {known}, or empty")
+        self.asking().check_model(name)
 
     @property
     def draining(self) -> bool:
@@ -169,10 +161,16 @@ class Front:
         if self._calls:
             await asyncio.wait(self._calls, timeout=END_SECONDS)
 
-    async def apart(self, size: int, work: Callable[[], T]) -> T:
-        """Does the work on a request of `size` bytes: in the event loop if they are few, else in a thread, between
-        whose steps the event loop has its turns."""
-        return await self.tokenizer.run(size <= INLINE_BYTES, work, self.tokenizer.computing)
+    def asking(self, kind: str = "", tenant: str = "", name: str = "", session: str = "") -> Asking:
+        """What a request is read with.
+
+        Args:
+            kind: name of its reader.
+            tenant: the caller's.
+            name: the request's, unless its body has one.
+            session: in place of that of the request.
+        """
+        return Asking(kind, tenant, self._dispatch.registry.model, self.config.served_model_name, name, session)
 
     @contextmanager
     def call(self, caller: Caller, size: int, deadline: float = math.inf) -> Iterator["Call"]:
@@ -279,9 +277,25 @@ class Call:
         self._deadline = deadline
         self._received = time.monotonic()
 
+    async def read(self, kind: str, data: bytes, name: str = "", session: str = "") -> Plan | bytes:
+        """What the call's request asks to be generated, or the answer to it.
+
+        Args:
+            kind: name of its reader.
+            name: the request's, unless its body has one.
+            session: in place of that of the request.
+
+        Raises:
+            RequestError: it is wrong, or can't be read, or has waited too long for others to be read.
+        """
+        front = self._front
+        asking = front.asking(kind, self._grant.tenant, name, session)
+        reading = front._reading.read(data, asking, self.ticket.holder)
+        return await self._in_time(reading, front.config.first_token_timeout_seconds)
+
     async def generate(
         self,
-        request: GenerateRequest,
+        request: GenerateRequest | PackedRequest,
         sink: Sink,
         begin: Callable[[CheckedRequest], object] | None = None,
         shown: frozenset[int] = frozenset(),
@@ -290,7 +304,7 @@ class Call:
         """Runs one request to its end.
 
         Args:
-            request: the caller should keep no reference to it.
+            request: as it was read; the caller should keep no reference to it.
             sink: takes each message; one at a time for each completion.
             begin: called before the first message with the first completion's checked request.
             shown: special tokens whose names are part of the text.
@@ -300,6 +314,10 @@ class Call:
             RequestError: it ended without all of its completions.
         """
         place = place or await self.place()
+        await self._turn()
+        checked: CheckedRequest | None = None
+        if isinstance(request, PackedRequest):
+            request, checked = request.open()
         trace = RequestTrace(self._received, wire_id=request.request_id, context=self._context)
         front, grant = self._front, self._grant
         meter = front.limits.request(grant.key, grant.limits)
@@ -309,7 +327,8 @@ class Call:
             front._callers.check_claim(request.tenant, grant.tenant)
             holder, classes = self.ticket.holder, front.config.classes
             claim, service = claim_of(request.slo_class, request.priority, grant, holder, classes)
-            checked = await check(request, grant.tenant, front.model, front.tokenizer, front.defaults)
+            if checked is None:
+                checked = await front._reading.check(request, front.asking(tenant=grant.tenant))
             trace.service = claim.service_class
             seconds = service.first_token_timeout_seconds or front.config.first_token_timeout_seconds
             checked = replace(checked, claim=claim, first_token_seconds=seconds, shown=shown)
@@ -334,6 +353,11 @@ class Call:
             DeadlineExceeded: that took longer than its first token may take.
         """
         return await self._in_time(self.ticket.place(), self._front.config.first_token_timeout_seconds)
+
+    async def _turn(self) -> None:
+        """Returns when the event loop has time for the call: to check a prompt and begin a completion takes about a
+        millisecond."""
+        await self._front._reading.turns.take(self.ticket.holder)
 
     async def _in_time(self, waiting: Coroutine[Any, Any, T], seconds: float) -> T:
         """
@@ -369,7 +393,9 @@ class Call:
             yield first()
             await cached.wait()
             for request in requests[1:]:
-                yield later(request, await self.place())
+                place = await self.place()
+                await self._turn()
+                yield later(request, place)
 
         await together(all_())
 

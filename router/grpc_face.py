@@ -1,10 +1,9 @@
 """The public gRPC face: `kvrelay.v1.InferenceService`."""
 
-import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar, cast
 from urllib.parse import unquote
@@ -16,14 +15,14 @@ from kvrelay.router.addresses import FORWARDED_FOR
 from kvrelay.router.answer import AwaitedSink
 from kvrelay.router.arrivals import Arrivals, Gate
 from kvrelay.router.callers import AUTHORIZATION, Identity
-from kvrelay.router.config import RouterOptions
 from kvrelay.router.connections import Connections, Peer, peer_of
 from kvrelay.router.errors import InvalidArgument, InvalidRequest, RequestError
 from kvrelay.router.front import Call, Caller, Front
-from kvrelay.router.prompt import PART_TOKENS
+from kvrelay.router.reading import Asking, Plan, Reader
 from kvrelay.router.shares import Seats
+from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.validation import DETOKENIZE_IDS, TOKENIZE_BYTES, TOKENIZE_WHY, checked_ids, text_tokens
-from kvrelay.router.wire import BadOutline, check_outline
+from kvrelay.router.wire import BadOutline, check_outline, is_light_message
 from kvrelay.router.writer import Writer
 from kvrelay.rpc.options import public_receive_bytes
 from kvrelay.rpc.tracing import HEADER, STATE_HEADER, TraceContext
@@ -32,47 +31,55 @@ from kvrelay.v1 import inference_pb2 as pb
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 RequestT = TypeVar("RequestT", bound=Message)
-ResponseT = TypeVar("ResponseT", bound=Message)
 
 
-def parser(kind: type[RequestT]) -> Callable[[bytes], RequestT | InvalidArgument]:
-    """Parses a request, or returns its error: the text of protobuf's own exceptions may contain the data."""
+def parse(kind: type[RequestT], data: bytes, max_numbers: int) -> RequestT:
+    """The request in a message.
 
-    def parse(data: bytes) -> RequestT | InvalidArgument:
-        try:
-            return kind.FromString(data)
-        except DecodeError:
-            return InvalidArgument(f"not a valid {kind.DESCRIPTOR.full_name}: malformed, or a string is not UTF-8")
+    Args:
+        max_numbers: most entries of a list of numbers.
 
-    return parse
+    Raises:
+        InvalidArgument: it is malformed, or too costly to be parsed.
+    """
+    try:
+        check_outline(data, kind.DESCRIPTOR, max_numbers)
+        return kind.FromString(data)
+    except BadOutline as error:
+        raise InvalidArgument(f"not a valid {kind.DESCRIPTOR.full_name}: {error}") from None
+    except DecodeError:  # its text may contain the data
+        what = "malformed, or a string is not UTF-8"
+        raise InvalidArgument(f"not a valid {kind.DESCRIPTOR.full_name}: {what}") from None
 
 
-@dataclass(slots=True)
-class Received:
-    """A request as it came. `take` parses it once, and doesn't keep the result: a request waits long, and parsed it is
-    several times as large."""
+def readers(tokenizer: Tokenizer) -> dict[str, Reader]:
+    """The readers of the calls' messages, by the names of the calls."""
 
-    data: bytes
+    async def generate(data: bytes, asking: Asking) -> Plan:
+        return Plan([parse(pb.GenerateRequest, data, asking.model.max_context)])
 
-    def take(self, kind: type[RequestT], config: RouterOptions, max_numbers: int) -> RequestT:
-        """
-        Args:
-            max_numbers: most entries of a list of numbers.
+    async def tokenize(data: bytes, _: Asking) -> bytes:
+        request = parse(pb.TokenizeRequest, data, 0)
+        tokens = await text_tokens(request, tokenizer, TOKENIZE_BYTES, TOKENIZE_WHY)
+        return pb.TokenizeResponse(token_ids=tokens).SerializeToString()
 
-        Raises:
-            InvalidArgument: it is too large, or malformed.
-        """
-        size = len(self.data)
-        if size > config.max_message_bytes:
-            raise InvalidRequest("request: number of bytes", size, f"up to {config.max_message_bytes}")
-        try:
-            check_outline(self.data, kind.DESCRIPTOR, max_numbers)
-        except BadOutline as error:
-            raise InvalidArgument(f"not a valid {kind.DESCRIPTOR.full_name}: {error}") from None
-        request = parser(kind)(self.data)
-        if isinstance(request, InvalidArgument):
-            raise request
-        return request
+    async def detokenize(data: bytes, asking: Asking) -> bytes:
+        vocab_size = asking.model.vocab_size
+        request = parse(pb.DetokenizeRequest, data, DETOKENIZE_IDS)
+        if len(request.token_ids) > DETOKENIZE_IDS:
+            limit = f"up to {DETOKENIZE_IDS}, send more in parts"
+            raise InvalidRequest("token_ids: number of ids", len(request.token_ids), limit)
+        tokens = await checked_ids("token_ids", request.token_ids, vocab_size)
+        return pb.DetokenizeResponse(text=await tokenizer.decode(tokens)).SerializeToString()
+
+    def reader(kind: type[Message], read: Callable[[bytes, Asking], Awaitable[Plan | bytes]]) -> Reader:
+        return Reader(read, partial(is_light_message, kind=kind.DESCRIPTOR))
+
+    return {
+        "Generate": reader(pb.GenerateRequest, generate),
+        "Tokenize": reader(pb.TokenizeRequest, tokenize),
+        "Detokenize": reader(pb.DetokenizeRequest, detokenize),
+    }
 
 
 class GrpcFace:
@@ -81,7 +88,6 @@ class GrpcFace:
     def __init__(self, front: Front, connections: Connections) -> None:
         self._front = front
         self._connections = connections
-        self._tokenizer = front.tokenizer
         places = front.config.max_arriving_bytes // public_receive_bytes(front.config.max_message_bytes)
         self._arrivals = Arrivals(max(1, places), front.config.request_timeout_seconds)
 
@@ -106,8 +112,8 @@ class GrpcFace:
                     self._generate, None, pb.GenerateResponse.SerializeToString
                 ),
                 "GetModelInfo": self._unary(self._get_model_info),
-                "Tokenize": self._unary(self._tokenize),
-                "Detokenize": self._unary(self._detokenize),
+                "Tokenize": self._unary(partial(self._answer, "Tokenize")),
+                "Detokenize": self._unary(partial(self._answer, "Detokenize")),
             },
         )
 
@@ -125,9 +131,8 @@ class GrpcFace:
         writer = Writer(context.write, front.config.idle_timeout_seconds, (grpc.aio.BaseError,))
         try:
             with front.generation(self._caller(context), 0, deadline) as call:
-                received = await self._receive(call, context)
-                kind, max_numbers = pb.GenerateRequest, front.model.max_context
-                await call.generate(received.take(kind, front.config, max_numbers), AwaitedSink(writer.write))
+                plan = cast(Plan, await call.read("Generate", await self._receive(call, context)))
+                await call.generate(plan.requests.pop(), AwaitedSink(writer.write))
             return
         except RequestError as error:
             failure = error
@@ -135,7 +140,7 @@ class GrpcFace:
             writer.close()
         await context.abort(failure.code, str(failure), failure.metadata)
 
-    async def _get_model_info(self, _: Received) -> pb.GetModelInfoResponse:
+    async def _get_model_info(self, _: Call, __: bytes) -> bytes:
         model = self._front.model
         return pb.GetModelInfoResponse(
             name=model.name,
@@ -144,55 +149,42 @@ class GrpcFace:
             max_context=model.max_context,
             eos_token_ids=model.eos_token_ids,
             dtype=model.dtype,
-            has_chat_template=self._tokenizer.has_chat_template,
+            has_chat_template=self._front.tokenizer.has_chat_template,
             version=version("kvrelay"),
-        )
+        ).SerializeToString()
 
-    async def _tokenize(self, received: Received) -> pb.TokenizeResponse:
-        request = received.take(pb.TokenizeRequest, self._front.config, 0)
-        tokens = await text_tokens(request, self._tokenizer, TOKENIZE_BYTES, TOKENIZE_WHY)
-        response = pb.TokenizeResponse()
-        for start in range(0, len(tokens), PART_TOKENS):
-            response.token_ids.extend(tokens[start : start + PART_TOKENS])
-            await asyncio.sleep(0)
-        return response
+    async def _answer(self, kind: str, call: Call, data: bytes) -> bytes:
+        return cast(bytes, await call.read(kind, data))
 
-    async def _detokenize(self, received: Received) -> pb.DetokenizeResponse:
-        model = self._front.model
-        request = received.take(pb.DetokenizeRequest, self._front.config, DETOKENIZE_IDS)
-        if len(request.token_ids) > DETOKENIZE_IDS:
-            limit = f"up to {DETOKENIZE_IDS}, send more in parts"
-            raise InvalidRequest("token_ids: number of ids", len(request.token_ids), limit)
-        tokens = await checked_ids("token_ids", request.token_ids, model.vocab_size)
-        return pb.DetokenizeResponse(text=await self._tokenizer.decode(tokens))
-
-    def _unary(self, answer: Callable[[Received], Awaitable[ResponseT]]) -> "grpc.RpcMethodHandler[bytes, ResponseT]":
+    def _unary(self, answer: Callable[[Call, bytes], Awaitable[bytes]]) -> "grpc.RpcMethodHandler[bytes, bytes]":
         """The handler of a call with one request and one response: counts it, and turns errors into statuses."""
 
-        async def handle(_: object, context: "grpc.aio.ServicerContext[bytes, ResponseT]") -> None:
+        async def handle(_: object, context: "grpc.aio.ServicerContext[bytes, bytes]") -> None:
             try:
                 with self._front.call(self._caller(context), 0) as call:
-                    received = await self._receive(call, context)
+                    data = await self._receive(call, context)
                     call.ticket.begun = True
-                    response = await answer(received)
+                    response = await answer(call, data)
                 await context.write(response)
                 return
             except RequestError as error:
                 failure = error
             await context.abort(failure.code, str(failure), failure.metadata)
 
-        return grpc.stream_stream_rpc_method_handler(handle, None, lambda response: response.SerializeToString())
+        return grpc.stream_stream_rpc_method_handler(handle, None, None)
 
-    async def _receive(self, call: Call, context: "grpc.aio.ServicerContext[Any, Any]") -> Received:
+    async def _receive(self, call: Call, context: "grpc.aio.ServicerContext[Any, Any]") -> bytes:
         """The request of a call that was admitted.
 
         Raises:
-            RequestError: it doesn't come, comes too slowly, or is more than the router can hold now.
+            RequestError: it doesn't come, comes too slowly, is too large, or is more than the router can hold now.
         """
         data = await self._arrivals.receive(call.ticket.holder, context.read)
         self._served(context)
         call.ticket.resize(len(data))
-        return Received(data)
+        if len(data) > (most := self._front.config.max_message_bytes):
+            raise InvalidRequest("request: number of bytes", len(data), f"up to {most}")
+        return data
 
     def _served(self, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
         """A connection has sent a whole request, which it has until the end of the call."""

@@ -34,6 +34,18 @@ class Prompt:
             await asyncio.sleep(0)
         return whole
 
+    @classmethod
+    def of_packed(cls, packed: bytes, length: int) -> "Prompt":
+        """The prompt of `length` tokens that has these ids as `packed`."""
+        whole = cls()
+        whole._packed, whole._length = packed, length
+        return whole
+
+    @property
+    def packed(self) -> bytes:
+        """The ids, as a serialized Submit."""
+        return self._packed
+
     def __len__(self) -> int:
         """Number of tokens."""
         return self._length

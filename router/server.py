@@ -32,19 +32,18 @@ from kvrelay.router.doors import Doors
 from kvrelay.router.front import Front
 from kvrelay.router.grpc_face import SERVICE, GrpcFace
 from kvrelay.router.health import FleetHealth
-from kvrelay.router.http.chat import Chats
 from kvrelay.router.http.face import HttpFace
+from kvrelay.router.lanes import Lanes
 from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.pacer import Pacer
 from kvrelay.router.page.page import Page
 from kvrelay.router.placement import Demand, LeastWork, NoPlace, Placement
 from kvrelay.router.prefixes import PrefixIndex
 from kvrelay.router.queue import PlacementQueue
+from kvrelay.router.readers import chats_of, reading
 from kvrelay.router.registry import WorkerRegistry
-from kvrelay.router.sampling import SamplingDefaults
 from kvrelay.router.spans import SpanExport
 from kvrelay.router.tokenizer import Tokenizer
-from kvrelay.router.tools.choose import reasons, tool_format
 from kvrelay.router.trace import Observer
 from kvrelay.router.traffic import LatencyTargets, TrafficMeter
 from kvrelay.router.usual import UsualLengths
@@ -140,10 +139,13 @@ class RouterServer:
         )
         self._policy = policy
         traffic = TrafficMeter(LatencyTargets(config.ttft_target_seconds, config.tpot_target_seconds))
-        defaults = SamplingDefaults.read(folder)
+        options = {name: getattr(config, name) for name in ("tool_parser", "reasoning_parser", "chat_template")}
+        self._lanes = Lanes({"folder": str(folder), "max_message_bytes": config.max_message_bytes, **options})
+        chats = chats_of(self._tokenizer, config.tool_parser, config.reasoning_parser)
+        read = reading(folder, self._tokenizer, chats, self._lanes)
         self._callers = Callers(config)
         self._watching: asyncio.Task[None] | None = None
-        self._front = Front(dispatch, self._tokenizer, self._callers, observer, defaults, traffic, self._spans)
+        self._front = Front(dispatch, self._callers, observer, read, traffic, self._spans)
         self._doors = Doors(config, self._front.addresses, metrics)
         metrics.watch(
             lambda: (len(self._queue), len(self._trials)),
@@ -159,9 +161,6 @@ class RouterServer:
         self._certificates = public_certificates(config)
         self._http: HttpFace | None = None
         if config.http_port is not None:
-            source = self._tokenizer.template_source
-            format_, splits = tool_format(config.tool_parser, source), reasons(config.reasoning_parser, source)
-            chats = Chats(self._tokenizer, format_, reasons=splits)
             self._http = HttpFace(self._front, self.metrics.registry, chats, self._doors.http)
             if config.page:
                 self._http.app.add_routes(Page(self._front, self.registry, config.name).routes())
@@ -291,6 +290,7 @@ class RouterServer:
             await self._setting_health
         if self._watching is not None:
             self._watching.cancel()
+        await self._lanes.close()
         self._tokenizer.close()
         if self._spans is not None:
             await self._spans.close()

@@ -1,6 +1,8 @@
 """Who gets what is scarce: the order of those that wait for it, and the places of those that have some of it."""
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
@@ -11,6 +13,10 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 _KEPT = 64
 """Keys that may be remembered without need."""
+ROUND_SECONDS = 0.002
+"""Time of one round of the event loop, in seconds, in which work of a millisecond may begin."""
+WOKEN = 8
+"""Waiting tasks that go on in one round, of which those wait again for whose work there is no time in it."""
 
 
 class Shares(Generic[KeyT]):
@@ -45,6 +51,64 @@ class Shares(Generic[KeyT]):
         at = self[key]
         self._now = max(self._now, min((self._at[other] for other in self._joined), default=at))
         self._at[key] = at + amount
+
+
+class Turns:
+    """Time of the event loop for work that takes it for a millisecond or more: in each of its rounds, in which it goes
+    through all that can go on, such work is begun within ROUND_SECONDS. The holder that has had the fewest is next."""
+
+    def __init__(self) -> None:
+        self._shares: Shares[str] = Shares()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._since: float | None = None
+        """When the round's first work began, in monotonic seconds."""
+        self._ending = False
+        """Whether the round's end is due."""
+
+    async def take(self, holder: str) -> None:
+        """Returns when the holder's work may begin, which goes on to its next `await`."""
+        if self._waiting or not self._free():
+            await self._wait(holder, first=False)
+            while not self._free():
+                await self._wait(holder, first=True)
+        else:
+            self._shares.charge(holder, 1.0)
+        if self._since is None:
+            self._since = time.monotonic()
+            self._end_round_soon()
+
+    def _free(self) -> bool:
+        return self._since is None or time.monotonic() - self._since < ROUND_SECONDS
+
+    async def _wait(self, holder: str, *, first: bool) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        if holder not in self._waiting:
+            self._waiting[holder] = deque()
+            self._shares.join(holder)
+        queue = self._waiting[holder]
+        (queue.appendleft if first else queue.append)(turn)
+        self._end_round_soon()
+        await turn
+
+    def _end_round_soon(self) -> None:
+        if not self._ending:
+            self._ending = True
+            asyncio.get_running_loop().call_soon(self._end_round)
+
+    def _end_round(self) -> None:
+        self._since, self._ending = None, False
+        for _ in range(WOKEN):
+            if not self._waiting:
+                return
+            holder = min(self._waiting, key=self._shares.__getitem__)
+            turn = self._waiting[holder].popleft()
+            if not self._waiting[holder]:
+                del self._waiting[holder]
+                self._shares.leave(holder)
+            if not turn.done():  # its task was cancelled otherwise
+                self._shares.charge(holder, 1.0)
+                turn.set_result(None)
+        self._end_round_soon()
 
 
 class Places:

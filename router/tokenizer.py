@@ -3,7 +3,7 @@
 import asyncio
 import json
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,8 +34,11 @@ class TooManyTokens(ValueError):
 class Tokenizer:
     """A checkpoint's `tokenizer.json`, `tokenizer_config.json` and chat template."""
 
-    def __init__(self, folder: Path, chat_template: Path | None = None) -> None:
+    def __init__(self, folder: Path, chat_template: Path | None = None, *, threads: bool = True) -> None:
         """Reads them from `folder`, or the template from `chat_template`.
+
+        Args:
+            threads: whether long texts are encoded and decoded on threads.
 
         Raises:
             ValueError: a file is missing or can't be used; the text names the file.
@@ -44,9 +47,7 @@ class Tokenizer:
         settings = read_object(folder / "tokenizer_config.json")
         self._template: ChatTemplate | None = load_chat_template(folder, settings, chat_template)
         self._special = SpecialTokens(self._tokenizer, self.template_source)
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
-        self.computing = ThreadPoolExecutor(1, thread_name_prefix="computing")
-        """For work in Python on large requests: each thread more would make the event loop wait for its turn."""
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer") if threads else None
         self.token_bytes = TokenBytes(self._tokenizer)
         self.longest_token_bytes = self.token_bytes.longest
         """Bytes of text that one token stands for, at most."""
@@ -61,7 +62,7 @@ class Tokenizer:
         Raises:
             TooManyTokens: they are more than `most`.
         """
-        return await self.run(len(text) <= INLINE_CHARACTERS, lambda: self._encode(text, most, special=True))
+        return await self._run(len(text) <= INLINE_CHARACTERS, lambda: self._encode(text, most, special=True))
 
     async def encode_words(self, words: Sequence[str]) -> list[list[int]]:
         """The token ids of each word by itself and after a space, where they differ."""
@@ -71,7 +72,7 @@ class Tokenizer:
             found = self._tokenizer.encode_batch_fast(both, add_special_tokens=False)
             return [list(ids) for ids in dict.fromkeys(tuple(encoding.ids) for encoding in found) if ids]
 
-        return await self.run(sum(map(len, words)) <= INLINE_CHARACTERS // 2, encode)
+        return await self._run(sum(map(len, words)) <= INLINE_CHARACTERS // 2, encode)
 
     @property
     def template_source(self) -> str:
@@ -79,14 +80,13 @@ class Tokenizer:
         return "" if self._template is None else self._template.source
 
     async def encode_chat(
-        self, make: Callable[[], Conversation], cost: int, max_characters: int, most: int | None = None
+        self, make: Callable[[], Conversation], max_characters: int, most: int | None = None
     ) -> "array[int]":
-        """Token ids of a conversation. A small one is made and rendered at once, and a short prompt is encoded at once:
-        a template may render much more than it was given.
+        """Token ids of a conversation. A short prompt is encoded at once: a template may render much more than it was
+        given.
 
         Args:
             make: the conversation.
-            cost: characters of a text that takes as long to be rendered.
             max_characters: of the rendered prompt.
 
         Raises:
@@ -98,25 +98,23 @@ class Tokenizer:
         if template is None:
             raise LookupError("the model has no chat template")
 
-        def render() -> tuple[str, Mapping[str, str]]:
-            conversation = make()
-            signs: dict[str, str] = {}
-            try:
-                if not conversation.parse_special:
-                    conversation, signs = self._special.protect(conversation)
-            except RecursionError:
-                raise TemplateFailed("the messages are nested too deeply") from None
-            return template.render(conversation, max_characters, signs), signs
+        conversation = make()
+        signs: dict[str, str] = {}
+        try:
+            if not conversation.parse_special:
+                conversation, signs = self._special.protect(conversation)
+        except RecursionError:
+            raise TemplateFailed("the messages are nested too deeply") from None
+        text = template.render(conversation, max_characters, signs)
 
         def encode(tokenizer: tokenizers.Tokenizer, text: str) -> "array[int]":
             return self._encode(text, most, special=False, tokenizer=tokenizer)
 
-        text, signs = await self.run(cost <= INLINE_CHARACTERS, render, self.computing)
-        return await self.run(len(text) <= INLINE_CHARACTERS, lambda: self._special.encode(text, signs, encode))
+        return await self._run(len(text) <= INLINE_CHARACTERS, lambda: self._special.encode(text, signs, encode))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens; bytes that are not UTF-8 become U+FFFD."""
-        return await self.run(
+        return await self._run(
             len(token_ids) <= INLINE_TOKENS,
             # decode_batch releases the interpreter lock while it works.
             lambda: self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=True)[0],
@@ -140,8 +138,8 @@ class Tokenizer:
         return found
 
     def close(self) -> None:
-        for threads in (self._threads, self.computing):
-            threads.shutdown(wait=False, cancel_futures=True)
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _encode(
         self, text: str, most: int | None, *, special: bool, tokenizer: tokenizers.Tokenizer | None = None
@@ -153,9 +151,11 @@ class Tokenizer:
             raise TooManyTokens(len(encoding))
         return array("I", encoding.ids)
 
-    async def run(self, inline: bool, work: Callable[[], T], threads: ThreadPoolExecutor | None = None) -> T:
+    async def _run(self, inline: bool, work: Callable[[], T]) -> T:
         """Does the work at once, or on a thread."""
-        return work() if inline else await asyncio.get_running_loop().run_in_executor(threads or self._threads, work)
+        if inline or self._threads is None:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:

@@ -23,7 +23,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     Sampling,
 )
 from kvrelay.router.chat import TemplateFailed
-from kvrelay.router.conversation import conversation, cost
+from kvrelay.router.conversation import conversation
 from kvrelay.router.conversation import size as conversation_size
 from kvrelay.router.errors import InvalidRequest, PromptTooLong, shorten
 from kvrelay.router.prefixes import chain_of
@@ -261,7 +261,7 @@ async def text_tokens(
     if given == "text":
         tokens = await tokenizer.encode(request.text, most)
     else:
-        tokens = await _encode_chat(request.messages, tokenizer, size, max_bytes, most)
+        tokens = await _encode_chat(request.messages, tokenizer, max_bytes, most)
     if not tokens:
         raise InvalidRequest(f"{given}: number of tokens", 0, "at least 1")
     return tokens
@@ -283,12 +283,10 @@ async def checked_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> 
     return copy
 
 
-async def _encode_chat(
-    chat: ChatMessages, tokenizer: Tokenizer, size: int, max_bytes: int, most: int | None
-) -> "array[int]":
+async def _encode_chat(chat: ChatMessages, tokenizer: Tokenizer, max_bytes: int, most: int | None) -> "array[int]":
     count = len(chat.messages)
     try:
-        return await tokenizer.encode_chat(partial(conversation, chat), cost(chat, size), max_bytes, most)
+        return await tokenizer.encode_chat(partial(conversation, chat), max_bytes, most)
     except LookupError as error:
         limit = "0: this model has no chat template, send text or token ids"
         raise InvalidRequest("messages: number of messages", count, limit) from error

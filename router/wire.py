@@ -9,6 +9,10 @@ from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 
+INLINE_BYTES = 4096
+"""What has up to this size, and few values, is parsed and checked on the event loop."""
+FEW_VALUES = 128
+"""Values of JSON, or fields of a message, that cost a millisecond or two together."""
 SMALL_BYTES = 64 * 1024
 """What has up to this size is parsed in some milliseconds, whatever is in it."""
 MAX_FIELDS = 4096
@@ -28,6 +32,32 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 class BadOutline(ValueError):
     """The message or JSON is malformed, or too costly to parse; the text says which limit it exceeds."""
+
+
+class _TooManyFields(BadOutline):
+    """The message has more fields than it may have."""
+
+
+def is_light_json(data: bytes) -> bool:
+    """Whether it takes at most some milliseconds to parse and check this body."""
+    return len(data) <= INLINE_BYTES and data.count(b",") <= FEW_VALUES
+
+
+def is_light_message(data: bytes, kind: Any) -> bool:
+    """The same of a serialized message.
+
+    Args:
+        kind: its Descriptor.
+    """
+    if len(data) > INLINE_BYTES:
+        return False
+    try:
+        _check(data, 0, len(data), kind, FEW_VALUES, len(data))
+    except _TooManyFields:
+        return False
+    except BadOutline:
+        pass  # it is refused at once
+    return True
 
 
 def check_outline(data: bytes, kind: Any, max_numbers: int) -> None:
@@ -98,7 +128,7 @@ def _check(data: bytes, at: int, end: int, kind: Any, left: int, number_bytes: i
     """Checks data[at:end]; returns how many of the `left` fields remain."""
     while at < end:
         if left <= 0:
-            raise BadOutline(f"it has more than {MAX_FIELDS} fields")
+            raise _TooManyFields(f"it has more than {MAX_FIELDS} fields")
         left -= 1
         tag, at = _varint(data, at, end)
         wire, field = tag & 7, kind.fields_by_number.get(tag >> 3)

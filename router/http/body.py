@@ -9,8 +9,8 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from kvrelay.router.errors import MAX_VALUE_CHARACTERS, InvalidArgument, shorten
-from kvrelay.router.http.errors import BadField, SlowBody, TooLarge
+from kvrelay.router.errors import MAX_VALUE_CHARACTERS, BadField, InvalidArgument, shorten
+from kvrelay.router.http.errors import SlowBody, TooLarge
 from kvrelay.router.wire import BadOutline, check_json
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
@@ -71,7 +71,7 @@ async def read(request: web.Request, most: int, seconds: float) -> bytes:
 
 def parse(kind: type[BodyT], data: bytes, max_numbers: int = 0) -> BodyT:
     """The request in a body. No call of a library in it holds the interpreter for 20 ms, whatever the body has; all of
-    them together may take longer, so a large body belongs in `Front.apart`.
+    them together may take longer, so a large body is parsed in another process (`router/lanes.py`).
 
     Args:
         max_numbers: most entries of a list of numbers.

@@ -1,6 +1,7 @@
 """`/v1/chat/completions`: an assistant's next message, with tool calls and reasoning."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -11,6 +12,7 @@ from kvrelay.router.http.fields import MAX_UINT32, Fields, GenerateFields, Integ
 from kvrelay.router.http.logprobs import chat_logprobs
 from kvrelay.router.http.messages import ConversationFields, Message
 from kvrelay.router.http.usage import finish_name, timeline_json
+from kvrelay.router.reading import Form
 from kvrelay.router.sampling import MAX_LOGPROBS
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.tools.array import ArrayParser
@@ -109,6 +111,24 @@ class ChatRequest(GenerateFields, ConversationFields):
     def may_call(self) -> bool:
         return bool(self.tools) and self.tool_choice != "none"
 
+    def calls_schema(self) -> str:
+        """The JSON Schema of the calls that the model has to make."""
+        tools = {tool.function.name: tool.function.parameters for tool in self.tools or ()}
+        if self.named is not None:
+            return parameters_schema(tools[self.named])
+        return calls_schema(tools, single=self.parallel_tool_calls is False)
+
+    def form(self) -> Form:
+        return replace(
+            super().form(),
+            logprobs=bool(self.logprobs),
+            reasoning=self.include_reasoning is not False,
+            tools=tuple(self.names) if self.may_call else (),
+            forced=self.forced,
+            named=self.named,
+            one_call=self.parallel_tool_calls is False,
+        )
+
 
 class Chats:
     """How the served model's chats are read: its formats of tool calls and of reasoning."""
@@ -120,31 +140,15 @@ class Chats:
         ids = [tokenizer.id_of(piece) for piece in (*(format_.special if format_ else ()), OPEN, CLOSE)]
         self.special = frozenset(token for token in ids if token is not None)
 
-    def plan(self, body: ChatRequest) -> "Chat":
-        """
+    def request(self, body: ChatRequest, request_id: str) -> GenerateRequest:
+        """What a body asks for.
+
         Raises:
             InvalidRequest: the model has no format of tool calls.
         """
         if body.may_call and not body.forced and self.format is None:
             limit = "none, required or a named function: this model has no format of tool calls (router.tool_parser)"
             raise InvalidRequest("tool_choice", body.tool_choice or "auto", limit)
-        return Chat(self, body)
-
-
-class Chat:
-    """One request."""
-
-    def __init__(self, chats: Chats, body: ChatRequest) -> None:
-        self._chats = chats
-        self._body = body
-
-    @property
-    def shown(self) -> frozenset[int]:
-        """Special tokens whose names the parsers need."""
-        return self._chats.special if self._body.may_call or self._chats.reasons else frozenset()
-
-    def request(self, request_id: str) -> GenerateRequest:
-        body = self._body
         request = body.request(request_id)
         request.messages.CopyFrom(body.conversation(body.tools if body.may_call else None))
         if body.max_completion_tokens is not None:
@@ -152,44 +156,40 @@ class Chat:
         if body.logprobs:
             request.sampling.logprobs = body.top_logprobs or 0
         if body.forced:
-            request.sampling.constraint.CopyFrom(Constraint(json_schema=self._schema()))
+            request.sampling.constraint.CopyFrom(Constraint(json_schema=body.calls_schema()))
         return request
 
-    def _schema(self) -> str:
-        tools = {tool.function.name: tool.function.parameters for tool in self._body.tools or ()}
-        if self._body.named is not None:
-            return parameters_schema(tools[self._body.named])
-        return calls_schema(tools, single=self._body.parallel_tool_calls is False)
+    def shown(self, form: Form) -> frozenset[int]:
+        """Special tokens whose names the parsers need."""
+        return self.special if form.tools or self.reasons else frozenset()
 
-    def choice(self, request: CheckedRequest) -> "ChatChoice":
-        """One completion of the request."""
-        body, chats = self._body, self._chats
+    def choice(self, form: Form, request: CheckedRequest) -> "ChatChoice":
+        """One completion of a request."""
         reasoning = None
-        if chats.reasons and not body.forced:
-            begun = chats.tokenizer.names(request.tail).rstrip().endswith(OPEN)
-            reasoning = Reasoning(begun, chats.tokenizer.id_of(OPEN), chats.tokenizer.id_of(CLOSE))
-        return ChatChoice(body, chats.tokenizer, self._parser(), reasoning)
+        if self.reasons and not form.forced:
+            begun = self.tokenizer.names(request.tail).rstrip().endswith(OPEN)
+            reasoning = Reasoning(begun, self.tokenizer.id_of(OPEN), self.tokenizer.id_of(CLOSE))
+        return ChatChoice(form, self.tokenizer, self._parser(form), reasoning)
 
-    def _parser(self) -> ToolParser | None:
-        body = self._body
-        if body.named is not None:
-            return NamedParser(body.named)
-        if body.forced:
+    def _parser(self, form: Form) -> ToolParser | None:
+        if form.named is not None:
+            return NamedParser(form.named)
+        if form.forced:
             return ArrayParser()
-        return self._chats.format.parser(body.names) if body.may_call and self._chats.format is not None else None
+        return self.format.parser(form.tools) if form.tools and self.format is not None else None
 
 
 class ChatChoice:
     """One completion."""
 
     def __init__(
-        self, body: ChatRequest, tokenizer: Tokenizer, parser: ToolParser | None, reasoning: Reasoning | None
+        self, form: Form, tokenizer: Tokenizer, parser: ToolParser | None, reasoning: Reasoning | None
     ) -> None:
-        self._body = body
+        self._form = form
         self._tokenizer = tokenizer
         self._parser = parser
         self._reasoning = reasoning
-        self._most_calls = 1 if body.parallel_tool_calls is False else None
+        self._most_calls = 1 if form.one_call else None
         self._begun = False
         self._content: list[str] = []
         self._thought: list[str] = []
@@ -215,14 +215,14 @@ class ChatChoice:
         self._content.append(content)
         first, self._begun = not self._begun, True
         logprobs = None
-        if self._body.logprobs and message.token_ids:
+        if self._form.logprobs and message.token_ids:
             logprobs = chat_logprobs(self._tokenizer, message.token_ids, message.logprobs)
             self._logprobs.extend(logprobs["content"])
-        token_ids = list(message.token_ids) if self._body.return_token_ids else []
+        token_ids = list(message.token_ids) if self._form.token_ids else []
         self._token_ids.extend(token_ids)
         if ended:
             self._end = {"finish_reason": self._finish(message)}
-            if self._body.timeline:
+            if self._form.timeline:
                 self._end["timeline"] = timeline_json(message.timeline)
         if not (first or ended or thought or calls or logprobs or token_ids):
             return content or None
@@ -249,9 +249,9 @@ class ChatChoice:
             message["reasoning_content"] = "".join(self._thought) or None
         if self._calls:
             message["tool_calls"] = [call for _, call in sorted(self._calls.items())]
-        logprobs = {"content": self._logprobs, "refusal": None} if self._body.logprobs else None
+        logprobs = {"content": self._logprobs, "refusal": None} if self._form.logprobs else None
         whole = {"message": message, "logprobs": logprobs, **self._end}
-        return whole | ({"token_ids": self._token_ids} if self._body.return_token_ids else {})
+        return whole | ({"token_ids": self._token_ids} if self._form.token_ids else {})
 
     def _read(self, message: GenerateResponse, *, ended: bool) -> tuple[str, str, list[CallDelta]]:
         """The reasoning, the content and the calls in a message."""
@@ -261,7 +261,7 @@ class ChatChoice:
             if ended:
                 last_thought, last_text = self._reasoning.finish()
                 thought, text = thought + last_thought, text + last_text
-        if self._body.include_reasoning is False:
+        if not self._form.reasoning:
             thought = ""
         if self._parser is None:
             return thought, text, []
@@ -283,7 +283,7 @@ class ChatChoice:
 
     def _finish(self, message: GenerateResponse) -> str:
         name = finish_name(message.finish_reason)
-        return "tool_calls" if name == "stop" and self._calls and self._body.named is None else name
+        return "tool_calls" if name == "stop" and self._calls and self._form.named is None else name
 
 
 def _call_delta(call: CallDelta) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
@@ -15,6 +16,7 @@ from kvrelay.router.http.fields import MAX_UINT32, GenerateFields, Integer, Neut
 from kvrelay.router.http.logprobs import TextLogprobs
 from kvrelay.router.http.usage import finish_name, timeline_json
 from kvrelay.router.prompt import PART_TOKENS
+from kvrelay.router.reading import Form
 from kvrelay.router.sampling import MAX_LOGPROBS
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.validation import CheckedRequest
@@ -158,6 +160,10 @@ class CompletionRequest(GenerateFields):
         """One request for each prompt."""
         return [self._request(f"{request_id}-{at}" if at else request_id, each) for at, each in enumerate(self.prompt)]
 
+    def form(self) -> Form:
+        alone = self.max_tokens == 0
+        return replace(super().form(), echo=bool(self.echo), alone=alone, logprobs=self.logprobs is not None)
+
     def _request(self, request_id: str, prompt: str | Sequence[int]) -> GenerateRequest:
         request = self.request(request_id)
         if isinstance(prompt, str):
@@ -176,20 +182,20 @@ class CompletionRequest(GenerateFields):
 class TextChoice:
     """One completion of one prompt."""
 
-    def __init__(self, body: CompletionRequest, tokenizer: Tokenizer, request: CheckedRequest) -> None:
-        self._body = body
+    def __init__(self, form: Form, tokenizer: Tokenizer, request: CheckedRequest) -> None:
+        self._form = form
         self._tokenizer = tokenizer
         self._prompt = request.prompt
         self._echo = ""
         """The prompt's text, until a message has shown it."""
-        self._logprobs = None if body.logprobs is None else TextLogprobs(tokenizer)
+        self._logprobs = TextLogprobs(tokenizer) if form.logprobs else None
         self._text: list[str] = []
         self._end: dict[str, Any] = {}
         self._token_ids: list[int] = []
 
     async def begin(self, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
         """The first message will show the prompt, and its log-probabilities, if that was asked for."""
-        if not self._body.echo:
+        if not self._form.echo:
             return
         await asyncio.sleep(0)
         prompt = list(self._prompt.submit(()).token_ids)
@@ -204,8 +210,8 @@ class TextChoice:
     def add(self, message: GenerateResponse) -> str | dict[str, Any] | None:
         """What a message adds, as a part of a chunk; only text as that text."""
         ended = bool(message.finish_reason)
-        alone = self._body.max_tokens == 0
-        echoed = self._body.echo and not self._text
+        alone = self._form.alone
+        echoed = self._form.echo and not self._text
         text = "" if alone else message.text
         if echoed:
             text, self._echo = self._echo + text, ""
@@ -216,15 +222,15 @@ class TextChoice:
             self._token_ids.extend(message.token_ids)
         if ended:
             self._end["finish_reason"] = "length" if alone else finish_name(message.finish_reason)
-            if self._body.timeline:
+            if self._form.timeline:
                 self._end["timeline"] = timeline_json(message.timeline)
-        plain = self._logprobs is None and not self._body.return_token_ids and not ended
+        plain = self._logprobs is None and not self._form.token_ids and not ended
         if plain:
             return text or None
         if not (message.token_ids or ended):
             return None
         part = self.part(text)
-        if self._body.return_token_ids:
+        if self._form.token_ids:
             part["token_ids"] = list(message.token_ids)
         if self._logprobs is not None and (message.token_ids or echoed):
             part["logprobs"] = self._logprobs.take()
@@ -243,6 +249,6 @@ class TextChoice:
         whole = self.part("".join(self._text))
         if self._logprobs is not None:
             whole["logprobs"] = self._logprobs.whole()
-        if self._body.return_token_ids:
+        if self._form.token_ids:
             whole["token_ids"] = self._token_ids
         return whole | self._end

@@ -10,6 +10,7 @@ from pydantic_core import to_json
 from kvrelay.router.errors import (
     MAX_TEXT_BYTES,
     RETRY_DELAY_KEY,
+    BadField,
     GivenUp,
     InvalidArgument,
     InvalidRequest,
@@ -26,19 +27,6 @@ class TooLarge(InvalidArgument):
 
 class SlowBody(InvalidArgument):
     """The body did not come in time."""
-
-
-class BadField(InvalidArgument):
-    """A field of the body is not as it should be."""
-
-    def __init__(self, text: str, field: str, code: str | None) -> None:
-        """
-        Args:
-            code: OpenAI's name of what is wrong with it.
-        """
-        super().__init__(text)
-        self.field = field
-        self.name = code
 
 
 SPECIAL: dict[type[RequestError], int] = {TooLarge: 413, SlowBody: 408}

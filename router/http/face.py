@@ -7,12 +7,12 @@ import math
 import ssl
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, cast
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -24,22 +24,19 @@ from kvrelay.router.connections import Connection, Connections, peer_of
 from kvrelay.router.errors import InvalidRequest, RequestError, SlowReader
 from kvrelay.router.front import Call, Front, together
 from kvrelay.router.http import cors, openapi
-from kvrelay.router.http.body import declared_size, parse, read
-from kvrelay.router.http.chat import ChatRequest, Chats
-from kvrelay.router.http.completions import TextChoice, read_completion
+from kvrelay.router.http.body import declared_size, read
+from kvrelay.router.http.chat import Chats
+from kvrelay.router.http.completions import TextChoice
 from kvrelay.router.http.connection import BEGUN, REQUEST_ID, HttpRunner
 from kvrelay.router.http.errors import UNKNOWN_URL, body_of, error_json, headers_of, status_of
 from kvrelay.router.http.exchange import ADDRESSES, JSON, Events, caller_of, check_type
 from kvrelay.router.http.listener import READ_BYTES, Listener
 from kvrelay.router.http.reply import Reply
-from kvrelay.router.http.texts import DetokenizeRequest, TokenizeRequest
-from kvrelay.router.validation import DETOKENIZE_IDS, CheckedRequest, check_name, is_name
-from kvrelay.router.wire import MAX_VALUES
-from kvrelay.v1.inference_pb2 import GenerateRequest, GenerateResponse
+from kvrelay.router.reading import Plan
+from kvrelay.router.validation import CheckedRequest, check_name, is_name
+from kvrelay.v1.inference_pb2 import GenerateResponse
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 VERSION = version("kvrelay")
 
@@ -55,18 +52,6 @@ CHECKED_AT_ONCE = 16
 before it looks at other requests."""
 CLOSE_SECONDS = 0.5
 """For answers that are no completions to end when the router is to end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is to be done for one HTTP request."""
-
-    requests: list[GenerateRequest]
-    reply: Reply
-    stream: bool
-    shown: frozenset[int] = frozenset()
-    """Special tokens whose names are part of the text."""
-    chat: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,54 +154,50 @@ class HttpFace:
     # Generation.
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        def plan(data: bytes) -> Plan:
-            body = parse(ChatRequest, data)
-            self._front.check_model(body.model or "")
-            chat = self._chats.plan(body)
-            name = _name(request, body.request_id)
-            reply = Reply(body, "chat.completion", self._head(f"chatcmpl-{name}"), chat.choice)
-            return Plan([chat.request(name)], reply, bool(body.stream), chat.shown, chat=True)
-
-        return await self._generate(request, plan)
+        return await self._generate(request, "chat")
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        def plan(data: bytes) -> Plan:
-            body = read_completion(data, MAX_VALUES + self._front.model.max_context)
-            self._front.check_model(body.model or "")
-            name, make = _name(request, body.request_id), partial(TextChoice, body, self._front.tokenizer)
-            reply = Reply(body, "text_completion", self._head(f"cmpl-{name}"), make)
-            return Plan(body.requests(name), reply, bool(body.stream))
+        return await self._generate(request, "completion")
 
-        return await self._generate(request, plan)
-
-    async def _generate(self, request: web.Request, make_plan: Callable[[bytes], "Plan"]) -> web.StreamResponse:
+    async def _generate(self, request: web.Request, kind: Literal["chat", "completion"]) -> web.StreamResponse:
         """Runs the requests of a body, and answers with a stream or with one JSON object."""
         config = self._front.config
         check_name(f"header {REQUEST_ID}", request.headers.get(REQUEST_ID, ""))
-        deadline = _deadline(request)
+        deadline, session = _deadline(request), request.headers.get(SESSION, "")
         check_type(request)
         size = declared_size(request, config.max_message_bytes)
         events = Events(request, config.idle_timeout_seconds)
         try:
             with self._front.generation(caller_of(request), size, deadline) as call:
-                plan = await self._apart(make_plan, await self._read(request, call))
-                count, call.chat = len(plan.requests), plan.chat
+                data = await self._read(request, call)
+                check_name(f"header {SESSION}", session)
+                plan = cast(Plan, await call.read(kind, data, request[NAME], session))
+                del data
+                request[NAME], form, count = plan.name, plan.form, len(plan.requests)
+                requests = list(plan.requests)
+                call.chat = kind == "chat"
+                if call.chat:
+                    head, shown = self._head(f"chatcmpl-{plan.name}"), self._chats.shown(form)
+                    reply = Reply(form, "chat.completion", head, partial(self._chats.choice, form))
+                else:
+                    head, shown = self._head(f"cmpl-{plan.name}"), frozenset()
+                    reply = Reply(form, "text_completion", head, partial(TextChoice, form, self._front.tokenizer))
+                del plan
                 if count > CHECKED_AT_ONCE:
                     await asyncio.sleep(0)
-                _set_session(request, plan.requests)
 
                 turns = asyncio.Semaphore(CHECKED_AT_ONCE)
 
                 async def run(at: int, place: Place) -> None:
-                    sink = HttpSink(at, plan.reply, events if plan.stream else None)
+                    sink = HttpSink(at, reply, events if form.stream else None)
                     with ExitStack() as turn:
                         turn.callback(turns.release)
 
                         def begin(checked: CheckedRequest) -> None:
-                            plan.reply.begin(at, checked)
+                            reply.begin(at, checked)
                             turn.close()
 
-                        await call.generate(plan.requests.pop(), sink, begin, plan.shown, place)
+                        await call.generate(requests.pop(), sink, begin, shown, place)
 
                 async def each() -> AsyncIterator[Coroutine[Any, Any, None]]:
                     # The last prompt is the first to be taken off the list, which keeps no reference to it.
@@ -225,9 +206,9 @@ class HttpFace:
                         yield run(at, await call.place())
 
                 await (run(0, await call.place()) if count == 1 else together(each()))
-                if not plan.stream:
-                    return _json(plan.reply.whole())
-                return await events.end(plan.reply.end())
+                if not form.stream:
+                    return _json(reply.whole())
+                return await events.end(reply.end())
         except SlowReader:
             raise asyncio.CancelledError from None  # nobody reads an error either
         except RequestError as error:
@@ -249,28 +230,21 @@ class HttpFace:
         call.ticket.resize(len(data))
         return data
 
-    async def _apart(self, work: Callable[[bytes], T], data: bytes) -> T:
-        return await self._front.apart(len(data), partial(work, data))
-
     # Text and tokens.
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        return await self._answer(request, partial(parse, TokenizeRequest))
+        return await self._answer(request, "tokenize")
 
     async def _detokenize(self, request: web.Request) -> web.Response:
-        return await self._answer(request, partial(parse, DetokenizeRequest, max_numbers=DETOKENIZE_IDS))
+        return await self._answer(request, "detokenize")
 
-    async def _answer(
-        self, request: web.Request, parsed: Callable[[bytes], TokenizeRequest | DetokenizeRequest]
-    ) -> web.Response:
+    async def _answer(self, request: web.Request, kind: Literal["tokenize", "detokenize"]) -> web.Response:
         check_type(request)
         size = declared_size(request, self._front.config.max_message_bytes)
         with self._front.call(caller_of(request), size) as call:
             data = await self._read(request, call)
             call.ticket.begun = True
-            body = await self._apart(parsed, data)
-            self._front.check_model(body.model or "")
-            return _json(await body.answer(self._front.model, self._front.tokenizer))
+            return _json(cast(bytes, await call.read(kind, data)))
 
     # The server.
 
@@ -353,30 +327,6 @@ async def _show_name(request: web.Request, response: web.StreamResponse) -> None
     request[BEGUN] = response
     if NAME in request:
         response.headers[REQUEST_ID] = request[NAME]
-
-
-def _name(request: web.Request, given: str | None) -> str:
-    """The request's name; that of the body wins over that of the header.
-
-    Raises:
-        InvalidRequest: the body's is not printable.
-    """
-    if given is not None:
-        check_name("request_id", given)
-        request[NAME] = given
-    return request[NAME]
-
-
-def _set_session(request: web.Request, requests: Sequence[GenerateRequest]) -> None:
-    """The header wins over the body.
-
-    Raises:
-        InvalidRequest: it is no name.
-    """
-    if SESSION in request.headers:
-        check_name(f"header {SESSION}", request.headers[SESSION])
-        for each in requests:
-            each.session = request.headers[SESSION]
 
 
 def _deadline(request: web.Request) -> float:

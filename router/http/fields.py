@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from kvrelay.router.reading import Form
 from kvrelay.router.sampling import (
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,
@@ -286,15 +287,17 @@ class GenerateFields(Fields):
             raise misfit("structured_outputs", {}, "one constraint, among response_format and guided_* too")
         return self
 
-    @property
-    def usage_chunk(self) -> bool:
-        """Whether a last chunk has the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def usage_in_chunks(self) -> bool:
-        """Whether every chunk has the usage up to it."""
-        return self.usage_chunk and self.stream_options is not None and self.stream_options.continuous_usage_stats
+    def form(self) -> Form:
+        """How the answer shall be, as far as both APIs have it."""
+        options = self.stream_options or StreamOptions()
+        return Form(
+            n=self.n or 1,
+            stream=bool(self.stream),
+            usage_chunk=options.include_usage,
+            usage_in_chunks=options.include_usage and options.continuous_usage_stats,
+            token_ids=bool(self.return_token_ids),
+            timeline=bool(self.timeline),
+        )
 
     def _constraints(self) -> list[Constraint]:
         formats: list[Constraint | None] = [

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from pydantic_core import to_json
 
-from kvrelay.router.http.fields import GenerateFields
 from kvrelay.router.http.usage import Total
+from kvrelay.router.reading import Form
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.v1.inference_pb2 import GenerateResponse, TokenLogprobs
 
@@ -43,14 +43,14 @@ class Choice(Protocol):
 class Reply:
     """Collects messages. A chunk that adds only text, as nearly all do, is the text between bytes that don't change."""
 
-    def __init__(self, body: GenerateFields, kind: str, head: dict[str, Any], make: Callable[[CheckedRequest], Choice]):
+    def __init__(self, form: Form, kind: str, head: dict[str, Any], make: Callable[[CheckedRequest], Choice]):
         """
         Args:
             kind: `object` of a whole answer.
             head: further fields at the beginning of each answer: id, model and system_fingerprint.
             make: the choice for a completion of a prompt.
         """
-        self._body = body
+        self._form = form
         self._make = make
         self._head = {"id": head.pop("id"), "object": kind, "created": int(time.time()), **head}
         self._chunk_head = self._head | {"object": kind if kind == "text_completion" else f"{kind}.chunk"}
@@ -85,18 +85,18 @@ class Reply:
         if part is None:
             return b""
         if isinstance(part, str):
-            if not self._body.usage_in_chunks:
+            if not self._form.usage_in_chunks:
                 before, after = self._frame(index, choice)
                 return before + to_json(part) + after
             part = choice.part(part)
         return self._event([{"index": index, **part}])
 
     def _index(self, prompt: int, message: GenerateResponse) -> int:
-        return prompt * (self._body.n or 1) + message.index
+        return prompt * self._form.n + message.index
 
     def end(self) -> bytes:
         """The last events of a stream."""
-        return (self._event([], usage=True) if self._body.usage_chunk else b"") + DONE
+        return (self._event([], usage=True) if self._form.usage_chunk else b"") + DONE
 
     def whole(self) -> bytes:
         """The whole answer."""
@@ -108,8 +108,8 @@ class Reply:
 
     def _event(self, choices: list[dict[str, Any]], *, usage: bool = False) -> bytes:
         chunk = {**self._chunk_head, "choices": choices}
-        if self._body.usage_chunk:
-            chunk["usage"] = self._usage() if usage or self._body.usage_in_chunks else None
+        if self._form.usage_chunk:
+            chunk["usage"] = self._usage() if usage or self._form.usage_in_chunks else None
         return b"data: " + to_json(chunk) + b"\n\n"
 
     def _frame(self, index: int, choice: Choice) -> tuple[bytes, bytes]:

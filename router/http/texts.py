@@ -1,7 +1,5 @@
 """`/tokenize` and `/detokenize`."""
 
-from array import array
-from collections.abc import Iterable
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -10,8 +8,7 @@ from pydantic_core import to_json
 from kvrelay.internal.v1.worker_pb2 import ModelInfo
 from kvrelay.router.http.fields import MAX_UINT32, Fields, Neutral, misfit, whole_list
 from kvrelay.router.http.messages import ConversationFields
-from kvrelay.router.prompt import PART_TOKENS
-from kvrelay.router.tokenizer import INLINE_TOKENS, Tokenizer
+from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.validation import (
     DETOKENIZE_IDS,
     TOKENIZE_BYTES,
@@ -46,24 +43,10 @@ class TokenizeRequest(ConversationFields):
         """
         texts = Texts(text=self.prompt) if self.prompt is not None else Texts(messages=self.conversation(self.tools))
         tokens = await text_tokens(texts, tokenizer, TOKENIZE_BYTES, TOKENIZE_WHY)
-        return await tokenizer.run(
-            len(tokens) <= INLINE_TOKENS, lambda: self._json(tokens, model, tokenizer), tokenizer.computing
-        )
-
-    def _json(self, tokens: "array[int]", model: ModelInfo, tokenizer: Tokenizer) -> bytes:
-        """The answer, made in parts: others have their turn between them if this runs on a thread."""
-        parts = [tokens[at : at + PART_TOKENS].tolist() for at in range(0, len(tokens), PART_TOKENS)]
-        answer = to_json({"count": len(tokens), "max_model_len": model.max_context})[:-1]
-        answer += b',"tokens":[' + _joined(parts) + b"]"
+        answer = {"count": len(tokens), "max_model_len": model.max_context, "tokens": tokens.tolist()}
         if self.return_token_strs:
-            texts = ([tokenizer.bytes_of(token).decode(errors="replace") for token in part] for part in parts)
-            answer += b',"token_strs":[' + _joined(texts) + b"]"
-        return answer + b"}"
-
-
-def _joined(lists: Iterable[list[Any]]) -> bytes:
-    """The JSON of the lists' entries, with commas between."""
-    return b",".join(to_json(part)[1:-1] for part in lists)
+            answer["token_strs"] = [tokenizer.bytes_of(token).decode(errors="replace") for token in tokens]
+        return to_json(answer)
 
 
 class DetokenizeRequest(Fields):

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Coroutine
 from functools import partial
 from importlib.resources import files
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from aiohttp import web
 from pydantic import Field
@@ -26,13 +26,14 @@ from pydantic_core import to_json
 from kvrelay.router.answer import AwaitedSink
 from kvrelay.router.errors import NotKept, RequestError, SlowReader, shorten
 from kvrelay.router.front import Front
-from kvrelay.router.http.body import declared_size, parse, read
+from kvrelay.router.http.body import declared_size, read
 from kvrelay.router.http.errors import body_of
 from kvrelay.router.http.exchange import Events, caller_of, check_type
 from kvrelay.router.http.fields import Fields
 from kvrelay.router.http.usage import finish_name
 from kvrelay.router.life import Life, life
 from kvrelay.router.page.view import about, fleet
+from kvrelay.router.reading import Plan
 from kvrelay.router.registry import WorkerRegistry
 from kvrelay.router.requests import RECENT, Ended
 from kvrelay.router.shares import Seats
@@ -204,9 +205,9 @@ class Page:
             with front.generation(caller_of(request), declared_size(request, most)) as call:
                 data = await read(request, most, limit)
                 call.ticket.resize(len(data))
-                ask = await front.apart(len(data), partial(parse, Ask, data))
+                plan = cast(Plan, await call.read("page", data))
                 run = _Run(front, events)
-                await run.follow(call.generate(ask.request(), AwaitedSink(run.write), run.begin))
+                await run.follow(call.generate(plan.requests.pop(), AwaitedSink(run.write), run.begin))
                 return await events.end(run.end())
         except SlowReader:
             raise asyncio.CancelledError from None

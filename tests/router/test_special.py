@@ -127,7 +127,7 @@ def router_of(tmp_path: Path, kind: str) -> Iterator[tuple[Router, Any]]:
 
 
 def ids_of(router: Router, asked: Conversation) -> list[int]:
-    return list(asyncio.run(router.encode_chat(lambda: asked, 100, 10**6)))
+    return list(asyncio.run(router.encode_chat(lambda: asked, 10**6)))
 
 
 def reference(hugging_face: Any, messages: list[dict[str, Any]], **more: Any) -> list[int]:

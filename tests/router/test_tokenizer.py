@@ -38,7 +38,7 @@ def test_a_prompt_gets_the_special_tokens_and_a_rendered_chat_does_not(tmp_path:
     async def test() -> None:
         for text in ("def x", "def x" * INLINE_CHARACTERS):
             assert list(await tokenizer.encode(text)) == [0, *plain.encode(text).ids]
-            rendered = await tokenizer.encode_chat(partial(said, text), len(text), 100 + len(text))
+            rendered = await tokenizer.encode_chat(partial(said, text), 100 + len(text))
             assert list(rendered) == [0, *plain.encode(text).ids, 1]
             assert await tokenizer.decode(plain.encode(text).ids) == text
 
@@ -59,7 +59,7 @@ def test_where_a_template_may_be(tmp_path: Path, config: dict[str, object], has:
     assert Tokenizer(folder_with(tmp_path, **config)).has_chat_template == has
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     tokenizer = Tokenizer(tmp_path)
-    tokens = asyncio.run(tokenizer.encode_chat(partial(said, "abc"), 3, 100))
+    tokens = asyncio.run(tokenizer.encode_chat(partial(said, "abc"), 100))
     assert list(tokens) == byte_level_tokenizer().encode("abc").ids
 
 
