@@ -1,5 +1,6 @@
 """Runs one router in the foreground: `python -m kvrelay.router --config FILE`."""
 
+import asyncio
 import gc
 import sys
 
@@ -12,7 +13,7 @@ GC_THRESHOLDS = 10_000, 20, 20
 """Each message of a stream makes some objects that the collector counts, and hardly any cycles."""
 
 SWITCH_SECONDS = 0.001
-"""For which the event loop waits for each thread that computes in Python, as for a large body; Python's own is 5 ms."""
+"""For which the event loop waits for each thread that computes in Python; Python's own is 5 ms."""
 
 
 class RouterProcess(RouterServer):
@@ -25,6 +26,7 @@ class RouterProcess(RouterServer):
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         sys.setswitchinterval(SWITCH_SECONDS)
+        self._warming = asyncio.create_task(self.warm(), name="lanes")
         return port
 
 

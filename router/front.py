@@ -356,7 +356,7 @@ class Call:
 
     async def _turn(self) -> None:
         """Returns when the event loop has time for the call: to check a prompt and begin a completion takes about a
-        millisecond."""
+        millisecond, and so does to end one."""
         await self._front._reading.turns.take(self.ticket.holder)
 
     async def _in_time(self, waiting: Coroutine[Any, Any, T], seconds: float) -> T:
@@ -410,7 +410,10 @@ class Call:
         finally:
             meter.generated(trace.generated_tokens)
         outcome = FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower()
-        self._note_end(trace, cast(Outcome, outcome))
+        try:
+            await self._turn()  # many may end with one step of a worker
+        finally:
+            self._note_end(trace, cast(Outcome, outcome))
 
     async def _run(self, request: CheckedRequest, trace: RequestTrace, sink: Sink, place: Place) -> FinishReason:
         """Runs a session; again if it had to give way before it began, and its call goes on."""

@@ -29,6 +29,7 @@ from kvrelay.router.callers import Callers, public_certificates
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.dispatch import Dispatch
 from kvrelay.router.doors import Doors
+from kvrelay.router.errors import Unavailable
 from kvrelay.router.front import Front
 from kvrelay.router.grpc_face import SERVICE, GrpcFace
 from kvrelay.router.health import FleetHealth
@@ -248,6 +249,11 @@ class RouterServer:
         fields = {"address": self.address, "http": self.http_address, "incarnation": self.incarnation}
         logger.info("listening", extra=fields)
         return self._port
+
+    async def warm(self) -> None:
+        """Begins a process for large requests before one comes."""
+        with suppress(Unavailable):  # it is logged, and tried again
+            await self._lanes.start()
 
     async def _join_first(self) -> None:
         """Meets the workers before the port is bound: until then, connections find another router."""

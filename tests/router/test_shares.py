@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Requests
 from kvrelay.router.page import page
+from kvrelay.router.shares import ROUND_SECONDS, WOKEN, Turns
 from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams, TokenIds
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 from support.hostile import PartialCall
@@ -272,3 +274,37 @@ def test_open_pages_and_health_checks_leave_room_for_others(tmp_path: Path) -> N
             assert await streams[0][1].code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
     run(test)
+
+
+def test_long_turns_leave_the_loop_to_others_and_go_by_holder() -> None:
+    async def test() -> None:
+        turns = Turns()
+        begun: list[str] = []
+
+        async def work(holder: str) -> None:
+            await turns.take(holder)
+            begun.append(holder)
+            end = time.monotonic() + ROUND_SECONDS
+            while time.monotonic() < end:
+                pass
+
+        async def rounds() -> list[int]:
+            counts = []
+            while len(begun) < 51:
+                before = len(begun)
+                await asyncio.sleep(0)
+                counts.append(len(begun) - before)
+            return counts
+
+        counting = asyncio.create_task(rounds())
+        many = [asyncio.create_task(work("many")) for _ in range(50)]
+        await until(lambda: len(begun) >= 5, "some have begun")
+        after = len(begun)
+        few = asyncio.create_task(work("few"))
+        many[-1].cancel()
+        many[-1] = asyncio.create_task(work("many"))
+        await asyncio.gather(few, *many)
+        assert begun.index("few") <= after + 2 * WOKEN
+        assert max(await counting) <= 2
+
+    asyncio.run(asyncio.wait_for(test(), 60))
