@@ -1,7 +1,7 @@
 """How requests are read: from the bytes of a body or a message to checked requests, or to a finished answer.
 
 A small request is read on the event loop, and checked when its turn comes. A large one is read and checked in another
-process (`router/request/lanes.py`), since a call of a library that parses it would hold the interpreter for up to 20 ms.
+process (`router/request/lanes.py`): a call of a library that parses it would hold the interpreter for up to 20 ms.
 Both use the same readers, one for each kind of request (`router/faces/readers.py`).
 """
 

@@ -104,7 +104,7 @@ def test_a_lane_that_is_killed_costs_no_request(monkeypatch: pytest.MonkeyPatch)
 def test_nothing_is_left_of_a_router_that_was_killed() -> None:
     """A lane ends with its template, and that with its router."""
     script = (
-        "import asyncio\nfrom kvrelay.router import lanes\nlanes.PROGRAM = 'support.lane_program'\n"
+        "import asyncio\nfrom kvrelay.router.request import lanes\nlanes.PROGRAM = 'support.lane_program'\n"
         "async def main():\n    made = lanes.Lanes({})\n"
         "    print((await made.run('a', {'do': 'echo'}, b''))[0]['pid'])\n"
         "    await asyncio.sleep(3600)\nasyncio.run(main())\n"
