@@ -41,7 +41,7 @@ test="$python -m pytest -q -p no:cacheprovider --override-ini addopts="
 kernels="tests/kernels/test_elementwise_kernels.py tests/kernels/test_paged_decode.py tests/kernels/test_flash_prefill.py
  tests/kernels/test_kv_gather.py tests/kernels/test_kv_checksum.py tests/kernels/test_quant_gemv.py
  tests/kernels/test_quant_matmul.py tests/kernels/test_sample_kernel.py tests/kernels/test_launch.py
- tests/kernels/test_flash_prefill_hopper.py tests/kernels/test_flash_prefill_blackwell.py tests/kernels/test_kv_frame.py"
+ tests/kernels/test_kv_frame.py"
 few="tests/kernels/test_kv_gather.py tests/kernels/test_kv_checksum.py tests/kernels/test_paged_decode.py
  tests/kernels/test_flash_prefill.py"
 links="tests/transfer/test_transfer_gpu.py tests/transfer/test_transfer_settle.py"

@@ -1,4 +1,8 @@
-"""Options that may be left to kvrelay: the word `auto` in a file, AUTO in the classes of options."""
+"""What an option's type tells pydantic, which is imported only where pydantic asks for it.
+
+Automatic  the option may be left to kvrelay: the word `auto` in a file, AUTO in the classes of options
+Removed    a value that the option had in an earlier version, and what to write instead
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +14,7 @@ AUTO = 0
 
 @dataclass(frozen=True, slots=True)
 class Automatic:
-    """Tells pydantic that a number may also be `auto`. Imports pydantic only where pydantic asks for it."""
+    """Tells pydantic that a number may also be `auto`."""
 
     allowed: str
     """Text of the error message: what is allowed."""
@@ -51,3 +55,26 @@ class Automatic:
             custom_error_message=self.allowed,
             serialization=shown,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Tells pydantic to refuse a value with what to write instead of it."""
+
+    value: str
+    """The value, which the option no longer has."""
+
+    instead: str
+    """Text of the error message: what to write."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        from pydantic_core import PydanticCustomError
+        from pydantic_core import core_schema as schemas
+
+        def check(value: object) -> object:
+            if value == self.value:
+                text = "Input should be {instead}; {value} was removed"
+                raise PydanticCustomError("removed", text, {"instead": self.instead, "value": self.value})
+            return value
+
+        return schemas.no_info_before_validator_function(check, handler(source))

@@ -7,15 +7,15 @@ These are plain frozen dataclasses, so that an engine runs without pydantic. `__
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal, get_args
 
-from kvrelay.engine.automatic import AUTO, Automatic
+from kvrelay.engine.automatic import AUTO, Automatic, Removed
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["none", "int8", "int4", "fp8", "w8a8"]
 SpeculationMethod = Literal["off", "ngram", "suffix", "draft", "medusa", "eagle3"]
 CacheDtype = Literal["auto", "int8", "fp8"]
-PrefillKernel = Literal["triton", "gluon", "flash_attn", "flashinfer"]
-PrefillAttention = Literal["auto", "triton", "gluon", "flash_attn", "flashinfer"]
+PrefillKernel = Literal["triton", "varlen_attn", "flashinfer"]
+PrefillAttention = Literal["auto", "triton", "varlen_attn", "flashinfer"]
 
 MODEL_METHODS: tuple[SpeculationMethod, ...] = ("draft", "medusa", "eagle3")
 """Methods with a checkpoint of their own."""
@@ -147,13 +147,14 @@ class EngineConfig:
     device: Device = "auto"
     """Where the model runs and the KV pool is; auto takes a GPU if the worker has one."""
 
-    prefill_attention: PrefillAttention = "triton"
+    prefill_attention: Annotated[
+        PrefillAttention, Removed("gluon", "varlen_attn, flashinfer or auto"), Removed("flash_attn", "varlen_attn")
+    ] = "triton"
     """What attends for prompts on a GPU. triton: kvrelay's kernel for all GPUs, whose results don't depend on where a
-    prompt is cut into chunks; those of the others may, in their last bits. gluon: kvrelay's kernels for Hopper and
-    Blackwell (compute capability 9.0 and 10), KV of 16 bits in blocks of 64 or 128, and heads of 64 or 128; compiled
-    and simulated, they haven't run on a GPU yet. flash_attn: FlashAttention 3, on Hopper, installed by you. flashinfer:
-    FlashInfer, the extra kvrelay[flashinfer]. Both take KV of 16 bits. auto: times those that can be had when the
-    worker starts, and takes the fastest."""
+    prompt is cut into chunks; those of the others may, in their last bits. varlen_attn: PyTorch's, from 2.13 on, by
+    FlashAttention 3 on Hopper or FlashAttention 4 on Blackwell, installed by you. flashinfer: FlashInfer, the extra
+    kvrelay[flashinfer]. Both take KV of 16 bits. auto: times those that can be had when the worker starts, and takes
+    the fastest."""
 
     graph_tokens: int = 512
     """On a GPU, tokens of the largest step with chunks of prompts that is launched as captured graphs, in pieces with

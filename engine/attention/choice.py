@@ -1,9 +1,8 @@
 """Which attention computes prompts on a GPU.
 
-triton      `flash_prefill`: for every GPU, type and size
-gluon       `flash_prefill_hopper` and `flash_prefill_blackwell`, for what each takes
-flash_attn  FlashAttention 3, where it is installed
-flashinfer  FlashInfer, where it is installed
+triton       `flash_prefill`: for every GPU, type and size
+varlen_attn  PyTorch's, from 2.13 on: by FlashAttention 3 or 4, where that is installed
+flashinfer   FlashInfer, where it is installed
 
 With triton, what attention computes for a token of a prompt doesn't depend on the other tokens of the step, nor on
 where the prompt was cut into chunks. With the others, the last bits may.
@@ -13,10 +12,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import get_args
 
-from kvrelay.engine.attention.flash_attention import FlashAttentionPrefill
 from kvrelay.engine.attention.flashinfer import FlashInferPrefill
 from kvrelay.engine.attention.prefill import Prefill, Shapes, Unavailable
-from kvrelay.engine.attention.tiles import gluon_prefill, triton_prefill
+from kvrelay.engine.attention.tiles import TritonPrefill
+from kvrelay.engine.attention.varlen import VarlenPrefill
 from kvrelay.engine.config import PrefillAttention, PrefillKernel
 
 logger = logging.getLogger(__name__)
@@ -25,9 +24,8 @@ FASTER = 0.97
 """Share of triton's time that another one may take at most, if auto is to prefer it."""
 
 _MAKERS: Mapping[PrefillKernel, Callable[[Shapes], Prefill]] = {
-    "triton": triton_prefill,
-    "gluon": gluon_prefill,
-    "flash_attn": FlashAttentionPrefill,
+    "triton": TritonPrefill,
+    "varlen_attn": VarlenPrefill,
     "flashinfer": FlashInferPrefill,
 }
 

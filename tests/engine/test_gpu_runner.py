@@ -2,7 +2,6 @@
 
 import gc
 import random
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.runner.gpu import GpuRunner, build_gpu_runner
 from kvrelay.engine.runner.graphs import batch_sizes
 from kvrelay.kernels import sample as sample_kernel
-from support.attention_packages import modules
+from support.attention_packages import install
 from support.checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
 from support.launches import Launches, RecordedGraphs
 from support.paged import GREEDY, PagedSequences, make_plan
@@ -115,20 +114,19 @@ def test_tokens_equal_the_cpus(architecture: str, tmp_path: Path) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("faster", [pytest.param("triton", marks=pytest.mark.slow), "flash_attn"])
+@pytest.mark.parametrize("faster", [pytest.param("triton", marks=pytest.mark.slow), "varlen_attn"])
 def test_auto_serves_by_what_was_fastest_at_warm_up(
     faster: PrefillKernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in later steps, which repeat launches. The tokens are those of the CPU; what was slower is let go."""
     folder = make_checkpoint(tmp_path / "tiny", "llama", num_hidden_layers=2)
-    for name, module in modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    times = {"triton": 2.0, "flash_attn": 1.0 if faster == "flash_attn" else 3.0}
+    install(monkeypatch)
+    times = {"triton": 2.0, "varlen_attn": 1.0 if faster == "varlen_attn" else 3.0}
     monkeypatch.setattr(GpuRunner, "_time_prefill", lambda _, candidate: times[candidate.name])
     options = replace(OPTIONS, prefill_attention="auto", max_sequences=1)
     plain = build_gpu_runner(folder, "float16", options, device="cpu")
     runner = GpuRunner(plain.spec, plain.model, plain.pool, options, capture=RecordedGraphs())
-    assert [candidate.name for candidate in runner.attention.candidates] == ["triton", "flash_attn"]
+    assert [candidate.name for candidate in runner.attention.candidates] == ["triton", "varlen_attn"]
     held = WeakSet(runner.attention.candidates)
     runner.warm_up()
     assert runner.prefill_attention == faster
@@ -140,12 +138,11 @@ def test_auto_serves_by_what_was_fastest_at_warm_up(
 
 @interpreted
 def test_each_candidate_is_timed_by_a_step(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, module in modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
+    install(monkeypatch)
     options = replace(OPTIONS, prefill_attention="auto", max_sequences=1, max_batch_tokens=16)
     runner = build_gpu_runner(llama, "float16", options, device="cpu")
     runner.warm_up()
-    assert runner.prefill_attention in {"triton", "flash_attn"}
+    assert runner.prefill_attention in {"triton", "varlen_attn"}
 
 
 @interpreted

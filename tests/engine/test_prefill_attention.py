@@ -11,21 +11,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
+from kvrelay.engine.attention import flashinfer, varlen
 from kvrelay.engine.attention.base import AttentionInputs
 from kvrelay.engine.attention.choice import choose_prefill, fastest
 from kvrelay.engine.attention.prefill import Shapes
-from kvrelay.engine.attention.tiles import TilePrefill
 from kvrelay.engine.attention.triton import architecture_of
 from kvrelay.engine.build import draft_options
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.kernels.paged import PagedKV
 from kvrelay.kernels.reference import paged_attention
-from support.attention_packages import modules
+from support.attention_packages import BatchPrefillWithPagedKVCacheWrapper, install, varlen_attn_out
 
 CPU = torch.device("cpu")
-PACKAGES = ("flash_attn", "flashinfer")
+PACKAGES = ("varlen_attn", "flashinfer")
 
 
 def layout(head_dim: int = 128, block_size: int = 64, dtype: Any = "bfloat16", kv_heads: int = 2) -> KVLayout:
@@ -44,94 +45,100 @@ def shapes(
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both packages can be imported."""
-    for name, module in modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-
-
-@pytest.mark.parametrize(("architecture", "rows"), [(90, 128), (100, 256), (103, 256)])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("block_size", [64, 128])
-def test_gluon_is_for_hopper_and_blackwell(head_dim: int, block_size: int, architecture: int, rows: int) -> None:
-    asked = shapes(layout(head_dim, block_size), architecture=architecture)
-    (chosen,) = choose_prefill("gluon", asked)
-    assert isinstance(chosen, TilePrefill)
-    assert (chosen.name, chosen.tile_tokens) == ("gluon", rows // asked.group)
+def installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Both packages can be imported; what PyTorch was told to activate."""
+    return install(monkeypatch)
 
 
 @pytest.mark.parametrize(
     ("wanted", "asked", "reason"),
     [
-        ("gluon", shapes(architecture=80), "architecture 80"),
-        ("gluon", shapes(architecture=120), "architecture 120"),
-        ("gluon", shapes(layout(96)), "heads of 96"),
-        ("gluon", shapes(layout(block_size=16)), "blocks of 16"),
-        ("gluon", shapes(layout(dtype="int8")), "KV of int8"),
-        ("gluon", shapes(layout(dtype="float32"), torch.float32), "float32"),
-        ("flash_attn", shapes(architecture=100), "architecture 100"),
-        ("flash_attn", shapes(layout(dtype="fp8")), "FlashAttention 3 doesn't take .* KV of fp8"),
-        ("flash_attn", shapes(layout(20)), "heads of 20"),
+        ("varlen_attn", shapes(architecture=80), "architecture 80"),
+        ("varlen_attn", shapes(architecture=120), "architecture 120"),
+        ("varlen_attn", shapes(layout(dtype="fp8")), "PyTorch's varlen_attn doesn't take .* KV of fp8"),
+        ("varlen_attn", shapes(layout(20)), "heads of 20"),
+        ("varlen_attn", shapes(layout(256), architecture=100), "heads of 256"),
         ("flashinfer", shapes(layout(96)), "FlashInfer doesn't take .* heads of 96"),
         ("flashinfer", shapes(layout(dtype="float32"), torch.float32), "float32"),
     ],
 )
-def test_what_can_not_be_is_refused_by_name(wanted: Any, asked: Shapes, reason: str, installed: None) -> None:
+def test_what_can_not_be_is_refused_by_name(wanted: Any, asked: Shapes, reason: str, installed: list[str]) -> None:
     with pytest.raises(ValueError, match=f"prefill_attention is '{wanted}', but .*{reason}.*; allowed: auto, triton"):
         choose_prefill(wanted, asked)
 
 
-@pytest.mark.parametrize(("wanted", "package"), list(zip(PACKAGES, ("FlashAttention 3", "FlashInfer"), strict=True)))
-def test_a_package_that_is_not_there_is_refused(wanted: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in modules():
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ValueError, match=f"prefill_attention is '{wanted}', but {package} can't be imported"):
+@pytest.mark.parametrize(("architecture", "package"), [(90, "FA3"), (100, "FA4"), (103, "FA4")])
+def test_pytorch_activates_the_package_for_the_gpu_once(architecture: int, package: str, installed: list[str]) -> None:
+    for _ in range(2):
+        (chosen,) = choose_prefill("varlen_attn", shapes(architecture=architecture))
+        assert chosen.name == "varlen_attn"
+    assert installed == [package]
+
+
+def absent(patch: pytest.MonkeyPatch) -> None:
+    """Neither FlashInfer nor FlashAttention can be imported."""
+    for name in ("flashinfer", "flash_attn_interface", "flash_attn"):
+        patch.setitem(sys.modules, name, None)
+
+
+def pytorch_has_block_tables() -> bool:
+    try:
+        from torch.nn.attention.varlen import varlen_attn_out
+    except ImportError:
+        return False
+    return "block_table" in inspect.signature(varlen_attn_out).parameters
+
+
+needs_block_tables = pytest.mark.skipif(not pytorch_has_block_tables(), reason="needs PyTorch 2.13 or newer")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reason"),
+    [
+        pytest.param("varlen_attn", "PyTorch's varlen_attn can't activate FA3", marks=needs_block_tables),
+        ("flashinfer", "FlashInfer can't be imported"),
+    ],
+)
+def test_a_package_that_is_not_there_is_refused(wanted: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent(monkeypatch)
+    with pytest.raises(ValueError, match=f"prefill_attention is '{wanted}', but {reason} .*import of"):
         choose_prefill(wanted, shapes())
+    assert [one.name for one in choose_prefill("auto", shapes())] == ["triton"]
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("raise RuntimeError('its parts are of versions 1 and 2')", "can't be imported .*its parts are of versions"),
-        ("", "has no (flash_attn_with_kvcache|BatchPrefillWithPagedKVCacheWrapper)"),
+        ("raise RuntimeError('its parts are of versions 1 and 2')", "its parts are of versions"),
+        ("", "has no BatchPrefillWithPagedKVCacheWrapper|does not expose FA3|has no block_table|has no varlen_attn"),
     ],
 )
 def test_auto_goes_on_without_a_package_that_is_broken(
     text: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in modules():
+    for name in ("flashinfer", "flash_attn_interface"):
         (tmp_path / f"{name}.py").write_text(text)
         # So that what is imported here is forgotten afterwards.
         monkeypatch.setitem(sys.modules, name, None)
         del sys.modules[name]
     monkeypatch.syspath_prepend(tmp_path)
-    assert [one.name for one in choose_prefill("auto", shapes())] == ["triton", "gluon"]
-    for wanted in PACKAGES:
+    assert [one.name for one in choose_prefill("auto", shapes())] == ["triton"]
+    for wanted in PACKAGES if pytorch_has_block_tables() else PACKAGES[1:]:
         with pytest.raises(ValueError, match=reason):
             choose_prefill(wanted, shapes())  # type: ignore[arg-type]  # both are names of kernels
 
 
-def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    fakes = modules()
-
-    def flash_attn_with_kvcache(q: Any, k_cache: Any, v_cache: Any, cache_seqlens: Any, block_table: Any) -> None:
+def test_an_older_pytorch_is_refused(monkeypatch: pytest.MonkeyPatch, installed: list[str]) -> None:
+    def older(query: Any, key: Any, value: Any, cu_seq_q: Any, scale: Any, window_size: Any) -> None:
         raise AssertionError
 
-    fakes["flash_attn_interface"].flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]  # a fake
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", fakes["flash_attn_interface"])
-    with pytest.raises(ValueError, match=r"FlashAttention 3 has no causal, .* page_table.*; 3\.0\.0 has"):
-        choose_prefill("flash_attn", shapes())
-
-
-def test_a_triton_without_gluon_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvrelay.kernels
-
-    monkeypatch.delattr(kvrelay.kernels, "flash_prefill_hopper", raising=False)
-    monkeypatch.delitem(sys.modules, "kvrelay.kernels.flash_prefill_hopper", raising=False)
-    monkeypatch.delitem(sys.modules, "kvrelay.kernels.gluon_prefill", raising=False)
-    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
-    with pytest.raises(ValueError, match="Triton hasn't what it needs"):
-        choose_prefill("gluon", shapes())
+    monkeypatch.setattr(sys.modules["torch.nn.attention.varlen"], "varlen_attn_out", older)
+    with pytest.raises(ValueError, match=r"varlen_attn has no block_table, .* in older; PyTorch 2\.13 has"):
+        choose_prefill("varlen_attn", shapes())
+    monkeypatch.delattr(sys.modules["torch.nn.attention.varlen"], "varlen_attn_out")
+    with pytest.raises(ValueError, match="varlen_attn has no varlen_attn_out"):
+        choose_prefill("varlen_attn", shapes())
+    assert installed == [], "nothing is activated in vain"
 
 
 def test_triton_is_the_default() -> None:
@@ -139,18 +146,29 @@ def test_triton_is_the_default() -> None:
 
 
 def test_a_draft_model_has_triton(tmp_path: Path) -> None:
-    """Its heads may be of another size than those of the served model, which was asked for gluon."""
-    assert draft_options(tmp_path, EngineConfig(prefill_attention="gluon").on("cuda")).prefill_attention == "triton"
+    """Its heads may be of another size than those of the served model, which was asked for another kernel."""
+    assert (
+        draft_options(tmp_path, EngineConfig(prefill_attention="flashinfer").on("cuda")).prefill_attention == "triton"
+    )
 
 
 def test_other_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="prefill_attention is 'cudnn'; allowed: auto, triton, gluon, flash_attn"):
+    with pytest.raises(ValueError, match="is 'cudnn'; allowed: auto, triton, varlen_attn, flashinfer"):
         EngineConfig(prefill_attention="cudnn")  # type: ignore[arg-type]  # that is the point
 
 
-def test_auto_considers_what_can_be_had(installed: None) -> None:
+@pytest.mark.parametrize(
+    ("option", "instead"), [("gluon", "varlen_attn, flashinfer or auto"), ("flash_attn", "varlen_attn")]
+)
+def test_what_was_removed_is_refused_with_what_to_write(option: str, instead: str) -> None:
+    text = f"Input should be {instead}; {option} was removed"
+    with pytest.raises(ValidationError, match=text):
+        TypeAdapter(EngineConfig).validate_python({"prefill_attention": option})
+
+
+def test_auto_considers_what_can_be_had(installed: list[str]) -> None:
     names = [one.name for one in choose_prefill("auto", shapes())]
-    assert names == ["triton", "gluon", "flash_attn", "flashinfer"]
+    assert names == ["triton", "varlen_attn", "flashinfer"]
     assert [one.name for one in choose_prefill("auto", shapes(architecture=80))] == ["triton", "flashinfer"]
     assert [one.name for one in choose_prefill("auto", shapes(layout(dtype="int8")))] == ["triton"]
 
@@ -158,14 +176,14 @@ def test_auto_considers_what_can_be_had(installed: None) -> None:
 @pytest.mark.parametrize(
     ("times", "expected"),
     [
-        ({"triton": 1.0, "gluon": 0.6, "flash_attn": 0.5, "flashinfer": 0.7}, "flash_attn"),
-        ({"triton": 1.0, "gluon": 0.99, "flash_attn": 0.98, "flashinfer": 1.2}, "triton"),
-        ({"triton": 1.0, "gluon": 0.8, "flashinfer": 0.9}, "gluon"),
+        ({"triton": 1.0, "varlen_attn": 0.5, "flashinfer": 0.7}, "varlen_attn"),
+        ({"triton": 1.0, "varlen_attn": 0.98, "flashinfer": 1.2}, "triton"),
+        ({"triton": 1.0, "flashinfer": 0.9}, "flashinfer"),
         ({"triton": 1.0}, "triton"),
     ],
 )
 def test_auto_takes_the_fastest(
-    times: dict[str, float], expected: str, installed: None, caplog: pytest.LogCaptureFixture
+    times: dict[str, float], expected: str, installed: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     def seconds(candidate: Any) -> float:
         if candidate.name not in times:
@@ -178,7 +196,7 @@ def test_auto_takes_the_fastest(
     assert f"prefill attention: {expected}" in account
     assert all(f"{name} {1e3 * time:.2f} ms" in account for name, time in times.items())
     failed = [message for message in caplog.messages if "no kernel image" in message]
-    assert len(failed) == 4 - len(times)
+    assert len(failed) == 3 - len(times)
 
 
 @pytest.mark.parametrize("wanted", PACKAGES)
@@ -195,8 +213,7 @@ def test_packages_are_asked_for_the_same_attention(
 ) -> None:
     """To the bit: the stand-ins compute the definition from what they are given, in the layout that they are given."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, module in modules().items():
-            patch.setitem(sys.modules, name, module)
+        install(patch)
         check_package(wanted, [(5, 1)] * decodes + rows, decodes, (block_size, window, seed), CPU)
 
 
@@ -248,22 +265,39 @@ def check_package(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("wanted", "module"), [("flash_attn", "flash_attn_interface"), ("flashinfer", "flashinfer")])
+@pytest.mark.parametrize(("wanted", "module"), [("varlen_attn", "flash_attn_interface"), ("flashinfer", "flashinfer")])
 @pytest.mark.parametrize("window", [0, 60])
 def test_on_a_gpu_the_packages_compute_it(wanted: Any, module: str, window: int) -> None:
     pytest.importorskip(module)
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
     device = torch.device("cuda")
-    if wanted == "flash_attn" and architecture_of(device) != 90:
+    if wanted == "varlen_attn" and architecture_of(device) != 90:
         pytest.skip("needs a GPU of compute capability 9.0")
     check_package(wanted, [(5, 1), (70, 40), (0, 200)], 1, (64, window, 3), device)
 
 
-def test_the_stand_ins_have_the_parameters_that_are_checked(installed: None) -> None:
-    from kvrelay.engine.attention import flash_attention, flashinfer
+def test_the_stand_ins_have_the_parameters_that_are_checked() -> None:
+    assert set(inspect.signature(BatchPrefillWithPagedKVCacheWrapper.plan).parameters) >= flashinfer.PARAMETERS
+    assert set(inspect.signature(varlen_attn_out).parameters) >= varlen.PARAMETERS
 
-    wrapper = modules()["flashinfer"].BatchPrefillWithPagedKVCacheWrapper
-    assert set(inspect.signature(wrapper.plan).parameters) >= flashinfer.PARAMETERS
-    called = modules()["flash_attn_interface"].flash_attn_with_kvcache
-    assert set(inspect.signature(called).parameters) >= flash_attention.PARAMETERS
+
+@needs_block_tables
+@pytest.mark.parametrize("window", [0, 60])
+def test_pytorch_takes_what_it_is_given(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: PyTorch's own function has the stand-in's parameters and takes ours, as tensors without memory."""
+    from torch.nn.attention.varlen import varlen_attn_out as real
+
+    assert list(inspect.signature(real).parameters) == list(inspect.signature(varlen_attn_out).parameters)
+    for name in ("activate_flash_attention_impl", "current_flash_attention_impl"):
+        monkeypatch.setattr(torch.nn.attention, name, lambda *_: "FA3")
+    kv, device = layout(64), torch.device("meta")
+    (prefill,) = choose_prefill("varlen_attn", shapes(kv, windows=(window,), device=device))
+    starts, lengths = np.array([5, 70, 0]), np.array([1, 40, 200])
+    places = torch.empty(241, dtype=torch.int64, device=device)
+    tables, contexts = (torch.empty(*shape, dtype=torch.int32, device=device) for shape in ((3, 4), (3,)))
+    step = prefill.plan(AttentionInputs(places, places, tables, contexts, starts, lengths), 1)
+    query, pool = (torch.empty(*shape, dtype=torch.bfloat16, device=device) for shape in ((241, 8, 64), kv.shape(9)))
+    out = torch.empty_like(query)
+    step.launch(query, PagedKV(pool, 1), window, out)
+    assert out._version > 0, "it is written in place"

@@ -1,12 +1,15 @@
-"""Stand-ins for FlashInfer and FlashAttention 3: what kvrelay calls, with the parameters that the packages have
-(FlashInfer 0.6.18, FlashAttention 3.0.0), computed by the definition in float64.
+"""Stand-ins for FlashInfer and PyTorch's varlen_attn: what kvrelay calls, with the parameters that the packages have
+(FlashInfer 0.6.18, PyTorch 2.13), computed by the definition in float64.
 """
 
+import sys
 import types
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.attention
 from torch import Tensor
 
 from kvrelay.kernels.reference import paged_attention
@@ -122,65 +125,56 @@ class BatchPrefillWithPagedKVCacheWrapper:
         return result
 
 
-def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    qv: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    page_table: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    rotary_seqlens: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
+def varlen_attn_out(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    scheduler_metadata: Tensor | None = None,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-    return_softmax_lse: bool = False,
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
 ) -> Tensor:
-    """FlashAttention 3's, module `flash_attn_interface`."""
-    assert isinstance(cache_seqlens, Tensor)
-    assert page_table is not None
-    assert cu_seqlens_q is not None
-    for each in (cache_seqlens, page_table, cu_seqlens_q):
+    """PyTorch's, module `torch.nn.attention.varlen`, as FlashAttention 3 computes it."""
+    assert seqused_k is not None
+    assert block_table is not None
+    assert cu_seq_k is None, "FlashAttention refuses it beside a block table"
+    for each in (cu_seq_q, seqused_k, block_table):
         assert each.dtype == torch.int32
         assert each.stride(-1) == 1
-    assert k_cache.stride(-1) == v_cache.stride(-1) == 1
-    assert causal
-    assert softmax_scale is None or softmax_scale == q.shape[-1] ** -0.5
+    assert key.stride(-1) == value.stride(-1) == out.stride(-1) == 1
+    assert enable_gqa or query.shape[1] == key.shape[2]
+    assert scale is None or scale == query.shape[-1] ** -0.5
     left, right = window_size
-    assert right == (-1 if left < 0 else 0)
-    tokens = cu_seqlens_q.tolist()
-    assert max_seqlen_q == max(end - begin for begin, end in pairwise(tokens))
-    assert tokens[-1] == len(q)
-    assert len(tokens) - 1 == len(page_table) == len(cache_seqlens)
-    result = torch.empty_like(q)
-    for row, context in enumerate(cache_seqlens.tolist()):
+    assert right == 0, "not causal"
+    tokens = cu_seq_q.tolist()
+    assert out.shape == query.shape
+    assert max_q == max(end - begin for begin, end in pairwise(tokens))
+    assert max_k == max(seqused_k.tolist())
+    assert tokens[-1] == len(query)
+    assert len(tokens) - 1 == len(block_table) == len(seqused_k)
+    for row, context in enumerate(seqused_k.tolist()):
         mine = slice(tokens[row], tokens[row + 1])
-        table = page_table[row].tolist()
-        result[mine] = attend(q[mine], k_cache, v_cache, table, context, left + 1).to(q.dtype)
-    return result
+        out[mine] = attend(query[mine], key, value, block_table[row].tolist(), context, left + 1).to(query.dtype)
+    return out
 
 
-def modules() -> dict[str, types.ModuleType]:
-    """By name, what would be imported."""
-    flashinfer, flash_attn = types.ModuleType("flashinfer"), types.ModuleType("flash_attn_interface")
+def install(patch: pytest.MonkeyPatch) -> list[str]:
+    """Makes both importable; what PyTorch is told to activate is appended to the list."""
+    flashinfer, varlen = types.ModuleType("flashinfer"), types.ModuleType("torch.nn.attention.varlen")
     flashinfer.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper  # type: ignore[attr-defined]  # it is made here
-    flash_attn.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]  # likewise
-    return {"flashinfer": flashinfer, "flash_attn_interface": flash_attn}
+    varlen.varlen_attn_out = varlen_attn_out  # type: ignore[attr-defined]  # likewise
+    for module in (flashinfer, varlen):
+        patch.setitem(sys.modules, module.__name__, module)
+    activated: list[str] = []
+    patch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
+    patch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: (activated or [None])[-1])
+    return activated
