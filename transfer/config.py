@@ -1,15 +1,16 @@
 """The options of the KV hand-off."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
+from kvrelay.engine.automatic import Removed
 from kvrelay.engine.config import STRICT, require
 
 Encrypt = Literal["none", "integrity", "full"]
 
-BETWEEN_GPUS = frozenset({"cuda_ipc", "nccl"})
-"""Transports from GPU memory to GPU memory. To open a link takes longer than a frame may: NCCL makes a communicator,
-and CUDA loads what it needs on first use."""
+BETWEEN_GPUS = frozenset({"nccl"})
+"""Transports from GPU memory to GPU memory. To open a link takes longer than a frame may, because NCCL makes a
+communicator."""
 LINK_BUFFERS = 2
 """Frames that a link's end has memory for."""
 
@@ -20,19 +21,21 @@ class TransferConfig:
 
     __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
 
-    transport: Literal["auto", "cuda_ipc", "gloo", "nccl", "nixl", "shm", "tcp"] = "auto"
+    transport: Annotated[
+        Literal["auto", "gloo", "nccl", "nixl", "shm", "tcp"], Removed("cuda_ipc", "auto, nccl or shm")
+    ] = "auto"
     """How KV bytes travel; auto takes the best transport that both workers can use.
 
-    cuda_ipc: GPU memory, between workers of one machine that see the same GPUs. nccl: from GPU to GPU. nixl: over RDMA
-    where there is such a network; needs the extra kvrelay[nixl]. shm: shared memory of one machine (of one pod). tcp:
-    from host memory to host memory, anywhere. gloo: the same through torch's Gloo.
+    nccl: from GPU to GPU, within a machine too; two workers on one GPU need NCCL 2.30. nixl: over RDMA where there is
+    such a network; needs the extra kvrelay[nixl]. shm: shared memory of one machine (of one pod), for GPUs through the
+    host. tcp: from host memory to host memory, anywhere. gloo: the same through torch's Gloo.
     """
 
     frame_bytes: int = 8 * 2**20
     """KV bytes of one frame at most; 64 KiB to 64 MiB. A larger KV block is sent in several frames, by layers."""
 
     gpu_frame_bytes: int = 64 * 2**20
-    """As `frame_bytes`, for frames from GPU to GPU (nccl, cuda_ipc); 64 KiB to 256 MiB. Each end of a link takes GPU
+    """As `frame_bytes`, for frames from GPU to GPU (nccl); 64 KiB to 256 MiB. Each end of a link takes GPU
     memory for two frames."""
 
     gpu_buffer_bytes: int = 4 * 2**30
@@ -47,8 +50,8 @@ class TransferConfig:
 
     none: for a trusted network; checksums find accidental damage. integrity: tcp, gloo, and nixl from host memory carry
     a keyed MAC (AES-GMAC) in the checksum's place, so nobody can change KV unnoticed. full: tcp uses TLS 1.3 with the
-    certificates of `security`, so nobody can read it either; needs security.tls mutual. nccl can do none of it, and
-    memory that one machine's processes share (shm, cuda_ipc) is on no network.
+    certificates of `security`, so nobody can read it either; needs security.tls mutual. nccl can do none of it,
+    so between GPUs of one machine KV then goes through its host memory (shm), which is on no network.
     """
 
     convert_dtype: bool = True
@@ -66,7 +69,7 @@ class TransferConfig:
     """How long one frame may take on a link before the link is given up; also for opening a link between hosts."""
 
     dial_timeout_seconds: float = 20.0
-    """How long opening a link between GPUs (nccl, cuda_ipc) may take: the first one starts NCCL or maps memory."""
+    """How long opening a link between GPUs (nccl) may take: the first one starts NCCL."""
 
     grant_timeout_seconds: float = 120.0
     """How long an offer may wait for free blocks on the decode worker."""

@@ -38,7 +38,7 @@ from kvrelay.transfer.packing import (
 Key = tuple[str, int]
 """(request_id, attempt): identifies one hand-off."""
 
-VERSION = 6
+VERSION = 7
 MAX_BATCH_BYTES = 512 * 2**10
 MAX_MESSAGES = 64
 """Messages of one batch at most."""

@@ -21,8 +21,8 @@ CLOCK_SECONDS = 1.0
 """Clocks that are further apart make logs of several machines hard to read together."""
 FULL_SHARE = 0.95
 """Held share of a KV pool from which on requests wait for it."""
-FAST_TRANSPORTS = ("cuda_ipc", "nccl", "nixl")
-"""Those that carry GPU memory without the CPU."""
+FAST_TRANSPORTS = ("nccl", "nixl")
+"""Transports that carry GPU memory without the CPU."""
 
 
 class Members:

@@ -143,7 +143,12 @@ class Gpus:
                 if gpu.unreachable:
                     others = ", ".join(map(str, gpu.unreachable))
                     text = f"can't reach the memory of GPU {others} directly"
-                    yield Finding("note", subject, text, "cuda_ipc isn't used between them; see `nvidia-smi topo -m`")
+                    yield Finding(
+                        "note",
+                        subject,
+                        text,
+                        "NCCL copies KV between them through host memory; see `nvidia-smi topo -m`",
+                    )
                 if gpu.mig == "Enabled":
                     yield Finding("note", subject, "MIG is on: its parts can't reach one another's memory")
                 used = "" if gpu.used_bytes < 0 else f", {size(gpu.used_bytes)} in use"

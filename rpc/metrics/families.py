@@ -379,7 +379,7 @@ IN_PLACE_BYTES = _family(
     "transfer_in_place_bytes_total",
     "counter",
     "bytes",
-    "KV sent over cuda_ipc or nixl from where it lay in the pool, without a copy to a link's buffer before.",
+    "KV sent over nixl from where it lay in the pool, without a copy to a link's buffer before.",
 )
 LINKS_ENDED = _family(
     "worker",

@@ -69,8 +69,7 @@ def expected(device: str, model: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def cluster(device: str, model: Path, tmp_path: Path) -> Iterator[ProcessCluster]:
-    transport = "cuda_ipc" if device == "cuda" else "auto"
-    worker = options(device) | {"transfer": {"transport": transport}}
+    worker = options(device)
     with process_cluster(tmp_path / "pair", model, decode=2, worker=worker) as cluster:
         yield cluster
 

@@ -209,7 +209,7 @@ def test_a_change_with_a_recomputed_checksum_is_caught_by_a_mac(mac_key: bytes |
         assert not there.same(there.of(changed), forged)
 
 
-@pytest.mark.parametrize("name", ["gloo", "nixl", "nccl", "cuda_ipc"])
+@pytest.mark.parametrize("name", ["gloo", "nixl", "nccl"])
 def test_transports_that_can_not_encrypt_say_so(name: str, tmp_path: Path) -> None:
     certificates = secrets_in(tmp_path, "mutual").credentials("worker").certificates
     with pytest.raises(

@@ -26,7 +26,7 @@ def transport_named(name: str) -> Transport:
     Raises:
         ValueError: this machine lacks it.
     """
-    return available_transports(HOST, name, gpu=name in ("cuda_ipc", "nccl"))[name]
+    return available_transports(HOST, name, gpu=name == "nccl")[name]
 
 
 def _listen(connection: Connection, meeting: Rendezvous) -> None:

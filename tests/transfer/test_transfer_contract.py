@@ -11,13 +11,10 @@ from functools import cache
 
 import pytest
 import torch
-from device_twin import DriverTwin
 
 from kvrelay.transfer.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.base import Link, LinkError, Rendezvous, Transport
-from kvrelay.transfer.transports.cuda_ipc import CudaMemory
 from kvrelay.transfer.transports.nixl import nixl_missing
-from kvrelay.transfer.transports.same_host import SameHostTransport
 from support.fake_transport import FakeTransport
 from support.link_process import beside, filled, linked_process, meetings, pattern, transport_named
 from support.processes import wait_until
@@ -27,20 +24,14 @@ WAIT = 20.0
 
 without_nixl = pytest.mark.skipif(nixl_missing() is not None, reason=f"nixl: {nixl_missing()}")
 PROCESSES = ["gloo", "shm", "tcp", pytest.param("nixl", marks=without_nixl)]
-HERE = [*PROCESSES, "cuda_ipc", "fake"]
+HERE = [*PROCESSES, "fake"]
 SEES_DEATH = ["gloo", "shm", "tcp"]
 """Transports that notice a killed peer at once; the others do at their timeout."""
 
 
 @cache
 def transport(name: str) -> Transport:
-    match name:
-        case "fake":
-            return FakeTransport()
-        case "cuda_ipc":
-            return SameHostTransport(name, "a machine and its GPUs", CudaMemory(DriverTwin()))
-        case _:
-            return transport_named(name)
+    return FakeTransport() if name == "fake" else transport_named(name)
 
 
 def joined(name: str, send: Callable[[Link], None], receive: Callable[[Link], None], timeout: float = WAIT) -> None:

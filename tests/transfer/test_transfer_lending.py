@@ -3,10 +3,10 @@
 import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
-from device_twin import DriverTwin
 
 from kvrelay.engine.kv.layout import KVLayout, LayerPart
 from kvrelay.engine.kv.pool import KVPool
@@ -15,9 +15,7 @@ from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.events import Frame
 from kvrelay.transfer.frame_places import PoolFrame
 from kvrelay.transfer.transports.base import LinkError, Transport
-from kvrelay.transfer.transports.cuda_ipc import CudaMemory
-from kvrelay.transfer.transports.nixl import nixl_missing
-from kvrelay.transfer.transports.same_host import SameHostTransport
+from kvrelay.transfer.transports.nixl import NixlLink, nixl_missing
 from support.handoff import LAYOUT, links_of, pair, prompt, raw
 
 BLOCK = LAYOUT.block_size
@@ -27,11 +25,6 @@ GPU_LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=8, dtype="flo
 KEY = ("r", 1)
 Transports = Mapping[str, Transport]
 without_nixl = pytest.mark.skipif(nixl_missing() is not None, reason=f"nixl: {nixl_missing()}")
-
-
-def ipc(driver: DriverTwin) -> tuple[Transports, Transports]:
-    transport = SameHostTransport("cuda_ipc", "a machine and its GPUs", CudaMemory(driver))
-    return {"cuda_ipc": transport}, {"cuda_ipc": transport}
 
 
 def hand_over(
@@ -73,24 +66,19 @@ def test_nixl_writes_blocks_from_wherever_they_lie(table_of: Callable[[int], lis
     assert in_place > 0
 
 
-@pytest.mark.parametrize(("table_of", "in_place"), [(scattered, False), (neighbours, True)])
-def test_cuda_ipc_lends_a_pool_whose_blocks_are_neighbours(
-    table_of: Callable[[int], list[int]], in_place: bool
+@without_nixl
+def test_a_pool_that_cannot_be_lent_is_copied(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver, source = DriverTwin(), KVPool(LAYOUT, 256)
-    # As torch's allocator does: the pool is part of a larger allocation.
-    source.bytes = torch.empty(3 * 4096 + source.nbytes, dtype=torch.uint8)[4096 : 4096 + source.nbytes].view(
-        source.bytes.shape
-    )
-    driver.lent = [source.bytes]
-    found, sent = hand_over(ipc(driver), source, table_of)
-    # Of the scattered ones, frames of one block are in place, too.
-    assert found > sent / 2 if in_place else 0 < found < sent / 2
-    assert driver.freed_while_mapped == 0
+    source, call = KVPool(LAYOUT, 256), NixlLink._call
 
+    def refusing(link: NixlLink, name: str, *arguments: Any) -> Any:
+        if name == "register_memory" and arguments[0] is source.bytes:
+            raise LinkError("nixl: no registration")
+        return call(link, name, *arguments)
 
-def test_a_pool_that_cannot_be_lent_is_copied(caplog: pytest.LogCaptureFixture) -> None:
-    in_place, sent = hand_over(ipc(DriverTwin()), KVPool(LAYOUT, 256), neighbours)
+    monkeypatch.setattr(NixlLink, "_call", refusing)
+    in_place, sent = hand_over(links_of("nixl"), source, neighbours)
     assert (in_place, sent > 0) == (0, True)
     assert caplog.text.count("frames are copied before they are sent") == 1, "once for a link"
 
@@ -139,8 +127,3 @@ def test_parts_are_the_bytes_of_the_frame(table: list[int], tokens: int, part: L
     inside = [piece for piece in parts if piece.untyped_storage().data_ptr() == pool.bytes.untyped_storage().data_ptr()]
     assert sum(map(len, inside)) == GPU_LAYOUT.nbytes(whole * GPU_LAYOUT.block_size, part)
     assert place.lend(Lending(len(inside) - 1), buffer, check) is None  # type: ignore[arg-type]  # it is only made ready
-
-
-def test_memory_without_a_handle_is_a_link_error() -> None:
-    with pytest.raises(LinkError, match="no allocation"):
-        CudaMemory(DriverTwin()).lend(torch.zeros(8, dtype=torch.uint8))

@@ -6,14 +6,15 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from pydantic import TypeAdapter, ValidationError
 
+from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.ports import RECEIVER, SENDER, NoTransportError
 from kvrelay.transfer.transports import registry
 from kvrelay.transfer.transports.base import LinkError
 from kvrelay.transfer.transports.nccl import scope_of
 from kvrelay.transfer.transports.registry import available_transports, choose, entries
-from kvrelay.transfer.transports.same_host import SameHostTransport
-from kvrelay.transfer.transports.shm import SharedMemory, shm_missing
+from kvrelay.transfer.transports.shm import SharedMemoryTransport, shm_missing
 from support.fake_transport import FakeTransport
 from support.link_process import beside, meetings
 
@@ -50,15 +51,19 @@ def test_without_a_common_transport_the_error_names_those_of_both(
 
 @no_gpu
 def test_the_error_says_why_this_worker_lacks_a_transport() -> None:
-    with pytest.raises(NoTransportError, match=r"cuda_ipc not here: no CUDA device.*nccl not here: no CUDA device"):
+    with pytest.raises(NoTransportError, match="nccl not here: no CUDA device"):
         choose("auto", ["gloo"], ["nccl"])
 
 
 @no_gpu
-@pytest.mark.parametrize("name", ["nccl", "cuda_ipc"])
-def test_a_configured_transport_that_is_missing_is_refused_with_the_reason(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"transfer\.transport is '{name}'.*no CUDA device; allowed: auto, .*gloo"):
-        available_transports(HOST, wanted=name)
+def test_a_configured_transport_that_is_missing_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match=r"transfer\.transport is 'nccl'.*no CUDA device; allowed: auto, .*gloo"):
+        available_transports(HOST, wanted="nccl")
+
+
+def test_a_transport_that_was_removed_is_refused_with_what_to_write() -> None:
+    with pytest.raises(ValidationError, match="Input should be auto, nccl or shm; cuda_ipc was removed"):
+        TypeAdapter(TransferConfig).validate_python({"transport": "cuda_ipc"})
 
 
 def test_a_pool_in_host_memory_is_offered_no_transport_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +92,7 @@ def test_workers_of_one_machine_use_its_memory() -> None:
 
 
 def test_an_entry_names_the_scope_only_where_there_is_one() -> None:
-    assert entries({"fake": FakeTransport(), "shm": SameHostTransport("shm", "a1", SharedMemory())}) == [
+    assert entries({"fake": FakeTransport(), "shm": SharedMemoryTransport(scope="a1")}) == [
         "fake",
         "shm@a1",
     ]
@@ -100,7 +105,7 @@ def test_a_host_that_cannot_be_bound_is_named() -> None:
 
 def test_ends_of_different_scopes_refuse_each_other_when_dialled() -> None:
     """Whatever the membership says: both ends name their scopes."""
-    here, there = (SameHostTransport("shm", scope, SharedMemory()) for scope in ("machine-a", "machine-b"))
+    here, there = (SharedMemoryTransport(scope=scope) for scope in ("machine-a", "machine-b"))
     meeting = meetings(5.0)
 
     def receive() -> None:
@@ -119,7 +124,7 @@ GPU, OTHER_GPU = "nccl@GPU-1", "nccl@GPU-2"
 @pytest.mark.parametrize(
     ("here", "there", "chosen"),
     [
-        (["cuda_ipc@m", GPU, "tcp"], ["cuda_ipc@m", GPU, "tcp"], "cuda_ipc"),
+        ([GPU, "shm@m", "tcp"], [GPU, "shm@m", "tcp"], "shm"),
         ([GPU, "tcp"], [OTHER_GPU, "tcp"], "nccl"),
         ([GPU, "tcp"], [GPU, "tcp"], "tcp"),
         ([GPU + "+", "tcp"], [GPU + "+", "tcp"], "nccl"),

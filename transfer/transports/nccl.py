@@ -6,8 +6,8 @@
 - Who waits for an operation sleeps until an event behind it, which a thread of the link waits for in CUDA; the thread
   that waits can end that by the link's timeout or an abort. An error of NCCL causes no event, so it is looked for.
 - Channels are capped, because each costs memory at both ends (about 52 MB a pair at 8).
-- Two ranks on one GPU need NCCL 2.30 and an environment variable; `cuda_ipc` is the better link there. A worker's scope
-  names its GPU, followed by + if two ranks may share it.
+- Two ranks on one GPU need NCCL 2.30 and an environment variable; workers without them use `shm` there. A worker's
+  scope names its GPU, followed by + if two ranks may share it.
 """
 
 import os
@@ -70,7 +70,7 @@ def not_between(here: str, there: str) -> str | None:
         return None
     return (
         f"both are on {gpu}, which NCCL shares from {_dotted(OLDEST_SHARED_GPU)} on, with"
-        " NCCL_MULTI_RANK_GPU_ENABLE=1 at both; cuda_ipc needs neither"
+        " NCCL_MULTI_RANK_GPU_ENABLE=1 at both; shm needs neither"
     )
 
 

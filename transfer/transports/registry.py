@@ -6,22 +6,20 @@ from kvrelay.rpc.certificates import CertificateFiles
 from kvrelay.transfer.config import Encrypt
 from kvrelay.transfer.ports import NoTransportError
 from kvrelay.transfer.transports.base import Transport
-from kvrelay.transfer.transports.cuda_ipc import cuda_ipc_missing, cuda_ipc_transport
 from kvrelay.transfer.transports.gloo import GlooTransport
 from kvrelay.transfer.transports.nccl import NcclTransport, nccl_missing, not_between
 from kvrelay.transfer.transports.nixl import NixlTransport, nixl_missing
-from kvrelay.transfer.transports.shm import shm_missing, shm_transport
+from kvrelay.transfer.transports.shm import SharedMemoryTransport, shm_missing
 from kvrelay.transfer.transports.tcp import TcpTransport
 
-ON_GPU = ("cuda_ipc", "nccl", "nixl", "shm", "tcp", "gloo")
-"""For a KV pool on a GPU, best first."""
+ON_GPU = ("nccl", "nixl", "shm", "tcp", "gloo")
+"""For a KV pool on a GPU, best first; from shm on, KV goes through host memory."""
 
 ON_CPU = ("shm", "tcp", "gloo", "nixl")
 """For a KV pool in host memory, best first. NIXL is last because its waits poll, on cores that also compute; an
 operator whose network suits NIXL sets `transfer.transport: nixl`."""
 
 _MISSING: dict[str, Callable[[], str | None]] = {
-    "cuda_ipc": cuda_ipc_missing,
     "nccl": nccl_missing,
     "nixl": nixl_missing,
     "shm": shm_missing,
@@ -36,10 +34,8 @@ _NO_TLS = "transfer.encrypt is 'full', but it can't encrypt"
 
 
 def _unprotected(name: str, encrypt: Encrypt, gpu: bool) -> str | None:
-    """Why a transport can't do what `transfer.encrypt` asks for; None if it can.
-
-    Memory that two processes of one machine share is on no network. With `full`, cuda_ipc is left out all the same: a
-    process that gets hold of a handle can open GPU memory, whoever it belongs to.
+    """Why a transport can't do what `transfer.encrypt` asks for; None if it can. Memory that two processes of one
+    machine share (shm) is on no network.
     """
     if encrypt == "full" and name not in ("shm", "tcp"):
         return _NO_TLS
@@ -95,10 +91,9 @@ def available_transports(
             f"transfer.transport is {wanted!r}, which this worker can't do: {found[wanted]}; allowed: {usable}"
         )
     make: dict[str, Callable[[], Transport]] = {
-        "cuda_ipc": cuda_ipc_transport,
         "nccl": NcclTransport,
         "nixl": lambda: NixlTransport("cuda" if gpu else "cpu", encrypt),
-        "shm": lambda: shm_transport(gpu),
+        "shm": lambda: SharedMemoryTransport(gpu),
         "tcp": lambda: TcpTransport(host, encrypt, certificates, gpu),
         "gloo": lambda: GlooTransport(host, encrypt, gpu),
     }
@@ -109,7 +104,7 @@ def _apart(name: str, here: str, there: str) -> str | None:
     """Why two workers with these scopes of a transport can't be linked by it; None if they can."""
     if name == "nccl":
         return not_between(here, there)
-    return None if here == there else "they don't share a machine or its GPUs"
+    return None if here == there else "they don't share a machine"
 
 
 def entries(transports: Mapping[str, Transport]) -> list[str]:
