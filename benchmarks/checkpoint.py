@@ -17,19 +17,16 @@ SHAPES = {  # hidden, layers, heads, KV heads, intermediate, vocabulary
     "135m": (576, 30, 9, 3, 1536, 49152),
     "600m": (1024, 28, 16, 8, 3072, 65536),
     "1b": (2048, 16, 32, 8, 8192, 65536),
+    "8b": (4096, 32, 32, 8, 14336, 128256),
+    "tiny": (64, 1, 4, 2, 96, 160),
 }
 TOKENS = 8192
 """In the tokenizer; the other ids of the vocabulary have no text."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, default="135m")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    hidden, layers, heads, kv_heads, intermediate, vocabulary = SHAPES[args.shape]
-    torch.manual_seed(args.seed)
+def write(out: Path, shape: str, max_positions: int = 8192, device: torch.device | None = None) -> int:
+    """Writes the checkpoint, whose weights are drawn on the device, by default the CPU; returns their number."""
+    hidden, layers, heads, kv_heads, intermediate, vocabulary = SHAPES[shape]
     config = LlamaConfig(
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -37,14 +34,15 @@ def main() -> None:
         num_key_value_heads=kv_heads,
         intermediate_size=intermediate,
         vocab_size=vocabulary,
-        max_position_embeddings=8192,
+        max_position_embeddings=max_positions,
         rope_theta=500000.0,
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=1,
     )
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(args.out)
+    with device or torch.device("cpu"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(out)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -55,8 +53,18 @@ def main() -> None:
         show_progress=False,
     )
     tokenizer.train([str(path) for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))], trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(args.out)
-    print(f"{args.out}: {sum(parameter.numel() for parameter in model.parameters()) / 1e6:.0f} million parameters")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(out)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="135m")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    print(f"{args.out}: {write(args.out, args.shape) / 1e6:.0f} million parameters")
 
 
 if __name__ == "__main__":

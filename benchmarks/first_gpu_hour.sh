@@ -44,18 +44,23 @@ kernels="tests/kernels/test_elementwise_kernels.py tests/kernels/test_paged_deco
  tests/kernels/test_kv_frame.py"
 few="tests/kernels/test_kv_gather.py tests/kernels/test_kv_checksum.py tests/kernels/test_paged_decode.py
  tests/kernels/test_flash_prefill.py"
+# What the steps import: all of the project's dependencies but Ray and the command line's.
+modules="aiohttp aiohttp_cors cryptography google.protobuf grpc grpc_health grpc_reflection hypothesis jinja2 msgpack numpy
+ prometheus_client pydantic pytest pytest_timeout safetensors tokenizers transformers triton xxhash yaml"
+missing="import importlib.util as u, sys; m = [n for n in sys.argv[1:] if not (u.find_spec(n.split(\".\")[0]) and u.find_spec(n))];
+ print(\"missing modules:\", *m); sys.exit(len(m))"
 links="tests/transfer/test_transfer_gpu.py tests/transfer/test_transfer_settle.py"
 
 names=() ; declare -A limit command
 step() { names+=("$1"); limit[$1]=$2; command[$1]=${3//$'\n'/}; }
-step environment 30 "$python benchmarks/gpu_environment.py"
+step environment 30 "nvidia-smi; $python -c '$missing' $modules && $python benchmarks/gpu.py --only environment"
 step kernels 220 "$test $kernels tests/kernels/test_far_blocks.py -k 'not compiled'"
 step engine 220 "$test tests/engine/test_gpu_engine.py tests/engine/test_gpu_runner.py tests/engine/test_gpu_pool.py -k 'gpu or bytes'"
 step links 100 "$test $links"
 step pair 180 "$test tests/e2e/test_gpu_pair.py -m 'gpu or slow'"
 step sanitizer 200 "compute-sanitizer --error-exitcode 9 $test $few -k 'not compiled and not on_a_gpu and not every'"
-step gpu_kernels 280 "$python benchmarks/gpu.py --only elementwise,gemv,sample,decode,prefill,kv --seconds 255 --out $out/gpu_kernels.json"
-step gpu_engine 270 "$python benchmarks/gpu.py --only links,engine,profile --seconds 245 --out $out/gpu_engine.json"
+step gpu_kernels 280 "$python benchmarks/gpu.py --only kernels,attention --seconds 255 --out $out/gpu_kernels.json"
+step gpu_engine 270 "$python benchmarks/gpu.py --only engine,links --seconds 245 --out $out/gpu_engine.json"
 
 for name in "${wanted[@]}"; do
     [[ -v command[$name] ]] || { echo "step $name is unknown; allowed: ${names[*]}" >&2; exit 2; }

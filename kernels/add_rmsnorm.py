@@ -9,7 +9,7 @@
     out       [T, N] contiguous
 
 Grid: (T,), one program for each row. The row stays in registers between the sum and the product, so each byte moves
-once. Limit: memory. `bytes_moved` counts it.
+once. Limit: memory: x, out and the weight, and the residual, which is read and written.
 Source: Zhang, Sennrich: Root Mean Square Layer Normalization, arXiv:1910.07467.
 """
 
@@ -23,11 +23,6 @@ from kvrelay.kernels.launch import Launch, Repeat, launch
 from kvrelay.kernels.overlap import begin_after_inputs, overlapping
 
 MAX_COLUMNS = 65536
-
-
-def bytes_moved(rows: int, columns: int, element_size: int, add: bool) -> int:
-    """Bytes that must move: x, out and the weight once; with `add` also the residual, read and written."""
-    return (rows * (4 if add else 2) + 1) * columns * element_size
 
 
 @triton.jit

@@ -12,7 +12,7 @@
     scales    bfloat16 [block, layer, k|v, Hkv, slot], with a pool of 8 bits; `kv_codes` has the formulas
     out       [T, H, D]
 
-Grid: (T, ceil((H + 2 Hkv) / HEADS)). Limit: memory. `bytes_moved` counts it.
+Grid: (T, ceil((H + 2 Hkv) / HEADS)). Limit: memory: the projection is read; queries, keys and values are written.
 Source: Su et al., arXiv:2104.09864; the norm of each head as in Qwen3, arXiv:2505.09388.
 """
 
@@ -29,12 +29,6 @@ from kvrelay.kernels.paged import PagedKV, check_pool
 
 HEADS = 4
 """Heads of one program."""
-
-
-def bytes_moved(tokens: int, heads: int, kv_heads: int, dim: int, element_size: int, kv_element_size: int) -> int:
-    """Bytes that must move: the projection, half of cos and sin, and slots are read; queries, KV and scales written."""
-    kv = 2 * kv_heads * (dim * kv_element_size + (2 if kv_element_size == 1 else 0))
-    return tokens * (((2 * heads + 2 * kv_heads) * dim) * element_size + kv + 4 * dim + 8)
 
 
 @triton.jit

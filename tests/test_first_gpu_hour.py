@@ -57,7 +57,7 @@ def test_no_step_needs_ray(tmp_path: Path) -> None:
 
     servers = ("router.server", "prefill_worker.server", "decode_worker.server")
     assert (
-        imported(", ".join(("gpu", "gpu_engine", "support.processes", *(f"kvrelay.{name}" for name in servers)))) == ""
+        imported(", ".join(("gpu", "checkpoint", "support.processes", *(f"kvrelay.{name}" for name in servers)))) == ""
     )
     assert "ray is absent" in imported("ray")
 
