@@ -31,20 +31,9 @@ class Drain:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class SwitchRole:
-    """Tell the worker its role."""
-
-    name: str
-    role: MemberRole
-
-
-Action = Start | Drain | SwitchRole
-
-
-def reconcile(desired: Desired, seen: Mapping[str, Seen]) -> list[Action]:
-    """What has to be done now; nothing again that is under way."""
-    actions: list[Action] = []
+def reconcile(desired: Desired, seen: Mapping[str, Seen]) -> list[Start | Drain]:
+    """What has to be done now; nothing again that is under way. A role goes to its worker with the membership."""
+    actions: list[Start | Drain] = []
     for name, wanted in desired.members.items():
         now = seen.get(name, NOTHING)
         if wanted.stage.ends:
@@ -52,8 +41,6 @@ def reconcile(desired: Desired, seen: Mapping[str, Seen]) -> list[Action]:
                 actions.append(Drain(name))
         elif not now.kept:
             actions.append(Start(name))
-        elif now.ready and now.role != wanted.role:
-            actions.append(SwitchRole(name, wanted.role))
     actions += [
         Drain(name) for name, now in seen.items() if name not in desired.members and now.kept and not now.ending
     ]

@@ -31,7 +31,6 @@ from kvrelay.kernels.overlap import begin_after_inputs, overlapping
 MAX_ROWS = 16
 GROUPS = (32, 64, 128, 256)
 """Allowed numbers of weights along K that share a scale and a zero."""
-GROUP = 128
 BLOCK_N = 64
 BLOCK_K = 128
 
@@ -68,32 +67,6 @@ class QuantizedWeight:
         q: Tensor = unpack_int4(self.q, self.group).float().unflatten(1, (-1, self.group))
         q = (q - self.zero[..., None].float()) * self.scale[..., None].float()
         return q.flatten(1).to(dtype)
-
-
-def quantize_int8(weight: Tensor) -> QuantizedWeight:
-    """Symmetric, with a scale for each output channel."""
-    scale = weight.float().abs().amax(1) / 127
-    q = torch.where(scale[:, None] > 0, weight.float() / scale[:, None], 0.0)
-    return QuantizedWeight(q.round().clamp_(-127, 127).to(torch.int8), scale)
-
-
-def quantize_int4(weight: Tensor, group: int = GROUP) -> QuantizedWeight:
-    """Asymmetric: 16 levels between the smallest and the largest weight of each group.
-
-    Raises:
-        ValueError: the group isn't one of GROUPS, or doesn't divide K.
-    """
-    if group not in GROUPS or weight.shape[1] % group:
-        raise ValueError(f"group is {group}; allowed: those of {GROUPS} that divide {weight.shape[1]}")
-    grouped = weight.float().unflatten(1, (-1, group))
-    # The range includes 0, so that a weight of 0 stays exact.
-    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
-    # Weights and zeros are quantized by the scale as it is stored, i.e. rounded.
-    scale = ((high - low) / 15).to(weight.dtype)
-    step = torch.where(scale > 0, scale.float(), 1.0)
-    zero = (-low / step).round().clamp_(0, 15)
-    q = (grouped / step[..., None] + zero[..., None]).round_().clamp_(0, 15)
-    return QuantizedWeight(pack_int4(q.flatten(1).to(torch.uint8), group), scale, zero.to(weight.dtype))
 
 
 def pack_int4(values: Tensor, group: int) -> Tensor:

@@ -56,9 +56,7 @@ def test_no_step_needs_ray(tmp_path: Path) -> None:
         return subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, env=environment).stderr
 
     servers = ("router.server", "prefill_worker.server", "decode_worker.server")
-    assert (
-        imported(", ".join(("gpu", "checkpoint", "support.processes", *(f"kvrelay.{name}" for name in servers)))) == ""
-    )
+    assert imported(", ".join(("gpu", "support.processes", *(f"kvrelay.{name}" for name in servers)))) == ""
     assert "ray is absent" in imported("ray")
 
 

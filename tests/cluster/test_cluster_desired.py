@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvrelay.cluster import desired as changes
 from kvrelay.cluster import room
 from kvrelay.cluster.desired import Code, Desired, MemberRole, Refused, Rolling, Seen, Stage, Wanted, able, serving
-from kvrelay.cluster.reconcile import Drain, Start, SwitchRole, advance, reconcile, settled
+from kvrelay.cluster.reconcile import Drain, Start, advance, reconcile, settled
 
 STEPS_TO_SETTLE = 400
 
@@ -61,15 +61,15 @@ class World:
                     self.processes[name] = Process(wanted.role, wanted.config)
                 case Drain(name):
                     self.processes[name].ending = True
-                case SwitchRole(name, role):
-                    self.processes[name].role = role
-                    self.processes[name].ready = False
 
     def live(self, name: str) -> None:
-        """One process goes on: it comes up, or ends if it was asked to."""
+        """One process goes on: it comes up, takes the role that the membership gives it, or ends if it was asked to."""
         process = self.processes[name]
+        wanted = self.desired.members.get(name)
         if process.ending:
             del self.processes[name]
+        elif process.ready and wanted is not None and not wanted.stage.ends and process.role != wanted.role:
+            process.role, process.ready = wanted.role, False
         elif process.config not in self.broken:
             process.ready = True
 

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from kvrelay.kernels import codes, reference
 from kvrelay.kernels import launch as launch_module
-from kvrelay.kernels import reference
 from kvrelay.kernels.add_rmsnorm import Norms
+from kvrelay.kernels.codes import CodedWeight
 from kvrelay.kernels.embed import Embed
 from kvrelay.kernels.launch import launch
 from kvrelay.kernels.ops import Feeds
-from kvrelay.kernels.quant_gemv import QuantGemv, quantize_int4, quantize_int8
+from kvrelay.kernels.quant_gemv import QuantGemv
+from kvrelay.kernels.quant_linear import quantized
 from kvrelay.kernels.quant_matmul import QuantMatmul
 from kvrelay.kernels.sample import Choices, Sampler, Workspace
 from kvrelay.kernels.silu_mul import SiluMul
@@ -168,11 +170,11 @@ def test_code_for_an_address_that_is_no_multiple_of_16_is_not_repeated() -> None
     assert [entry[0] for entry in kernel.launched] == ["kernel", "kernel"]
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
-def test_repeated_quantized_products_equal_the_first(name: str) -> None:
+@pytest.mark.parametrize("quantize", [codes.int8, codes.int4])
+def test_repeated_quantized_products_equal_the_first(quantize: Callable[[torch.Tensor], CodedWeight]) -> None:
     """Products of other inputs and other numbers of rows, by one object and by a new one for each."""
-    quantize = {"int8": quantize_int8, "int4": lambda weight: quantize_int4(weight, 32)}[name]
-    weight = quantize(normal(70, 64, dtype=torch.float16))
+    weight = quantized(quantize(normal(70, 64, dtype=torch.float16)), torch.float16)
+    assert weight is not None
     products: list[Callable[[], Callable[[torch.Tensor], torch.Tensor]]] = [
         lambda: QuantMatmul(weight, None),
         lambda: QuantGemv(weight, None, processors=132),

@@ -9,16 +9,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton_compile import ARCHITECTURES, Compiler
 
+from kvrelay.kernels import codes
+from kvrelay.kernels.codes import CodedWeight
 from kvrelay.kernels.quant_gemv import (
     GROUPS,
     MAX_ROWS,
     QuantGemv,
     QuantizedWeight,
     pack_int4,
-    quantize_int4,
-    quantize_int8,
     unpack_int4,
 )
+from kvrelay.kernels.quant_linear import quantized
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
@@ -37,21 +38,26 @@ def test_packing_is_undone_by_unpacking(rows: int, groups: int, group: int, seed
     assert torch.equal(unpack_int4(packed, group), values)
 
 
-def test_quantized_weights_are_within_half_a_step() -> None:
-    weight = normal(20, 512)
-    weight[3] = 0.0
-    eight = quantize_int8(weight)
-    assert ((eight.dequantize(torch.float32) - weight).abs() <= eight.scale[:, None] * 0.5001).all()
-    for group in GROUPS:
-        four = quantize_int4(weight, group)
-        step = four.scale.repeat_interleave(group, 1)
-        assert ((four.dequantize(torch.float32) - weight).abs() <= step * 1.0001).all()
-        assert (four.dequantize(torch.float32)[3] == 0).all()
-
-
-def quantized(bits: int, group: int, outputs: int, inputs: int, dtype: torch.dtype) -> QuantizedWeight:
+def coded(bits: int, group: int, outputs: int, inputs: int, dtype: torch.dtype) -> CodedWeight:
     weight = normal(outputs, inputs, dtype=dtype) / inputs**0.5
-    return quantize_int8(weight) if bits == 8 else quantize_int4(weight, group)
+    return codes.int8(weight) if bits == 8 else codes.int4(weight, group)
+
+
+def held(bits: int, group: int, outputs: int, inputs: int, dtype: torch.dtype) -> QuantizedWeight:
+    """Random weights as the kernels read them."""
+    weight = quantized(coded(bits, group, outputs, inputs, dtype), dtype)
+    assert weight is not None
+    return weight
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, 0), *((4, group) for group in GROUPS)])
+def test_kernels_read_the_numbers_that_the_codes_stand_for(bits: int, group: int) -> None:
+    expected = coded(bits, group, 20, 512, torch.float32).dequantize()
+    torch.testing.assert_close(held(bits, group, 20, 512, torch.float32).dequantize(torch.float32), expected)
+
+
+def test_groups_that_no_kernel_reads_are_left_to_dense_weights() -> None:
+    assert quantized(codes.int4(normal(4, 192), 96), torch.float16) is None
 
 
 SHAPES = [
@@ -66,7 +72,7 @@ SHAPES = [
 @pytest.mark.parametrize(("bits", "group"), [(8, 0), (4, 32), (4, 64), (4, 128), (4, 256)])
 @pytest.mark.parametrize(("outputs", "inputs", "bias", "dtype"), SHAPES, ids=str)
 def test_product(bits: int, group: int, outputs: int, inputs: int, dtype: torch.dtype, bias: bool) -> None:
-    weight = quantized(bits, group, outputs, inputs, dtype)
+    weight = held(bits, group, outputs, inputs, dtype)
     offset = normal(outputs, dtype=dtype) if bias else None
     product = QuantGemv(weight, offset, processors=132)
     dense = weight.dequantize(torch.float64)
@@ -81,7 +87,7 @@ def test_product(bits: int, group: int, outputs: int, inputs: int, dtype: torch.
 
 
 def test_int8_takes_a_depth_that_is_no_multiple_of_its_step() -> None:
-    weight = quantized(8, 0, 33, 700, torch.float32)
+    weight = held(8, 0, 33, 700, torch.float32)
     x = normal(3, 700)
     found = QuantGemv(weight, None, processors=8)(x)
     torch.testing.assert_close(found, x @ weight.dequantize(torch.float32).T, atol=1e-5, rtol=1e-5)
@@ -98,7 +104,7 @@ def test_small_products_are_split_until_the_device_is_full(outputs: int, inputs:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    weight = quantized(8, 0, 8, 256, torch.float16)
+    weight = held(8, 0, 8, 256, torch.float16)
     product = QuantGemv(weight, normal(8, dtype=torch.float16), processors=8)
     with pytest.raises(ValueError, match=r"x is \[17, 256\]; allowed: \[1 to 16, 256\]"):
         product(normal(17, 256, dtype=torch.float16))
@@ -106,8 +112,6 @@ def test_what_does_not_fit_is_refused() -> None:
         product(normal(2, 128, dtype=torch.float16))
     with pytest.raises(ValueError, match=r"x is torch\.float32; allowed: torch\.float16"):
         product(normal(2, 256))
-    with pytest.raises(ValueError, match="group is 48; allowed"):
-        quantize_int4(normal(4, 96), 48)
     with pytest.raises(ValueError, match=r"scale is \[7\]; allowed: \[8\]"):
         QuantGemv(QuantizedWeight(weight.q, weight.scale[:7]), None, processors=8)
     with pytest.raises(ValueError, match=r"q is torch\.float16"):

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.simulation import Explored, World, explore, trace
+from support.simulated_blocks import Violation
+from support.simulation import Explored, World, explore, run_world, trace
 from support.specification import Transition, specified
 
 SEEDS, MANY_SEEDS = 4000, 100_000
@@ -89,6 +90,24 @@ def test_many_worlds_walk_every_row_of_the_table() -> None:
     assert not joined(table) - joined(explored.visits)
     returned = {name for actions in explored.seen.values() for name in actions}
     assert {name for actions in table.values() for name in actions} == returned
+
+
+@many_seeds
+def test_a_world_without_checksums_commits_wrong_kv() -> None:
+    """The simulation notices what a missing protection lets through, and nothing breaks with the protection."""
+    seed, violation = first_violation(2000)
+    assert violation.kind == "token"
+    run_world(seed)
+
+
+def first_violation(seeds: int) -> tuple[int, Violation]:
+    """The first seed whose world breaks without checksums, and how."""
+    for seed in range(seeds):
+        try:
+            World(random.Random(seed), checksums=False).run()
+        except Violation as violation:
+            return seed, violation
+    return pytest.fail(f"nothing broke in {seeds} worlds")
 
 
 def test_the_same_seed_is_the_same_world() -> None:
