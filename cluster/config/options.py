@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from annotated_types import Interval
 from pydantic import Field, TypeAdapter, model_validator
 
 from kvrelay.cluster.config.sections import (
@@ -28,7 +29,8 @@ from kvrelay.cluster.config.sections import (
 from kvrelay.cluster.fleet.desired import MemberRole
 from kvrelay.cluster.membership.membership import HeartbeatConfig
 from kvrelay.cluster.scaling.config import ScalingConfig
-from kvrelay.engine.config import STRICT, EngineConfig, require
+from kvrelay.engine.config import EngineConfig
+from kvrelay.machine.options import Options, require
 from kvrelay.router.config import RouterConfig, RouterOptions
 from kvrelay.rpc.security import SecurityConfig
 from kvrelay.transfer.config import TransferConfig
@@ -52,13 +54,16 @@ def _describe_inherited(schema: dict[str, Any], options: type) -> None:
 class RouterSection(RouterOptions):
     """The front doors. On a Ray cluster that was joined, the host 127.0.0.1 means the address of the router's node."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {**STRICT, "json_schema_extra": _describe_inherited}
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        **Options.__pydantic_config__,
+        "json_schema_extra": _describe_inherited,
+    }
 
-    replicas: int = 1
+    replicas: Annotated[int, Interval(ge=1, le=64)] = 1
     """Number of routers, each of which places requests on all workers. Clients that know several continue a stream at
     another one if its router is lost."""
 
-    port_step: int = 1
+    port_step: Annotated[int, Interval(ge=0, le=1000)] = 1
     """Distance between the ports of two routers: the first has grpc_port and http_port. 0 gives all of them the same:
     routers with addresses of their own, or routers on one machine, which share the ports. Each connection is then one
     router's, so more of them serve more streams. Routers that share ports are upgraded without a gap, even a single
@@ -72,8 +77,6 @@ class RouterSection(RouterOptions):
 
     def __post_init__(self) -> None:
         RouterOptions.__post_init__(self)
-        require(1 <= self.replicas <= 64, "replicas", self.replicas, "1 to 64")
-        require(0 <= self.port_step <= 1000, "port_step", self.port_step, "0 to 1000")
         most = 65535 - (self.replicas - 1) * self.port_step
         for name in ("grpc_port", "http_port"):
             port = getattr(self, name) or 0

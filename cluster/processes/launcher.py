@@ -23,7 +23,7 @@ from kvrelay.cluster.fleet.replacement import Ended, Plan
 from kvrelay.cluster.fleet.room import ROUTER_BYTES, lacks_memory, worker_bytes
 from kvrelay.cluster.processes import processes
 from kvrelay.cluster.processes.processes import Process
-from kvrelay.engine.config import require
+from kvrelay.machine.options import Mistake, require
 from kvrelay.rpc.security import SecurityConfig
 from kvrelay.rpc.serve import EXIT_SECONDS, STOP_SECONDS, USAGE_CODE
 from kvrelay.worker.config import WorkerConfig
@@ -260,9 +260,7 @@ def _parse(config: str) -> Processes:
     try:
         return PROCESSES.validate_json(config)
     except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(str(part) for part in problem["loc"])
-        raise ValueError(f"{where or 'the configuration'}: {problem['msg'].removeprefix('Value error, ')}") from None
+        raise ValueError(f"{Mistake.of(error.errors()[0])}") from None
 
 
 def _shared(router: MemberProcess) -> bool:
