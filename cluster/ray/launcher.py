@@ -268,7 +268,7 @@ def _kill_process(actor: Any) -> None:
 def _kill_own(pid: int) -> None:
     """Sends SIGKILL to an actor's process on this node; not to another one that has its pid by now."""
     process = processes.find(pid)
-    if process is not None and processes.title(pid).startswith(b"ray::"):
+    if process is not None and processes.title(process).startswith("ray::"):
         processes.send(signal.SIGKILL, [process])
 
 

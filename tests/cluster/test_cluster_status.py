@@ -136,7 +136,7 @@ def test_what_matters_most_of_each_member_is_whole_on_a_terminal(columns: int, w
     members = [member("worker-1023", ROLE_DECODE), member("a-process-of-mine-0", ROLE_COLOCATED)]
     for each in members:
         each.max_context, each.weights, each.kv_dtype = 131072, "bfloat16", "bfloat16"
-    command = [sys.executable, "-m", "kvrelay.cluster", "status", *(["--wide"] if wide else [])]
+    command = [sys.executable, "-m", "kvrelay.cli", "status", *(["--wide"] if wide else [])]
     with supervised(members), Terminal(command, os.environ, columns) as terminal:
         assert terminal.end() == 0
         text = " ".join(terminal.lines)
