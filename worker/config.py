@@ -1,16 +1,15 @@
 """What one worker process is told at start: the JSON file of `python -m kvrelay.prefill_worker --config FILE`."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
 from annotated_types import Interval
 
 from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.machine.options import Options, Port, require
+from kvrelay.rpc.names import WorkerRole
 from kvrelay.rpc.security import SecurityConfig
 from kvrelay.transfer.config import TransferConfig
-
-WorkerRole = Literal["prefill", "decode", "colocated"]
 
 
 @dataclass(frozen=True, slots=True)

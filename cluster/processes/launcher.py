@@ -20,11 +20,11 @@ from typing import Any, ClassVar
 from psutil import Process
 from pydantic import TypeAdapter, ValidationError
 
-from kvrelay.cluster.fleet.desired import MEMBER_ROLES, MemberRole
 from kvrelay.cluster.fleet.replacement import Ended, Plan
 from kvrelay.cluster.fleet.room import ROUTER_BYTES, lacks_memory, worker_bytes
 from kvrelay.cluster.processes import processes
 from kvrelay.machine.options import Mistake, require
+from kvrelay.rpc.names import ROLES, MemberRole
 from kvrelay.rpc.security import SecurityConfig
 from kvrelay.rpc.serve import EXIT_SECONDS, STOP_SECONDS, USAGE_CODE
 from kvrelay.worker.config import WorkerConfig
@@ -72,7 +72,7 @@ class Processes:
         for name in self.members:
             self.role(name)
         for role in self.templates:
-            require(role in MEMBER_ROLES, "templates", role, ", ".join(MEMBER_ROLES))
+            require(role in ROLES, "templates", role, ", ".join(ROLES))
 
     def role(self, name: str) -> MemberRole:
         """The role of one of `members`: that of its options, of its module, or the first part of its name.
@@ -82,9 +82,9 @@ class Processes:
         """
         member = self.members[name]
         named = member.options.get("role") or MODULE_ROLES.get(member.module) or name.partition("-")[0]
-        role = next((role for role in MEMBER_ROLES if role == named), None)
+        role = next((role for role in ROLES if role == named), None)
         if role is None:
-            raise ValueError(f"members.{name}.options.role is {named}; allowed: {', '.join(MEMBER_ROLES)}")
+            raise ValueError(f"members.{name}.options.role is {named}; allowed: {', '.join(ROLES)}")
         return role
 
     def template(self, role: MemberRole) -> MemberProcess | None:

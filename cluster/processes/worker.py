@@ -7,8 +7,9 @@ import sys
 
 from kvrelay.decode_worker.role import DecodeRole
 from kvrelay.prefill_worker.role import PrefillRole
+from kvrelay.rpc.names import WorkerRole
 from kvrelay.rpc.serve import main
-from kvrelay.worker.config import WorkerConfig, WorkerRole
+from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.role import Role
 from kvrelay.worker.server import RoleFactory, WorkerServer
 

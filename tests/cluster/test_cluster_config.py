@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 from kvrelay.cluster.config.file import Override, dump, load
-from kvrelay.cluster.config.options import MEMBER, ROLES, ClusterConfig, RouterSection, schema
+from kvrelay.cluster.config.options import MEMBER, ClusterConfig, RouterSection, schema
 from kvrelay.cluster.errors import UsageError
 from kvrelay.engine.config import EngineConfig
 from kvrelay.router.config import RouterConfig, RouterOptions, ServiceClass
+from kvrelay.rpc.names import WORKER_ROLES
 
 
 def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = None) -> list[str]:
@@ -291,7 +292,7 @@ def test_a_worker_that_is_added_later_has_what_the_others_have(
     fitted = ClusterConfig.model_validate(given).with_gpus(present)
     config = ClusterConfig.model_validate_json(fitted.model_dump_json())
     assert config == fitted
-    for role in ROLES:
+    for role in WORKER_ROLES:
         engine = config.worker_config("worker-9", role).engine
         assert config.startable(role, 4) == ""
         assert config.bundle(role).get("GPU", 0.0) == gpus
@@ -323,7 +324,7 @@ def test_one_port_of_metrics_is_for_one_process_on_a_machine() -> None:
     )
     assert "metrics.router_port is 9500; allowed: 0 or null" in here.startable("router", 1)
     assert joined.startable("decode", 1) == joined.startable("router", 1) == ""
-    assert here.cycled() == {*ROLES, "router"}, "a successor would find the port in use"
+    assert here.cycled() == {*WORKER_ROLES, "router"}, "a successor would find the port in use"
     assert joined.cycled() == {"router"}
 
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.cluster.fleet.desired import MemberRole
 from kvrelay.cluster.fleet.nodes import Node, Wish, preferred
+from kvrelay.rpc.names import MemberRole
 from support.ray_commands import KVRELAY
 
 GPU = {"GPU": 1.0}

@@ -30,9 +30,10 @@ from kvrelay.internal.v1.worker_pb2 import (
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
 from kvrelay.prefill_worker.server import prefill_server
 from kvrelay.rpc.metrics import families
+from kvrelay.rpc.names import WorkerRole
 from kvrelay.transfer.protocol.messages import Code
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, Constraint
-from kvrelay.worker.config import WorkerConfig, WorkerRole
+from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.handoff import HandoffRole
 from kvrelay.worker.relay.requests import request_of
 from kvrelay.worker.server import WorkerServer
