@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -46,6 +47,7 @@ from kvrelay.rpc.identity import WorkerId, join
 from kvrelay.rpc.metrics.exposition import MetricsPort
 from kvrelay.rpc.metrics.metric_set import MetricSet
 from kvrelay.rpc.names import ROLES, WORKERS, WorkerRole
+from kvrelay.rpc.serve import main
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.description import describe_worker
 from kvrelay.worker.hooks import WorkerHooks
@@ -61,8 +63,14 @@ Build = Callable[[Path, Dtype, EngineConfig, Callable[[float], None]], tuple[Eng
 
 
 RoleFactory = Callable[[Worker], Role]
+COLOCATED: Mapping[WorkerRole, RoleFactory] = MappingProxyType({"colocated": Role})
 REBIND_SECONDS = 5.0
 """How long a worker with a port of its own tries to bind it again, in another role."""
+
+
+def run_worker(roles: Mapping[WorkerRole, RoleFactory] = COLOCATED) -> int:
+    """Runs a worker process that can take these roles, and returns its exit code; see `kvrelay.rpc.serve.main`."""
+    return main(WorkerConfig, partial(WorkerServer, roles=roles), f"A kvrelay worker ({', '.join(roles)}).")
 
 
 class WorkerServer:
@@ -71,7 +79,7 @@ class WorkerServer:
     def __init__(
         self,
         config: WorkerConfig,
-        roles: Mapping[WorkerRole, RoleFactory] = MappingProxyType({"colocated": Role}),
+        roles: Mapping[WorkerRole, RoleFactory] = COLOCATED,
         build: Build = build_engine,
     ) -> None:
         """

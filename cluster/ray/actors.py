@@ -190,9 +190,10 @@ def _part_of_node() -> float:
 
 
 def _worker(config: WorkerConfig) -> Server:
-    from kvrelay.cluster.processes.worker import worker_server
+    from kvrelay.cluster.processes.worker import FACTORIES
+    from kvrelay.worker.server import WorkerServer
 
-    return worker_server(config)
+    return WorkerServer(config, FACTORIES)
 
 
 def _router(config: RouterConfig) -> Server:
