@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from tokenizers import Tokenizer
 
-from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY, ROLE_DECODE, ROLE_PREFILL, Member
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY, Member
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_PREFILL,
     Blocks,
@@ -33,6 +33,7 @@ from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceServicer, add_Worke
 from kvrelay.models import resolve
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.heartbeat import HeartbeatClient
+from kvrelay.rpc.names import ROLES
 from kvrelay.rpc.options import server_options
 from kvrelay.rpc.security import TOKEN_VARIABLE
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH
@@ -41,7 +42,6 @@ HOST = "127.0.0.1"
 MODEL = "pico"
 VOCAB_SIZE, CONTEXT = 4096, 4096
 PROMPT = 32
-ROLES = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE}
 TOKEN = "the-token-of-this-benchmark"
 """That which the processes of a cluster prove themselves with to each other."""
 

@@ -7,13 +7,13 @@ All figures are those of a client: gRPC client, router, prefill and decode worke
 
 import argparse
 import json
-import os
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 from local_cluster import LocalCluster, local_cluster
 from turns import own_setting, save, spread
 
@@ -21,8 +21,7 @@ from kvrelay.client import Client, Completion
 
 
 def resident_bytes(pid: int) -> int:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.Process(pid).memory_info().rss)
 
 
 def prompt(length: int, rng: random.Random) -> list[int]:

@@ -32,6 +32,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from local_cluster import local_cluster
 from torch.distributed import FileStore, ProcessGroupGloo
@@ -251,11 +252,7 @@ class PrefillSide:
 
 def cpu_seconds(pids: Sequence[int]) -> float:
     """User and system time of processes so far."""
-    ticks = 0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
 async def measure(

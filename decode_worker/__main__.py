@@ -2,9 +2,8 @@
 
 import sys
 
-from kvrelay.decode_worker.server import decode_server
-from kvrelay.rpc.serve import main
-from kvrelay.worker.config import WorkerConfig
+from kvrelay.decode_worker.role import DecodeRole
+from kvrelay.worker.server import run_worker
 
 if __name__ == "__main__":
-    sys.exit(main(WorkerConfig, decode_server, "A kvrelay decode worker, in the foreground."))
+    sys.exit(run_worker({"decode": DecodeRole}))

@@ -154,7 +154,9 @@ def _type(field: dict[str, Any]) -> str:
         return "keys of [`engine`](#engine) except `threads`"
     if field["type"] == "object":
         return f"mapping of names to {'keys' if '$ref' in field['additionalProperties'] else 'numbers'}"
-    low, high = field.get("minimum"), field.get("maximum")
+    low, high, above = field.get("minimum"), field.get("maximum"), field.get("exclusiveMinimum")
+    if above is not None:
+        return f"{field['type']}, more than {above}"
     if low is None:
         return str(field["type"])
     return f"{field['type']}, at least {low}" if high is None else f"{field['type']}, {low} to {high}"

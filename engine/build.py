@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from kvrelay.engine.automatic import AUTO
-from kvrelay.engine.config import STATE_METHODS, Device, Dtype, EngineConfig, SpeculationConfig, require
+from kvrelay.engine.config import STATE_METHODS, Device, Dtype, EngineConfig, SpeculationConfig
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import BlockPool
 from kvrelay.engine.kv.memory import asking, memory_of
@@ -35,6 +34,7 @@ from kvrelay.engine.speculate.ngram import NgramIndex
 from kvrelay.engine.speculate.speculation import Speculation
 from kvrelay.engine.speculate.suffix import SuffixIndex
 from kvrelay.engine.speculate.tensors import find_file
+from kvrelay.machine.options import AUTO, require
 
 logger = logging.getLogger(__name__)
 

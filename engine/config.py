@@ -1,13 +1,14 @@
 """The options of an engine.
 
-These are plain frozen dataclasses, so that an engine runs without pydantic. `__pydantic_config__` lets
-`kvrelay.cluster.config.options` validate and document the same classes strictly.
+These are plain frozen dataclasses, so that an engine runs without pydantic.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Literal
 
-from kvrelay.engine.automatic import AUTO, Automatic, Removed
+from annotated_types import Interval
+
+from kvrelay.machine.options import AUTO, Automatic, Options, Removed, require
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -21,15 +22,6 @@ MODEL_METHODS: tuple[SpeculationMethod, ...] = ("draft", "medusa", "eagle3")
 """Methods with a checkpoint of their own."""
 STATE_METHODS: tuple[SpeculationMethod, ...] = ("medusa", "eagle3")
 """Methods that guess from the served model's hidden states."""
-
-STRICT: dict[str, bool | str] = {"extra": "forbid", "use_attribute_docstrings": True}
-"""The `__pydantic_config__` of every class of options."""
-
-
-def require(condition: bool, field: str, value: object, allowed: str) -> None:
-    """Raises ValueError naming the option, its value and what is allowed, unless `condition`."""
-    if not condition:
-        raise ValueError(f"{field} is {value!r}; allowed: {allowed}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +44,8 @@ LARGE_GPU_BATCH_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class SpeculationConfig:
+class SpeculationConfig(Options):
     """How an engine guesses tokens, to check several in one step. The tokens are the same with and without."""
-
-    __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
 
     method: SpeculationMethod = "off"
     """Who guesses: ngram looks up what followed the last tokens when the request had them before; suffix does so for as
@@ -68,39 +58,33 @@ class SpeculationConfig:
     tokens as the served model's; with `auto`, a tenth of the share. For medusa and eagle3, the folder of the heads, or
     hf:ORG/NAME; the KV of eagle3 takes memory beside `kv_memory_bytes`, that of one layer."""
 
-    max_tokens: int = 8
+    max_tokens: Annotated[int, Interval(ge=1, le=64)] = 8
     """Tokens that are guessed for one sequence in one step at most; 1 to 64."""
 
     adaptive: bool = True
     """Guess as many as pay, by how many guesses came true and by what steps cost, and none if none do. Off: always
     max_tokens, as far as the step has room."""
 
-    shortest_match: int = 2
+    shortest_match: Annotated[int, Interval(ge=1, le=64)] = 2
     """Tokens that must be alike for a look-up, at least; 1 to 64. For ngram and suffix."""
 
-    longest_match: int = 4
+    longest_match: Annotated[int, Interval(ge=1, le=64)] = 4
     """Tokens that are compared, at most; shortest_match to 64. For ngram."""
 
     def __post_init__(self) -> None:
-        shortest, longest = self.shortest_match, self.longest_match
-        methods = get_args(SpeculationMethod)
-        require(self.method in methods, "speculation.method", self.method, ", ".join(methods))
+        Options.__post_init__(self)
         named = bool(self.draft_model) == (self.method in MODEL_METHODS)
         allowed = f"a model with method {', '.join(MODEL_METHODS)}, and only then"
-        require(named, "speculation.draft_model", self.draft_model, allowed)
-        require(1 <= self.max_tokens <= 64, "speculation.max_tokens", self.max_tokens, "1 to 64")
-        require(1 <= shortest <= 64, "speculation.shortest_match", shortest, "1 to 64")
-        allowed = f"shortest_match ({shortest}) to 64"
-        require(shortest <= longest <= 64, "speculation.longest_match", longest, allowed)
+        require(named, "draft_model", self.draft_model, allowed)
+        shortest, longest = self.shortest_match, self.longest_match
+        require(shortest <= longest, "longest_match", longest, f"shortest_match ({shortest}) to 64")
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
+class EngineConfig(Options):
     """Options of one worker's engine."""
 
-    __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
-
-    block_size: Annotated[int, Automatic("auto, or a power of two from 8 to 128")] = AUTO
+    block_size: Annotated[int, Automatic("auto, or a power of two from 8 to 128", 8, 128)] = AUTO
     """Tokens per KV block; a power of two, 8 to 128. auto: 16 on CPU, 64 on GPU."""
 
     kv_memory_bytes: Annotated[int, Automatic("auto, 1 or more bytes, or text such as 8GiB", sizes=True)] = AUTO
@@ -124,10 +108,10 @@ class EngineConfig:
     """Token budget of one step. Decode takes from it first, chunks of prompts get the rest. auto: 512 on CPU, 2048 on
     GPU, 8192 on a GPU with 70 GiB or more."""
 
-    max_sequences: Annotated[int, Automatic("auto, or 1 to 4096")] = AUTO
+    max_sequences: Annotated[int, Automatic("auto, or 1 to 4096", 1, 4096)] = AUTO
     """Sequences in one step at most. auto: 64 on CPU, 256 on GPU."""
 
-    max_context: int = 0
+    max_context: Annotated[int, Interval(ge=0)] = 0
     """Prompt plus completion, in tokens, at most; 0 takes the model's own limit."""
 
     prefix_cache: bool = True
@@ -139,7 +123,7 @@ class EngineConfig:
     its largest; on GPUs it is int8. KV keeps the model's dtype. none leaves weights as the checkpoint has them,
     quantized or not."""
 
-    packed_cache_bytes: int = 0
+    packed_cache_bytes: Annotated[int, Interval(ge=0)] = 0
     """Bytes on disk, at most, for weights that were quantized at load and laid out for this CPU, so that a restart
     needn't do that again: in `$XDG_CACHE_HOME/kvrelay/packed`, one file a model, about as large as the weights in
     memory. The models used least recently are removed first. 0 keeps none."""
@@ -156,48 +140,32 @@ class EngineConfig:
     kvrelay[flashinfer]. Both take KV of 16 bits. auto: times those that can be had when the worker starts, and takes
     the fastest."""
 
-    graph_tokens: int = 512
+    graph_tokens: Annotated[int, Interval(ge=0, le=8192)] = 512
     """On a GPU, tokens of the largest step with chunks of prompts that is launched as captured graphs, in pieces with
     attention between them: the host then takes a fraction of the time for it. There are graphs for a few sizes, and
     padding fills a step up to the next. Larger steps keep the GPU busy for longer than the host takes to launch each
     kernel. 0 captures none, which takes less memory and a shorter start. Decode steps are captured in any case."""
 
-    constraint_seconds: float = 2.0
+    constraint_seconds: Annotated[float, Interval(gt=0)] = 2.0
     """CPU time that following the constraint of one request (a schema, a regular expression, a grammar) may take,
     beside 5 ms a token; then the request ends as `INVALID_ARGUMENT`. It is spent in processes of their own."""
 
-    constraint_bytes: int = 256 * 2**20
+    constraint_bytes: Annotated[int, Interval(ge=2**20)] = 256 * 2**20
     """Bytes of all compiled constraints and those that follow them, at most;
     what is over it is forgotten, and made again when it is needed."""
 
-    threads: int = 0
+    threads: Annotated[int, Interval(ge=0, le=1024)] = 0
     """CPU threads of the forward pass; 0 divides the machine's cores among its workers."""
 
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     """Guessed tokens."""
 
     def __post_init__(self) -> None:
+        Options.__post_init__(self)
         size, tokens = self.block_size, self.max_batch_tokens
-        power = 8 <= size <= 128 and size & (size - 1) == 0
-        require(size == AUTO or power, "block_size", size, "auto, or a power of two from 8 to 128")
-        require(self.kv_memory_bytes >= 0, "kv_memory_bytes", self.kv_memory_bytes, "auto, or more than 0")
-        require(self.kv_dtype in get_args(CacheDtype), "kv_dtype", self.kv_dtype, ", ".join(get_args(CacheDtype)))
+        require(size & (size - 1) == 0, "block_size", size, "auto, or a power of two from 8 to 128")
         require(self.device != "cpu" or self.kv_dtype != "fp8", "kv_dtype", self.kv_dtype, "auto, or int8 on a CPU")
-        for name in ("memory_share", "memory_part"):
-            require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "auto, or a number from 0 to 1")
-        require(tokens == AUTO or tokens >= max(size, 8), "max_batch_tokens", tokens, f"at least block_size ({size})")
-        require(0 <= self.max_sequences <= 4096, "max_sequences", self.max_sequences, "auto, or 1 to 4096")
-        require(self.packed_cache_bytes >= 0, "packed_cache_bytes", self.packed_cache_bytes, "0 or more")
-        require(self.max_context >= 0, "max_context", self.max_context, "0 or more")
-        kernels = get_args(PrefillAttention)
-        require(self.prefill_attention in kernels, "prefill_attention", self.prefill_attention, ", ".join(kernels))
-        choices = ", ".join(get_args(Quantization))
-        require(self.quantization in get_args(Quantization), "quantization", self.quantization, choices)
-        require(self.device in get_args(Device), "device", self.device, ", ".join(get_args(Device)))
-        require(self.constraint_seconds > 0, "constraint_seconds", self.constraint_seconds, "more than 0")
-        require(self.constraint_bytes >= 2**20, "constraint_bytes", self.constraint_bytes, f"{2**20} or more")
-        require(0 <= self.graph_tokens <= 8192, "graph_tokens", self.graph_tokens, "0 to 8192")
-        require(0 <= self.threads <= 1024, "threads", self.threads, "0 to 1024")
+        require(tokens == AUTO or tokens >= size, "max_batch_tokens", tokens, f"at least block_size ({size})")
 
     def on(self, device: Device, device_bytes: int = 0) -> "EngineConfig":
         """These options on a device, with a number for each `auto` but that of `kv_memory_bytes`.

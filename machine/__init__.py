@@ -1,1 +1,1 @@
-"""What this machine lets a process use."""
+"""What every room may import: the limits of this machine, and the base of the classes of options."""

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 PROC = Path("/proc")
 GROUPS = Path("/sys/fs/cgroup")
 UNLIMITED = 2**60
@@ -27,21 +29,13 @@ def memory_limits(proc: Path = PROC, groups: Path = GROUPS) -> list[MemoryLimit]
 def free_memory(proc: Path = PROC, groups: Path = GROUPS) -> int:
     """Bytes that this process's control groups and the machine still let processes take."""
     return min(
-        [_of_machine(proc, "MemAvailable"), *(max(0, each.limit - each.used) for each in memory_limits(proc, groups))]
+        [psutil.virtual_memory().available, *(max(0, each.limit - each.used) for each in memory_limits(proc, groups))]
     )
 
 
 def total_memory(proc: Path = PROC, groups: Path = GROUPS) -> int:
     """Bytes that this process's control groups and the machine let processes take."""
-    return min([_of_machine(proc, "MemTotal"), *(each.limit for each in memory_limits(proc, groups))])
-
-
-def _of_machine(proc: Path, name: str) -> int:
-    for line in (proc / "meminfo").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key == name:
-            return int(value.split()[0]) * 1024
-    raise ValueError(f"{proc / 'meminfo'} has no {name}")
+    return min([psutil.virtual_memory().total, *(each.limit for each in memory_limits(proc, groups))])
 
 
 def _folders(proc: Path, groups: Path) -> Iterator[Path]:

@@ -2,9 +2,8 @@
 
 import sys
 
-from kvrelay.prefill_worker.server import prefill_server
-from kvrelay.rpc.serve import main
-from kvrelay.worker.config import WorkerConfig
+from kvrelay.prefill_worker.role import PrefillRole
+from kvrelay.worker.server import run_worker
 
 if __name__ == "__main__":
-    sys.exit(main(WorkerConfig, prefill_server, "A kvrelay prefill worker, in the foreground."))
+    sys.exit(run_worker({"prefill": PrefillRole}))

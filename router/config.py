@@ -3,8 +3,11 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated
 
+from annotated_types import Interval
+
+from kvrelay.machine.options import Options, Port
 from kvrelay.router.addresses import network
 from kvrelay.router.text.tools.choose import ReasoningParserName, ToolParserName
 from kvrelay.rpc.security import SecurityConfig
@@ -17,36 +20,27 @@ DEFAULT_CLASS = "default"
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceClass:
+class ServiceClass(Options):
     """A class of service, which requests ask for by its name."""
 
-    __pydantic_config__: ClassVar[dict[str, bool | str]] = {"extra": "forbid", "use_attribute_docstrings": True}
-
-    weight: float = 1.0
+    weight: Annotated[float, Interval(ge=0.001, le=1000)] = 1.0
     """Its share of the workers while requests wait, against the other classes of the same tenant."""
 
-    first_token_timeout_seconds: float = 0.0
+    first_token_timeout_seconds: Annotated[float, Interval(ge=0, le=86400)] = 0.0
     """Time from receipt to the first token after which a request fails with DEADLINE_EXCEEDED; 0: that of all."""
-
-    def __post_init__(self) -> None:
-        for name, low, high in (("weight", 0.001, 1000), ("first_token_timeout_seconds", 0.0, 86400)):
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {low} to {high}")
 
 
 @dataclass(frozen=True, slots=True)
-class RouterOptions:
+class RouterOptions(Options):
     """The options of a router that an operator chooses."""
-
-    __pydantic_config__: ClassVar[dict[str, bool | str]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
     host: str = "127.0.0.1"
     """Address that the public gRPC and HTTP bind to."""
 
-    grpc_port: int = 50051
+    grpc_port: Port = 50051
     """Port of the public gRPC; 0 takes a free one, and another one when the router is replaced."""
 
-    http_port: int | None = 8000
+    http_port: Port | None = 8000
     """Port of the OpenAI-compatible HTTP; 0 takes a free one, and another one when the router is replaced. null: no
     HTTP."""
 
@@ -72,57 +66,57 @@ class RouterOptions:
     """How answers of the HTTP API are split from what the model thinks: think takes <think>...</think> at their
     beginning, none doesn't split; auto splits if the chat template has such tags."""
 
-    max_requests: int = 1024
+    max_requests: Annotated[int, Interval(ge=1, le=1_000_000)] = 1024
     """Calls in flight at once, from the headers of their requests on; each prompt of a list, and each completion of a
     prompt, counts as one while it runs or waits for workers. A sixteenth of them is for clients that have less than an
     equal share. With one more, the tenant, or client address, that has most of them loses one that has not begun:
     prompts of a list then wait, and another call is refused with RESOURCE_EXHAUSTED, as one more of that client is."""
 
-    max_queued_bytes: int = 256 * 2**20
+    max_queued_bytes: Annotated[int, Interval(ge=10240, le=2**40)] = 256 * 2**20
     """Bytes that the requests in flight may hold in the router, half of it those of one tenant or client address; one
     more is refused with RESOURCE_EXHAUSTED, or displaces those of a client that holds more. A request counts with its
     size as sent and one to three bytes per token of its prompt, and until it is tokenized with five times its size. At
     least ten times max_message_bytes."""
 
-    max_queue: int = 512
+    max_queue: Annotated[int, Interval(ge=0, le=1_000_000)] = 512
     """Requests that may wait in the router for workers with capacity. With one more, the latest of the tenant, or of
     the client address, that has most of them is refused with RESOURCE_EXHAUSTED; one of a list of prompts waits."""
 
-    backlog_share: float = 0.25
+    backlog_share: Annotated[float, Interval(ge=0, le=1)] = 0.25
     """Largest share (0 to 1) of the prefill workers' KV memory that may hold computed prompts for which there will soon
     be room on a decode worker, as requests there are about to end. With 0, a prompt is sent only if it fits on a decode
     worker now, so decode waits for a prefill whenever a request ends. With a large share, finished prompts may fill
     prefill memory."""
 
-    prefill_ahead_tokens: int = 8192
+    prefill_ahead_tokens: Annotated[int, Interval(ge=1, le=2**40)] = 8192
     """Tokens that a worker has to compute from which on further prompts for it wait in the router, where each tenant
     gets its share. Too few let the worker wait for a prompt."""
 
-    prefix_index_tokens: int = 8 * 2**20
+    prefix_index_tokens: Annotated[int, Interval(ge=0, le=2**40)] = 8 * 2**20
     """Tokens in workers' prefix caches that the router remembers, to place prompts where their beginning was computed;
     about 5 bytes each. 0: placement by load only."""
 
-    max_message_bytes: int = 4 * 2**20
+    max_message_bytes: Annotated[int, Interval(ge=1024, le=2**30)] = 4 * 2**20
     """Largest size of a request; a larger one is refused with INVALID_ARGUMENT. gRPC itself refuses one that is more
     than a quarter larger, with RESOURCE_EXHAUSTED."""
 
-    request_timeout_seconds: float = 15.0
+    request_timeout_seconds: Annotated[float, Interval(ge=0.1, le=3600)] = 15.0
     """Time for a request to arrive: the message of a gRPC call, or the body of an HTTP request, once its headers are
     there."""
 
-    header_timeout_seconds: float = 10.0
+    header_timeout_seconds: Annotated[float, Interval(ge=0.1, le=3600)] = 10.0
     """Time for a new connection's TLS handshake and the headers of its first request, and for those of each later one
     from their first byte. A gRPC connection is closed if no whole request has come on it within this time and
     request_timeout_seconds together."""
 
-    http_idle_seconds: float = 90.0
+    http_idle_seconds: Annotated[float, Interval(ge=0.1, le=86400)] = 90.0
     """Time for which an HTTP connection that has served a request may wait for the next one. Longer than proxies keep
     their connections, so that none of them sends a request on one that is just being closed."""
 
-    grpc_idle_seconds: float = 300.0
+    grpc_idle_seconds: Annotated[float, Interval(ge=0.1, le=86400)] = 300.0
     """The same for a gRPC connection; its client is told before it is closed."""
 
-    max_connections_per_address: int = 256
+    max_connections_per_address: Annotated[int, Interval(ge=1, le=1_000_000)] = 256
     """Connections that one client address may have to the gRPC port, and as many to the HTTP port. A further one takes
     the place of the address's connections on which no request runs; if there are none, it is closed. An IPv6 network of
     64 bits is one address."""
@@ -131,17 +125,17 @@ class RouterOptions:
     """Addresses and networks (`10.0.0.0/8`) of proxies and load balancers that clients come through. They have no limit
     of connections, and the address of a client behind them is that of `X-Forwarded-For` (in gRPC as metadata)."""
 
-    spare_descriptors: int = 64
+    spare_descriptors: Annotated[int, Interval(ge=8, le=1_000_000)] = 64
     """File descriptors that client connections leave for everything else, such as connections to workers. The rest is
     shared by gRPC and HTTP; a face that has used up its half closes connections without a request to make room for new
     ones."""
 
-    max_arriving_bytes: int = 20 * 2**20
+    max_arriving_bytes: Annotated[int, Interval(ge=5120, le=2**40)] = 20 * 2**20
     """Bytes that the gRPC requests which are on their way to the router may hold, each of which counts as one and a
     quarter times max_message_bytes; further ones wait at their senders. One tenant, or client address, has three
     quarters of it at most. At least five times max_message_bytes."""
 
-    first_token_timeout_seconds: float = 120.0
+    first_token_timeout_seconds: Annotated[float, Interval(ge=0.1, le=86400)] = 120.0
     """Time from receipt to the first token after which a request fails: with RESOURCE_EXHAUSTED, and the time after
     which to try again, if it has waited for room in KV pools, else with DEADLINE_EXCEEDED."""
 
@@ -149,27 +143,27 @@ class RouterOptions:
     """Classes of service by name, each with `weight` and `first_token_timeout_seconds`; requests that name none are of
     the class `default`. Requests of one tenant and class wait by their priority, then in the order of arrival."""
 
-    coalesce_ms: float = 10.0
+    coalesce_ms: Annotated[float, Interval(ge=0, le=1000)] = 10.0
     """Longest time that a token waits for others, to be sent with them, while the router has many streams: up to
     0.16 ms for each stream, and up to this. A router that has more to do than it can lets tokens gather for longer. The
     first tokens of a stream never wait. 0: none does."""
 
-    worker_wait_seconds: float = 30.0
+    worker_wait_seconds: Annotated[float, Interval(ge=0, le=86400)] = 30.0
     """Time that a new request waits while a role has no worker that is ready: a replacement may be starting. 0 refuses
     it with UNAVAILABLE at once."""
 
-    idle_timeout_seconds: float = 30.0
+    idle_timeout_seconds: Annotated[float, Interval(ge=0.1, le=86400)] = 30.0
     """Time without a token after which a running stream's workers are given up. It doesn't run while a live worker says
     that the request waits there, e.g. for KV blocks that others have."""
 
-    max_attempts: int = 4
+    max_attempts: Annotated[int, Interval(ge=1, le=100)] = 4
     """Placements of one request, the first one included."""
 
     otlp_endpoint: str = ""
     """URL of an OpenTelemetry collector's gRPC, e.g. `http://collector:4317`, that gets a trace of each request. Needs
     the extra `otel`. Empty: none."""
 
-    trace_share: float = 1.0
+    trace_share: Annotated[float, Interval(ge=0, le=1)] = 1.0
     """Share (0 to 1) of the traces which begin at a router that are sent. Those that a caller has begun (`traceparent`)
     are sent if the caller records them."""
 
@@ -190,12 +184,11 @@ class RouterOptions:
     there are api_keys."""
 
     def __post_init__(self) -> None:
+        Options.__post_init__(self)
         if bool(self.tls_certificate) != bool(self.tls_key):
             raise ValueError(f"tls_key is {self.tls_key!r}; allowed: a file exactly if tls_certificate is one")
         if self.tls_client_ca and not self.tls_certificate:
             raise ValueError(f"tls_client_ca is {self.tls_client_ca!r}; allowed: with tls_certificate only")
-        if self.http_port is not None and not 0 <= self.http_port <= 65535:
-            raise ValueError(f"http_port is {self.http_port}; allowed: 0 to 65535, or null")
         if self.http_port and self.http_port == self.grpc_port:
             raise ValueError(f"http_port is {self.http_port}; allowed: another one than grpc_port")
         for origin in self.cors_origins:
@@ -216,31 +209,6 @@ class RouterOptions:
             )
         if not all(self.served_model_name):
             raise ValueError("served_model_name has an empty name; allowed: names of at least 1 character")
-        for name, low, high in (
-            ("grpc_port", 0, 65535),
-            ("max_requests", 1, 1_000_000),
-            ("max_queue", 0, 1_000_000),
-            ("max_queued_bytes", 10240, 2**40),
-            ("backlog_share", 0.0, 1.0),
-            ("trace_share", 0.0, 1.0),
-            ("prefill_ahead_tokens", 1, 2**40),
-            ("prefix_index_tokens", 0, 2**40),
-            ("max_message_bytes", 1024, 2**30),
-            ("request_timeout_seconds", 0.1, 3600),
-            ("header_timeout_seconds", 0.1, 3600),
-            ("http_idle_seconds", 0.1, 86400),
-            ("grpc_idle_seconds", 0.1, 86400),
-            ("max_connections_per_address", 1, 1_000_000),
-            ("spare_descriptors", 8, 1_000_000),
-            ("max_arriving_bytes", 5120, 2**40),
-            ("first_token_timeout_seconds", 0.1, 86400),
-            ("coalesce_ms", 0.0, 1000.0),
-            ("worker_wait_seconds", 0.0, 86400),
-            ("idle_timeout_seconds", 0.1, 86400),
-            ("max_attempts", 1, 100),
-        ):
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {low} to {high}")
         for name, times, words in (("max_queued_bytes", 10, "ten"), ("max_arriving_bytes", 5, "five")):
             if getattr(self, name) < times * self.max_message_bytes:
                 least = f"{times * self.max_message_bytes}, {words} times max_message_bytes"
@@ -275,11 +243,11 @@ class RouterConfig(RouterOptions):
     advertised_host: str = ""
     """Host under which others are told to reach the public gRPC, where `host` binds to all addresses; empty: `host`."""
 
-    metrics_port: int | None = None
+    metrics_port: Port | None = None
     """Port of a second place for `/metrics`, without a key, beside that of `http_port`; 0 takes a free one. None: no
     such port."""
 
-    drain_seconds: float = 30.0
+    drain_seconds: Annotated[float, Interval(ge=0, le=3600)] = 30.0
     """Time that streams are given to finish when the router is to end; it takes no new requests then. Those that are
     left end with UNAVAILABLE, and their clients may continue them at another router."""
 
@@ -287,7 +255,3 @@ class RouterConfig(RouterOptions):
         RouterOptions.__post_init__(self)
         if self.share_port and not self.grpc_port:
             raise ValueError("grpc_port is 0; allowed: 1 to 65535 with share_port")
-        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
-            raise ValueError(f"metrics_port is {self.metrics_port}; allowed: 0 to 65535, or null")
-        if not 0 <= self.drain_seconds <= 3600:
-            raise ValueError(f"drain_seconds is {self.drain_seconds}; allowed: 0 to 3600")

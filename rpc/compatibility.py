@@ -16,9 +16,9 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_PREFILL,
     Member,
 )
+from kvrelay.rpc.names import WORKER_ROLES, WORKERS
 
 SHOWN_CHARACTERS = 8
-_ROLES = {ROLE_PREFILL: "prefill", ROLE_DECODE: "decode", ROLE_COLOCATED: "colocated"}
 UNKNOWN = (MEMBER_STATE_DEAD, MEMBER_STATE_STARTING)
 """States of members without a digest: a starting worker has none before its model is loaded."""
 
@@ -33,7 +33,7 @@ def rank(workers: Iterable[tuple[str, str]]) -> list[str]:
         Digests by the number of complete pairs (a co-located worker counts as one), then by the number of workers, then
         in the order of the alphabet, so that every router prefers the same.
     """
-    counts: dict[str, dict[str, int]] = defaultdict(lambda: {"prefill": 0, "decode": 0, "colocated": 0})
+    counts: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(WORKER_ROLES, 0))
     for role, digest in workers:
         counts[digest][role] += 1
     return sorted(counts, key=lambda digest: (-_pairs(counts[digest]), -sum(counts[digest].values()), digest))
@@ -45,8 +45,8 @@ def groups(members: Iterable[Member]) -> list[list[Member]]:
     Args:
         members: of the whole cluster, in any state; routers, dead and starting members are in no group.
     """
-    workers = [member for member in members if member.role in _ROLES and member.state not in UNKNOWN]
-    digests = rank((_ROLES[member.role], member.compatibility) for member in workers)
+    workers = [member for member in members if member.role in WORKERS and member.state not in UNKNOWN]
+    digests = rank((WORKERS[member.role], member.compatibility) for member in workers)
     return [[member for member in workers if member.compatibility == digest] for digest in digests]
 
 

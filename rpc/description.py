@@ -1,6 +1,5 @@
 """What any process of a cluster says about itself and its machine when the supervisor asks (`describe.proto`)."""
 
-import os
 import platform
 import resource
 import shutil
@@ -9,6 +8,8 @@ import tempfile
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+import psutil
 
 from kvrelay.internal.v1.describe_pb2 import Amount, CertificateEnd, Description
 from kvrelay.machine.control_groups import memory_limits
@@ -39,7 +40,7 @@ def describe(certificates: Iterable[CertificateFiles | None] = ()) -> Descriptio
 def amounts() -> list[Amount]:
     """What this process may use, and what is used."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = len(os.listdir("/proc/self/fd"))
+    files = psutil.Process().num_fds()
     found = [Amount(name="open files", used=files, limit=_limit(soft), hard_limit=_limit(hard))]
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     found.append(Amount(name="locked memory", used=UNKNOWN, limit=_limit(soft), hard_limit=_limit(hard)))

@@ -4,7 +4,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
+
+from kvrelay.machine.options import Options
 
 Part = Literal["supervisor", "router", "worker", "operator"]
 """What a process of a cluster is. The operator is the command line, which asks for the status and gives commands."""
@@ -32,10 +34,8 @@ CALLERS: Mapping[str, frozenset[Part]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class SecurityConfig:
+class SecurityConfig(Options):
     """Who may call the internal gRPC of supervisor and workers, and how it is protected on the network."""
-
-    __pydantic_config__: ClassVar[dict[str, bool | str]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
     join_token_path: str = ""
     """File with the join token, 16 characters or more, which every internal call carries. Empty takes the environment
@@ -49,10 +49,6 @@ class SecurityConfig:
     """Folder with ca.crt and, for each role that runs there (supervisor, router, worker, operator), ROLE.crt and
     ROLE.key; read again when they change. `kvrelay certificates` makes them. Empty with tls mutual: `kvrelay up` makes
     them for a cluster on one machine."""
-
-    def __post_init__(self) -> None:
-        if self.tls not in ("off", "mutual"):
-            raise ValueError(f"tls is {self.tls!r}; allowed: off, mutual")
 
     def token(self) -> str:
         """The join token.

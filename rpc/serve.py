@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
+from kvrelay.machine.options import Mistake
 from kvrelay.rpc import log
 from kvrelay.rpc.metrics.metric_set import MetricSet
 
@@ -90,8 +91,7 @@ def main(
         config = TypeAdapter(kind).validate_json(path.read_bytes())
     except ValidationError as error:
         for problem in error.errors():
-            where = ".".join(str(part) for part in problem["loc"])
-            print(f"{path}: {where or 'file'}: {problem['msg']}", file=sys.stderr)
+            print(f"{path}: {Mistake.of(problem)}", file=sys.stderr)
         return USAGE_CODE
     except OSError as error:
         print(f"--config {path}: {error.strerror}", file=sys.stderr)

@@ -55,7 +55,7 @@ def test_no_step_needs_ray(tmp_path: Path) -> None:
         command = [sys.executable, "-c", f"import {modules}"]
         return subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, env=environment).stderr
 
-    servers = ("router.server", "prefill_worker.server", "decode_worker.server")
+    servers = ("router.server", "prefill_worker.__main__", "decode_worker.__main__")
     assert imported(", ".join(("gpu", "support.processes", *(f"kvrelay.{name}" for name in servers)))) == ""
     assert "ray is absent" in imported("ray")
 

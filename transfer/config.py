@@ -1,12 +1,14 @@
 """The options of the KV hand-off."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Literal
 
-from kvrelay.engine.automatic import Removed
-from kvrelay.engine.config import STRICT, require
+from annotated_types import Interval
+
+from kvrelay.machine.options import Options, Removed, require
 
 Encrypt = Literal["none", "integrity", "full"]
+Seconds = Annotated[float, Interval(ge=0.01, le=3600)]
 
 BETWEEN_GPUS = frozenset({"nccl"})
 """Transports from GPU memory to GPU memory. To open a link takes longer than a frame may, because NCCL makes a
@@ -16,10 +18,8 @@ LINK_BUFFERS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class TransferConfig:
+class TransferConfig(Options):
     """Options of the hand-off between a prefill and a decode worker."""
-
-    __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
 
     transport: Annotated[
         Literal["auto", "gloo", "nccl", "nixl", "shm", "tcp"], Removed("cuda_ipc", "auto, nccl or shm")
@@ -31,10 +31,10 @@ class TransferConfig:
     host. tcp: from host memory to host memory, anywhere. gloo: the same through torch's Gloo.
     """
 
-    frame_bytes: int = 8 * 2**20
+    frame_bytes: Annotated[int, Interval(ge=2**16, le=2**26)] = 8 * 2**20
     """KV bytes of one frame at most; 64 KiB to 64 MiB. A larger KV block is sent in several frames, by layers."""
 
-    gpu_frame_bytes: int = 64 * 2**20
+    gpu_frame_bytes: Annotated[int, Interval(ge=2**16, le=2**28)] = 64 * 2**20
     """As `frame_bytes`, for frames from GPU to GPU (nccl); 64 KiB to 256 MiB. Each end of a link takes GPU
     memory for two frames."""
 
@@ -58,50 +58,32 @@ class TransferConfig:
     """Convert KV where the decode worker's dtype or `kv_dtype` differs from the prefill worker's; off refuses such a
     pair."""
 
-    states_bytes: int = 2**30
+    states_bytes: Annotated[int, Interval(ge=0)] = 2**30
     """Host memory at either end for hidden states of prompts, which come with the KV where the decode worker guesses
     from them (medusa, eagle3). Where they don't fit, it guesses without. 0 on the decode worker: none are sent."""
 
-    lease_seconds: float = 5.0
+    lease_seconds: Seconds = 5.0
     """How long a sender keeps exported blocks without a message of the receiver."""
 
-    frame_timeout_seconds: float = 3.0
+    frame_timeout_seconds: Seconds = 3.0
     """How long one frame may take on a link before the link is given up; also for opening a link between hosts."""
 
-    dial_timeout_seconds: float = 20.0
+    dial_timeout_seconds: Seconds = 20.0
     """How long opening a link between GPUs (nccl) may take: the first one starts NCCL."""
 
-    grant_timeout_seconds: float = 120.0
+    grant_timeout_seconds: Seconds = 120.0
     """How long an offer may wait for free blocks on the decode worker."""
 
-    prefill_timeout_seconds: float = 120.0
+    prefill_timeout_seconds: Seconds = 120.0
     """How long the decode worker keeps blocks reserved for a prompt that is not computed yet."""
 
-    transfer_timeout_seconds: float = 60.0
+    transfer_timeout_seconds: Seconds = 60.0
     """How long a hand-off may take from the end of prefill to its commit."""
 
-    max_links: int = 64
+    max_links: Annotated[int, Interval(ge=1, le=4096)] = 64
     """Links open at once; the least recently used one is closed first."""
 
     def __post_init__(self) -> None:
-        require(self.encrypt in get_args(Encrypt), "encrypt", self.encrypt, ", ".join(get_args(Encrypt)))
-        require(2**16 <= self.frame_bytes <= 2**26, "frame_bytes", self.frame_bytes, "65536 to 67108864")
-        require(2**16 <= self.gpu_frame_bytes <= 2**28, "gpu_frame_bytes", self.gpu_frame_bytes, "65536 to 268435456")
-        least = LINK_BUFFERS * self.gpu_frame_bytes
-        require(
-            least <= self.gpu_buffer_bytes,
-            "gpu_buffer_bytes",
-            self.gpu_buffer_bytes,
-            f"{least} (two of gpu_frame_bytes) or more",
-        )
-        require(self.states_bytes >= 0, "states_bytes", self.states_bytes, "0 or more")
-        for name in (
-            "lease_seconds",
-            "frame_timeout_seconds",
-            "dial_timeout_seconds",
-            "grant_timeout_seconds",
-            "prefill_timeout_seconds",
-            "transfer_timeout_seconds",
-        ):
-            require(0.01 <= getattr(self, name) <= 3600, name, getattr(self, name), "0.01 to 3600")
-        require(1 <= self.max_links <= 4096, "max_links", self.max_links, "1 to 4096")
+        Options.__post_init__(self)
+        least, size = LINK_BUFFERS * self.gpu_frame_bytes, self.gpu_buffer_bytes
+        require(least <= size, "gpu_buffer_bytes", size, f"{least} (two of gpu_frame_bytes) or more")

@@ -2,11 +2,7 @@
 
 import sys
 
-from kvrelay.rpc.serve import main
-from kvrelay.worker.config import WorkerConfig
-from kvrelay.worker.server import WorkerServer
+from kvrelay.worker.server import run_worker
 
 if __name__ == "__main__":
-    sys.exit(
-        main(WorkerConfig, WorkerServer, "A kvrelay worker that computes prompts and completions, in the foreground.")
-    )
+    sys.exit(run_worker())

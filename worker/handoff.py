@@ -13,7 +13,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_SUSPECT,
     Member,
 )
-from kvrelay.internal.v1.supervisor_pb2 import Role as MemberRole
+from kvrelay.internal.v1.supervisor_pb2 import Role as RoleNumber
 from kvrelay.internal.v1.worker_pb2 import Failure, Submit
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.frames.frames import PoolFrames
@@ -46,7 +46,7 @@ REACHABLE = frozenset({MEMBER_STATE_READY, MEMBER_STATE_DRAINING, MEMBER_STATE_S
 class HandoffRole(Role, ABC):
     """A role that hands KV over to, or takes it from, workers of `peer_role`."""
 
-    peer_role: MemberRole
+    peer_role: RoleNumber
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)

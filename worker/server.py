@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -33,13 +34,10 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DRAINING,
     MEMBER_STATE_READY,
     MEMBER_STATE_STARTING,
-    ROLE_COLOCATED,
-    ROLE_DECODE,
-    ROLE_PREFILL,
     Member,
     MemberState,
 )
-from kvrelay.internal.v1.supervisor_pb2 import Role as MemberRole
+from kvrelay.internal.v1.supervisor_pb2 import Role as RoleNumber
 from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.internal.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from kvrelay.models import model_name, resolve
@@ -48,7 +46,9 @@ from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.identity import WorkerId, join
 from kvrelay.rpc.metrics.exposition import MetricsPort
 from kvrelay.rpc.metrics.metric_set import MetricSet
-from kvrelay.worker.config import WorkerConfig, WorkerRole
+from kvrelay.rpc.names import ROLES, WORKERS, WorkerRole
+from kvrelay.rpc.serve import main
+from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.description import describe_worker
 from kvrelay.worker.hooks import WorkerHooks
 from kvrelay.worker.metrics import WorkerMetrics
@@ -58,15 +58,19 @@ from kvrelay.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-ROLES: dict[WorkerRole, MemberRole] = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE, "colocated": ROLE_COLOCATED}
-
 Build = Callable[[Path, Dtype, EngineConfig, Callable[[float], None]], tuple[Engine, Runner]]
 """Makes the engine of a worker, and its runner; as `build_engine`."""
 
 
 RoleFactory = Callable[[Worker], Role]
+COLOCATED: Mapping[WorkerRole, RoleFactory] = MappingProxyType({"colocated": Role})
 REBIND_SECONDS = 5.0
 """How long a worker with a port of its own tries to bind it again, in another role."""
+
+
+def run_worker(roles: Mapping[WorkerRole, RoleFactory] = COLOCATED) -> int:
+    """Runs a worker process that can take these roles, and returns its exit code; see `kvrelay.rpc.serve.main`."""
+    return main(WorkerConfig, partial(WorkerServer, roles=roles), f"A kvrelay worker ({', '.join(roles)}).")
 
 
 class WorkerServer:
@@ -75,7 +79,7 @@ class WorkerServer:
     def __init__(
         self,
         config: WorkerConfig,
-        roles: Mapping[WorkerRole, RoleFactory] = MappingProxyType({"colocated": Role}),
+        roles: Mapping[WorkerRole, RoleFactory] = COLOCATED,
         build: Build = build_engine,
     ) -> None:
         """
@@ -186,9 +190,9 @@ class WorkerServer:
         if failure is not None:
             failure.get_loop().call_soon_threadsafe(settle)
 
-    def _on_role(self, number: MemberRole) -> None:
+    def _on_role(self, number: RoleNumber) -> None:
         """The supervisor has said which role this worker is to have."""
-        self._wanted = next((role for role, known in ROLES.items() if known == number), None)
+        self._wanted = WORKERS.get(number)
         self._consider_role()
 
     def _consider_role(self) -> None:
@@ -239,7 +243,7 @@ class ShellDuties:
 
     metrics: MetricSet
     failed: Callable[[BaseException], None]
-    on_role: Callable[[MemberRole], None]
+    on_role: Callable[[RoleNumber], None]
 
 
 def _resolved(options: EngineConfig) -> EngineConfig:

@@ -39,6 +39,7 @@ from kvrelay.models import model_name, resolve
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.log import reason
+from kvrelay.rpc.names import context_limit
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
 from kvrelay.worker.hooks import WorkerHooks
@@ -47,7 +48,7 @@ from kvrelay.worker.relay.events import PlainToken, event_of
 from kvrelay.worker.relay.fences import Fences
 from kvrelay.worker.relay.foreign_prompts import ForeignPrompts
 from kvrelay.worker.relay.live_request import LiveRequest, refused_suspect
-from kvrelay.worker.relay.requests import CONTEXT_LIMITS, key_of, model_info, request_of, states_message
+from kvrelay.worker.relay.requests import key_of, model_info, request_of, states_message
 from kvrelay.worker.relay.stream import RelayStream
 from kvrelay.worker.role import Key, Role
 
@@ -323,7 +324,7 @@ class Worker:
         member.slow_step_seconds = thread.slow_step
         member.failed = thread.ended
         member.max_context = self.spec.max_context
-        member.context_limit = CONTEXT_LIMITS[self.spec.context_limit]
+        member.context_limit = context_limit(self.spec.context_limit)
         member.weights, member.kv_dtype = self.spec.weights, self.pool.layout.dtype
         member.prefill_attention = self._prefill_attention
 

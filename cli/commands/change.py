@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvrelay.cluster.errors import MOST_LISTED, NO_CLUSTER, RunError
+from kvrelay.rpc.names import ROLES, WORKER_ROLES
 
 if TYPE_CHECKING:
     from kvrelay.cluster.asking.control import Control
     from kvrelay.cluster.fleet.member_progress import MemberProgress
 
-ROLES = ("prefill", "decode", "colocated", "router")
 TIMEOUT_SECONDS = 600.0
 
 
@@ -73,7 +73,7 @@ def drain(member: str, replace: bool, force: bool, **following: Any) -> None:
 
 @click.command()
 @click.argument("worker")
-@click.argument("role", type=click.Choice(ROLES[:3]))
+@click.argument("role", type=click.Choice(WORKER_ROLES))
 @click.option("--force", is_flag=True, help="Also if no request can be served meanwhile.")
 @_following
 def role(worker: str, role: str, force: bool, **following: Any) -> None:

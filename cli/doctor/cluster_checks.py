@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from kvrelay.cli.doctor.finding import Examined, Finding, Severity, size
-from kvrelay.cluster.supervisor.metrics import state_name
 from kvrelay.internal.v1.describe_pb2 import Description
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
@@ -16,6 +15,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.worker_pb2 import CONTEXT_LIMIT_OPTION, CONTEXT_LIMIT_POOL
 from kvrelay.rpc.compatibility import unpaired
+from kvrelay.rpc.names import state_name
 
 CLOCK_SECONDS = 1.0
 """Clocks that are further apart make logs of several machines hard to read together."""

@@ -12,7 +12,6 @@ from kvrelay.cli.tables import Whole
 from kvrelay.cli.top.model import SORTS
 
 BAR_CELLS = 10
-ROLES = ("prefill", "decode", "colocated")
 STATES = {"ready": "green", "suspect": "yellow", "draining": "cyan", "starting": "blue", "dead": "red"}
 KEYS = "q quit   p pause   s sort   w wide"
 GAP = 2

@@ -23,6 +23,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     UpgradeRequest,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
+from kvrelay.rpc.names import ROLES
 
 COMMAND_SECONDS = 10.0
 """For the supervisor to answer; it may be starting again."""
@@ -121,13 +122,13 @@ class Control:
         return answer.revision
 
 
-def _role(role: str) -> str:
-    """The name of a role in messages.
+def _role(role: str) -> Role:
+    """The number of a role.
 
     Raises:
         UsageError: it isn't a role.
     """
-    known = {name.removeprefix("ROLE_").lower(): name for name, number in Role.items() if number}
-    if role not in known:
-        raise UsageError(f"role is {role}; allowed: {', '.join(known)}")
-    return known[role]
+    number = next((number for known, number in ROLES.items() if known == role), None)
+    if number is None:
+        raise UsageError(f"role is {role}; allowed: {', '.join(ROLES)}")
+    return number

@@ -14,7 +14,6 @@ from kvrelay.cluster.fleet.member_progress import progress
 from kvrelay.cluster.membership.membership import ready_routers
 from kvrelay.cluster.scaling.shown import scaling_json
 from kvrelay.cluster.state import ClusterState
-from kvrelay.cluster.supervisor.metrics import role_name, state_name
 from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_ROUTER,
     DescribeRequest,
@@ -26,18 +25,13 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Stage,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
-from kvrelay.internal.v1.worker_pb2 import CONTEXT_LIMIT_OPTION, CONTEXT_LIMIT_POOL, CONTEXT_LIMIT_UNSPECIFIED
+from kvrelay.internal.v1.worker_pb2 import CONTEXT_LIMIT_UNSPECIFIED
 from kvrelay.rpc.compatibility import groups, unpaired
 from kvrelay.rpc.credentials import Credentials, Metadata
+from kvrelay.rpc.names import CONTEXT_LIMITS, CONTEXT_REASONS, role_name, state_name
 from kvrelay.rpc.options import channel_options
 from kvrelay.rpc.security import SecurityConfig
 
-CONTEXT_LIMITS = {CONTEXT_LIMIT_UNSPECIFIED: "model", CONTEXT_LIMIT_OPTION: "option", CONTEXT_LIMIT_POOL: "pool"}
-CONTEXT_REASONS = {
-    CONTEXT_LIMIT_UNSPECIFIED: "the model's own limit",
-    CONTEXT_LIMIT_OPTION: "the option engine.max_context",
-    CONTEXT_LIMIT_POOL: "the KV pool holds {} tokens; a larger engine.kv_memory_bytes allows more",
-}
 TIMEOUT_SECONDS = 5.0
 DESCRIBE_SECONDS = 15.0
 """Longer than the supervisor waits for its members (`inquiry.ANSWER_SECONDS`)."""

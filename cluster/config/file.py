@@ -1,7 +1,6 @@
 """Reads a cluster's configuration file; each mistake in it is one line."""
 
 import difflib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,18 +8,15 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from kvrelay.cluster.config.options import ClusterConfig, schema
 from kvrelay.cluster.errors import UsageError
+from kvrelay.machine.options import Mistake
 
 MAX_FILE_BYTES = 2**20
 MERGE = "tag:yaml.org,2002:merge"
 """YAML's tag of `<<`, whose mapping's keys are those that aren't given beside it."""
 ANY = "*"
-_UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
-# The text of every options class for a value out of its range; see kvrelay.engine.config.require.
-_OUT_OF_RANGE = re.compile(r"(?P<field>[\w.]+) is (?P<value>.*); allowed: (?P<allowed>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +62,7 @@ def load(path: Path | None = None, overrides: Mapping[str, Override] | None = No
     try:
         return ClusterConfig.model_validate(values)
     except ValidationError as error:
-        raise UsageError(*(_line(_Problem.of(each), path, root, overrides) for each in error.errors())) from None
+        raise UsageError(*(_line(Mistake.of(each), path, root, overrides) for each in error.errors())) from None
 
 
 def dump(config: ClusterConfig) -> str:
@@ -99,40 +95,15 @@ def _read(path: Path) -> tuple[dict[str, Any], yaml.Node | None]:
     return {str(key): {} if value is None else value for key, value in (values or {}).items()}, root
 
 
-@dataclass(frozen=True, slots=True)
-class _Problem:
-    """A mistake in a configuration."""
-
-    path: tuple[str, ...]
-    """Of the key."""
-    text: str
-    """Says what is wrong, to follow the key."""
-
-    @classmethod
-    def of(cls, problem: ErrorDetails) -> "_Problem":
-        path = tuple(map(str, problem["loc"]))
-        if problem["type"] in _UNKNOWN_KEY:
-            return cls(path, f": unknown key{_suggestion(path)}")
-        value = _short("null" if problem["input"] is None else repr(problem["input"]))
-        allowed = problem["msg"].removeprefix("Input should be ").removeprefix("String should have ")
-        allowed = allowed.replace("a valid tuple", "a list")
-        if problem["type"] == "value_error":
-            allowed = allowed.removeprefix("Value error, ")
-            if match := _OUT_OF_RANGE.fullmatch(allowed):
-                path = (*path, *match["field"].split("."))
-                value, allowed = _short(match["value"]), match["allowed"]
-        elif problem["type"] in ("model_type", "dataclass_type", "dict_type"):
-            allowed = "a mapping of keys to values"
-        return cls(path, f" is {value}; allowed: {allowed}")
-
-
-def _line(problem: _Problem, file: Path | None, root: yaml.Node | None, overrides: Mapping[str, Override]) -> str:
-    key = ".".join(problem.path)
+def _line(mistake: Mistake, file: Path | None, root: yaml.Node | None, overrides: Mapping[str, Override]) -> str:
+    key, text = ".".join(mistake.path), mistake.text
+    if mistake.unknown_key:
+        text += _suggestion(mistake.path)
     if key in overrides:
-        return overrides[key].flag + problem.text
-    number = _line_number(root, problem.path)
+        return overrides[key].flag + text
+    number = _line_number(root, mistake.path)
     where = "" if file is None else f"{file}: " if number is None else f"{file}: line {number}: "
-    return where + key + problem.text
+    return where + key + text
 
 
 def _line_number(root: yaml.Node | None, path: Sequence[str]) -> int | None:
@@ -149,10 +120,6 @@ def _line_number(root: yaml.Node | None, path: Sequence[str]) -> int | None:
         key, node = pairs[-1]  # before it are those of a merged mapping (`<<`)
         number = key.start_mark.line + 1
     return number
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _suggestion(path: Sequence[str]) -> str:

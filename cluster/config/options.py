@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from annotated_types import Interval
 from pydantic import Field, TypeAdapter, model_validator
 
 from kvrelay.cluster.config.sections import (
@@ -25,16 +26,16 @@ from kvrelay.cluster.config.sections import (
     Section,
     json_properties,
 )
-from kvrelay.cluster.fleet.desired import MemberRole
 from kvrelay.cluster.membership.membership import HeartbeatConfig
 from kvrelay.cluster.scaling.config import ScalingConfig
-from kvrelay.engine.config import STRICT, EngineConfig, require
+from kvrelay.engine.config import EngineConfig
+from kvrelay.machine.options import Options, require
 from kvrelay.router.config import RouterConfig, RouterOptions
+from kvrelay.rpc.names import WORKER_ROLES, MemberRole, WorkerRole
 from kvrelay.rpc.security import SecurityConfig
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.worker.config import WorkerConfig, WorkerRole
+from kvrelay.worker.config import WorkerConfig
 
-ROLES: tuple[WorkerRole, ...] = ("prefill", "decode", "colocated")
 MEMBER = "kvrelay_member"
 """Resource of this machine's own Ray: each worker and router takes 1."""
 MEMBERS = 10_000
@@ -52,13 +53,16 @@ def _describe_inherited(schema: dict[str, Any], options: type) -> None:
 class RouterSection(RouterOptions):
     """The front doors. On a Ray cluster that was joined, the host 127.0.0.1 means the address of the router's node."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {**STRICT, "json_schema_extra": _describe_inherited}
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        **Options.__pydantic_config__,
+        "json_schema_extra": _describe_inherited,
+    }
 
-    replicas: int = 1
+    replicas: Annotated[int, Interval(ge=1, le=64)] = 1
     """Number of routers, each of which places requests on all workers. Clients that know several continue a stream at
     another one if its router is lost."""
 
-    port_step: int = 1
+    port_step: Annotated[int, Interval(ge=0, le=1000)] = 1
     """Distance between the ports of two routers: the first has grpc_port and http_port. 0 gives all of them the same:
     routers with addresses of their own, or routers on one machine, which share the ports. Each connection is then one
     router's, so more of them serve more streams. Routers that share ports are upgraded without a gap, even a single
@@ -72,8 +76,6 @@ class RouterSection(RouterOptions):
 
     def __post_init__(self) -> None:
         RouterOptions.__post_init__(self)
-        require(1 <= self.replicas <= 64, "replicas", self.replicas, "1 to 64")
-        require(0 <= self.port_step <= 1000, "port_step", self.port_step, "0 to 1000")
         most = 65535 - (self.replicas - 1) * self.port_step
         for name in ("grpc_port", "http_port"):
             port = getattr(self, name) or 0
@@ -107,7 +109,7 @@ class ClusterConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_replicas(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or not all(isinstance(values.get(role, {}), dict) for role in ROLES):
+        if not isinstance(values, dict) or not all(isinstance(values.get(role, {}), dict) for role in WORKER_ROLES):
             return values  # reported by the fields' own types
         count = 0 if values.get("colocated", {}).get("replicas") else 1
         pair = {role: {"replicas": count, **values.get(role, {})} for role in ("prefill", "decode")}
@@ -120,11 +122,11 @@ class ClusterConfig(Section):
         require(not full or self.security.tls == "mutual", "transfer.encrypt", "full", "with security.tls mutual only")
         self._require_resources(None)
         self._require_ports()
-        for role in ROLES:
+        for role in WORKER_ROLES:
             self._engine(role)
             self._require_resources(role)
             self._require_device(role)
-        workers = self._count(ROLES)
+        workers = self._count(WORKER_ROLES)
         allowed = f"auto, or at most {workers}, the number of workers: each computes on one GPU"
         require(self.ray.gpus == AUTO or self.ray.gpus <= workers, "ray.gpus", self.ray.gpus, allowed)
         return self
@@ -152,7 +154,7 @@ class ClusterConfig(Section):
         shared = self.share_ports and self.router.replicas > 1
         require(not shared or chosen, "router.port_step", self.router.port_step, allowed)
         self._require_metrics_port("router_port", self.router.replicas)
-        self._require_metrics_port("worker_port", self._count(ROLES))
+        self._require_metrics_port("worker_port", self._count(WORKER_ROLES))
 
     def _require_metrics_port(self, name: str, count: int) -> None:
         """Refuses one port for so many processes on one machine."""
@@ -203,14 +205,16 @@ class ClusterConfig(Section):
         asked = fixed + (0 if self.ray.gpus == AUTO else self.ray.gpus)
         if self.local and asked > present:
             raise ValueError(f"gpus of all workers together are {asked:g}; allowed: at most {present:g}")
-        takers = [role for role in ROLES if self.role(role).gpus == AUTO and self._engine(role).device != "cpu"]
+        takers = [role for role in WORKER_ROLES if self.role(role).gpus == AUTO and self._engine(role).device != "cpu"]
         workers = self._count(takers)
         # Rounded down to what Ray counts in, so that the parts of one GPU fit on it.
         part = math.floor(1e4 / math.ceil(workers / offered)) / 1e4 if workers and offered else 0.0
-        given = [self.role(role).gpus for role in ROLES if self.role(role).replicas and self.role(role).gpus != AUTO]
+        given = [
+            self.role(role).gpus for role in WORKER_ROLES if self.role(role).replicas and self.role(role).gpus != AUTO
+        ]
         # Workers that are added to a role later have the part of the others.
         usual = part if workers else max(given, default=0.0)
-        gpus = {role: usual if role in takers else 0.0 for role in ROLES if self.role(role).gpus == AUTO}
+        gpus = {role: usual if role in takers else 0.0 for role in WORKER_ROLES if self.role(role).gpus == AUTO}
         fitted = self.model_copy(
             update={role: self.role(role).model_copy(update={"gpus": amount}) for role, amount in gpus.items()}
         )
@@ -221,7 +225,7 @@ class ClusterConfig(Section):
     def members(self) -> dict[str, MemberRole]:
         """The members that a cluster begins with: `worker-0`, `worker-1`, ..., `router-0`, ... A worker's name is not
         tied to its role."""
-        roles = [role for role in ROLES for _ in range(self.role(role).replicas)]
+        roles = [role for role in WORKER_ROLES for _ in range(self.role(role).replicas)]
         workers: dict[str, MemberRole] = {f"worker-{index}": role for index, role in enumerate(roles)}
         return workers | {f"router-{index}": "router" for index in range(self.router.replicas)}
 
@@ -246,7 +250,7 @@ class ClusterConfig(Section):
 
         A joined cluster's workers may get machines of their own, and so may not.
         """
-        own: list[MemberRole] = [*ROLES] if self.local and self.metrics.worker_port else []
+        own: list[MemberRole] = [*WORKER_ROLES] if self.local and self.metrics.worker_port else []
         if not self.share_ports or self.metrics.router_port:
             own.append("router")
         return frozenset(own)
@@ -257,7 +261,7 @@ class ClusterConfig(Section):
         Default of `threads`: on one machine the workers that the cluster begins with share its `cores` (default: those
         that this process may use); on a Ray cluster each takes the CPUs that are reserved for it.
         """
-        share = max(1, (cores or available_cores()) // self._count(ROLES))
+        share = max(1, (cores or available_cores()) // self._count(WORKER_ROLES))
         return WorkerConfig(
             name=name,
             role=role,
@@ -288,7 +292,7 @@ class ClusterConfig(Section):
         if part == 0 and not self._on_cpus(role):
             part = 1.0 if gpus == AUTO else gpus
         elif part == 0 and self.local:
-            part = 1 / max(1, self._count(filter(self._on_cpus, ROLES)))
+            part = 1 / max(1, self._count(filter(self._on_cpus, WORKER_ROLES)))
         return replace(engine, memory_part=part)
 
     def _on_cpus(self, role: WorkerRole) -> bool:
@@ -337,7 +341,10 @@ class ClusterConfig(Section):
     def total_resources(self) -> dict[str, float]:
         """Ray resources of all workers and routers together."""
         total: Counter[str] = Counter()
-        for role, replicas in ((None, self.router.replicas), *((role, self.role(role).replicas) for role in ROLES)):
+        for role, replicas in (
+            (None, self.router.replicas),
+            *((role, self.role(role).replicas) for role in WORKER_ROLES),
+        ):
             total.update({name: amount * replicas for name, amount in self.bundle(role).items()})
         return dict(+total)
 

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Final, Literal, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetPydanticSchema, TypeAdapter, model_validator
 from pydantic_core import CoreSchema, core_schema
 
-from kvrelay.engine.automatic import Automatic
-from kvrelay.engine.config import Dtype, EngineConfig, require
+from kvrelay.engine.config import Dtype, EngineConfig
+from kvrelay.machine.options import Automatic, Port, require
 
 LOCAL = "local"
 AUTO: Final = "auto"
@@ -121,18 +121,15 @@ class RaySection(Section):
         return self
 
 
-MetricsPort = Annotated[int | None, Field(ge=0, le=65535)]
-
-
 class MetricsSection(Section):
     """Ports at which processes serve their metrics as Prometheus text. Routers do so at `router.http_port`, and Ray's
     agents export those of all in any case."""
 
-    router_port: MetricsPort = None
+    router_port: Port | None = None
     """Of each router, beside its HTTP and without a key; 0 takes a free one, null opens none."""
 
-    worker_port: MetricsPort = None
+    worker_port: Port | None = None
     """Of each worker; 0 takes a free one, null opens none."""
 
-    supervisor_port: MetricsPort = None
+    supervisor_port: Port | None = None
     """Of the supervisor, which lists the other processes' at `/targets`; 0 takes a free one, null opens none."""

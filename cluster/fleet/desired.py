@@ -14,14 +14,10 @@ cluster gets there. A command that is repeated returns the same state.
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Literal
 
 from kvrelay.cluster.errors import listed
-from kvrelay.worker.config import WorkerRole
+from kvrelay.rpc.names import MemberRole
 
-MemberRole = WorkerRole | Literal["router"]
-WORKER_ROLES: tuple[WorkerRole, ...] = ("prefill", "decode", "colocated")
-MEMBER_ROLES: tuple[MemberRole, ...] = (*WORKER_ROLES, "router")
 MOST_MEMBERS = 1024
 """Of one role."""
 

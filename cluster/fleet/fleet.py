@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from kvrelay.cluster.fleet import desired as changes
-from kvrelay.cluster.fleet.desired import Code, Desired, MemberRole, Refused, Rolling, Seen, Stage, Wanted
+from kvrelay.cluster.fleet.desired import Code, Desired, Refused, Rolling, Seen, Stage, Wanted
 from kvrelay.cluster.fleet.keepers import Keepers, Progress
 from kvrelay.cluster.fleet.reconcile import Drain, Start, advance, reconcile, settled
 from kvrelay.cluster.fleet.replacement import Launcher, Plan
@@ -14,9 +14,6 @@ from kvrelay.cluster.membership.membership import Membership
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_READY,
     MEMBER_STATE_STARTING,
-    ROLE_COLOCATED,
-    ROLE_DECODE,
-    ROLE_PREFILL,
     ROLE_ROUTER,
     ROLE_UNSPECIFIED,
     ConfigRecord,
@@ -26,15 +23,10 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.supervisor_pb2 import Desired as DesiredRecord
 from kvrelay.internal.v1.supervisor_pb2 import Stage as StageNumber
+from kvrelay.rpc.names import ROLES, WORKER_ROLES, MemberRole, role_of
 
 logger = logging.getLogger(__name__)
 
-ROLES: dict[MemberRole, Role] = {
-    "prefill": ROLE_PREFILL,
-    "decode": ROLE_DECODE,
-    "colocated": ROLE_COLOCATED,
-    "router": ROLE_ROUTER,
-}
 TICK_SECONDS = 0.1
 
 
@@ -117,7 +109,7 @@ class Fleet:
         Raises:
             Refused: nothing has changed; the text says why. So for all commands.
         """
-        present = {role: self.desired.count(role) for role in changes.MEMBER_ROLES}
+        present = {role: self.desired.count(role) for role in ROLES}
         try:
             why = await asyncio.to_thread(self._launcher.lacks_room, self._text(self.desired), present, counts)
         except (OSError, ValueError) as error:
@@ -127,7 +119,7 @@ class Fleet:
 
         def change(desired: Desired) -> Desired:
             for role, count in counts.items():
-                kind: tuple[MemberRole, ...] = ("router",) if role == "router" else changes.WORKER_ROLES
+                kind: tuple[MemberRole, ...] = ("router",) if role == "router" else WORKER_ROLES
                 others = sum(counts.get(each, desired.count(each)) for each in kind) - 1
                 why = self._launcher.startable(self._text(desired), role, others)
                 if count > desired.count(role) and why:
@@ -286,22 +278,17 @@ class Fleet:
         return desired.configs[desired.fresh_config]
 
     def _rolling(self, present: str, text: str, in_place: bool) -> Rolling:
-        cycled = frozenset(changes.MEMBER_ROLES) if in_place else self._launcher.cycled(text)
+        cycled = frozenset(ROLES) if in_place else self._launcher.cycled(text)
         return Rolling(cycled, self._launcher.unchanged(present, text), gaps=in_place)
 
     def _counts(self, present: str, text: str) -> dict[MemberRole, int]:
         """The numbers of members that differ between two configurations."""
         before, after = (list(self._launcher.members(each).values()) for each in (present, text))
-        return {role: after.count(role) for role in changes.MEMBER_ROLES if after.count(role) != before.count(role)}
+        return {role: after.count(role) for role in ROLES if after.count(role) != before.count(role)}
 
     def _on_change(self) -> None:
         self._wake.set()
         self._changed()
-
-
-def role_of(number: Role) -> MemberRole | None:
-    """A role by its number in messages; None if it is unspecified or unknown."""
-    return next((role for role, known in ROLES.items() if known == number), None)
 
 
 def to_record(desired: Desired) -> DesiredRecord:

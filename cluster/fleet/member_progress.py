@@ -7,6 +7,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DRAINING,
     MEMBER_STATE_READY,
     MEMBER_STATE_STARTING,
+    MEMBER_STATE_UNSPECIFIED,
     ROLE_ROUTER,
     STAGE_LEAVE,
     STAGE_RETURN,
@@ -14,10 +15,16 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     DesiredMember,
     GetStatusResponse,
     Member,
-    Role,
 )
+from kvrelay.rpc.names import role_name
 
-WORDS = {MEMBER_STATE_STARTING: "loading", MEMBER_STATE_READY: "ready", MEMBER_STATE_DRAINING: "draining"}
+WORDS = {
+    MEMBER_STATE_UNSPECIFIED: "starting",
+    MEMBER_STATE_STARTING: "loading",
+    MEMBER_STATE_READY: "ready",
+    MEMBER_STATE_DRAINING: "draining",
+}
+"""How the states of a member are told while it comes up; another one is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +54,7 @@ def progress(status: GetStatusResponse) -> list[MemberProgress]:
 
 
 def _words(wanted: DesiredMember, present: Member | None, trouble: str, waits_for: str) -> Iterator[str]:
-    yield Role.Name(wanted.role).removeprefix("ROLE_").lower()
+    yield role_name(wanted.role)
     if wanted.replaces:
         yield f"for {wanted.replaces},"
     if wanted.stage not in (STAGE_SERVE, STAGE_LEAVE, STAGE_RETURN):

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvrelay.cluster.fleet.desired import MemberRole
+from kvrelay.rpc.names import MemberRole
 
 PARTNERS: Mapping[MemberRole, MemberRole] = {"prefill": "decode", "decode": "prefill"}
 

@@ -12,18 +12,8 @@ while others serve. A successor that doesn't come up halts the change; the old m
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from kvrelay.cluster.fleet.desired import (
-    Desired,
-    MemberRole,
-    Seen,
-    Stage,
-    Wanted,
-    able,
-    leave,
-    new_name,
-    serving,
-    spared,
-)
+from kvrelay.cluster.fleet.desired import Desired, Seen, Stage, Wanted, able, leave, new_name, serving, spared
+from kvrelay.rpc.names import MemberRole
 
 NOTHING = Seen()
 

@@ -24,9 +24,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 
-from kvrelay.engine.config import STRICT, require
+from annotated_types import Interval
+
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
     MEMBER_STATE_DRAINING,
@@ -46,6 +47,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Role,
 )
 from kvrelay.internal.v1.worker_pb2 import Load
+from kvrelay.machine.options import Options, require
 from kvrelay.rpc.identity import WorkerId
 
 REPORTABLE = (MEMBER_STATE_STARTING, MEMBER_STATE_READY, MEMBER_STATE_DRAINING)
@@ -57,30 +59,30 @@ DRAIN_MARGIN_SECONDS = 5.0
 """For a member that drains without having been asked to, beyond the cluster's drain_seconds."""
 
 
+Silence = Annotated[float, Interval(ge=0.6, le=3600)]
+
+
 @dataclass(frozen=True, slots=True)
-class HeartbeatConfig:
+class HeartbeatConfig(Options):
     """When a silent or stuck member is given up; heartbeats come every 0.5 s."""
 
-    __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
-
-    suspect_seconds: float = 1.5
+    suspect_seconds: Silence = 1.5
     """Silence after which a member gets no new requests."""
 
-    dead_seconds: float = 3.0
+    dead_seconds: Silence = 3.0
     """Silence after which an incarnation without a connection is fenced for good and replaced."""
 
-    step_suspect_seconds: float = 3.0
+    step_suspect_seconds: Silence = 3.0
     """Age of a worker's running step after which it gets no new requests; 5 times its slow steps, if that is longer.
     Also time for which a member's event loop doesn't turn."""
 
-    step_dead_seconds: float = 30.0
+    step_dead_seconds: Silence = 30.0
     """Age of a worker's running step after which it is killed and replaced; 20 times its slow steps, if longer. Also
     time for which a member's event loop doesn't turn, and silence of a member whose connection is open."""
 
     def __post_init__(self) -> None:
+        Options.__post_init__(self)
         for before, after in (("suspect_seconds", "dead_seconds"), ("step_suspect_seconds", "step_dead_seconds")):
-            for name in (before, after):
-                require(0.6 <= getattr(self, name) <= 3600, name, getattr(self, name), "0.6 to 3600")
             least = getattr(self, before)
             require(getattr(self, after) >= least, after, getattr(self, after), f"at least {before} ({least})")
 

@@ -1,7 +1,8 @@
 """Runs members as plain processes of this machine, `python -m MODULE --config FOLDER/NAME.json`.
 
-They outlive the supervisor. A restarted one finds each by its pid and start time in NAME.pid. If the supervisor was
-killed between the start of a process and its record, the replacement fences that process, which then ends by itself.
+They outlive the supervisor. A restarted one finds each by its pid in NAME.pid and its command line. If the supervisor
+was killed between the start of a process and its record, the replacement fences that process, which then ends by
+itself.
 """
 
 import asyncio
@@ -16,14 +17,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from psutil import Process
 from pydantic import TypeAdapter, ValidationError
 
-from kvrelay.cluster.fleet.desired import MEMBER_ROLES, MemberRole
 from kvrelay.cluster.fleet.replacement import Ended, Plan
 from kvrelay.cluster.fleet.room import ROUTER_BYTES, lacks_memory, worker_bytes
 from kvrelay.cluster.processes import processes
-from kvrelay.cluster.processes.processes import Process
-from kvrelay.engine.config import require
+from kvrelay.machine.options import Mistake, require
+from kvrelay.rpc.names import ROLES, MemberRole
 from kvrelay.rpc.security import SecurityConfig
 from kvrelay.rpc.serve import EXIT_SECONDS, STOP_SECONDS, USAGE_CODE
 from kvrelay.worker.config import WorkerConfig
@@ -38,7 +39,6 @@ MODULE_ROLES: dict[str, MemberRole] = {
 }
 RECORD_BYTES = 200
 """Bytes for a file NAME.pid, more than it takes."""
-BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Processes:
         for name in self.members:
             self.role(name)
         for role in self.templates:
-            require(role in MEMBER_ROLES, "templates", role, ", ".join(MEMBER_ROLES))
+            require(role in ROLES, "templates", role, ", ".join(ROLES))
 
     def role(self, name: str) -> MemberRole:
         """The role of one of `members`: that of its options, of its module, or the first part of its name.
@@ -82,9 +82,9 @@ class Processes:
         """
         member = self.members[name]
         named = member.options.get("role") or MODULE_ROLES.get(member.module) or name.partition("-")[0]
-        role = next((role for role in MEMBER_ROLES if role == named), None)
+        role = next((role for role in ROLES if role == named), None)
         if role is None:
-            raise ValueError(f"members.{name}.options.role is {named}; allowed: {', '.join(MEMBER_ROLES)}")
+            raise ValueError(f"members.{name}.options.role is {named}; allowed: {', '.join(ROLES)}")
         return role
 
     def template(self, role: MemberRole) -> MemberProcess | None:
@@ -118,7 +118,7 @@ class ProcessLauncher:
         """`security`: of members that have none of their own."""
         self.config = PROCESSES.dump_json(processes).decode()
         self._security = asdict(security)
-        self._folder = folder
+        self._folder = folder.resolve()
         self._running: dict[str, Process] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -162,7 +162,7 @@ class ProcessLauncher:
     async def adopt(self, name: str) -> bool:
         """Finds the process that NAME.pid names, if it still runs."""
         process = self._recorded(name)
-        if process is None or not process.alive:
+        if process is None:
             return False
         self._running[name] = process
         return True
@@ -170,7 +170,7 @@ class ProcessLauncher:
     async def run(self, name: str, plan: Plan, supervisor: str) -> Ended:
         """Returns when the member's process has ended; starts one first, unless one was just adopted."""
         process = self._running.get(name)
-        if process is None or not process.alive:
+        if process is None or not processes.alive(process):
             process = self._running[name] = await asyncio.to_thread(self._start, name, plan, supervisor)
         await _end_of(process)
         return self._ended(name)
@@ -183,7 +183,7 @@ class ProcessLauncher:
         """SIGTERM, then SIGKILL if it doesn't end in time."""
         process = self._running.get(name)
         if process is not None:
-            _signal(process, signal.SIGTERM)
+            processes.send(signal.SIGTERM, [process])
             for killed in await asyncio.to_thread(processes.end, [process], grace + STOP_SECONDS + EXIT_SECONDS):
                 logger.error("did not end in time and was killed", extra={"member": name, "pid": killed.pid})
 
@@ -191,11 +191,11 @@ class ProcessLauncher:
         """SIGKILL."""
         process = self._running.get(name)
         if process is not None:
-            _signal(process, signal.SIGKILL)
+            processes.send(signal.SIGKILL, [process])
 
     def _start(self, name: str, plan: Plan, supervisor: str) -> Process:
         member = _parse(plan.config).process(name, plan.role)
-        options, log = self._folder / f"{name}.json", self._folder / f"{name}.log"
+        options, log = self._options(name), self._folder / f"{name}.log"
         given = {"security": self._security, **member.options, "name": name, "supervisor": supervisor}
         options.write_text(json.dumps(given, indent=2))
         # Its record has its room on the disk before the process starts, which nobody would find without one.
@@ -212,7 +212,7 @@ class ProcessLauncher:
         process = processes.find(child.pid)
         if process is None:
             raise RuntimeError(f"pid {child.pid} was reaped by somebody else")
-        record = json.dumps({"pid": process.pid, "started": process.started, "boot": _boot()})
+        record = json.dumps({"pid": process.pid})
         try:
             with fresh.open("r+") as file:
                 file.write(record.ljust(RECORD_BYTES))
@@ -224,15 +224,20 @@ class ProcessLauncher:
         return process
 
     def _recorded(self, name: str) -> Process | None:
-        """The process in NAME.pid; None if there is none, or if the machine has restarted since."""
+        """The process in NAME.pid, if it runs; None if there is none, or if the pid is another process's by now."""
         try:
-            entry = json.loads((self._folder / f"{name}.pid").read_text())
-            return Process(int(entry["pid"]), int(entry["started"])) if entry["boot"] == _boot() else None
+            process = processes.find(int(json.loads((self._folder / f"{name}.pid").read_text())["pid"]))
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("not a record of a process", extra={"member": name, "reason": str(error)})
             return None
+        own = process is not None and processes.title(process).endswith(f"\0{self._options(name)}\0")
+        return process if own else None
+
+    def _options(self, name: str) -> Path:
+        """The file that a member's process is started with. Its command line has this path, which no other's has."""
+        return self._folder / f"{name}.json"
 
     def _ended(self, name: str) -> Ended:
         child = self._children.pop(name, None)
@@ -260,9 +265,7 @@ def _parse(config: str) -> Processes:
     try:
         return PROCESSES.validate_json(config)
     except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(str(part) for part in problem["loc"])
-        raise ValueError(f"{where or 'the configuration'}: {problem['msg'].removeprefix('Value error, ')}") from None
+        raise ValueError(f"{Mistake.of(error.errors()[0])}") from None
 
 
 def _shared(router: MemberProcess) -> bool:
@@ -279,19 +282,8 @@ async def _end_of(process: Process) -> None:
     ended = asyncio.Event()
     loop.add_reader(descriptor, ended.set)
     try:
-        if process.alive:  # the descriptor is its, not that of a later process with its pid
+        if processes.alive(process):  # the descriptor is its, not that of a later process with its pid
             await ended.wait()
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
-
-
-def _boot() -> str:
-    """Identifies the start of this machine."""
-    return BOOT.read_text().strip()
-
-
-def _signal(process: Process, number: signal.Signals) -> None:
-    """Sends a signal, unless the process has ended, or its pid is another's by now."""
-    if process.alive:
-        processes.send(number, [process])

@@ -1,4 +1,4 @@
-"""Processes of this machine by pid and start time, and the descendants of this one (Linux's /proc)."""
+"""Processes of this machine, and the descendants of this one: psutil's, where one that has ended is no error."""
 
 import ctypes
 import os
@@ -6,8 +6,9 @@ import signal
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+
+import psutil
+from psutil import NoSuchProcess, Process
 
 POLL_SECONDS = 0.02
 KILLED_SECONDS = 5.0
@@ -15,51 +16,37 @@ SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of prctl."""
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
-    """One process; its start time distinguishes it from a later one with the same pid."""
-
-    pid: int
-    started: int
-    """Clock ticks since the machine started."""
-    parent: int = field(default=0, compare=False)
-    state: str = field(default="", compare=False)
-
-    @property
-    def alive(self) -> bool:
-        """Whether it still runs; a zombie, which waits for its parent, doesn't."""
-        found = find(self.pid)
-        return found is not None and found == self and found.state not in "ZX"
-
-
 def find(pid: int) -> Process | None:
-    """The process with this pid now, from /proc/PID/stat: pid (name) state ppid ..., its start time as field 22."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        fields = text[text.rindex(")") + 2 :].split()  # the name may contain anything
-        return Process(pid, started=int(fields[19]), parent=int(fields[1]), state=fields[0])
+    """The process with this pid now. It is not equal to a later one with the same pid."""
+    with suppress(NoSuchProcess):
+        return Process(pid)
     return None
 
 
-def title(pid: int) -> bytes:
-    """The command line of a process, or what it has set in its place; empty if it has ended."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
+def alive(process: Process) -> bool:
+    """Whether a process still runs; a zombie, which waits for its parent, doesn't."""
+    with suppress(NoSuchProcess):
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False
 
 
-def activity(pid: int) -> tuple[int, bool]:
-    """The CPU time that a process has used, in clock ticks, and whether a thread of it runs, or waits for a core or
-    the disk."""
-    used, running = 0, False
-    with suppress(FileNotFoundError, ProcessLookupError):
-        for path in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(FileNotFoundError, ProcessLookupError):  # this thread has ended
-                text = (path / "stat").read_text(errors="replace")
-                fields = text[text.rindex(")") + 2 :].split()
-                used += int(fields[11]) + int(fields[12])
-                running |= fields[0] in "RD"
-    return used, running
+def title(process: Process) -> str:
+    """The command line of a process with \\0 behind each argument, or what it has set in its place; empty if it has
+    ended."""
+    with suppress(psutil.Error):
+        return "".join(f"{argument}\0" for argument in process.cmdline())
+    return ""
+
+
+def activity(process: Process) -> tuple[float, bool]:
+    """The CPU seconds that a process has used, and whether a thread of it runs, or waits for a core or the disk."""
+    running = False
+    with suppress(NoSuchProcess):
+        for thread in process.threads():
+            with suppress(NoSuchProcess):  # this thread has ended
+                running |= Process(thread.id).status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+        return sum(process.cpu_times()[:2]), running
+    return 0.0, running
 
 
 def adopt_orphans() -> None:
@@ -84,20 +71,16 @@ def reap(but: int) -> None:
 
 def descendants() -> list[Process]:
     """The children of this process, their children, and so on."""
-    found = [process for path in Path("/proc").iterdir() if path.name.isdigit() and (process := find(int(path.name)))]
-    below: list[Process] = []
-    parents = {os.getpid()}
-    while parents:
-        children = [process for process in found if process.parent in parents]
-        below += children
-        parents = {child.pid for child in children}
-    return below
+    return Process().children(recursive=True)
 
 
 def end(processes: Sequence[Process], seconds: float) -> list[Process]:
-    """Waits up to `seconds` until all have ended by themselves; kills the rest and returns them."""
+    """Waits up to `seconds` until all have ended by themselves; kills the rest and returns them.
+
+    `psutil.wait_procs` would take the exit code of a child from its Popen.
+    """
     deadline = time.monotonic() + seconds
-    while (left := [process for process in processes if process.alive]) and time.monotonic() < deadline:
+    while (left := [process for process in processes if alive(process)]) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
     send(signal.SIGKILL, left)
     return left
@@ -118,7 +101,7 @@ def kill_descendants() -> None:
 
 
 def send(number: int, processes: Iterable[Process]) -> None:
-    """Sends a signal to those that still exist."""
+    """Sends a signal to those that still exist; never to another process that has the pid of one by now."""
     for process in processes:
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, number)
+        with suppress(NoSuchProcess):
+            process.send_signal(number)

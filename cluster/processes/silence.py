@@ -2,8 +2,9 @@
 
 import time
 
+from psutil import Process
+
 from kvrelay.cluster.processes import processes
-from kvrelay.cluster.processes.processes import Process
 
 SILENT_SECONDS = 3.0
 """After so long without an answer, a process that doesn't compute is frozen."""
@@ -22,7 +23,7 @@ class Silence:
         self.process: Process | None = None
         """The one that answered last."""
         self._answered = self._looked = self._moved = time.monotonic()
-        self._used = -1
+        self._used = -1.0
 
     def answered(self, process: Process | None) -> None:
         """The process has answered."""
@@ -38,7 +39,7 @@ class Silence:
         if self.process is None or silent < PAUSE_SECONDS:
             self._moved = now
             return ""
-        used, running = processes.activity(self.process.pid)
+        used, running = processes.activity(self.process)
         if running or used != self._used:
             self._used, self._moved = used, now
         if silent >= HUNG_SECONDS or (silent >= SILENT_SECONDS and now - self._moved >= QUIET_SECONDS):

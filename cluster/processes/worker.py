@@ -7,22 +7,11 @@ import sys
 
 from kvrelay.decode_worker.role import DecodeRole
 from kvrelay.prefill_worker.role import PrefillRole
-from kvrelay.rpc.serve import main
-from kvrelay.worker.config import WorkerConfig, WorkerRole
+from kvrelay.rpc.names import WorkerRole
 from kvrelay.worker.role import Role
-from kvrelay.worker.server import RoleFactory, WorkerServer
+from kvrelay.worker.server import RoleFactory, run_worker
 
-ROLES: dict[WorkerRole, RoleFactory] = {"prefill": PrefillRole, "decode": DecodeRole, "colocated": Role}
-
-
-def worker_server(config: WorkerConfig) -> WorkerServer:
-    """A server of one worker, not started yet.
-
-    Raises:
-        ValueError: there is no join token, or a certificate can't be used.
-    """
-    return WorkerServer(config, ROLES)
-
+FACTORIES: dict[WorkerRole, RoleFactory] = {"prefill": PrefillRole, "decode": DecodeRole, "colocated": Role}
 
 if __name__ == "__main__":
-    sys.exit(main(WorkerConfig, worker_server, "A kvrelay worker of any role, in the foreground."))
+    sys.exit(run_worker(FACTORIES))

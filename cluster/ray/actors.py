@@ -22,7 +22,7 @@ import ray.util
 from kvrelay.cluster.fleet.replacement import Ended
 from kvrelay.cluster.ray import metrics as ray_metrics
 from kvrelay.cluster.ray.node_drain import Registration
-from kvrelay.engine.automatic import AUTO
+from kvrelay.machine.options import AUTO
 from kvrelay.router.config import RouterConfig
 from kvrelay.rpc import log
 from kvrelay.rpc.security import TOKEN_VARIABLE
@@ -190,9 +190,10 @@ def _part_of_node() -> float:
 
 
 def _worker(config: WorkerConfig) -> Server:
-    from kvrelay.cluster.processes.worker import worker_server
+    from kvrelay.cluster.processes.worker import FACTORIES
+    from kvrelay.worker.server import WorkerServer
 
-    return worker_server(config)
+    return WorkerServer(config, FACTORIES)
 
 
 def _router(config: RouterConfig) -> Server:

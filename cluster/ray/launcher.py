@@ -19,7 +19,6 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from kvrelay.cluster.config.options import ClusterConfig
-from kvrelay.cluster.fleet.desired import MEMBER_ROLES, MemberRole
 from kvrelay.cluster.fleet.nodes import Wish
 from kvrelay.cluster.fleet.replacement import Ended, Plan
 from kvrelay.cluster.fleet.room import ROUTER_BYTES, fitting, lacks_memory, worker_bytes
@@ -27,6 +26,7 @@ from kvrelay.cluster.processes import processes
 from kvrelay.cluster.ray.actors import CONCURRENCY, WATCH_SECONDS, RouterActor, WorkerActor
 from kvrelay.cluster.ray.reservations import UNNAMED_SECONDS, Reservations
 from kvrelay.router.config import RouterConfig
+from kvrelay.rpc.names import ROLES, MemberRole
 from kvrelay.rpc.serve import EXIT_SECONDS, STOP_SECONDS
 from kvrelay.worker.config import WorkerConfig
 
@@ -105,7 +105,7 @@ class RayLauncher:
     def unchanged(self, present: str, config: str) -> frozenset[MemberRole]:
         """The roles with the same options and the same resources."""
         before, after = parsed(present), parsed(config)
-        return frozenset(role for role in MEMBER_ROLES if _started_as(before, role) == _started_as(after, role))
+        return frozenset(role for role in ROLES if _started_as(before, role) == _started_as(after, role))
 
     async def adopt(self, name: str) -> bool:
         """Finds the running actor of this name."""
@@ -268,7 +268,7 @@ def _kill_process(actor: Any) -> None:
 def _kill_own(pid: int) -> None:
     """Sends SIGKILL to an actor's process on this node; not to another one that has its pid by now."""
     process = processes.find(pid)
-    if process is not None and processes.title(pid).startswith(b"ray::"):
+    if process is not None and processes.title(process).startswith("ray::"):
         processes.send(signal.SIGKILL, [process])
 
 

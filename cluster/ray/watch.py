@@ -18,29 +18,29 @@ from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from psutil import Process
 
 from kvrelay.cluster.asking.status import get_status, serves
 from kvrelay.cluster.errors import RunError
 from kvrelay.cluster.membership.membership import ready_http, ready_routers
 from kvrelay.cluster.processes import processes
-from kvrelay.cluster.processes.processes import Process
 from kvrelay.cluster.processes.silence import Silence
 from kvrelay.cluster.state import ClusterState
 
 NEEDED = {
-    "Ray's GCS": rb"^[^\0]*/gcs_server\0",
-    "the raylet": rb"^[^\0]*/raylet\0",
-    "Ray's dashboard agent": rb"^ray::DashboardAgent|^[^\0]*\0-u\0[^\0]*/dashboard/agent\.py",
-    "Ray's runtime-env agent": rb"^ray::RuntimeEnvAgent|^[^\0]*\0-u\0[^\0]*/runtime_env/agent/main\.py",
+    "Ray's GCS": r"^[^\0]*/gcs_server\0",
+    "the raylet": r"^[^\0]*/raylet\0",
+    "Ray's dashboard agent": r"^ray::DashboardAgent|^[^\0]*\0-u\0[^\0]*/dashboard/agent\.py",
+    "Ray's runtime-env agent": r"^ray::RuntimeEnvAgent|^[^\0]*\0-u\0[^\0]*/runtime_env/agent/main\.py",
 }
 """Processes whose end ends the cluster, by a pattern of their command line or title."""
 SPARED = {
-    "Ray's dashboard": rb"^[^\0]*\0[^\0]*/dashboard/dashboard\.py",
-    "Ray's log monitor": rb"^[^\0]*\0-u\0[^\0]*/log_monitor\.py",
-    "Ray's autoscaler monitor": rb"^[^\0]*\0-u\0[^\0]*/monitor\.py",
+    "Ray's dashboard": r"^[^\0]*\0[^\0]*/dashboard/dashboard\.py",
+    "Ray's log monitor": r"^[^\0]*\0-u\0[^\0]*/log_monitor\.py",
+    "Ray's autoscaler monitor": r"^[^\0]*\0-u\0[^\0]*/monitor\.py",
 }
 """Processes that serving doesn't need."""
-SUPERVISOR = rb"^ray::(SupervisorActor|kvrelay-supervisor)"
+SUPERVISOR = r"^ray::(SupervisorActor|kvrelay-supervisor)"
 ASK_SECONDS = 1.0
 EVERY_SECONDS = 0.5
 MOST_FAILURES = 5
@@ -82,7 +82,7 @@ class LocalWatch:
         """Why the cluster is lost; empty if it isn't."""
         for name in NEEDED:
             process = self._processes[name]
-            if process is not None and not process.alive:
+            if process is not None and not processes.alive(process):
                 return f"{name} (pid {process.pid}) has ended"
         for name, silence in self._silences.items():
             if verdict := silence.verdict():
@@ -91,13 +91,14 @@ class LocalWatch:
 
     def missing(self) -> str:
         """The processes that have ended and that serving doesn't need."""
-        ended = (name for name in SPARED if (process := self._processes[name]) is not None and not process.alive)
+        found = ((name, self._processes[name]) for name in SPARED)
+        ended = (name for name, process in found if process is not None and not processes.alive(process))
         return ", ".join(ended)
 
     def mend(self) -> str:
         """Kills a supervisor that is frozen, which Ray then starts again; says so, or nothing."""
         verdict, process = self._supervisor.verdict(), self._supervisor.process
-        if not verdict or process is None or not process.alive:
+        if not verdict or process is None or not processes.alive(process):
             return ""
         processes.send(signal.SIGKILL, [process])
         self._supervisor.answered(None)
@@ -117,7 +118,7 @@ class LocalWatch:
 
     def _ask_supervisor(self) -> None:
         known = self._supervisor.process
-        process = known if known is not None and known.alive else _find(SUPERVISOR)
+        process = known if known is not None and processes.alive(known) else _find(SUPERVISOR)
         try:
             status = get_status(self._state, ASK_SECONDS)
         except RunError:  # it refuses this caller, or the token can't be read: no sign that it is frozen
@@ -175,6 +176,6 @@ def answers(address: str, timeout: float = ASK_SECONDS) -> bool:
     return True
 
 
-def _find(pattern: bytes) -> Process | None:
+def _find(pattern: str) -> Process | None:
     """The descendant of this process with such a command line."""
-    return next((each for each in processes.descendants() if re.search(pattern, processes.title(each.pid))), None)
+    return next((each for each in processes.descendants() if re.search(pattern, processes.title(each))), None)

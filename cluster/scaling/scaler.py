@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Literal, get_args
 
-from kvrelay.cluster.fleet.desired import MemberRole, Refused
-from kvrelay.cluster.fleet.fleet import ROLES, Fleet
+from kvrelay.cluster.fleet.desired import Refused
+from kvrelay.cluster.fleet.fleet import Fleet
 from kvrelay.cluster.membership.membership import Membership
 from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.cluster.scaling.forecast import Split
@@ -31,6 +31,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     ScalingDecision,
 )
 from kvrelay.rpc.identity import WorkerId
+from kvrelay.rpc.names import ROLES, MemberRole
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from kvrelay.internal.v1.supervisor_pb2 import Role, Scaling, ScalingDecision
+from kvrelay.internal.v1.supervisor_pb2 import Scaling, ScalingDecision
+from kvrelay.rpc.names import role_name
 
 SHOWN = 3
 """Decisions in the text; the JSON has all."""
@@ -60,18 +61,14 @@ def _decision(decision: ScalingDecision) -> dict[str, Any]:
     return {
         "time": _clock(decision),
         "reason": decision.reason,
-        "roles": {worker: _role(role) for worker, role in sorted(decision.moves.items())},
-        "workers": {_role(pool.role): pool.count for pool in decision.pools},
+        "roles": {worker: role_name(role) for worker, role in sorted(decision.moves.items())},
+        "workers": {role_name(pool.role): pool.count for pool in decision.pools},
         "refused": decision.refused or None,
     }
 
 
 def _clock(decision: ScalingDecision) -> str:
     return datetime.fromtimestamp(decision.time, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-
-
-def _role(role: Role) -> str:
-    return Role.Name(role).removeprefix("ROLE_").lower()
 
 
 def _optional(scaling: Scaling, name: Figure) -> float | None:

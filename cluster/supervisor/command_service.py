@@ -5,8 +5,8 @@ from typing import Any
 
 import grpc
 
-from kvrelay.cluster.fleet.desired import Code, MemberRole, Refused
-from kvrelay.cluster.fleet.fleet import ROLES, Fleet, role_of
+from kvrelay.cluster.fleet.desired import Code, Refused
+from kvrelay.cluster.fleet.fleet import Fleet
 from kvrelay.internal.v1.supervisor_pb2 import (
     CommandResponse,
     DrainRequest,
@@ -18,6 +18,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     UpgradeRequest,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceServicer
+from kvrelay.rpc.names import ROLES, MemberRole, role_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

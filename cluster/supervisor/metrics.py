@@ -6,29 +6,11 @@ from typing import Any
 from kvrelay.cluster.membership.membership import Membership
 from kvrelay.cluster.scaling.scaler import DECISION_KINDS, Scaler
 from kvrelay.internal.v1.supervisor_pb2 import (
-    MEMBER_STATE_DEAD,
-    MEMBER_STATE_DRAINING,
-    MEMBER_STATE_READY,
-    MEMBER_STATE_STARTING,
-    MEMBER_STATE_SUSPECT,
-    ROLE_COLOCATED,
-    ROLE_DECODE,
-    ROLE_PREFILL,
     ROLE_ROUTER,
-    MemberState,
-    Role,
 )
 from kvrelay.rpc.metrics import families, labels
 from kvrelay.rpc.metrics.metric_set import MetricSet
-
-ROLES = (ROLE_PREFILL, ROLE_DECODE, ROLE_COLOCATED, ROLE_ROUTER)
-STATES = (
-    MEMBER_STATE_STARTING,
-    MEMBER_STATE_READY,
-    MEMBER_STATE_DRAINING,
-    MEMBER_STATE_SUSPECT,
-    MEMBER_STATE_DEAD,
-)
+from kvrelay.rpc.names import ROLES, state_name
 
 
 class SupervisorMetrics:
@@ -43,14 +25,14 @@ class SupervisorMetrics:
         self._ages: set[str] = set()
         counts = membership.counts
         self._by_role = [
-            (metrics.total(family, role_name(role)), counted, role)
+            (metrics.total(family, role), counted, number)
             for family, counted in (
                 (families.DEATHS, counts.deaths),
                 (families.REPLACEMENTS, counts.replacements),
                 (families.DRAINS, counts.drains),
                 (families.ROLE_CHANGES, counts.role_changes),
             )
-            for role in ROLES
+            for role, number in ROLES.items()
         ]
         self._fences = metrics.total(families.INCARNATION_FENCES)
         metrics.before_scrape(self._update)
@@ -76,10 +58,10 @@ class SupervisorMetrics:
         self._fences.set(membership.counts.fences.total())
         metrics.gauge(families.READY).set(membership.ready)
         statuses = membership.statuses()
-        held = Counter((status.member.role, status.member.state) for status in statuses)
-        for role in ROLES:
-            for state in STATES:
-                metrics.gauge(families.MEMBERS, role_name(role), state_name(state)).set(held[role, state])
+        held = Counter((status.member.role, state_name(status.member.state)) for status in statuses)
+        for name, number in ROLES.items():
+            for state in labels.STATES:
+                metrics.gauge(families.MEMBERS, name, state).set(held[number, state])
         for gone in self._ages - {status.member.name for status in statuses}:
             metrics.forget(families.HEARTBEAT_AGE, gone)
         self._ages = {status.member.name for status in statuses}
@@ -103,13 +85,3 @@ class SupervisorMetrics:
 
 def _target(address: str, part: str, name: str) -> dict[str, Any]:
     return {"targets": [address], "labels": {"part": part, "member": name}}
-
-
-def role_name(role: Role) -> str:
-    """`prefill`, for example."""
-    return Role.Name(role).removeprefix("ROLE_").lower()
-
-
-def state_name(state: MemberState) -> str:
-    """`ready`, for example."""
-    return MemberState.Name(state).removeprefix("MEMBER_STATE_").lower()

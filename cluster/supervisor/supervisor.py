@@ -14,9 +14,10 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import grpc
+from annotated_types import Interval
 
 from kvrelay.cluster.fleet.fleet import Fleet, to_record
 from kvrelay.cluster.fleet.keepers import Progress
@@ -29,7 +30,6 @@ from kvrelay.cluster.scaling.scaler import Scaler
 from kvrelay.cluster.supervisor.command_service import Commands
 from kvrelay.cluster.supervisor.metrics import SupervisorMetrics
 from kvrelay.cluster.supervisor.record import FileStore, Published, Recorder, Store
-from kvrelay.engine.config import require
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
     ROLE_ROUTER,
@@ -44,6 +44,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     SupervisorRecord,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import add_SupervisorServiceServicer_to_server
+from kvrelay.machine.options import Port, require
 from kvrelay.rpc.credentials import Credentials, caller_parts
 from kvrelay.rpc.description import describe
 from kvrelay.rpc.identity import WorkerId, join
@@ -68,14 +69,14 @@ class SupervisorConfig(HeartbeatConfig):
     host: str = "127.0.0.1"
     """Address that its gRPC binds to, and that members dial."""
 
-    port: int = 0
+    port: Port = 0
     """Port of its gRPC; 0 takes the one in the record of `state_path`, or a free one."""
 
-    metrics_port: int | None = None
+    metrics_port: Port | None = None
     """Port of `/metrics`, and of `/targets`, the list of all members that serve theirs; 0 takes a free one, None opens
     none."""
 
-    drain_seconds: float = 30.0
+    drain_seconds: Annotated[float, Interval(ge=0, le=3600)] = 30.0
     """Time that members are given to finish their requests when they are to end."""
 
     state_path: str = ""
@@ -97,9 +98,6 @@ class SupervisorConfig(HeartbeatConfig):
 
     def __post_init__(self) -> None:
         HeartbeatConfig.__post_init__(self)
-        metrics = self.metrics_port
-        require(metrics is None or 0 <= metrics <= 65535, "metrics_port", metrics, "0 to 65535, or null")
-        require(0 <= self.drain_seconds <= 3600, "drain_seconds", self.drain_seconds, "0 to 3600")
         require(
             not self.members or self.state_path != "", "state_path", self.state_path, "a file, as there are members"
         )

@@ -32,7 +32,7 @@ def start(config: ClusterConfig, report: Report) -> state.ClusterState:
     signals.install()
     written, output, log = (state.folder() / f"up.{suffix}" for suffix in ("yaml", "out", "log"))
     written.write_text(configfile.dump(config))
-    command = [sys.executable, "-m", "kvrelay.cluster", "up", "--unattended", "--config", str(written)]
+    command = [sys.executable, "-m", "kvrelay.cli", "up", "--unattended", "--config", str(written)]
     with output.open("w") as out, log.open("w") as err:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
     try:

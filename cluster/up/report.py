@@ -9,20 +9,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from kvrelay.cluster.fleet.keepers import Progress
-from kvrelay.internal.v1.supervisor_pb2 import (
-    MEMBER_STATE_DRAINING,
-    MEMBER_STATE_READY,
-    MEMBER_STATE_STARTING,
-    MEMBER_STATE_UNSPECIFIED,
-)
-
-WORDS = {
-    MEMBER_STATE_UNSPECIFIED: "starting",
-    MEMBER_STATE_STARTING: "loading",
-    MEMBER_STATE_READY: "ready",
-    MEMBER_STATE_DRAINING: "draining",
-}
-
+from kvrelay.cluster.fleet.member_progress import WORDS
 
 FRAMES_PER_SECOND = 12.5
 

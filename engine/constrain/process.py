@@ -24,6 +24,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
@@ -224,7 +226,8 @@ def memory_meter() -> Callable[[], int]:
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2
     except AttributeError:
-        return lambda: _pages(1) * os.sysconf("SC_PAGESIZE")
+        process = psutil.Process()
+        return lambda: process.memory_info().rss
     mallinfo.restype = Info
 
     def used() -> int:
@@ -234,15 +237,6 @@ def memory_meter() -> Callable[[], int]:
     return used
 
 
-def _pages(field: int) -> int:
-    """A field of Linux's statm; 0 elsewhere."""
-    try:
-        with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[field])
-    except OSError:
-        return 0
-
-
 def serve(connection: socket.socket, tokenizer: "LLTokenizer", options: Message) -> None:
     """Runs a lane until the worker closes its socket."""
     os.nice(options["nice"])
@@ -250,8 +244,7 @@ def serve(connection: socket.socket, tokenizer: "LLTokenizer", options: Message)
         import resource
 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        bytes_now = _pages(5) * os.sysconf("SC_PAGESIZE")
-        most = bytes_now + options["most_bytes"] + MEMORY_BEYOND
+        most = psutil.Process().memory_info().data + options["most_bytes"] + MEMORY_BEYOND
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         # Where memory is short, a lane is lost rather than the worker.
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:

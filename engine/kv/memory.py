@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+import psutil
 import torch
 
 from kvrelay.engine.config import CPU_DEFAULTS, GPU_DEFAULTS, EngineConfig
@@ -69,8 +70,7 @@ class HostMemory:
         return free_memory(self._proc, self._groups)
 
     def used(self) -> int:
-        pages = int((self._proc / "self" / "statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
+        return int(psutil.Process().memory_info().rss)
 
     def settle(self) -> None:
         """Python and torch's allocator keep little of it."""

@@ -27,7 +27,7 @@ from kvrelay.engine.attention.base import Attention
 from kvrelay.engine.attention.choice import fastest
 from kvrelay.engine.attention.prefill import Prefill
 from kvrelay.engine.attention.triton import TritonAttention, architecture_of
-from kvrelay.engine.config import Dtype, EngineConfig, require
+from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.kv.layout import FloatDtype, KVLayout
 from kvrelay.engine.kv.memory import DeviceMemory, asking, make_pool, memory_of
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
@@ -57,6 +57,7 @@ from kvrelay.kernels.ops import NONFINITE, Feeds, Linear
 from kvrelay.kernels.triton import gpu_ops
 from kvrelay.kernels.triton.quant_linear import quant_linear
 from kvrelay.kernels.triton.sample import Sampler, Workspace
+from kvrelay.machine.options import require
 
 MAX_BANNED = 128
 """Token ids that may be forbidden to one row: more than a request's stop ids plus a model's end-of-sequence ids."""

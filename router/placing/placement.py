@@ -4,15 +4,13 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from xxhash import xxh3_64_intdigest
 
 from kvrelay.router.placing.prefixes import Expectation, PrefixIndex
 from kvrelay.rpc.compatibility import rank
 from kvrelay.rpc.identity import WorkerId
-
-WorkerRole = Literal["prefill", "decode", "colocated"]
+from kvrelay.rpc.names import WorkerRole
 
 WORK_WEIGHT = 4
 """What a request's own work counts for, against the load that it finds. Computed again, tokens delay not only this

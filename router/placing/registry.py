@@ -11,24 +11,20 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
     MEMBER_STATE_READY,
     MEMBER_STATE_SUSPECT,
-    ROLE_COLOCATED,
-    ROLE_DECODE,
-    ROLE_PREFILL,
     Member,
     MemberState,
-    Role,
 )
 from kvrelay.internal.v1.worker_pb2 import ClientCall, Load, ModelInfo, RouterHello
 from kvrelay.router.placing.health import FleetHealth
-from kvrelay.router.placing.placement import DecodeCapacity, WorkerRole, WorkerView, complete
+from kvrelay.router.placing.placement import DecodeCapacity, WorkerView, complete
 from kvrelay.router.placing.worker_stream import OnForeign, WorkerStream
 from kvrelay.rpc.compatibility import rank, unpaired
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
+from kvrelay.rpc.names import WORKERS, WorkerRole
 
 logger = logging.getLogger(__name__)
 
-ROLES: dict[Role, WorkerRole] = {ROLE_PREFILL: "prefill", ROLE_DECODE: "decode", ROLE_COLOCATED: "colocated"}
 REDIAL_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -189,7 +185,7 @@ class WorkerRegistry:
 
     def update(self, members: Sequence[Member]) -> None:
         """Takes a new membership."""
-        listed = {WorkerId(member.name, member.incarnation): member for member in members if member.role in ROLES}
+        listed = {WorkerId(member.name, member.incarnation): member for member in members if member.role in WORKERS}
         names = {worker_id.name for worker_id, member in listed.items() if member.state != MEMBER_STATE_DEAD}
         for worker in list(self._workers.values()):
             member = listed.get(worker.id)
@@ -205,7 +201,7 @@ class WorkerRegistry:
         for worker_id, member in listed.items():
             if member.state == MEMBER_STATE_READY and worker_id not in self._workers:
                 worker = _Worker(
-                    worker_id, ROLES[member.role], member.address, member.state, compatibility=member.compatibility
+                    worker_id, WORKERS[member.role], member.address, member.state, compatibility=member.compatibility
                 )
                 self._workers[worker_id] = worker
                 worker.task = asyncio.create_task(self._keep_stream(worker), name=f"stream to {worker_id.name}")

@@ -7,6 +7,7 @@ from kvrelay.router.placing.placement import WorkerView
 from kvrelay.router.trace import RequestRecord
 from kvrelay.rpc.metrics import families, labels
 from kvrelay.rpc.metrics.metric_set import MetricSet
+from kvrelay.rpc.names import WORKER_ROLES
 
 MAX_TENANTS = 50
 """That have series of their own. Each costs a few hundred bytes here, and a series in Prometheus for ever."""
@@ -68,7 +69,7 @@ class RouterMetrics:
             for face, count in zip(("http", "grpc"), connections(), strict=True):
                 metrics.gauge(families.CONNECTIONS, face).set(count)
             ready: list[str] = [worker.role for worker in workers() if worker.ready]
-            for role in labels.ROLES:
+            for role in WORKER_ROLES:
                 metrics.gauge(families.READY_WORKERS, role).set(ready.count(role))
             metrics.gauge(families.API_KEY_MISTAKES).set(key_mistakes())
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvrelay.internal.v1.worker_pb2 import Traffic
-from kvrelay.router.placing.placement import Demand, WorkerRole
+from kvrelay.router.placing.placement import Demand
 from kvrelay.router.trace import Outcome, RequestTrace
+from kvrelay.rpc.names import WorkerRole
 
 YOUNG_SECONDS = 4.0
 """Since its first token, for which a request tells how long requests are that begin now."""

@@ -14,14 +14,7 @@ from functools import partial
 
 from xxhash import xxh3_64_intdigest
 
-from kvrelay.internal.v1.worker_pb2 import (
-    CONTEXT_LIMIT_OPTION,
-    CONTEXT_LIMIT_POOL,
-    CONTEXT_LIMIT_UNSPECIFIED,
-    ClientCall,
-    ModelInfo,
-    Sampling,
-)
+from kvrelay.internal.v1.worker_pb2 import ClientCall, ModelInfo, Sampling
 from kvrelay.router.errors import InvalidRequest, PromptTooLong, shorten
 from kvrelay.router.placing.prefixes import chain_of
 from kvrelay.router.placing.queue import NO_CLAIM, Claim
@@ -37,6 +30,7 @@ from kvrelay.router.request.sampling import (
     sampling_of,
 )
 from kvrelay.router.request.tokenizer import Tokenizer, TooManyTokens
+from kvrelay.rpc.names import CONTEXT_REASONS
 from kvrelay.v1.inference_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
@@ -59,12 +53,6 @@ DETOKENIZE_IDS = 64 * 1024
 TOKENIZE_WHY = "send a longer text in parts"
 TAIL_TOKENS = 8
 """Last tokens of a prompt that are kept at hand."""
-
-CONTEXT_LIMITS = {
-    CONTEXT_LIMIT_UNSPECIFIED: "the model's context is {}",
-    CONTEXT_LIMIT_OPTION: "the workers' option engine.max_context is {}",
-    CONTEXT_LIMIT_POOL: "the KV pool of a worker (engine.kv_memory_bytes) holds {} tokens",
-}
 
 WIRE_NAME_CHARACTERS = 100
 """Characters of the client's name that go into a wire id, which may have 128."""
@@ -376,4 +364,4 @@ def _too_long(prompt: int, model: ModelInfo) -> PromptTooLong:
 
 def _context(model: ModelInfo) -> str:
     """The context's limit and what it comes from."""
-    return CONTEXT_LIMITS[model.context_limit].format(model.max_context)
+    return CONTEXT_REASONS[model.context_limit].format(model.max_context)

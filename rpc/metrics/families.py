@@ -9,11 +9,11 @@ from kvrelay.rpc.metrics.labels import (
     MEMBER_ROLE,
     OUTCOME,
     POOL,
-    ROLES,
     STATES,
     STEP,
     TENANT,
 )
+from kvrelay.rpc.names import WORKER_ROLES
 
 FAMILIES: list[Family] = []
 """All of them, in the order of the page."""
@@ -184,7 +184,7 @@ READY_WORKERS = _family(
     "gauge",
     "workers",
     "Workers that take requests from this router.",
-    Label("role", ROLES),
+    Label("role", WORKER_ROLES),
 )
 
 # Workers.

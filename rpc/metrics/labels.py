@@ -1,6 +1,8 @@
 """Labels that several families or other code share, and the values that they can have."""
 
+from kvrelay.internal.v1.supervisor_pb2 import MemberState
 from kvrelay.rpc.metrics.family import Label
+from kvrelay.rpc.names import ROLES
 
 OUTCOMES = ("stop", "length", "cancelled", "invalid", "exhausted", "unavailable", "deadline", "internal")
 OUTCOME = Label("outcome", OUTCOMES)
@@ -28,7 +30,6 @@ HANDOFF_REASON = Label(
 )
 FACE = Label("face", ("http", "grpc"))
 STEP = Label("kind", ("prefill", "decode", "mixed"))
-ROLES = ("prefill", "decode", "colocated")
-STATES = ("starting", "ready", "draining", "suspect", "dead")
-MEMBER_ROLE = Label("role", (*ROLES, "router"))
+STATES = tuple(name.removeprefix("MEMBER_STATE_").lower() for name, number in MemberState.items() if number)
+MEMBER_ROLE = Label("role", tuple(ROLES))
 POOL = Label("role", ("prefill", "decode"))

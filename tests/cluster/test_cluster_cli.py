@@ -119,7 +119,7 @@ def test_what_cannot_serve_is_refused_by_validate_and_up_alike(tmp_path: Path, t
         (r"'--dtype': 'int8' is not one of 'auto', 'float32', 'bfloat16'", ["up", "--dtype", "int8"]),
         (r"--decode is 0; allowed: at least 1", ["up", "--decode", "0"]),
         (r"--colocated is -1; allowed: ", ["up", "--colocated", "-1"]),
-        (r"--grpc-port is 65536; allowed: 0 to 65535", ["up", "--grpc-port", "65536"]),
+        (r"--grpc-port is 65536; allowed: at most 65535", ["up", "--grpc-port", "65536"]),
         (r"--address is 'here'; allowed: local, auto or HOST:PORT", ["up", "--address", "here"]),
         (r"model: '/nope' is neither a folder nor a bundled model", ["up", "--model", "/nope"]),
         (r"/nope\.yaml: No such file", ["up", "--config", "/nope.yaml"]),

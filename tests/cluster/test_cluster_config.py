@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 from kvrelay.cluster.config.file import Override, dump, load
-from kvrelay.cluster.config.options import MEMBER, ROLES, ClusterConfig, RouterSection, schema
+from kvrelay.cluster.config.options import MEMBER, ClusterConfig, RouterSection, schema
 from kvrelay.cluster.errors import UsageError
 from kvrelay.engine.config import EngineConfig
 from kvrelay.router.config import RouterConfig, RouterOptions, ServiceClass
+from kvrelay.rpc.names import WORKER_ROLES
 
 
 def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = None) -> list[str]:
@@ -70,15 +71,15 @@ def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = 
             "decode.replicas is 0; allowed: at least 1 with prefill workers, which hand their KV over to decode "
             "workers; or prefill.replicas 0",
         ),
-        ("router: {grpc_port: 65536}", "line 1: router.grpc_port is 65536; allowed: 0 to 65535"),
-        ("transfer: {gpu_frame_bytes: 1}", "line 1: transfer.gpu_frame_bytes is 1; allowed: 65536 to 268435456"),
+        ("router: {grpc_port: 65536}", "line 1: router.grpc_port is 65536; allowed: at most 65535"),
+        ("transfer: {gpu_frame_bytes: 1}", "line 1: transfer.gpu_frame_bytes is 1; allowed: at least 65536"),
         (
             "transfer: {gpu_buffer_bytes: 1000}",
             "line 1: transfer.gpu_buffer_bytes is 1000; allowed: 134217728 (two of gpu_frame_bytes) or more",
         ),
-        ("transfer: {frame_bytes: 1}", "line 1: transfer.frame_bytes is 1; allowed: 65536 to 67108864"),
+        ("transfer: {frame_bytes: 1}", "line 1: transfer.frame_bytes is 1; allowed: at least 65536"),
         ("model: {dtype: int3}", "line 1: model.dtype is 'int3'; allowed: 'auto', 'float32', 'bfloat16' or 'float16'"),
-        ("prefill: {replicas: -1}", "line 1: prefill.replicas is -1; allowed: greater than or equal to 0"),
+        ("prefill: {replicas: -1}", "line 1: prefill.replicas is -1; allowed: at least 0"),
         ("prefill: {cpus: .nan}", "line 1: prefill.cpus is nan; allowed: a finite number"),
         ("prefill: {replicas: 0}", "line 1: prefill.replicas is 0; allowed: at least 1, unless colocated.replicas is"),
         ("engine: 5", "line 1: engine is 5; allowed: a mapping of keys to values"),
@@ -291,7 +292,7 @@ def test_a_worker_that_is_added_later_has_what_the_others_have(
     fitted = ClusterConfig.model_validate(given).with_gpus(present)
     config = ClusterConfig.model_validate_json(fitted.model_dump_json())
     assert config == fitted
-    for role in ROLES:
+    for role in WORKER_ROLES:
         engine = config.worker_config("worker-9", role).engine
         assert config.startable(role, 4) == ""
         assert config.bundle(role).get("GPU", 0.0) == gpus
@@ -323,7 +324,7 @@ def test_one_port_of_metrics_is_for_one_process_on_a_machine() -> None:
     )
     assert "metrics.router_port is 9500; allowed: 0 or null" in here.startable("router", 1)
     assert joined.startable("decode", 1) == joined.startable("router", 1) == ""
-    assert here.cycled() == {*ROLES, "router"}, "a successor would find the port in use"
+    assert here.cycled() == {*WORKER_ROLES, "router"}, "a successor would find the port in use"
     assert joined.cycled() == {"router"}
 
 
@@ -358,9 +359,9 @@ def test_routers_on_one_machine_share_their_ports_or_have_their_own() -> None:
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        ("{replicas: 0}", "router.replicas is 0; allowed: 1 to 64"),
+        ("{replicas: 0}", "router.replicas is 0; allowed: at least 1"),
         ("{replicas: 2, grpc_port: 65535}", "router.grpc_port is 65535; allowed: up to 65534 for 2 routers"),
-        ("{replicas: 2, port_step: -1}", "router.port_step is -1; allowed: 0 to 1000"),
+        ("{replicas: 2, port_step: -1}", "router.port_step is -1; allowed: at least 0"),
         (
             "{replicas: 2, port_step: 0, http_port: 0}",
             "router.port_step is 0; allowed: 1 or more, since the routers would share ports that are not chosen",

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.cluster.fleet import desired as changes
+from kvrelay.cluster.fleet import room
 from kvrelay.cluster.fleet.desired import (
     Code,
     Desired,
@@ -21,8 +22,8 @@ from kvrelay.cluster.fleet.desired import (
     able,
     serving,
 )
-from kvrelay.cluster.fleet.fleet import room
 from kvrelay.cluster.fleet.reconcile import Drain, Start, advance, reconcile, settled
+from kvrelay.rpc.names import ROLES, WORKER_ROLES
 
 STEPS_TO_SETTLE = 400
 
@@ -116,7 +117,7 @@ def world(prefill: int = 2, decode: int = 2, routers: int = 2, colocated: int = 
 
 def up(it: World, digest: str = "same", in_place: bool = False) -> None:
     text = f"config {it.desired.config + 1}"
-    cycled: frozenset[MemberRole] = frozenset(changes.MEMBER_ROLES if in_place else ("router",))
+    cycled: frozenset[MemberRole] = frozenset(ROLES if in_place else ("router",))
     it.desired = changes.upgraded(it.desired, text, {}, Rolling(cycled, gaps=in_place))
     it.digests[it.desired.config] = digest
 
@@ -124,7 +125,7 @@ def up(it: World, digest: str = "same", in_place: bool = False) -> None:
 def command(it: World, draw: random.Random) -> bool:
     """Some command; a refusal is an answer, too. Whether a role was changed."""
     name, seen, desired = draw.choice(sorted(it.desired.members)), it.seen(), it.desired
-    role, flag = draw.choice(changes.WORKER_ROLES), draw.random() < 0.5
+    role, flag = draw.choice(WORKER_ROLES), draw.random() < 0.5
     kind = draw.choice(["scale", "role", "drain", "upgrade", "restart", "rollback"])
     try:
         match kind:
@@ -163,11 +164,11 @@ def test_no_command_ever_leaves_requests_without_workers_and_all_are_followed(se
             for name in list(it.processes):
                 if draw.random() < 0.5:
                     it.live(name)
-    counts = {role: it.desired.count(role) for role in changes.MEMBER_ROLES}
+    counts = {role: it.desired.count(role) for role in ROLES}
     it.settle()
     assert not it.desired.halted
     assert it.serves
-    assert {role: it.desired.count(role) for role in changes.MEMBER_ROLES} == counts
+    assert {role: it.desired.count(role) for role in ROLES} == counts
     assert {name: process.role for name, process in it.processes.items()} == {
         name: wanted.role for name, wanted in it.desired.members.items()
     }
@@ -244,12 +245,12 @@ def test_members_that_are_started_as_before_stay() -> None:
     it = world()
     it.settle()
     before = dict(it.processes)
-    workers = frozenset(changes.WORKER_ROLES)
+    workers = frozenset(WORKER_ROLES)
     it.desired = changes.upgraded(it.desired, "other routers", {}, Rolling({"router"}, kept=workers))
     it.settle()
     assert {name for name in before if it.processes[name] is before[name]} == {f"worker-{n}" for n in range(4)}
     assert {wanted.config for wanted in it.desired.members.values()} == {2}
-    it.desired = changes.rolled_back(it.desired, Rolling(kept=frozenset(changes.MEMBER_ROLES)))
+    it.desired = changes.rolled_back(it.desired, Rolling(kept=frozenset(ROLES)))
     assert not it.desired.rolling
     assert {wanted.config for wanted in it.desired.members.values()} == {1}
 
@@ -258,7 +259,7 @@ def test_members_that_a_change_has_not_reached_yet_do_not_stay() -> None:
     it = world()
     it.settle()
     half = changes.upgraded(it.desired, "two", {}, Rolling())
-    after = changes.upgraded(half, "three", {}, Rolling(kept=frozenset(changes.MEMBER_ROLES)))
+    after = changes.upgraded(half, "three", {}, Rolling(kept=frozenset(ROLES)))
     assert {wanted.stage for wanted in after.members.values()} == {Stage.REPLACE}
 
 

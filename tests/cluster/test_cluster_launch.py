@@ -13,7 +13,8 @@ SECONDS = 60.0
 STUCK = """
 import ctypes, subprocess, sys
 import ray
-from kvrelay.cluster import launch, supervisor_actor
+from kvrelay.cluster.ray import supervisor_actor
+from kvrelay.cluster.up import launch
 from kvrelay.cluster.config.options import ClusterConfig
 from kvrelay.cli.commands.common import console
 from kvrelay.cluster.up.report import Report
@@ -56,4 +57,4 @@ def test_a_ray_that_hangs_ends_the_step_in_time(
     assert process.returncode == 1, err
     assert f"kvrelay: {said}\n" in err
     child = processes.find(int(out.split()[-1]))
-    wait_until(lambda: child is None or not child.alive, "its child has ended")
+    wait_until(lambda: child is None or not processes.alive(child), "its child has ended")

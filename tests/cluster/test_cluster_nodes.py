@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.cluster.fleet.desired import MemberRole
 from kvrelay.cluster.fleet.nodes import Node, Wish, preferred
+from kvrelay.rpc.names import MemberRole
 from support.ray_commands import KVRELAY
 
 GPU = {"GPU": 1.0}
@@ -58,13 +58,13 @@ def test_without_room_there_is_no_preference() -> None:
 
 NODES = """
 import asyncio, json
-from kvrelay.cluster import rayenv
+from kvrelay.cluster.ray import environment as rayenv
 rayenv.prepare()
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 from kvrelay.cluster.fleet.nodes import Wish
-from kvrelay.cluster import reservations as module
+from kvrelay.cluster.ray import reservations as module
 from kvrelay.cluster.ray.reservations import Reservations
 
 module.OWN_SECONDS = 3
@@ -117,7 +117,7 @@ def test_on_a_ray_cluster_of_several_nodes() -> None:
 LOST_NODE = """
 import json, os, subprocess, sys, time
 from pathlib import Path
-from kvrelay.cluster import rayenv
+from kvrelay.cluster.ray import environment as rayenv
 rayenv.prepare()
 import ray
 from ray.cluster_utils import Cluster

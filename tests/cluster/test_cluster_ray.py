@@ -156,7 +156,7 @@ def test_a_killed_supervisor_is_restarted_and_finds_its_members_while_streams_go
             stream.extend(client.complete(PROMPT, **options).token_ids)
 
     def supervisors() -> list[Process]:
-        return [process for process in shared.processes() if re.search(rb"ray::\w*-?[Ss]upervisor", title(process))]
+        return [process for process in shared.processes() if re.search(r"ray::\w*-?[Ss]upervisor", title(process))]
 
     reader = threading.Thread(target=read)
     reader.start()

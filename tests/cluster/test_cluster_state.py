@@ -121,18 +121,25 @@ def test_descendants_are_found_and_can_be_ended() -> None:
         below = [process for process in processes.descendants() if process not in before]
         assert len(below) == 2
         assert below[0] == processes.find(parent.pid)
-        assert all(process.alive for process in below)
+        assert all(processes.alive(process) for process in below)
         assert processes.end(below, 0.05) == below, "none ends by itself"
         assert processes.end(below, SECONDS) == []
-        assert not any(process.alive for process in below)
+        assert not any(processes.alive(process) for process in below)
     finally:
         parent.kill()
         parent.communicate()
 
 
 def test_another_process_with_the_pid_is_not_the_same() -> None:
-    mine = processes.find(os.getpid())
-    assert mine is not None
-    assert mine.alive
-    assert not processes.Process(mine.pid, mine.started + 1).alive
-    assert processes.find(2**22 + 1) is None
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = processes.find(child.pid)
+    assert process is not None
+    assert processes.alive(process)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not processes.alive(process), "nobody has waited for it yet"
+    child.communicate()
+    assert not processes.alive(process)
+    assert processes.find(child.pid) != process
+    assert processes.title(process) == ""
+    processes.send(signal.SIGKILL, [process])

@@ -16,7 +16,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvrelay.cli.main import main
 from kvrelay.cluster.state import ClusterState, save
-from kvrelay.cluster.supervisor.metrics import role_name
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_READY,
     ROLE_COLOCATED,
@@ -31,6 +30,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceServicer, add_SupervisorServiceServicer_to_server
 from kvrelay.internal.v1.worker_pb2 import CONTEXT_LIMIT_POOL, Blocks, Load, Requests
+from kvrelay.rpc.names import role_name
 from support.terminal import Terminal
 
 
@@ -136,7 +136,7 @@ def test_what_matters_most_of_each_member_is_whole_on_a_terminal(columns: int, w
     members = [member("worker-1023", ROLE_DECODE), member("a-process-of-mine-0", ROLE_COLOCATED)]
     for each in members:
         each.max_context, each.weights, each.kv_dtype = 131072, "bfloat16", "bfloat16"
-    command = [sys.executable, "-m", "kvrelay.cluster", "status", *(["--wide"] if wide else [])]
+    command = [sys.executable, "-m", "kvrelay.cli", "status", *(["--wide"] if wide else [])]
     with supervised(members), Terminal(command, os.environ, columns) as terminal:
         assert terminal.end() == 0
         text = " ".join(terminal.lines)
@@ -195,7 +195,8 @@ def test_the_longest_context_is_shown_with_its_reason() -> None:
         shown = json.loads(call("status", "--json").stdout)
     assert "4096 (model)" in told
     assert "2336 (pool)" in told
-    assert "decode-0: prompt plus completion are at most 2336 tokens: the KV pool holds 2336 tokens" in told
+    reason = "the KV pool of a worker (engine.kv_memory_bytes) holds 2336 tokens"
+    assert f"decode-0: prompt plus completion are at most 2336 tokens: {reason}" in told
     contexts = [worker["context"] for worker in shown["workers"]]
     assert [(context["tokens"], context["limit"]) for context in contexts] == [
         (4096, "model"),

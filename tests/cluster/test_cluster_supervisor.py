@@ -14,8 +14,7 @@ import grpc
 import pytest
 
 from kvrelay.cluster.asking.status import as_json, get_status
-from kvrelay.cluster.fleet.desired import MemberRole
-from kvrelay.cluster.fleet.fleet import ROLES, replacement
+from kvrelay.cluster.fleet import replacement
 from kvrelay.cluster.fleet.member_progress import progress
 from kvrelay.cluster.fleet.replacement import Ended, Plan
 from kvrelay.cluster.state import ClusterState
@@ -36,6 +35,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Requests
 from kvrelay.rpc.heartbeat import HeartbeatClient
+from kvrelay.rpc.names import ROLES, MemberRole
 from kvrelay.rpc.options import channel_options
 from support.access import METADATA, credentials
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.processes.processes import find
+from kvrelay.cluster.processes.processes import alive, find
 from kvrelay.cluster.processes.silence import SILENT_SECONDS
 from support.processes import wait_until
 
@@ -41,7 +41,7 @@ while not ended.wait(0.2):
 """
 OWNER = """
 import sys
-from kvrelay.cluster import owner
+from kvrelay.cluster.up import owner
 from kvrelay.cli.commands.common import console
 from kvrelay.cluster.config.options import ClusterConfig
 from kvrelay.cluster.errors import ClusterError
@@ -142,4 +142,4 @@ def test_the_driver_ends_with_its_owner(up: Up) -> None:
     wait_until(lambda: up.serves(0), "it serves", SECONDS)
     driver = find(up.driver(0))
     up.process.kill()
-    wait_until(lambda: driver is None or not driver.alive, "the driver has ended", SECONDS)
+    wait_until(lambda: driver is None or not alive(driver), "the driver has ended", SECONDS)

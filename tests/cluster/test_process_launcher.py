@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.cluster.fleet.replacement import Plan
 from kvrelay.cluster.processes.launcher import MemberProcess, Processes, ProcessLauncher
-from kvrelay.cluster.processes.processes import descendants, title
+from kvrelay.cluster.processes.processes import alive, descendants, title
 from kvrelay.rpc.security import SecurityConfig
 
 
@@ -23,8 +23,7 @@ def test_a_process_without_a_record_is_not_left_running(fault: str, tmp_path: Pa
     launcher = ProcessLauncher(tmp_path, Processes(members), SecurityConfig())
     with pytest.raises(OSError, match=fault):
         asyncio.run(launcher.run("prefill-0", Plan("prefill", launcher.config), "127.0.0.1:1"))
-    own = str(tmp_path).encode()
-    assert [process for process in descendants() if own in title(process.pid) and process.alive] == []
+    assert [process for process in descendants() if str(tmp_path) in title(process) and alive(process)] == []
 
 
 def test_the_record_of_a_process_is_found_again(tmp_path: Path) -> None:
@@ -42,6 +41,8 @@ def test_the_record_of_a_process_is_found_again(tmp_path: Path) -> None:
         other = ProcessLauncher(tmp_path, Processes(), SecurityConfig())
         assert await other.adopt("prefill-0")
         assert json.loads(record.read_text())["pid"] > 0
+        (tmp_path / "prefill-1.pid").write_text(record.read_text())
+        assert not await other.adopt("prefill-1"), "the pid is another member's by now"
         await launcher.kill("prefill-0")
         assert (await running).reason == "killed by SIGKILL"
 

@@ -5,12 +5,12 @@ The cases share one cluster, since a start of Ray takes long.
 
 import contextlib
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kvrelay.cluster.asking.status import serves
@@ -74,7 +74,9 @@ class Cluster:
                 said = self.world.call("status").stdout
                 assert said.startswith("the cluster is lost and being started anew: ") or self.serves()
             elif kind in MEMBERS:
-                wait_until(lambda: not title(pid), f"{kind}: it has ended", self.again_seconds, POLL_SECONDS)
+                wait_until(
+                    lambda: not psutil.pid_exists(pid), f"{kind}: it has ended", self.again_seconds, POLL_SECONDS
+                )
             wait_until(self.serves, f"{kind}: serves again", self.again_seconds, POLL_SECONDS)
             seconds = time.monotonic() - begun
             assert self.world.generate() == self.answer
@@ -95,22 +97,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def test_every_process_listens_on_loopback_only(cluster: Cluster) -> None:
     own = {pid for pids in cluster.pids().values() for pid in pids}
-    listening = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            address, state, inode = (line.split()[at] for at in (1, 3, 9))
-            if state == "0A":
-                listening.append((address.partition(":")[0], inode))
-    sockets = {}
+    found = []
     for pid in own:
-        with contextlib.suppress(OSError):
-            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-                if found := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(descriptor)):
-                    sockets[found[1]] = title(pid)[:60]
-    found = [(address, sockets[inode]) for address, inode in listening if inode in sockets]
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            listening = (each for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN)
+            found += [(each.laddr.ip, title(process)[:60]) for each in listening]
     assert len(found) > 10, "Ray's processes and the members listen"
-    loopback = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
-    assert [each for each in found if each[0] not in loopback] == []
+    assert [each for each in found if each[0] not in ("127.0.0.1", "::ffff:127.0.0.1", "::1")] == []
 
 
 @pytest.mark.parametrize("kind", ["worker", "supervisor"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.fleet.desired import Code, MemberRole, Refused
+from kvrelay.cluster.fleet.desired import Code, Refused
 from kvrelay.cluster.membership.membership import Membership
 from kvrelay.cluster.scaling import scaler as scaler_module
 from kvrelay.cluster.scaling.config import ScalingConfig
@@ -23,6 +23,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Scaling,
 )
 from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Requests, Traffic
+from kvrelay.rpc.names import MemberRole
 
 CONFIG = ScalingConfig(enabled=True, ttft_target_seconds=1.0, tpot_target_seconds=0.1)
 NUMBERS: dict[MemberRole, Role] = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE}

@@ -410,7 +410,7 @@ def test_streams_are_the_same_without_the_native_kernels(
 
 @pytest.mark.parametrize("method", ["medusa", "eagle3"])
 def test_heads_need_a_folder(method: str) -> None:
-    with pytest.raises(ValueError, match=rf"speculation.draft_model is ''; allowed: a model with .*{method}"):
+    with pytest.raises(ValueError, match=rf"draft_model is ''; allowed: a model with .*{method}"):
         SpeculationConfig(method)  # type: ignore[arg-type]  # a literal
 
 

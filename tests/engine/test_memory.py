@@ -5,7 +5,9 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -115,12 +117,11 @@ def test_workers_of_one_machine_take_memory_in_turn(tmp_path: Path, monkeypatch:
 
 
 @pytest.fixture
-def proc(tmp_path: Path) -> Path:
+def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A /proc of a machine with 64 GiB, 40 of them available."""
     folder = tmp_path / "proc"
     (folder / "self").mkdir(parents=True)
-    (folder / "meminfo").write_text(f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {40 * 2**20} kB\n")
-    (folder / "self" / "statm").write_text("9999 1000 1 1 0 1 0\n")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=40 * GIB))
     return folder
 
 

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kvrelay.client import AsyncClient
-from kvrelay.cluster.processes.processes import Process, find
+from kvrelay.cluster.processes.processes import Process, alive
 from nemesis.load import Stream, ask, draw
 from support.processes import free_port, wait_until
 
@@ -116,22 +117,19 @@ class RayCluster:
         return next(worker for worker in self.status()["workers"] if worker["name"] == name)
 
     def processes(self) -> list[Process]:
-        mark, found = f"{MARK}={self.folder}".encode(), []
-        for path in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if path.name.isdigit() and mark in (path / "environ").read_bytes().split(b"\0"):
-                    found.append(find(int(path.name)))
-        return [process for process in found if process is not None and process.alive]
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == str(self.folder) and alive(process):
+                    found.append(process)
+        return found
 
     def gcs(self) -> tuple[int, list[str], dict[str, str]]:
         """Pid, command line and environment of the GCS."""
         for process in self.processes():
-            folder = Path(f"/proc/{process.pid}")
-            command, variables = (
-                (folder / file).read_bytes().decode().split("\0")[:-1] for file in ("cmdline", "environ")
-            )
+            command = process.cmdline()
             if command and command[0].endswith("gcs_server"):
-                return process.pid, command, dict(entry.split("=", 1) for entry in variables)
+                return process.pid, command, process.environ()
         raise AssertionError("there is no gcs_server")
 
     def log(self) -> str:

@@ -243,7 +243,7 @@ def test_what_was_measured_is_kept(tmp_path: Path, ending: str) -> None:
             files = ("--json", str(tmp_path / "bench.json"), "--html", str(tmp_path / "bench.html"))
             options = ("--num-prompts", "8", "--warmup", "0", "--input-tokens", "20", "--output-tokens", "2", *files)
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "kvrelay.cluster", "bench", "--face", "http", "--target", url),
+                *(sys.executable, "-m", "kvrelay.cli", "bench", "--face", "http", "--target", url),
                 *("--concurrency", "1", *options),
                 stdout=asyncio.subprocess.PIPE,
             )

@@ -13,7 +13,7 @@ from support.background import Background
 from support.capital_router import SECONDS, CapitalRouter, serving
 from support.terminal import CTRL_C, CTRL_D, Terminal
 
-COMMAND = [sys.executable, "-m", "kvrelay.cluster", "chat"]
+COMMAND = [sys.executable, "-m", "kvrelay.cli", "chat"]
 
 
 @pytest.fixture(autouse=True)

@@ -244,7 +244,7 @@ def test_following_actors_repeats_nothing_and_sees_those_that_start_later(monkey
 
 
 def test_a_reader_that_leaves_ends_the_command(folder: Path) -> None:
-    command = [sys.executable, "-m", "kvrelay.cluster", "logs", "--follow", "--json", "--tail", "1"]
+    command = [sys.executable, "-m", "kvrelay.cli", "logs", "--follow", "--json", "--tail", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ.copy()) as process:
         assert process.stdout is not None
         assert json.loads(process.stdout.readline())["message"] == "at 5"

@@ -219,7 +219,7 @@ def test_one_frame_of_a_real_router(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def _press_q(target: str) -> None:
     """The live view on a terminal of its own, which q ends."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "kvrelay.cluster", "top", "--target", target]
+    command = [sys.executable, "-m", "kvrelay.cli", "top", "--target", target]
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "160", "LINES": "40"}
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
         os.close(theirs)

@@ -15,11 +15,12 @@ from kvrelay.engine.config import EngineConfig
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY, Member
 from kvrelay.router.placing.placement import WorkerView
 from kvrelay.router.server import RouterServer
-from kvrelay.worker.config import WorkerConfig, WorkerRole
+from kvrelay.rpc.names import ROLES, WorkerRole
+from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.role import Role
 from kvrelay.worker.server import WorkerServer
 from support.checkpoints import make_checkpoint
-from support.router_fakes import ROLES, FakeCluster, FakeWorker, fake_cluster, run, second_router, silent, until
+from support.router_fakes import FakeCluster, FakeWorker, fake_cluster, run, second_router, silent, until
 
 PROMPT = [5] * 40
 TOKENS = 20

@@ -276,7 +276,7 @@ def test_a_router_that_can_not_start_says_why_in_a_line(tmp_path: Path) -> None:
     model, config = model_folder(tmp_path / "model"), tmp_path / "router.json"
     for options, problem in (
         ({"grpc_prt": 1}, "grpc_prt"),
-        ({"max_attempts": 0}, "max_attempts is 0; allowed: 1 to 100"),
+        ({"max_attempts": 0}, "max_attempts is 0; allowed: at least 1"),
         ({"model": str(tmp_path / "nowhere")}, "nowhere"),
     ):
         config.write_text(json.dumps({"model": str(model), "grpc_port": 0, "http_port": None, **options}))

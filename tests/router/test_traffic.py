@@ -5,10 +5,11 @@ import time
 import pytest
 
 from kvrelay.internal.v1.worker_pb2 import DecodeReport, PrefillReport
-from kvrelay.router.placing.placement import Demand, WorkerRole
+from kvrelay.router.placing.placement import Demand
 from kvrelay.router.records import traffic as module
 from kvrelay.router.records.traffic import LatencyTargets, TrafficMeter
 from kvrelay.router.trace import RequestTrace
+from kvrelay.rpc.names import WorkerRole
 
 TARGETS = LatencyTargets(1.0, 0.1)
 

@@ -35,10 +35,11 @@ from kvrelay.engine.speculate.costs import StepCosts
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.prefill_worker.role import PrefillRole
 from kvrelay.rpc.heartbeat import HeartbeatClient
+from kvrelay.rpc.names import WorkerRole
 from kvrelay.rpc.serve import main
 from kvrelay.worker import server as worker_server
 from kvrelay.worker import worker as worker_module
-from kvrelay.worker.config import WorkerConfig, WorkerRole
+from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.handoff import HandoffRole
 from kvrelay.worker.server import WorkerServer
 from support import damage

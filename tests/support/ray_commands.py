@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from kvrelay.client import Client
 from kvrelay.cluster.asking.status import as_json, get_status
-from kvrelay.cluster.processes.processes import Process, find
+from kvrelay.cluster.processes.processes import Process, alive, title
 from kvrelay.cluster.state import ClusterState
 
 KVRELAY = str(Path(sys.executable).parent / "kvrelay")
@@ -30,7 +32,7 @@ ENVIRONMENT = {
 } | {"RAY_worker_niceness": "0"}
 RAY_SAYS = """
 import json, sys
-from kvrelay.cluster import rayenv
+from kvrelay.cluster.ray import environment as rayenv
 rayenv.prepare(local=sys.argv[2] == "dashboard")
 import ray, ray.util
 ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False)
@@ -114,20 +116,20 @@ class World:
 
 
 KINDS = {
-    "up": rb"kvrelay\0up|kvrelay\.cluster\0up",
-    "driver": rb"kvrelay\.cluster\.driver",
-    "gcs_server": rb"/gcs_server\0",
-    "raylet": rb"/raylet\0",
-    "monitor": rb"autoscaler/_private/monitor\.py",
-    "dashboard": rb"dashboard/dashboard\.py",
-    "dashboard_part": rb"ray-dashboard-|multiprocessing\.(resource_tracker|forkserver)",
-    "log_monitor": rb"_private/log_monitor\.py",
-    "dashboard_agent": rb"ray::DashboardAgent|dashboard/agent\.py",
-    "runtime_env_agent": rb"ray::RuntimeEnvAgent|runtime_env/agent/main\.py",
-    "supervisor": rb"ray::(SupervisorActor|kvrelay-supervisor)",
-    "router": rb"ray::(RouterActor|router-)",
-    "worker": rb"ray::(WorkerActor|worker-)",
-    "idle": rb"ray::IDLE|default_worker\.py",
+    "up": r"kvrelay\0up|kvrelay\.cli\0up",
+    "driver": r"kvrelay\.cluster\.up\.driver",
+    "gcs_server": r"/gcs_server\0",
+    "raylet": r"/raylet\0",
+    "monitor": r"autoscaler/_private/monitor\.py",
+    "dashboard": r"dashboard/dashboard\.py",
+    "dashboard_part": r"ray-dashboard-|multiprocessing\.(resource_tracker|forkserver)",
+    "log_monitor": r"_private/log_monitor\.py",
+    "dashboard_agent": r"ray::DashboardAgent|dashboard/agent\.py",
+    "runtime_env_agent": r"ray::RuntimeEnvAgent|runtime_env/agent/main\.py",
+    "supervisor": r"ray::(SupervisorActor|kvrelay-supervisor)",
+    "router": r"ray::(RouterActor|router-)",
+    "worker": r"ray::(WorkerActor|worker-)",
+    "idle": r"ray::IDLE|default_worker\.py",
 }
 """Kinds of a cluster's processes, by a pattern of the command line. The raylet's has those of its agents, so the order
 counts."""
@@ -136,17 +138,12 @@ counts."""
 def processes_of(state: Path) -> list[Process]:
     """Every process with this state folder in its environment, and their descendants: some of Ray's overwrite their
     environment with their title."""
-    mark = f"KVRELAY_STATE_DIR={state}".encode()
-    everybody, own = {}, set()
-    for path in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if path.name.isdigit() and (process := find(int(path.name))) is not None and process.alive:
-                everybody[process.pid] = process
-                if mark in (path / "environ").read_bytes().split(b"\0"):
-                    own.add(process.pid)
-    while more := {pid for pid, process in everybody.items() if process.parent in own} - own:
-        own |= more
-    return [process for pid, process in everybody.items() if pid in own and process.alive]
+    own = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("KVRELAY_STATE_DIR") == str(state):
+                own |= {process, *process.children(recursive=True)}
+    return [process for process in own if alive(process)]
 
 
 def cluster_processes(state: Path) -> dict[str, list[int]]:
@@ -176,12 +173,6 @@ def ray_says(address: str, *, dashboard: bool) -> Any:
 
 def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if "ray" in path.name or "plasma" in path.name}
-
-
-def title(process: Process) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process.pid}/cmdline").read_bytes()
-    return b""
 
 
 def visible(addresses: list[str]) -> set[str]:

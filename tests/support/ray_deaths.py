@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrelay.client import Client, KvrelayError
-from kvrelay.cluster.processes.processes import Process, find
+from kvrelay.cluster.processes.processes import Process, alive, find
 from support.processes import free_port, wait_until
 from support.ray_commands import KVRELAY, START_SECONDS, World, cluster_processes
 
@@ -212,7 +212,7 @@ class Foreground(World):
 
 def _wake(process: Process) -> bool:
     """Whether it was still there."""
-    if not process.alive:
+    if not alive(process):
         return False
     with suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGCONT)

@@ -12,9 +12,6 @@ import grpc
 
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_READY,
-    ROLE_COLOCATED,
-    ROLE_DECODE,
-    ROLE_PREFILL,
     AttendRequest,
     AttendResponse,
     Member,
@@ -44,11 +41,11 @@ from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceServicer, add_Worke
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.server import RouterServer
 from kvrelay.router.trace import RequestRecord
+from kvrelay.rpc.names import ROLES
 from kvrelay.rpc.options import server_options
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, FinishReason, TokenLogprobs
 from support.tokenizers import model_folder
 
-ROLES = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE, "colocated": ROLE_COLOCATED}
 WAIT_SECONDS = 20.0
 TURN_SECONDS = 0.01
 

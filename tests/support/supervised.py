@@ -12,6 +12,7 @@ import grpc
 
 from kvrelay.cluster.asking.control import Control
 from kvrelay.cluster.processes.processes import Process as Running
+from kvrelay.cluster.processes.processes import alive as is_alive
 from kvrelay.cluster.processes.processes import find
 from kvrelay.cluster.state import ClusterState
 from kvrelay.internal.v1.supervisor_pb2 import (
@@ -87,7 +88,7 @@ class Supervised:
         """The processes of members that run, with those of earlier lives."""
         with suppress(FileNotFoundError):
             self.pids()
-        return sorted(running.pid for running in self.seen if running.alive)
+        return sorted(running.pid for running in self.seen if is_alive(running))
 
     @property
     def control(self) -> Control:
@@ -128,7 +129,7 @@ def supervised(folder: Path, members: dict[str, dict[str, Any]], **options: Any)
             cluster.pids()
         cluster.kill()
         for running in cluster.seen:
-            if running.alive:
+            if is_alive(running):
                 os.kill(running.pid, 9)
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.decode_worker.server import decode_server
+from kvrelay.decode_worker.role import DecodeRole
 from kvrelay.engine.config import EngineConfig
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_COLOCATED,
@@ -28,20 +28,22 @@ from kvrelay.internal.v1.worker_pb2 import (
     Submit,
 )
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
-from kvrelay.prefill_worker.server import prefill_server
+from kvrelay.prefill_worker.role import PrefillRole
 from kvrelay.rpc.metrics import families
+from kvrelay.rpc.names import WorkerRole
 from kvrelay.transfer.protocol.messages import Code
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, Constraint
-from kvrelay.worker.config import WorkerConfig, WorkerRole
+from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.handoff import HandoffRole
 from kvrelay.worker.relay.requests import request_of
-from kvrelay.worker.server import WorkerServer
+from kvrelay.worker.role import Role
+from kvrelay.worker.server import RoleFactory, WorkerServer
 from support.access import METADATA
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
 from support.hash_runner import hash_spec
 
 SECONDS = 10.0
-SERVERS = {"colocated": WorkerServer, "prefill": prefill_server, "decode": decode_server}
+ROLES: dict[WorkerRole, RoleFactory] = {"colocated": Role, "prefill": PrefillRole, "decode": DecodeRole}
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +101,7 @@ def submit(request_id: str, **changes: Any) -> Submit:
 async def worker(checkpoint: Path, role: WorkerRole = "colocated", **options: Any) -> AsyncIterator[WorkerServer]:
     engine = EngineConfig(kv_memory_bytes=2**20, max_batch_tokens=64, threads=1)
     config = WorkerConfig(f"{role}-0", role, str(checkpoint), engine=engine, **options)
-    server = SERVERS[role](config)
+    server = WorkerServer(config, {role: ROLES[role]})
     try:
         await server.start()
         yield server

@@ -9,23 +9,8 @@ from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.states import StatesLayout
 from kvrelay.internal.v1.supervisor_pb2 import HiddenStates, Member
-from kvrelay.internal.v1.worker_pb2 import (
-    CONTEXT_LIMIT_OPTION,
-    CONTEXT_LIMIT_POOL,
-    CONTEXT_LIMIT_UNSPECIFIED,
-    Begin,
-    Cancel,
-    ModelInfo,
-    RequestEvent,
-    Sampling,
-    Submit,
-)
-
-CONTEXT_LIMITS = {
-    "model": CONTEXT_LIMIT_UNSPECIFIED,
-    "option": CONTEXT_LIMIT_OPTION,
-    "pool": CONTEXT_LIMIT_POOL,
-}
+from kvrelay.internal.v1.worker_pb2 import Begin, Cancel, ModelInfo, RequestEvent, Sampling, Submit
+from kvrelay.rpc.names import context_limit
 
 
 def model_info(name: str, spec: ModelSpec) -> ModelInfo:
@@ -38,7 +23,7 @@ def model_info(name: str, spec: ModelSpec) -> ModelInfo:
         eos_token_ids=spec.eos_token_ids,
         dtype=spec.dtype,
         fingerprint=spec.fingerprint,
-        context_limit=CONTEXT_LIMITS[spec.context_limit],
+        context_limit=context_limit(spec.context_limit),
     )
 
 

@@ -18,8 +18,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from kvrelay.engine.config import Quantization, require
+from kvrelay.engine.config import Quantization
 from kvrelay.engine.models.reading.fields import Fields
+from kvrelay.machine.options import require
 
 Layout = Literal["fp8", "int8", "packed", "mxfp4", "awq", "gptq"]
 METHODS = ("fp8", "compressed-tensors", "awq", "gptq")

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from kvrelay.internal.v1.supervisor_pb2 import MemberState
 from kvrelay.router.entry.front import Front
 from kvrelay.router.placing.registry import WorkerRegistry, WorkerStatus
 from kvrelay.router.records.life import Life, life
+from kvrelay.rpc.names import state_name
 
 MAX_RUNNING = 40
 """Running requests that a view has, the latest ones."""
@@ -104,7 +104,7 @@ def _worker(status: WorkerStatus) -> WorkerShown:
     return WorkerShown(
         view.id.name,
         view.role,
-        MemberState.Name(status.state).removeprefix("MEMBER_STATE_").lower(),
+        state_name(status.state),
         view.ready,
         status.suspected,
         view.avoided,
