@@ -16,8 +16,7 @@ from kvrelay.engine.scheduling.limits import SequenceLimits
 from kvrelay.engine.scheduling.progress import Progress
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.shaping import Shaping
-from kvrelay.engine.speculate.speculation import NO_CHAIN, Chain, Speculation
-from kvrelay.engine.speculate.verify import kept_rows
+from kvrelay.engine.speculate.speculation import NO_CHAIN, Chain, Speculation, kept_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +77,7 @@ def add_drafts(speculation: Speculation, rows: list[Row], room: int, make_room: 
         room: rows of the plan that are left.
         make_room: as `PrefixIndex.make_room`, of a hold and a number of tokens.
     """
-    if speculation.rests():
+    if not speculation.begin(len(rows)):
         return
     places = [
         place

@@ -9,7 +9,7 @@ what the target has kept, so a draft that wasn't kept is overwritten by the next
                 0                           len(common prefix)
 
 The draft model samples with the target's parameters, and so with its noise, which depends on (seed, position) alone.
-Both then tend to choose the same token, also where each spreads its probability over many (see `verify.py`).
+Both then tend to choose the same token, also where each spreads its probability over many (see `speculation.py`).
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.base import ChainRunner
-from kvrelay.engine.speculate.base import Computed, Guess, Want
+from kvrelay.engine.speculate.base import Computed, Want
 
 
 class Part(NamedTuple):
@@ -72,8 +72,6 @@ class Draft:
 class DraftProposer:
     """Implements `Proposer`."""
 
-    passes = True
-    kinds = 1
     layers = ()
     last_state = False
 
@@ -101,7 +99,7 @@ class DraftProposer:
         """See `Proposer.observe`."""
         return False
 
-    def propose(self, wants: Sequence[Want]) -> list[Guess]:
+    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
         """Sequences whose prompt isn't computed yet get no guess; each call computes a part of it."""
         ready: list[tuple[Draft, Want, list[int]]] = []
         guesses: list[list[int]] = [[] for _ in wants]
@@ -142,7 +140,7 @@ class DraftProposer:
                 for draft, want, guess in ready
                 if len(guess) < want.most and len(draft.tokens) < limit
             ]
-        return [Guess(guess) for guess in guesses]
+        return guesses
 
     def forget(self, handle: int) -> None:
         draft = self._drafts.pop(handle, None)
