@@ -16,7 +16,7 @@ from kvrelay.engine.scheduling.limits import SequenceLimits
 from kvrelay.engine.scheduling.progress import Progress
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.shaping import Shaping
-from kvrelay.engine.speculate.speculation import NO_CHAIN, Chain, Speculation, kept_rows
+from kvrelay.engine.speculate.speculation import NO_CHAIN, Chain, Speculation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +50,33 @@ def has_mask(sequence: Sequence) -> bool:
     matcher = None if sequence.shaping is None else sequence.shaping.matcher
     # What leaves with its first token isn't computed twice: its KV may be on its way once it was computed.
     return matcher is None or matcher.ready(surely=sequence.handoff)
+
+
+def kept_rows(plan: StepPlan, sampled: Rows[int | None]) -> list[bool]:
+    """[R] whether each row computed a token that its sequence has. Rows that aren't drafts always did.
+
+    A chain is a sequence's next token and k drafts of the tokens behind it, as k + 1 rows of one plan:
+
+        row          r        r + 1    ...  r + k
+        token        t0       d1            dk        t0 is known; each d is a draft
+        sampled      s0       s1            sk        what the model chooses behind the row's token
+
+    d1 is kept if s0 == d1, d2 if also s1 == d2, and so on. A row is what a decode row for the same token is: the same
+    kernels see the same KV, and its noise depends on (seed, position) alone. So the tokens s0 ... sa, up to the first
+    draft that isn't kept, are those that decoding one by one yields, to the last bit of their log-probabilities.
+
+    Args:
+        sampled: [R] what each row yielded.
+    """
+    if plan.drafts is None:
+        return [True] * plan.num_rows
+    kept: list[bool] = []
+    # A draft is its row's only token.
+    last = plan.tokens if plan.kind == "decode" else plan.tokens[plan.lengths.cumsum() - 1]
+    tokens = last.tolist()
+    for row, draft in enumerate(plan.drafts.tolist()):
+        kept.append(not draft or (kept[row - 1] and sampled[row - 1] == tokens[row]))
+    return kept
 
 
 def settled(plan: StepPlan, out: StepOutput, rows: list[Sequence]) -> tuple[StepOutput, list[bool]]:

@@ -9,7 +9,11 @@ what the target has kept, so a draft that wasn't kept is overwritten by the next
                 0                           len(common prefix)
 
 The draft model samples with the target's parameters, and so with its noise, which depends on (seed, position) alone.
-Both then tend to choose the same token, also where each spreads its probability over many (see `speculation.py`).
+Both then tend to choose the same token, also where each spreads its probability over many.
+
+The probability that a draft is kept is that of two coupled draws being equal: at most sum over v of min(p[v], q[v]) for
+any coupling, which the rejection rule min(1, p/q) reaches (Leviathan, Kalman, Matias 2023, theorem 3.5), and at least
+sum min(p, q) / (2 - sum min(p, q)) for draws that share exponential noise (Daliri, Musco, Suresh 2024).
 """
 
 from collections.abc import Sequence

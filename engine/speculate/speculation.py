@@ -4,20 +4,6 @@ A sequence gets one guess more than were kept of its last chain, at least 1 and 
 has `max_tokens`. Whether there are guesses at all is decided for all sequences of a step together, by an `Account` for
 each size class of batches: 1 sequence, 2 and 3, 4 to 7, 8 to 15, and so on. With `adaptive: false` every chain has
 `max_tokens`, and there are always guesses.
-
-A chain is a sequence's next token and k drafts of the tokens behind it, as k + 1 rows of one plan:
-
-    row          r        r + 1    ...  r + k
-    token        t0       d1            dk        t0 is known; each d is a draft
-    sampled      s0       s1            sk        what the model chooses behind the row's token
-
-d1 is kept if s0 == d1, d2 if also s1 == d2, and so on. A row is what a decode row for the same token is: the same
-kernels see the same KV, and its noise depends on (seed, position) alone. So the tokens s0 ... sa, up to the first draft
-that isn't kept, are those that decoding one by one yields, to the last bit of their log-probabilities.
-
-The probability that a draft is kept is that of two coupled draws being equal: at most sum over v of min(p[v], q[v]) for
-any coupling, which the rejection rule min(1, p/q) reaches (Leviathan, Kalman, Matias 2023, theorem 3.5), and at least
-sum min(p, q) / (2 - sum min(p, q)) for draws that share exponential noise (Daliri, Musco, Suresh 2024).
 """
 
 from collections import defaultdict, deque
@@ -76,39 +62,22 @@ class Chain(NamedTuple):
 NO_CHAIN = Chain([], [])
 
 
-def kept_rows(plan: StepPlan, sampled: Items[int | None]) -> list[bool]:
-    """[R] whether each row computed a token that its sequence has. Rows that aren't drafts always did.
-
-    Args:
-        sampled: [R] what each row yielded.
-    """
-    if plan.drafts is None:
-        return [True] * plan.num_rows
-    kept: list[bool] = []
-    # A draft is its row's only token.
-    last = plan.tokens if plan.kind == "decode" else plan.tokens[plan.lengths.cumsum() - 1]
-    tokens = last.tolist()
-    for row, draft in enumerate(plan.drafts.tolist()):
-        kept.append(not draft or (kept[row - 1] and sampled[row - 1] == tokens[row]))
-    return kept
-
-
+@dataclass(eq=False)
 class Counts:
     """What speculation did since start."""
 
-    def __init__(self) -> None:
-        self.proposed = 0
-        """Drafts that were checked."""
-        self.accepted = 0
-        """Drafts that were kept."""
-        self.steps = 0
-        """Decode steps with drafts."""
-        self.tokens = 0
-        """Tokens that these steps yielded."""
-        self.seconds = 0.0
-        """Seconds of those of these steps whose plain time is known, guessing included."""
-        self.plain_seconds = 0.0
-        """Seconds that the tokens of the same steps would have taken without drafts."""
+    proposed: int = 0
+    """Drafts that were checked."""
+    accepted: int = 0
+    """Drafts that were kept."""
+    steps: int = 0
+    """Decode steps with drafts."""
+    tokens: int = 0
+    """Tokens that these steps yielded."""
+    seconds: float = 0.0
+    """Seconds of those of these steps whose plain time is known, guessing included."""
+    plain_seconds: float = 0.0
+    """Seconds that the tokens of the same steps would have taken without drafts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,8 +89,8 @@ class Account:
         whose look-ups found nothing          - their seconds / seconds of a plain step
 
     There are guesses until the account is empty, and again once it holds AGAIN: some 200 steps later. Whatever becomes
-    of the guesses, n steps lose SHARE * n + FIRST + 1 plain steps at most, where a step with guesses takes no longer
-    than two plain ones; if it takes c of them, up to 1 + WORST, (MOST + 1) * (c - 2) more.
+    of the guesses, n decode steps lose SHARE * n + FIRST + 1 plain steps at most, where a step with guesses takes no
+    longer than two plain ones; if it takes c of them, up to 1 + WORST, (MOST + 1) * (c - 2) more.
     """
 
     balance: float = FIRST
@@ -130,24 +99,18 @@ class Account:
     """Whether there may be guesses."""
     plain: float = 0.0
     """Average seconds per token of plain steps; 0 until one was measured."""
-    pause: int = PLAIN_STEPS
-    """Steps to come without guesses, which are measured."""
-    guessing: int = 0
-    """Steps with guesses since the last pause."""
+    turn: int = 0
+    """Place in a turn of PLAIN_STEPS without guesses, which are measured, and then PLAIN_EVERY with guesses."""
     debt: float = 0.0
     """Plain steps that were lost and aren't in the balance yet."""
 
     def begin(self) -> bool:
         """A step is planned; whether it may have guesses."""
-        if self.pause:
-            self.pause -= 1
+        place = self.turn
+        if place >= PLAIN_STEPS and not (self.open and self.plain):
             return False
-        if not (self.open and self.plain):
-            return False
-        self.guessing += 1
-        if self.guessing == PLAIN_EVERY:
-            self.guessing, self.pause = 0, PLAIN_STEPS
-        return True
+        self.turn = (place + 1) % (PLAIN_STEPS + PLAIN_EVERY)
+        return place >= PLAIN_STEPS
 
     def measure(self, seconds: float) -> None:
         """A plain step took so many seconds per token."""
@@ -256,7 +219,7 @@ class Speculation:
         # Without a guess, nothing is lost by running ahead.
         self._vain.update([sequence.handle for sequence in sequences])
         self._vain.difference_update(found)
-        chains = [_chain(sequence, found.get(sequence.handle)) for sequence in sequences] if found else []
+        chains = [_chain(sequence, found.get(sequence.handle, [])) for sequence in sequences] if found else []
         flight = self._flights[-1]
         flight.guessing = self._clock() - flight.began
         return chains
@@ -336,17 +299,14 @@ class Speculation:
                     self._depths[sequence.handle] = min(count + 1, self._config.max_tokens)
 
 
-def _chain(sequence: Sequence, drafts: list[int] | None) -> Chain:
+def _chain(sequence: Sequence, drafts: list[int]) -> Chain:
     """As many of the guessed tokens as the request's constraint allows."""
-    if drafts is None:
-        return NO_CHAIN
     if sequence.shaping is None:
         return Chain(drafts, [])
     shapings: list[Shaping | None] = []
     last: Shaping | None = sequence.shaping
     for draft in drafts:
-        last = last.after(draft) if last is not None else None
-        if last is None:
+        if (last := last.after(draft)) is None:
             break
         shapings.append(last)
     return Chain(drafts[: len(shapings)], shapings)

@@ -21,10 +21,11 @@ from kvrelay.engine.constrain.grammar import Constraint, Grammar
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import FinishReason, Request, SamplingParams
+from kvrelay.engine.scheduling.planning import kept_rows
 from kvrelay.engine.scheduling.progress import Progress
 from kvrelay.engine.speculate.base import Computed, Proposer, Want
 from kvrelay.engine.speculate.lookup import LookupProposer, NgramIndex, SuffixIndex
-from kvrelay.engine.speculate.speculation import Speculation, kept_rows
+from kvrelay.engine.speculate.speculation import Speculation
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
 from support.guesses import HashGuesses
 from support.hash_runner import LAYOUT, HashRunner, expected_tokens, hash_spec
