@@ -301,12 +301,14 @@ class Speculation:
 
 def _chain(sequence: Sequence, drafts: list[int]) -> Chain:
     """As many of the guessed tokens as the request's constraint allows."""
-    if sequence.shaping is None:
+    shaping = sequence.shaping
+    if shaping is None:
         return Chain(drafts, [])
     shapings: list[Shaping | None] = []
-    last: Shaping | None = sequence.shaping
     for draft in drafts:
-        if (last := last.after(draft)) is None:
+        following = shaping.after(draft)
+        if following is None:
             break
-        shapings.append(last)
+        shapings.append(following)
+        shaping = following
     return Chain(drafts[: len(shapings)], shapings)
