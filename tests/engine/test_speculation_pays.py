@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from kvrelay.engine.build import engine_on
@@ -96,6 +96,7 @@ class Batches:
     worst=st.floats(0.1, WORST),
     steps=st.lists(st.tuples(st.integers(1, 60), st.floats(-1.0, 1.0)), max_size=60),
 )
+@example(worst=WORST, steps=[(5000, -1.0)])
 def test_no_more_is_lost_than_allowed(worst: float, steps: list[tuple[int, float]]) -> None:
     """Whatever guesses lead to, if there are none while there may be none.
 
@@ -163,10 +164,10 @@ def test_another_text_is_noticed() -> None:
 
 
 def test_what_a_step_costs_is_known_while_all_have_guesses() -> None:
-    """All steps become slower, so guesses pay as before; then guesses alone cost more than they win."""
+    """Guesses pay on a slow machine as on a fast one, and not when it becomes fast but for them."""
     runner = Priced()
     batches = Batches(runner, PricedGuesses(runner, wrong_every=3))
-    for slower, draft, pays in ((1.0, 0.1, True), (1.6, 0.1, True), (1.6, 1.2, False), (1.0, 0.1, True)):
+    for slower, draft, pays in ((1.0, 0.1, True), (3.0, 0.1, True), (1.0, 1.2, False), (1.0, 0.1, True)):
         runner.slower, runner.draft = slower, draft
         batches.seconds(1900)
         plain, before, steps = 1900 * STEP * 1.01 * slower, batches.speculation.counts.steps, batches.engine.steps
