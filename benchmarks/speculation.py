@@ -210,14 +210,6 @@ def acceptance(target: CpuRunner, draft: CpuRunner, ids: list[int], seeds: int) 
     return found
 
 
-def build(runner: CpuRunner, options: EngineConfig, draft: DraftProposer | None, quick: bool) -> Engine:
-    """One that has measured what its steps cost, unless that would take too long for a test."""
-    engine = engine_on(runner, options, draft)
-    if not quick:
-        engine.warm_up()
-    return engine
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="pico")
@@ -245,7 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         draft = small.get("draft" if name == "always" else name)
         guesses = None if draft is None else DraftProposer(draft, options.max_batch_tokens)
         speculation = replace(speculation, adaptive=speculation.adaptive and not args.quick)
-        engines[name] = build(runner, replace(options, speculation=speculation), guesses, args.quick)
+        engines[name] = engine_on(runner, replace(options, speculation=speculation), guesses)
+        engines[name].warm_up()
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = prompts(tokenizer)
     ids = tokenizer.encode(source("textwrap")).ids[:POSITIONS]

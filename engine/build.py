@@ -28,11 +28,9 @@ from kvrelay.engine.speculate.base import Proposer
 from kvrelay.engine.speculate.draft import DraftProposer
 from kvrelay.engine.speculate.eagle import EagleProposer
 from kvrelay.engine.speculate.eagle_model import load_eagle
-from kvrelay.engine.speculate.lookup import LookupProposer
+from kvrelay.engine.speculate.lookup import LookupProposer, NgramIndex, SuffixIndex
 from kvrelay.engine.speculate.medusa import MedusaProposer, load_medusa
-from kvrelay.engine.speculate.ngram import NgramIndex
 from kvrelay.engine.speculate.speculation import Speculation
-from kvrelay.engine.speculate.suffix import SuffixIndex
 from kvrelay.engine.speculate.tensors import find_file
 from kvrelay.machine.options import AUTO, require
 
@@ -131,10 +129,9 @@ def engine_on(runner: Runner, options: EngineConfig, proposer: Proposer | None =
     proposer = proposer or proposer_of(options.speculation)
     speculation = None
     if proposer is not None:
-        rows = min(options.max_sequences, options.max_batch_tokens)
         # A step that `launch` computes is measured in CPU time of its thread, which other processes don't change.
         clock = time.monotonic if runner.lag else time.thread_time
-        speculation = Speculation(options.speculation, proposer, rows, clock)
+        speculation = Speculation(options.speculation, proposer, clock)
     return Engine(Scheduler(options, prefix, runner.spec, runner.lag, speculation), runner)
 
 

@@ -62,7 +62,7 @@ class SpeculationConfig(Options):
     """Tokens that are guessed for one sequence in one step at most; 1 to 64."""
 
     adaptive: bool = True
-    """Guess as many as pay, by how many guesses came true and by what steps cost, and none if none do. Off: always
+    """Guess one token more than were kept last, and none while steps with guesses cost more than they win. Off: always
     max_tokens, as far as the step has room."""
 
     shortest_match: Annotated[int, Interval(ge=1, le=64)] = 2

@@ -45,13 +45,11 @@ class Engine:
         """When the step before was committed."""
 
     def warm_up(self) -> None:
-        """Runs what would make the first steps slow, and measures what steps cost if that is needed. Before there are
-        sequences.
-        """
+        """Runs what would make the first steps slow. Call it before there are sequences."""
         guesses = self.scheduler.speculation
         self.runner.warm_up(() if guesses is None else guesses.layers)
         if guesses is not None:
-            guesses.measure(self.runner)
+            guesses.warm_up()
 
     @property
     def computed_tokens(self) -> int:

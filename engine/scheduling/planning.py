@@ -17,7 +17,6 @@ from kvrelay.engine.scheduling.progress import Progress
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.shaping import Shaping
 from kvrelay.engine.speculate.speculation import NO_CHAIN, Chain, Speculation
-from kvrelay.engine.speculate.verify import kept_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,6 +52,33 @@ def has_mask(sequence: Sequence) -> bool:
     return matcher is None or matcher.ready(surely=sequence.handoff)
 
 
+def kept_rows(plan: StepPlan, sampled: Rows[int | None]) -> list[bool]:
+    """[R] whether each row computed a token that its sequence has. Rows that aren't drafts always did.
+
+    A chain is a sequence's next token and k drafts of the tokens behind it, as k + 1 rows of one plan:
+
+        row          r        r + 1    ...  r + k
+        token        t0       d1            dk        t0 is known; each d is a draft
+        sampled      s0       s1            sk        what the model chooses behind the row's token
+
+    d1 is kept if s0 == d1, d2 if also s1 == d2, and so on. A row is what a decode row for the same token is: the same
+    kernels see the same KV, and its noise depends on (seed, position) alone. So the tokens s0 ... sa, up to the first
+    draft that isn't kept, are those that decoding one by one yields, to the last bit of their log-probabilities.
+
+    Args:
+        sampled: [R] what each row yielded.
+    """
+    if plan.drafts is None:
+        return [True] * plan.num_rows
+    kept: list[bool] = []
+    # A draft is its row's only token.
+    last = plan.tokens if plan.kind == "decode" else plan.tokens[plan.lengths.cumsum() - 1]
+    tokens = last.tolist()
+    for row, draft in enumerate(plan.drafts.tolist()):
+        kept.append(not draft or (kept[row - 1] and sampled[row - 1] == tokens[row]))
+    return kept
+
+
 def settled(plan: StepPlan, out: StepOutput, rows: list[Sequence]) -> tuple[StepOutput, list[bool]]:
     """The output of a step without the tokens of rows whose masks weren't there, and [R] which rows count: as
     `kept_rows`, and not these. What they computed is computed again, and what the plan had of their prompts'
@@ -78,7 +104,7 @@ def add_drafts(speculation: Speculation, rows: list[Row], room: int, make_room: 
         room: rows of the plan that are left.
         make_room: as `PrefixIndex.make_room`, of a hold and a number of tokens.
     """
-    if speculation.rests():
+    if not speculation.begin(len(rows)):
         return
     places = [
         place

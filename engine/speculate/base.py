@@ -21,19 +21,8 @@ class Want(NamedTuple):
     """How many tokens to guess at most, 1 or more."""
 
 
-class Guess(NamedTuple):
-    """How a sequence may continue."""
-
-    tokens: list[int]
-    """Perhaps none."""
-    kind: int = 0
-    """Guesses of one kind come true about equally often; from 0, less than the proposer's `kinds`."""
-
-
-NO_GUESS = Guess([])
 WARM_UP = Want(-1, Request("warm-up", 0, (0, 0), 2), (0, 0), 4)
-"""What the time of a pass is measured with, a few times. A proposer that guesses from hidden states has those that this
-takes after `Proposer.warm_up`."""
+"""A sequence that proposers warm up with."""
 
 
 class Computed(NamedTuple):
@@ -51,16 +40,6 @@ class Computed(NamedTuple):
 
 class Proposer(Protocol):
     """Guesses how sequences continue. A wrong guess costs time and nothing else. Not thread-safe."""
-
-    @property
-    def passes(self) -> bool:
-        """Whether a further token of a guess takes time of its own, as a pass of a draft model does."""
-        ...
-
-    @property
-    def kinds(self) -> int:
-        """How many kinds of guesses it makes, 1 or more."""
-        ...
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -88,8 +67,8 @@ class Proposer(Protocol):
         """
         ...
 
-    def propose(self, wants: Sequence[Want]) -> list[Guess]:
-        """A guess for each, perhaps shorter than asked for."""
+    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
+        """How each may continue: perhaps fewer tokens than asked for, perhaps none."""
         ...
 
     def forget(self, handle: int) -> None:

@@ -9,7 +9,11 @@ what the target has kept, so a draft that wasn't kept is overwritten by the next
                 0                           len(common prefix)
 
 The draft model samples with the target's parameters, and so with its noise, which depends on (seed, position) alone.
-Both then tend to choose the same token, also where each spreads its probability over many (see `verify.py`).
+Both then tend to choose the same token, also where each spreads its probability over many.
+
+The probability that a draft is kept is that of two coupled draws being equal: at most sum over v of min(p[v], q[v]) for
+any coupling, which the rejection rule min(1, p/q) reaches (Leviathan, Kalman, Matias 2023, theorem 3.5), and at least
+sum min(p, q) / (2 - sum min(p, q)) for draws that share exponential noise (Daliri, Musco, Suresh 2024).
 """
 
 from collections.abc import Sequence
@@ -24,7 +28,7 @@ from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.base import ChainRunner
-from kvrelay.engine.speculate.base import Computed, Guess, Want
+from kvrelay.engine.speculate.base import Computed, Want
 
 
 class Part(NamedTuple):
@@ -72,8 +76,6 @@ class Draft:
 class DraftProposer:
     """Implements `Proposer`."""
 
-    passes = True
-    kinds = 1
     layers = ()
     last_state = False
 
@@ -101,7 +103,7 @@ class DraftProposer:
         """See `Proposer.observe`."""
         return False
 
-    def propose(self, wants: Sequence[Want]) -> list[Guess]:
+    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
         """Sequences whose prompt isn't computed yet get no guess; each call computes a part of it."""
         ready: list[tuple[Draft, Want, list[int]]] = []
         guesses: list[list[int]] = [[] for _ in wants]
@@ -142,7 +144,7 @@ class DraftProposer:
                 for draft, want, guess in ready
                 if len(guess) < want.most and len(draft.tokens) < limit
             ]
-        return [Guess(guess) for guess in guesses]
+        return guesses
 
     def forget(self, handle: int) -> None:
         draft = self._drafts.pop(handle, None)

@@ -25,7 +25,7 @@ from kvrelay.engine.kv.blocks import BlockPool, Hold
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.models.fast.parts import Parts
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.speculate.base import NO_GUESS, WARM_UP, Computed, Guess, Want
+from kvrelay.engine.speculate.base import WARM_UP, Computed, Want
 from kvrelay.engine.speculate.chains import draws_at, read_chains, wanting
 from kvrelay.engine.speculate.draft import Part, plan_of
 from kvrelay.engine.speculate.eagle_model import STATES, EagleModel
@@ -74,8 +74,6 @@ class Context:
 class EagleProposer:
     """Implements `Proposer`."""
 
-    passes = True
-    kinds = 1
     last_state = False
 
     def __init__(self, model: EagleModel, pool: KVPool, parts: Parts, step_tokens: int, most: int) -> None:
@@ -119,7 +117,7 @@ class EagleProposer:
         self._own(places)
         return bool(self._behind) and self._read()
 
-    def propose(self, wants: Sequence[Want]) -> list[Guess]:
+    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
         """A sequence has no guess until a step has computed the token before its last one here."""
         ready = []
         for want in wants:
@@ -128,11 +126,11 @@ class EagleProposer:
             if context is not None and known and self._extend(context, want.most - 1):
                 ready.append((context, want))
         if not ready:
-            return [NO_GUESS for _ in wants]
+            return [[] for _ in wants]
         ready.sort(key=lambda pair: -pair[1].most)
         found = self._guess(ready)
-        guesses = {want.handle: Guess(tokens) for (_, want), tokens in zip(ready, found, strict=True)}
-        return [guesses.get(want.handle, NO_GUESS) for want in wants]
+        guesses = {want.handle: tokens for (_, want), tokens in zip(ready, found, strict=True)}
+        return [guesses.get(want.handle, []) for want in wants]
 
     def forget(self, handle: int) -> None:
         context = self._contexts.pop(handle, None)

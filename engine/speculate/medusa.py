@@ -23,7 +23,7 @@ from torch.nn import functional
 from kvrelay.engine.models.fast.parts import Parts
 from kvrelay.engine.models.reading.config import ModelConfig
 from kvrelay.engine.models.reading.fields import Fields, read_json
-from kvrelay.engine.speculate.base import NO_GUESS, WARM_UP, Computed, Guess, Want
+from kvrelay.engine.speculate.base import WARM_UP, Computed, Want
 from kvrelay.engine.speculate.chains import draws_at, read_chains, wanting
 from kvrelay.engine.speculate.tensors import Tensors
 from kvrelay.kernels.ops import Linear
@@ -84,8 +84,6 @@ def load_medusa(folder: Path, config: ModelConfig, parts: Parts) -> tuple[Medusa
 class MedusaProposer:
     """Implements `Proposer`."""
 
-    passes = True
-    kinds = 1
     last_state = True
 
     def __init__(self, heads: tuple[MedusaHead, ...], config: ModelConfig, norm: Tensor, parts: Parts) -> None:
@@ -117,16 +115,16 @@ class MedusaProposer:
                 self._states[handle] = start + len(states) - 1, state
         return False
 
-    def propose(self, wants: Sequence[Want]) -> list[Guess]:
+    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
         """A sequence has no guess until a step has computed the token before its last one here."""
         known = [(want, self._states.get(want.handle)) for want in wants]
         ready = [(want, state[1]) for want, state in known if state is not None and state[0] == len(want.tokens) - 2]
         if not ready:
-            return [NO_GUESS for _ in wants]
+            return [[] for _ in wants]
         ready.sort(key=lambda pair: -pair[0].most)
         found = self._guess([want for want, _ in ready], [state for _, state in ready])
-        guesses = {want.handle: Guess(tokens) for (want, _), tokens in zip(ready, found, strict=True)}
-        return [guesses.get(want.handle, NO_GUESS) for want in wants]
+        guesses = {want.handle: tokens for (want, _), tokens in zip(ready, found, strict=True)}
+        return [guesses.get(want.handle, []) for want in wants]
 
     def forget(self, handle: int) -> None:
         self._states.pop(handle, None)

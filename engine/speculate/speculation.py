@@ -1,12 +1,15 @@
-"""Decides which guesses a step checks, and learns from what became of them.
+"""Decides how many guesses of each sequence a step checks, and makes none where guesses don't pay.
 
-A proposer whose guesses cost next to nothing, a look-up, is asked first, and then as many of its guesses are checked as
-pay (`choice.py`). A draft model takes time for each guess, so it is decided first how many it should make. Both end for
-a while where none pays, and where guesses have lost what they may lose (`allowance.py`).
+A sequence gets one guess more than were kept of its last chain, at least 1 and at most `max_tokens`: the first chain
+has `max_tokens`. Whether there are guesses at all is decided for all sequences of a step together, by an `Account` for
+each size class of batches: 1 sequence, 2 and 3, 4 to 7, 8 to 15, and so on. With `adaptive: false` every chain has
+`max_tokens`, and there are always guesses.
 """
 
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvrelay.engine.config import SpeculationConfig
@@ -14,30 +17,35 @@ from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.shaping import Shaping
-from kvrelay.engine.speculate import choice
-from kvrelay.engine.speculate.allowance import Allowance
-from kvrelay.engine.speculate.base import NO_GUESS, WARM_UP, Computed, Guess, Proposer, Want
-from kvrelay.engine.speculate.costs import Choosing, Clock, StepCosts, choosing_of
-from kvrelay.engine.speculate.shares import Shares
+from kvrelay.engine.speculate.base import WARM_UP, Computed, Proposer, Want
 from kvrelay.engine.states import StatesLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FOLLOW = 0.1
-"""Weight of one chain in the time that guesses take."""
-DECIDED_STEPS = 4
-"""How long a decision holds how many guesses a draft model makes, in steps."""
-MEASURE_AFTER = 32
-"""Steps with drafts after which there are two without: the second one shows what a step costs without."""
-SHORTEST_REST = 8
-LONGEST_REST = 64
-"""How long a decision to make no guesses holds, in steps: twice as long each time that it is made again."""
-REPEATS = 5
-BOUND = 2.0
-"""What takes so many times longer than expected says more about the machine than about itself."""
+Clock = Callable[[], float]
+
+SHARE = 0.01
+"""Plain steps that guesses may lose for each step of the engine."""
+FIRST = 4.0
+"""Plain steps that guesses may lose before they have won anything."""
+AGAIN = 2.0
+"""Balance at which guesses are tried again: enough for several steps, because caches are cold in the first one."""
+MOST = 8.0
+"""Largest balance: what some texts have won, others may lose."""
+PLAIN_STEPS = 4
+"""Steps without guesses in a row. The first one finds little in the caches, and isn't measured."""
+PLAIN_EVERY = 64
+"""Steps with guesses after which there are PLAIN_STEPS without."""
+FOLLOW = 0.25
+"""Weight of one plain step in the average of their seconds."""
+WORST = 4.0
+"""Plain steps that one step loses at most: what takes longer is a pause of the machine."""
+PARTS = 64
+"""Steps over which a loss of more than one plain step is spread: a draft model's reading of a prompt pays off over the
+tokens that follow."""
 ASK_AGAIN = 32
-"""Tokens after which a sequence that runs ahead of its commits, and so can't have drafts, is held back for one step."""
+"""Tokens after which a sequence without guesses, which runs ahead of its commits, is held back to be asked again."""
 
 
 class Chain(NamedTuple):
@@ -54,83 +62,107 @@ class Chain(NamedTuple):
 NO_CHAIN = Chain([], [])
 
 
+@dataclass(eq=False)
 class Counts:
     """What speculation did since start."""
 
-    def __init__(self) -> None:
-        self.proposed = 0
-        """Drafts that were checked."""
-        self.accepted = 0
-        """Drafts that were kept."""
-        self.steps = 0
-        """Decode steps with drafts."""
-        self.tokens = 0
-        """Tokens that these steps yielded."""
-        self.seconds = 0.0
-        """Time of these steps, that of guessing included."""
-        self.plain_seconds = 0.0
-        """Time that their tokens would have taken without drafts, as far as is known."""
+    proposed: int = 0
+    """Drafts that were checked."""
+    accepted: int = 0
+    """Drafts that were kept."""
+    steps: int = 0
+    """Decode steps with drafts."""
+    tokens: int = 0
+    """Tokens that these steps yielded."""
+    seconds: float = 0.0
+    """Seconds of those of these steps whose plain time is known, guessing included."""
+    plain_seconds: float = 0.0
+    """Seconds that the tokens of the same steps would have taken without drafts."""
 
 
-class Flight(NamedTuple):
-    """What was guessed for a plan that isn't committed yet."""
+@dataclass(slots=True, eq=False)
+class Account:
+    """What guesses may still lose in batches of about one size, in plain steps: steps without guesses.
 
-    kinds: dict[int, int]
-    """By handle: the kind of its guess, of `Shares`."""
-    seconds: float
-    """That it took to have or to choose guesses."""
-    invested: float
-    """Seconds that were for guesses to come: a draft model read tokens that it hadn't computed."""
+        a step                                + SHARE
+        with guesses, for n sequences         + tokens / n - seconds / seconds of a plain step
+        whose look-ups found nothing          - their seconds / seconds of a plain step
+
+    There are guesses until the account is empty, and again once it holds AGAIN: some 200 steps later. Whatever becomes
+    of the guesses, n decode steps lose SHARE * n + FIRST + 1 plain steps at most, where a step with guesses takes no
+    longer than two plain ones; if it takes c of them, up to 1 + WORST, (MOST + 1) * (c - 2) more.
+    """
+
+    balance: float = FIRST
+    """Plain steps that may be lost."""
+    open: bool = True
+    """Whether there may be guesses."""
+    plain: float = 0.0
+    """Average seconds per token of plain steps; 0 until one was measured."""
+    turn: int = 0
+    """Place in a turn of PLAIN_STEPS without guesses, which are measured, and then PLAIN_EVERY with guesses."""
+    debt: float = 0.0
+    """Plain steps that were lost and aren't in the balance yet."""
+
+    def begin(self) -> bool:
+        """A step is planned; whether it may have guesses."""
+        place = self.turn
+        if place >= PLAIN_STEPS and not (self.open and self.plain):
+            return False
+        self.turn = (place + 1) % (PLAIN_STEPS + PLAIN_EVERY)
+        return place >= PLAIN_STEPS
+
+    def measure(self, seconds: float) -> None:
+        """A plain step took so many seconds per token."""
+        self.plain += FOLLOW * (min(seconds, 2 * self.plain) - self.plain) if self.plain else seconds
+
+    def settle(self, gain: float) -> None:
+        """A step has won so many plain steps by guesses; less than 0 if it has lost."""
+        at_once = max(-1.0, gain)
+        self.debt += at_once - max(-WORST, gain)
+        part = self.debt / PARTS
+        self.debt -= part
+        self.balance = min(MOST, self.balance + SHARE + at_once - part)
+        self.open = self.balance >= AGAIN or (self.open and self.balance > 0)
 
 
-RESTING = Flight({}, 0.0, 0.0)
-"""A rest is to cost nothing, so its steps aren't measured."""
-NO_GUESSES = Flight({}, 0.0, 0.0)
-"""The last step of a rest shows what a step costs without guesses."""
+@dataclass(slots=True, eq=False)
+class Flight:
+    """What is known of a plan that isn't committed yet."""
+
+    account: Account
+    began: float
+    """Time when it was planned, in seconds of the clock."""
+    guessing: float = 0.0
+    """Seconds that asking for guesses took."""
 
 
 class Speculation:
     """Guesses for the sequences of one engine. Not thread-safe: the scheduler's."""
 
-    def __init__(self, config: SpeculationConfig, proposer: Proposer, most_rows: int, clock: Clock) -> None:
+    def __init__(self, config: SpeculationConfig, proposer: Proposer, clock: Clock) -> None:
         """
         Args:
-            most_rows: of a step.
             clock: seconds, by which steps and guesses are measured.
         """
         self.counts = Counts()
         self._clock = clock
-        self._costs = StepCosts(most_rows, clock)
-        self._allowances: dict[tuple[int, Choosing], Allowance] = {}
-        """By what decides whether guesses pay: about how many sequences there are, and how their tokens are chosen.
-        What single streams have won isn't for large batches to lose."""
-        self._allowance = Allowance()
-        """That of the steps that run."""
-        self._shares = Shares(len(Choosing) * proposer.kinds)
         self._config = config
         self._proposer = proposer
+        self._accounts: defaultdict[int, Account] = defaultdict(Account)
+        """Accounts by size class: the number of binary digits of the number of sequences."""
         self._flights: deque[Flight] = deque()
-        """Of the plans in flight, the newest last."""
-        self._began: float | None = None
-        """When the oldest plan in flight began to be computed; None if that isn't known."""
-        self._eager: set[int] = set()
-        """Handles of the sequences that should get drafts in their next step."""
-        self._rests = 0
-        """Steps to come without guesses."""
-        self._next_rest = SHORTEST_REST
-        self._unmeasured = 0
-        """Steps with drafts since one without was measured."""
-        self._cold = True
-        """Whether the step before had a part of a prompt: then little that the next one needs is in the caches."""
-        self._guessed: set[int] = set()
-        """Of a proposer with passes: handles that it made guesses for in the step before."""
+        """Flights of the plans that aren't committed yet, the newest last."""
+        self._ended = 0.0
+        """Time when the newest committed plan had ended."""
+        self._before: Account | None = None
+        """Account of the step before, if that was a plain decode step."""
+        self._guesses = True
+        """Whether the newest plan may have guesses."""
+        self._vain: set[int] = set()
+        """Handles of the sequences for which no guess was found when they were asked for last."""
         self._depths: dict[int, int] = {}
-        self._valid = 0
-        """Of a proposer with passes: by handle, how many guesses it makes, and for how many steps more."""
-        self._guessing = choice.FREE
-        """What guesses of a proposer with passes take."""
-        self._observed = 0.0
-        """Seconds that learning from the step before took."""
+        """Lengths of the next chains, by handle."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -153,36 +185,21 @@ class Speculation:
         start = sequence.num_computed - len(states)
         self._proposer.observe([Computed(sequence.handle, sequence.tokens, start, states)])
 
-    def measure(self, runner: Runner) -> None:
-        """Measures what steps cost. Overwrites KV blocks: call it before there are sequences."""
+    def warm_up(self) -> None:
+        """Runs what would make the first guesses slow. Call it before there are sequences."""
         self._proposer.warm_up()
-        self._costs.measure(runner, self.layers)
-        if self._proposer.passes:
-            one, most = (
-                min([self._seconds([WARM_UP._replace(most=count)]) for _ in range(REPEATS)])
-                for count in (1, WARM_UP.most)
-            )
-            each = max(0.0, most - one) / (WARM_UP.most - 1)
-            self._guessing = choice.Guessing(max(0.0, one - each), each)
-            self._proposer.forget(WARM_UP.handle)
+        self._proposer.forget(WARM_UP.handle)
 
     def holds_back(self, sequence: Sequence) -> bool:
         """Whether a sequence shouldn't compute a token that isn't known yet: drafts can only follow a known one."""
-        return sequence.handle in self._eager or sequence.expected % ASK_AGAIN == 0
+        return self._guesses and (sequence.handle not in self._vain or sequence.expected % ASK_AGAIN == 0)
 
-    def rests(self) -> bool:
-        """Whether the next plan has no drafts, by a decision that was made before; otherwise call `propose` for it."""
-        if not self._rests:
-            return False
-        self._rests -= 1
-        if self._rests:
-            self._flights.append(RESTING)
-            self._allowance.settle(0.0)
-        else:
-            if not self._flights:
-                self._began = self._clock()
-            self._flights.append(NO_GUESSES)
-        return True
+    def begin(self, count: int) -> bool:
+        """A step of so many sequences is planned. Whether it may have guesses: then call `propose` for it."""
+        account = self._accounts[count.bit_length()]
+        self._flights.append(Flight(account, self._clock()))
+        self._guesses = account.begin() or not self._config.adaptive
+        return self._guesses
 
     def propose(self, sequences: Items[Sequence], room: int) -> list[Chain]:
         """The drafts of each sequence that computes its last token; [] if none has any.
@@ -190,33 +207,21 @@ class Speculation:
         Args:
             room: rows for drafts.
         """
-        if not sequences:
-            self._flights.append(RESTING)
-            return []
-        began = self._clock()
-        if not self._flights:
-            self._began = began - self._observed
-        choosing = [Choosing.of(sequence.request.sampling) for sequence in sequences]
-        self._allowance = self._allowances.setdefault((len(sequences).bit_length(), max(choosing)), Allowance())
-        wants = self._wants(sequences, room)
-        if not wants:
-            self._flights.append(Flight({}, self._clock() - began + self._observed, 0.0))
-            return []
-        guesses = self._proposer.propose(wants)
-        found = {want.handle: guess for want, guess in zip(wants, guesses, strict=True) if guess.tokens}
-        invested = self._follow(found, len(wants), self._clock() - began) if self._proposer.passes else 0.0
-        if found and self._config.adaptive and not self._proposer.passes:
-            found = self._chosen(sequences, found, room)
+        most, wants = self._config.max_tokens, []
+        for sequence in sequences:
+            left = sequence.request.most_tokens - sequence.num_tokens - 1
+            count = min(self._depths.get(sequence.handle, most), room, left)
+            if count > 0:
+                wants.append(Want(sequence.handle, sequence.request, sequence.tokens, count))
+                room -= count
+        guesses = self._proposer.propose(wants) if wants else []
+        found = {want.handle: guess for want, guess in zip(wants, guesses, strict=True) if guess}
         # Without a guess, nothing is lost by running ahead.
-        self._eager.difference_update([sequence.handle for sequence in sequences])
-        self._eager.update(found)
-        chains = [_chain(sequence, found.get(sequence.handle)) for sequence in sequences] if found else []
-        kinds = {
-            sequence.handle: _kind(found[sequence.handle].kind, chosen)
-            for sequence, chosen in zip(sequences, choosing, strict=True)
-            if sequence.handle in found
-        }
-        self._flights.append(Flight(kinds, self._clock() - began + self._observed, invested))
+        self._vain.update([sequence.handle for sequence in sequences])
+        self._vain.difference_update(found)
+        chains = [_chain(sequence, found.get(sequence.handle, [])) for sequence in sequences] if found else []
+        flight = self._flights[-1]
+        flight.guessing = self._clock() - flight.began
         return chains
 
     def settle(
@@ -225,162 +230,47 @@ class Speculation:
         """A step has ended.
 
         Args:
-            kept: [R] as `verify.kept_rows`.
+            kept: [R] as `kept_rows`.
             sequences: [R] of the rows.
             states: as `StepOutput.states`; the proposer's layers come first.
         """
-        flight = self._flights.popleft()
-        if flight is RESTING:
-            if states is not None and self.layers:
-                self._observe(plan, kept, sequences, states)
-            self._cold, self._observed = plan.kind != "decode", 0.0
-            self._began = self._clock() if self._flights and self._flights[0] is not RESTING else None
-            return
-        ended = self._clock()
-        read = states is not None and bool(self.layers) and self._observe(plan, kept, sequences, states)
-        self._account(plan, kept, sequences, flight, ended)
-        # What a prompt takes to be read is spent whether guesses pay or not, so it isn't held against them.
-        self._observed = 0.0 if read else self._clock() - ended
+        flight, last, ended = self._flights.popleft(), self._ended, self._clock()
+        self._ended = ended
+        if states is not None and self.layers:
+            read_prompts = self._observe(plan, kept, sequences, states)
+            self._ended = self._clock()
+            # What a prompt takes to be read is spent whether guesses pay or not, so it isn't held against them.
+            ended = ended if read_prompts else self._ended
+        if plan.drafts is not None:
+            self._learn(plan.drafts.tolist(), kept, sequences)
+        before, self._before = self._before, None
+        if plan.kind == "decode":
+            self._account(plan, sum(kept), flight, ended - max(flight.began, last), before)
 
-    def _account(
-        self, plan: StepPlan, kept: Items[bool], sequences: Items[Sequence], flight: Flight, ended: float
-    ) -> None:
-        """Learns from a step that ended at `ended`; other arguments as for `settle`."""
-        began, self._began = self._began, ended
-        drafts = None if plan.drafts is None else plan.drafts.tolist()
-        if drafts is not None:
-            self._learn(drafts, kept, sequences, flight.kinds)
-        cold, self._cold = self._cold, plan.kind != "decode"
-        if self._cold or began is None:
-            return
-        seconds = ended - began
-        kinds = choosing_of(plan.sampling)
-        starts = plan.starts.tolist()
-        context = own_context = float(sum(starts))
-        if drafts is not None:
-            own_context = float(sum([start for start, draft in zip(starts, drafts, strict=True) if not draft]))
-            context = own_context + self._costs.shared * (context - own_context)
-        own = max(seconds - flight.seconds, seconds / 10)
-        if not cold:
-            self._costs.observe(plan.num_rows, context, kinds, own, drafted=drafts is not None)
-        if flight.invested:
-            self._allowance.invest(flight.invested / own)
-        guessing = flight.seconds - flight.invested
-        if drafts is None:
-            self._unmeasured = 0
-            self._allowance.settle(-guessing / own)
-            return
-        self._unmeasured += 1
-        if self._unmeasured == MEASURE_AFTER and self._config.adaptive:
-            self._rests = 2
-        count, tokens = plan.num_sequences, sum(kept)
-        others = [row for row, draft in enumerate(drafts) if not draft]
-        alone = self._costs.step(count, own_context, [kinds[row] for row in others], drafted=False)
-        expected = self._costs.step(plan.num_rows, context, kinds, drafted=True) + guessing
-        self._allowance.settle(tokens / count - min(seconds - flight.invested, BOUND * expected) / alone)
-        self.counts.steps += 1
-        self.counts.tokens += tokens
-        self.counts.seconds += seconds
-        self.counts.plain_seconds += alone * tokens / count
+    def _account(self, plan: StepPlan, tokens: int, flight: Flight, seconds: float, before: Account | None) -> None:
+        """Learns from what a decode step took; `before` is the account of the step before, if that was a plain one."""
+        account, count = flight.account, plan.num_sequences
+        alone = account.plain * count
+        if plan.drafts is not None:
+            self.counts.steps += 1
+            self.counts.tokens += tokens
+            if alone:
+                self.counts.seconds += seconds
+                self.counts.plain_seconds += account.plain * tokens
+                account.settle(tokens / count - seconds / alone)
+        elif flight.guessing:
+            account.settle(-flight.guessing / alone if alone else 0.0)
+        else:
+            self._before = account
+            account.settle(0.0)
+            if before is account:
+                account.measure(seconds / count)
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended."""
-        self._shares.forget(sequence.handle)
-        self._eager.discard(sequence.handle)
+        self._vain.discard(sequence.handle)
         self._depths.pop(sequence.handle, None)
         self._proposer.forget(sequence.handle)
-        if self._allowance.open:
-            # What comes in its place may be worth guesses.
-            self._rests, self._next_rest = 0, SHORTEST_REST
-
-    def _wants(self, sequences: Items[Sequence], room: int) -> list[Want]:
-        """What to ask the proposer for."""
-        most, depths = self._config.max_tokens, self._depths
-        if self._config.adaptive:
-            if not self._allowance.open:
-                self._next_rest = LONGEST_REST
-                return self._rest(sequences)
-            if self._proposer.passes and not self._decided(sequences, room):
-                return self._rest(sequences)
-        wants = []
-        for sequence in sequences:
-            left = sequence.request.most_tokens - sequence.num_tokens - 1
-            count = min(depths.get(sequence.handle, most), room, left)
-            if count > 0:
-                wants.append(Want(sequence.handle, sequence.request, sequence.tokens, count))
-                # What a look-up finds is chosen from.
-                room -= 0 if self._config.adaptive and not self._proposer.passes else count
-        return wants
-
-    def _rest(self, sequences: Items[Sequence]) -> list[Want]:
-        """No guesses for a while."""
-        handles = [sequence.handle for sequence in sequences]
-        self._rests = self._next_rest - 1
-        self._shares.rest(handles, self._next_rest)
-        self._next_rest = min(2 * self._next_rest, LONGEST_REST)
-        self._guessed.clear()
-        self._eager.difference_update(handles)
-        return []
-
-    def _decided(self, sequences: Items[Sequence], room: int) -> bool:
-        """Whether a proposer with passes should make guesses; `_depths` says how many."""
-        self._valid -= 1
-        if self._valid < 0 or any(sequence.handle not in self._depths for sequence in sequences):
-            self._valid = DECIDED_STEPS - 1
-            candidates = [self._candidate(sequence, 0, self._config.max_tokens) for sequence in sequences]
-            found = choice.counts(candidates, self._costs, room, self._guessing)
-            self._depths = {sequence.handle: count for sequence, count in zip(sequences, found, strict=True)}
-        return any(self._depths[sequence.handle] for sequence in sequences)
-
-    def _chosen(self, sequences: Items[Sequence], found: dict[int, Guess], room: int) -> dict[int, Guess]:
-        """As many of the guesses as pay; by handle."""
-        guesses = [found.get(sequence.handle, NO_GUESS) for sequence in sequences]
-        candidates = [
-            self._candidate(sequence, guess.kind, len(guess.tokens))
-            for sequence, guess in zip(sequences, guesses, strict=True)
-        ]
-        chosen = {
-            sequence.handle: guess._replace(tokens=guess.tokens[:count])
-            for sequence, guess, count in zip(
-                sequences, guesses, choice.counts(candidates, self._costs, room, choice.FREE), strict=True
-            )
-            if count
-        }
-        if chosen:
-            self._next_rest = SHORTEST_REST
-        else:
-            self._rest(sequences)
-        return chosen
-
-    def _candidate(self, sequence: Sequence, kind: int, count: int) -> choice.Candidate:
-        choosing = Choosing.of(sequence.request.sampling)
-        share = self._shares.expected(sequence.handle, _kind(kind, choosing))
-        return choice.Candidate(share, count, sequence.num_tokens, choosing)
-
-    def _follow(self, found: dict[int, Guess], wanted: int, seconds: float) -> float:
-        """A proposer with passes has taken `seconds` for the guesses that were found, of as many as were wanted.
-
-        Returns:
-            Seconds that were for guesses to come.
-        """
-        steady = len(found) == wanted and found.keys() <= self._guessed
-        self._guessed = set(found)
-        self._next_rest = SHORTEST_REST
-        if not found:
-            return seconds
-        expected = self._guessing.seconds(max([len(guess.tokens) for guess in found.values()]))
-        if not steady:
-            # It has read what was new to it, so the time says nothing of a pass.
-            return max(0.0, seconds - expected)
-        factor = 1 + FOLLOW * (min(seconds / expected, BOUND) - 1) if expected else 1.0
-        self._guessing = choice.Guessing(self._guessing.start * factor, self._guessing.each * factor)
-        return 0.0
-
-    def _seconds(self, wants: list[Want]) -> float:
-        """That guesses take."""
-        began = self._clock()
-        self._proposer.propose(wants)
-        return self._clock() - began
 
     def _observe(self, plan: StepPlan, kept: Items[bool], sequences: Items[Sequence], states: "Tensor") -> bool:
         """Hands the hidden states of the tokens that were kept to the proposer; whether that has read prompts."""
@@ -393,40 +283,32 @@ class Speculation:
                 computed.append(Computed(sequence.handle, sequence.tokens, start, states_here))
         return self._proposer.observe(computed)
 
-    def _learn(self, drafts: Items[bool], kept: Items[bool], sequences: Items[Sequence], kinds: dict[int, int]) -> None:
-        counts = self.counts
-        for row, draft in enumerate(drafts):
-            if not draft:
-                continue
-            sequence, right = sequences[row], kept[row]
-            counts.proposed += 1
-            sequence.proposed += 1
-            # Behind a draft that isn't kept, nothing can be learned.
-            if kept[row - 1]:
-                counts.accepted += right
-                sequence.accepted += right
-                self._shares.learn(sequence.handle, kinds[sequence.handle], right)
-                if sequence.ended:
-                    self._shares.forget(sequence.handle)
+    def _learn(self, drafts: Items[bool], kept: Items[bool], sequences: Items[Sequence]) -> None:
+        """Counts the drafts, and sets how long the next chains are."""
+        accepted: dict[Sequence, int] = {}
+        for sequence, draft, has in zip(sequences, drafts, kept, strict=True):
+            if draft:
+                sequence.proposed += 1
+                sequence.accepted += has
+                accepted[sequence] = accepted.get(sequence, 0) + has
+        self.counts.proposed += sum(drafts)
+        self.counts.accepted += sum(accepted.values())
+        if self._config.adaptive:
+            for sequence, count in accepted.items():
+                if not sequence.ended:
+                    self._depths[sequence.handle] = min(count + 1, self._config.max_tokens)
 
 
-def _kind(guess: int, choosing: Choosing) -> int:
-    """The kind of a share, by `Guess.kind` and how the tokens are chosen that guesses are compared with."""
-    return len(Choosing) * guess + choosing
-
-
-def _chain(sequence: Sequence, guess: Guess | None) -> Chain:
+def _chain(sequence: Sequence, drafts: list[int]) -> Chain:
     """As many of the guessed tokens as the request's constraint allows."""
-    if guess is None:
-        return NO_CHAIN
-    drafts = guess.tokens
-    if sequence.shaping is None:
+    shaping = sequence.shaping
+    if shaping is None:
         return Chain(drafts, [])
     shapings: list[Shaping | None] = []
-    last: Shaping | None = sequence.shaping
     for draft in drafts:
-        last = last.after(draft) if last is not None else None
-        if last is None:
+        following = shaping.after(draft)
+        if following is None:
             break
-        shapings.append(last)
+        shapings.append(following)
+        shaping = following
     return Chain(drafts[: len(shapings)], shapings)

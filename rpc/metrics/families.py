@@ -260,8 +260,8 @@ DRAFT_SECONDS = _family(
     "counter",
     "seconds",
     "Time of the decode steps with guessed tokens, that of guessing included (on a CPU, CPU time of the engine's "
-    "thread): as it was, and as their tokens would have taken without, by the engine's measurements. The difference is "
-    "what was saved.",
+    "thread): as it was, and as their tokens would have taken without, by steps without guesses. The difference "
+    "was saved. Steps count once one without guesses was measured.",
     Label("case", ("with_guesses", "without")),
 )
 STEP_SECONDS = _family(

@@ -83,8 +83,7 @@ class Bench:
         speculation = None
         if drafts:
             options = SpeculationConfig("ngram", max_tokens=drafts, adaptive=False)
-            rows = min(max_sequences, max_batch_tokens)
-            speculation = Speculation(options, HashGuesses(wrong_every=drafts + 2), rows, time.thread_time)
+            speculation = Speculation(options, HashGuesses(wrong_every=drafts + 2), time.thread_time)
         self.scheduler = Scheduler(self.config, self.prefix, self.runner.spec, lag, speculation)
         self.lag = lag
         self.flight: deque[tuple[StepPlan, StepHandle]] = deque()

@@ -8,15 +8,13 @@ import xxhash
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.sampling.sampler import Draw
-from kvrelay.engine.speculate.base import NO_GUESS, Computed, Guess, Want
+from kvrelay.engine.speculate.base import Computed, Want
 from support.hash_runner import LAYOUT, VOCAB_SIZE, choose_tokens, hash_states, kv_bytes
 
 
 class HashGuesses:
     """A `Proposer` that knows the model. One guess in `wrong_every` is wrong, and so are those behind it."""
 
-    passes = False
-    kinds = 1
     layers: tuple[int, ...] = ()
     last_state = False
 
@@ -32,8 +30,8 @@ class HashGuesses:
     def observe(self, computed: Sequence[Computed]) -> bool:
         return False
 
-    def propose(self, wants: Sequence[Want]) -> list[Guess]:
-        return [Guess(self._propose(want)) for want in wants]
+    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
+        return [self._propose(want) for want in wants]
 
     def forget(self, handle: int) -> None:
         self._states.pop(handle, None)
@@ -75,8 +73,8 @@ class HashHeads(HashGuesses):
             self._known[handle] = (first if first <= start <= end else start, start + len(states))
         return False
 
-    def propose(self, wants: Sequence[Want]) -> list[Guess]:
-        return [Guess(self._propose(want)) if self._has(want) else NO_GUESS for want in wants]
+    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
+        return [self._propose(want) if self._has(want) else [] for want in wants]
 
     def forget(self, handle: int) -> None:
         super().forget(handle)
@@ -97,8 +95,8 @@ class Recorded:
         self._propose = self._proposer.propose
         self._proposer.propose = self.propose  # type: ignore[method-assign]  # watched
 
-    def propose(self, wants: Sequence[Want]) -> list[Guess]:
+    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
         found = self._propose(wants)
         for want, guess in zip(wants, found, strict=True):
-            self.guesses[want.request.request_id, len(want.tokens)] = guess.tokens
+            self.guesses[want.request.request_id, len(want.tokens)] = guess
         return found

@@ -31,7 +31,6 @@ from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.layout import FloatDtype, KVLayout
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.runner.base import Runner
-from kvrelay.engine.speculate.costs import StepCosts
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.prefill_worker.role import PrefillRole
 from kvrelay.rpc.heartbeat import HeartbeatClient
@@ -129,8 +128,6 @@ def armed(role: type[HandoffRole]) -> type[HandoffRole]:
 
 if __name__ == "__main__":
     worker_module.CHECK_SECONDS = 0.0
-    # A hash model's steps cost what the test says. Measuring them took most of a start.
-    StepCosts.measure = lambda *_: None  # type: ignore[method-assign]
     if BEAT_SECONDS in os.environ:
         beat = float(os.environ[BEAT_SECONDS])
         worker_server.HeartbeatClient = partial(HeartbeatClient, interval=beat)  # type: ignore[misc, assignment]  # a class
