@@ -30,11 +30,10 @@ from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.frames.frames import PoolFrames
 from kvrelay.transfer.links.links import LinkLimits, LinkManager, LinkTimeouts
-from kvrelay.transfer.protocol.claim import BlockClaim
 from kvrelay.transfer.protocol.events import Frame, Outcome
 from kvrelay.transfer.protocol.handshake import LocalWorker
 from kvrelay.transfer.protocol.messages import Push
-from kvrelay.transfer.protocol.ports import RECEIVER, SENDER, LinkEnd, LinkSpec, LoopRuntime
+from kvrelay.transfer.protocol.ports import RECEIVER, SENDER, BlockClaim, LinkEnd, LinkSpec, LoopRuntime
 from kvrelay.transfer.transports.base import Link, Pending
 from kvrelay.transfer.transports.registry import available_transports
 

@@ -19,11 +19,11 @@ import test_transfer_protocol as protocol
 from kvrelay.decode_worker.kv_receiver import KVReceiver
 from kvrelay.prefill_worker.kv_sender import KVSender
 from kvrelay.transfer.frames.frames import ReceiveJob
-from kvrelay.transfer.protocol.claim import BlockClaim
 from kvrelay.transfer.protocol.endpoint import Endpoint
 from kvrelay.transfer.protocol.events import State
 from kvrelay.transfer.protocol.handshake import LocalWorker
 from kvrelay.transfer.protocol.peers import PeerTable
+from kvrelay.transfer.protocol.ports import BlockClaim
 from kvrelay.transfer.protocol.table import ReceiveAttempt, SendAttempt
 from support import raw_peer
 from support.handoff import Ends
