@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvrelay.engine.kv.writes import Event
-from kvrelay.transfer.links.links.transports import nccl
 from kvrelay.transfer.protocol.ports import RECEIVER, SENDER
+from kvrelay.transfer.transports import nccl
 from kvrelay.transfer.transports.base import LinkError
 from kvrelay.transfer.transports.nccl import (
     MAX_CHANNELS,

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from kvrelay.transfer.links.links.transports import registry
 from kvrelay.transfer.protocol.ports import RECEIVER, SENDER, NoTransportError
+from kvrelay.transfer.transports import registry
 from kvrelay.transfer.transports.base import LinkError
 from kvrelay.transfer.transports.nccl import scope_of
 from kvrelay.transfer.transports.registry import available_transports, choose, entries

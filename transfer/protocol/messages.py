@@ -28,13 +28,13 @@ Key = tuple[str, int]
 VERSION = 7
 SERVICE = DESCRIPTOR.services_by_name["HandoffService"].full_name
 """Both ends of its method `Control` take and give the bytes of batches: gRPC itself would parse any size."""
-MAX_BATCH_BYTES = 64 * 2**10
-"""Size limit of a batch; it bounds the time that parsing takes, whatever is in it, to about half a millisecond."""
+MAX_BATCH_BYTES = 32 * 2**10
+"""Size limit of a batch; it bounds the time that parsing takes, whatever is in it, to less than half a millisecond."""
 SMALL_BYTES = 1024
 """Size of a message up to which an unknown field is looked for by its number; `decode` refuses those of any size."""
 MAX_MESSAGES = 64
 """Messages of one batch at most."""
-MAX_KEYS = 64
+MAX_KEYS = 32
 """Attempts that one Renew, and all of one batch, name at most."""
 MAX_FRAME_BYTES = 256 * 2**20
 """KV bytes of one frame on a link at most."""
@@ -83,7 +83,7 @@ class Many(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Fields(Rule):
-    """A value whose fields are those of a protobuf message."""
+    """A value whose fields are those of a protobuf message, in the order of their numbers."""
 
     kind: Callable[..., Any]
     rules: Mapping[str, Rule]
@@ -94,13 +94,17 @@ class Fields(Rule):
         if value.ByteSize() <= SMALL_BYTES and len(unknown := UnknownFieldSet(value)):
             number = unknown[0].field_number
             raise WireError(f"{name} has a field {number}; version {VERSION} of the protocol has none such")
-        found = {descriptor.name: item for descriptor, item in value.ListFields()}
-        fields = {}
-        for field, rule in self.rules.items():
-            if field in found:
-                fields[field] = rule.check(f"{name}.{field}", found[field])
-            elif not (isinstance(rule, Fields) and rule.optional):
-                raise WireError(f"{name}.{field} is missing")
+        found, rules = value.ListFields(), self.rules
+        if len(found) < len(rules):
+            names = {descriptor.name for descriptor, _ in found}
+            for field, rule in rules.items():
+                if field not in names and not (isinstance(rule, Fields) and rule.optional):
+                    raise WireError(f"{name}.{field} is missing")
+            rules = {field: rule for field, rule in rules.items() if field in names}
+        fields = {
+            field: rule.check(f"{name}.{field}", item)
+            for (field, rule), (_, item) in zip(rules.items(), found, strict=True)
+        }
         try:
             return self.kind(**fields)
         except ValueError as error:
@@ -126,10 +130,11 @@ _SIZE = Number(1, 2**20)
 LAYOUT = Fields(
     KVLayout,
     {
-        **dict.fromkeys(("layers", "kv_heads", "head_dim", "block_size", "tp_size"), _SIZE),
-        "tp_rank": Number(0, 2**20),
+        **dict.fromkeys(("layers", "kv_heads", "head_dim", "block_size"), _SIZE),
         "dtype": _names(DTYPE_BYTES),
         "order": _names(get_args(Order)),
+        "tp_rank": Number(0, 2**20),
+        "tp_size": _SIZE,
     },
 )
 STATES = Fields(
