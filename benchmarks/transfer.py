@@ -45,7 +45,6 @@ from kvrelay.engine.kv.blocks import BlockPool, Hold
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.scheduling.progress import Reservation
-from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
 from kvrelay.prefill_worker.handoff_client import HandoffClient
 from kvrelay.rpc.certificates import part_files
 from kvrelay.rpc.credentials import Credentials
@@ -166,7 +165,7 @@ async def _receive(
         members = PeerTable([Peer(PREFILL, address="")])
         services.append(HandoffService(setup(DECODE, pool, members, config, transports), host))
         servers.append(CREDENTIALS.server())
-        add_HandoffServiceServicer_to_server(services[-1], servers[-1])
+        services[-1].add_to(servers[-1])
         ports.append(servers[-1].add_insecure_port(f"{HOST}:0"))
         await servers[-1].start()
     there.send(ports)

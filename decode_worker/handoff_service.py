@@ -8,20 +8,18 @@ import grpc
 
 from kvrelay.decode_worker.kv_receiver import KVReceiver
 from kvrelay.decode_worker.receiver_ports import ReceiverHost
-from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
-from kvrelay.internal.v1.handoff_pb2_grpc import HandoffServiceServicer
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.options import HELLO_SECONDS
 from kvrelay.transfer.links.endpoint_loop import EndpointLoop, HandoffSetup
-from kvrelay.transfer.protocol.messages import Code, Hello, Message, Refuse, decode, encode
+from kvrelay.transfer.protocol.messages import SERVICE, Code, Hello, Message, Refuse, decode, encode
 from kvrelay.transfer.protocol.outbox import WRITE_TIMEOUT_SECONDS, Outbox
 from kvrelay.transfer.protocol.packing import WireError, clip
 from kvrelay.transfer.protocol.peers import NEWS_SECONDS, Peer
 
-Context = grpc.aio.ServicerContext[ControlRequest, ControlResponse]
+Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
-class HandoffService(HandoffServiceServicer):
+class HandoffService:
     """Runs the `KVReceiver` of one decode worker on the running event loop, until `close`."""
 
     def __init__(self, setup: HandoffSetup, host: ReceiverHost) -> None:
@@ -34,15 +32,16 @@ class HandoffService(HandoffServiceServicer):
         self.receiver.end_pairs(code)
         await self._loop.stop()
 
-    async def Control(
-        self,
-        request_iterator: AsyncIterator[ControlRequest],
-        context: "grpc.aio.ServicerContext[ControlRequest, ControlResponse]",
-    ) -> None:
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Lets a server that hasn't started take control streams."""
+        control = grpc.stream_stream_rpc_method_handler(self._control)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Control": control}),))
+
+    async def _control(self, requests: AsyncIterator[bytes], context: Context) -> None:
         receiver = self.receiver
         try:
             async with asyncio.timeout(HELLO_SECONDS):
-                hello, messages = await read_hello(request_iterator)
+                hello, messages = await read_hello(requests)
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {HELLO_SECONDS:g} s")
         except WireError as error:
@@ -51,13 +50,13 @@ class HandoffService(HandoffServiceServicer):
         refusal = receiver.objection(hello)
         if refusal is not None or peer is None:
             code, reason = refusal or (Code.UNKNOWN_PEER, f"{hello.worker} has just left the membership")
-            await context.write(ControlResponse(batch=encode([Refuse(code, clip(reason))])))
+            await context.write(encode([Refuse(code, clip(reason))]))
             return
         stream = IncomingStream(peer, receiver)
         receiver.accept(stream, hello)
         for message in messages:
             receiver.on_message(stream, message)
-        await stream.run(request_iterator, context)
+        await stream.run(requests, context)
 
 
 class IncomingStream:
@@ -83,12 +82,12 @@ class IncomingStream:
             self._outbox.put(Refuse(code, clip(message)))
             self._outbox.close()
 
-    async def run(self, requests: AsyncIterator[ControlRequest], context: Context) -> None:
+    async def run(self, requests: AsyncIterator[bytes], context: Context) -> None:
         """Reads and writes until either end is done or has failed."""
         reader = asyncio.create_task(self._read(requests), name=f"hand-offs from {self.peer.name}")
         try:
             async for batch in self._outbox.batches():
-                await asyncio.wait_for(context.write(ControlResponse(batch=batch)), WRITE_TIMEOUT_SECONDS)
+                await asyncio.wait_for(context.write(batch), WRITE_TIMEOUT_SECONDS)
         except (TimeoutError, grpc.RpcError, grpc.aio.BaseError) as error:
             # A sender that dies during a write shows as one of these, not as a cancellation.
             self._ended(Code.CLOSED, f"control stream from {self.peer.name}: {type(error).__name__}")
@@ -100,10 +99,10 @@ class IncomingStream:
             with suppress(asyncio.CancelledError):
                 await reader
 
-    async def _read(self, requests: AsyncIterator[ControlRequest]) -> None:
+    async def _read(self, requests: AsyncIterator[bytes]) -> None:
         try:
-            async for request in requests:
-                for message in decode(request.batch):
+            async for batch in requests:
+                for message in decode(batch):
                     if self._over is None:
                         self._receiver.on_message(self, message)
             self._ended(Code.CLOSED, f"{self.peer.name} ended its control stream")
@@ -119,14 +118,14 @@ class IncomingStream:
         return self._over
 
 
-async def read_hello(requests: AsyncIterator[ControlRequest]) -> tuple[Hello, list[Message]]:
+async def read_hello(requests: AsyncIterator[bytes]) -> tuple[Hello, list[Message]]:
     """The first message of a stream, and the other messages of its batch.
 
     Raises:
         WireError: the first message is not a Hello.
     """
     first = await anext(requests, None)
-    messages = [] if first is None else decode(first.batch)
+    messages = [] if first is None else decode(first)
     if not messages or not isinstance(messages[0], Hello):
         raise WireError("the first message of a control stream must be Hello")
     return messages[0], messages[1:]

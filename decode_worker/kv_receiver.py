@@ -19,7 +19,6 @@ from typing import Any
 from kvrelay.decode_worker.receiver_ports import ReceiveJobs, ReceiverHost
 from kvrelay.decode_worker.reservation_queue import ReservationQueue
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.transfer.protocol.claim import tokens_digest
 from kvrelay.transfer.protocol.endpoint import Endpoint, EndpointContext, Pair, Transfer, TransferStats
 from kvrelay.transfer.protocol.events import (
     BlocksFreed,
@@ -39,6 +38,7 @@ from kvrelay.transfer.protocol.events import (
     Reserved,
     StopFrames,
     Tell,
+    tokens_digest,
 )
 from kvrelay.transfer.protocol.messages import (
     Abort,

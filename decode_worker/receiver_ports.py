@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvrelay.engine.states import StatesLayout
-from kvrelay.transfer.protocol.claim import BlockClaim
 from kvrelay.transfer.protocol.endpoint import TransferStats
 from kvrelay.transfer.protocol.events import Frame, Outcome
 from kvrelay.transfer.protocol.messages import Code, Hello, Key
+from kvrelay.transfer.protocol.ports import BlockClaim
 
 
 class BlockHold(Protocol):

@@ -26,7 +26,6 @@ from kvrelay.decode_worker.kv_receiver import Receiving
 from kvrelay.engine.request import Request
 from kvrelay.engine.scheduling.progress import Progress, Reservation
 from kvrelay.engine.scheduling.room import REPORTED, Room
-from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
 from kvrelay.internal.v1.supervisor_pb2 import ROLE_PREFILL, Member
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_COLOCATED,
@@ -66,7 +65,7 @@ class DecodeRole(HandoffRole):
         self._receiver = self._service.receiver
 
     def add_services(self, server: grpc.aio.Server) -> None:
-        add_HandoffServiceServicer_to_server(self._service, server)
+        self._service.add_to(server)
 
     @property
     def endpoint(self) -> Endpoint[Receiving]:

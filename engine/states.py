@@ -25,6 +25,10 @@ class StatesLayout:
     last: bool = False
     """Whether those of the prompt's last token are enough."""
 
+    def __post_init__(self) -> None:
+        if len(set(self.layers)) != len(self.layers):
+            raise ValueError(f"StatesLayout.layers is {self.layers}; none may be there twice")
+
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's states."""

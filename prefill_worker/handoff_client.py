@@ -6,12 +6,10 @@ from contextlib import suppress
 
 import grpc
 
-from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
-from kvrelay.internal.v1.handoff_pb2_grpc import HandoffServiceStub
 from kvrelay.prefill_worker.kv_sender import KVSender, SenderHost
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.transfer.links.endpoint_loop import EndpointLoop, HandoffSetup
-from kvrelay.transfer.protocol.messages import Code, Message, decode
+from kvrelay.transfer.protocol.messages import SERVICE, VERSION, Code, Message, decode
 from kvrelay.transfer.protocol.outbox import WRITE_TIMEOUT_SECONDS, Outbox
 from kvrelay.transfer.protocol.packing import WireError
 from kvrelay.transfer.protocol.peers import Peer
@@ -21,7 +19,7 @@ logger = logging.getLogger(__name__)
 LEAVE_SECONDS = 0.5
 """How long peers may take to read the last messages of a worker that shuts down."""
 
-Call = grpc.aio.StreamStreamCall[ControlRequest, ControlResponse]
+Call = grpc.aio.StreamStreamCall[bytes, bytes]
 
 
 class HandoffClient:
@@ -107,9 +105,13 @@ class OutgoingStream:
         stream = f"control stream to {self.peer.name}"
         try:
             async with self._credentials.channel(self.peer.address, "worker") as channel:
-                await self._converse(HandoffServiceStub(channel).Control(metadata=self._credentials.metadata))
+                control = channel.stream_stream(f"/{SERVICE}/Control", None, None)
+                await self._converse(control(None, metadata=self._credentials.metadata))
         except grpc.aio.AioRpcError as error:
-            return Code.CLOSED, f"{stream}: {error.code().name}: {error.details()}"
+            reason = f"{stream}: {error.code().name}: {error.details()}"
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                return Code.INCOMPATIBLE, f"{reason}; the hello was of version {VERSION} of the protocol"
+            return Code.CLOSED, reason
         except WireError as error:
             return Code.PROTOCOL, f"{stream}: {error}"
         except Exception as error:
@@ -120,8 +122,8 @@ class OutgoingStream:
     async def _converse(self, call: Call) -> None:
         writer = asyncio.create_task(self._write(call), name=f"hand-offs to {self.peer.name}: writer")
         try:
-            async for response in call:
-                for message in decode(response.batch):
+            async for batch in call:
+                for message in decode(batch):
                     self._sender.on_message(self, message)
         finally:
             writer.cancel()
@@ -132,7 +134,7 @@ class OutgoingStream:
     async def _write(self, call: Call) -> None:
         try:
             async for batch in self._outbox.batches():
-                await asyncio.wait_for(call.write(ControlRequest(batch=batch)), WRITE_TIMEOUT_SECONDS)
+                await asyncio.wait_for(call.write(batch), WRITE_TIMEOUT_SECONDS)
             await call.done_writing()
             return
         except WireError:

@@ -21,7 +21,6 @@ from typing import Any, Protocol
 from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import BETWEEN_GPUS
-from kvrelay.transfer.protocol.claim import BlockClaim, tokens_digest
 from kvrelay.transfer.protocol.endpoint import Endpoint, EndpointContext, Pair, Transfer, TransferStats
 from kvrelay.transfer.protocol.events import (
     Committed,
@@ -40,6 +39,7 @@ from kvrelay.transfer.protocol.events import (
     SendFrame,
     StopFrames,
     Tell,
+    tokens_digest,
 )
 from kvrelay.transfer.protocol.handshake import FrameCut
 from kvrelay.transfer.protocol.messages import (
@@ -61,7 +61,7 @@ from kvrelay.transfer.protocol.messages import (
 )
 from kvrelay.transfer.protocol.packing import WireError, clip
 from kvrelay.transfer.protocol.peers import Peer
-from kvrelay.transfer.protocol.ports import SENDER, ControlStream, LinkEnd, NoTransportError
+from kvrelay.transfer.protocol.ports import SENDER, BlockClaim, ControlStream, LinkEnd, NoTransportError
 from kvrelay.transfer.protocol.states import SentStates
 from kvrelay.transfer.protocol.table import SendAttempt
 

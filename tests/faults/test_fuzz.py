@@ -16,7 +16,6 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from kvrelay.internal.v1.handoff_pb2 import ControlRequest
 from kvrelay.internal.v1.supervisor_pb2 import ROLE_PREFILL, AttendRequest, GetStatusRequest, Member
 from kvrelay.internal.v1.worker_pb2 import RelayRequest, RouterHello, Sampling, Submit
 from kvrelay.rpc.identity import WorkerId
@@ -188,8 +187,7 @@ def test_a_decode_worker_survives_any_control_stream(it: Scene, amount: settings
 
     def send(stream: tuple[bytes, list[bytes]]) -> None:
         first, following = stream
-        requests = [ControlRequest(batch=batch).SerializeToString() for batch in (first, *following)]
-        call(decode.address, "/kvrelay.internal.v1.HandoffService/Control", requests)
+        call(decode.address, "/kvrelay.internal.v1.HandoffService/Control", [first, *following])
         assert it.cluster.processes["decode-0"].popen.poll() is None, stream
 
     fuzzed(amount, streams, send)

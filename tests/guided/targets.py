@@ -27,8 +27,8 @@ with atheris.instrument_imports(include=["kvrelay"], exclude=["kvrelay.v1", "kvr
     from kvrelay.router.request.tokenizer import Tokenizer
     from kvrelay.router.request.validation import check
     from kvrelay.router.request.wire import BadOutline, check_outline
+    from kvrelay.transfer.protocol import messages
     from kvrelay.transfer.protocol.packing import WireError
-    from kvrelay.transfer.protocol.table import messages
     from kvrelay.worker.relay.requests import request_of
 
 from google.protobuf.message import DecodeError

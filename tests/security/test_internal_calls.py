@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from kvrelay.internal.v1 import handoff_pb2, supervisor_pb2, worker_pb2
-from kvrelay.internal.v1.handoff_pb2 import ControlRequest
+from kvrelay.internal.v1.handoff_pb2 import HandoffBatch
 from kvrelay.internal.v1.handoff_pb2_grpc import HandoffServiceStub
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_READY,
@@ -216,7 +216,7 @@ def test_a_workers_services_refuse_the_wrong_part(
     with credentials.blocking_channel(address, "worker") as channel:
         calls = {
             "Relay": WorkerServiceStub(channel).Relay(iter([RelayRequest(hello=RouterHello())]), **call),
-            "Control": HandoffServiceStub(channel).Control(iter([ControlRequest(batch=b"?")]), **call),
+            "Control": HandoffServiceStub(channel).Control(iter([HandoffBatch()]), **call),
         }
         # What is allowed fails too, by what the messages say.
         codes = {name: refusal(lambda answers=answers: next(iter(answers))).code() for name, answers in calls.items()}

@@ -14,7 +14,6 @@ from kvrelay.decode_worker.kv_receiver import KVReceiver
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.states import StatesLayout, StatesShape
-from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
 from kvrelay.prefill_worker.handoff_client import HandoffClient
 from kvrelay.prefill_worker.kv_sender import KVSender
 from kvrelay.rpc.identity import WorkerId
@@ -289,7 +288,7 @@ async def serving(
     service = HandoffService(setup(RECEIVER, pool, peers, config, transports, states), host)
     host.on_free = service.receiver.blocks_freed
     server = credentials("worker").server()
-    add_HandoffServiceServicer_to_server(service, server)
+    service.add_to(server)
     port = server.add_insecure_port(f"{HOST}:0")
     await server.start()
     try:

@@ -14,7 +14,6 @@ import torch
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.frames.frames import DrainJob, PoolFrames, ReceiveJob, SendJob
-from kvrelay.transfer.protocol.claim import BlockClaim
 from kvrelay.transfer.protocol.events import (
     Commit,
     Computed,
@@ -38,6 +37,7 @@ from kvrelay.transfer.protocol.events import (
 )
 from kvrelay.transfer.protocol.handshake import LocalWorker
 from kvrelay.transfer.protocol.messages import Code, Finish, Key, Push
+from kvrelay.transfer.protocol.ports import BlockClaim
 from kvrelay.transfer.protocol.table import ReceiveAttempt, SendAttempt
 from kvrelay.transfer.transports.base import LinkError
 from support.handoff import FIRST_TOKEN, RECEIVER, SENDER

@@ -6,11 +6,9 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
-from kvrelay.internal.v1.handoff_pb2_grpc import HandoffServiceStub
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.protocol.handshake import LocalWorker
-from kvrelay.transfer.protocol.messages import Message, decode, encode
+from kvrelay.transfer.protocol.messages import SERVICE, Message, decode, encode
 from support.access import METADATA
 from support.fake_transport import FakeTransport
 from support.handoff import LAYOUT, RECEIVER, SENDER, Pair, pair
@@ -18,7 +16,7 @@ from support.handoff import LAYOUT, RECEIVER, SENDER, Pair, pair
 CONFIG = TransferConfig(frame_timeout_seconds=2.0)
 PATIENCE_SECONDS = 10.0
 HELLO = LocalWorker(SENDER, LAYOUT, "fingerprint").hello(RECEIVER, CONFIG)
-Call = grpc.aio.StreamStreamCall[ControlRequest, ControlResponse]
+Call = grpc.aio.StreamStreamCall[bytes, bytes]
 
 
 class RawPeer:
@@ -28,24 +26,28 @@ class RawPeer:
         self.call = call
 
     async def send(self, *messages: Message) -> None:
-        await self.call.write(ControlRequest(batch=encode(messages)))
+        await self.call.write(encode(messages))
 
     async def receive(self, kind: type[Message]) -> Message:
         """The next message of this kind; AssertionError if the stream ends first."""
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while (response := await self.call.read()) is not grpc.aio.EOF:
-                for message in decode(response.batch):
+            while (batch := await self.call.read()) is not grpc.aio.EOF:
+                for message in decode(batch):
                     if isinstance(message, kind):
                         return message
         raise AssertionError(f"the stream ended without {kind.__name__}")
 
 
+def control(channel: grpc.aio.Channel) -> RawPeer:
+    return RawPeer(channel.stream_stream(f"/{SERVICE}/Control", None, None)(None, metadata=METADATA))
+
+
 @asynccontextmanager
 async def raw_peer(world: Pair) -> AsyncIterator[RawPeer]:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{world.port}") as channel:
-        call = HandoffServiceStub(channel).Control(metadata=METADATA)
-        yield RawPeer(call)
-        call.cancel()
+        peer = control(channel)
+        yield peer
+        peer.call.cancel()
 
 
 @asynccontextmanager

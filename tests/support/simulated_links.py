@@ -14,11 +14,10 @@ import numpy as np
 from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.engine.states import StatesLayout
 from kvrelay.transfer.frames.frames import announce
-from kvrelay.transfer.protocol.claim import BlockClaim
 from kvrelay.transfer.protocol.events import Frame, Outcome
 from kvrelay.transfer.protocol.messages import Code, Grant, Hello, Key, Message, Push, Refuse
 from kvrelay.transfer.protocol.peers import Peer
-from kvrelay.transfer.protocol.ports import SENDER, LinkEnd, LinkSpec
+from kvrelay.transfer.protocol.ports import SENDER, BlockClaim, LinkEnd, LinkSpec
 from support.simulated_blocks import BLOCK, LAYERS, STATES, Stamp, Violation
 
 TIMEOUT = 0.5

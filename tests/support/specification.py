@@ -3,15 +3,18 @@
 import re
 import typing
 
+from kvrelay.transfer.protocol import events, messages
+from kvrelay.transfer.protocol import table as protocol
 from kvrelay.transfer.protocol.events import State
-from kvrelay.transfer.protocol.table import events, messages
-from kvrelay.transfer.protocol.table import table as protocol
 
 Transition = tuple[str, str, str, str]
 """(machine, state, event, next state), states as in `State`'s values."""
 
 EVENTS = {kind.__name__ for kind in typing.get_args(events.SendEvent | events.ReceiveEvent)} | {"Deadline"}
-ACTIONS = {kind.__name__ for kind in typing.get_args(events.SendAction | events.ReceiveAction) + messages._Form.KINDS}
+ACTIONS = {
+    kind.__name__
+    for kind in typing.get_args(events.SendAction | events.ReceiveAction) + typing.get_args(messages.Message)
+}
 
 
 def _words(cell: str) -> set[str]:

@@ -19,10 +19,9 @@ from kvrelay.transfer.frames.checks import ChecksumKind, FrameCheck
 from kvrelay.transfer.frames.frames import SendJob
 from kvrelay.transfer.frames.places import PoolFrame
 from kvrelay.transfer.links.links import AfterFrames, LinkLimits, LinkManager, LinkTimeouts
-from kvrelay.transfer.protocol.claim import BlockClaim
 from kvrelay.transfer.protocol.events import Frame
 from kvrelay.transfer.protocol.messages import Key
-from kvrelay.transfer.protocol.ports import RECEIVER, SENDER, LinkSpec, LoopRuntime
+from kvrelay.transfer.protocol.ports import RECEIVER, SENDER, BlockClaim, LinkSpec, LoopRuntime
 from kvrelay.transfer.transports.base import Link, Pending, poll
 from support.fake_transport import FakeTransport
 from support.handoff import FIRST_TOKEN, blocks_of, pair, prompt

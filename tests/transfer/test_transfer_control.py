@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from kvrelay.decode_worker.reservation_queue import ReservationQueue
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
-from kvrelay.internal.v1.handoff_pb2 import ControlRequest
 from kvrelay.prefill_worker.handoff_client import HandoffClient
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import TransferConfig
@@ -49,11 +48,11 @@ def run(test: Callable[[], Coroutine[None, None, None]]) -> None:
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("batch", [b"", b"\xff" * 100, b"\x93" * 1000, encode([Renew(())])])
+@pytest.mark.parametrize("batch", [b"", b"\xff" * 100, b"\x93" * 1000, encode([Renew((("r", 1),))])])
 def test_a_stream_that_does_not_begin_with_hello_is_refused(batch: bytes) -> None:
     async def test() -> None:
         async with fake_pair() as world, raw_peer(world) as peer:
-            await peer.call.write(ControlRequest(batch=batch))
+            await peer.call.write(batch)
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await peer.receive(Hello)
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -98,7 +97,7 @@ def test_a_later_invalid_batch_ends_the_stream_with_the_reason(bad: bytes) -> No
         async with fake_pair() as world, raw_peer(world) as peer:
             await peer.send(HELLO)
             await peer.receive(Hello)
-            await peer.call.write(ControlRequest(batch=bad))
+            await peer.call.write(bad)
             refusal = await peer.receive(Refuse)
             assert isinstance(refusal, Refuse)
             assert refusal.code is Code.PROTOCOL

@@ -14,9 +14,9 @@ from kvrelay.engine.kv.layout import LayerPart
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.transfer.frames.checks import ChecksumKind, FrameCheck
 from kvrelay.transfer.frames.frames import FrameBuffer, ReceiveJob, SendJob
-from kvrelay.transfer.protocol.claim import BlockClaim, tokens_digest
-from kvrelay.transfer.protocol.events import Frame, Outcome
+from kvrelay.transfer.protocol.events import Frame, Outcome, tokens_digest
 from kvrelay.transfer.protocol.messages import Code, Key, Push
+from kvrelay.transfer.protocol.ports import BlockClaim
 from support.fake_transport import FakeTransport
 from support.handoff import LAYOUT, Pair, content, pair, raw
 

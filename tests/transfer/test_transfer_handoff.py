@@ -9,8 +9,8 @@ import torch
 
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.frames.frames import SendJob
-from kvrelay.transfer.protocol.claim import BlockClaim
 from kvrelay.transfer.protocol.messages import Code
+from kvrelay.transfer.protocol.ports import BlockClaim
 from support.fake_transport import FakeTransport, Fault
 from support.handoff import LAYOUT, RECEIVER, Pair, blocks_of, content, links_of, pair, prompt, raw
 

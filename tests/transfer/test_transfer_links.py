@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kvrelay.engine.kv.writes import WRITTEN, KVWrites
-from kvrelay.transfer.links.links import LinkLimits, LinkManager, LinkTimeouts, links
+from kvrelay.transfer.links import links
+from kvrelay.transfer.links.links import LinkLimits, LinkManager, LinkTimeouts
 from kvrelay.transfer.protocol.messages import Key
 from kvrelay.transfer.protocol.ports import RECEIVER, SENDER, LinkEnd, LinkSpec, LoopRuntime
 from kvrelay.transfer.transports.base import Link, Pending, Rendezvous

@@ -11,6 +11,7 @@ import time
 import tracemalloc
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import msgpack
@@ -19,19 +20,16 @@ import pytest
 import test_transfer_processes as processes
 from test_transfer_processes import KEY, SendingSide
 
-from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
-from kvrelay.internal.v1.handoff_pb2_grpc import (
-    HandoffServiceServicer,
-    HandoffServiceStub,
-    add_HandoffServiceServicer_to_server,
-)
+from kvrelay.internal.v1.handoff_pb2 import HandoffBatch, HandoffMessage
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.protocol.claim import tokens_digest
+from kvrelay.transfer.protocol.events import tokens_digest
 from kvrelay.transfer.protocol.handshake import LocalWorker
 from kvrelay.transfer.protocol.messages import (
     MAX_BATCH_BYTES,
     MAX_KEYS,
     MAX_MESSAGES,
+    SERVICE,
+    VERSION,
     Abort,
     Ack,
     CloseLink,
@@ -51,11 +49,10 @@ from kvrelay.transfer.protocol.messages import (
     encode,
 )
 from kvrelay.transfer.protocol.packing import WireError
-from support.access import METADATA
 from support.fake_transport import FakeTransport
 from support.handoff import LAYOUT, RECEIVER, SENDER, pair
 from support.handoff_process import ReceivingProcess, receiving_process
-from support.raw_peer import CONFIG, HELLO, RawPeer, fake_pair, raw_peer, still_works
+from support.raw_peer import CONFIG, HELLO, RawPeer, control, fake_pair, raw_peer, still_works
 
 MUTATIONS = 12_000
 ON_THE_WIRE = 300
@@ -65,84 +62,90 @@ CPU_SECONDS = 1e-3
 PEAK_BYTES = 2 * 2**20
 """Of memory, to refuse a batch: a small multiple of the longest batch, whatever lengths it claims."""
 
-OFFER = {"type": "Offer", "request": "r", "attempt": 1, "tokens": 20, "digest": b"0123456789abcdef"}
-PLAIN_HELLO = msgpack.unpackb(encode([HELLO]))[0]
-GIGABYTE = (1 << 30).to_bytes(4, "big")
+OFFER: dict[str, Any] = {"request": "r", "attempt": 1, "tokens": 20, "digest": b"0123456789abcdef"}
+GIGABYTE = b"\x80\x80\x80\x80\x04"
+"""As a length of protobuf."""
 
 
-def packed(*plain: object) -> bytes:
-    return bytes(msgpack.packb(list(plain)))
+def packed(*messages: HandoffMessage) -> bytes:
+    return HandoffBatch(messages=messages).SerializeToString()
 
 
 def offer(**changes: object) -> bytes:
-    return packed(OFFER | changes)
+    return packed(HandoffMessage(offer=OFFER | changes))
 
 
-def hello(**layout: object) -> bytes:
-    return packed(PLAIN_HELLO | {"layout": PLAIN_HELLO["layout"] | layout})
+def hello(**layout: Any) -> bytes:
+    batch = HandoffBatch.FromString(encode([HELLO]))
+    batch.messages[0].hello.layout.MergeFrom(HandoffMessage.Layout(**layout))
+    return batch.SerializeToString()
 
 
-def spliced(value: bytes) -> bytes:
-    """An offer with these bytes as its last value."""
-    whole = packed({key: OFFER[key] for key in OFFER if key != "digest"} | {"digest": 0})
-    return whole[:-1] + value
+def in_batch(message: bytes) -> bytes:
+    return b"\x12" + bytes([len(message)]) + message
 
 
+def in_offer(*fields: bytes) -> bytes:
+    """An offer of these bytes."""
+    content = b"".join(fields)
+    return in_batch(b"\x32" + bytes([len(content)]) + content)
+
+
+def renewals(*keys: dict[str, object]) -> HandoffMessage:
+    return HandoffMessage(renew={"keys": keys})
+
+
+KEY_OF_R: dict[str, object] = {"request": "r", "attempt": 1}
+SOUND = HandoffMessage.Offer(**OFFER).SerializeToString()
 INVALID: dict[str, bytes] = {
     "empty": b"",
-    "tokens: text": offer(tokens="20"),
-    "tokens: negative": offer(tokens=-1),
-    "tokens: a float": offer(tokens=20.0),
-    "tokens: NaN": offer(tokens=float("nan")),
-    "tokens: infinite": offer(tokens=float("inf")),
-    "tokens: 2**63": offer(tokens=2**63),
-    "tokens: 2**64 - 1": offer(tokens=2**64 - 1),
-    "tokens: true": offer(tokens=True),
-    "tokens: a block table": offer(tokens=[0, 1, 2]),
-    "block table beside": offer(blocks=[0, 1, 2]),
+    "tokens: text": in_offer(SOUND, b"\x1a\x0220"),
+    "tokens: negative": in_offer(SOUND, b"\x18" + b"\xff" * 9 + b"\x01"),
+    "tokens: a float": in_offer(SOUND, b"\x1d\x00\x00\xa0\x41"),
+    "tokens: a double": in_offer(SOUND, b"\x19" + b"\x00" * 8),
+    "tokens: 2**32 - 1": offer(tokens=2**32 - 1),
+    "tokens: 2**63": in_offer(SOUND, b"\x18" + b"\x80" * 9 + b"\x01"),
+    "tokens: a block table": in_offer(SOUND, b"\x1a\x03\x00\x01\x02"),
+    "tokens: twice": in_offer(SOUND, b"\x18\x14"),
+    "tokens: not the shortest form": in_offer(SOUND.replace(b"\x18\x14", b"\x18\x94\x00")),
+    "block table beside": in_offer(SOUND, b"\x2a\x03\x00\x01\x02"),
     "attempt: 0": offer(attempt=0),
-    "attempt: 2**32": offer(attempt=2**32),
+    "attempt: 2**32": in_offer(SOUND.replace(b"\x10\x01", b"\x10\x80\x80\x80\x80\x10")),
     "digest: short": offer(digest=b"0123"),
-    "digest: long": offer(digest=b"0" * 2**18),
-    "request: bytes": offer(request=b"r"),
-    "request: long": offer(request="r" * 2**18),
-    "request: no UTF-8": offer().replace(b"\xa7request\xa1r", b"\xa7request\xa1\xff"),
-    "a field missing": packed({key: OFFER[key] for key in OFFER if key != "tokens"}),
-    "another type": offer(type="Order"),
-    "a type that is a list": offer(type=["Offer"]),
+    "digest: long": offer(digest=b"0" * 2**14),
+    "request: a number": in_offer(b"\x08\x01", SOUND),
+    "request: long": offer(request="r" * 2**14),
+    "request: no UTF-8": offer().replace(b"\x0a\x01r", b"\x0a\x01\xff"),
+    "a field missing": offer(tokens=None),
+    "another kind": in_batch(b"\x7a\x00"),
+    "two kinds": in_batch(HandoffMessage(offer=OFFER).SerializeToString() + b"\x3a\x00"),
+    "one kind twice": in_batch(HandoffMessage(offer=OFFER).SerializeToString() * 2),
     "layers: 0": hello(layers=0),
-    "layers: 2**40": hello(layers=2**40),
-    "layers: a float": hello(layers=3.0),
+    "layers: 2**32 - 1": hello(layers=2**32 - 1),
     "dtype: int4": hello(dtype="int4"),
-    "dtype: a number": hello(dtype=4),
     "order: DHN": hello(order="DHN"),
     "block size: 0": hello(block_size=0),
-    "a layout that is a list": packed(PLAIN_HELLO | {"layout": [1, 2, 3]}),
-    "duplicate key": b"\x91\x82\xa4type\xa5Offer\xa4type\xa5Offer",
-    "a key that is a number": packed({1: "Offer"}),
-    "extension": offer(tokens=msgpack.ExtType(4, b"abcd")),
-    "timestamp": offer(tokens=msgpack.Timestamp(1, 2)),
-    "bytes of 1 GB": spliced(b"\xc6" + GIGABYTE),
-    "text of 1 GB": spliced(b"\xdb" + GIGABYTE),
-    "a list of 1 G": spliced(b"\xdd" + GIGABYTE),
-    "a map of 1 G": spliced(b"\xdf" + GIGABYTE),
-    "an extension of 1 GB": spliced(b"\xc9" + GIGABYTE + b"\x04"),
-    "a batch of 1 G messages": b"\xdd" + GIGABYTE,
-    "nesting": b"\x91" * 5000,
-    "nesting to the end": b"\x91" * MAX_BATCH_BYTES,
-    "nested maps": b"\x91" + b"\x81\xa1a" * 5000,
+    "bytes of 1 GB": in_offer(SOUND[:9], b"\x22", GIGABYTE),
+    "a message of 1 GB": in_batch(b"\x32" + GIGABYTE),
+    "a batch of 1 GB": b"\x12" + GIGABYTE,
+    "groups to the end": b"\x1b" * MAX_BATCH_BYTES,
+    "a group": in_offer(SOUND, b"\x2b\x2c"),
     "trailing": offer() + b"\x00",
-    "another batch behind": offer() * 2,
-    "no array": bytes(msgpack.packb(OFFER)),
+    "a message of a version up to 6": b"\x0a" + bytes(msgpack.packb(msgpack.packb([{"type": "Wait"}])))[1:],
     "no messages": packed(),
-    "too many messages": packed(*[{"type": "Ack"}] * (MAX_MESSAGES + 1)),
-    "the longest of nothing": b"\xc0" * MAX_BATCH_BYTES,
-    "too long": b"\x90" * (MAX_BATCH_BYTES + 1),
-    "many small lists": packed(*[[[]] * MAX_KEYS] * MAX_MESSAGES),
-    "many small maps": packed(*[{"type": "Renew", "keys": [{"a": 1}] * MAX_KEYS}] * MAX_MESSAGES),
-    "many keys, the last one wrong": packed(*[{"type": "Renew", "keys": [["r", 1]] * MAX_KEYS}] * MAX_MESSAGES, 0),
-    "all but the last message right": packed(*[OFFER] * (MAX_MESSAGES - 1), OFFER | {"tokens": -1}),
-    "a long list of long texts": packed({"type": "Renew", "keys": [["r" * 1000, 1]] * MAX_KEYS}),
+    "too many messages": packed(*[HandoffMessage(ack={})] * (MAX_MESSAGES + 1)),
+    "the longest of nothing": b"\x12\x00" * (MAX_BATCH_BYTES // 2),
+    "the longest of unknown fields": b"\x18\x00" * (MAX_BATCH_BYTES // 2),
+    "too long": b"\x12\x00" * (MAX_BATCH_BYTES // 2 + 1),
+    "the longest list": packed(renewals(*[{}] * (MAX_BATCH_BYTES // 2 - 8))),
+    "many keys": packed(*[renewals(*[KEY_OF_R] * MAX_KEYS)] * MAX_MESSAGES),
+    "many keys, and what is wrong": packed(
+        renewals(*[KEY_OF_R] * MAX_KEYS), *[HandoffMessage(offer=OFFER)] * (MAX_MESSAGES - 2), HandoffMessage()
+    ),
+    "all but the last message right": packed(
+        *[HandoffMessage(offer=OFFER)] * (MAX_MESSAGES - 1), HandoffMessage(offer=OFFER | {"attempt": 0})
+    ),
+    "a long list of long texts": packed(renewals(*[{"request": "r" * 900, "attempt": 1}] * MAX_KEYS)),
 } | {f"truncated to {length}": offer()[:length] for length in range(1, len(offer()))}
 
 
@@ -210,7 +213,7 @@ def mutated(number: int) -> bytes:
             case 4:
                 batch[at:at] = rng.randbytes(rng.randrange(1, 6))
             case 5:
-                batch[at:at] = rng.choice((b"\xdd", b"\xc6", b"\xdb", b"\xdf")) + GIGABYTE
+                batch[at:at] = rng.choice((b"\x0a", b"\x12", b"\x22", b"\x32")) + GIGABYTE
         if not batch:
             break
     return bytes(batch)
@@ -246,7 +249,7 @@ def test_mutated_batches_are_messages_or_wire_errors_in_little_time() -> None:
 async def refused_by(peer: RawPeer, *batches: bytes) -> Refuse:
     """The refusal with which a decode worker answers these batches."""
     for batch in batches:
-        await peer.call.write(ControlRequest(batch=batch))
+        await peer.call.write(batch)
     refusal = await peer.receive(Refuse)
     assert isinstance(refusal, Refuse)
     return refusal
@@ -288,6 +291,21 @@ def test_a_worker_that_differs_is_refused_with_the_field(change: dict[str, objec
                 refusal = await refused_by(peer, encode([replace(HELLO, **change)]))  # type: ignore[arg-type]  # as named
                 assert refusal.code is code
                 assert field in refusal.message
+            await still_works(world)
+
+    asyncio.run(test())
+
+
+def test_a_sender_of_the_version_before_protobuf_is_told_the_version() -> None:
+    batch = bytes(msgpack.packb([{"type": "Hello", "version": 6, "worker": SENDER.name}]))
+
+    async def test() -> None:
+        async with fake_pair() as world:
+            async with raw_peer(world) as peer:
+                await peer.call.write(b"\x0a" + bytes([len(batch)]) + batch)
+                with pytest.raises(grpc.aio.AioRpcError, match=f"version {VERSION} of the protocol") as error:
+                    await peer.receive(Refuse)
+                assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             await still_works(world)
 
     asyncio.run(test())
@@ -365,14 +383,13 @@ def test_mutated_batches_end_no_decode_process() -> None:
         async with grpc.aio.insecure_channel(address) as channel:
             refused = set[grpc.StatusCode]()
             for number in range(ON_THE_WIRE):
-                call = HandoffServiceStub(channel).Control(metadata=METADATA)
-                peer = RawPeer(call)
+                peer = control(channel)
                 await peer.send(HELLO)
-                await call.write(ControlRequest(batch=mutated(number)))
-                await call.done_writing()
+                await peer.call.write(mutated(number))
+                await peer.call.done_writing()
                 async with asyncio.timeout(20):
                     try:
-                        while await call.read() is not grpc.aio.EOF:
+                        while await peer.call.read() is not grpc.aio.EOF:
                             pass
                     except grpc.aio.AioRpcError as error:
                         refused.add(error.code())
@@ -395,22 +412,19 @@ def test_mutated_batches_end_no_decode_process() -> None:
 # To a prefill worker.
 
 
-class BrokenService(HandoffServiceServicer):
-    """A decode worker that sends an invalid batch after its hello."""
+class BrokenService:
+    """A decode worker that sends an invalid batch after its hello; without a batch, it refuses the stream as one does
+    that can't read a hello."""
 
-    def __init__(self, batch: bytes) -> None:
-        self.batch = batch
+    def __init__(self) -> None:
+        self.batch: bytes | None = None
 
-    async def Control(
-        self,
-        request_iterator: AsyncIterator[ControlRequest],
-        context: "grpc.aio.ServicerContext[ControlRequest, ControlResponse]",
-    ) -> None:
-        await context.write(
-            ControlResponse(batch=encode([LocalWorker(RECEIVER, LAYOUT, "fingerprint").hello(SENDER, CONFIG)]))
-        )
-        await context.write(ControlResponse(batch=self.batch))
-        async for _ in request_iterator:
+    async def control(self, requests: AsyncIterator[bytes], context: "grpc.aio.ServicerContext[bytes, bytes]") -> None:
+        if self.batch is None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not msgpack: Unpack failed: incomplete input")
+        await context.write(encode([LocalWorker(RECEIVER, LAYOUT, "fingerprint").hello(SENDER, CONFIG)]))
+        await context.write(self.batch)
+        async for _ in requests:
             pass
 
 
@@ -420,20 +434,23 @@ def test_a_prefill_worker_fails_hand_offs_to_a_broken_peer_and_goes_on() -> None
         patient = TransferConfig(frame_timeout_seconds=10.0)
         async with pair(patient, transports=(fake, fake)) as world:
             server = grpc.aio.server()
-            broken = BrokenService(b"")
-            add_HandoffServiceServicer_to_server(broken, server)
+            broken = BrokenService()
+            handlers = {"Control": grpc.stream_stream_rpc_method_handler(broken.control)}
+            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
             port = server.add_insecure_port("127.0.0.1:0")
             await server.start()
             honest = list(world.sender.peers)
             batches = {name: batch for name, batch in INVALID.items() if not name.startswith("truncated")}
-            for number, (name, batch) in enumerate(batches.items()):
+            for number, (name, batch) in enumerate([("a refusal", None), *batches.items()]):
                 broken.batch = batch
                 world.sender.peers.update([replace(honest[0], address=f"127.0.0.1:{port}")])
                 key = (f"r{number}", 1)
                 world.sender.begin(key, RECEIVER, TOKENS)
                 world.compute(key, [0, 1])
                 await world.ends.until(lambda key=key: key in world.ends.export_failed)
-                assert world.ends.export_failed[key][0] is Code.PROTOCOL, name
+                code, reason = world.ends.export_failed[key]
+                assert code is (Code.PROTOCOL if batch is not None else Code.INCOMPATIBLE), name
+                assert batch is not None or f"version {VERSION} of the protocol" in reason
                 await world.ends.until(lambda: not world.sending.leaked)
             await server.stop(None)
             world.sender.peers.update(honest)

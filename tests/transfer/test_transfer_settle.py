@@ -15,8 +15,8 @@ from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool, gpu_checksum
 from kvrelay.transfer.frames.checks import ChecksumKind, FrameCheck
 from kvrelay.transfer.frames.frames import ConvertedFrame, FrameBuffer, PoolFrame, ReceiveJob, SendJob
-from kvrelay.transfer.protocol.claim import BlockClaim
 from kvrelay.transfer.protocol.events import Frame, Outcome
+from kvrelay.transfer.protocol.ports import BlockClaim
 from support.launches import Launch, Launches
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=8, dtype="float16", order="HND")

@@ -31,9 +31,9 @@ from kvrelay.transfer.failpoints import failpoint
 from kvrelay.transfer.frames.checks import ChecksumKind, FrameCheck, trailer_bytes
 from kvrelay.transfer.frames.places import ConvertedFrame, FrameBuffer, NarrowedFrame, PoolFrame
 from kvrelay.transfer.frames.states_frame import StatesFrame
-from kvrelay.transfer.protocol.claim import BlockClaim
 from kvrelay.transfer.protocol.events import Frame, Outcome
 from kvrelay.transfer.protocol.messages import Hello, Key, Push
+from kvrelay.transfer.protocol.ports import BlockClaim
 from kvrelay.transfer.transports.base import ByteStream, Link, Pending, beside
 
 PIECE_BYTES = 2**19

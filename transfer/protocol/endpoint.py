@@ -18,12 +18,11 @@ from typing import Any, Generic, TypeVar
 
 from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.protocol.claim import BlockClaim
 from kvrelay.transfer.protocol.events import Cancel, Frame, FrameEnded, Outcome, PeerLost, Renewed, Timeouts
 from kvrelay.transfer.protocol.handshake import LocalWorker
 from kvrelay.transfer.protocol.messages import MAX_KEYS, CloseLink, Code, Hello, Key, Meet, Message, Renew
 from kvrelay.transfer.protocol.peers import Peer, PeerTable
-from kvrelay.transfer.protocol.ports import ControlStream, LinkEnd, Links, LinkSpec, Runtime
+from kvrelay.transfer.protocol.ports import BlockClaim, ControlStream, LinkEnd, Links, LinkSpec, Runtime
 from kvrelay.transfer.protocol.states import StatesRoom
 from kvrelay.transfer.protocol.table import ReceiveAttempt, SendAttempt
 

@@ -4,8 +4,13 @@ A message of the other end is an event too, exactly as it was decoded.
 """
 
 import enum
+import struct
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import xxhash
 
 from kvrelay.engine.kv.layout import ALL_LAYERS, LayerPart
 from kvrelay.transfer.protocol.messages import Abort, Ack, Code, Finish, Grant, Message, Nack, Offer, Push, Wait
@@ -47,7 +52,7 @@ class Manifest:
 
     tokens: int
     digest: bytes
-    """Of the token ids."""
+    """`tokens_digest` of the prompt."""
     token_bytes: int
     block_size: int
     frame_tokens: int
@@ -67,6 +72,11 @@ class Manifest:
     def nbytes(self, tokens: int, part: LayerPart = ALL_LAYERS) -> int:
         """KV bytes of so many tokens."""
         return tokens * self.token_bytes // self.layers * len(part.layers(self.layers))
+
+
+def tokens_digest(tokens: Sequence[int]) -> bytes:
+    """16 bytes (xxh3) that are equal for equal token ids."""
+    return xxhash.xxh3_128_digest(array("I", tokens).tobytes() + struct.pack("<Q", len(tokens)))
 
 
 @dataclass(frozen=True, slots=True)

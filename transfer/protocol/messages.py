@@ -1,8 +1,7 @@
-"""Control messages of the hand-off and their form on the wire: strict, bounded msgpack.
+"""Control messages of the hand-off, and their form on the wire: `proto/kvrelay/internal/v1/handoff.proto`.
 
-The unit on the stream is a batch: an array of 1 to `MAX_MESSAGES` messages with a bounded size and a bounded number of
-values. A message is a map of its fields plus `type`. Anything that doesn't match exactly (a missing, unknown or
-duplicate key, another type, a number out of range, a float, an extension type, trailing bytes) raises `WireError`;
+A stream carries batches: 1 to `MAX_MESSAGES` messages, whose size is bounded before anything is parsed. What doesn't
+match exactly (a missing, unknown or doubled field, a number out of range, a long text or list) raises `WireError`, and
 decoding raises nothing else.
 
     sender -> receiver    Hello, Dial, Meet, CloseLink, Offer, Push, Finish, Abort, Renew
@@ -11,39 +10,32 @@ decoding raises nothing else.
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, cast, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
-from kvrelay.engine.kv.layout import DTYPE_BYTES, FloatDtype, KVLayout
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from kvrelay.engine.kv.layout import DTYPE_BYTES, FloatDtype, KVLayout, Order
 from kvrelay.engine.states import StatesLayout
-from kvrelay.transfer.protocol.packing import (
-    MAX_REASON,
-    MAX_VALUES,
-    Choice,
-    Flag,
-    Many,
-    Number,
-    Raw,
-    Rule,
-    Text,
-    WireError,
-    pack,
-    pack_joined,
-    shown,
-    unpack,
-    values_in,
-)
+from kvrelay.internal.v1.handoff_pb2 import DESCRIPTOR, HandoffBatch, HandoffMessage
+from kvrelay.transfer.protocol.packing import MAX_REASON, Flag, Number, Raw, Rule, Text, WireError, shown
 
 Key = tuple[str, int]
 """(request_id, attempt): identifies one hand-off."""
 
 VERSION = 7
-MAX_BATCH_BYTES = 512 * 2**10
+SERVICE = DESCRIPTOR.services_by_name["HandoffService"].full_name
+"""Both ends of its method `Control` take and give the bytes of batches: gRPC itself would parse any size."""
+MAX_BATCH_BYTES = 32 * 2**10
+"""Size limit of a batch; it bounds the time that parsing takes, whatever is in it, to less than half a millisecond."""
+SMALL_BYTES = 1024
+"""Size of a message up to which an unknown field is looked for by its number; `decode` refuses those of any size."""
 MAX_MESSAGES = 64
 """Messages of one batch at most."""
-MAX_KEYS = 128
-"""Attempts that one Renew names at most."""
+MAX_KEYS = 32
+"""Attempts that one Renew, and all of one batch, name at most."""
 MAX_FRAME_BYTES = 256 * 2**20
 """KV bytes of one frame on a link at most."""
 MAX_PARTS = 1024
@@ -51,62 +43,110 @@ MAX_STATE_LAYERS = 16
 """Layers whose inputs one worker asks another for at most."""
 
 
-class KeyRule:
-    def check(self, name: str, value: object) -> Key:
-        if type(value) is not list or len(value) != 2:
-            raise WireError(f"{name} is {shown(value)}; allowed: [request, attempt]")
-        return REQUEST.check(name, value[0]), ATTEMPT.check(name, value[1])
+@dataclass(frozen=True, slots=True)
+class Choice(Rule):
+    """One of several values, each of which has its form on the wire."""
 
-    def plain(self, value: Key) -> object:
-        return [REQUEST.check("request", value[0]), ATTEMPT.check("attempt", value[1])]
+    values: Mapping[Any, object]
+    """Values by their form."""
+
+    def check(self, name: str, value: object) -> object:
+        if value not in self.values:
+            raise WireError(f"{name} is {shown(value)}; allowed: {', '.join(map(str, self.values))}")
+        return self.values[value]
+
+    def plain(self, name: str, value: object) -> object:
+        forms = {allowed: form for form, allowed in self.values.items()}
+        if value not in forms:
+            raise WireError(f"{name} is {shown(value)}; allowed: {', '.join(map(str, forms))}")
+        return forms[value]
 
 
-class LayoutRule:
-    """A `KVLayout` as a map of its fields."""
+@dataclass(frozen=True, slots=True)
+class Many(Rule):
+    """At least one item, and at most `most`."""
 
-    _NUMBERS = ("layers", "kv_heads", "head_dim", "block_size", "tp_rank", "tp_size")
+    item: Rule
+    most: int
 
-    def check(self, name: str, value: object) -> KVLayout:
-        fields = {field.name for field in dataclasses.fields(KVLayout)}
-        if type(value) is not dict or set(value) != fields:
-            raise WireError(f"{name} is {shown(value)}; allowed: a map of {', '.join(sorted(fields))}")
-        for field in self._NUMBERS:
-            Number(0, 2**20).check(f"{name}.{field}", value[field])
-        for field, allowed in (("dtype", tuple(DTYPE_BYTES)), ("order", ("NHD", "HND"))):
-            if type(value[field]) is not str or value[field] not in allowed:
-                raise WireError(f"{name}.{field} is {shown(value[field])}; allowed: {', '.join(allowed)}")
+    def _sized(self, name: str, value: Sequence[Any]) -> Sequence[Any]:
+        if not 1 <= len(value) <= self.most:
+            raise WireError(f"{name} has {len(value)} items; allowed: 1 to {self.most}")
+        return value
+
+    def check(self, name: str, value: Any) -> tuple[Any, ...]:
+        return tuple(self.item.check(name, item) for item in self._sized(name, value))
+
+    def plain(self, name: str, value: tuple[Any, ...]) -> object:
+        return [self.item.plain(name, item) for item in self._sized(name, value)]
+
+
+@dataclass(frozen=True, slots=True)
+class Fields(Rule):
+    """A value whose fields are those of a protobuf message, in the order of their numbers."""
+
+    kind: Callable[..., Any]
+    rules: Mapping[str, Rule]
+    optional: bool = False
+    """Whether the message may be absent; the value is None then."""
+
+    def check(self, name: str, value: Any) -> Any:
+        if value.ByteSize() <= SMALL_BYTES and len(unknown := UnknownFieldSet(value)):
+            number = unknown[0].field_number
+            raise WireError(f"{name} has a field {number}; version {VERSION} of the protocol has none such")
+        found, rules = value.ListFields(), self.rules
+        if len(found) < len(rules):
+            names = {descriptor.name for descriptor, _ in found}
+            for field, rule in rules.items():
+                if field not in names and not (isinstance(rule, Fields) and rule.optional):
+                    raise WireError(f"{name}.{field} is missing")
+            rules = {field: rule for field, rule in rules.items() if field in names}
+        fields = {
+            field: rule.check(f"{name}.{field}", item)
+            for (field, rule), (_, item) in zip(rules.items(), found, strict=True)
+        }
         try:
-            return KVLayout(**value)
+            return self.kind(**fields)
         except ValueError as error:
             raise WireError(f"{name}: {error}") from None
 
-    def plain(self, value: KVLayout) -> object:
-        return dataclasses.asdict(value)
-
-
-class StatesRule:
-    """A `StatesLayout` as a map of its fields, or None."""
-
-    _FIELDS = ("layers", "hidden_size", "dtype", "last")
-
-    def check(self, name: str, value: object) -> StatesLayout | None:
-        if value is None:
+    def plain(self, name: str, value: Any) -> Any:
+        if value is None and self.optional:
             return None
-        if type(value) is not dict or set(value) != set(self._FIELDS):
-            raise WireError(f"{name} is {shown(value)}; allowed: none, or a map of {', '.join(self._FIELDS)}")
-        layers = Many(Number(0, 2**16), MAX_STATE_LAYERS).check(f"{name}.layers", value["layers"])
-        if not layers or len(set(layers)) != len(layers):
-            raise WireError(f"{name}.layers is {shown(layers)}; allowed: 1 to {MAX_STATE_LAYERS} different numbers")
-        width = Number(1, 2**20).check(f"{name}.hidden_size", value["hidden_size"])
-        dtype = value["dtype"]
-        if type(dtype) is not str or dtype not in get_args(FloatDtype):
-            raise WireError(f"{name}.dtype is {shown(dtype)}; allowed: {', '.join(get_args(FloatDtype))}")
-        last = Flag().check(f"{name}.last", value["last"])
-        return StatesLayout(layers, width, cast(FloatDtype, dtype), last)
+        return {field: rule.plain(f"{name}.{field}", getattr(value, field)) for field, rule in self.rules.items()}
 
-    def plain(self, value: StatesLayout | None) -> object:
-        return None if value is None else {**dataclasses.asdict(value), "layers": list(value.layers)}
 
+def _fields(kind: type) -> Fields:
+    """The rule of a class whose annotations have the rules of its fields."""
+    hints = get_type_hints(kind, include_extras=True)
+    return Fields(kind, {field.name: hints[field.name].__metadata__[0] for field in dataclasses.fields(kind)})
+
+
+def _names(names: Iterable[str]) -> Choice:
+    return Choice({name: name for name in names})
+
+
+_SIZE = Number(1, 2**20)
+LAYOUT = Fields(
+    KVLayout,
+    {
+        **dict.fromkeys(("layers", "kv_heads", "head_dim", "block_size"), _SIZE),
+        "dtype": _names(DTYPE_BYTES),
+        "order": _names(get_args(Order)),
+        "tp_rank": Number(0, 2**20),
+        "tp_size": _SIZE,
+    },
+)
+STATES = Fields(
+    StatesLayout,
+    {
+        "layers": Many(Number(0, 2**16), MAX_STATE_LAYERS),
+        "hidden_size": _SIZE,
+        "dtype": _names(get_args(FloatDtype)),
+        "last": Flag(),
+    },
+    optional=True,
+)
 
 REQUEST = Text(1, 128)
 ATTEMPT = Number(1, 2**32 - 1)
@@ -119,7 +159,6 @@ Epoch = Annotated[int, Number(1, 2**48)]
 Tokens = Annotated[int, Number(0, 2**31)]
 Count = Annotated[int, Number(0, 2**31)]
 Bytes = Annotated[int, Number(0, 2**53)]
-Keys = Annotated[tuple[Key, ...], Many(KeyRule(), MAX_KEYS)]
 
 
 class Code(enum.Enum):
@@ -151,6 +190,9 @@ class Code(enum.Enum):
         return self not in (Code.INCOMPATIBLE, Code.INTERNAL)
 
 
+CODE = Choice({HandoffMessage.Code.Value(f"CODE_{code.name}"): code for code in Code})
+
+
 @dataclass(frozen=True, slots=True)
 class Hello:
     """First message of either end of a stream: its identity, the incarnation that it wants to reach, its KV layout."""
@@ -162,7 +204,7 @@ class Hello:
     """The incarnation that this message is meant for."""
     fingerprint: Reason
     """Of the model."""
-    layout: Annotated[KVLayout, LayoutRule()]
+    layout: Annotated[KVLayout, LAYOUT]
     checksum: Annotated[bool, Flag()]
     encrypt: Annotated[str, Text(1, 16)]
     """`TransferConfig.encrypt`."""
@@ -170,7 +212,7 @@ class Hello:
     """Whether its KV pool is in GPU memory. If both pools are, frames in GPU memory carry the GPU checksum."""
     frame_bytes: Annotated[int, Number(1, MAX_FRAME_BYTES)]
     """KV bytes of the largest frame that it sends."""
-    states: Annotated[StatesLayout | None, StatesRule()] = None
+    states: Annotated[StatesLayout | None, STATES] = None
     """A receiver's: the hidden states of prompts that it wants beside their KV; None if it wants none."""
 
 
@@ -178,7 +220,7 @@ class Hello:
 class Refuse:
     """The stream can't be used; no message follows."""
 
-    code: Annotated[Code, Choice(Code)]
+    code: Annotated[Code, CODE]
     message: Reason
 
 
@@ -283,7 +325,7 @@ class Ack(ToAttempt):
 class Nack(ToAttempt):
     """The receiver has given the attempt up."""
 
-    code: Annotated[Code, Choice(Code)]
+    code: Annotated[Code, CODE]
     message: Reason
 
 
@@ -291,52 +333,37 @@ class Nack(ToAttempt):
 class Abort(ToAttempt):
     """The sender has given the attempt up."""
 
-    code: Annotated[Code, Choice(Code)]
+    code: Annotated[Code, CODE]
     message: Reason
+
+
+class KeyRule(Rule):
+    """A `Key` as a message of both."""
+
+    def check(self, name: str, value: Any) -> Key:
+        return REQUEST.check(f"{name}.request", value.request), ATTEMPT.check(f"{name}.attempt", value.attempt)
+
+    def plain(self, name: str, value: Key) -> object:
+        request, attempt = value
+        return {
+            "request": REQUEST.plain(f"{name}.request", request),
+            "attempt": ATTEMPT.plain(f"{name}.attempt", attempt),
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Renew:
     """Renews the leases of these attempts: the end that says so still has them."""
 
-    keys: Keys
+    keys: Annotated[tuple[Key, ...], Many(KeyRule(), MAX_KEYS)]
 
 
 Message = Hello | Refuse | Dial | Meet | CloseLink | Offer | Wait | Grant | Push | Finish | Ack | Nack | Abort | Renew
 
 
-class _Form:
-    """The wire form of one class of message: its name and the rule of each field."""
-
-    KINDS: ClassVar[tuple[type[Message], ...]] = get_args(Message)
-
-    def __init__(self, kind: type[Message]) -> None:
-        self.kind = kind
-        self.name = kind.__name__
-        hints = get_type_hints(kind, include_extras=True)
-        self.rules: dict[str, Rule] = {
-            field.name: hints[field.name].__metadata__[0] for field in dataclasses.fields(kind)
-        }
-        self.keys = {"type", *self.rules}
-
-    def write(self, message: Message) -> dict[str, object]:
-        plain: dict[str, object] = {"type": self.name}
-        for name, rule in self.rules.items():
-            try:
-                plain[name] = rule.plain(getattr(message, name))
-            except WireError as error:
-                raise WireError(f"{self.name}.{name}: {error}") from None
-        return plain
-
-    def read(self, plain: dict[str, object]) -> Message:
-        if set(plain) != self.keys:
-            odd = sorted(set(plain) ^ self.keys)
-            raise WireError(f"{self.name} has missing or unknown fields: {shown(', '.join(odd))}")
-        fields = {name: rule.check(f"{self.name}.{name}", plain[name]) for name, rule in self.rules.items()}
-        return self.kind(**fields)
-
-
-_FORMS = {form.name: form for form in map(_Form, _Form.KINDS)}
+_FORMS: dict[str, Fields] = {kind.__name__: _fields(kind) for kind in get_args(Message)}
+_ONEOF = {type(getattr(HandoffMessage(), name)).__name__: name for name in HandoffMessage.DESCRIPTOR.fields_by_name}
+"""Fields of the oneof by the names of their messages."""
 
 
 def encode(messages: Sequence[Message]) -> bytes:
@@ -345,12 +372,10 @@ def encode(messages: Sequence[Message]) -> bytes:
     Raises:
         WireError: a field is out of its limits, or the batch would be too large; a defect of the caller.
     """
-    if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise WireError(f"{len(messages)} messages in a batch; allowed: 1 to {MAX_MESSAGES}")
-    first, *more = batches(messages)
-    if more:
-        raise WireError(f"{len(messages)} messages that don't fit into one batch")
-    return first
+    found = list(batches(messages))
+    if len(found) != 1:
+        raise WireError(f"{len(messages)} messages that don't make one batch")
+    return found[0]
 
 
 def batches(messages: Iterable[Message]) -> Iterator[bytes]:
@@ -359,44 +384,60 @@ def batches(messages: Iterable[Message]) -> Iterator[bytes]:
     Raises:
         WireError: a field is out of its limits; a defect of the caller.
     """
-    parts: list[bytes] = []
-    size = values = 0
+    batch, size, keys = HandoffBatch(), 0, 0
     for message in messages:
-        plain = _FORMS[type(message).__name__].write(message)
-        part, more = pack(plain), 1 + values_in(plain)
-        fits = len(parts) < MAX_MESSAGES and size + len(part) < MAX_BATCH_BYTES - 8 and values + more < MAX_VALUES
-        if parts and not fits:
-            yield pack_joined(parts)
-            parts, size, values = [], 0, 0
-        parts.append(part)
-        size += len(part)
-        values += more
-    if parts:
-        yield pack_joined(parts)
+        kind = type(message).__name__
+        part = HandoffMessage(**{_ONEOF[kind]: _FORMS[kind].plain(kind, message)})
+        more = part.ByteSize() + 4  # with its tag and length
+        size, keys = size + more, keys + len(part.renew.keys)
+        if len(batch.messages) == MAX_MESSAGES or size > MAX_BATCH_BYTES or keys > MAX_KEYS:
+            yield batch.SerializeToString()
+            batch, size, keys = HandoffBatch(), more, len(part.renew.keys)
+        batch.messages.append(part)
+    if batch.messages:
+        yield batch.SerializeToString()
 
 
-def decode(batch: bytes) -> list[Message]:
+def decode(packed: bytes) -> list[Message]:
     """The messages of one batch, in order.
 
     Raises:
-        WireError: the bytes aren't exactly what `encode` makes.
+        WireError: the bytes aren't what `encode` makes.
     """
-    if len(batch) > MAX_BATCH_BYTES:
-        raise WireError(f"batch of {len(batch)} bytes; allowed: up to {MAX_BATCH_BYTES}")
-    items = unpack(batch, max(MAX_MESSAGES, MAX_KEYS))
-    if type(items) is not list or not 1 <= len(items) <= MAX_MESSAGES:
-        raise WireError(f"a batch is an array of 1 to {MAX_MESSAGES} messages, not {shown(items)}")
-    return [_read(item) for item in items]
+    if len(packed) > MAX_BATCH_BYTES:
+        raise WireError(f"batch of {len(packed)} bytes; allowed: up to {MAX_BATCH_BYTES}")
+    try:
+        batch = HandoffBatch.FromString(packed)
+    except DecodeError:
+        raise WireError("not a HandoffBatch: malformed, or a text is not UTF-8") from None
+    if not 1 <= len(batch.messages) <= MAX_MESSAGES:
+        allowed = f"1 to {MAX_MESSAGES} by version {VERSION} of the protocol"
+        raise WireError(f"HandoffBatch has {len(batch.messages)} messages; allowed: {allowed}")
+    keys = sum(len(message.renew.keys) for message in batch.messages)
+    if keys > MAX_KEYS:
+        raise WireError(f"HandoffBatch has {keys} keys in Renew.keys; allowed: up to {MAX_KEYS}")
+    messages = [_read(message) for message in batch.messages]
+    batch.DiscardUnknownFields()
+    odd = len(packed) - batch.ByteSize()
+    if odd:
+        why = f"unknown to version {VERSION} of the protocol, there twice, or not in the shortest form"
+        raise WireError(f"HandoffBatch: {odd} of {len(packed)} bytes are of fields that are {why}")
+    return messages
 
 
-def _read(item: object) -> Message:
-    if type(item) is not dict:
-        raise WireError(f"a message is a map, not {shown(item)}")
-    name = item.get("type")
-    form = _FORMS.get(name) if type(name) is str else None
-    if form is None:
-        raise WireError(f"type is {shown(name)}; allowed: {', '.join(_FORMS)}")
-    return form.read(item)
+def _read(message: HandoffMessage) -> Message:
+    field = message.WhichOneof("kind")
+    if field is None:
+        raise WireError(f"HandoffMessage is empty; allowed: one of {', '.join(_ONEOF)}")
+    part = getattr(message, field)
+    kind = type(part).__name__
+    try:
+        read: Message = _FORMS[kind].check(kind, part)
+    except WireError:
+        if field == "hello" and message.hello.version != VERSION:
+            raise WireError(f"Hello.version: {VERSION} here, {message.hello.version} there") from None
+        raise
+    return read
 
 
 def check_key(key: Key) -> None:
@@ -405,4 +446,4 @@ def check_key(key: Key) -> None:
     Raises:
         WireError: they can't; the text names what is allowed.
     """
-    KeyRule().check("request", list(key))
+    KeyRule().plain("key", key)

@@ -3,17 +3,19 @@
 Runtime        the clock and the event loop     `LoopRuntime`, one per process
 ControlStream  messages to one peer             `prefill_worker.handoff_client`, `decode_worker.handoff_service`
 Links          links to all peers               `transfer.links.LinkManager`, one per process
-Job            the transfer of one frame        made by `transfer.frames.PoolFrames`
+Job            the transfer of one frame        made by `transfer.frames.PoolFrames`; it has a `BlockClaim`
 """
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.transfer.protocol.messages import Code, Key, Message
 from kvrelay.transfer.protocol.peers import Peer
 
@@ -128,6 +130,32 @@ class Links(Protocol):
 
     def close(self, peer: str, reason: str) -> None:
         """Ends the link to `peer`, if there is one; `on_end` follows."""
+
+
+class BlockClaim:
+    """Lets one thread touch the blocks of one frame, once, unless the claim was closed before."""
+
+    def __init__(self, written: KVWrites = WRITTEN) -> None:
+        """`written`: when the frame's KV is in the blocks, if they are to be read."""
+        self.written = written
+        self.in_place = False
+        """Whether the frame is sent from where it lies in a pool on a GPU, or in registered memory."""
+        self._lock = threading.Lock()
+        self._entered = self._closed = False
+
+    def enter(self) -> bool:
+        """Whether the caller may touch the blocks now. After True nobody else gets True."""
+        with self._lock:
+            self._entered = not self._closed
+            self._closed = True
+            return self._entered
+
+    def close(self) -> bool:
+        """Keeps every thread out. True for the caller that closed it: nobody has touched the blocks or will."""
+        with self._lock:
+            first = not self._closed
+            self._closed = True
+            return first
 
 
 class LoopRuntime:

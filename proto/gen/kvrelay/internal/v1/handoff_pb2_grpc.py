@@ -36,8 +36,8 @@ class HandoffServiceStub:
         """
         self.Control = channel.stream_stream(
                 '/kvrelay.internal.v1.HandoffService/Control',
-                request_serializer=kvrelay_dot_internal_dot_v1_dot_handoff__pb2.ControlRequest.SerializeToString,
-                response_deserializer=kvrelay_dot_internal_dot_v1_dot_handoff__pb2.ControlResponse.FromString,
+                request_serializer=kvrelay_dot_internal_dot_v1_dot_handoff__pb2.HandoffBatch.SerializeToString,
+                response_deserializer=kvrelay_dot_internal_dot_v1_dot_handoff__pb2.HandoffBatch.FromString,
                 _registered_method=True)
 
 
@@ -45,8 +45,7 @@ class HandoffServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Control(self, request_iterator, context):
-        """One stream per (sender incarnation, receiver). Each batch holds messages in strict, bounded msgpack; see
-        kvrelay.transfer.messages for fields and limits. When the stream ends, every hand-off in flight on it fails.
+        """One stream per (sender incarnation, receiver). When it ends, every hand-off in flight on it fails.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -57,8 +56,8 @@ def add_HandoffServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Control': grpc.stream_stream_rpc_method_handler(
                     servicer.Control,
-                    request_deserializer=kvrelay_dot_internal_dot_v1_dot_handoff__pb2.ControlRequest.FromString,
-                    response_serializer=kvrelay_dot_internal_dot_v1_dot_handoff__pb2.ControlResponse.SerializeToString,
+                    request_deserializer=kvrelay_dot_internal_dot_v1_dot_handoff__pb2.HandoffBatch.FromString,
+                    response_serializer=kvrelay_dot_internal_dot_v1_dot_handoff__pb2.HandoffBatch.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,8 +85,8 @@ class HandoffService:
             request_iterator,
             target,
             '/kvrelay.internal.v1.HandoffService/Control',
-            kvrelay_dot_internal_dot_v1_dot_handoff__pb2.ControlRequest.SerializeToString,
-            kvrelay_dot_internal_dot_v1_dot_handoff__pb2.ControlResponse.FromString,
+            kvrelay_dot_internal_dot_v1_dot_handoff__pb2.HandoffBatch.SerializeToString,
+            kvrelay_dot_internal_dot_v1_dot_handoff__pb2.HandoffBatch.FromString,
             options,
             channel_credentials,
             insecure,
