@@ -129,7 +129,7 @@ class Receiving:
     def release(self, reservation: Reservation) -> None:
         """The next hand-off uses the same blocks."""
 
-    def imported(self, key: Key, reservation: Reservation, first_token: int, stats: TransferStats) -> None:
+    def imported(self, key: Key, reservation: Reservation, first_token: int, stats: TransferStats, states: Any) -> None:
         """The sender's end stops the clock."""
 
     def import_failed(self, key: Key, code: Code, message: str) -> None:
