@@ -21,6 +21,9 @@ TRANSFER_SHARE = 16
 """Sending the KV of so many tokens counts as computing one."""
 
 
+AHEAD_PROMPTS = 16
+"""Prompts, however short, that a prefill worker has to compute from which on it gets no other one: each is also work
+for those that hand its KV over, in the order in which prompts were placed."""
 RESERVE_SHARE = 8
 """A worker keeps its blocks divided by this for holders of little (`engine/scheduling/room.py`)."""
 
@@ -133,6 +136,11 @@ class WorkerView:
         """Tokens of work before a new request, in tokens of prefill. What requests may yet generate doesn't count: few
         get as far as their `max_tokens`."""
         return self.outstanding_tokens + self.pending_tokens + RUNNING_TOKENS * self.running
+
+    def busy(self, ahead_tokens: float) -> bool:
+        """Whether it has enough prompts to compute: so many tokens, or AHEAD_PROMPTS."""
+        many = self.role == "prefill" and self.running >= AHEAD_PROMPTS
+        return many or self.outstanding_tokens + self.pending_tokens >= ahead_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +297,7 @@ class LeastWork:
                 best = min(pairs, key=cost, default=[])
             options += [best] if best else []
         chosen = min(options, key=cost, default=None)
-        if chosen is None or chosen[0].outstanding_tokens + chosen[0].pending_tokens >= self._ahead_tokens:
+        if chosen is None or chosen[0].busy(self._ahead_tokens):
             return None
         return chosen
 
@@ -414,9 +422,9 @@ def why_waiting(demand: Demand, workers: Sequence[WorkerView], ahead_tokens: flo
     if not any(worker.role != "prefill" for worker in ready):
         return "no worker that decodes was ready"
     computing = [worker for worker in ready if worker.role != "decode"] or ready
-    if all(worker.outstanding_tokens + worker.pending_tokens >= ahead_tokens for worker in computing):
+    if all(worker.busy(ahead_tokens) for worker in computing):
         names = ", ".join(worker.id.name for worker in computing)
-        return f"{names} had {ahead_tokens:g} tokens or more of other prompts to compute"
+        return f"{names} had {ahead_tokens:g} tokens or more of other prompts to compute, or {AHEAD_PROMPTS} prompts"
     capacities = [worker.capacity for worker in ready if worker.role == "decode" and worker.capacity is not None]
     if capacities and not any(capacity.fits(demand) for capacity in capacities):
         if all(capacity.promised_requests >= capacity.free_slots for capacity in capacities):
