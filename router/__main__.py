@@ -12,9 +12,6 @@ from kvrelay.rpc.serve import fast_loop, main
 GC_THRESHOLDS = 10_000, 20, 20
 """Each message of a stream makes some objects that the collector counts, and hardly any cycles."""
 
-SWITCH_SECONDS = 0.001
-"""For which the event loop waits for each thread that computes in Python; Python's own is 5 ms."""
-
 
 class RouterProcess(RouterServer):
     """A router that has its process to itself."""
@@ -25,7 +22,6 @@ class RouterProcess(RouterServer):
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
-        sys.setswitchinterval(SWITCH_SECONDS)
         self._warming = asyncio.create_task(self.warm(), name="lanes")
         return port
 

@@ -23,6 +23,9 @@ TRANSFER_SHARE = 16
 """Sending the KV of so many tokens counts as computing one."""
 
 
+AHEAD_PROMPTS = 16
+"""Prompts, however short, that a prefill worker has to compute from which on it gets no other one: each is also work
+for those that hand its KV over, in the order in which prompts were placed."""
 RESERVE_SHARE = 8
 """A worker keeps its blocks divided by this for holders of little (`engine/room.py`)."""
 
@@ -135,6 +138,11 @@ class WorkerView:
         """Tokens of work before a new request, in tokens of prefill. What requests may yet generate doesn't count: few
         get as far as their `max_tokens`."""
         return self.outstanding_tokens + self.pending_tokens + RUNNING_TOKENS * self.running
+
+    def busy(self, ahead_tokens: float) -> bool:
+        """Whether it has enough prompts to compute: so many tokens, or AHEAD_PROMPTS."""
+        many = self.role == "prefill" and self.running >= AHEAD_PROMPTS
+        return many or self.outstanding_tokens + self.pending_tokens >= ahead_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +299,7 @@ class LeastWork:
                 best = min(pairs, key=cost, default=[])
             options += [best] if best else []
         chosen = min(options, key=cost, default=None)
-        if chosen is None or chosen[0].outstanding_tokens + chosen[0].pending_tokens >= self._ahead_tokens:
+        if chosen is None or chosen[0].busy(self._ahead_tokens):
             return None
         return chosen
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvrelay.router.placement import Demand, WorkerView
+from kvrelay.router.placement import AHEAD_PROMPTS, Demand, WorkerView
 
 
 def reason(demand: Demand, workers: Sequence[WorkerView], ahead_tokens: float) -> str:
@@ -15,9 +15,9 @@ def reason(demand: Demand, workers: Sequence[WorkerView], ahead_tokens: float) -
     if not any(worker.role != "prefill" for worker in ready):
         return "no worker that decodes was ready"
     computing = [worker for worker in ready if worker.role != "decode"] or ready
-    if all(worker.outstanding_tokens + worker.pending_tokens >= ahead_tokens for worker in computing):
+    if all(worker.busy(ahead_tokens) for worker in computing):
         names = ", ".join(worker.id.name for worker in computing)
-        return f"{names} had {ahead_tokens:g} tokens or more of other prompts to compute"
+        return f"{names} had {ahead_tokens:g} tokens or more of other prompts to compute, or {AHEAD_PROMPTS} prompts"
     capacities = [worker.capacity for worker in ready if worker.role == "decode" and worker.capacity is not None]
     if capacities and not any(capacity.fits(demand) for capacity in capacities):
         if all(capacity.promised_requests >= capacity.free_slots for capacity in capacities):

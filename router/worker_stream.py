@@ -313,7 +313,9 @@ class WorkerStream:
 
     def _drop(self, key: tuple[str, int]) -> bool:
         """Returns whether there was a listener."""
-        self._account_for(key)
+        if key in self._unseen:
+            self._account_for(key)
+            self._on_load()  # no load report need follow
         slot, listener = self._listeners.pop(key, (0, None))
         self._by_slot.pop(slot, None)
         return listener is not None

@@ -58,6 +58,10 @@ class Server(Protocol):
         """Returns when the server can't continue, with the reason."""
 
 
+SWITCH_SECONDS = 0.001
+"""Seconds for which a process's event loop, or its engine, waits for another thread that computes in Python; Python's
+own are 5 ms."""
+
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
@@ -111,6 +115,7 @@ def run(server: Server, grace: float, stop_seconds: float = STOP_SECONDS, loop: 
     The process ends at most `grace` + `stop_seconds` + EXIT_SECONDS after a signal; a server that hasn't started yet
     gets no `grace`.
     """
+    sys.setswitchinterval(SWITCH_SECONDS)
     deadline = ExitDeadline()
     code = FAILED_CODE
     try:

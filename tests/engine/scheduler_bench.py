@@ -15,9 +15,9 @@ from kvrelay.engine.kv.blocks import BlockPool, Hold
 from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.plan import NOT_READY, StepPlan
 from kvrelay.engine.progress import Progress, Reservation
-from kvrelay.engine.request import Request, SamplingParams
+from kvrelay.engine.request import FinishReason, Request, SamplingParams
 from kvrelay.engine.runner.base import StepHandle
-from kvrelay.engine.scheduler import Scheduler
+from kvrelay.engine.scheduler import SPARE_SHARE, Scheduler
 from kvrelay.engine.sequence import Sequence, Status
 from kvrelay.engine.speculate.speculation import Speculation
 from support.guesses import HashGuesses
@@ -69,10 +69,12 @@ class Bench:
         prefix_cache: bool = True,
         lag: int = 0,
         drafts: int = 0,
+        step_cost: tuple[float, float] | None = None,
     ) -> None:
         """
         Args:
             drafts: that each sequence gets in a step, at most.
+            step_cost: seconds of a step, and of each of its tokens, as the scheduler observes them; None: not at all.
         """
         self.config = EngineConfig(block_size=SIZE, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
         self.max_context = blocks * SIZE if max_context is None else max_context
@@ -86,12 +88,13 @@ class Bench:
             rows = min(max_sequences, max_batch_tokens)
             speculation = Speculation(options, HashGuesses(wrong_every=drafts + 2), rows, time.thread_time)
         self.scheduler = Scheduler(self.config, self.prefix, self.runner.spec, lag, speculation)
-        self.lag = lag
+        self.lag, self.step_cost = lag, step_cost
         self.flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self.sequences: list[Sequence] = []
         self.heard: dict[Sequence, list[int]] = {}
         self.exports: list[tuple[Hold, tuple[int, ...]]] = []
         self.late = LateMasks()
+        self._expected: dict[Sequence, tuple[list[int], FinishReason]] = {}
         self._names = 0
 
     def request(self, tokens: tuple[int, ...], max_tokens: int = 1, **options: object) -> Request:
@@ -148,8 +151,16 @@ class Bench:
         # What may be sent once it is computed isn't computed twice.
         assert not any(sequence.handoff for sequence in self.sequences if sequence.handle in late)
         reports = self.scheduler.commit(plan, out)
+        if self.step_cost is not None:
+            self.scheduler.times.observe(plan.num_tokens, self.seconds(plan.num_tokens))
         self._hear_all(reports)
         return reports
+
+    def seconds(self, tokens: int) -> float:
+        """What a step of so many tokens costs."""
+        assert self.step_cost is not None
+        fixed, each = self.step_cost
+        return fixed + each * tokens
 
     def commit(self, plan: StepPlan) -> list[Progress]:
         reports = self.scheduler.commit(plan, self.runner.run(plan))
@@ -183,7 +194,7 @@ class Bench:
         assert load.free + load.cached + load.held == load.total
         assert load.waiting + load.running == len(live)
         assert load.running == sum(sequence.status is Status.RUNNING for sequence in live)
-        assert load.running <= self.config.max_sequences
+        assert load.running <= self.config.max_sequences + self.config.max_sequences // SPARE_SHARE
         assert load.pending_tokens == sum(sequence.num_tokens - sequence.num_computed for sequence in live)
         assert self.scheduler.has_work == bool(live)
         for sequence in live:
@@ -227,7 +238,9 @@ class Bench:
         heard = self.heard[sequence]
         assert report.token_index == len(heard) + len(sequence.request.tokens) - sequence.request.prompt_tokens
         heard.append(report.token)
-        tokens, reason = expected_outcome(sequence.request, self.max_context)
+        if sequence not in self._expected:
+            self._expected[sequence] = expected_outcome(sequence.request, self.max_context)
+        tokens, reason = self._expected[sequence]
         assert heard == tokens[: len(heard)]
         assert report.finish == (reason if len(heard) == len(tokens) else None)
         assert report is last or report.finish is None

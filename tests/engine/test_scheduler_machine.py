@@ -1,5 +1,7 @@
 """The scheduler under any order of calls: a state machine that Hypothesis drives."""
 
+from typing import Any
+
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -37,6 +39,7 @@ def requests(draw: st.DrawFn, bench: Bench) -> Request:
         stop=stop,
         prompt_tokens=len(tokens) - done,
         tenant=draw(st.sampled_from(["", "other"])),
+        holder=draw(st.sampled_from([0, 1, 1, 1, 2])),
         late=late,
     )
 
@@ -47,12 +50,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         blocks=st.integers(4, 16),
         max_batch_tokens=st.integers(SIZE, 40),
-        max_sequences=st.integers(1, 5),
+        max_sequences=st.sampled_from([1, 2, 3, 4, 5, 8]),
         prefix_cache=st.booleans(),
         lag=st.integers(0, 1),
         drafts=st.sampled_from([0, 1, 4]),
+        step_cost=st.sampled_from([None, (0.0, 1.0), (2.0, 1.0), (1.0, 0.0)]),
     )
-    def start(self, blocks: int, **options: int) -> None:
+    def start(self, blocks: int, **options: Any) -> None:
         self.bench = Bench(blocks, **options)
         self.scheduler = self.bench.scheduler
         self.reserved: list[tuple[Request, Reservation]] = []

@@ -196,7 +196,7 @@ def view(role: WorkerRole, *, ready: bool = True, pending: int = 0, slots: int =
         ([view("prefill"), view("decode", free=1)], "no decode worker had KV blocks free for 100 tokens"),
         (
             [view("prefill", pending=900), view("decode")],
-            "prefill-0 had 500 tokens or more of other prompts to compute",
+            "prefill-0 had 500 tokens or more of other prompts to compute, or 16 prompts",
         ),
         ([view("colocated", pending=900)], "colocated-0 had 500 tokens"),
         ([view("prefill"), view("decode")], "other requests were before it"),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kvrelay.internal.v1.worker_pb2 import PHASE_DECODE, PHASE_PREFILL, RequestEvent, RouterHello, Sampling, Submit
 from kvrelay.router.budget import AT_LEAST, SHARE, WINDOW_SECONDS, RetryBudget
 from kvrelay.router.placement import (
+    AHEAD_PROMPTS,
     TRANSFER_SHARE,
     WORK_WEIGHT,
     DecodeCapacity,
@@ -197,6 +198,19 @@ def test_a_single_token_needs_no_capacity_on_decode() -> None:
     assert LeastWork(PrefixIndex(0)).place(Demand(5, 1), workers) is NoPlace.NO_CAPACITY
     assert LeastWork(PrefixIndex(0)).place(Demand(5, 1), workers[:1]) is NoPlace.NO_WORKERS
     assert LeastWork(PrefixIndex(0)).place(Demand(5, 0), workers[1:]) is NoPlace.NO_CAPACITY, "decode computes it"
+
+
+def test_a_prefill_worker_gets_few_prompts_ahead_however_short_they_are() -> None:
+    def placed(running: int, role: WorkerRole = "prefill") -> Placement | NoPlace:
+        workers = [
+            WorkerView(WorkerId("w", "i"), role, ready=True, running=running),
+            WorkerView(WorkerId("d", "i"), "decode", ready=True, running=100),
+        ]
+        return LeastWork(PrefixIndex(0), ahead_tokens=8192).place(Demand(1, 5), workers)
+
+    assert isinstance(placed(AHEAD_PROMPTS - 1), Placement)
+    assert placed(AHEAD_PROMPTS) is NoPlace.NO_CAPACITY
+    assert isinstance(placed(100, "colocated"), Placement), "most of these decode"
 
 
 def test_what_another_router_has_placed_counts_as_if_this_one_had() -> None:

@@ -1,0 +1,196 @@
+"""The time of steps is shared among holders: shares hold, rows take turns, and nobody who is alone is limited."""
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_bench import SIZE, Bench, numbers, spans
+
+from kvrelay.engine.fairness import FEWEST, FORGOTTEN, GROWTH, StepTimes, max_min
+from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.sequence import Sequence, Status
+
+
+@given(st.dictionaries(st.integers(0, 9), st.integers(0, 40), max_size=6), st.integers(0, 100))
+def test_shares_are_max_min(wanted: dict[int, int], total: int) -> None:
+    shares = max_min(wanted, total)
+    assert all(0 <= shares[key] <= wanted[key] for key in wanted)
+    assert sum(shares.values()) == min(total, sum(wanted.values())), "nothing is left while somebody wants more"
+    for key in wanted:
+        if shares[key] < wanted[key]:
+            assert all(shares[other] <= shares[key] + 1 for other in wanted), "nobody has more than who wants more"
+
+
+@given(
+    fixed=st.floats(1e-4, 1e-1),
+    each=st.floats(1e-6, 1e-2),
+    smallest=st.integers(1, 50),
+    holders=st.integers(2, 9),
+    pause=st.floats(1.0, 100.0),
+)
+def test_the_limit_follows_from_what_steps_cost_and_pauses_change_nothing(
+    fixed: float, each: float, smallest: int, holders: int, pause: float
+) -> None:
+    times, most = StepTimes(), 100_000
+    assert times.most_tokens(smallest, holders, most) == most, "nothing was observed"
+    for tokens in (1, 8, 64, 512, most):
+        for number in range(5):
+            times.observe(tokens, (fixed + each * tokens) * (pause if number == 2 else 1.0))
+    limit = times.most_tokens(smallest, holders, most)
+    assert limit >= min(most, holders * smallest)
+    allowed = holders * (fixed + each * smallest)
+    assert fixed + each * limit <= allowed * 1.001
+    assert limit == most or fixed + each * (limit + 1) >= allowed * 0.999, "no less than it may"
+
+
+def test_steps_grow_no_faster_than_they_are_measured_and_old_sizes_are_forgotten() -> None:
+    times = StepTimes()
+    for _ in range(FEWEST):
+        times.observe(1, 1.0)
+    assert times.most_tokens(1, 2, 1000) == GROWTH, "one size says nothing of others"
+    for tokens, seconds in ((64, 64.0), (2, 1.5)):
+        for _ in range(FEWEST):
+            times.observe(tokens, seconds)
+    slow = times.most_tokens(1, 2, 1000)
+    for _ in range(FORGOTTEN + 1):
+        times.observe(1, 1.0)
+    times.observe(2, 1.0)
+    assert times.most_tokens(1, 2, 1000) > slow, "the large steps were long ago"
+
+
+def streams(bench: Bench, counts: dict[int, int], tokens: int) -> list[Sequence]:
+    """So many sequences of each holder, which have decoded a token each."""
+    found = [
+        bench.add(replace(bench.request(numbers(3, 10 * holder + number), tokens), holder=holder))
+        for holder, count in counts.items()
+        for number in range(count)
+    ]
+    while not all(sequence.generated for sequence in found):
+        bench.step()
+    return found
+
+
+def of_holders(bench: Bench, plan: StepPlan) -> Counter[int]:
+    """Tokens of each holder in a plan."""
+    holder_of = {sequence.handle: sequence.holder for sequence in bench.sequences}
+    tokens: Counter[int] = Counter()
+    for handle, start, end in spans(plan):
+        tokens[holder_of[handle]] += end - start
+    return tokens
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    counts=st.dictionaries(st.integers(1, 3), st.integers(1, 7), min_size=1, max_size=3),
+    fixed=st.floats(0.0, 20.0),
+    lag=st.integers(0, 1),
+    prompts=st.sampled_from([0, 0, 1, 2]),
+    drafts=st.sampled_from([0, 0, 2]),
+)
+def test_a_step_costs_each_holder_no_more_than_its_share_and_all_rows_advance_in_turn(
+    counts: dict[int, int], fixed: float, lag: int, prompts: int, drafts: int
+) -> None:
+    """`Bench` compares all tokens with those of the model alone, whatever steps they come in."""
+    bench = Bench(
+        600, max_batch_tokens=64, max_sequences=64, max_context=100, lag=lag, drafts=drafts, step_cost=(fixed, 1.0)
+    )
+    for tokens in (1, 4, 16, 64) * FEWEST:
+        bench.scheduler.times.observe(tokens, bench.seconds(tokens))
+    running = streams(bench, counts, 60)
+    decoding, holder = list(running), min(counts)
+    for number in range(prompts):
+        running.append(bench.add(replace(bench.request(numbers(60, 100 + number), 5), holder=holder)))
+    last: dict[Sequence, int] = defaultdict(int)
+    for step in range(1, 30):
+        for sequence in running:
+            if sequence.status is not Status.RUNNING:
+                last[sequence] = step
+        wanted: Counter[int] = Counter()
+        for sequence in running:
+            if not sequence.ended:
+                wanted[sequence.holder] += sequence.expected - sequence.reach
+        plan = bench.launch()
+        if plan is not None and len(wanted) > 1:
+            allowed = len(wanted) * bench.seconds(min(wanted.values()))
+            assert bench.seconds(plan.num_tokens) <= allowed + 1e-6
+            assert len(of_holders(bench, plan)) == len(wanted) or lag or drafts, "each holder has a part of each step"
+        elif plan is not None and not (lag or drafts):
+            assert plan.num_tokens >= min(sum(wanted.values()), 64 - SIZE), "who is alone is not limited"
+        for sequence in decoding:
+            if plan is not None and sequence.handle in plan.handles:
+                last[sequence] = step
+            # A lag leaves a row out where its token isn't known, and prompts take half of their holder's share.
+            assert step - last[sequence] <= 2 * (1 + lag + bool(drafts)) * max(counts.values()), "nobody starves"
+        while len(bench.flight) > lag or (bench.flight and plan is None):
+            bench.land()
+    bench.drain()
+    bench.check_over()
+
+
+@pytest.mark.parametrize("mine", [1, 3])
+def test_what_comes_soon_is_expected_with_short_steps(mine: int) -> None:
+    bench = Bench(600, max_batch_tokens=64, max_sequences=64, max_context=100, step_cost=(1.0, 1.0))
+    streams(bench, {1: 12, 2: 2}, 30)
+    for tokens in (1, 4, 16) * FEWEST:
+        bench.scheduler.times.observe(tokens, bench.seconds(tokens))
+    for sequence in [sequence for sequence in bench.sequences if sequence.holder == 2]:
+        bench.scheduler.cancel(sequence.request.key)
+    plan = bench.scheduler.plan()
+    assert plan is not None
+    assert plan.num_rows == 12
+    bench.commit(plan)
+    bench.scheduler.coming = frozenset({2})
+    plan = bench.scheduler.plan()
+    assert plan is not None
+    assert plan.num_rows <= 3, "a request has said that it comes"
+    bench.commit(plan)
+    bench.scheduler.coming = frozenset()
+    requests = [replace(bench.request(numbers(3, 200 + number), 4), holder=2) for number in range(mine)]
+    kept = [bench.scheduler.reserve(request) for request in requests]
+    plan = bench.scheduler.plan()
+    assert plan is not None
+    assert plan.num_rows <= 3, "its blocks are reserved"
+    bench.commit(plan)
+    for reservation in kept:
+        assert reservation is not None
+        reservation.release()
+    plan = bench.scheduler.plan()
+    assert plan is not None
+    assert plan.num_rows == 12
+    bench.commit(plan)
+    bench.drain()
+    bench.check_over()
+
+
+def test_a_holder_of_few_needs_no_other_sequence_to_end() -> None:
+    bench = Bench(600, max_batch_tokens=64, max_sequences=16, max_context=100)
+    many = streams(bench, {1: 16}, 60)
+    late = []
+    for holder, number in ((1, 0), (2, 1), (2, 2)):
+        request = replace(bench.request(numbers(2 * SIZE, 50 + number), 6), holder=holder)
+        reservation = bench.scheduler.reserve(request)
+        assert reservation is not None
+        bench.receive(reservation, request)
+        late.append(bench.resume(request, reservation))
+    for holder in (1, 2):
+        request = replace(bench.request(numbers(SIZE, 60), 6), holder=holder)
+        assert bench.scheduler.reserve(request) is None, "two rows are spare, for holders that have fewer"
+    bench.step()
+    assert [sequence.status is Status.RUNNING for sequence in late] == [False, True, True]
+    last = dict.fromkeys(many, 0)
+    for step in range(1, 30):
+        plan = bench.launch()
+        assert plan is not None
+        assert plan.num_rows <= 16
+        for sequence in many:
+            if sequence.handle in plan.handles:
+                last[sequence] = step
+            assert step - last[sequence] <= 3, "rows take turns"
+        bench.land()
+        bench.check()
+    assert late[1].ended
+    assert late[2].ended
+    bench.drain()
+    bench.check_over()
