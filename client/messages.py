@@ -105,7 +105,7 @@ class GenerateOptions(TypedDict, total=False):
     model: str
     """A name that the model is served under; the model by default."""
     priority: int
-    """Of the requests of one tenant that wait, the one with the smallest value goes first; 0 by default."""
+    """Order among the waiting requests of one tenant: the smallest value goes first; 0 by default."""
     slo_class: str
     """Name of a class of service that the router's configuration has."""
     cache_salt: str
@@ -161,9 +161,9 @@ class TokenLogprobs:
     """Natural logarithms of probabilities, by the model's own distribution."""
 
     logprob: float
-    """Of the token itself."""
+    """Logarithm of the probability of the token itself."""
     rank: int
-    """Of the token among all, from 1."""
+    """Rank of the token among all tokens, from 1 for the likeliest."""
     top_ids: tuple[int, ...]
     """The likeliest tokens, likeliest first, as many as were asked for."""
     top_logprobs: tuple[float, ...]
@@ -186,7 +186,7 @@ class Chunk:
     seed: int | None = None
     """In the completion's first chunk of a call: its seed."""
     index: int = 0
-    """Which of the n completions this belongs to."""
+    """Number of the completion that this chunk belongs to, from 0 to n - 1."""
     request_id: str = ""
     """The request's name, for `kvrelay doctor` and the routers' page."""
 
@@ -223,7 +223,7 @@ class ModelInfo:
     dtype: str
     has_chat_template: bool
     version: str
-    """Of the router's kvrelay."""
+    """Version of kvrelay that the router runs."""
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:

@@ -44,5 +44,5 @@ class Tls:
 
 
 def metadata(api_key: str | None) -> tuple[tuple[str, str], ...] | None:
-    """What each call carries."""
+    """The gRPC metadata of each call; None without an API key."""
     return None if api_key is None else (("authorization", f"Bearer {api_key}"),)

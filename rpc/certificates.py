@@ -61,7 +61,7 @@ class CertificateFiles:
         return self._certificate, self._key
 
     def current(self) -> KeyPair:
-        """What the files hold now; what they held before, if they can't be used now."""
+        """The certificate and key in the files; if they can't be used now, the last ones that could."""
         self._checked_at = time.monotonic()
         pair = self._watched.current()
         self._warn(pair)

@@ -1,4 +1,4 @@
-"""What a process proves itself with on internal connections, and how it checks its callers.
+"""The credentials of a process on internal connections, and how it checks its callers.
 
 Every internal call carries the join token. With mutual TLS both ends show a certificate of their part as well, and a
 server refuses parts that have no business with the method (`rpc.security.CALLERS`).
@@ -43,7 +43,7 @@ class Credentials:
 
     @classmethod
     def of(cls, part: Part, config: SecurityConfig) -> "Credentials":
-        """Those that `config` names.
+        """The credentials that `config` names.
 
         Raises:
             ValueError: there is no token, or a certificate can't be used.
@@ -56,7 +56,7 @@ class Credentials:
 
     @property
     def metadata(self) -> Metadata:
-        """What every internal call carries."""
+        """The gRPC metadata of every internal call."""
         return ((TOKEN_KEY, self._token),)
 
     def check(self) -> None:

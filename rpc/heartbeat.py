@@ -75,11 +75,11 @@ class HeartbeatClient:
         self._tell = tell or self._tell_process
         self._telling: asyncio.Task[None] | None = None
         self._answer: Description | None = None
-        """To go with the next heartbeat."""
+        """Description of this process that the next heartbeat carries."""
         self._generation = 0
-        """Of this member, once the supervisor has issued it."""
+        """Generation of this member; 0 until the supervisor has issued it."""
         self._members: Sequence[Member] = ()
-        """As last passed on."""
+        """Members as `on_members` got them last."""
         self._now = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._substitute: Substitute | None = None

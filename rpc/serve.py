@@ -44,7 +44,7 @@ class Server(Protocol):
 
     @property
     def metrics(self) -> MetricSet:
-        """Its metrics."""
+        """The metrics that the server records."""
 
     async def start(self) -> Any:
         """Binds and serves.
@@ -63,7 +63,7 @@ LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
 def fast_loop() -> LoopFactory | None:
-    """That of uvloop; None, for asyncio's own loop, where it isn't installed: it has no wheels for some platforms."""
+    """The loop factory of uvloop; None if it isn't installed (some platforms have no wheel), for asyncio's own loop."""
     try:
         import uvloop
     except ImportError:

@@ -70,7 +70,7 @@ Watch = Callable[[Progress], object]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What `drive` sends, and how."""
+    """The requests that `drive` sends, their times and their limits."""
 
     asks: Sequence[Ask]
     times: Sequence[float] | None
@@ -78,15 +78,15 @@ class Load:
     concurrency: int
     """Most requests in flight; 0: no limit."""
     sampling: Sampling
-    """Of the first request."""
+    """Sampling of the first request; each later one has the next seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Driven:
-    """What came of a load."""
+    """The measurements of one load."""
 
     samples: list[Sample]
-    """In the order of the requests."""
+    """One sample for each request that has ended, in the order of the requests."""
     duration: float
     """Seconds from the start to the last answer."""
     interrupted: bool = False

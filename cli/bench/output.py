@@ -1,4 +1,4 @@
-"""What `kvrelay bench` shows on the terminal: a progress bar, then a table."""
+"""Output of `kvrelay bench` on the terminal: a progress bar, then a table."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""What a benchmark writes as JSON: `kvrelay bench --schema` prints its schema."""
+"""The JSON result of a benchmark; `kvrelay bench --schema` prints its schema."""
 
 import json
 import os
@@ -50,7 +50,7 @@ class Request:
 
     @classmethod
     def of(cls, sample: Sample) -> "Request":
-        """Its values."""
+        """The entry for one sample."""
         reply = sample.reply
         begun = bool(reply.arrivals)
         return cls(
@@ -95,7 +95,7 @@ class Machine:
 
     processor: str
     cores: int
-    """That this process may use."""
+    """CPU cores that this process may use."""
     memory_gib: float
     system: str
     python: str
@@ -114,11 +114,11 @@ class Result:
     """grpc or http."""
     target: str
     model: dict[str, Any]
-    """What the server says about it."""
+    """The server's description of its model."""
     options: dict[str, Any]
     machine: Machine
     versions: dict[str, str]
-    """Of the packages that the benchmark runs with."""
+    """Version of each package that the benchmark runs with."""
     runs: list[Run]
 
 
@@ -153,7 +153,7 @@ def this_machine() -> Machine:
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Of those that are installed."""
+    """The versions of those of `packages` that are installed, by name."""
     found = {}
     for name in packages:
         try:

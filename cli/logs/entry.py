@@ -67,7 +67,7 @@ class Parser:
     """Makes entries of the lines of one file, which one process has written."""
 
     name: str = ""
-    """Of the process; learned from its lines."""
+    """Name of the process, read from its lines."""
     _time: str = ""
     _rest: str = field(default="", repr=False)
 
@@ -97,7 +97,7 @@ class Parser:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which entries to show."""
+    """A filter that says which entries are shown."""
 
     member: str = ""
     """Only of the member of this name; empty: of all."""

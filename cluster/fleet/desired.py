@@ -1,4 +1,4 @@
-"""What a cluster is to be: its members by name, their roles and configurations, and what becomes of each. No I/O.
+"""The desired state of a cluster: its members by name, their roles, configurations and stages. No I/O.
 
     stage      the member                                          ends as
     SERVE      runs                                                -
@@ -19,11 +19,11 @@ from kvrelay.cluster.errors import listed
 from kvrelay.rpc.names import MemberRole
 
 MOST_MEMBERS = 1024
-"""Of one role."""
+"""Most members of one role."""
 
 
 class Stage(Enum):
-    """What becomes of a member."""
+    """Stage of a member: whether it stays, and how it is replaced or ends."""
 
     SERVE = "serve"
     REPLACE = "replace"
@@ -65,28 +65,28 @@ class Wanted:
     """Generation of the configuration that it is started with."""
     stage: Stage = Stage.SERVE
     replaces: str = ""
-    """The member that leaves when this one serves; it isn't counted before. Empty for none."""
+    """Name of the member that leaves when this one serves. Until then this one isn't counted. Empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is known of one member's process."""
+    """State of one member's process, as far as the supervisor knows it."""
 
     kept: bool = False
-    """It runs, or is about to be started again."""
+    """Whether the process runs, or is about to be started again."""
     ending: bool = False
-    """It was asked to end."""
+    """Whether it was asked to end."""
     ready: bool = False
     role: MemberRole | None = None
-    """As it reports."""
+    """Role that the process reports."""
     roles: frozenset[str] = frozenset()
-    """Those that its process can take."""
+    """Roles that the process can take."""
     digest: str = ""
     """Workers with equal digests can hand KV over to each other."""
     requests: int = 0
-    """Waiting and running there."""
+    """Number of requests that wait and run there."""
     trouble: str = ""
-    """Why it can't be expected to serve without help; empty if it can."""
+    """Reason why it can't be expected to serve without help; empty if it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +97,13 @@ class Desired:
     config: int = 1
     """Generation of the configuration that all members are to have."""
     previous: int = 0
-    """The one before, for a rollback; 0 if there is none."""
+    """Generation of the configuration before, for a rollback; 0 if there is none."""
     revision: int = 1
     """Grows with every change."""
     halted: str = ""
-    """Why a rolling change has stopped; empty if none has."""
+    """Reason why a rolling change has stopped; empty if none has."""
     restart_id: str = ""
-    """Of the last restart."""
+    """Id of the last restart."""
     configs: Mapping[int, str] = field(default_factory=dict)
     """Texts of the configurations by generation: the present one, the one before, and those that members have."""
 

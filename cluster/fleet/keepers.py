@@ -35,22 +35,22 @@ class Progress:
     failures: int = 0
     """Processes of this member that ended so far without a request to stop."""
     reason: str = ""
-    """Why the last of them did."""
+    """Reason why the last of them ended."""
     hopeless: bool = False
-    """It isn't started again: its configuration is the reason."""
+    """Whether it isn't started again, since its configuration is the reason."""
     waits_for: str = ""
-    """What its next process waits for before it starts; empty if for nothing."""
+    """Resource or other reason that its next process waits for; empty if for none."""
 
 
 class _Keeper:
-    """What is known of one name that is kept running."""
+    """State of one name that is kept running."""
 
     def __init__(self, name: str) -> None:
         self.progress = Progress(name)
         self.served = False
-        """It was ready once: what ends later is no mistake of the configuration."""
+        """Whether it was ready once: if it ends later, the configuration is not the reason."""
         self.leaving = asyncio.Event()
-        """It was asked to end."""
+        """Set when it was asked to end."""
         self.task: asyncio.Task[None] | None = None
         self._moved_at = time.monotonic()
 

@@ -16,20 +16,20 @@ class Ended:
     """How one process of a member ended."""
 
     reason: str = ""
-    """Why, in one line; empty if it was asked to stop."""
+    """Reason in one line; empty if it was asked to stop."""
     mistake: bool = False
-    """Its configuration made it fail at start (a missing model, a port in use), so another try would fail as well."""
+    """Whether its configuration made it fail at start (a missing model, a port in use), so that another try would too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one process is started as."""
+    """Plan of one process: its role and its configuration."""
 
     role: MemberRole
     config: str
     """Text of the cluster's configuration."""
     roles: Mapping[str, MemberRole] = field(default_factory=dict)
-    """Of all members, by name: where this one is placed depends on them."""
+    """Roles of all members, by name; the place of this one depends on them."""
 
 
 class Launcher(Protocol):
@@ -39,7 +39,7 @@ class Launcher(Protocol):
     """
 
     config: str
-    """The one that a new cluster begins with."""
+    """Configuration that a new cluster begins with."""
 
     def members(self, config: str) -> dict[str, MemberRole]:
         """The members that a new cluster begins with."""
@@ -82,7 +82,7 @@ class Launcher(Protocol):
         """
 
     def waits_for(self, name: str) -> str:
-        """What `run` waits for before it starts the member's process, such as resources; empty if for nothing."""
+        """The reason why `run` can't start the member's process yet, such as missing resources; empty if none."""
 
     async def stop(self, name: str, grace: float) -> None:
         """Gives the member `grace` seconds to finish, and ends its process in any case.

@@ -100,26 +100,26 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What has happened to members since this process started, by role where it has one."""
+    """Counts of what happened to members since this process started, by role where it has one."""
 
     deaths: Counter[Role] = field(default_factory=Counter)
-    """Ended without having been asked to, or declared dead."""
+    """Members that ended without having been asked to, or were declared dead."""
     replacements: Counter[Role] = field(default_factory=Counter)
-    """Came back as another incarnation."""
+    """Members that came back as another incarnation."""
     drains: Counter[Role] = field(default_factory=Counter)
-    """Began to drain."""
+    """Members that began to drain."""
     role_changes: Counter[Role] = field(default_factory=Counter)
-    """Changed their role, by the new one."""
+    """Changes of a worker's role, by the new role."""
     fences: Counter[Role] = field(default_factory=Counter)
     """Heartbeats of fenced incarnations."""
 
 
 @dataclass(slots=True)
 class _Name:
-    """What is kept of a name for good."""
+    """The part of a name's state that is kept for good."""
 
     generation: int = 0
-    """Of its latest incarnation."""
+    """Generation of its latest incarnation."""
     fenced: set[str] = field(default_factory=set)
     """Earlier incarnations that never sent their generation. The others are recognized by it, so this stays small."""
 

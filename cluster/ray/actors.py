@@ -46,12 +46,12 @@ class ServerActor(Generic[ServerT]):
     """Hosts one server. It has no coroutines: Ray would run them on an event loop of its own."""
 
     stop_seconds = STOP_SECONDS
-    """For the server to stop, beyond the time for its requests."""
+    """Seconds for the server to stop, beyond the time for its requests."""
     drain_seconds = 0.0
-    """For its requests to finish when its node is about to stop."""
+    """Seconds for its requests to finish when its node is about to stop."""
 
     deadline_type = ExitDeadline
-    """What ends its process."""
+    """Class that ends the actor's process in time."""
 
     def __init__(self, part: str, name: str, title: str, make: Callable[[], ServerT], token: str) -> None:
         """

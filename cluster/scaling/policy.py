@@ -51,15 +51,15 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What the policy last saw."""
+    """The latest forecasts of the policy."""
 
     split: Split
     now: Forecast
-    """With this split."""
+    """Forecast with the present split."""
     best: Split
-    """The best one, looked for if a target will be missed."""
+    """Best split; looked for only if a target will be missed."""
     then: Forecast
-    """With that one."""
+    """Forecast with the best split."""
 
 
 class Policy:
@@ -70,26 +70,26 @@ class Policy:
         """None while too little is known."""
         self.config = config
         self._wanted: tuple[Split, float] | None = None
-        """The split that is better than the present one, and since when one in its direction has been."""
+        """Better split than the present one, and the time since which one in its direction has been found."""
         self._short: float | None = None
-        """Since when no split has been enough."""
+        """Time since which no split has been enough."""
         self._calm: float | None = None
-        """Since when fewer workers have been enough."""
+        """Time since which fewer workers have been enough."""
         self._changing: float | None = None
-        """Since when the workers that serve are not the desired ones."""
+        """Time since which the workers that serve are not the desired ones."""
         self._changed = -float("inf")
-        """When the last change was made."""
+        """Time of the last change."""
         self._direction = 0
-        """Of the last change: 1 towards prefill, -1 towards decode."""
+        """Direction of the last change: 1 towards prefill, -1 towards decode."""
         self._reversals: deque[float] = deque()
 
     def decide(self, signals: Signals, desired: Split, workers: Sequence[WorkerReport], now: float) -> Decision | None:
-        """What is to be changed now; None for nothing. Who follows a decision changes what is desired.
+        """The change that is due now; None for none. The caller changes the desired state accordingly.
 
         Args:
-            desired: as the cluster is to be.
-            workers: those of both roles.
-            now: in seconds on a clock that never goes back.
+            desired: the split that the cluster is to have.
+            workers: reports of the workers of both roles.
+            now: seconds on a clock that never goes back.
         """
         split = Split(signals.prefill, signals.decode)
         if not (signals.complete and split.prefill and split.decode):
@@ -213,7 +213,7 @@ class Policy:
 
 
 def _moves(outlook: Outlook, workers: Sequence[WorkerReport]) -> tuple[Move, ...]:
-    """Those that have least to do change first."""
+    """The workers that change their role: the ones with the least to do."""
     count = outlook.best.prefill - outlook.split.prefill
     donor: PoolRole = "decode" if count > 0 else "prefill"
     taker: PoolRole = "prefill" if count > 0 else "decode"

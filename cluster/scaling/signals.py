@@ -1,4 +1,4 @@
-"""What the policy knows: measured over the last seconds from the totals that members report. No I/O.
+"""The signals for the policy: measured over the last seconds from the totals that members report. No I/O.
 
 Routers and workers report totals since their start, so a lost report loses nothing, and a member that starts again is
 recognized by its incarnation. A total's growth over the window, divided by the window, is a rate.
@@ -12,15 +12,15 @@ from typing import Literal, NamedTuple
 from kvrelay.rpc.identity import WorkerId
 
 WINDOW_SECONDS = 4.0
-"""Of the rates: long enough to average bursts, short enough to see a change of the traffic soon."""
+"""Seconds over which rates are taken: enough to average bursts, few enough to see a change of the traffic soon."""
 FORGET_SECONDS = 60.0
-"""By which a sample of a step's cost counts 1/e."""
+"""Seconds after which a sample of a step's cost weighs 1/e."""
 MIN_SPREAD = 0.05
-"""Relative spread of the samples from which on a step's cost is told apart into a fixed part and one for each token."""
+"""Relative spread of the samples above which a step's cost is split into a fixed part and a part for each token."""
 FIXED_SHARE = 0.5
-"""The fixed part that is taken for granted until then."""
+"""Share of a step's cost that is assumed to be fixed until the samples spread enough."""
 PRIOR = 2.0
-"""Requests as long as those that have ended, among the young ones of which few have."""
+"""Number of imagined young requests, as long as those that have ended; they count while few have ended."""
 
 PoolRole = Literal["prefill", "decode"]
 
@@ -125,7 +125,7 @@ class Signals:
     """Requests that one decode worker can have."""
     decode_step: StepCost | None
     unqueued_seconds: float
-    """Of a request's time to its first token, what is not queueing."""
+    """Seconds of a request's time to its first token that aren't queueing."""
     ttft_attained: float | None = None
     """Share of the last first tokens; None without any."""
     tpot_attained: float | None = None

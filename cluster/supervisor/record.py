@@ -1,4 +1,4 @@
-"""What a supervisor keeps for its successor: in a file, or in Ray's internal KV.
+"""The record that a supervisor keeps for its successor: in a file, or in Ray's internal KV.
 
 On a Ray cluster with fault tolerance of the GCS the internal KV is in Redis, so the record outlives the head node.
 """
@@ -21,13 +21,13 @@ from kvrelay.rpc.identity import WorkerId
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Published:
-    """One version of it."""
+    """One version of the membership."""
 
     version: int = -1
     members: tuple[Member, ...] = ()
     complete: bool = False
     roles: Mapping[str, Role] = field(default_factory=dict)
-    """Those that members are to have, by name."""
+    """Roles that members are to have, by name."""
 
     def generation(self, worker: WorkerId) -> int:
         """The generation of a member in it; 0 if it isn't."""

@@ -87,8 +87,8 @@ class SupervisorConfig(HeartbeatConfig):
     the process is started with, NAME.log, its output, and NAME.pid. Later the desired state in the record counts."""
 
     templates: dict[str, MemberProcess] = field(default_factory=dict)
-    """What further members are started as, by role: prefill, decode, colocated, router. Default: as the first of
-    `members` with the role."""
+    """Processes for further members, by role: prefill, decode, colocated, router. Default: the first of `members` with
+    the role."""
 
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     """When workers' roles and their number change by themselves."""

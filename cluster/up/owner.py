@@ -105,7 +105,7 @@ class Driver:
 
     @property
     def pid(self) -> int:
-        """Its pid."""
+        """The process id of the driver."""
         return self._popen.pid
 
     def event(self) -> Event | None:

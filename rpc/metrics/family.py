@@ -1,4 +1,4 @@
-"""What a metric is: its name, type, labels, meaning and buckets."""
+"""The description of a metric: its name, type, labels, meaning and buckets."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -39,17 +39,17 @@ class Family:
 
     part: Part
     name: str
-    """kvrelay_<part>_<what>_<unit>; of a counter with `_total` behind."""
+    """Name in the form kvrelay_<part>_<what>_<unit>; a counter has `_total` behind it."""
     kind: Kind
     help: str
     unit: str
     labels: tuple[Label, ...] = ()
     buckets: tuple[float, ...] = ()
-    """Upper bounds; of a histogram only."""
+    """Upper bounds of the buckets; empty unless it is a histogram."""
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """Of all labels, the common ones first."""
+        """Names of all labels, the common ones first."""
         return (*COMMON[self.part], *(label.name for label in self.labels))
 
     @property

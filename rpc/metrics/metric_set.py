@@ -108,7 +108,7 @@ class Total:
         self._seen = 0.0
 
     def begin(self, count: float) -> "Total":
-        """What was counted so far belongs to another series."""
+        """Starts at `count`: the counter gets only what is counted later, as the rest belongs to another series."""
         self._seen = count
         return self
 
