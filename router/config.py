@@ -16,7 +16,7 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@]+|null")
 
 
 DEFAULT_CLASS = "default"
-"""The class of requests that name none."""
+"""Class of requests that name none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,11 @@ class ServiceClass(Options):
     """A class of service, which requests ask for by its name."""
 
     weight: Annotated[float, Interval(ge=0.001, le=1000)] = 1.0
-    """Its share of the workers while requests wait, against the other classes of the same tenant."""
+    """Share of the workers for this class while requests wait, relative to the other classes of the same tenant."""
 
     first_token_timeout_seconds: Annotated[float, Interval(ge=0, le=86400)] = 0.0
-    """Time from receipt to the first token after which a request fails with DEADLINE_EXCEEDED; 0: that of all."""
+    """Seconds from receipt to the first token after which a request fails with DEADLINE_EXCEEDED; 0: the router's
+    `first_token_timeout_seconds`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +221,7 @@ class RouterConfig(RouterOptions):
     """One router's identity and options: the JSON file of `python -m kvrelay.router --config FILE`."""
 
     name: str = "router-0"
-    """Unique in the cluster."""
+    """Name of the router; unique in the cluster."""
 
     model: str = "pico"
     """The model as the workers have it: the router reads its tokenizer and chat template."""
@@ -229,13 +230,13 @@ class RouterConfig(RouterOptions):
     """host:port of the supervisor, which tells the router its workers."""
 
     security: SecurityConfig = field(default_factory=SecurityConfig)
-    """What the router proves itself with to the supervisor and the workers."""
+    """Credentials of the router for calls to the supervisor and the workers."""
 
     ttft_target_seconds: float = 2.0
-    """What it compares times to the first token with, to tell the supervisor how many were within it."""
+    """Target in seconds for the time to the first token; the router tells the supervisor how many requests met it."""
 
     tpot_target_seconds: float = 0.1
-    """The same for the mean time between two tokens of a request."""
+    """Target in seconds for the mean time between two tokens of a request."""
 
     share_port: bool = False
     """Whether other routers on this machine have the same ports. Each connection is one router's."""

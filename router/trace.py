@@ -44,7 +44,7 @@ class RequestRecord:
     transfer_bytes: int = 0
     decode_queue_seconds: float | None = None
     prediction_errors: tuple[int, ...] = ()
-    """Of each attempt whose prompt was computed: by how many tokens what was expected in the prefix cache was wrong."""
+    """Tokens by which the expected prefix-cache hit was wrong, for each attempt whose prompt was computed."""
 
 
 Observer = Callable[[RequestRecord], None]
@@ -61,9 +61,9 @@ class Incident(NamedTuple):
 
     kind: IncidentKind
     at: float
-    """On the router's monotonic clock."""
+    """Time on the router's monotonic clock."""
     why: str
-    """In words, without anything of a prompt."""
+    """Reason in words, without anything of a prompt."""
 
 
 class Handoff(NamedTuple):
@@ -76,14 +76,14 @@ class Handoff(NamedTuple):
 
 @dataclass(slots=True)
 class AttemptTrace:
-    """What the router knows of one placement of a request. Times are on its monotonic clock."""
+    """Times and reports of one placement of a request. Times are on the router's monotonic clock."""
 
     asked: float
-    """When the request began to wait for workers."""
+    """Time at which the request began to wait for workers."""
     placed: float
     prefill_worker: str
     decode_worker: str
-    """Empty if the first token is the last."""
+    """Name of the decode worker; empty if the first token is the last."""
     expected_tokens: int
     """Tokens of the prompt that the prefill worker was expected to have in its cache."""
     submitted: float | None = None
@@ -124,13 +124,13 @@ class RequestTrace:
     wire_id: str = ""
     """The request's name in logs and towards the workers; the client's name until the request is checked."""
     index: int = 0
-    """Which of the request's completions this is."""
+    """Number of the completion among those of the request, from 0."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     resumed_tokens: int = 0
-    """Those of them that the client has from earlier calls of the request."""
+    """Number of completion tokens that the client has from earlier calls of the request."""
     resumes: int = 0
-    """Earlier calls of the request."""
+    """Number of earlier calls of the request."""
     router_queue_seconds: float = 0.0
     attempts: int = 0
     migrations: int = 0
@@ -144,13 +144,13 @@ class RequestTrace:
     service: str = ""
     """The class of service."""
     context: TraceContext = field(default_factory=TraceContext.new)
-    """Of the call, for logs and spans."""
+    """Trace context of the call, for logs and spans."""
     asked: float | None = None
     """When the request began to wait for workers: at first, or after the latest failed attempt."""
     tries: list[AttemptTrace] = field(default_factory=list)
-    """Each attempt."""
+    """Attempts, the latest last."""
     incidents: list[Incident] = field(default_factory=list)
-    """What delayed or ended it, the latest last."""
+    """Incidents that delayed or ended it, the latest last."""
     longest_gap: tuple[float, float] = (0.0, 0.0)
     """The longest time between two messages with tokens: seconds, and when it ended."""
 
@@ -196,7 +196,7 @@ class RequestTrace:
 
     @property
     def handoffs(self) -> list[Handoff]:
-        """Those of all attempts."""
+        """The hand-offs of all attempts."""
         return [each.handoff for each in self.tries if each.handoff is not None]
 
     @property
@@ -216,7 +216,7 @@ class RequestTrace:
 
     @property
     def generated_tokens(self) -> int:
-        """Of this call."""
+        """The tokens that this call has generated."""
         return self.completion_tokens - self.resumed_tokens
 
     @property
@@ -263,7 +263,7 @@ class RequestTrace:
         self.accepted_tokens += event.accepted_tokens
 
     def usage(self) -> Usage:
-        """What the completion counts. The prompt of several completions counts once, with the first."""
+        """The usage of the completion. The prompt of several completions counts once, with the first."""
         prompt_tokens = 0 if self.index else self.prompt_tokens
         cached_tokens = 0 if self.prefill is None else min(self.prefill.cached_tokens, prompt_tokens)
         return Usage(prompt_tokens=prompt_tokens, completion_tokens=self.completion_tokens, cached_tokens=cached_tokens)

@@ -132,5 +132,5 @@ class MetricsSection(Section):
     """Port of each worker's metrics; 0 takes a free one, null opens none."""
 
     supervisor_port: Port | None = None
-    """Port of the supervisor's metrics and of `/targets`, which lists the ports of the other processes; 0 takes a free one,
+    """Port of the supervisor's metrics and of `/targets`, which lists the other processes' ports; 0 takes a free one,
     null opens none."""

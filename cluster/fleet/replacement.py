@@ -18,7 +18,7 @@ class Ended:
     reason: str = ""
     """Reason in one line; empty if it was asked to stop."""
     mistake: bool = False
-    """Whether its configuration made it fail at start (a missing model, a port in use), so that another try would too."""
+    """Whether its configuration made it fail at start (a missing model, a port in use): another try would fail too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.names import WorkerRole
 
 WORK_WEIGHT = 4
-"""What a request's own work counts for, against the load that it finds. Computed again, tokens delay not only this
-request but those after it; `benchmarks/placement.py` measures it."""
+"""Weight of a request's own work against the load that it finds. Tokens that are computed again delay not only this
+request but also later ones; `benchmarks/placement.py` measures it."""
 RUNNING_TOKENS = 64
-"""How many tokens of prefill a running request counts as: each step computes a token of it, and reads its KV."""
+"""Tokens of prefill that a running request counts as: each step computes a token of it, and reads its KV."""
 TRANSFER_SHARE = 16
-"""Sending the KV of so many tokens counts as computing one."""
+"""Number of tokens whose transfer as KV counts as computing one token."""
 
 
 RESERVE_SHARE = 8
@@ -122,11 +122,11 @@ class WorkerView:
     avoided: bool = False
     """Whether attempts fail on it: used only if no other worker of its role is left."""
     bad_peers: frozenset[WorkerId] = frozenset()
-    """Of a prefill worker: decode workers to which hand-offs fail; such a pair is used only if there is no other."""
+    """Decode workers to which hand-offs from this prefill worker fail; such a pair is used only if there's no other."""
     requests: int = 0
-    """Attempts of this router that it works on."""
+    """Attempts of this router that the worker works on."""
     suspects: int = 0
-    """Those of them that are suspects there (`router/session/suspects.py`)."""
+    """Attempts among `requests` that are suspects there (`router/session/suspects.py`)."""
 
     @property
     def load(self) -> int:
@@ -137,7 +137,7 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request needs of its workers."""
+    """Needs of a request that its workers must meet."""
 
     prompt_tokens: int
     """Tokens to prefill: the prompt and, on a later attempt, the tokens that the client has."""
@@ -175,7 +175,7 @@ class Placement:
 
     @property
     def each(self) -> tuple[WorkerId, ...]:
-        """Its one or two workers, the one that computes the prompt first."""
+        """The one or two workers, the one that computes the prompt first."""
         return (self.prefill,) if self.decode in (None, self.prefill) else (self.prefill, self.decode)
 
     @property
@@ -212,7 +212,7 @@ class LeastWork:
         Args:
             index: tells what workers have in their caches. This class forgets workers that are gone.
             backlog_share: largest share of the prefill workers' KV memory that may hold prompts waiting for decode.
-            ahead_tokens: tokens that a worker has to compute from which on it gets no other prompt.
+            ahead_tokens: when a worker has this many tokens to compute, it gets no other prompt.
         """
         self._index = index
         self._backlog_share = backlog_share
@@ -405,10 +405,10 @@ def complete(workers: Sequence[WorkerView]) -> bool:
 
 
 def why_waiting(demand: Demand, workers: Sequence[WorkerView], ahead_tokens: float) -> str:
-    """What keeps the request from being placed, by the workers' state now.
+    """The reason why the request can't be placed now.
 
     Args:
-        ahead_tokens: tokens that a worker has to compute from which on it gets no other prompt.
+        ahead_tokens: when a worker has this many tokens to compute, it gets no other prompt.
     """
     ready = [worker for worker in workers if worker.ready]
     if not any(worker.role != "prefill" for worker in ready):

@@ -59,12 +59,12 @@ class _Worker:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """What a router knows of a worker, for people."""
+    """State of a worker as the router knows it, for people."""
 
     view: WorkerView
     state: MemberState
     load: Load
-    """Its latest report; empty before the first one."""
+    """Latest load report of the worker; empty before the first one."""
     suspected: bool
 
 

@@ -96,13 +96,13 @@ class WorkerStream:
         self.model: ModelInfo | None = None
         """The worker's model, from its hello on."""
         self.lost: str | None = None
-        """Why the stream ended; None while it has not."""
+        """Reason why the stream ended; None while it has not."""
         self.suspected = False
         """Whether the supervisor suspects the worker; `set_suspected` changes it."""
         self.requests = 0
-        """This router's live attempts on the worker; kept by the attempts."""
+        """Number of this router's live attempts on the worker; kept by the attempts."""
         self.suspects = 0
-        """Those of them that are suspects there (`router/session/suspects.py`)."""
+        """Number of these attempts that are suspects there (`router/session/suspects.py`)."""
         self.last_load: Load | None = None
         """The worker's latest load report. A worker reports every change, soon."""
         self.heard = 0.0

@@ -37,9 +37,9 @@ EXPORT_SECONDS = 5.0
 MAX_WAITING = 16384
 """Spans that wait for the collector; further ones are dropped."""
 SCHEDULE_SECONDS = 1.0
-"""How long spans wait for others before they leave together."""
+"""Seconds that spans wait for others before they leave together."""
 CLOSE_SECONDS = 2.0
-"""For the last spans to leave when the router ends."""
+"""Seconds for the last spans to leave when the router ends."""
 STAGES = {"queue": "prefill.queue", "decode_queue": "decode.queue"}
 """Names of spans, where a stage of `router/records/life.py` has another one."""
 SERVED = ("stop", "length")
@@ -48,7 +48,7 @@ Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a call has asked for."""
+    """The facts about a call's request that its span shows."""
 
     model: str
     chat: bool

@@ -34,12 +34,12 @@ from kvrelay.v1.inference_pb2 import GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """What a request is read with, beside its bytes."""
+    """Facts about a request, besides its bytes, that are needed to read it."""
 
     kind: str
     """Name of its reader."""
     tenant: str
-    """The caller's."""
+    """Tenant of the caller."""
     loaded: ModelInfo | None
     """The workers' model; None before the first of them was met."""
     served: tuple[str, ...] = ()
@@ -170,7 +170,7 @@ class PackedRequest:
         return self._data
 
     def open(self) -> tuple[GenerateRequest, CheckedRequest]:
-        """What was asked for, without the prompt and all that has been checked, and the checked request."""
+        """The message without its prompt and all that has been checked, and the checked request."""
         head, names, prompt, sampling, stop, call, resumed = msgpack.unpackb(self._data, use_list=False)
         request_id, wire_id, tenant, namespace, key = names
         first, *others = (Resumed(array("I", tokens), reason, field) for tokens, reason, field in resumed)
@@ -194,10 +194,10 @@ class PackedRequest:
 
 @dataclass(slots=True)
 class Plan:
-    """What a body or a message asks to be generated."""
+    """The requests to generate that a body or a message holds."""
 
     requests: list[GenerateRequest | PackedRequest]
-    """One for each prompt; those of a small body are checked later."""
+    """Requests, one for each prompt; those of a small body are checked later."""
     name: str = ""
     """Name of the request."""
     form: Form = Form()
@@ -208,9 +208,9 @@ class Reader:
     """How requests of one kind are read."""
 
     read: Callable[[bytes, Asking], Awaitable[Plan | bytes]]
-    """Returns what is to be generated, or the answer. Raises RequestError."""
+    """Reads a body; returns the plan of what is generated, or the answer. Raises RequestError."""
     is_light: Callable[[bytes], bool]
-    """Whether a request may be read on the event loop."""
+    """Says whether a request may be read on the event loop."""
 
 
 _ERRORS: dict[str, type[RequestError]] = {
@@ -286,7 +286,7 @@ class Reading:
 
 
 def _result(message: Mapping[str, Any], data: bytes) -> Plan | bytes:
-    """What `Reading.read_all` has read.
+    """The plan or the answer that `Reading.read_all` has read.
 
     Raises:
         RequestError: the request is wrong.

@@ -88,7 +88,7 @@ class AttemptFailure:
 
 
 class Taken(NamedTuple):
-    """What an attempt has that was not taken before."""
+    """New tokens of an attempt, which were not taken before."""
 
     token_ids: list[int]
     finish_reason: FinishReason
@@ -116,18 +116,18 @@ class AttemptTokens:
         self._base, self._left, self._scored = base, left, scored
         self._seen: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        """Of the tokens in `_seen`, if they were asked for."""
+        """Log-probabilities of the tokens in `_seen`, if they were asked for."""
         self._taken = 0
         self._stash: dict[int, tuple[int, TokenLogprobs | None]] = {}
         self._woken = False
         self._waiter: asyncio.Future[None] | None = None
         self._paused = False
         self._until = 0.0
-        """Monotonic time at which the pause ends for a token that comes then."""
+        """Monotonic time from which on a new token ends the pause."""
         self._pauses = 0
-        """How many have begun; a timer of an earlier one says nothing."""
+        """Number of pauses that have begun; a timer of an earlier pause is ignored."""
         self._pace: Pace | None = None
-        """Where the present pause waits for its turn to end; None once it does."""
+        """Pace by which the present pause waits for its turn to end; None once it does."""
         self._held = False
         """Whether the pacer was told of the first token of the present pause."""
         self.relay: Callable[[], bool] = lambda: False
@@ -674,7 +674,7 @@ class Attempt:
         self.wake()
 
     def _reported(self, part: Part, failure: Failure) -> AttemptFailure:
-        """What a worker reports, as `Failure` in worker.proto defines it."""
+        """The failure that a worker reports, as `Failure` in worker.proto defines it."""
         sender = frozenset((part.stream.worker,))
         blamed = self.workers & {WorkerId(peer.name, peer.incarnation) for peer in failure.blamed}
         if failure.cause == Failure.CAUSE_DRAINING:

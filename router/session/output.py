@@ -1,4 +1,4 @@
-"""What one request sends to its client: the tokens of its attempts become text, and text and tokens become messages.
+"""The output of one request: the tokens of its attempts become text, and text and tokens become messages.
 
     attempt's tokens -> Completion (text, stop strings) -> a message -> Sink (gRPC, HTTP, the page)
 
@@ -197,7 +197,7 @@ class Output:
         self._open: Attempt | None = None
         """The attempt whose plain tokens need not wake the session; None while there is none."""
         self._defect: Exception | None = None
-        """What went wrong in `relay`."""
+        """Exception that was raised in `relay`."""
 
     @property
     def tokens(self) -> Sequence[int]:

@@ -104,7 +104,7 @@ class Session:
         self._tried = self._avoid
         self._suspicion = Suspicion()
         self._trial: Trial | None = None
-        """What the current attempt tells about its workers."""
+        """Health trial of the current attempt: evidence about its workers."""
         self._alarm = Alarm(self._wake_attempt)
         self._following: Attempt | None = None
         self._proven: Attempt | None = None

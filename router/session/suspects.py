@@ -70,7 +70,7 @@ class Suspicion:
 
     @property
     def verdict(self) -> str:
-        """What the client of a convicted request is told."""
+        """The error text for the client of a convicted request."""
         return (
             f"suspected of ending workers: {self.losses} were lost while they computed this request. It is not tried "
             "again"
@@ -86,7 +86,7 @@ class Suspicion:
 
 
 def shape_of(sampling: Sampling, trace: RequestTrace) -> dict[str, object]:
-    """What a log may tell of a request: lists, biases and constraints may tell what the text is about."""
+    """The fields of a request that a log may show. Lists, biases and constraints could tell what the text is about."""
     given = sampling.ListFields()
     plain = {field.name: value for field, value in given if field.message_type is None and not field.is_repeated}
     return {

@@ -93,7 +93,7 @@ class ChatRequest(GenerateFields, ConversationFields):
 
     @property
     def names(self) -> list[str]:
-        """Of the functions."""
+        """The names of the functions."""
         return [tool.function.name for tool in self.tools or ()]
 
     @property
@@ -140,7 +140,7 @@ class Chats:
         self.special = frozenset(token for token in ids if token is not None)
 
     def request(self, body: ChatRequest, request_id: str) -> GenerateRequest:
-        """What a body asks for.
+        """The request for a body.
 
         Raises:
             InvalidRequest: the model has no format of tool calls.
@@ -206,7 +206,7 @@ class ChatChoice:
         """There is nothing of the prompt in an answer."""
 
     def add(self, message: GenerateResponse) -> str | dict[str, Any] | None:
-        """What a message adds, as a part of a chunk; only text as that text."""
+        """The part of a chunk that a message adds, as a text if it is only text; None if it adds nothing."""
         ended = bool(message.finish_reason)
         self._tokens += len(message.token_ids)
         thought, content, calls = self._read(message, ended=ended)

@@ -45,7 +45,7 @@ HEADERS = (
 """Headers that the router reads. Others may have any bytes."""
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 COMMENT = b":\n\n"
-"""Of server-sent events."""
+"""Comment of server-sent events, which clients ignore."""
 _TCP_CLOSED = 7
 _MALFORMED: dict[type[Exception], str] = {
     InvalidHeader: "a header is malformed",
@@ -207,7 +207,7 @@ def _refusal(
 
 
 def _probe(request: web.Request) -> bytes:
-    """What can be sent to a client beside the answer; nothing while there is nothing such."""
+    """The bytes that can be sent now to test whether the client is there; empty if none can."""
     answer = request.get(BEGUN)
     if answer is None:
         return INTERIM if request.version >= HttpVersion11 else b""

@@ -1,4 +1,4 @@
-"""What every handler needs of an exchange: who calls, in which form, and a stream of server-sent events."""
+"""The common parts of all handlers of an exchange: the caller, the request's form, and server-sent events."""
 
 import asyncio
 from typing import cast

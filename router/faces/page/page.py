@@ -75,12 +75,12 @@ class Turn(Fields):
 
 
 class Ask(Fields):
-    """What the playground sends. An option that is null or absent has the default of the gRPC face."""
+    """A request from the playground. An option that is null or absent has the default of the gRPC face."""
 
     text: str | None = None
     """A prompt to continue."""
     messages: list[Turn] | None = None
-    """In place of `text`: a conversation, for a model with a chat template."""
+    """Conversation in place of `text`, for a model with a chat template."""
     max_tokens: int | None = Field(None, ge=0, lt=2**32)
     temperature: float | None = None
     top_p: float | None = None
@@ -106,19 +106,19 @@ class Page:
     def __init__(self, front: Front, registry: WorkerRegistry, router: str) -> None:
         """
         Args:
-            router: its name.
+            router: name of the router.
         """
         self._front = front
         self._registry = registry
         self._router = router
         self._viewers = Seats(MAX_VIEWERS, "pages")
         self._fleets: dict[str, tuple[float, bytes]] = {}
-        """When the latest `fleet` event of each tenant that views was made, and the event."""
+        """Latest `fleet` event of each tenant that views, and the time at which it was made."""
         folder = files(__package__) / "assets"
         self._assets = {asset.name: asset.read_bytes() for asset in folder.iterdir() if asset.is_file()}
 
     def routes(self) -> list[web.RouteDef]:
-        """What the HTTP face serves for the page."""
+        """The routes of the page on the HTTP face."""
         return [
             web.get("/", partial(self._asset, "index.html")),
             *(web.get(f"/page/{name}", partial(self._asset, name)) for name in self._assets),
