@@ -118,7 +118,7 @@ def generate(router: Router, prompt: str, options: GenerateOptions, *, as_json: 
 
 
 def timeline_table(line: Timeline) -> Table:
-    """Where one request's time went, in milliseconds; parts on different machines overlap."""
+    """A table of where one request's time went, in milliseconds; parts on different machines overlap."""
     table = Table(title="Where the time went (ms)", title_justify="left")
     rate = line.transfer_bytes / line.transfer_seconds / 1e9 if line.transfer_seconds else 0.0
     columns = {

@@ -58,7 +58,7 @@ class GenerateOptions(TypedDict, total=False):
     max_tokens: int | None
     """Most tokens to generate; by default what the prompt leaves of the model's context."""
     min_tokens: int | None
-    """Until this many tokens, nothing but max_tokens ends the request; 0 by default."""
+    """Number of tokens before which nothing but max_tokens ends the request; 0 by default."""
     temperature: float | None
     """0 is greedy; 1 by default; at most 100. The model's generation_config.json may have another default, as for
     top_k, top_p, min_p and repetition_penalty."""
@@ -89,7 +89,7 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int | None
     """Return each token's log-probability, and those of this many likeliest tokens, up to 20; none by default."""
     prompt_logprobs: int | None
-    """The same for the tokens of the prompt but the first."""
+    """Number of likeliest tokens for each prompt token but the first, like `logprobs`; none by default."""
     json_schema: str | Mapping[str, Any]
     """The completion is JSON that obeys this schema. Of the options from here to `grammar`, at most one."""
     json_object: bool
@@ -184,7 +184,7 @@ class Chunk:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each token of the prompt but the first, with the first token, if they were asked for."""
     seed: int | None = None
-    """In the completion's first chunk of a call: its seed."""
+    """Seed of the completion; in its first chunk of a call."""
     index: int = 0
     """Number of the completion that this chunk belongs to, from 0 to n - 1."""
     request_id: str = ""
@@ -201,13 +201,13 @@ class Completion:
     usage: Usage
     timeline: Timeline
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """As in `Chunk`."""
+    """Log-probabilities as in `Chunk`."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """As in `Chunk`; of n completions, the first one has them."""
+    """Log-probabilities of the prompt as in `Chunk`; of n completions, only the first one has them."""
     seed: int | None = None
-    """With it and otherwise the same options, the prompt gets the same tokens again."""
+    """Seed of the completion; with it and otherwise the same options, the prompt gets the same tokens again."""
     request_id: str = ""
-    """As in `Chunk`; the same for all of n completions."""
+    """Name of the request as in `Chunk`; the same for all of n completions."""
 
 
 @dataclass(frozen=True, slots=True)

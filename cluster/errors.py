@@ -17,7 +17,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 class ClusterError(Exception):
-    """Why a command failed: one line for each reason; `code` is the command's exit code."""
+    """The failure of a command: one line for each reason; `code` is the command's exit code."""
 
     code = 1
 

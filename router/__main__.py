@@ -13,7 +13,7 @@ GC_THRESHOLDS = 10_000, 20, 20
 """Each message of a stream makes some objects that the collector counts, and hardly any cycles."""
 
 SWITCH_SECONDS = 0.001
-"""For which the event loop waits for each thread that computes in Python; Python's own is 5 ms."""
+"""Seconds that the event loop waits for each thread that computes in Python; Python's own value is 5 ms."""
 
 
 class RouterProcess(RouterServer):

@@ -64,8 +64,8 @@ class RouterOptions(Options):
     its chat template shows."""
 
     reasoning_parser: ReasoningParserName = "auto"
-    """How answers of the HTTP API are split from what the model thinks: think takes <think>...</think> at their
-    beginning, none doesn't split; auto splits if the chat template has such tags."""
+    """Way to split reasoning from the answers of the HTTP API: think takes <think>...</think> at their beginning, none
+    doesn't split; auto splits if the chat template has such tags."""
 
     max_requests: Annotated[int, Interval(ge=1, le=1_000_000)] = 1024
     """Calls in flight at once, from the headers of their requests on; each prompt of a list, and each completion of a
@@ -115,7 +115,7 @@ class RouterOptions(Options):
     their connections, so that none of them sends a request on one that is just being closed."""
 
     grpc_idle_seconds: Annotated[float, Interval(ge=0.1, le=86400)] = 300.0
-    """The same for a gRPC connection; its client is told before it is closed."""
+    """Time for which a gRPC connection may wait for the next request; its client is told before it is closed."""
 
     max_connections_per_address: Annotated[int, Interval(ge=1, le=1_000_000)] = 256
     """Connections that one client address may have to the gRPC port, and as many to the HTTP port. A further one takes
@@ -178,7 +178,7 @@ class RouterOptions(Options):
     """File with the public ports' certificate, in PEM; read again when it changes. Empty: clients use plaintext."""
 
     tls_key: str = ""
-    """File with its key."""
+    """File with the key of the public ports' certificate."""
 
     tls_client_ca: str = ""
     """File with the authorities whose certificates clients must show. A certificate's common name is the tenant, unless

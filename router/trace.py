@@ -27,7 +27,7 @@ class RequestRecord:
     cached_tokens: int = 0
     retries: int = 0
     migrations: int = 0
-    """How often it moved away from workers that were stopped on purpose; not among the retries."""
+    """Number of times it moved away from workers that were stopped on purpose; not among the retries."""
     resumed: bool = False
     """Whether this call continues a request whose earlier call was lost. All that follows is about this call."""
     ttft_seconds: float | None = None
@@ -87,21 +87,21 @@ class AttemptTrace:
     expected_tokens: int
     """Tokens of the prompt that the prefill worker was expected to have in its cache."""
     submitted: float | None = None
-    """When its workers were told."""
+    """Time at which its workers were told."""
     ended: float | None = None
     failure: str = ""
-    """Why it failed (`AttemptFailure.reason`)."""
+    """Reason why it failed (`AttemptFailure.reason`); empty if it didn't."""
     chunks: list[tuple[float, int]] = field(default_factory=list)
-    """When the router heard how many tokens of the prompt have their KV, and how many; up to the report of prefill."""
+    """Times at which the router heard that prompt tokens have KV, and their numbers; up to the prefill report."""
     prefill: PrefillReport | None = None
     prefill_at: float | None = None
-    """When the router got `prefill`, as `transfer_at`, and `decode_at` of the first of its reports."""
+    """Time at which `prefill` came; `transfer_at` is the same for `transfer`, `decode_at` for the first `decode`."""
     transfer: TransferReport | None = None
     transfer_at: float | None = None
     decode: DecodeReport | None = None
     decode_at: float | None = None
     first_sent: float | None = None
-    """When tokens of this attempt were sent to the client first, and last."""
+    """Time at which tokens of this attempt were sent to the client first; `last_sent` is the last such time."""
     last_sent: float | None = None
 
     @property
@@ -142,11 +142,11 @@ class RequestTrace:
     """Tokens that a worker guessed and checked, and those of them that it kept."""
     tenant: str = ""
     service: str = ""
-    """The class of service."""
+    """Class of service."""
     context: TraceContext = field(default_factory=TraceContext.new)
     """Trace context of the call, for logs and spans."""
     asked: float | None = None
-    """When the request began to wait for workers: at first, or after the latest failed attempt."""
+    """Time at which the request began to wait for workers: at first, or after the latest failed attempt."""
     tries: list[AttemptTrace] = field(default_factory=list)
     """Attempts, the latest last."""
     incidents: list[Incident] = field(default_factory=list)
@@ -186,12 +186,12 @@ class RequestTrace:
 
     @property
     def transfer(self) -> TransferReport | None:
-        """The latest."""
+        """The latest report of a transfer."""
         return next((each.transfer for each in reversed(self.tries) if each.transfer is not None), None)
 
     @property
     def decode(self) -> DecodeReport | None:
-        """The latest."""
+        """The latest report of a decode worker."""
         return next((each.decode for each in reversed(self.tries) if each.decode is not None), None)
 
     @property
@@ -201,17 +201,17 @@ class RequestTrace:
 
     @property
     def submitted(self) -> float | None:
-        """When workers were told of the request first."""
+        """The time at which workers were told of the request first."""
         return next((each.submitted for each in self.tries if each.submitted is not None), None)
 
     @property
     def first_sent(self) -> float | None:
-        """When tokens were sent to the client first."""
+        """The time at which tokens were sent to the client first."""
         return next((each.first_sent for each in self.tries if each.first_sent is not None), None)
 
     @property
     def last_sent(self) -> float | None:
-        """When tokens were sent to the client last."""
+        """The time at which tokens were sent to the client last."""
         return next((each.last_sent for each in reversed(self.tries) if each.last_sent is not None), None)
 
     @property
@@ -237,7 +237,7 @@ class RequestTrace:
 
     @property
     def placed(self) -> list[float]:
-        """When each attempt began."""
+        """The times at which each attempt began."""
         return [each.placed for each in self.tries]
 
     def placed_on(self, prefill: str, decode: str, expected_tokens: int = 0) -> None:

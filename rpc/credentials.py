@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 TOKEN_KEY = "kvrelay-join-token"
 """Key of the join token in the metadata of a call."""
 LOG_SECONDS = 1.0
-"""Between two log lines about refused calls at most."""
+"""Least seconds between two log lines about refused calls."""
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 Metadata = tuple[tuple[str, str], ...]
@@ -38,7 +38,7 @@ class Credentials:
     def __init__(self, part: Part, token: str, certificates: CertificateFiles | None = None) -> None:
         self.part = part
         self.certificates = certificates
-        """None without TLS."""
+        """Certificate files; None without TLS."""
         self._token = token
 
     @classmethod
@@ -60,7 +60,7 @@ class Credentials:
         return ((TOKEN_KEY, self._token),)
 
     def check(self) -> None:
-        """To be called now and then: warns in the log before the certificate ends."""
+        """Warns in the log before the certificate ends. To be called now and then."""
         if self.certificates is not None:
             self.certificates.check()
 
@@ -71,7 +71,7 @@ class Credentials:
         return grpc.aio.secure_channel(address, _client(self.certificates.current()), options=_expecting(to))
 
     def blocking_channel(self, address: str, to: Part) -> grpc.Channel:
-        """As `channel`, for calls that block."""
+        """A channel like that of `channel`, for calls that block."""
         if self.certificates is None:
             return grpc.insecure_channel(address, options=channel_options())
         return grpc.secure_channel(address, _client(self.certificates.current()), options=_expecting(to))

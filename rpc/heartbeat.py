@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0)
 TURN_SECONDS = 0.1
-"""Between two signs that the event loop turns."""
+"""Seconds between two signs that the event loop turns."""
 LAG_SECONDS = 1.0
 """Age of the last sign from which on the thread sends heartbeats."""
 STOP_SECONDS = 2.0

@@ -39,7 +39,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a server is, and what it is called with."""
+    """The address of a server, and the credentials and time limit of calls to it."""
 
     address: str
     """host:port of routers for gRPC, with commas between; base URL for HTTP."""

@@ -66,7 +66,7 @@ class Lengths:
         return 0.0 <= self.second <= 10.0
 
     def draw(self, count: int, rng: np.random.Generator) -> list[int]:
-        """So many lengths, each from 1 to MAX_TOKENS."""
+        """Draws so many lengths, each from 1 to MAX_TOKENS."""
         match self.kind:
             case "uniform":
                 drawn = rng.integers(int(self.first), int(self.second), count, endpoint=True).astype(float)
@@ -83,7 +83,7 @@ class WorkloadOptions:
     """The requests of a benchmark."""
 
     num_prompts: int = 100
-    """Requests of each point."""
+    """Number of requests of each point."""
     input_tokens: Lengths = Lengths("fixed", 512)
     """Lengths of synthetic prompts, in tokens."""
     output_tokens: Lengths = Lengths("fixed", 128)
@@ -117,7 +117,7 @@ class ArrivalOptions:
     concurrency: int = 0
     """Most requests in flight; 0: no limit. Without a rate, this is a closed loop."""
     speed: float = 1.0
-    """How much faster than recorded a trace is played."""
+    """Factor by which a trace is played faster than recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +125,9 @@ class BenchOptions:
     """A benchmark."""
 
     workload: WorkloadOptions = field(default_factory=WorkloadOptions)
-    """Requests that are sent."""
+    """Requests of the benchmark."""
     arrival: ArrivalOptions = field(default_factory=ArrivalOptions)
-    """Times at which they are sent."""
+    """Times at which the requests are sent."""
     goodput: Mapping[str, float] = field(default_factory=dict)
     """Limits in milliseconds, of ttft, tpot or e2el, that a good request keeps."""
     percentiles: tuple[float, ...] = (50.0, 90.0, 99.0)

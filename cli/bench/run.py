@@ -108,7 +108,7 @@ async def _run(
 
 
 def _times(arrival: ArrivalOptions, found: Sequence[Ask], seed: int) -> list[float] | None:
-    """When each request is due; None in a closed loop, where each is sent as soon as there is room."""
+    """The times at which requests are due; None in a closed loop, where each is sent as soon as there is room."""
     if arrival.arrivals == "trace":
         return [(ask.at or 0.0) / arrival.speed for ask in found]
     if math.isinf(arrival.request_rate) and arrival.concurrency:

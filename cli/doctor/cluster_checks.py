@@ -119,7 +119,7 @@ class Formats:
 
 
 class Clocks:
-    """How far the clocks of the members and the supervisor are from one another."""
+    """Checks how far the clocks of the members and the supervisor are apart."""
 
     name: ClassVar[str] = "clocks"
 

@@ -86,7 +86,7 @@ def _reach(state: ClusterState) -> list[Reached]:
 
 
 def _connect(address: str) -> str:
-    """Why nobody listens there; empty if somebody does."""
+    """The reason why nobody listens there; empty if somebody does."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
@@ -96,7 +96,7 @@ def _connect(address: str) -> str:
 
 
 def _get(url: str) -> str:
-    """Why there is no answer; empty if there is one, a refusal for want of a token included."""
+    """The reason why there is no answer; empty if there is one, a refusal for want of a token included."""
     try:
         urllib.request.urlopen(url, timeout=CONNECT_SECONDS).close()
     except urllib.error.HTTPError:

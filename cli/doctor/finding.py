@@ -13,7 +13,7 @@ Severity = Literal["ok", "note", "warning", "error"]
 good to know."""
 
 WRONG: tuple[Severity, ...] = ("warning", "error")
-"""With one of these, a cluster is not well."""
+"""Severities of findings with which a cluster is not well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Reached:
     name: str
     """Kind and address of a router, page or dashboard."""
     error: str
-    """Empty if it answered."""
+    """Reason why it didn't answer; empty if it did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class Examined:
 
     state: ClusterState
     status: GetStatusResponse | None
-    """None if the supervisor doesn't answer."""
+    """Status from the supervisor; None if it doesn't answer."""
     described: DescribeResponse | None = None
-    """None if the supervisor doesn't answer."""
+    """Descriptions from the supervisor; None if it doesn't answer."""
     reached: tuple[Reached, ...] = ()
-    """Routers and dashboards."""
+    """Answers of routers and dashboards."""
 
     @property
     def members(self) -> dict[str, Member]:

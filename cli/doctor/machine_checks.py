@@ -108,7 +108,7 @@ class Disks:
 
 
 class Certificates:
-    """When certificates end."""
+    """Checks when certificates end."""
 
     name: ClassVar[str] = "certificates"
 

@@ -1,4 +1,4 @@
-"""Why a request took as long as it did, in words, from what its router has kept of it (`router/records/life.py`)."""
+"""Explains why a request took as long as it did, from what its router has kept of it (`router/records/life.py`)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Where the lines come from: files of this machine, or Ray's log service for a cluster on several nodes."""
+"""Sources of log lines: files of this machine, or Ray's log service for a cluster on several nodes."""
 
 import codecs
 import math
@@ -128,7 +128,7 @@ class RayActors:
     _begun: bool = False
     """Whether `read` was called before."""
     _listed: float = -math.inf
-    """When it looked last for what to follow, on the monotonic clock."""
+    """Monotonic time of the last look for logs to follow."""
 
     def read(self) -> list[Entry]:
         found: list[Entry] = []

@@ -51,7 +51,7 @@ class RouterView:
     ready: bool = False
     running: int = 0
     error: str = ""
-    """Why nothing is heard of it; empty while it is."""
+    """Reason why nothing is heard of it; empty while something is."""
 
 
 class Model:
@@ -197,7 +197,7 @@ class Model:
         return all(1e3 * (measured[name] or 0.0) <= limit for name, limit in self._goodput.items())
 
     def _decisions(self) -> list[dict[str, Any]]:
-        """Where the latest requests were placed, running ones too, the latest first."""
+        """The latest placements of requests, running ones too, the latest first."""
         running = [
             {**life, "router": self.routers[url].name or url}
             for url, fleet in self._fleets.items()

@@ -23,7 +23,7 @@ NO_PAGE = "it has no page; the router's options http_port and page turn it on"
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Where routers are, and what they are called with."""
+    """The addresses of routers, and the credentials for calls to them."""
 
     urls: tuple[str, ...]
     """Base URL of the HTTP of each."""

@@ -38,7 +38,7 @@ class Stage(Enum):
 
 
 class Code(Enum):
-    """Why a command is refused; as `kvrelay.internal.v1.Refusal.Code`."""
+    """Reason why a command is refused; as `kvrelay.internal.v1.Refusal.Code`."""
 
     INVALID = "invalid"
     UNKNOWN_MEMBER = "unknown_member"
@@ -99,7 +99,7 @@ class Desired:
     previous: int = 0
     """Generation of the configuration before, for a rollback; 0 if there is none."""
     revision: int = 1
-    """Grows with every change."""
+    """Number that grows with every change."""
     halted: str = ""
     """Reason why a rolling change has stopped; empty if none has."""
     restart_id: str = ""
@@ -108,7 +108,7 @@ class Desired:
     """Texts of the configurations by generation: the present one, the one before, and those that members have."""
 
     def count(self, role: MemberRole) -> int:
-        """How many members of the role there are to be."""
+        """The number of members of the role that there are to be."""
         return len(self.counted(role))
 
     def counted(self, role: MemberRole) -> list[str]:
@@ -142,7 +142,7 @@ class Desired:
 
 @dataclass(frozen=True, slots=True)
 class Rolling:
-    """How members get other processes."""
+    """Options of a change that gives members other processes."""
 
     cycled: Collection[MemberRole] = frozenset()
     """Roles whose members end before their successors start."""
@@ -153,7 +153,7 @@ class Rolling:
 
 
 def scaled(desired: Desired, seen: Mapping[str, Seen], counts: Mapping[MemberRole, int]) -> Desired:
-    """With so many members of each of these roles. Those that serve least leave first.
+    """The desired state with so many members of each of these roles. Members that serve least leave first.
 
     Raises:
         Refused: a number is too large, or no router would be left.
@@ -173,7 +173,7 @@ def scaled(desired: Desired, seen: Mapping[str, Seen], counts: Mapping[MemberRol
 
 
 def drained(desired: Desired, seen: Mapping[str, Seen], name: str, *, replaced: bool, force: bool) -> Desired:
-    """Without this member; with `replaced`, another one takes its place first.
+    """The desired state without this member; with `replaced`, another one takes its place first.
 
     Raises:
         Refused: it is unknown, or without `force`, no request could be served without it; with `replaced`, also if an
@@ -195,7 +195,7 @@ def drained(desired: Desired, seen: Mapping[str, Seen], name: str, *, replaced: 
 
 
 def with_role(desired: Desired, seen: Mapping[str, Seen], name: str, role: MemberRole, *, force: bool) -> Desired:
-    """With another role of a worker.
+    """The desired state with another role of a worker.
 
     Raises:
         Refused: it is unknown, is about to end, or can't have the role; without `force`, also if no request could be
@@ -222,7 +222,7 @@ def with_role(desired: Desired, seen: Mapping[str, Seen], name: str, role: Membe
 
 
 def upgraded(desired: Desired, text: str, counts: Mapping[MemberRole, int], how: Rolling) -> Desired:
-    """With another configuration for all members; itself if they have or are getting this one.
+    """The desired state with another configuration for all members; unchanged if they have or are getting this one.
 
     Args:
         counts: numbers of members that change with it.
@@ -244,7 +244,7 @@ def upgraded(desired: Desired, text: str, counts: Mapping[MemberRole, int], how:
 
 
 def rolled_back(desired: Desired, how: Rolling) -> Desired:
-    """With the configuration before the present one.
+    """The desired state with the configuration before the present one.
 
     Raises:
         Refused: there is none, or nothing would be served for a while.
@@ -266,7 +266,7 @@ def rolled_back(desired: Desired, how: Rolling) -> Desired:
 
 
 def restarted(desired: Desired, names: Collection[str], how: Rolling, restart_id: str) -> Desired:
-    """With these members (all, if there are none) replaced by ones of the same configuration.
+    """The desired state with these members (all, if there are none) replaced by ones of the same configuration.
 
     Raises:
         Refused: one is unknown or about to end, an upgrade has stopped, or nothing would be served for a while.

@@ -70,6 +70,6 @@ def preferred(wish: Wish, nodes: Sequence[Node], places: Mapping[str, str]) -> s
 
 
 def _within(node: Node, label: str, residents: Sequence[tuple[Node, MemberRole]]) -> Counter[MemberRole]:
-    """How many members of each role run in the same domain."""
+    """The number of members of each role that run in the same domain."""
     domain = node.labels.get(label)
     return Counter(role for other, role in residents if domain is not None and other.labels.get(label) == domain)

@@ -1,4 +1,4 @@
-"""How a member's process is kept running: how it ended, and when its replacement starts. No I/O."""
+"""Keeps a member's process running: how it ended, and when its replacement starts. No I/O."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ LONG_LIFE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How one process of a member ended."""
+    """The end of one process of a member."""
 
     reason: str = ""
     """Reason in one line; empty if it was asked to stop."""

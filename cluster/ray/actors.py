@@ -35,7 +35,7 @@ CONCURRENCY = 8
 WATCH_SECONDS = 2.0
 """Longest time of one call of `watch`."""
 REPORT_SECONDS = 10.0
-"""For the result of `watch` to leave a process whose server has failed."""
+"""Seconds for the result of `watch` to leave a process whose server has failed."""
 LOOPBACK = "127.0.0.1"
 LEAVING = "its node is about to stop"
 WILDCARDS = ("0.0.0.0", "::", "[::]")
@@ -119,7 +119,7 @@ class ServerActor(Generic[ServerT]):
             self._node.done()
 
     def watch(self, seconds: float) -> Ended | None:
-        """How the server has ended; None if it hasn't within `seconds`."""
+        """The end of the server; None if it hasn't within `seconds`."""
         try:
             return self._ended.result(seconds)
         except TimeoutError:

@@ -20,15 +20,15 @@ from kvrelay.cluster.scaling.signals import PoolRole, Signals, WorkerReport
 GAIN = 0.1
 """Share of the forecast's cost that a change of roles must be expected to take away."""
 CONFIRM_SECONDS = 1.0
-"""How long a change must have been the right one."""
+"""Seconds for which a change must have been the right one."""
 GROW_SECONDS = 10.0
-"""How long no split must have been enough before a worker is added."""
+"""Seconds for which no split must have been enough before a worker is added."""
 ENOUGH = 0.75
 """Cost that fewer workers must be expected to stay under for one to be removed: that of a pressure of 0.6."""
 CHANGE_SECONDS = 30.0
-"""How long workers that are to serve and don't hold up decisions: a replacement may be starting."""
+"""Longest time in seconds that workers still to come or to go hold up decisions: a replacement may be starting."""
 REVERSALS_SECONDS = 600.0
-"""For which a change of direction makes the next one wait longer."""
+"""Seconds for which a change of direction makes the next one wait longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Policy:
 
     def __init__(self, config: ScalingConfig) -> None:
         self.outlook: Outlook | None = None
-        """None while too little is known."""
+        """Latest outlook; None while too little is known."""
         self.config = config
         self._wanted: tuple[Split, float] | None = None
         """Better split than the present one, and the time since which one in its direction has been found."""
@@ -185,7 +185,7 @@ class Policy:
         return None
 
     def _grown(self, signals: Signals, outlook: Outlook, now: float) -> Decision | None:
-        """With the fewest workers more that are enough, or with all that are allowed."""
+        """The decision for the fewest further workers that are enough, or for all that are allowed."""
         for total in range(outlook.split.total + 1, self.config.max_workers + 1):
             more = self._best(signals, total)
             if more is not None and (more[1].cost <= 1.0 or total == self.config.max_workers):

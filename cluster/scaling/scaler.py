@@ -108,7 +108,7 @@ class Scaler:
             self._config = self._policy.config = config
 
     def status(self) -> Scaling:
-        """For `kvrelay status` and the metrics."""
+        """The state of scaling, for `kvrelay status` and the metrics."""
         scaling, signals, outlook = Scaling(), self._signals, self._policy.outlook
         scaling.CopyFrom(self._queued)
         scaling.enabled = self._config.enabled

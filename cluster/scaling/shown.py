@@ -41,7 +41,7 @@ def scaling_json(scaling: Scaling) -> dict[str, Any]:
 
 
 def scaling_lines(scaling: Scaling) -> Iterator[str]:
-    """For `kvrelay status`; nothing of a supervisor that tells nothing."""
+    """The lines for `kvrelay status`; none if the supervisor tells nothing about scaling."""
     if not scaling.ttft_target_seconds:
         return
     prefill, decode = _pressure(scaling, "prefill_pressure"), _pressure(scaling, "decode_pressure")

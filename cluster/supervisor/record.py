@@ -40,7 +40,7 @@ class Published:
 logger = logging.getLogger(__name__)
 
 SAVE_SECONDS = 2.0
-"""How long a membership waits for its record before it is sent without."""
+"""Longest time in seconds that a membership waits for its record before it is sent without."""
 
 
 class Store(Protocol):

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 AUTHORIZATION = "authorization"
 SCHEME = "bearer"
-"""In any case of letters, by RFC 9110."""
+"""Scheme of the `authorization` header, in any case of letters, by RFC 9110."""
 TENANT_CHARACTERS = 128
 _LINE = re.compile(
     rf"(?P<tenant>[!-~]{{1,{TENANT_CHARACTERS}}})\s+(?P<digest>[0-9a-f]{{64}})(?P<options>(\s+[a-z_]+=[!-~]+)*)"

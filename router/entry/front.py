@@ -210,8 +210,8 @@ class Front:
 
     @contextmanager
     def generation(self, caller: Caller, size: int, deadline: float = math.inf) -> Iterator["Call"]:
-        """As `call`, for one that generates: it is noted in log, metrics and traces even if it ends before its first
-        completion."""
+        """The same as `call`, for a call that generates: it is noted in log, metrics and traces even if it ends before
+        its first completion."""
         received = time.monotonic()
         call: Call | None = None
         ended: list[Ended] = []

@@ -30,13 +30,13 @@ class DecodeCapacity:
     """The KV memory of a worker that decodes: its latest report, and the requests that this router has sent since."""
 
     block_size: int
-    """Tokens per block."""
+    """Number of tokens in a block."""
     total: int
-    """Blocks of its pool."""
+    """Number of blocks in the worker's pool."""
     free: int
     """Blocks that a reservation may take; blocks used by the prefix cache only are among them."""
     free_slots: int
-    """How many more requests the worker can admit."""
+    """Number of further requests that the worker can admit."""
     promised_requests: int = 0
     """Requests on their way to the worker that have no blocks there yet, from all routers."""
     promised_blocks: int = 0
@@ -46,7 +46,7 @@ class DecodeCapacity:
     ending_requests: int = 0
     """Requests that are expected to end soon."""
     ending_blocks: int = 0
-    """Blocks that they hold."""
+    """Blocks that these requests hold."""
     holdings: Mapping[int, int] = field(default_factory=dict)
     """Blocks that the requests of each holder are expected to have in the end; without holders of few."""
 
@@ -154,7 +154,7 @@ class Demand:
     expected_tokens: int = 0
     """Tokens that it is expected to generate from here on, at most `decode_tokens` and one; 0: none that count."""
     holder: int = 0
-    """Whose request it is: a digest of the tenant or the client's address; 0: unknown."""
+    """Holder of the request: a digest of the tenant or the client's address; 0: unknown."""
     begun: bool = False
     """Whether its client has tokens already."""
 
@@ -184,7 +184,7 @@ class Placement:
 
 
 class NoPlace(enum.Enum):
-    """Why a request can't be placed now."""
+    """Reason why a request can't be placed now."""
 
     NO_WORKERS = "no workers"
     """The workers that are ready can't serve a request."""

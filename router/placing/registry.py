@@ -38,9 +38,9 @@ class _Worker:
     state: MemberState
     compatibility: str
     draining: bool = False
-    """It has returned a request because it drains; the membership may say so later."""
+    """Whether it has returned a request because it drains; the membership may say so later."""
     listed: bool = True
-    """In the latest membership. A supervisor that has just started doesn't list every member yet."""
+    """Whether it is in the latest membership. A supervisor that has just started doesn't list every member yet."""
     stream: WorkerStream | None = None
     dialed: bool = False
     """Whether an attempt to connect has ended."""

@@ -79,7 +79,7 @@ class CompletionRate:
         self._ended.append(self._clock())
 
     def retry_seconds(self, waiting: int) -> float:
-        """When a request that is refused now may find room, with so many others waiting: at the present rate."""
+        """Seconds after which a refused request may find room, with so many others waiting, at the present rate."""
         now = self._clock()
         while self._ended and self._ended[0] < now - RATE_SECONDS:
             self._ended.popleft()

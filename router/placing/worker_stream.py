@@ -57,13 +57,13 @@ class Unseen:
     """A submit that the worker's latest report doesn't account for."""
 
     number: int
-    """How many submits there were with it."""
+    """Number of submits so far, this one included."""
     decodes: bool
     """Whether the worker decodes it."""
     blocks: int
     """KV blocks that it is expected to have in the end."""
     holder: int
-    """As `Submit.holder`."""
+    """Digest of the holder, as `Submit.holder`."""
     new_tokens: int
     """Tokens that the worker is expected to compute before the first one that it sends."""
 
@@ -124,7 +124,7 @@ class WorkerStream:
         self._on_load = on_load
         self._on_foreign = on_foreign
         self._listeners: dict[tuple[str, int], tuple[int, Listener]] = {}
-        """With its slot, by (request_id, attempt)."""
+        """Slot and listener of each attempt, by (request_id, attempt)."""
         self._by_slot: dict[int, Listener] = {}
         self._outgoing: asyncio.Queue[RelayRequest] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None

@@ -112,7 +112,7 @@ class Requests:
         return links
 
     def sending(self) -> dict[tuple[str, str], int]:
-        """How many requests have KV on the way between each two workers now."""
+        """The number of requests that have KV on the way between each two workers now."""
         count: dict[tuple[str, str], int] = {}
         for trace in self._running.values():
             whole = trace.whole

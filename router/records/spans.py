@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXPORT_SECONDS = 5.0
-"""For one message to the collector, which is dropped after that."""
+"""Seconds for one message to the collector, which is dropped after that."""
 MAX_WAITING = 16384
 """Spans that wait for the collector; further ones are dropped."""
 SCHEDULE_SECONDS = 1.0
@@ -63,7 +63,7 @@ class Ended:
     trace: RequestTrace
     outcome: Outcome
     failure: str = ""
-    """Why it has no end of its own; as the client was told."""
+    """Reason why it has no end of its own, as the client was told; empty if it has one."""
 
 
 class SpanExport:

@@ -43,7 +43,7 @@ class TrafficMeter:
         self._waiting: dict[int, RequestTrace] = {}
         """Requests without a first token."""
         self._young: dict[int, _Young] = {}
-        """In the order in which their first tokens were noticed."""
+        """Young requests, in the order in which their first tokens were noticed."""
         self._reported = time.monotonic()
 
     def begin(self, trace: RequestTrace) -> None:

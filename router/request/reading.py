@@ -1,4 +1,4 @@
-"""How requests are read: from the bytes of a body or a message to checked requests, or to a finished answer.
+"""Reads requests: from the bytes of a body or a message to checked requests, or to a finished answer.
 
 A small request is read on the event loop, and checked when its turn comes. A large one is read and checked in another
 process (`router/request/lanes.py`): a call of a library that parses it would hold the interpreter for up to 20 ms.
@@ -76,7 +76,7 @@ class Asking:
             raise ModelNotFound(f"model is {shorten(name)}; allowed: {known}, or empty")
 
     def message(self) -> dict[str, Any]:
-        """The same as JSON."""
+        """The same facts as JSON."""
         model = None if self.loaded is None else self.loaded.SerializeToString().hex()
         return {name: getattr(self, name) for name in ("kind", "tenant", "served", "name", "session")} | {
             "loaded": model
@@ -93,7 +93,7 @@ class Asking:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the client of an HTTP request wants its answer: what is needed of a body once its prompts are known."""
+    """Form of the answer that the client of an HTTP request wants, as needed once the prompts are known."""
 
     n: int = 1
     """Completions of each prompt."""
@@ -205,7 +205,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """How requests of one kind are read."""
+    """Reader of the requests of one kind."""
 
     read: Callable[[bytes, Asking], Awaitable[Plan | bytes]]
     """Reads a body; returns the plan of what is generated, or the answer. Raises RequestError."""
@@ -221,7 +221,7 @@ _ERRORS: dict[str, type[RequestError]] = {
 
 
 class Reading:
-    """How a router reads requests; used on the event loop, and in each lane."""
+    """Reader of a router's requests; used on the event loop, and in each lane."""
 
     def __init__(
         self, tokenizer: Tokenizer, defaults: SamplingDefaults, readers: Mapping[str, Reader], lanes: Lanes | None
@@ -237,7 +237,7 @@ class Reading:
         self._readers = readers
         self._lanes = lanes
         self.turns = Turns()
-        """For what takes the event loop for a millisecond or more, by holder."""
+        """Turns of work that takes the event loop for a millisecond or more, by holder."""
 
     async def read(self, data: bytes, asking: Asking, holder: str) -> Plan | bytes:
         """

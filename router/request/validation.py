@@ -64,7 +64,7 @@ class Resumed:
 
     tokens: Sequence[int] = ()
     finish_reason: FinishReason = FINISH_REASON_UNSPECIFIED
-    """How the last of the tokens ends the completion, stop strings aside; unspecified if it doesn't."""
+    """Way in which the last of the tokens ends the completion, stop strings aside; unspecified if it doesn't."""
     field: str = ""
     """The tokens' name in the request, for errors."""
 

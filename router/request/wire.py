@@ -44,7 +44,7 @@ def is_light_json(data: bytes) -> bool:
 
 
 def is_light_message(data: bytes, kind: Any) -> bool:
-    """The same of a serialized message.
+    """Whether it takes at most some milliseconds to parse and check this serialized message.
 
     Args:
         kind: its Descriptor.

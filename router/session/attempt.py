@@ -60,7 +60,7 @@ _CODES = {Failure.CODE_FULL: "full", Failure.CODE_INTERNAL: "internal"}
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailure:
-    """Why an attempt failed."""
+    """Failure of an attempt."""
 
     code: Failure.Code
     message: str
@@ -76,7 +76,7 @@ class AttemptFailure:
 
     @property
     def reason(self) -> str:
-        """Why it failed, in one word, for metrics and spans (`ATTEMPT_REASON` in rpc/metrics/labels.py)."""
+        """The reason in one word, for metrics and spans (`ATTEMPT_REASON` in rpc/metrics/labels.py)."""
         if self.lost or self.silent:
             return "lost" if self.lost else "silent"
         return _CAUSES.get(self.cause) or _CODES.get(self.code, "other")
@@ -100,7 +100,7 @@ class Taken(NamedTuple):
 
 
 class AttemptTokens:
-    """For one producer, the attempt, and one consumer, the session; both on one event loop."""
+    """Tokens on their way from one producer, the attempt, to one consumer, the session; both on one event loop."""
 
     def __init__(self, base: int, left: int, *, scored: bool) -> None:
         """
@@ -290,7 +290,7 @@ class Part:
     taken: bool = False
     """Whether the worker has said that it has taken a suspect."""
     waits: Wait = WAIT_UNSPECIFIED
-    """Why the worker computes nothing of the request, by its own word."""
+    """Reason why the worker computes nothing of the request, as the worker says."""
     computed_at: float = -math.inf
     """Monotonic time at which the worker has told how much of the prompt is computed."""
     returned: bool = False
@@ -375,7 +375,7 @@ WAITS = {
     WAIT_ROW: "it waits for a row of the batch",
     WAIT_PREEMPTED: "others needed its KV blocks",
 }
-"""Why a request waits on a worker, in words for people."""
+"""Reasons why a request waits on a worker, in words for people."""
 
 
 class Attempt:

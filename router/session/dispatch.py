@@ -31,7 +31,7 @@ class Dispatch:
     token_bytes: TokenBytes
     metrics: RouterMetrics
     lengths: UsualLengths = field(default_factory=UsualLengths)
-    """How long completions usually are."""
+    """Usual lengths of completions."""
     rate: CompletionRate = field(default_factory=CompletionRate)
 
     def full(self, text: str, kind: type[Exhausted] = Exhausted) -> Exhausted:

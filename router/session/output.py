@@ -104,7 +104,7 @@ class Completion:
         return self._add_armed(self._stops, Piece("", token_ids, finish_reason, logprobs), len(shown))
 
     def _add_armed(self, stops: StopStrings, given: Piece, shown: int) -> Piece:
-        """As `add`, token by token: a stop string ends the completion with the token that completed it.
+        """Does the same as `add` token by token: a stop string ends the completion with the token that completed it.
 
         Args:
             shown: how many of the given tokens have text.

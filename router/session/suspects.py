@@ -41,7 +41,7 @@ from kvrelay.router.trace import RequestTrace
 TRIAL_TOKENS = 4
 """More than an engine can have computed and not yet sent when its worker was lost."""
 TRIAL_SECONDS = 5.0
-"""How long a suspect that has lost one worker waits for workers without another suspect."""
+"""Longest time in seconds that a suspect that has lost one worker waits for workers without another suspect."""
 CLEAN_TOKENS = 64
 MAX_LOSSES = 3
 
@@ -81,7 +81,7 @@ class Suspicion:
         return self.failed + (TRIAL_SECONDS if self.losses < MAX_LOSSES - 1 else longest)
 
     def tokens_left(self, tokens: int) -> int:
-        """How many tokens more the request is a suspect for; 0: it is none."""
+        """The number of further tokens for which the request is a suspect; 0: it is none."""
         return max(0, self._tokens + TRIAL_TOKENS - tokens) if self.losses else 0
 
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 JSON = "application/json"
 LOOK_SECONDS = 0.05
-"""Between two looks at whether the client of a half-closed connection is still there."""
+"""Seconds between two looks at whether the client of a half-closed connection is still there."""
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 64 * 2**20
 """Time and bytes that a client may go on sending after an answer that ends its connection."""
@@ -56,7 +56,7 @@ _MALFORMED: dict[type[Exception], str] = {
 
 
 class HttpConnection(web.RequestHandler):
-    """As the module says."""
+    """A connection to the HTTP face, as the module describes it."""
 
     __slots__ = ("_half_closed", "_lingered", "_probed", "_refused")
 
@@ -234,7 +234,7 @@ BACKLOG = 1024
 AT_ONCE = 64
 """Connections that are accepted in one turn of the event loop."""
 RETRY_SECONDS = 0.1
-"""After which a listener tries again, if there was no descriptor for a connection."""
+"""Seconds after which a listener tries again, if there was no descriptor for a connection."""
 READ_BYTES = 16 * 1024
 """Read from a connection at once."""
 _TLS_SYSTEM_BYTES = 32 * 1024
@@ -242,7 +242,7 @@ _TLS_SYSTEM_BYTES = 32 * 1024
 and holds it twice, before anybody can say that it is too much. Linux doubles it, so a body comes with 64 KiB in each
 round trip."""
 _BUFFER = bytearray(READ_BYTES)
-"""For the bytes of any connection, from a read to the call of `buffer_updated` that follows at once."""
+"""Buffer for the bytes of any connection, from a read to the call of `buffer_updated` that follows at once."""
 _VIEW = memoryview(_BUFFER)
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 

@@ -52,7 +52,7 @@ class Events:
         transport.write(b"%x\r\n%b\r\n" % (len(events), events))
 
     async def write(self, events: bytes) -> None:
-        """As `Writer.write`."""
+        """The same as `Writer.write`."""
         await self._writer.write(events)
 
     async def end(self, events: bytes) -> web.StreamResponse:

@@ -37,7 +37,7 @@ from kvrelay.router.request.validation import CheckedRequest, check_name, is_nam
 from kvrelay.v1.inference_pb2 import GenerateResponse
 
 PREFLIGHT_SECONDS = 600
-"""How long a browser may remember what it was allowed."""
+"""Seconds for which a browser may remember what it was allowed."""
 
 
 def _allow_origins(app: web.Application, origins: Iterable[str]) -> None:

@@ -288,7 +288,7 @@ class GenerateFields(Fields):
         return self
 
     def form(self) -> Form:
-        """How the answer shall be, as far as both APIs have it."""
+        """The form of the answer, as far as both APIs have it."""
         options = self.stream_options or StreamOptions()
         return Form(
             n=self.n or 1,
@@ -311,7 +311,7 @@ class GenerateFields(Fields):
         return [constraint for constraint in formats if constraint is not None]
 
     def sampling(self) -> SamplingParams:
-        """How tokens are chosen; the prompt's own fields are not among it."""
+        """The sampling parameters, without the prompt's own fields."""
         seed = self.seed if self.seed is None else self.seed % 2**SEED_BITS
         return SamplingParams(
             max_tokens=self.max_tokens,

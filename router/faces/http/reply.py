@@ -60,7 +60,7 @@ def timeline_json(timeline: Timeline) -> dict[str, Any]:
 PART_TOKENS = 256
 """Tokens of a prompt that are added at a time, in some milliseconds."""
 LEAST = -9999.0
-"""In place of minus infinity, which JSON doesn't have."""
+"""Value in place of minus infinity, which JSON doesn't have."""
 
 
 class TextLogprobs:

@@ -44,13 +44,13 @@ MAX_VIEWERS = 16
 """Pages that may be open at once: each gets a few events a second. A newcomer takes the place of another client's
 oldest page if that client has two more than it has."""
 FLEET_SECONDS = 0.2
-"""Between two looks at the workers."""
+"""Seconds between two looks at the workers."""
 LIFE_SECONDS = 0.05
-"""Between two looks at the playground's request."""
+"""Seconds between two looks at the playground's request."""
 JSONS_A_TURN = 10
 """Requests whose JSON is made in one turn of the event loop, some 0.1 ms each."""
 SILENCE_SECONDS = 10.0
-"""After which an event is sent though nothing has changed: a viewer that is gone is noticed by it."""
+"""Seconds after which an event is sent though nothing has changed, to notice a viewer that is gone."""
 MAX_BODY_BYTES = 1024 * 1024
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 SECURITY = {

@@ -26,7 +26,7 @@ class WorkerShown:
     waiting: int
     pending_tokens: int
     computed_tokens: int
-    """Since the worker started."""
+    """Tokens that the worker has computed since it started."""
     block_size: int
     """Tokens per block; 0 before the first report, as are all other figures."""
     total: int

@@ -59,10 +59,10 @@ class _At(Enum):
     IN_KEY = auto()
     COLON = auto()
     VALUE = auto()
-    """Before the first character of a value."""
+    """Place before the first character of a value."""
     IN_VALUE = auto()
     COMMA = auto()
-    """Behind a value."""
+    """Place behind a value."""
     END = auto()
     FAILED = auto()
 
