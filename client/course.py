@@ -25,7 +25,7 @@ from kvrelay.v1 import inference_pb2 as pb
 KEY_BYTES = 16
 RESUME_SECONDS = 30.0
 START_SECONDS = 5.0
-"""Longest time in seconds that a request without a message looks for a router: one takes some seconds to start."""
+"""Seconds for which a request without a message looks for a router; one that is replaced takes some to start."""
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 1.0
 """The pause before a call is a random part of a time that doubles each time that all routers have failed."""

@@ -184,7 +184,7 @@ class Chunk:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each token of the prompt but the first, with the first token, if they were asked for."""
     seed: int | None = None
-    """Seed of the completion; in its first chunk of a call."""
+    """Seed of the completion; only in the completion's first chunk of a call."""
     index: int = 0
     """Number of the completion that this chunk belongs to, from 0 to n - 1."""
     request_id: str = ""

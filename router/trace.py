@@ -237,7 +237,7 @@ class RequestTrace:
 
     @property
     def placed(self) -> list[float]:
-        """The times at which each attempt began."""
+        """The times at which the attempts began."""
         return [each.placed for each in self.tries]
 
     def placed_on(self, prefill: str, decode: str, expected_tokens: int = 0) -> None:

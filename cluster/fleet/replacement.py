@@ -52,14 +52,14 @@ class Launcher(Protocol):
         """
 
     def startable(self, config: str, role: MemberRole, others: int) -> str:
-        """Why no further member of this role can be started; empty if it can.
+        """The reason why no further member of this role can be started; empty if it can.
 
         Args:
             others: routers, or workers of all roles, that there are already.
         """
 
     def lacks_room(self, config: str, present: Mapping[MemberRole, int], wanted: Mapping[MemberRole, int]) -> str:
-        """Why there is no room for so many members of some roles; empty if there is, or may be. Blocks for a while.
+        """The reason why there is no room for so many members; empty if there is, or may be. Blocks for a while.
 
         Args:
             present: members of every role that there are.

@@ -31,7 +31,7 @@ def worker_bytes(config: WorkerConfig) -> int:
 def lacks_memory(
     present: Mapping[MemberRole, int], wanted: Mapping[MemberRole, int], needs: Mapping[MemberRole, int]
 ) -> str:
-    """Why this machine has no memory for the members that are `wanted`; empty if it has.
+    """The reason why this machine has no memory for the members that are `wanted`; empty if it has.
 
     Args:
         needs: bytes of one more member of each role that takes this machine's memory.

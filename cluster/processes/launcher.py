@@ -133,7 +133,7 @@ class ProcessLauncher:
         return PROCESSES.dump_json(_parse(config)).decode()
 
     def startable(self, config: str, role: MemberRole, others: int) -> str:
-        """Why no further member of this role can be started. Further routers must share the port of the first."""
+        """The reason why no further member of this role can be started. All routers must share one port."""
         template = _parse(config).template(role)
         if template is None:
             return f"templates.{role} is missing, which further {role} members would be started as"
@@ -142,7 +142,7 @@ class ProcessLauncher:
         return ""
 
     def lacks_room(self, config: str, present: Mapping[MemberRole, int], wanted: Mapping[MemberRole, int]) -> str:
-        """Why this machine has too little memory for the wanted members; empty if it has enough."""
+        """The reason why this machine has too little memory for the wanted members; empty if it has enough."""
         needs: dict[MemberRole, int] = {"router": ROUTER_BYTES}
         for role in wanted:
             template = _parse(config).template(role)

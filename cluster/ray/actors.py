@@ -119,7 +119,7 @@ class ServerActor(Generic[ServerT]):
             self._node.done()
 
     def watch(self, seconds: float) -> Ended | None:
-        """The end of the server; None if it hasn't within `seconds`."""
+        """The way in which the server has ended; None if it hasn't within `seconds`."""
         try:
             return self._ended.result(seconds)
         except TimeoutError:

@@ -69,14 +69,14 @@ class RayLauncher:
         return following.with_gpus(await asyncio.to_thread(present_gpus)).model_dump_json()
 
     def startable(self, config: str, role: MemberRole, others: int) -> str:
-        """Why no further member of this role can be started; empty if one can.
+        """The reason why no further member of this role can be started; empty if one can.
 
         A worker needs the device of its role. A port of metrics is enough for one process on a machine only.
         """
         return parsed(config).startable(role, others)
 
     def lacks_room(self, config: str, present: Mapping[MemberRole, int], wanted: Mapping[MemberRole, int]) -> str:
-        """Why workers on CPUs have too little memory on this machine, or reservations too little room on Ray's nodes.
+        """The reason why workers on CPUs lack memory on this machine, or reservations lack room on Ray's nodes.
 
         Empty if there is room, and where Ray's autoscaler brings nodes.
         """

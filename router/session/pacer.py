@@ -43,9 +43,9 @@ class Pacer:
         """Streams of each holder that run; without those who have none."""
         self._longest = longest_seconds
         self._held: deque[tuple[float, OnPause, int]] = deque()
-        """Gathered tokens with the monotonic time at which they have waited long enough, in order."""
+        """Pauses with the monotonic time at which their tokens have waited long enough, in order."""
         self._due: dict[str, deque[tuple[OnPause, int]]] = {}
-        """Pauses whose tokens are due, by holder; the holder whose turn it is comes first."""
+        """Pauses that are due to end, by holder; the holder whose turn it is comes first."""
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, holder: str) -> None:

@@ -46,11 +46,11 @@ class MetricSet:
         return self._series(family, values)  # type: ignore[no-any-return]  # its kind is the caller's to know
 
     def gauge(self, family: Family, *values: str) -> Gauge:
-        """The gauge of a family, as `counter`."""
+        """One series of a gauge; `values` as for `counter`."""
         return self._series(family, values)  # type: ignore[no-any-return]
 
     def histogram(self, family: Family, *values: str) -> Histogram:
-        """The histogram of a family, as `counter`."""
+        """One series of a histogram; `values` as for `counter`."""
         return self._series(family, values)  # type: ignore[no-any-return]
 
     def relabel(self, **common: str) -> None:
