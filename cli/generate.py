@@ -16,12 +16,12 @@ from kvrelay.cluster.errors import NO_CLUSTER, ClusterError, RunError, UsageErro
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A router, and what it is called with."""
+    """The address of one or more routers, and the credentials for calls to them."""
 
     target: str
-    """Its host:port; of several, with commas between."""
+    """host:port of the router; commas separate several."""
     name: str
-    """What it is called in errors."""
+    """Name of the router in error messages."""
     tls: bool
     ca: Path | None
     """File with the authorities of its certificate; None takes gRPC's own."""
@@ -45,7 +45,7 @@ class Router:
         return cls(current.router, f"router {current.router}", tls or current.router_tls, ca, api_key)
 
     def failure(self, error: KvrelayError) -> ClusterError:
-        """What the command ends with when a call has failed."""
+        """The error that the command ends with after a failed call."""
         if isinstance(error, InvalidRequest):
             return UsageError(str(error))
         if not self.name and isinstance(error, Unavailable):
@@ -118,7 +118,7 @@ def generate(router: Router, prompt: str, options: GenerateOptions, *, as_json: 
 
 
 def timeline_table(line: Timeline) -> Table:
-    """Where one request's time went, in milliseconds; parts on different machines overlap."""
+    """A table of where one request's time went, in milliseconds; parts on different machines overlap."""
     table = Table(title="Where the time went (ms)", title_justify="left")
     rate = line.transfer_bytes / line.transfer_seconds / 1e9 if line.transfer_seconds else 0.0
     columns = {

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MOST_COLUMNS = 10_000
-"""Of a table's line."""
+"""Width limit of a table's line, in terminal columns."""
 
 
 @dataclass(frozen=True, slots=True)

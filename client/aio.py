@@ -98,7 +98,7 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
         api_key: str | None = None,
         tls: Tls | None = None,
     ) -> None:
-        """As `Client`."""
+        """Takes the same arguments as `Client`."""
         self._timeout = timeout
         self._resume_seconds = resume_seconds
         self._routers = Routers(target)

@@ -25,12 +25,12 @@ from kvrelay.v1 import inference_pb2 as pb
 KEY_BYTES = 16
 RESUME_SECONDS = 30.0
 START_SECONDS = 5.0
-"""How long a request without a message looks for a router; one that is replaced takes a few seconds to start."""
+"""Seconds for which a request without a message looks for a router; one that is replaced takes some to start."""
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 1.0
 """The pause before a call is a random part of a time that doubles each time that all routers have failed."""
 SHUNNED_SECONDS = 3.0
-"""How long requests prefer other routers to one that failed."""
+"""Seconds for which requests prefer other routers to one that failed."""
 
 
 class Routers:

@@ -8,7 +8,7 @@ import grpc
 RETRY_DELAY_KEY = "retry-delay-ms"
 GIVEN_UP_KEY = "given-up"
 BROKEN = ("RST_STREAM", "Stream removed")
-"""In the text of INTERNAL or UNKNOWN, where gRPC itself makes it of a broken connection."""
+"""Parts of the text of INTERNAL or UNKNOWN that show that gRPC made it of a broken connection."""
 
 
 class KvrelayError(Exception):

@@ -58,7 +58,7 @@ class GenerateOptions(TypedDict, total=False):
     max_tokens: int | None
     """Most tokens to generate; by default what the prompt leaves of the model's context."""
     min_tokens: int | None
-    """Until this many tokens, nothing but max_tokens ends the request; 0 by default."""
+    """Number of tokens before which nothing but max_tokens ends the request; 0 by default."""
     temperature: float | None
     """0 is greedy; 1 by default; at most 100. The model's generation_config.json may have another default, as for
     top_k, top_p, min_p and repetition_penalty."""
@@ -89,7 +89,7 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int | None
     """Return each token's log-probability, and those of this many likeliest tokens, up to 20; none by default."""
     prompt_logprobs: int | None
-    """The same for the tokens of the prompt but the first."""
+    """Number of likeliest tokens for each prompt token but the first, like `logprobs`; none by default."""
     json_schema: str | Mapping[str, Any]
     """The completion is JSON that obeys this schema. Of the options from here to `grammar`, at most one."""
     json_object: bool
@@ -105,7 +105,7 @@ class GenerateOptions(TypedDict, total=False):
     model: str
     """A name that the model is served under; the model by default."""
     priority: int
-    """Of the requests of one tenant that wait, the one with the smallest value goes first; 0 by default."""
+    """Order among the waiting requests of one tenant: the smallest value goes first; 0 by default."""
     slo_class: str
     """Name of a class of service that the router's configuration has."""
     cache_salt: str
@@ -161,9 +161,9 @@ class TokenLogprobs:
     """Natural logarithms of probabilities, by the model's own distribution."""
 
     logprob: float
-    """Of the token itself."""
+    """Logarithm of the probability of the token itself."""
     rank: int
-    """Of the token among all, from 1."""
+    """Rank of the token among all tokens, from 1 for the likeliest."""
     top_ids: tuple[int, ...]
     """The likeliest tokens, likeliest first, as many as were asked for."""
     top_logprobs: tuple[float, ...]
@@ -184,9 +184,9 @@ class Chunk:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each token of the prompt but the first, with the first token, if they were asked for."""
     seed: int | None = None
-    """In the completion's first chunk of a call: its seed."""
+    """Seed of the completion; only in the completion's first chunk of a call."""
     index: int = 0
-    """Which of the n completions this belongs to."""
+    """Number of the completion that this chunk belongs to, from 0 to n - 1."""
     request_id: str = ""
     """The request's name, for `kvrelay doctor` and the routers' page."""
 
@@ -201,13 +201,13 @@ class Completion:
     usage: Usage
     timeline: Timeline
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """As in `Chunk`."""
+    """Log-probabilities as in `Chunk`."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """As in `Chunk`; of n completions, the first one has them."""
+    """Log-probabilities of the prompt as in `Chunk`; of n completions, only the first one has them."""
     seed: int | None = None
-    """With it and otherwise the same options, the prompt gets the same tokens again."""
+    """Seed of the completion; with it and otherwise the same options, the prompt gets the same tokens again."""
     request_id: str = ""
-    """As in `Chunk`; the same for all of n completions."""
+    """Name of the request as in `Chunk`; the same for all of n completions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +223,7 @@ class ModelInfo:
     dtype: str
     has_chat_template: bool
     version: str
-    """Of the router's kvrelay."""
+    """Version of kvrelay that the router runs."""
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:

@@ -1,4 +1,4 @@
-"""How a client proves who it is to a router, and the router to it."""
+"""Credentials: how a client proves who it is to a router, and the router to it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Tls:
     certificate: Path | str | None = None
     """File with this client's own certificate, for a router that asks for one."""
     key: Path | str | None = None
-    """File with its key."""
+    """File with the certificate's key."""
     server_name: str | None = None
     """The name in the router's certificate, where it isn't the host that is called."""
 
@@ -44,5 +44,5 @@ class Tls:
 
 
 def metadata(api_key: str | None) -> tuple[tuple[str, str], ...] | None:
-    """What each call carries."""
+    """The gRPC metadata of each call; None without an API key."""
     return None if api_key is None else (("authorization", f"Bearer {api_key}"),)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 ERROR_PREFIX = "kvrelay: "
-"""Of each line of an error on stderr."""
+"""Beginning of each line of an error on stderr."""
 NO_CLUSTER = "no cluster is running; `kvrelay up` starts one"
 MOST_LISTED = 10
 """The most members that a message names."""
@@ -17,7 +17,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 class ClusterError(Exception):
-    """Why a command failed: one line for each reason; `code` is the command's exit code."""
+    """The failure of a command: one line for each reason; `code` is the command's exit code."""
 
     code = 1
 

@@ -1,4 +1,4 @@
-"""What `kvrelay up` makes so that a cluster's parts can prove themselves: the join token, and certificates."""
+"""Makes the secrets of a cluster for `kvrelay up`: the join token, and certificates."""
 
 import os
 import secrets
@@ -12,7 +12,7 @@ from kvrelay.rpc.security import TOKEN_VARIABLE
 
 TOKEN_BYTES = 32
 CERTIFICATE_DAYS = 730
-"""Of the certificates for one machine; each `kvrelay up` makes new ones."""
+"""Validity in days of the certificates for one machine; each `kvrelay up` makes new ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from kvrelay.cluster.errors import RunError
 DEFAULT_TARGET = "127.0.0.1:50051"
 """host:port of a router, for calls where no cluster is recorded."""
 LOCK_SECONDS = 0.3
-"""How long to try: a process that only tests the lock holds it for a moment."""
+"""Longest time in seconds to try: a process that only tests the lock holds it for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ClusterState:
     drain_seconds: float = 30.0
     """Time that requests are given to finish when it ends."""
     trouble: str = ""
-    """Why the cluster was lost, while it is started anew."""
+    """Reason why the cluster was lost, while it is started anew."""
     missing: str = ""
     """Processes of Ray's that have ended and that serving doesn't need, with commas between."""
 

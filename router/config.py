@@ -16,7 +16,7 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@]+|null")
 
 
 DEFAULT_CLASS = "default"
-"""The class of requests that name none."""
+"""Class of requests that name none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,11 @@ class ServiceClass(Options):
     """A class of service, which requests ask for by its name."""
 
     weight: Annotated[float, Interval(ge=0.001, le=1000)] = 1.0
-    """Its share of the workers while requests wait, against the other classes of the same tenant."""
+    """Share of the workers for this class while requests wait, relative to the other classes of the same tenant."""
 
     first_token_timeout_seconds: Annotated[float, Interval(ge=0, le=86400)] = 0.0
-    """Time from receipt to the first token after which a request fails with DEADLINE_EXCEEDED; 0: that of all."""
+    """Seconds from receipt to the first token after which a request fails with DEADLINE_EXCEEDED; 0: the router's
+    `first_token_timeout_seconds`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,8 @@ class RouterOptions(Options):
     its chat template shows."""
 
     reasoning_parser: ReasoningParserName = "auto"
-    """How answers of the HTTP API are split from what the model thinks: think takes <think>...</think> at their
-    beginning, none doesn't split; auto splits if the chat template has such tags."""
+    """Way to split reasoning from the answers of the HTTP API: think takes <think>...</think> at their beginning, none
+    doesn't split; auto splits if the chat template has such tags."""
 
     max_requests: Annotated[int, Interval(ge=1, le=1_000_000)] = 1024
     """Calls in flight at once, from the headers of their requests on; each prompt of a list, and each completion of a
@@ -114,7 +115,7 @@ class RouterOptions(Options):
     their connections, so that none of them sends a request on one that is just being closed."""
 
     grpc_idle_seconds: Annotated[float, Interval(ge=0.1, le=86400)] = 300.0
-    """The same for a gRPC connection; its client is told before it is closed."""
+    """Time for which a gRPC connection may wait for the next request; its client is told before it is closed."""
 
     max_connections_per_address: Annotated[int, Interval(ge=1, le=1_000_000)] = 256
     """Connections that one client address may have to the gRPC port, and as many to the HTTP port. A further one takes
@@ -177,7 +178,7 @@ class RouterOptions(Options):
     """File with the public ports' certificate, in PEM; read again when it changes. Empty: clients use plaintext."""
 
     tls_key: str = ""
-    """File with its key."""
+    """File with the key of the public ports' certificate."""
 
     tls_client_ca: str = ""
     """File with the authorities whose certificates clients must show. A certificate's common name is the tenant, unless
@@ -220,7 +221,7 @@ class RouterConfig(RouterOptions):
     """One router's identity and options: the JSON file of `python -m kvrelay.router --config FILE`."""
 
     name: str = "router-0"
-    """Unique in the cluster."""
+    """Name of the router; unique in the cluster."""
 
     model: str = "pico"
     """The model as the workers have it: the router reads its tokenizer and chat template."""
@@ -229,13 +230,13 @@ class RouterConfig(RouterOptions):
     """host:port of the supervisor, which tells the router its workers."""
 
     security: SecurityConfig = field(default_factory=SecurityConfig)
-    """What the router proves itself with to the supervisor and the workers."""
+    """Credentials of the router for calls to the supervisor and the workers."""
 
     ttft_target_seconds: float = 2.0
-    """What it compares times to the first token with, to tell the supervisor how many were within it."""
+    """Target in seconds for the time to the first token; the router tells the supervisor how many requests met it."""
 
     tpot_target_seconds: float = 0.1
-    """The same for the mean time between two tokens of a request."""
+    """Target in seconds for the mean time between two tokens of a request."""
 
     share_port: bool = False
     """Whether other routers on this machine have the same ports. Each connection is one router's."""

@@ -9,11 +9,11 @@ from kvrelay.router.trace import Outcome
 
 MAX_VALUE_CHARACTERS = 64
 MAX_TEXT_BYTES = 1024
-"""Of an error's text; one with other characters than ASCII's, which gRPC writes in three bytes each, has half."""
+"""Size limit of an error's text in bytes; half as many if it isn't ASCII, as gRPC then writes three bytes for each."""
 RETRY_DELAY_KEY = "retry-delay-ms"
 GIVEN_UP_KEY = "given-up"
 RETRY_DELAY_SECONDS = 1.0
-"""When a client should retry after RESOURCE_EXHAUSTED, if nothing else is known."""
+"""Seconds after which a client should retry after RESOURCE_EXHAUSTED, if nothing else is known."""
 
 
 class RequestError(Exception):

@@ -59,13 +59,13 @@ from kvrelay.rpc.options import connection_options, public_server_options
 logger = logging.getLogger(__name__)
 
 WAKE_SECONDS = 0.005
-"""Between two looks of the queues at the workers, each of which takes up to some milliseconds."""
+"""Seconds between two looks of the queues at the workers, each of which takes up to some milliseconds."""
 JOIN_SECONDS = 10.0
-"""How long a router that shares its port waits for workers before it binds it in any case."""
+"""Longest time in seconds that a router that shares its port waits for workers before it binds it in any case."""
 LINGER_SECONDS = 0.3
-"""For requests that were sent before their client learned that this router listens no more."""
+"""Seconds for requests that were sent before their client learned that this router listens no more."""
 CALLS_SECONDS = 0.5
-"""For calls without a stream to end when the router is to end."""
+"""Seconds for calls without a stream to end when the router is to end."""
 
 
 class RouterServer:
@@ -107,7 +107,7 @@ class RouterServer:
 
         self._waking: asyncio.TimerHandle | None = None
         self._woken = 0.0
-        """When the queues looked last, on the loop's clock."""
+        """Time of the queues' last look at the workers, on the loop's clock."""
         self._queue = PlacementQueue(decide, config.max_queue)
         self._trials = PlacementQueue(decide, config.max_requests)
 

@@ -27,7 +27,7 @@ class RequestRecord:
     cached_tokens: int = 0
     retries: int = 0
     migrations: int = 0
-    """How often it moved away from workers that were stopped on purpose; not among the retries."""
+    """Number of times it moved away from workers that were stopped on purpose; not among the retries."""
     resumed: bool = False
     """Whether this call continues a request whose earlier call was lost. All that follows is about this call."""
     ttft_seconds: float | None = None
@@ -44,7 +44,7 @@ class RequestRecord:
     transfer_bytes: int = 0
     decode_queue_seconds: float | None = None
     prediction_errors: tuple[int, ...] = ()
-    """Of each attempt whose prompt was computed: by how many tokens what was expected in the prefix cache was wrong."""
+    """Tokens by which the expected prefix-cache hit was wrong, for each attempt whose prompt was computed."""
 
 
 Observer = Callable[[RequestRecord], None]
@@ -61,9 +61,9 @@ class Incident(NamedTuple):
 
     kind: IncidentKind
     at: float
-    """On the router's monotonic clock."""
+    """Time on the router's monotonic clock."""
     why: str
-    """In words, without anything of a prompt."""
+    """Reason in words, without anything of a prompt."""
 
 
 class Handoff(NamedTuple):
@@ -76,32 +76,32 @@ class Handoff(NamedTuple):
 
 @dataclass(slots=True)
 class AttemptTrace:
-    """What the router knows of one placement of a request. Times are on its monotonic clock."""
+    """Times and reports of one placement of a request. Times are on the router's monotonic clock."""
 
     asked: float
-    """When the request began to wait for workers."""
+    """Time at which the request began to wait for workers."""
     placed: float
     prefill_worker: str
     decode_worker: str
-    """Empty if the first token is the last."""
+    """Name of the decode worker; empty if the first token is the last."""
     expected_tokens: int
     """Tokens of the prompt that the prefill worker was expected to have in its cache."""
     submitted: float | None = None
-    """When its workers were told."""
+    """Time at which its workers were told."""
     ended: float | None = None
     failure: str = ""
-    """Why it failed (`AttemptFailure.reason`)."""
+    """Reason why it failed (`AttemptFailure.reason`); empty if it didn't."""
     chunks: list[tuple[float, int]] = field(default_factory=list)
-    """When the router heard how many tokens of the prompt have their KV, and how many; up to the report of prefill."""
+    """Times at which the router heard that prompt tokens have KV, and their numbers; up to the prefill report."""
     prefill: PrefillReport | None = None
     prefill_at: float | None = None
-    """When the router got `prefill`, as `transfer_at`, and `decode_at` of the first of its reports."""
+    """Time at which `prefill` came; `transfer_at` is the same for `transfer`, `decode_at` for the first `decode`."""
     transfer: TransferReport | None = None
     transfer_at: float | None = None
     decode: DecodeReport | None = None
     decode_at: float | None = None
     first_sent: float | None = None
-    """When tokens of this attempt were sent to the client first, and last."""
+    """Time at which tokens of this attempt were sent to the client first; `last_sent` is the last such time."""
     last_sent: float | None = None
 
     @property
@@ -124,13 +124,13 @@ class RequestTrace:
     wire_id: str = ""
     """The request's name in logs and towards the workers; the client's name until the request is checked."""
     index: int = 0
-    """Which of the request's completions this is."""
+    """Number of the completion among those of the request, from 0."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     resumed_tokens: int = 0
-    """Those of them that the client has from earlier calls of the request."""
+    """Number of completion tokens that the client has from earlier calls of the request."""
     resumes: int = 0
-    """Earlier calls of the request."""
+    """Number of earlier calls of the request."""
     router_queue_seconds: float = 0.0
     attempts: int = 0
     migrations: int = 0
@@ -142,15 +142,15 @@ class RequestTrace:
     """Tokens that a worker guessed and checked, and those of them that it kept."""
     tenant: str = ""
     service: str = ""
-    """The class of service."""
+    """Class of service."""
     context: TraceContext = field(default_factory=TraceContext.new)
-    """Of the call, for logs and spans."""
+    """Trace context of the call, for logs and spans."""
     asked: float | None = None
-    """When the request began to wait for workers: at first, or after the latest failed attempt."""
+    """Time at which the request began to wait for workers: at first, or after the latest failed attempt."""
     tries: list[AttemptTrace] = field(default_factory=list)
-    """Each attempt."""
+    """Attempts, the latest last."""
     incidents: list[Incident] = field(default_factory=list)
-    """What delayed or ended it, the latest last."""
+    """Incidents that delayed or ended it, the latest last."""
     longest_gap: tuple[float, float] = (0.0, 0.0)
     """The longest time between two messages with tokens: seconds, and when it ended."""
 
@@ -186,37 +186,37 @@ class RequestTrace:
 
     @property
     def transfer(self) -> TransferReport | None:
-        """The latest."""
+        """The latest report of a transfer."""
         return next((each.transfer for each in reversed(self.tries) if each.transfer is not None), None)
 
     @property
     def decode(self) -> DecodeReport | None:
-        """The latest."""
+        """The latest report of a decode worker."""
         return next((each.decode for each in reversed(self.tries) if each.decode is not None), None)
 
     @property
     def handoffs(self) -> list[Handoff]:
-        """Those of all attempts."""
+        """The hand-offs of all attempts."""
         return [each.handoff for each in self.tries if each.handoff is not None]
 
     @property
     def submitted(self) -> float | None:
-        """When workers were told of the request first."""
+        """The time at which workers were told of the request first."""
         return next((each.submitted for each in self.tries if each.submitted is not None), None)
 
     @property
     def first_sent(self) -> float | None:
-        """When tokens were sent to the client first."""
+        """The time at which tokens were sent to the client first."""
         return next((each.first_sent for each in self.tries if each.first_sent is not None), None)
 
     @property
     def last_sent(self) -> float | None:
-        """When tokens were sent to the client last."""
+        """The time at which tokens were sent to the client last."""
         return next((each.last_sent for each in reversed(self.tries) if each.last_sent is not None), None)
 
     @property
     def generated_tokens(self) -> int:
-        """Of this call."""
+        """The tokens that this call has generated."""
         return self.completion_tokens - self.resumed_tokens
 
     @property
@@ -237,7 +237,7 @@ class RequestTrace:
 
     @property
     def placed(self) -> list[float]:
-        """When each attempt began."""
+        """The times at which the attempts began."""
         return [each.placed for each in self.tries]
 
     def placed_on(self, prefill: str, decode: str, expected_tokens: int = 0) -> None:
@@ -263,7 +263,7 @@ class RequestTrace:
         self.accepted_tokens += event.accepted_tokens
 
     def usage(self) -> Usage:
-        """What the completion counts. The prompt of several completions counts once, with the first."""
+        """The usage of the completion. The prompt of several completions counts once, with the first."""
         prompt_tokens = 0 if self.index else self.prompt_tokens
         cached_tokens = 0 if self.prefill is None else min(self.prefill.cached_tokens, prompt_tokens)
         return Usage(prompt_tokens=prompt_tokens, completion_tokens=self.completion_tokens, cached_tokens=cached_tokens)

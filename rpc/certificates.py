@@ -20,9 +20,9 @@ from kvrelay.rpc.watched import Watched
 logger = logging.getLogger(__name__)
 
 WARN_DAYS = 30
-"""Before the end of a certificate, from when on each day has a warning in the log."""
+"""Days before the end of a certificate from which on each day has a warning in the log."""
 CHECK_SECONDS = 60.0
-"""Between two looks at the files, where nothing else asks for them."""
+"""Seconds between two looks at the files, where nothing else asks for them."""
 WARN_SECONDS = 86400.0
 
 
@@ -31,7 +31,7 @@ class KeyPair:
     """A certificate with its key, as PEM."""
 
     certificate: bytes
-    """With the intermediate certificates behind it."""
+    """Certificate, with the intermediate certificates behind it."""
     key: bytes
     ca: bytes | None
     """Certificates of the authorities whose certificates the other end may show; None if it needs to show none."""
@@ -61,7 +61,7 @@ class CertificateFiles:
         return self._certificate, self._key
 
     def current(self) -> KeyPair:
-        """What the files hold now; what they held before, if they can't be used now."""
+        """The certificate and key in the files; if they can't be used now, the last ones that could."""
         self._checked_at = time.monotonic()
         pair = self._watched.current()
         self._warn(pair)

@@ -1,4 +1,4 @@
-"""Which workers of a fleet can hand KV over to one another: those whose digests in the membership are equal.
+"""Finds the workers that can hand KV over to one another: those whose digests in the membership are equal.
 
 A digest covers all that two workers must have in common: protocol version, model, options of the hand-off. It is
 compared as a whole; an empty one equals an empty one only. The members with one digest form a group; requests go to the

@@ -1,4 +1,4 @@
-"""What a process proves itself with on internal connections, and how it checks its callers.
+"""The credentials of a process on internal connections, and how it checks its callers.
 
 Every internal call carries the join token. With mutual TLS both ends show a certificate of their part as well, and a
 server refuses parts that have no business with the method (`rpc.security.CALLERS`).
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 TOKEN_KEY = "kvrelay-join-token"
 """Key of the join token in the metadata of a call."""
 LOG_SECONDS = 1.0
-"""Between two log lines about refused calls at most."""
+"""Least seconds between two log lines about refused calls."""
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 Metadata = tuple[tuple[str, str], ...]
@@ -38,12 +38,12 @@ class Credentials:
     def __init__(self, part: Part, token: str, certificates: CertificateFiles | None = None) -> None:
         self.part = part
         self.certificates = certificates
-        """None without TLS."""
+        """Certificate files; None without TLS."""
         self._token = token
 
     @classmethod
     def of(cls, part: Part, config: SecurityConfig) -> "Credentials":
-        """Those that `config` names.
+        """The credentials that `config` names.
 
         Raises:
             ValueError: there is no token, or a certificate can't be used.
@@ -56,11 +56,11 @@ class Credentials:
 
     @property
     def metadata(self) -> Metadata:
-        """What every internal call carries."""
+        """The gRPC metadata of every internal call."""
         return ((TOKEN_KEY, self._token),)
 
     def check(self) -> None:
-        """To be called now and then: warns in the log before the certificate ends."""
+        """Warns in the log before the certificate ends. To be called now and then."""
         if self.certificates is not None:
             self.certificates.check()
 
@@ -71,7 +71,7 @@ class Credentials:
         return grpc.aio.secure_channel(address, _client(self.certificates.current()), options=_expecting(to))
 
     def blocking_channel(self, address: str, to: Part) -> grpc.Channel:
-        """As `channel`, for calls that block."""
+        """A channel like that of `channel`, for calls that block."""
         if self.certificates is None:
             return grpc.insecure_channel(address, options=channel_options())
         return grpc.secure_channel(address, _client(self.certificates.current()), options=_expecting(to))

@@ -1,4 +1,4 @@
-"""What any process of a cluster says about itself and its machine when the supervisor asks (`describe.proto`)."""
+"""The description that a process gives of itself and its machine when the supervisor asks (`describe.proto`)."""
 
 import platform
 import resource
@@ -38,7 +38,7 @@ def describe(certificates: Iterable[CertificateFiles | None] = ()) -> Descriptio
 
 
 def amounts() -> list[Amount]:
-    """What this process may use, and what is used."""
+    """The limits of this process, such as open files and memory, and how much of each is used."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = psutil.Process().num_fds()
     found = [Amount(name="open files", used=files, limit=_limit(soft), hard_limit=_limit(hard))]

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0)
 TURN_SECONDS = 0.1
-"""Between two signs that the event loop turns."""
+"""Seconds between two signs that the event loop turns."""
 LAG_SECONDS = 1.0
 """Age of the last sign from which on the thread sends heartbeats."""
 STOP_SECONDS = 2.0
@@ -75,11 +75,11 @@ class HeartbeatClient:
         self._tell = tell or self._tell_process
         self._telling: asyncio.Task[None] | None = None
         self._answer: Description | None = None
-        """To go with the next heartbeat."""
+        """Description of this process that the next heartbeat carries."""
         self._generation = 0
-        """Of this member, once the supervisor has issued it."""
+        """Generation of this member; 0 until the supervisor has issued it."""
         self._members: Sequence[Member] = ()
-        """As last passed on."""
+        """Members as `on_members` got them last."""
         self._now = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._substitute: Substitute | None = None

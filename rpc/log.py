@@ -13,10 +13,10 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 LINE_BYTES = 4096
-"""Of a line; longer values are cut in the middle."""
+"""Size limit of a log line in bytes; longer values are cut in the middle."""
 MAX_FIELDS = 32
 LEAST_BYTES = 64
-"""Fields of a line that is too long, and to what their values are cut before further fields are left out."""
+"""Limits of a line that is too long: number of fields, and length to which values are cut before fields are dropped."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -82,7 +82,7 @@ def _note_thread(ended: threading.ExceptHookArgs) -> None:
 
 
 def reason(code: Failure.Code, message: str) -> str:
-    """What a log line says of a failure: its message, unless that may quote the request, as errors of grammars do."""
+    """The text about a failure for the log: its message, unless that may quote the request, as grammars' errors do."""
     return "the request is invalid" if code == Failure.CODE_INVALID else message
 
 

@@ -39,7 +39,7 @@ CONTEXT_REASONS: dict[ContextLimit, str] = {
     CONTEXT_LIMIT_OPTION: "the workers' option engine.max_context is {}",
     CONTEXT_LIMIT_POOL: "the KV pool of a worker (engine.kv_memory_bytes) holds {} tokens",
 }
-"""Why a context isn't longer, to be formatted with its greatest length in tokens."""
+"""Reasons why a context isn't longer, to be formatted with its greatest length in tokens."""
 
 
 def role_name(role: Role) -> str:

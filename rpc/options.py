@@ -11,14 +11,14 @@ from collections.abc import Sequence
 Option = tuple[str, int | str]
 
 HELLO_SECONDS = 5.0
-"""How long either end of an internal stream waits for the first message of the other end."""
+"""Longest time in seconds that either end of an internal stream waits for the first message of the other end."""
 
 INTERNAL_MESSAGE_BYTES = 64 * 2**20
 """Largest message between kvrelay's own processes, in both directions. The largest ones are a Submit, at most five
 bytes for each token of the context, and the events that a worker has gathered for a slow router."""
 
 PUBLIC_RECEIVE_FACTOR = 1.25
-"""How much larger than the router's own limit a request may be, and still be refused by the router, which names the
+"""Factor by which a request may be larger than the router's limit and still be refused by the router, which names the
 limit, rather than by gRPC, which reads nothing of it."""
 
 PUBLIC_WINDOW_BYTES = 65535
@@ -34,7 +34,7 @@ MAX_PENDING_CALLS = 1_000_000
 of them at random, as CANCELLED; the router refuses what is too much, with a reason."""
 
 MAX_PENDING_SECONDS = 3600
-"""How long such a call may wait; gRPC's own default is 30 s, after which it ends as CANCELLED."""
+"""Longest wait in seconds of such a call; gRPC's own default is 30 s, after which it ends as CANCELLED."""
 
 PUBLIC_PING_SECONDS = 20
 """Silence after which either end of a public connection pings, and how long the answer may take."""

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from kvrelay.machine.options import Options
 
 Part = Literal["supervisor", "router", "worker", "operator"]
-"""What a process of a cluster is. The operator is the command line, which asks for the status and gives commands."""
+"""Kind of a process in a cluster. The operator is the command line, which asks for the status and gives commands."""
 
 PARTS: tuple[Part, ...] = get_args(Part)
 

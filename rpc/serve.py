@@ -23,13 +23,13 @@ from kvrelay.rpc.metrics.metric_set import MetricSet
 
 ConfigT = TypeVar("ConfigT")
 STOP_GRACE_SECONDS = 5.0
-"""For requests to finish, where the configuration has no `drain_seconds`."""
+"""Seconds for requests to finish, where the configuration has no `drain_seconds`."""
 FAILED_GRACE_SECONDS = 0.5
-"""For requests to be given back by a server that can't go on."""
+"""Seconds for requests to be given back by a server that can't go on."""
 STOP_SECONDS = 5.0
-"""For a server to stop, beyond the time for its requests."""
+"""Seconds for a server to stop, beyond the time for its requests."""
 EXIT_SECONDS = 1.0
-"""For the interpreter to end when the server has stopped: it waits for threads."""
+"""Seconds for the interpreter to end when the server has stopped: it waits for threads."""
 FAILED_CODE = 1
 USAGE_CODE = 2
 """A mistake in the configuration or the environment: another try would fail as well."""
@@ -44,7 +44,7 @@ class Server(Protocol):
 
     @property
     def metrics(self) -> MetricSet:
-        """Its metrics."""
+        """The metrics that the server records."""
 
     async def start(self) -> Any:
         """Binds and serves.
@@ -67,7 +67,7 @@ LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
 def fast_loop() -> LoopFactory | None:
-    """That of uvloop; None, for asyncio's own loop, where it isn't installed: it has no wheels for some platforms."""
+    """The loop factory of uvloop; None if it isn't installed (some platforms have no wheel), for asyncio's own loop."""
     try:
         import uvloop
     except ImportError:
@@ -141,7 +141,7 @@ class ExitDeadline:
         self._timer: threading.Timer | None = None
 
     def set(self, seconds: float, code: int, message: str = "") -> None:
-        """In `seconds` from now, in place of the time that was set before, the process ends with `code`."""
+        """Sets the time, in place of an earlier one: in `seconds` from now the process ends with `code`."""
         self.cancel()
         self._timer = threading.Timer(seconds, self._exit, (code, message))
         self._timer.daemon = True

@@ -23,19 +23,19 @@ class TraceContext:
     trace_id: str
     """32 hexadecimal digits."""
     span_id: str = ""
-    """16 hexadecimal digits: of the caller's span; empty if the trace begins here."""
+    """16 hexadecimal digits: the id of the caller's span; empty if the trace begins here."""
     flags: int = 0
     state: str = ""
     """The caller's `tracestate`, to be passed on."""
 
     @classmethod
     def new(cls) -> "TraceContext":
-        """Of a trace that begins here."""
+        """A context for a trace that begins here."""
         return cls(f"{random.getrandbits(128) or 1:032x}")
 
     @classmethod
     def read(cls, parent: str | None, state: str | None = None) -> "TraceContext":
-        """What a caller has sent; a new trace if it has sent none, or none that is valid, as the standard demands."""
+        """The context that a caller sent; a new trace if it sent none or an invalid one, as the standard demands."""
         match = None if parent is None else _PARENT.fullmatch(parent.strip())
         if match is None or match["version"] == "ff" or (match["version"] == "00" and match[5]):
             return cls.new()

@@ -1,4 +1,4 @@
-"""What files hold, read again when they change."""
+"""Values of files that are read again when they change."""
 
 import logging
 import threading

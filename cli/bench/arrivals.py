@@ -1,4 +1,4 @@
-"""When the requests of an open loop arrive."""
+"""Arrival times of the requests of an open loop."""
 
 import math
 

@@ -103,7 +103,7 @@ def cdf(title: str, named: Sequence[tuple[str, Sequence[float]]], unit: str) -> 
 
 
 def histogram(title: str, values: Sequence[float], unit: str, marks: Sequence[float] = (50.0, 99.0)) -> str:
-    """How often values come, with lines at percentiles. Its range ends at the 99.5th."""
+    """A chart of how often values come, with lines at percentiles. Its range ends at the 99.5th."""
     if not values:
         return ""
     array = np.asarray(values)

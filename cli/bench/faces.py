@@ -24,12 +24,12 @@ ERROR_CHARACTERS = 200
 
 @dataclass(slots=True)
 class Reply:
-    """What came back for one request. Times are in seconds, from the moment when it was sent."""
+    """The answer to one request. Times are in seconds from the moment when the request was sent."""
 
     ok: bool = False
     error: str = ""
     arrivals: tuple[float, ...] = ()
-    """When each message of the completion came."""
+    """Seconds at which each message of the completion came."""
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
@@ -39,7 +39,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a server is, and what it is called with."""
+    """The address of a server, and the credentials and time limit of calls to it."""
 
     address: str
     """host:port of routers for gRPC, with commas between; base URL for HTTP."""
@@ -53,7 +53,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Of every request."""
+    """Sampling options of every request of a benchmark."""
 
     ignore_eos: bool
     temperature: float
@@ -70,7 +70,7 @@ class Face(Protocol):
     async def __aexit__(self, *_: object) -> None: ...
 
     async def model(self) -> dict[str, Any]:
-        """What the server says about its model.
+        """The server's description of its model.
 
         Raises:
             RunError: it doesn't answer, or refuses.

@@ -22,26 +22,26 @@ class Sample:
 
     index: int
     scheduled: float
-    """When it was due; in a closed loop, when it was sent."""
+    """Time at which it was due; in a closed loop, at which it was sent."""
     sent: float
     ended: float
-    """When its answer was complete, or when it had failed."""
+    """Time at which its answer was complete, or at which it had failed."""
     wanted_tokens: int
     reply: Reply
 
     @property
     def ttft(self) -> float:
-        """From sending to the first message, in seconds."""
+        """Seconds from sending to the first message."""
         return self.reply.arrivals[0]
 
     @property
     def latency(self) -> float:
-        """From sending to the last message, in seconds."""
+        """Seconds from sending to the last message."""
         return self.reply.arrivals[-1]
 
     @property
     def itls(self) -> list[float]:
-        """Between each two messages, in seconds."""
+        """Seconds between each two messages."""
         return [later - earlier for earlier, later in pairwise(self.reply.arrivals)]
 
     @property
@@ -52,13 +52,13 @@ class Sample:
 
     @property
     def late(self) -> float:
-        """From its scheduled arrival to its sending, in seconds."""
+        """Seconds from its scheduled arrival to its sending."""
         return self.sent - self.scheduled
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far a benchmark is."""
+    """The progress of a benchmark, in requests."""
 
     sent: int = 0
     done: int = 0
@@ -70,7 +70,7 @@ Watch = Callable[[Progress], object]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What `drive` sends, and how."""
+    """The requests that `drive` sends, their times and their limits."""
 
     asks: Sequence[Ask]
     times: Sequence[float] | None
@@ -78,15 +78,15 @@ class Load:
     concurrency: int
     """Most requests in flight; 0: no limit."""
     sampling: Sampling
-    """Of the first request."""
+    """Sampling of the first request; each later one has the next seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Driven:
-    """What came of a load."""
+    """The measurements of one load."""
 
     samples: list[Sample]
-    """In the order of the requests."""
+    """One sample for each request that has ended, in the order of the requests."""
     duration: float
     """Seconds from the start to the last answer."""
     interrupted: bool = False

@@ -1,4 +1,4 @@
-"""What a benchmark is told: the workload, the arrivals, and what counts as good."""
+"""Options of a benchmark: the workload, the arrivals, and the limits that a good request keeps."""
 
 import math
 from collections.abc import Mapping
@@ -66,7 +66,7 @@ class Lengths:
         return 0.0 <= self.second <= 10.0
 
     def draw(self, count: int, rng: np.random.Generator) -> list[int]:
-        """So many lengths, each from 1 to MAX_TOKENS."""
+        """Draws so many lengths, each from 1 to MAX_TOKENS."""
         match self.kind:
             case "uniform":
                 drawn = rng.integers(int(self.first), int(self.second), count, endpoint=True).astype(float)
@@ -80,33 +80,33 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadOptions:
-    """What is asked."""
+    """The requests of a benchmark."""
 
     num_prompts: int = 100
-    """Requests of each point."""
+    """Number of requests of each point."""
     input_tokens: Lengths = Lengths("fixed", 512)
-    """Of synthetic prompts."""
+    """Lengths of synthetic prompts, in tokens."""
     output_tokens: Lengths = Lengths("fixed", 128)
-    """Of completions, where neither a trace nor ShareGPT gives their lengths."""
+    """Lengths of completions in tokens, where neither a trace nor ShareGPT gives them."""
     shared_prefix: int = 0
     """Tokens that all synthetic prompts begin with."""
     trace: Path | None = None
     """JSON lines with timestamp (ms), input_length, output_length and, for shared beginnings, hash_ids."""
     length_scale: float = 1.0
-    """The lengths of a trace are multiplied by it, for a model with a smaller context."""
+    """Factor for the lengths of a trace, for a model with a smaller context."""
     dataset: Path | None = None
     """Text file with a prompt in each line, or JSON in ShareGPT's form."""
     ignore_eos: bool = True
     """Whether each completion has its full length; False lets the model end it."""
     temperature: float = 0.0
-    """Of sampling; 0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     warm_cache: bool = False
     """Whether prompts may be found in the server's prefix cache from an earlier run; else each run has a cache salt."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalOptions:
-    """When it is asked."""
+    """The times at which requests are sent."""
 
     arrivals: Arrivals = "poisson"
     """The pattern of an open loop."""
@@ -117,7 +117,7 @@ class ArrivalOptions:
     concurrency: int = 0
     """Most requests in flight; 0: no limit. Without a rate, this is a closed loop."""
     speed: float = 1.0
-    """How much faster than recorded a trace is played."""
+    """Factor by which a trace is played faster than recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +125,13 @@ class BenchOptions:
     """A benchmark."""
 
     workload: WorkloadOptions = field(default_factory=WorkloadOptions)
-    """What is asked."""
+    """Requests of the benchmark."""
     arrival: ArrivalOptions = field(default_factory=ArrivalOptions)
-    """When it is asked."""
+    """Times at which the requests are sent."""
     goodput: Mapping[str, float] = field(default_factory=dict)
     """Limits in milliseconds, of ttft, tpot or e2el, that a good request keeps."""
     percentiles: tuple[float, ...] = (50.0, 90.0, 99.0)
-    """Of each latency that are reported."""
+    """Percentiles of each latency that are reported."""
     warmup: int = 1
     """Requests that are sent first, one after the other, and not measured."""
     seed: int = 0

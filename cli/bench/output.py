@@ -1,4 +1,4 @@
-"""What `kvrelay bench` shows on the terminal: a progress bar, then a table."""
+"""Output of `kvrelay bench` on the terminal: a progress bar, then a table."""
 
 from collections.abc import Mapping, Sequence
 
@@ -76,7 +76,7 @@ def errors(run: Run) -> list[str]:
 
 
 def name_of(run: Run) -> str:
-    """How its requests came."""
+    """A name for a run that says how its requests arrived."""
     parts = [f"{run.request_rate:g} requests/s"] if run.request_rate is not None else []
     parts += [f"at most {run.concurrency} at once"] if run.concurrency else []
     return ", ".join(parts) or "all at once, or as traced"

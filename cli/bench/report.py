@@ -78,7 +78,7 @@ def page(result: Result) -> str:
 
 
 def _sweep(result: Result) -> str:
-    """How the figures change from run to run."""
+    """The charts of how the figures change from run to run."""
     by_rate = all(run.request_rate is not None for run in result.runs)
     x = [run.request_rate or 0.0 if by_rate else float(run.concurrency) for run in result.runs]
     name = "requests/s due" if by_rate else "most requests in flight"

@@ -1,4 +1,4 @@
-"""What a benchmark writes as JSON: `kvrelay bench --schema` prints its schema."""
+"""The JSON result of a benchmark; `kvrelay bench --schema` prints its schema."""
 
 import json
 import os
@@ -27,17 +27,17 @@ class Request:
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     scheduled: float
-    """When it was due, since the start of its run."""
+    """Time at which it was due, since the start of its run."""
     sent: float
-    """When it was sent, since the start of its run."""
+    """Time at which it was sent, since the start of its run."""
     ended: float
-    """When its answer was complete, or when it had failed, since the start of its run."""
+    """Time at which its answer was complete, or at which it had failed, since the start of its run."""
     ttft: float | None
-    """From sending to the first message; None if none came."""
+    """Time from sending to the first message; null if none came."""
     latency: float | None
-    """From sending to the last message; None if none came."""
+    """Time from sending to the last message; null if none came."""
     itls: list[float]
-    """Between each two messages."""
+    """Times between each two messages."""
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -50,7 +50,7 @@ class Request:
 
     @classmethod
     def of(cls, sample: Sample) -> "Request":
-        """Its values."""
+        """The entry for one sample."""
         reply = sample.reply
         begun = bool(reply.arrivals)
         return cls(
@@ -81,7 +81,7 @@ class Run:
     concurrency: int
     """Most requests in flight; 0: no limit."""
     figures: dict[str, float]
-    """By the names of `vllm bench serve`, in milliseconds where they end in _ms."""
+    """Figures under the names of `vllm bench serve`, in milliseconds where they end in _ms."""
     requests: list[Request]
     interrupted: bool = False
     """Whether Ctrl-C ended it: figures and requests are then those that were done by then."""
@@ -89,13 +89,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the benchmark ran. The server may run elsewhere."""
+    """The machine that the benchmark ran on. The server may run elsewhere."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     processor: str
     cores: int
-    """That this process may use."""
+    """CPU cores that this process may use."""
     memory_gib: float
     system: str
     python: str
@@ -111,14 +111,14 @@ class Result:
     started: str
     """Time of its start, in UTC."""
     face: str
-    """grpc or http."""
+    """Interface that was measured: grpc or http."""
     target: str
     model: dict[str, Any]
-    """What the server says about it."""
+    """The server's description of its model."""
     options: dict[str, Any]
     machine: Machine
     versions: dict[str, str]
-    """Of the packages that the benchmark runs with."""
+    """Version of each package that the benchmark runs with."""
     runs: list[Run]
 
 
@@ -153,7 +153,7 @@ def this_machine() -> Machine:
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Of those that are installed."""
+    """The versions of those of `packages` that are installed, by name."""
     found = {}
     for name in packages:
         try:

@@ -24,7 +24,7 @@ WatchRun = Callable[[str, int], Watch]
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What to measure, and where."""
+    """A benchmark: its options, and the server that it measures."""
 
     options: BenchOptions
     sweep: tuple[str, Sequence[float]] | None
@@ -108,7 +108,7 @@ async def _run(
 
 
 def _times(arrival: ArrivalOptions, found: Sequence[Ask], seed: int) -> list[float] | None:
-    """When each request is due; None in a closed loop, where each is sent as soon as there is room."""
+    """The times at which requests are due; None in a closed loop, where each is sent as soon as there is room."""
     if arrival.arrivals == "trace":
         return [(ask.at or 0.0) / arrival.speed for ask in found]
     if math.isinf(arrival.request_rate) and arrival.concurrency:
@@ -117,7 +117,7 @@ def _times(arrival: ArrivalOptions, found: Sequence[Ask], seed: int) -> list[flo
 
 
 def _sampling(options: BenchOptions) -> Sampling:
-    """Of the first request of a run. The warm-up and each run have a salt of their own."""
+    """Sampling of the first request of a run. The warm-up and each run have a cache salt of their own."""
     workload = options.workload
     salt = "" if workload.warm_cache else uuid.uuid4().hex
     return Sampling(workload.ignore_eos, workload.temperature, options.seed, salt)

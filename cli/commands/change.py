@@ -151,6 +151,6 @@ def _follow(give: Callable[["Control"], int], *, no_wait: bool, timeout: float) 
 
 
 def _summary(members: dict[str, str]) -> str:
-    """How many members of each role there are."""
+    """The number of members of each role, as a text."""
     roles = [text.partition(" ")[0] for text in members.values()]
     return ", ".join(f"{roles.count(role)} {role}" for role in ROLES if role in roles) or "no members"

@@ -25,7 +25,7 @@ USAGE = f"Ctrl-C stops an answer, {RESET} forgets the conversation, Ctrl-D ends.
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far."""
+    """A conversation, and the client that continues it."""
 
     client: "Client"
     system: str

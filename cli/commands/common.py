@@ -1,4 +1,4 @@
-"""What several commands have in common: options of a connection, the running cluster, and the console."""
+"""Common parts of several commands: options of a connection, the running cluster, and the console."""
 
 import sys
 from collections.abc import Callable

@@ -108,7 +108,7 @@ class Pairs:
 
 
 class Formats:
-    """What weights and KV are held in: workers may differ, which is often meant and sometimes a slip."""
+    """Checks the data types of weights and KV: workers may differ, which is often meant and sometimes a slip."""
 
     name: ClassVar[str] = "formats"
 
@@ -119,7 +119,7 @@ class Formats:
 
 
 class Clocks:
-    """How far the clocks of the members and the supervisor are from one another."""
+    """Checks how far the clocks of the members and the supervisor are apart."""
 
     name: ClassVar[str] = "clocks"
 
@@ -146,7 +146,7 @@ class Clocks:
 
 
 class Transports:
-    """What each pair sends KV over, and why not over something better."""
+    """Tells the transport over which each pair sends KV, and why no better one is used."""
 
     name: ClassVar[str] = "transports"
 
@@ -183,7 +183,7 @@ class Transports:
 
 
 class Protection:
-    """What guards KV and internal calls."""
+    """Checks the checksums and the encryption of KV, and the TLS of internal calls."""
 
     name: ClassVar[str] = "protection"
 

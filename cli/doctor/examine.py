@@ -55,7 +55,7 @@ def examine(state: ClusterState) -> Examined:
 
 
 def diagnose(cluster: Examined) -> dict[str, list[Finding]]:
-    """What each check finds, by its name; checks that find nothing are left out."""
+    """The findings of each check, by its name; checks that find nothing are left out."""
     found = {check.name: list(check.run(cluster)) for check in CHECKS}
     return {name: findings for name, findings in found.items() if findings}
 
@@ -72,7 +72,7 @@ def as_json(findings: dict[str, list[Finding]]) -> dict[str, Any]:
 
 
 def _reach(state: ClusterState) -> list[Reached]:
-    """Which of the routers and dashboards answer."""
+    """Tries to reach each router and dashboard."""
     found = [
         Reached(f"router {router}", "" if serves(router, state.router_tls) else "it places no requests now")
         for router in filter(None, state.router.split(","))
@@ -86,7 +86,7 @@ def _reach(state: ClusterState) -> list[Reached]:
 
 
 def _connect(address: str) -> str:
-    """Why nobody listens there; empty if somebody does."""
+    """The reason why nobody listens there; empty if somebody does."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
@@ -96,7 +96,7 @@ def _connect(address: str) -> str:
 
 
 def _get(url: str) -> str:
-    """Why there is no answer; empty if there is one, a refusal for want of a token included."""
+    """The reason why there is no answer; empty if there is one, a refusal for want of a token included."""
     try:
         urllib.request.urlopen(url, timeout=CONNECT_SECONDS).close()
     except urllib.error.HTTPError:

@@ -1,4 +1,4 @@
-"""What a check finds, and what all checks look at."""
+"""Findings, the checks that make them, and the cluster as all checks see it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Severity = Literal["ok", "note", "warning", "error"]
 good to know."""
 
 WRONG: tuple[Severity, ...] = ("warning", "error")
-"""With one of these, a cluster is not well."""
+"""Severities of findings with which a cluster is not well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Finding:
     """A member, a pair, or what else it is about."""
     found: str
     advice: str = ""
-    """What to do about it."""
+    """Advice on what to do about the finding; empty if nothing has to be done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class Reached:
     """Whether something answered."""
 
     name: str
-    """What it is, and its address."""
+    """Kind and address of a router, page or dashboard."""
     error: str
-    """Empty if it answered."""
+    """Reason why it didn't answer; empty if it did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class Examined:
 
     state: ClusterState
     status: GetStatusResponse | None
-    """None if the supervisor doesn't answer."""
+    """Status from the supervisor; None if it doesn't answer."""
     described: DescribeResponse | None = None
-    """None if the supervisor doesn't answer."""
+    """Descriptions from the supervisor; None if it doesn't answer."""
     reached: tuple[Reached, ...] = ()
-    """Routers and dashboards."""
+    """Answers of routers and dashboards."""
 
     @property
     def members(self) -> dict[str, Member]:
@@ -57,7 +57,7 @@ class Examined:
 
     @property
     def descriptions(self) -> Mapping[str, Description]:
-        """Those of the members that have answered, by name, and the supervisor's as `supervisor`."""
+        """The description of each member that has answered, by its name, and the supervisor's as `supervisor`."""
         if self.described is None:
             return {}
         found = {each.name: each.description for each in self.described.members if each.HasField("description")}
@@ -72,7 +72,7 @@ class Check(Protocol):
     name: ClassVar[str]
 
     def run(self, cluster: Examined) -> Iterator[Finding]:
-        """What it finds; what is well, too."""
+        """The findings of this check, good ones included."""
 
 
 def size(nbytes: float) -> str:

@@ -12,7 +12,7 @@ from kvrelay.rpc.certificates import WARN_DAYS
 LEAST_FILES = 4096
 """Open files that a member may need: connections of clients, peers and links."""
 FULL_SHARE = 0.9
-"""Share of an amount from which on it is nearly used up."""
+"""Share of an amount above which it is nearly used up."""
 LEAST_DISK_BYTES = 2**30
 LEAST_SHARED_BYTES = 64 * 2**20
 """Shared memory that a few links take."""
@@ -20,7 +20,7 @@ DAY_SECONDS = 86400.0
 
 
 class Limits:
-    """What the members' processes may use."""
+    """Checks the limits of the members' processes, such as open files and memory."""
 
     name: ClassVar[str] = "limits"
 
@@ -108,7 +108,7 @@ class Disks:
 
 
 class Certificates:
-    """When certificates end."""
+    """Checks when certificates end."""
 
     name: ClassVar[str] = "certificates"
 

@@ -1,4 +1,4 @@
-"""Why a request took as long as it did, in words, from what its router has kept of it (`router/records/life.py`)."""
+"""Explains why a request took as long as it did, from what its router has kept of it (`router/records/life.py`)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Story:
     id: str
     headline: str
     verdict: str
-    """What took longest, and why."""
+    """Cause of most of the request's time."""
     parts: tuple[Part, ...]
     incidents: tuple[str, ...]
 
@@ -64,7 +64,7 @@ async def find(routers: Routers, request_id: str) -> list[dict[str, Any]]:
 
 
 def story(life: dict[str, Any]) -> Story:
-    """What a request went through.
+    """The story of a request.
 
     Args:
         life: `Life` of router/records/life.py, as JSON.

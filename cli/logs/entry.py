@@ -43,7 +43,7 @@ class Entry:
         return json.dumps(self.fields)
 
     def as_text(self) -> "Text":
-        """For people, with the time of this machine's zone."""
+        """The entry for people, with the time of this machine's zone."""
         from rich.text import Text
 
         clock = self.time
@@ -67,7 +67,7 @@ class Parser:
     """Makes entries of the lines of one file, which one process has written."""
 
     name: str = ""
-    """Of the process; learned from its lines."""
+    """Name of the process, read from its lines."""
     _time: str = ""
     _rest: str = field(default="", repr=False)
 
@@ -97,16 +97,16 @@ class Parser:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which entries to show."""
+    """A filter that says which entries are shown."""
 
     member: str = ""
-    """Only of the member of this name; empty: of all."""
+    """Name of the only member to show; empty: all."""
     level: str = ""
-    """Only of this level or a higher one; empty: of any."""
+    """Least level to show; empty: any."""
     request: str = ""
-    """Only of the request of this name, the client's or the router's; empty: any."""
+    """Name, the client's or the router's, of the only request to show; empty: any."""
     since: str = ""
-    """Only from this time on, UTC in ISO's form."""
+    """Earliest time to show, in UTC in ISO's form."""
 
     def __call__(self, entry: Entry) -> bool:
         if self.member and entry.name != self.member:

@@ -1,4 +1,4 @@
-"""Where the lines come from: files of this machine, or Ray's log service for a cluster on several nodes."""
+"""Sources of log lines: files of this machine, or Ray's log service for a cluster on several nodes."""
 
 import codecs
 import math
@@ -19,11 +19,11 @@ RAY_PATTERN, PLAIN_PATTERN = "worker-*.err", "*.log"
 RAY_TIMEOUT_SECONDS = 30
 MOST_ACTORS = 1000
 LIST_SECONDS = 5.0
-"""Between two looks for actors that have started, and for logs that can be read again."""
+"""Seconds between two looks for actors that have started, and for logs that can be read again."""
 READERS = 8
 """Logs that are fetched at once."""
 ACTOR_PREFIX = "kvrelay-"
-"""Of the supervisor's name among actors, which all namespaces of a Ray cluster may show side by side."""
+"""Beginning of the supervisor's name among Ray's actors, which a Ray cluster may list for all namespaces together."""
 UTF_8 = codecs.getincrementaldecoder("utf-8")
 
 
@@ -31,10 +31,10 @@ class Source(Protocol):
     """A place with logs."""
 
     names: set[str]
-    """Members that have logs there, as far as they have been read."""
+    """Names of the members whose logs have been found so far."""
 
     def read(self) -> list[Entry]:
-        """What was written since the last call, in the order of time; at the first one, all that there is.
+        """The entries since the last call, in the order of time; the first call returns all there are.
 
         Raises:
             RunError: nothing can be read.
@@ -48,7 +48,7 @@ class _File:
     offset: int = 0
 
     def fresh(self) -> list[Entry]:
-        """What was written since the last call."""
+        """The entries since the last call."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
@@ -85,7 +85,7 @@ class Files:
 
 @dataclass(slots=True)
 class _ActorLog:
-    """What one process of an actor has written. A restarted actor writes another file."""
+    """The log of one process of an actor. A restarted actor writes another file."""
 
     name: str
     actor: str
@@ -93,7 +93,7 @@ class _ActorLog:
     parser: Parser
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: UTF_8("replace"))
     nbytes: int = 0
-    """Read so far."""
+    """Bytes read so far."""
     streaming: bool = False
     """Whether a thread reads it."""
     failed: bool = False
@@ -116,19 +116,19 @@ class RayActors:
     address: str
     """host:port of Ray's GCS."""
     namespace: str
-    """Of the actors."""
+    """Ray namespace of the actors."""
     member: str
-    """Only the actor of this name; empty: all."""
+    """Name of the only actor to read; empty: all actors."""
     warn: Callable[[str], object]
-    """Is told why the log of one actor can't be read."""
+    """Callback that is told why the log of one actor can't be read."""
     names: set[str] = field(default_factory=set)
     _logs: dict[tuple[str, int], _ActorLog] = field(default_factory=dict)
-    """By the actor's id and its process."""
+    """Logs by the actor's id and its process."""
     _fresh: "queue.SimpleQueue[list[Entry] | RunError]" = field(default_factory=queue.SimpleQueue)
     _begun: bool = False
     """Whether `read` was called before."""
     _listed: float = -math.inf
-    """When it looked last for what to follow, on the monotonic clock."""
+    """Monotonic time of the last look for logs to follow."""
 
     def read(self) -> list[Entry]:
         found: list[Entry] = []

@@ -1,4 +1,4 @@
-"""What `kvrelay top` knows: the latest view of each router, and the requests that ended within the last minute."""
+"""The data of `kvrelay top`: the latest view of each router, and the requests of the last minute."""
 
 import math
 import time
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 WINDOW_SECONDS = 60.0
-"""Of the figures about requests."""
+"""Length in seconds of the window over which figures about requests are computed."""
 RATE_SECONDS = 5.0
-"""Over which the rates of counters are taken."""
+"""Length in seconds of the window over which the rates of counters are computed."""
 MOST_DECISIONS = 200
 GOOD = ("stop", "length")
 
@@ -51,7 +51,7 @@ class RouterView:
     ready: bool = False
     running: int = 0
     error: str = ""
-    """Why nothing is heard of it; empty while it is."""
+    """Reason why nothing is heard of it; empty while something is."""
 
 
 class Model:
@@ -68,7 +68,7 @@ class Model:
         self._rates: dict[tuple[str, ...], Rate] = {}
 
     def about(self, url: str, about: Mapping[str, Any]) -> None:
-        """What a router says about itself."""
+        """Takes a router's description of itself."""
         view = self.routers[url]
         view.name, view.model, view.version = about["router"], about["model"], about["version"]
 
@@ -147,7 +147,7 @@ class Model:
         return [found[name] for name in sorted(found)]
 
     def _links(self) -> list[dict[str, Any]]:
-        """What all routers' requests have sent over each link."""
+        """The traffic of each link: the sum of what all routers report for it."""
         found: dict[tuple[str, str], dict[str, Any]] = {}
         for url, fleet in self._fleets.items():
             for link in fleet["links"]:
@@ -197,7 +197,7 @@ class Model:
         return all(1e3 * (measured[name] or 0.0) <= limit for name, limit in self._goodput.items())
 
     def _decisions(self) -> list[dict[str, Any]]:
-        """Where the latest requests were placed, running ones too, the latest first."""
+        """The latest placements of requests, running ones too, the latest first."""
         running = [
             {**life, "router": self.routers[url].name or url}
             for url, fleet in self._fleets.items()

@@ -25,7 +25,7 @@ from kvrelay.cluster.errors import RunError, UsageError
 FRAME_SECONDS = 1.0
 RETRY_SECONDS = 1.0
 FIRST_SECONDS = 5.0
-"""For every router to be heard or to fail, before the first frame. The connection's own limit is longer."""
+"""Seconds for every router to be heard or to fail, before the first frame. The connection's own limit is longer."""
 ONCE_LINES = 40
 SVG_FORMAT = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 """Without rich's fonts, which a viewer would fetch from another host."""
@@ -33,7 +33,7 @@ SVG_FORMAT = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.
 
 @dataclass(frozen=True, slots=True)
 class TopOptions:
-    """How the cluster is shown."""
+    """Options of how the cluster is shown."""
 
     goodput: Mapping[str, float]
     """Limits in milliseconds that a good request keeps."""

@@ -1,1 +1,1 @@
-"""What commands ask of a running cluster: the supervisor's status and commands, and the routers."""
+"""Questions that commands ask a running cluster: the supervisor for its status and commands, and the routers."""

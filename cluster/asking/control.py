@@ -26,7 +26,7 @@ from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.rpc.names import ROLES
 
 COMMAND_SECONDS = 10.0
-"""For the supervisor to answer; it may be starting again."""
+"""Seconds for the supervisor to answer; it may be starting again."""
 POLL_SECONDS = 0.2
 USAGE = (Refusal.CODE_INVALID, Refusal.CODE_UNKNOWN_MEMBER)
 

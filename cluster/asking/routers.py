@@ -1,4 +1,4 @@
-"""What routers tell over HTTP about the cluster and its requests: the page's own API (`router/faces/page/page.py`)."""
+"""The routers' HTTP answers about the cluster and its requests: the page's own API (`router/faces/page/page.py`)."""
 
 import json
 import ssl
@@ -23,7 +23,7 @@ NO_PAGE = "it has no page; the router's options http_port and page turn it on"
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Where routers are, and what they are called with."""
+    """The addresses of routers, and the credentials for calls to them."""
 
     urls: tuple[str, ...]
     """Base URL of the HTTP of each."""
@@ -87,7 +87,7 @@ class Routers(AbstractAsyncContextManager["Routers"]):
         return found if isinstance(found, dict) else {}
 
     async def request(self, url: str, request_id: str) -> list[dict[str, Any]]:
-        """What a request went through, for each of its completions; empty if the router doesn't know it.
+        """The life of each completion of a request; empty if the router doesn't know the request.
 
         Raises:
             RunError: it doesn't answer, or refuses.

@@ -50,7 +50,7 @@ def get_status(cluster: ClusterState, timeout: float = TIMEOUT_SECONDS) -> GetSt
 
 
 def get_descriptions(cluster: ClusterState, timeout: float = DESCRIBE_SECONDS) -> DescribeResponse | None:
-    """What every member says about itself and its machine; None if the supervisor doesn't answer in time.
+    """Every member's description of itself and its machine; None if the supervisor doesn't answer in time.
 
     Raises:
         RunError: as `get_status`.
@@ -73,7 +73,7 @@ def _ask(cluster: ClusterState, call: Callable[[SupervisorServiceStub, Metadata]
 
 
 def operator(cluster: ClusterState) -> Credentials:
-    """What the command line proves itself with.
+    """The credentials of the command line for calls to the supervisor.
 
     Raises:
         RunError: the join token or a certificate can't be read.

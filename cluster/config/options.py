@@ -230,7 +230,7 @@ class ClusterConfig(Section):
         return workers | {f"router-{index}": "router" for index in range(self.router.replicas)}
 
     def startable(self, role: MemberRole, others: int) -> str:
-        """Why no further member of this role can be started; empty if it can.
+        """The reason why no further member of this role can be started; empty if it can.
 
         Args:
             others: routers, or workers of all roles, that there are already.

@@ -126,10 +126,11 @@ class MetricsSection(Section):
     agents export those of all in any case."""
 
     router_port: Port | None = None
-    """Of each router, beside its HTTP and without a key; 0 takes a free one, null opens none."""
+    """Port of each router's metrics, besides its HTTP port; needs no API key. 0 takes a free one, null opens none."""
 
     worker_port: Port | None = None
-    """Of each worker; 0 takes a free one, null opens none."""
+    """Port of each worker's metrics; 0 takes a free one, null opens none."""
 
     supervisor_port: Port | None = None
-    """Of the supervisor, which lists the other processes' at `/targets`; 0 takes a free one, null opens none."""
+    """Port of the supervisor's metrics and of `/targets`, which lists the other processes' ports; 0 takes a free one,
+    null opens none."""

@@ -1,4 +1,4 @@
-"""What a cluster is to be: its members by name, their roles and configurations, and what becomes of each. No I/O.
+"""The desired state of a cluster: its members by name, their roles, configurations and stages. No I/O.
 
     stage      the member                                          ends as
     SERVE      runs                                                -
@@ -19,11 +19,11 @@ from kvrelay.cluster.errors import listed
 from kvrelay.rpc.names import MemberRole
 
 MOST_MEMBERS = 1024
-"""Of one role."""
+"""Most members of one role."""
 
 
 class Stage(Enum):
-    """What becomes of a member."""
+    """Stage of a member: whether it stays, and how it is replaced or ends."""
 
     SERVE = "serve"
     REPLACE = "replace"
@@ -38,7 +38,7 @@ class Stage(Enum):
 
 
 class Code(Enum):
-    """Why a command is refused; as `kvrelay.internal.v1.Refusal.Code`."""
+    """Reason why a command is refused; as `kvrelay.internal.v1.Refusal.Code`."""
 
     INVALID = "invalid"
     UNKNOWN_MEMBER = "unknown_member"
@@ -65,28 +65,28 @@ class Wanted:
     """Generation of the configuration that it is started with."""
     stage: Stage = Stage.SERVE
     replaces: str = ""
-    """The member that leaves when this one serves; it isn't counted before. Empty for none."""
+    """Name of the member that leaves when this one serves. Until then this one isn't counted. Empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is known of one member's process."""
+    """State of one member's process, as far as the supervisor knows it."""
 
     kept: bool = False
-    """It runs, or is about to be started again."""
+    """Whether the process runs, or is about to be started again."""
     ending: bool = False
-    """It was asked to end."""
+    """Whether it was asked to end."""
     ready: bool = False
     role: MemberRole | None = None
-    """As it reports."""
+    """Role that the process reports."""
     roles: frozenset[str] = frozenset()
-    """Those that its process can take."""
+    """Roles that the process can take."""
     digest: str = ""
     """Workers with equal digests can hand KV over to each other."""
     requests: int = 0
-    """Waiting and running there."""
+    """Number of requests that wait and run there."""
     trouble: str = ""
-    """Why it can't be expected to serve without help; empty if it can."""
+    """Reason why it can't be expected to serve without help; empty if it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +97,18 @@ class Desired:
     config: int = 1
     """Generation of the configuration that all members are to have."""
     previous: int = 0
-    """The one before, for a rollback; 0 if there is none."""
+    """Generation of the configuration before, for a rollback; 0 if there is none."""
     revision: int = 1
-    """Grows with every change."""
+    """Number that grows with every change."""
     halted: str = ""
-    """Why a rolling change has stopped; empty if none has."""
+    """Reason why a rolling change has stopped; empty if none has."""
     restart_id: str = ""
-    """Of the last restart."""
+    """Id of the last restart."""
     configs: Mapping[int, str] = field(default_factory=dict)
     """Texts of the configurations by generation: the present one, the one before, and those that members have."""
 
     def count(self, role: MemberRole) -> int:
-        """How many members of the role there are to be."""
+        """The number of members of the role that there are to be."""
         return len(self.counted(role))
 
     def counted(self, role: MemberRole) -> list[str]:
@@ -142,7 +142,7 @@ class Desired:
 
 @dataclass(frozen=True, slots=True)
 class Rolling:
-    """How members get other processes."""
+    """Options of a change that gives members other processes."""
 
     cycled: Collection[MemberRole] = frozenset()
     """Roles whose members end before their successors start."""
@@ -153,7 +153,7 @@ class Rolling:
 
 
 def scaled(desired: Desired, seen: Mapping[str, Seen], counts: Mapping[MemberRole, int]) -> Desired:
-    """With so many members of each of these roles. Those that serve least leave first.
+    """The desired state with so many members of each of these roles. Members that serve least leave first.
 
     Raises:
         Refused: a number is too large, or no router would be left.
@@ -173,7 +173,7 @@ def scaled(desired: Desired, seen: Mapping[str, Seen], counts: Mapping[MemberRol
 
 
 def drained(desired: Desired, seen: Mapping[str, Seen], name: str, *, replaced: bool, force: bool) -> Desired:
-    """Without this member; with `replaced`, another one takes its place first.
+    """The desired state without this member; with `replaced`, another one takes its place first.
 
     Raises:
         Refused: it is unknown, or without `force`, no request could be served without it; with `replaced`, also if an
@@ -195,7 +195,7 @@ def drained(desired: Desired, seen: Mapping[str, Seen], name: str, *, replaced: 
 
 
 def with_role(desired: Desired, seen: Mapping[str, Seen], name: str, role: MemberRole, *, force: bool) -> Desired:
-    """With another role of a worker.
+    """The desired state with another role of a worker.
 
     Raises:
         Refused: it is unknown, is about to end, or can't have the role; without `force`, also if no request could be
@@ -222,7 +222,7 @@ def with_role(desired: Desired, seen: Mapping[str, Seen], name: str, role: Membe
 
 
 def upgraded(desired: Desired, text: str, counts: Mapping[MemberRole, int], how: Rolling) -> Desired:
-    """With another configuration for all members; itself if they have or are getting this one.
+    """The desired state with another configuration for all members; unchanged if they have or are getting this one.
 
     Args:
         counts: numbers of members that change with it.
@@ -244,7 +244,7 @@ def upgraded(desired: Desired, text: str, counts: Mapping[MemberRole, int], how:
 
 
 def rolled_back(desired: Desired, how: Rolling) -> Desired:
-    """With the configuration before the present one.
+    """The desired state with the configuration before the present one.
 
     Raises:
         Refused: there is none, or nothing would be served for a while.
@@ -266,7 +266,7 @@ def rolled_back(desired: Desired, how: Rolling) -> Desired:
 
 
 def restarted(desired: Desired, names: Collection[str], how: Rolling, restart_id: str) -> Desired:
-    """With these members (all, if there are none) replaced by ones of the same configuration.
+    """The desired state with these members (all, if there are none) replaced by ones of the same configuration.
 
     Raises:
         Refused: one is unknown or about to end, an upgrade has stopped, or nothing would be served for a while.

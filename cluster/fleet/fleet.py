@@ -177,7 +177,7 @@ class Fleet:
     # What is known.
 
     def seen(self) -> dict[str, Seen]:
-        """What is known of each member that is kept.
+        """The state of each member that is kept.
 
         A router is ready without workers, too, if there are none: it says so itself only when it can place a request.
         """
@@ -219,16 +219,16 @@ class Fleet:
         return settled(self.desired, self.seen())
 
     def progress(self) -> list[Progress]:
-        """How far every member is that is to stay."""
+        """The progress of every member that is to stay."""
         return self._keepers.progress()
 
     def troubles(self) -> dict[str, str]:
-        """Why the last process ended, of members that don't serve."""
+        """Reasons why the last process of a member that doesn't serve ended, by the member's name."""
         ready = (MEMBER_STATE_READY,)
         return {each.name: each.reason for each in self.progress() if each.reason and each.state not in ready}
 
     def waits(self) -> dict[str, str]:
-        """What members wait for before their processes can start."""
+        """Reasons why members' processes can't start yet, such as missing resources, by the member's name."""
         return {each.name: each.waits_for for each in self.progress() if each.waits_for}
 
     def add_to(self, record: SupervisorRecord) -> None:

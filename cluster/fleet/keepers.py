@@ -16,16 +16,16 @@ logger = logging.getLogger(__name__)
 MOST_FAILURES = 3
 """Processes of one member that may end before it has served."""
 STALL_SECONDS = 180.0
-"""How long a start may go on without progress."""
+"""Longest time in seconds that a start may go on without progress."""
 RESOURCE_SECONDS = 600.0
-"""How long it may wait for resources: Ray's autoscaler may have to bring a machine."""
+"""Longest time in seconds that it may wait for resources: Ray's autoscaler may have to bring a machine."""
 END_SECONDS = 1.0
-"""How long an ended process may take to be noticed, before it is ended again."""
+"""Longest time in seconds until an ended process is noticed, before it is ended again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far one expected member is."""
+    """Progress of one expected member."""
 
     name: str
     state: MemberState = MEMBER_STATE_UNSPECIFIED
@@ -35,22 +35,22 @@ class Progress:
     failures: int = 0
     """Processes of this member that ended so far without a request to stop."""
     reason: str = ""
-    """Why the last of them did."""
+    """Reason why the last of them ended."""
     hopeless: bool = False
-    """It isn't started again: its configuration is the reason."""
+    """Whether it isn't started again, since its configuration is the reason."""
     waits_for: str = ""
-    """What its next process waits for before it starts; empty if for nothing."""
+    """Resource or other reason that its next process waits for; empty if for none."""
 
 
 class _Keeper:
-    """What is known of one name that is kept running."""
+    """State of one name that is kept running."""
 
     def __init__(self, name: str) -> None:
         self.progress = Progress(name)
         self.served = False
-        """It was ready once: what ends later is no mistake of the configuration."""
+        """Whether it was ready once: if it ends later, the configuration is not the reason."""
         self.leaving = asyncio.Event()
-        """It was asked to end."""
+        """Set when it was asked to end."""
         self.task: asyncio.Task[None] | None = None
         self._moved_at = time.monotonic()
 
@@ -67,7 +67,7 @@ class _Keeper:
 
     @property
     def trouble(self) -> str:
-        """Why it can't be expected to serve without help; empty if it can."""
+        """The reason why it can't be expected to serve without help; empty if it can."""
         progress = self.progress
         if progress.hopeless or (progress.failures >= MOST_FAILURES and not self.served):
             return progress.reason
@@ -164,11 +164,11 @@ class Keepers:
         return name in self._keepers and self._keepers[name].leaving.is_set()
 
     def trouble(self, name: str) -> str:
-        """Why a member can't be expected to serve without help; empty if it can."""
+        """The reason why a member can't be expected to serve without help; empty if it can."""
         return self._keepers[name].trouble if name in self._keepers else ""
 
     def progress(self) -> list[Progress]:
-        """How far every member is that is to stay."""
+        """The progress of every member that is to stay."""
         self.note()
         return [keeper.progress for keeper in self._keepers.values() if not keeper.leaving.is_set()]
 

@@ -1,4 +1,4 @@
-"""How far each member is from what is desired, for people."""
+"""Progress of each member towards the desired state, for people."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,22 +24,22 @@ WORDS = {
     MEMBER_STATE_READY: "ready",
     MEMBER_STATE_DRAINING: "draining",
 }
-"""How the states of a member are told while it comes up; another one is lost."""
+"""Words for the states of a member while it comes up; another state is `lost`."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberProgress:
-    """How far one member is."""
+    """Progress of one member."""
 
     name: str
     text: str
-    """Role and state."""
+    """Role and state of the member."""
     settled: bool
-    """It is as desired."""
+    """Whether the member is as desired."""
 
 
 def progress(status: GetStatusResponse) -> list[MemberProgress]:
-    """How far every member is that is desired or still there."""
+    """The progress of every member that is desired or still there."""
     present = {entry.member.name: entry.member for entry in status.members}
     wanted = {member.name: member for member in status.desired.members}
     found = []

@@ -1,4 +1,4 @@
-"""Which node of a Ray cluster a member is to run on. No I/O; a hint, since Ray knows best what is free.
+"""Chooses the node of a Ray cluster for a member. No I/O; a hint, since Ray knows best which resources are free.
 
 A role's workers are spread, so that a lost node takes few of them. Among nodes that are equal in that, a worker goes
 where it finds the most workers that it can hand KV over to: on its own node first, then within each wider domain, such
@@ -26,13 +26,13 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a member needs, and what its place depends on."""
+    """Needs of a member that its place depends on."""
 
     role: MemberRole
     bundle: Mapping[str, float]
     """Resources that it reserves."""
     roles: Mapping[str, MemberRole]
-    """Of all members, by name."""
+    """Roles of all members, by name."""
     domains: Sequence[str]
     """Labels of nodes that are near each other if they have the same value, the nearest first."""
     role_label: str = ""
@@ -70,6 +70,6 @@ def preferred(wish: Wish, nodes: Sequence[Node], places: Mapping[str, str]) -> s
 
 
 def _within(node: Node, label: str, residents: Sequence[tuple[Node, MemberRole]]) -> Counter[MemberRole]:
-    """How many members of each role run in the same domain."""
+    """The number of members of each role that run in the same domain."""
     domain = node.labels.get(label)
     return Counter(role for other, role in residents if domain is not None and other.labels.get(label) == domain)

@@ -33,7 +33,8 @@ class Drain:
 
 
 def reconcile(desired: Desired, seen: Mapping[str, Seen]) -> list[Start | Drain]:
-    """What has to be done now; nothing again that is under way. A role goes to its worker with the membership."""
+    """The actions that are due now, without those under way. A worker's change of role isn't one: it comes with the
+    membership."""
     actions: list[Start | Drain] = []
     for name, wanted in desired.members.items():
         now = seen.get(name, NOTHING)
@@ -146,7 +147,7 @@ def _succeed(desired: Desired, seen: Mapping[str, Seen], members: dict[str, Want
 
 
 def _to_succeed(members: Mapping[str, Wanted], role: MemberRole) -> list[str]:
-    """Those of this role that a successor is to replace and that have none yet."""
+    """The members of this role that a successor is to replace and that have none yet."""
     succeeded = {wanted.replaces for wanted in members.values()}
     return [
         name

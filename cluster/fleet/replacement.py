@@ -1,4 +1,4 @@
-"""How a member's process is kept running: how it ended, and when its replacement starts. No I/O."""
+"""Keeps a member's process running: how it ended, and when its replacement starts. No I/O."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,23 +13,23 @@ LONG_LIFE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How one process of a member ended."""
+    """The end of one process of a member."""
 
     reason: str = ""
-    """Why, in one line; empty if it was asked to stop."""
+    """Reason in one line; empty if it was asked to stop."""
     mistake: bool = False
-    """Its configuration made it fail at start (a missing model, a port in use), so another try would fail as well."""
+    """Whether its configuration made it fail at start (a missing model, a port in use): another try would fail too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one process is started as."""
+    """Plan of one process: its role and its configuration."""
 
     role: MemberRole
     config: str
     """Text of the cluster's configuration."""
     roles: Mapping[str, MemberRole] = field(default_factory=dict)
-    """Of all members, by name: where this one is placed depends on them."""
+    """Roles of all members, by name; the place of this one depends on them."""
 
 
 class Launcher(Protocol):
@@ -39,7 +39,7 @@ class Launcher(Protocol):
     """
 
     config: str
-    """The one that a new cluster begins with."""
+    """Configuration that a new cluster begins with."""
 
     def members(self, config: str) -> dict[str, MemberRole]:
         """The members that a new cluster begins with."""
@@ -52,14 +52,14 @@ class Launcher(Protocol):
         """
 
     def startable(self, config: str, role: MemberRole, others: int) -> str:
-        """Why no further member of this role can be started; empty if it can.
+        """The reason why no further member of this role can be started; empty if it can.
 
         Args:
             others: routers, or workers of all roles, that there are already.
         """
 
     def lacks_room(self, config: str, present: Mapping[MemberRole, int], wanted: Mapping[MemberRole, int]) -> str:
-        """Why there is no room for so many members of some roles; empty if there is, or may be. Blocks for a while.
+        """The reason why there is no room for so many members; empty if there is, or may be. Blocks for a while.
 
         Args:
             present: members of every role that there are.
@@ -82,7 +82,7 @@ class Launcher(Protocol):
         """
 
     def waits_for(self, name: str) -> str:
-        """What `run` waits for before it starts the member's process, such as resources; empty if for nothing."""
+        """The reason why `run` can't start the member's process yet, such as missing resources; empty if none."""
 
     async def stop(self, name: str, grace: float) -> None:
         """Gives the member `grace` seconds to finish, and ends its process in any case.

@@ -1,4 +1,4 @@
-"""How many further members a machine, or a Ray cluster, has room for."""
+"""Room for further members on a machine, or in a Ray cluster."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ def worker_bytes(config: WorkerConfig) -> int:
 def lacks_memory(
     present: Mapping[MemberRole, int], wanted: Mapping[MemberRole, int], needs: Mapping[MemberRole, int]
 ) -> str:
-    """Why this machine has no memory for the members that are `wanted`; empty if it has.
+    """The reason why this machine has no memory for the members that are `wanted`; empty if it has.
 
     Args:
         needs: bytes of one more member of each role that takes this machine's memory.
@@ -51,7 +51,7 @@ def lacks_memory(
 
 
 def fitting(bundle: Mapping[str, float], free: Sequence[Mapping[str, float]]) -> int:
-    """How many reservations of `bundle` nodes with these free resources have room for."""
+    """The number of reservations of `bundle` that nodes with these free resources have room for."""
 
     def on(node: Mapping[str, float]) -> int:
         # Ray counts in parts of 1e-4.

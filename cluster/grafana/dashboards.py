@@ -32,11 +32,11 @@ class Dashboard:
     name: str
     title: str
     parts: Sequence[Part]
-    """Whose processes can be selected."""
+    """Parts of the cluster whose processes can be selected."""
     rows: Sequence[Row]
 
     def json(self, prefix: str) -> dict[str, Any]:
-        """As Grafana reads it."""
+        """The dashboard as Grafana's JSON."""
         return {
             "uid": f"kvrelay-{self.name}",
             "title": f"kvrelay / {self.title}",

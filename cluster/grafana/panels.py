@@ -22,7 +22,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """What a panel shows, whatever its place is."""
+    """A panel without its place on the dashboard."""
 
     title: str
     queries: Sequence[Query]
@@ -34,10 +34,10 @@ class Panel:
     most: float | None = None
     """Upper end of the scale."""
     thresholds: Sequence[tuple[float | None, str]] = field(default=((None, "green"),))
-    """Of a `stat`: colours from a value on, the first one without."""
+    """Lower bounds and colours of a `stat`; the first colour has no bound."""
 
     def json(self, number: int, place: dict[str, int]) -> dict[str, Any]:
-        """As Grafana reads it."""
+        """The panel as Grafana's JSON."""
         custom: dict[str, Any] = {"fillOpacity": 10, "lineWidth": 1, "showPoints": "never", "spanNulls": False}
         if self.stacked:
             custom |= {"fillOpacity": 40, "stacking": {"mode": "normal", "group": "A"}}

@@ -18,7 +18,7 @@ from kvrelay.internal.v1.supervisor_pb2 import DescribeResponse, MemberDescripti
 from kvrelay.rpc.identity import WorkerId
 
 ANSWER_SECONDS = 8.0
-"""For all members to answer: a worker may have to ask its GPU's driver."""
+"""Time limit in seconds for all members to answer: a worker may have to ask its GPU's driver."""
 
 
 class Inquiry:
@@ -27,7 +27,7 @@ class Inquiry:
     def __init__(self, wake: Callable[[], object]) -> None:
         """`wake`: called when the members' streams have a question to pass on."""
         self.number = 0
-        """Of the latest question; a stream that has not passed it on does."""
+        """Number of the latest question. A stream that has not passed it on does so."""
         self._wake = wake
         self._asked: dict[WorkerId, float] = {}
         self._answers: dict[WorkerId, MemberDescription] = {}

@@ -54,9 +54,9 @@ REPORTABLE = (MEMBER_STATE_STARTING, MEMBER_STATE_READY, MEMBER_STATE_DRAINING)
 SUSPECT_FACTOR, DEAD_FACTOR = 5.0, 20.0
 """A running step makes a worker suspect, and dead, that takes so many times as long as its slow ones."""
 FAILED_SECONDS = 2.0
-"""For a worker whose engine has failed to return its requests and end by itself."""
+"""Seconds for a worker whose engine has failed to return its requests and end by itself."""
 DRAIN_MARGIN_SECONDS = 5.0
-"""For a member that drains without having been asked to, beyond the cluster's drain_seconds."""
+"""Seconds beyond the cluster's drain_seconds for a member that drains without having been asked to."""
 
 
 Silence = Annotated[float, Interval(ge=0.6, le=3600)]
@@ -64,7 +64,7 @@ Silence = Annotated[float, Interval(ge=0.6, le=3600)]
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatConfig(Options):
-    """When a silent or stuck member is given up; heartbeats come every 0.5 s."""
+    """Options that say when a silent or stuck member is given up; heartbeats come every 0.5 s."""
 
     suspect_seconds: Silence = 1.5
     """Silence after which a member gets no new requests."""
@@ -100,26 +100,26 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What has happened to members since this process started, by role where it has one."""
+    """Counts of what happened to members since this process started, by role where it has one."""
 
     deaths: Counter[Role] = field(default_factory=Counter)
-    """Ended without having been asked to, or declared dead."""
+    """Members that ended without having been asked to, or were declared dead."""
     replacements: Counter[Role] = field(default_factory=Counter)
-    """Came back as another incarnation."""
+    """Members that came back as another incarnation."""
     drains: Counter[Role] = field(default_factory=Counter)
-    """Began to drain."""
+    """Members that began to drain."""
     role_changes: Counter[Role] = field(default_factory=Counter)
-    """Changed their role, by the new one."""
+    """Changes of a worker's role, by the new role."""
     fences: Counter[Role] = field(default_factory=Counter)
     """Heartbeats of fenced incarnations."""
 
 
 @dataclass(slots=True)
 class _Name:
-    """What is kept of a name for good."""
+    """The part of a name's state that is kept for good."""
 
     generation: int = 0
-    """Of its latest incarnation."""
+    """Generation of its latest incarnation."""
     fenced: set[str] = field(default_factory=set)
     """Earlier incarnations that never sent their generation. The others are recognized by it, so this stays small."""
 
@@ -129,21 +129,21 @@ class _Entry:
     """The present incarnation under a name."""
 
     member: Member
-    """As last reported, except `state`, which is what this process believes; without the figures of the engine."""
+    """Last report, except `state`, which is what this process believes; without the figures of the engine."""
     load: Load
     heard: float
     report: Member
-    """The last heartbeat."""
+    """Last heartbeat as it came."""
     acknowledged: bool = False
-    """It has sent its generation."""
+    """Whether it has sent its generation."""
     leaving: float | None = None
-    """Since when it reports that it drains, or has failed."""
+    """Monotonic time since which it reports that it drains, or has failed; None if it doesn't."""
     asked: bool = False
-    """It was asked to end."""
+    """Whether it was asked to end."""
     restored: bool = False
-    """Known from the record only."""
+    """Whether it is known from the record only."""
     connections: int = 0
-    """Streams of heartbeats that are open."""
+    """Number of its open streams of heartbeats."""
 
     @property
     def id(self) -> WorkerId:
@@ -364,7 +364,7 @@ class Membership:
         return entry.report.state
 
     def _death(self, entry: _Entry) -> str:
-        """Why this member is to be declared dead; empty if it isn't."""
+        """The reason why this member is to be declared dead; empty if it isn't."""
         limits, report = self._timeouts, entry.report
         patience = max(limits.dead_seconds, limits.step_dead_seconds) if entry.connections else limits.dead_seconds
         if self._now - entry.heard >= patience:

@@ -43,14 +43,15 @@ RECORD_BYTES = 200
 
 @dataclass(frozen=True, slots=True)
 class MemberProcess:
-    """What one member's process is started with."""
+    """The start of one member's process: its module and its options."""
 
     module: str
     """Python module to run: `kvrelay.cluster.processes.worker`, a worker that can change its role; or one with one
     role, `kvrelay.prefill_worker`, `kvrelay.decode_worker`, `kvrelay.worker`; or `kvrelay.router`."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """Its options, but `name` and `supervisor`, which are set here. `security` is the supervisor's by default."""
+    """Options of the process, without `name` and `supervisor`, which are set here. `security` is the supervisor's by
+    default."""
 
     def __post_init__(self) -> None:
         require(self.module != "", "module", self.module, "a Python module")
@@ -63,10 +64,10 @@ class Processes:
     __pydantic_config__: ClassVar[dict[str, bool | str]] = {"extra": "forbid"}
 
     members: dict[str, MemberProcess] = field(default_factory=dict)
-    """Those that the cluster begins with, by name."""
+    """Processes that the cluster begins with, by member's name."""
 
     templates: dict[str, MemberProcess] = field(default_factory=dict)
-    """What others are started as, by role; default: as the first of `members` with the role."""
+    """Processes for further members, by role; default: the first of `members` with the role."""
 
     def __post_init__(self) -> None:
         for name in self.members:
@@ -88,12 +89,12 @@ class Processes:
         return role
 
     def template(self, role: MemberRole) -> MemberProcess | None:
-        """What a member of this role that isn't one of `members` is started as."""
+        """The process for a member of this role that isn't one of `members`; None if there is no template."""
         of_role = (member for name, member in self.members.items() if self.role(name) == role)
         return self.templates.get(role) or next(of_role, None)
 
     def process(self, name: str, role: MemberRole) -> MemberProcess:
-        """What a member is started as.
+        """The process for a member.
 
         Raises:
             ValueError: it is not one of `members`, and there is no template of its role.
@@ -115,7 +116,7 @@ class ProcessLauncher:
     """The supervisor's Launcher of plain processes."""
 
     def __init__(self, folder: Path, processes: Processes, security: SecurityConfig) -> None:
-        """`security`: of members that have none of their own."""
+        """`security`: options for members that have none of their own."""
         self.config = PROCESSES.dump_json(processes).decode()
         self._security = asdict(security)
         self._folder = folder.resolve()
@@ -123,16 +124,16 @@ class ProcessLauncher:
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     def members(self, config: str) -> dict[str, MemberRole]:
-        """Those of `Processes.members`."""
+        """The roles of `Processes.members`, by name."""
         of = _parse(config)
         return {name: of.role(name) for name in of.members}
 
     async def upgrade(self, present: str, config: str) -> str:
-        """The same, checked: everything can change."""
+        """The configuration in its checked form. Every option can change."""
         return PROCESSES.dump_json(_parse(config)).decode()
 
     def startable(self, config: str, role: MemberRole, others: int) -> str:
-        """Further routers must share the port of the first."""
+        """The reason why no further member of this role can be started. All routers must share one port."""
         template = _parse(config).template(role)
         if template is None:
             return f"templates.{role} is missing, which further {role} members would be started as"
@@ -141,7 +142,7 @@ class ProcessLauncher:
         return ""
 
     def lacks_room(self, config: str, present: Mapping[MemberRole, int], wanted: Mapping[MemberRole, int]) -> str:
-        """What this machine's memory lacks for them."""
+        """The reason why this machine has too little memory for the wanted members; empty if it has enough."""
         needs: dict[MemberRole, int] = {"router": ROUTER_BYTES}
         for role in wanted:
             template = _parse(config).template(role)
@@ -249,7 +250,7 @@ class ProcessLauncher:
         return Ended(f"exit code {code}: {self._last_line(name)}", mistake=code == USAGE_CODE)
 
     def _last_line(self, name: str) -> str:
-        """What the process said last."""
+        """The last line of the process's log."""
         with (self._folder / f"{name}.log").open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 2000))
             lines = log.read().decode(errors="replace").strip().splitlines()

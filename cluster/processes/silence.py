@@ -7,21 +7,21 @@ from psutil import Process
 from kvrelay.cluster.processes import processes
 
 SILENT_SECONDS = 3.0
-"""After so long without an answer, a process that doesn't compute is frozen."""
+"""Seconds without an answer after which a process that doesn't compute is frozen."""
 QUIET_SECONDS = 1.5
-"""How long it must not have computed for that."""
+"""Seconds without computing after which it counts as one that doesn't compute."""
 HUNG_SECONDS = 30.0
-"""After so long it is hung, whatever it computes."""
+"""Seconds without an answer after which it is hung, whatever it computes."""
 PAUSE_SECONDS = 1.0
-"""Two looks that are further apart mean that this process itself was held up."""
+"""Seconds between two looks above which this process itself was held up."""
 
 
 class Silence:
-    """How long one process hasn't answered. The caller looks at it several times a second."""
+    """Measures how long one process hasn't answered. The caller looks at it several times a second."""
 
     def __init__(self) -> None:
         self.process: Process | None = None
-        """The one that answered last."""
+        """Process that answered last."""
         self._answered = self._looked = self._moved = time.monotonic()
         self._used = -1.0
 
@@ -30,7 +30,7 @@ class Silence:
         self.process, self._answered = process, time.monotonic()
 
     def verdict(self) -> str:
-        """Why the process counts as frozen; empty if it doesn't."""
+        """The reason why the process counts as frozen; empty if it doesn't."""
         now = time.monotonic()
         if (pause := now - self._looked) > PAUSE_SECONDS:
             self._answered += pause  # its answers may wait for this process

@@ -35,7 +35,7 @@ CONCURRENCY = 8
 WATCH_SECONDS = 2.0
 """Longest time of one call of `watch`."""
 REPORT_SECONDS = 10.0
-"""For the result of `watch` to leave a process whose server has failed."""
+"""Seconds for the result of `watch` to leave a process whose server has failed."""
 LOOPBACK = "127.0.0.1"
 LEAVING = "its node is about to stop"
 WILDCARDS = ("0.0.0.0", "::", "[::]")
@@ -46,12 +46,12 @@ class ServerActor(Generic[ServerT]):
     """Hosts one server. It has no coroutines: Ray would run them on an event loop of its own."""
 
     stop_seconds = STOP_SECONDS
-    """For the server to stop, beyond the time for its requests."""
+    """Seconds for the server to stop, beyond the time for its requests."""
     drain_seconds = 0.0
-    """For its requests to finish when its node is about to stop."""
+    """Seconds for its requests to finish when its node is about to stop."""
 
     deadline_type = ExitDeadline
-    """What ends its process."""
+    """Class that ends the actor's process in time."""
 
     def __init__(self, part: str, name: str, title: str, make: Callable[[], ServerT], token: str) -> None:
         """
@@ -119,7 +119,7 @@ class ServerActor(Generic[ServerT]):
             self._node.done()
 
     def watch(self, seconds: float) -> Ended | None:
-        """How the server has ended; None if it hasn't within `seconds`."""
+        """The way in which the server has ended; None if it hasn't within `seconds`."""
         try:
             return self._ended.result(seconds)
         except TimeoutError:

@@ -52,11 +52,11 @@ class RayLauncher:
         self._actors: dict[str, Any] = {}
         self._adopted: set[str] = set()
         self._stopped: set[str] = set()
-        """Names whose present `run` is to start nothing more."""
+        """Names for which the present `run` starts nothing more."""
         self._reservations = Reservations(self._namespace)
 
     def members(self, config: str) -> dict[str, MemberRole]:
-        """Those of `ClusterConfig.members`."""
+        """The members that `ClusterConfig.members` gives: roles by name."""
         return parsed(config).members()
 
     async def upgrade(self, present: str, config: str) -> str:
@@ -69,13 +69,16 @@ class RayLauncher:
         return following.with_gpus(await asyncio.to_thread(present_gpus)).model_dump_json()
 
     def startable(self, config: str, role: MemberRole, others: int) -> str:
-        """A worker needs the device of its role; one port of metrics is enough for one process on a machine only."""
+        """The reason why no further member of this role can be started; empty if one can.
+
+        A worker needs the device of its role. A port of metrics is enough for one process on a machine only.
+        """
         return parsed(config).startable(role, others)
 
     def lacks_room(self, config: str, present: Mapping[MemberRole, int], wanted: Mapping[MemberRole, int]) -> str:
-        """What this machine's memory lacks for workers on CPUs, or the Ray cluster's nodes for reservations.
+        """The reason why workers on CPUs lack memory on this machine, or reservations lack room on Ray's nodes.
 
-        Nothing where Ray's autoscaler brings nodes.
+        Empty if there is room, and where Ray's autoscaler brings nodes.
         """
         options = parsed(config)
         roles = [role for role in wanted if wanted[role] > present[role]]
@@ -99,7 +102,7 @@ class RayLauncher:
         return ""
 
     def cycled(self, config: str) -> frozenset[MemberRole]:
-        """Those of `ClusterConfig.cycled`."""
+        """The roles that `ClusterConfig.cycled` gives."""
         return parsed(config).cycled()
 
     def unchanged(self, present: str, config: str) -> frozenset[MemberRole]:
@@ -231,7 +234,7 @@ def upgraded(present: ClusterConfig, config: ClusterConfig) -> ClusterConfig:
 
 
 def _started_as(config: ClusterConfig, role: MemberRole) -> tuple[RouterConfig | WorkerConfig, dict[str, float]]:
-    """What a member of a role is started with, by an example."""
+    """The options and resources with which a member of a role is started, for an example name."""
     if role == "router":
         return config.router_config("router-0"), config.bundle(None)
     return config.worker_config("worker-0", role), config.bundle(role)

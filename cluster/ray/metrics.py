@@ -18,7 +18,7 @@ from kvrelay.rpc.metrics.metric_set import MetricSet
 logger = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 5.0
-"""Between two exports; Ray's agents read them every 10 s, and forget those that nobody renews."""
+"""Seconds between two exports; Ray's agents read them every 10 s, and forget metrics that nobody renews."""
 PREFIX = "kvrelay_"
 
 

@@ -18,22 +18,22 @@ from kvrelay.cluster.fleet.nodes import Node, Wish, preferred
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 2
-"""For a member's resources, before it is said that it waits for them."""
+"""Seconds that a member waits for its resources before this is reported."""
 OWN_SECONDS = 60.0
-"""For a node that is meant for the member's role, before it takes one of another role."""
+"""Seconds to wait for a node that is meant for the member's role, before it takes one of another role."""
 UNNAMED_SECONDS = 30.0
-"""For Ray to give the name of a killed actor, or of a removed placement group, free."""
+"""Seconds for Ray to free the name of a killed actor or of a removed placement group."""
 
 
 class Reservations:
-    """Those of one cluster's members."""
+    """Reservations of Ray's resources for one cluster's members."""
 
     def __init__(self, namespace: str) -> None:
         self._prefix = f"{namespace}/"
         self._lock = asyncio.Lock()
-        """Held while a place is chosen: the next choice has to know it."""
+        """Lock that is held while a place is chosen: the next choice has to know it."""
         self._chosen: dict[str, str] = {}
-        """Nodes that were asked for, by the member's name. Ray may take others."""
+        """Ids of the nodes that were asked for, by the member's name. Ray may choose others."""
         self._waits: dict[str, str] = {}
 
     def waits_for(self, name: str) -> str:

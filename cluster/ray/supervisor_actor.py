@@ -37,7 +37,7 @@ class SupervisorActor(ServerActor[SupervisorServer]):
         super().__init__("supervisor", "supervisor", SUPERVISOR, partial(_supervisor, config, token, record), token)
 
     def startup(self) -> Startup:
-        """How far every member is, for `kvrelay up`."""
+        """The progress of every member, for `kvrelay up`."""
         return self._started.result().startup()
 
 

@@ -50,7 +50,7 @@ Ray answers."""
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where Ray's processes of this machine answer: host:port of each."""
+    """Addresses of Ray's processes on this machine: host:port of each."""
 
     gcs: str
     raylet: str = ""
@@ -79,7 +79,7 @@ class LocalWatch:
             threading.Thread(target=self._repeat, args=(ask,), name=f"ask {name}", daemon=True).start()
 
     def lost(self) -> str:
-        """Why the cluster is lost; empty if it isn't."""
+        """The reason why the cluster is lost; empty if it isn't."""
         for name in NEEDED:
             process = self._processes[name]
             if process is not None and not processes.alive(process):
@@ -137,13 +137,13 @@ class JoinedWatch:
     def __init__(self, state: ClusterState) -> None:
         self._state = state
         self.routers: dict[str, str] = {}
-        """Not asked for here."""
+        """Addresses of routers; empty, as they are not asked for here."""
         self._failures = 0
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="ask Ray", daemon=True).start()
 
     def lost(self) -> str:
-        """Why the cluster is lost; empty if it isn't."""
+        """The reason why the cluster is lost; empty if it isn't."""
         address = self._state.ray_address
         return f"Ray at {address} does not answer, and no router serves" if self._failures >= MOST_FAILURES else ""
 

@@ -48,10 +48,10 @@ class ScalingConfig(Options):
     """Time after a change has been made before the next one: it has to show its effect first."""
 
     reversal_seconds: Pause = 8.0
-    """The same for a change in the other direction; twice as long after each such change within ten minutes."""
+    """Time before a change in the other direction; twice as long after each such change within ten minutes."""
 
     calm_seconds: Annotated[float, Interval(ge=1, le=86400)] = 300.0
-    """How long fewer workers must have been enough before one is removed."""
+    """Time for which fewer workers must have been enough before one is removed."""
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)

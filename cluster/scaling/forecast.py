@@ -1,4 +1,4 @@
-"""What becomes of the latencies in the next seconds, with these or other numbers of workers. No I/O.
+"""Forecasts the latencies of the next seconds, with these or other numbers of workers. No I/O.
 
 Requests flow through two pools. Of what arrives and waits, prefill computes as much as its rate allows; each computed
 prompt becomes a stream on decode, or waits for a slot there, and ends after a number of steps:
@@ -20,16 +20,17 @@ from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.cluster.scaling.signals import Signals, StepCost
 
 HORIZON_SECONDS = 20.0
-"""How far ahead: a change takes some seconds, and has to pay by then."""
+"""Length of a forecast in seconds: a change takes some seconds, and has to pay off within this time."""
 SWITCH_SECONDS = 2.0
-"""During which a worker that changes its role serves in neither."""
+"""Seconds during which a worker that changes its role serves in neither."""
 DT = 1.0
 LEAST_SECONDS = 1e-6
-"""Of a step: a measured cost may be proportional to the tokens, and a step without any then costs nothing."""
+"""Least seconds of a step: a measured cost may be proportional to the tokens, and a step without any would then cost
+nothing."""
 TAIL = 2.3
-"""Times the mean of a wait: its 90th percentile, if it is distributed exponentially."""
+"""Factor from the mean of a wait to its 90th percentile, if waits are distributed exponentially."""
 MOST = 10.0
-"""Pressures are shown no larger."""
+"""Largest pressure that is shown."""
 
 
 @dataclass(frozen=True, slots=True)

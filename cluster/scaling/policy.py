@@ -20,15 +20,15 @@ from kvrelay.cluster.scaling.signals import PoolRole, Signals, WorkerReport
 GAIN = 0.1
 """Share of the forecast's cost that a change of roles must be expected to take away."""
 CONFIRM_SECONDS = 1.0
-"""How long a change must have been the right one."""
+"""Seconds for which a change must have been the right one."""
 GROW_SECONDS = 10.0
-"""How long no split must have been enough before a worker is added."""
+"""Seconds for which no split must have been enough before a worker is added."""
 ENOUGH = 0.75
 """Cost that fewer workers must be expected to stay under for one to be removed: that of a pressure of 0.6."""
 CHANGE_SECONDS = 30.0
-"""How long workers that are to serve and don't hold up decisions: a replacement may be starting."""
+"""Longest time in seconds that workers still to come or to go hold up decisions: a replacement may be starting."""
 REVERSALS_SECONDS = 600.0
-"""For which a change of direction makes the next one wait longer."""
+"""Seconds for which a change of direction makes the next one wait longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +51,15 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What the policy last saw."""
+    """The latest forecasts of the policy."""
 
     split: Split
     now: Forecast
-    """With this split."""
+    """Forecast with the present split."""
     best: Split
-    """The best one, looked for if a target will be missed."""
+    """Best split; looked for only if a target will be missed."""
     then: Forecast
-    """With that one."""
+    """Forecast with the best split."""
 
 
 class Policy:
@@ -67,29 +67,29 @@ class Policy:
 
     def __init__(self, config: ScalingConfig) -> None:
         self.outlook: Outlook | None = None
-        """None while too little is known."""
+        """Latest outlook; None while too little is known."""
         self.config = config
         self._wanted: tuple[Split, float] | None = None
-        """The split that is better than the present one, and since when one in its direction has been."""
+        """Better split than the present one, and the time since which one in its direction has been found."""
         self._short: float | None = None
-        """Since when no split has been enough."""
+        """Time since which no split has been enough."""
         self._calm: float | None = None
-        """Since when fewer workers have been enough."""
+        """Time since which fewer workers have been enough."""
         self._changing: float | None = None
-        """Since when the workers that serve are not the desired ones."""
+        """Time since which the workers that serve are not the desired ones."""
         self._changed = -float("inf")
-        """When the last change was made."""
+        """Time of the last change."""
         self._direction = 0
-        """Of the last change: 1 towards prefill, -1 towards decode."""
+        """Direction of the last change: 1 towards prefill, -1 towards decode."""
         self._reversals: deque[float] = deque()
 
     def decide(self, signals: Signals, desired: Split, workers: Sequence[WorkerReport], now: float) -> Decision | None:
-        """What is to be changed now; None for nothing. Who follows a decision changes what is desired.
+        """The change that is due now; None for none. The caller changes the desired state accordingly.
 
         Args:
-            desired: as the cluster is to be.
-            workers: those of both roles.
-            now: in seconds on a clock that never goes back.
+            desired: the split that the cluster is to have.
+            workers: reports of the workers of both roles.
+            now: seconds on a clock that never goes back.
         """
         split = Split(signals.prefill, signals.decode)
         if not (signals.complete and split.prefill and split.decode):
@@ -185,7 +185,7 @@ class Policy:
         return None
 
     def _grown(self, signals: Signals, outlook: Outlook, now: float) -> Decision | None:
-        """With the fewest workers more that are enough, or with all that are allowed."""
+        """The decision for the fewest further workers that are enough, or for all that are allowed."""
         for total in range(outlook.split.total + 1, self.config.max_workers + 1):
             more = self._best(signals, total)
             if more is not None and (more[1].cost <= 1.0 or total == self.config.max_workers):
@@ -213,7 +213,7 @@ class Policy:
 
 
 def _moves(outlook: Outlook, workers: Sequence[WorkerReport]) -> tuple[Move, ...]:
-    """Those that have least to do change first."""
+    """The workers that change their role: the ones with the least to do."""
     count = outlook.best.prefill - outlook.split.prefill
     donor: PoolRole = "decode" if count > 0 else "prefill"
     taker: PoolRole = "prefill" if count > 0 else "decode"

@@ -36,9 +36,9 @@ from kvrelay.rpc.names import ROLES, MemberRole
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5
-"""As often as members report."""
+"""Seconds between two decisions, as between two reports of members."""
 KEPT = 20
-"""Decisions that `kvrelay status` shows."""
+"""Number of decisions that `kvrelay status` shows."""
 POOLS: dict[Role, PoolRole] = {ROLE_PREFILL: "prefill", ROLE_DECODE: "decode"}
 
 
@@ -47,7 +47,7 @@ DECISION_KINDS: tuple[DecisionKind, ...] = get_args(DecisionKind)
 
 
 class Scaler:
-    """Of one supervisor. Off, or if the supervisor starts no members, it only measures."""
+    """Scales the workers of one supervisor. It only measures if it is off or the supervisor starts no members."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class Scaler:
         self._signals: Signals | None = None
         self._decisions: deque[ScalingDecision] = deque(maxlen=KEPT)
         self.counts: Counter[DecisionKind] = Counter()
-        """Decisions so far."""
+        """Decisions so far, by kind."""
         self._queued = Scaling()
-        """The figures of queues."""
+        """Figures of the queues."""
         self._queue_seconds: dict[WorkerId, tuple[float, float]] = {}
-        """Of each router, as last reported: for prefill, for decode."""
+        """Seconds in the queue for prefill and in the queue for decode, as each router last reported them."""
 
     async def run(self) -> None:
-        """Decides, for ever. What goes wrong changes nothing: the supervisor serves without a scaler."""
+        """Decides for ever. After an error nothing is changed: the supervisor serves without a scaler."""
         failure = ""
         while True:
             await asyncio.sleep(TICK_SECONDS)
@@ -108,7 +108,7 @@ class Scaler:
             self._config = self._policy.config = config
 
     def status(self) -> Scaling:
-        """For `kvrelay status` and the metrics."""
+        """The state of scaling, for `kvrelay status` and the metrics."""
         scaling, signals, outlook = Scaling(), self._signals, self._policy.outlook
         scaling.CopyFrom(self._queued)
         scaling.enabled = self._config.enabled

@@ -1,4 +1,4 @@
-"""What `kvrelay status` shows of scaling: the latencies against their targets, and the latest decisions."""
+"""The part of `kvrelay status` about scaling: the latencies against their targets, and the latest decisions."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -8,14 +8,14 @@ from kvrelay.internal.v1.supervisor_pb2 import Scaling, ScalingDecision
 from kvrelay.rpc.names import role_name
 
 SHOWN = 3
-"""Decisions in the text; the JSON has all."""
+"""Number of decisions in the text; the JSON has all."""
 
 Figure = Literal["ttft_attained", "tpot_attained", "prefill_pressure", "decode_pressure"]
-"""Those that may be unknown."""
+"""Names of the figures that may be unknown."""
 
 
 def scaling_json(scaling: Scaling) -> dict[str, Any]:
-    """For `kvrelay status --json`."""
+    """The JSON for `kvrelay status --json`."""
     return {
         "enabled": scaling.enabled,
         "ttft": {
@@ -41,7 +41,7 @@ def scaling_json(scaling: Scaling) -> dict[str, Any]:
 
 
 def scaling_lines(scaling: Scaling) -> Iterator[str]:
-    """For `kvrelay status`; nothing of a supervisor that tells nothing."""
+    """The lines for `kvrelay status`; none if the supervisor tells nothing about scaling."""
     if not scaling.ttft_target_seconds:
         return
     prefill, decode = _pressure(scaling, "prefill_pressure"), _pressure(scaling, "decode_pressure")

@@ -1,4 +1,4 @@
-"""What the policy knows: measured over the last seconds from the totals that members report. No I/O.
+"""The signals for the policy: measured over the last seconds from the totals that members report. No I/O.
 
 Routers and workers report totals since their start, so a lost report loses nothing, and a member that starts again is
 recognized by its incarnation. A total's growth over the window, divided by the window, is a rate.
@@ -12,15 +12,15 @@ from typing import Literal, NamedTuple
 from kvrelay.rpc.identity import WorkerId
 
 WINDOW_SECONDS = 4.0
-"""Of the rates: long enough to average bursts, short enough to see a change of the traffic soon."""
+"""Seconds over which rates are taken: enough to average bursts, few enough to see a change of the traffic soon."""
 FORGET_SECONDS = 60.0
-"""By which a sample of a step's cost counts 1/e."""
+"""Seconds after which a sample of a step's cost weighs 1/e."""
 MIN_SPREAD = 0.05
-"""Relative spread of the samples from which on a step's cost is told apart into a fixed part and one for each token."""
+"""Relative spread of the samples above which a step's cost is split into a fixed part and a part for each token."""
 FIXED_SHARE = 0.5
-"""The fixed part that is taken for granted until then."""
+"""Share of a step's cost that is assumed to be fixed until the samples spread enough."""
 PRIOR = 2.0
-"""Requests as long as those that have ended, among the young ones of which few have."""
+"""Number of imagined young requests, as long as those that have ended; they count while few have ended."""
 
 PoolRole = Literal["prefill", "decode"]
 
@@ -32,20 +32,20 @@ class WorkerReport:
     id: WorkerId
     role: PoolRole
     ready: bool
-    """Takes requests."""
+    """Whether it takes requests."""
     movable: bool = True
     """Whether its process can take the other role."""
     requests: int = 0
-    """Waiting and running there."""
+    """Number of requests that wait and run there."""
     slots: int = 0
-    """Requests that it could run beside each other; fewer where their KV needs all blocks."""
+    """Number of requests that it could run beside each other; fewer where their KV needs all blocks."""
     pending_tokens: int = 0
     computed_tokens: int = 0
-    """Total."""
+    """Total of tokens that it has computed."""
     steps: int = 0
-    """Total."""
+    """Total of steps."""
     step_seconds: float = 0.0
-    """Total."""
+    """Total of the seconds that steps took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,31 +56,31 @@ class RouterReport:
     requests: int = 0
     """Total of requests that were accepted."""
     prompt_tokens: int = 0
-    """Total of their prompts."""
+    """Total of the tokens of their prompts."""
     cached_tokens: int = 0
     """Total of prompt tokens found in prefix caches."""
     completion_tokens: int = 0
-    """Total, of requests that have ended."""
+    """Total of completion tokens of the requests that have ended."""
     first_tokens: int = 0
     """Total of first tokens sent."""
     ttft_attained: int = 0
-    """Total of those within their target."""
+    """Total of first tokens within their target."""
     unqueued_seconds: float = 0.0
-    """Total, from arrival to first token without the time in queues."""
+    """Total of seconds from arrival to first token, without the time in queues."""
     streams: int = 0
     """Total of requests with two tokens or more that have ended."""
     tpot_attained: int = 0
-    """Total of those within their target."""
+    """Total of streams within their target."""
     young_tokens: int = 0
     """Tokens, so far, of the requests whose first token was sent within the last WINDOW_SECONDS."""
     young_ended: int = 0
-    """How many of those have ended already."""
+    """Number of these young requests that have ended already."""
     queued_prompts: int = 0
     """Requests that wait now for prefill workers, in the router."""
     queued_streams: int = 0
     """Requests that wait now for capacity on decode workers, in the router."""
     queued_tokens: int = 0
-    """Prompt tokens of both."""
+    """Prompt tokens of the requests in both queues."""
 
 
 class StepCost(NamedTuple):
@@ -102,7 +102,7 @@ class Signals:
     decode: int
     """Decode workers that take requests."""
     arrivals: float
-    """Requests a second."""
+    """Rate of arrivals, in requests per second."""
     arrivals_counted: int
     """Requests of which that is the mean."""
     prompt_tokens: float
@@ -112,7 +112,7 @@ class Signals:
     chunk_tokens: float
     """Tokens in a full step of a prefill worker."""
     prefill_step: StepCost | None
-    """None before it is known, as for the other two."""
+    """Cost of a prefill step; None before it is known, as for the other two."""
     streams: float
     """Requests on decode workers, or on their way there."""
     queued_streams: float
@@ -125,7 +125,7 @@ class Signals:
     """Requests that one decode worker can have."""
     decode_step: StepCost | None
     unqueued_seconds: float
-    """Of a request's time to its first token, what is not queueing."""
+    """Seconds of a request's time to its first token that aren't queueing."""
     ttft_attained: float | None = None
     """Share of the last first tokens; None without any."""
     tpot_attained: float | None = None
@@ -146,7 +146,7 @@ class _Fit:
     xx: float = 0.0
     xy: float = 0.0
     largest: float = 0.0
-    """Tokens of a step."""
+    """Largest number of tokens in a step."""
 
     def fade(self, keep: float) -> None:
         self.weight *= keep
@@ -166,7 +166,7 @@ class _Fit:
         self.largest = max(self.largest, x)
 
     def cost(self) -> StepCost | None:
-        """None without samples."""
+        """The cost of a step; None without samples."""
         if self.weight <= 0.0 or self.x <= 0.0:
             return None
         x, y = self.x / self.weight, self.y / self.weight
@@ -212,7 +212,7 @@ class Meter:
         return self._signals(workers, routers, now)
 
     def _grown(self, workers: list[WorkerReport], routers: list[RouterReport], elapsed: float) -> dict[str, float]:
-        """By how much each total has grown since the last tick, summed over the members."""
+        """The growth of each total since the last tick, summed over the members."""
         grown: dict[str, float] = {"elapsed": elapsed}
         samples: dict[PoolRole, list[tuple[int, int, float]]] = {"prefill": [], "decode": []}
         for worker in workers:

@@ -28,7 +28,7 @@ class Commands(SupervisorServiceServicer):
 
     def __init__(self) -> None:
         self.fleet: Fleet | None = None
-        """None for a supervisor that starts no members."""
+        """The fleet; None for a supervisor that starts no members."""
 
     async def Scale(self, request: ScaleRequest, context: "Context") -> CommandResponse:
         async def scale() -> int:

@@ -1,4 +1,4 @@
-"""What the supervisor records in its metrics, and whom Prometheus finds through it."""
+"""The metrics that the supervisor records, and the targets that Prometheus finds through it."""
 
 from collections import Counter
 from typing import Any

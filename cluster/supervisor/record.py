@@ -1,4 +1,4 @@
-"""What a supervisor keeps for its successor: in a file, or in Ray's internal KV.
+"""The record that a supervisor keeps for its successor: in a file, or in Ray's internal KV.
 
 On a Ray cluster with fault tolerance of the GCS the internal KV is in Redis, so the record outlives the head node.
 """
@@ -21,13 +21,13 @@ from kvrelay.rpc.identity import WorkerId
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Published:
-    """One version of it."""
+    """One version of the membership."""
 
     version: int = -1
     members: tuple[Member, ...] = ()
     complete: bool = False
     roles: Mapping[str, Role] = field(default_factory=dict)
-    """Those that members are to have, by name."""
+    """Roles that members are to have, by name."""
 
     def generation(self, worker: WorkerId) -> int:
         """The generation of a member in it; 0 if it isn't."""
@@ -40,7 +40,7 @@ class Published:
 logger = logging.getLogger(__name__)
 
 SAVE_SECONDS = 2.0
-"""How long a membership waits for its record before it is sent without."""
+"""Longest time in seconds that a membership waits for its record before it is sent without."""
 
 
 class Store(Protocol):

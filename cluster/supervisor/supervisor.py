@@ -57,9 +57,9 @@ logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.1
 ALL_STOP_SECONDS = 2 * (STOP_SECONDS + EXIT_SECONDS) + STOP_SECONDS
-"""For the routers, the workers and the supervisor to stop, beyond the time for their requests."""
+"""Seconds for the routers, the workers and the supervisor to stop, beyond the time for their requests."""
 BIND_SECONDS = 10.0
-"""How long a restarted supervisor tries to get the port of its predecessor, which its members know."""
+"""Longest time in seconds that a restarted supervisor tries to get its predecessor's port, which its members know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +87,14 @@ class SupervisorConfig(HeartbeatConfig):
     the process is started with, NAME.log, its output, and NAME.pid. Later the desired state in the record counts."""
 
     templates: dict[str, MemberProcess] = field(default_factory=dict)
-    """What further members are started as, by role: prefill, decode, colocated, router. Default: as the first of
-    `members` with the role."""
+    """Processes for further members, by role: prefill, decode, colocated, router. Default: the first of `members` with
+    the role."""
 
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
-    """When workers' roles and their number change by themselves."""
+    """Options that say when workers' roles and their number change by themselves."""
 
     security: SecurityConfig = field(default_factory=SecurityConfig)
-    """Who may call it, and what protects it."""
+    """Credentials and TLS: who may call the supervisor, and what protects the calls."""
 
     def __post_init__(self) -> None:
         HeartbeatConfig.__post_init__(self)
@@ -105,7 +105,7 @@ class SupervisorConfig(HeartbeatConfig):
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """How far the cluster is."""
+    """Progress of the cluster's start."""
 
     ready: bool
     """Requests can be served, though some members may be missing."""
@@ -238,7 +238,7 @@ class SupervisorServer(Commands):
         return await asyncio.shield(self._failure)
 
     def startup(self) -> Startup:
-        """How far every expected member is."""
+        """The progress of every expected member."""
         members = self.membership.members()
         progress = [] if self.fleet is None else self.fleet.progress()
         return Startup(self.membership.ready, ready_routers(members), ready_http(members), progress)

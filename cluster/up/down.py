@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvrelay.cluster.up.report import Report
 
 OWNER_SECONDS = 60.0
-"""For a cluster and its Ray to end, beyond the time for its requests."""
+"""Seconds for a cluster and its Ray to end, beyond the time for its requests."""
 
 
 def down(report: "Report") -> bool:

@@ -31,7 +31,7 @@ class Orders:
     """Orders of an owner to its driver."""
 
     config: dict[str, Any]
-    """The ClusterConfig."""
+    """The ClusterConfig as JSON."""
     token: str
     token_path: str
     resume: bool

@@ -50,11 +50,11 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 EXIT_SECONDS = 10.0
-"""For Ray's own processes to end after its shutdown."""
+"""Seconds for Ray's own processes to end after its shutdown."""
 STALL_SECONDS = 180.0
-"""How long a start may go on without progress of any member."""
+"""Longest time in seconds that a start may go on without progress of any member."""
 END_SECONDS = 50.0
-"""For the cluster and Ray to end, beyond the time for its requests; less than `kvrelay down` waits."""
+"""Seconds for the cluster and Ray to end, beyond the time for its requests; less than `kvrelay down` waits."""
 MOST_FAILURES = 3
 """Processes of one member that may end before the cluster is ready."""
 GRAFANA_FOLDER_VARIABLE = "RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR"

@@ -105,7 +105,7 @@ class Driver:
 
     @property
     def pid(self) -> int:
-        """Its pid."""
+        """The process id of the driver."""
         return self._popen.pid
 
     def event(self) -> Event | None:
@@ -116,7 +116,7 @@ class Driver:
             return None
 
     def lost(self) -> str:
-        """Why it has ended, or can't go on; empty if it runs."""
+        """The reason why it has ended, or can't go on; empty if it runs."""
         code = self._popen.poll()
         if code is None:
             verdict = self._silence.verdict()
@@ -227,7 +227,7 @@ class Owner:
         state.record().unlink(missing_ok=True)
 
     def _lost(self) -> str:
-        """Why the cluster is lost; empty if it isn't."""
+        """The reason why the cluster is lost; empty if it isn't."""
         if self._driver is None or self._watch is None:
             return "it was not started"
         processes.reap(but=self._driver.pid)

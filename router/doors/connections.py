@@ -24,7 +24,7 @@ from kvrelay.router.addresses import Addresses, parse
 logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 1.0
-"""Between two log lines about closed connections at most."""
+"""Least seconds between two log lines about closed connections."""
 ROOM_SHARE = 16
 """A full face closes 1 / ROOM_SHARE of the connections that it may have at once, as far as they are not busy."""
 
@@ -36,7 +36,7 @@ Peer = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """How long a connection may stay in each state, in seconds; infinite for no limit."""
+    """Longest time in seconds that a connection may stay in each state; infinite for no limit."""
 
     first: float
     header: float = math.inf
@@ -49,13 +49,13 @@ class Connection:
     """One connection of a client."""
 
     address: str
-    """As limits by address count it."""
+    """Client's address, as limits by address count it."""
     exempt: bool
     """Whether it is a trusted proxy's."""
     close: Callable[[], object] | None
     """Ends it; None while it isn't known how."""
     since: float = field(default_factory=time.monotonic)
-    """When its state began, on the monotonic clock."""
+    """Monotonic time at which its state began."""
     served: bool = False
     """Whether it has ever sent a whole request."""
     heading: bool = False
@@ -132,7 +132,7 @@ class Connections:
         self._closed = closed
         self._connections: dict[Peer, Connection] = {}
         self._counts: Counter[str] = Counter()
-        """By address, without those of trusted proxies."""
+        """Number of connections by address, without those of trusted proxies."""
         self._live = 0
         """Connections that are not being closed."""
         self._unlogged: Counter[Reason] = Counter()

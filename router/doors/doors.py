@@ -11,17 +11,17 @@ from kvrelay.router.doors.sockets import AcceptedSockets, limit, open_descriptor
 from kvrelay.router.records.metrics import RouterMetrics
 
 SWEEP_SECONDS = 0.5
-"""Between two looks at all connections."""
+"""Seconds between two looks at all connections."""
 GAP_SECONDS = 0.05
-"""The same while requests come on new connections to gRPC, each of which may bring 64 KiB with it."""
+"""Seconds between two looks while requests come on new gRPC connections, each of which may bring 64 KiB with it."""
 ANSWER_SECONDS = 1.0
-"""For a client to read that its request took too long, before its connection is closed."""
+"""Seconds for a client to read that its request took too long, before its connection is closed."""
 LEAST = 8
-"""Connections that each face takes in any case."""
+"""Number of connections that each face takes in any case."""
 
 
 class Doors:
-    """What is known of the connections to a router. Begins to watch them with `start`."""
+    """Watches the connections to a router, from `start` on."""
 
     def __init__(self, config: RouterOptions, addresses: Addresses, metrics: RouterMetrics) -> None:
         header, request = config.header_timeout_seconds, config.request_timeout_seconds

@@ -55,7 +55,7 @@ class AcceptedSockets:
         self._connections = connections
         self._descriptors_changed = descriptors_changed
         self._known: dict[int, Peer] = {}
-        """By the socket's inode, which no other socket of the machine has at the same time."""
+        """Peers by the socket's inode, which no other socket of the machine has at the same time."""
         self._other: set[int] = set()
         """Inodes of other sockets."""
         self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,1 +1,1 @@
-"""What every call passes first: who calls, what it may use, and the way into a session."""
+"""The way of every call into a session: who calls, and what the caller may use."""

@@ -30,9 +30,9 @@ PEER_SHARE = 2
 RESERVED_SHARE = 16
 """1 / RESERVED_SHARE of all places is for holders that have less than an equal share."""
 BUSY_SECONDS = 1.0
-"""When to try again while other requests of the key run."""
+"""Seconds after which to try again while other requests of the key run."""
 CROWDED_SECONDS = 0.25
-"""Pause before a completion is tried again, for whose request the queue had no room."""
+"""Seconds before a completion is tried again for which the queue had no room."""
 
 
 class Place:
@@ -92,7 +92,7 @@ class Ticket:
         self.most = admission.most
         """Places that it may have; fewer after the queue had no room for one of its completions."""
         self._own: Place | None = None
-        """The one that it has had from the beginning, while no completion uses it."""
+        """First place of the ticket, while no completion uses it."""
         self._end = end
         self._admission = admission
         self._size = size

@@ -34,32 +34,32 @@ logger = logging.getLogger(__name__)
 
 AUTHORIZATION = "authorization"
 SCHEME = "bearer"
-"""In any case of letters, by RFC 9110."""
+"""Scheme of the `authorization` header, in any case of letters, by RFC 9110."""
 TENANT_CHARACTERS = 128
 _LINE = re.compile(
     rf"(?P<tenant>[!-~]{{1,{TENANT_CHARACTERS}}})\s+(?P<digest>[0-9a-f]{{64}})(?P<options>(\s+[a-z_]+=[!-~]+)*)"
 )
 _LOOKED_UP = 16
-"""Digits of a digest by which a key is found; all of them are then compared, in a time that tells nothing of them."""
+"""Digits of a digest by which a key is found. All digits are then compared in constant time."""
 LOOK_SECONDS = 0.25
-"""Between two looks at the file of API keys."""
+"""Seconds between two looks at the file of API keys."""
 SWAP_SECONDS = 0.5
-"""How long keys hold while their file is being swapped: it is gone, or holds what can't be read."""
+"""Seconds for which keys stay valid while their file is being swapped: it is gone, or can't be read."""
 MAX_WEIGHT = 1000.0
 MAX_COUNT = 10**12
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a caller may do."""
+    """Permissions of a caller."""
 
     tenant: str = ""
     key: str = ""
-    """Digest of its API key, if it has one."""
+    """Digest of the caller's API key; empty without one."""
     classes: frozenset[str] | None = None
-    """Classes of service that it may ask for; None for all."""
+    """Classes of service that the caller may ask for; None for all."""
     weight: float = 1.0
-    """Its tenant's share of the workers, against those of other tenants that wait."""
+    """Share of the workers for the caller's tenant, relative to the other tenants that wait."""
     limits: Limits = NO_LIMITS
 
 
@@ -93,7 +93,7 @@ class ApiKeys:
         """Lines that can't be read and grant nothing; 1 for a file that is gone, or holds no key."""
 
     def grant(self, key: str) -> Grant | None:
-        """What a key allows; None if it is not known."""
+        """The permissions of a key; None if it is not known."""
         self.look()
         digest = hashlib.sha256(key.encode()).hexdigest()
         found = self._grants.get(digest[:_LOOKED_UP], Grant())
@@ -120,7 +120,7 @@ class ApiKeys:
             logger.info("API keys read again", extra=fields)
 
     def _read(self) -> tuple[Mapping[str, Grant], Sequence[str]]:
-        """What can be read, and a sentence for each mistake."""
+        """The permissions of all keys that can be read, and a sentence for each mistake."""
         try:
             lines = self._path.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -176,12 +176,12 @@ def _number(name: str, text: str, kind: Callable[[str], float], most: float) -> 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a call shows of its caller."""
+    """The proof of identity that a call carries."""
 
     authorizations: Sequence[str] = ()
     """The values of its `authorization` metadata or headers."""
     common_names: Sequence[str] = ()
-    """Those of its client's certificate, which the transport has verified."""
+    """Common names of the client's certificate, which the transport has verified."""
 
 
 class Callers:
@@ -214,7 +214,7 @@ class Callers:
         return self._keys is not None or self._certificates
 
     def grant(self, identity: Identity) -> Grant:
-        """What the caller of a call may do; its tenant is empty if nobody is authenticated.
+        """The permissions of a call's caller; the tenant is empty if nobody is authenticated.
 
         Raises:
             Unauthenticated: the call has no valid API key, or its certificate names no tenant.
@@ -248,7 +248,7 @@ class Callers:
 
 
 def public_certificates(options: RouterOptions) -> CertificateFiles | None:
-    """Those of the public port; None for plaintext.
+    """The certificate files of the public port; None for plaintext.
 
     Raises:
         ValueError: a file can't be used; the text says which and why.

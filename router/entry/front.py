@@ -1,4 +1,4 @@
-"""What every face does around a request, whatever its transport is: the way from a caller to the sessions.
+"""The work around a request that all faces share, whatever their transport is: the way from a caller to the sessions.
 
     face     reads the caller's identity and the size of its request, then, inside of `Front.call`, the request itself
     Front    refuses while draining, authenticates, admits
@@ -47,18 +47,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 END_SECONDS = 1.0
-"""For calls to end on their workers when the router is to end."""
+"""Seconds for calls to end on their workers when the router is to end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who has sent a call."""
+    """The sender of a call."""
 
     identity: Identity
     host: str
     """The client's address, as limits by address count it."""
     context: TraceContext = field(default_factory=TraceContext.new)
-    """Of the trace that the client has begun; else of one that begins here."""
+    """Context of the trace that the client has begun; else of a new trace."""
 
 
 class Front:
@@ -161,13 +161,13 @@ class Front:
             await asyncio.wait(self._calls, timeout=END_SECONDS)
 
     def asking(self, kind: str = "", tenant: str = "", name: str = "", session: str = "") -> Asking:
-        """What a request is read with.
+        """The facts, besides its bytes, that are needed to read a request.
 
         Args:
             kind: name of its reader.
-            tenant: the caller's.
-            name: the request's, unless its body has one.
-            session: in place of that of the request.
+            tenant: the caller's tenant.
+            name: name of the request, unless its body has one.
+            session: session key in place of the request's own.
         """
         return Asking(kind, tenant, self._dispatch.registry.model, self.config.served_model_name, name, session)
 
@@ -210,8 +210,8 @@ class Front:
 
     @contextmanager
     def generation(self, caller: Caller, size: int, deadline: float = math.inf) -> Iterator["Call"]:
-        """As `call`, for one that generates: it is noted in log, metrics and traces even if it ends before its first
-        completion."""
+        """The same as `call`, for a call that generates: it is noted in log, metrics and traces even if it ends before
+        its first completion."""
         received = time.monotonic()
         call: Call | None = None
         ended: list[Ended] = []
@@ -269,7 +269,7 @@ class Call:
         self.chat = False
         """Whether the prompt was made of a chat's messages."""
         self.asked: Asked | None = None
-        """What was asked for, once it is known."""
+        """Model and options that the call asked for; None until they are known."""
         self._context = context
         self._front = front
         self._grant = grant
@@ -277,12 +277,12 @@ class Call:
         self._received = time.monotonic()
 
     async def read(self, kind: str, data: bytes, name: str = "", session: str = "") -> Plan | bytes:
-        """What the call's request asks to be generated, or the answer to it.
+        """The plan of what the call's request generates; or the answer, if nothing has to be generated.
 
         Args:
             kind: name of its reader.
-            name: the request's, unless its body has one.
-            session: in place of that of the request.
+            name: name of the request, unless its body has one.
+            session: session key in place of the request's own.
 
         Raises:
             RequestError: it is wrong, or can't be read, or has waited too long for others to be read.

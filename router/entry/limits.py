@@ -13,12 +13,12 @@ from kvrelay.router.errors import LimitReached
 
 MINUTE = 60.0
 LEAST_SECONDS = 0.001
-"""A shorter wait is none: delays are told in whole milliseconds."""
+"""Shortest wait in seconds; a shorter one counts as none, as delays are told in whole milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one API key; 0 for none."""
+    """Limits of one API key; 0 for no limit."""
 
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
@@ -76,7 +76,7 @@ class Meter:
 
 
 class KeyLimits:
-    """What the API keys use of one router."""
+    """Use of one router by its API keys."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

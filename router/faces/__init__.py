@@ -1,1 +1,1 @@
-"""What clients speak to: gRPC, HTTP and the page."""
+"""The interfaces for clients: gRPC, HTTP and the page."""

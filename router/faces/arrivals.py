@@ -25,7 +25,7 @@ EOF: Final[object] = grpc.aio.EOF  # type: ignore[attr-defined]  # not in the ty
 PATIENCE_SECONDS = 1.0
 """Time that a request on its way has its place in any case."""
 AGAIN_SECONDS = 0.05
-"""Between two requests that give up their places, if more than one waits."""
+"""Seconds between two requests that give up their places, if more than one waits."""
 RESERVED_SHARE = 4
 """One holder has at most all but 1 / RESERVED_SHARE of the places."""
 
@@ -48,7 +48,7 @@ class _Place:
     limit: asyncio.Timeout
     """The deadline of its arrival."""
     since: float
-    """When it was taken, on the event loop's clock."""
+    """Time at which it was taken, on the event loop's clock."""
     displaced: bool = False
 
 
@@ -69,7 +69,7 @@ class Arrivals:
         self._counts: dict[str, int] = {}
         """Places of each holder that has some."""
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """By holder; the result of a future means that a place is reserved."""
+        """Waiting requests by holder; the result of a future means that a place is reserved."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def receive(self, holder: str, read: Read) -> bytes:

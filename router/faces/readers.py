@@ -36,7 +36,7 @@ async def page(data: bytes, _: Asking) -> Plan:
 
 
 def chats_of(tokenizer: Tokenizer, tool_parser: ToolParserName, reasoning_parser: ReasoningParserName) -> Chats:
-    """How the model's chats are read, by the router's options of these names."""
+    """The reader of the model's chats, by the router's options of these names."""
     source = tokenizer.template_source
     return Chats(tokenizer, tool_format(tool_parser, source), reasons=reasons(reasoning_parser, source))
 

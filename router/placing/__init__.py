@@ -1,1 +1,1 @@
-"""Which workers compute a request, who waits for them, and the streams to them."""
+"""Placement of requests on workers, the queue of those that wait, and the streams to the workers."""

@@ -1,4 +1,4 @@
-"""What a router learns from failed attempts: workers, and ways between two workers, that new requests should avoid.
+"""Learns from failed attempts which workers, and which ways between two workers, new requests should avoid.
 
 One `Avoidance` for pairs and one for workers, each with this life of a key:
 
@@ -134,7 +134,7 @@ class FleetHealth:
 
 
 class Trial:
-    """What one attempt tells about its workers. `end` must be called when the attempt is over."""
+    """One attempt, as evidence about its workers. `end` must be called when the attempt is over."""
 
     def __init__(self, health: FleetHealth, number: int, prefill: WorkerId, decode: WorkerId | None) -> None:
         self._health = health

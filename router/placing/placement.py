@@ -13,12 +13,12 @@ from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.names import WorkerRole
 
 WORK_WEIGHT = 4
-"""What a request's own work counts for, against the load that it finds. Computed again, tokens delay not only this
-request but those after it; `benchmarks/placement.py` measures it."""
+"""Weight of a request's own work against the load that it finds. Tokens that are computed again delay not only this
+request but also later ones; `benchmarks/placement.py` measures it."""
 RUNNING_TOKENS = 64
-"""How many tokens of prefill a running request counts as: each step computes a token of it, and reads its KV."""
+"""Tokens of prefill that a running request counts as: each step computes a token of it, and reads its KV."""
 TRANSFER_SHARE = 16
-"""Sending the KV of so many tokens counts as computing one."""
+"""Number of tokens whose transfer as KV counts as computing one token."""
 
 
 AHEAD_PROMPTS = 16
@@ -33,13 +33,13 @@ class DecodeCapacity:
     """The KV memory of a worker that decodes: its latest report, and the requests that this router has sent since."""
 
     block_size: int
-    """Tokens per block."""
+    """Number of tokens in a block."""
     total: int
-    """Blocks of its pool."""
+    """Number of blocks in the worker's pool."""
     free: int
     """Blocks that a reservation may take; blocks used by the prefix cache only are among them."""
     free_slots: int
-    """How many more requests the worker can admit."""
+    """Number of further requests that the worker can admit."""
     promised_requests: int = 0
     """Requests on their way to the worker that have no blocks there yet, from all routers."""
     promised_blocks: int = 0
@@ -49,7 +49,7 @@ class DecodeCapacity:
     ending_requests: int = 0
     """Requests that are expected to end soon."""
     ending_blocks: int = 0
-    """Blocks that they hold."""
+    """Blocks that these requests hold."""
     holdings: Mapping[int, int] = field(default_factory=dict)
     """Blocks that the requests of each holder are expected to have in the end; without holders of few."""
 
@@ -125,11 +125,11 @@ class WorkerView:
     avoided: bool = False
     """Whether attempts fail on it: used only if no other worker of its role is left."""
     bad_peers: frozenset[WorkerId] = frozenset()
-    """Of a prefill worker: decode workers to which hand-offs fail; such a pair is used only if there is no other."""
+    """Decode workers to which hand-offs from this prefill worker fail; such a pair is used only if there's no other."""
     requests: int = 0
-    """Attempts of this router that it works on."""
+    """Attempts of this router that the worker works on."""
     suspects: int = 0
-    """Those of them that are suspects there (`router/session/suspects.py`)."""
+    """Attempts among `requests` that are suspects there (`router/session/suspects.py`)."""
 
     @property
     def load(self) -> int:
@@ -145,7 +145,7 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request needs of its workers."""
+    """Needs of a request that its workers must meet."""
 
     prompt_tokens: int
     """Tokens to prefill: the prompt and, on a later attempt, the tokens that the client has."""
@@ -162,7 +162,7 @@ class Demand:
     expected_tokens: int = 0
     """Tokens that it is expected to generate from here on, at most `decode_tokens` and one; 0: none that count."""
     holder: int = 0
-    """Whose request it is: a digest of the tenant or the client's address; 0: unknown."""
+    """Holder of the request: a digest of the tenant or the client's address; 0: unknown."""
     begun: bool = False
     """Whether its client has tokens already."""
 
@@ -183,7 +183,7 @@ class Placement:
 
     @property
     def each(self) -> tuple[WorkerId, ...]:
-        """Its one or two workers, the one that computes the prompt first."""
+        """The one or two workers, the one that computes the prompt first."""
         return (self.prefill,) if self.decode in (None, self.prefill) else (self.prefill, self.decode)
 
     @property
@@ -192,7 +192,7 @@ class Placement:
 
 
 class NoPlace(enum.Enum):
-    """Why a request can't be placed now."""
+    """Reason why a request can't be placed now."""
 
     NO_WORKERS = "no workers"
     """The workers that are ready can't serve a request."""
@@ -220,7 +220,7 @@ class LeastWork:
         Args:
             index: tells what workers have in their caches. This class forgets workers that are gone.
             backlog_share: largest share of the prefill workers' KV memory that may hold prompts waiting for decode.
-            ahead_tokens: tokens that a worker has to compute from which on it gets no other prompt.
+            ahead_tokens: when a worker has this many tokens to compute, it gets no other prompt.
         """
         self._index = index
         self._backlog_share = backlog_share
@@ -413,10 +413,10 @@ def complete(workers: Sequence[WorkerView]) -> bool:
 
 
 def why_waiting(demand: Demand, workers: Sequence[WorkerView], ahead_tokens: float) -> str:
-    """What keeps the request from being placed, by the workers' state now.
+    """The reason why the request can't be placed now.
 
     Args:
-        ahead_tokens: tokens that a worker has to compute from which on it gets no other prompt.
+        ahead_tokens: when a worker has this many tokens to compute, it gets no other prompt.
     """
     ready = [worker for worker in workers if worker.ready]
     if not any(worker.role != "prefill" for worker in ready):

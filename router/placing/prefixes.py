@@ -54,12 +54,12 @@ async def chain_of(tokens: "array[int]", namespace: str) -> "array[int]":
 
 @dataclass(slots=True)
 class _Cache:
-    """What one worker has."""
+    """The prefixes in the cache of one worker, as far as the router knows."""
 
     max_units: int = 0
     used: "OrderedDict[int, int]" = field(default_factory=OrderedDict)
-    """The number of the latest placement with each unit, in the order of these; the beginning of a prompt comes after
-    its end, so that a unit is never here without those before it."""
+    """Number of the latest placement with each unit, in ascending order. A prompt's beginning comes after its end, so
+    that a unit is never here without those before it."""
     computing: dict[int, None] = field(default_factory=dict)
     """Numbers of the placements that the worker has not reported on, in order."""
 
@@ -85,14 +85,14 @@ class _Cache:
 
 
 class Expectation:
-    """What one placement expects to find in its worker's cache. `end` must be called when it is over."""
+    """The prefix that one placement expects in its worker's cache. `end` must be called when it is over."""
 
     def __init__(self, cache: _Cache, chain: Sequence[int], number: int) -> None:
         self._cache, self._chain, self._number = cache, chain, number
         found = cache.find(chain)
         self._last_uses = array("Q", (cache.used[unit] for unit in itertools.islice(chain, found)))
         self._certain = next(iter(cache.computing), number)
-        """What earlier placements than this one have used is computed."""
+        """Number of the first placement whose prompt may not be computed yet; the prompts of all earlier ones are."""
         cache.use(chain, number)
         cache.computing[number] = None
 
@@ -102,10 +102,10 @@ class Expectation:
         return UNIT * len(self._last_uses)
 
     def reported(self, cached_tokens: int, block_size: int) -> None:
-        """The worker has computed the prompt, and says how much of it was there.
+        """Notes that the worker has computed the prompt, and how much of it was in the cache.
 
         Args:
-            block_size: of the worker, whose count is of whole blocks.
+            block_size: block size of the worker, whose count is of whole blocks.
         """
         self._cache.computing.pop(self._number, None)
         if cached_tokens + max(UNIT, block_size) < self.tokens:

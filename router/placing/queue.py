@@ -27,20 +27,20 @@ T = TypeVar("T")
 
 OVERTAKEN = 4
 LOOK_AHEAD = 8
-"""Requests that are tried in search of one that has a place."""
+"""Number of requests that are tried in search of one that has a place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """By what a request's turn is decided."""
+    """Facts that decide a request's turn."""
 
     tenant: str = ""
-    """Who shares what is scarce: a tenant, or a client's address where nobody is authenticated."""
+    """Holder of a share of the workers: a tenant, or a client's address where nobody is authenticated."""
     weight: float = 1.0
-    """Of the tenant."""
+    """Weight of the tenant."""
     service_class: str = ""
     class_weight: float = 1.0
-    """Of the class, among those of the tenant."""
+    """Weight of the class, among those of the tenant."""
     priority: int = 0
     holder: int = 0
     """Digest of the tenant, as workers get it; 0 for none."""
@@ -103,16 +103,16 @@ class PlacementQueue:
         self._tenants: dict[str, _Tenant] = {}
         self._shares: Shares[str] = Shares()
         self._next: _Waiter | None = None
-        """The waiter that is called and has not tried yet."""
+        """Waiter that is called and has not tried yet."""
         self._passing: list[_Waiter] = []
-        """Those that it goes before."""
+        """Waiters that `_next` overtakes."""
 
     def __len__(self) -> int:
         """Requests that wait."""
         return len(self._again) + sum(map(len, self._tenants.values()))
 
     def demands(self) -> list[Demand]:
-        """What the requests that wait need, in turn."""
+        """The demands of the requests that wait, in turn."""
         return [waiter.demand for waiter in self._in_turn()]
 
     async def place(

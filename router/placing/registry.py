@@ -38,9 +38,9 @@ class _Worker:
     state: MemberState
     compatibility: str
     draining: bool = False
-    """It has returned a request because it drains; the membership may say so later."""
+    """Whether it has returned a request because it drains; the membership may say so later."""
     listed: bool = True
-    """In the latest membership. A supervisor that has just started doesn't list every member yet."""
+    """Whether it is in the latest membership. A supervisor that has just started doesn't list every member yet."""
     stream: WorkerStream | None = None
     dialed: bool = False
     """Whether an attempt to connect has ended."""
@@ -59,12 +59,12 @@ class _Worker:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """What a router knows of a worker, for people."""
+    """State of a worker as the router knows it, for people."""
 
     view: WorkerView
     state: MemberState
     load: Load
-    """Its latest report; empty before the first one."""
+    """Latest load report of the worker; empty before the first one."""
     suspected: bool
 
 

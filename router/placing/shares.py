@@ -41,7 +41,7 @@ class Shares(Generic[KeyT]):
         self._joined.add(key)
 
     def leave(self, key: KeyT) -> None:
-        """It wants nothing more."""
+        """Notes that the key wants nothing more."""
         self._joined.discard(key)
         if len(self._at) > 2 * len(self._joined) + _KEPT:
             self._at = {key: at for key, at in self._at.items() if key in self._joined or at > self._now}
@@ -61,7 +61,7 @@ class Turns:
         self._shares: Shares[str] = Shares()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._since: float | None = None
-        """When the round's first work began, in monotonic seconds."""
+        """Monotonic time at which the round's first work began, in seconds."""
         self._ending = False
         """Whether the round's end is due."""
 

@@ -1,8 +1,8 @@
-"""What this router has learned from completions that have ended: how long they usually are, and how many end a second.
+"""Statistics of the completions that have ended on this router: how long they usually are, and how many end a second.
 
-How long: for each holder (tenant or client address) and each range of `max_tokens`, from a power of two to the next, it
-keeps an average of the tokens that were generated, and their deviation. Clients that ask for much and stop early are
-expected to; those that nothing is known of are expected to use what they ask for, up to UNKNOWN_TOKENS.
+The length: for each holder (tenant or client address) and each range of `max_tokens`, from a power of two to the next,
+this keeps the average number of generated tokens, and its deviation. So clients that ask for much and stop early are
+expected to do so again. Unknown clients are expected to use what they ask for, up to UNKNOWN_TOKENS.
 """
 
 import math
@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 UNKNOWN_TOKENS = 2048
-"""Most that is expected of a request of which nothing is known: clients often give no `max_tokens`, which then is the
-rest of the context."""
+"""Most tokens that are expected of a request of which nothing is known: clients often give no `max_tokens`, which then
+is the rest of the context."""
 MEMORY = 32
-"""Completions after which one counts for little."""
+"""Number of completions after which an older one counts for little."""
 HOLDERS = 1024
-"""Pairs of a holder and a range that are remembered."""
+"""Number of pairs of a holder and a range that are remembered."""
 RATE_SECONDS = 30.0
-"""In which completions are counted."""
+"""Length in seconds of the window in which ended completions are counted."""
 LEAST_RETRY_SECONDS = 1.0
 MOST_RETRY_SECONDS = 120.0
 
@@ -79,7 +79,7 @@ class CompletionRate:
         self._ended.append(self._clock())
 
     def retry_seconds(self, waiting: int) -> float:
-        """When a request that is refused now may find room, with so many others waiting: at the present rate."""
+        """Seconds after which a refused request may find room, with so many others waiting, at the present rate."""
         now = self._clock()
         while self._ended and self._ended[0] < now - RATE_SECONDS:
             self._ended.popleft()

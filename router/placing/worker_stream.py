@@ -57,13 +57,13 @@ class Unseen:
     """A submit that the worker's latest report doesn't account for."""
 
     number: int
-    """How many submits there were with it."""
+    """Number of submits so far, this one included."""
     decodes: bool
     """Whether the worker decodes it."""
     blocks: int
     """KV blocks that it is expected to have in the end."""
     holder: int
-    """As `Submit.holder`."""
+    """Digest of the holder, as `Submit.holder`."""
     new_tokens: int
     """Tokens that the worker is expected to compute before the first one that it sends."""
 
@@ -96,13 +96,13 @@ class WorkerStream:
         self.model: ModelInfo | None = None
         """The worker's model, from its hello on."""
         self.lost: str | None = None
-        """Why the stream ended; None while it has not."""
+        """Reason why the stream ended; None while it has not."""
         self.suspected = False
         """Whether the supervisor suspects the worker; `set_suspected` changes it."""
         self.requests = 0
-        """This router's live attempts on the worker; kept by the attempts."""
+        """Number of this router's live attempts on the worker; kept by the attempts."""
         self.suspects = 0
-        """Those of them that are suspects there (`router/session/suspects.py`)."""
+        """Number of these attempts that are suspects there (`router/session/suspects.py`)."""
         self.last_load: Load | None = None
         """The worker's latest load report. A worker reports every change, soon."""
         self.heard = 0.0
@@ -124,7 +124,7 @@ class WorkerStream:
         self._on_load = on_load
         self._on_foreign = on_foreign
         self._listeners: dict[tuple[str, int], tuple[int, Listener]] = {}
-        """With its slot, by (request_id, attempt)."""
+        """Slot and listener of each attempt, by (request_id, attempt)."""
         self._by_slot: dict[int, Listener] = {}
         self._outgoing: asyncio.Queue[RelayRequest] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None

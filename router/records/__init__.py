@@ -1,1 +1,1 @@
-"""What a router remembers and tells of requests: times, spans, metrics."""
+"""The records that a router keeps and reports of requests: times, spans, metrics."""

@@ -26,10 +26,10 @@ class Span:
 
     stage: Stage
     worker: str
-    """Of a transfer, the one that sends. Empty for the router."""
+    """Name of the worker; in a transfer, of the one that sends. Empty for the router."""
     start: float
     end: float | None
-    """None while it goes on."""
+    """End of the stage; None while it goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class Life:
 
     id: str
     index: int
-    """Which of the request's completions this is."""
+    """Number of the completion among those of the request, from 0."""
     received: float
-    """Unix time."""
+    """Unix time of receipt, in seconds."""
     outcome: Outcome | None
     """None while it runs."""
     age: float
@@ -65,7 +65,7 @@ class Life:
     grant: float | None
     """Seconds from the offer of the KV to the decode worker's grant."""
     incidents: tuple[Incident, ...]
-    """What delayed it; `at` is in seconds since receipt."""
+    """Incidents that delayed it; `at` is in seconds since receipt."""
     longest_gap: tuple[float, float]
     """The longest time between two messages with tokens, and when it ended, since receipt."""
 

@@ -1,4 +1,4 @@
-"""What a router records in its metrics; `kvrelay.rpc.metrics.families` says what each is."""
+"""The metrics that a router records; `kvrelay.rpc.metrics.families` describes each."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -10,7 +10,7 @@ from kvrelay.rpc.metrics.metric_set import MetricSet
 from kvrelay.rpc.names import WORKER_ROLES
 
 MAX_TENANTS = 50
-"""That have series of their own. Each costs a few hundred bytes here, and a series in Prometheus for ever."""
+"""Most tenants with series of their own. Each costs a few hundred bytes here, and a series in Prometheus for ever."""
 ANONYMOUS, OTHER, NO_CLASS = "anonymous", "other", "none"
 
 

@@ -39,7 +39,7 @@ class Ended:
 
 @dataclass(slots=True)
 class LinkUse:
-    """What one worker has sent to another since the router started."""
+    """The KV that one worker has sent to another since the router started."""
 
     nbytes: int = 0
     transfers: int = 0
@@ -105,14 +105,14 @@ class Requests:
         raise KeyError(request_id)
 
     def links(self) -> dict[tuple[str, str], LinkUse]:
-        """What each prefill worker has sent to each decode worker, by name, running requests included."""
+        """The KV that each prefill worker has sent to each decode worker, by their names, running requests included."""
         links = {pair: LinkUse(use.nbytes, use.transfers) for pair, use in self._links.items()}
         for trace in self._running.values():
             self._add(links, trace)
         return links
 
     def sending(self) -> dict[tuple[str, str], int]:
-        """How many requests have KV on the way between each two workers now."""
+        """The number of requests that have KV on the way between each two workers now."""
         count: dict[tuple[str, str], int] = {}
         for trace in self._running.values():
             whole = trace.whole

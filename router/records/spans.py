@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXPORT_SECONDS = 5.0
-"""For one message to the collector, which is dropped after that."""
+"""Seconds for one message to the collector, which is dropped after that."""
 MAX_WAITING = 16384
 """Spans that wait for the collector; further ones are dropped."""
 SCHEDULE_SECONDS = 1.0
-"""How long spans wait for others before they leave together."""
+"""Seconds that spans wait for others before they leave together."""
 CLOSE_SECONDS = 2.0
-"""For the last spans to leave when the router ends."""
+"""Seconds for the last spans to leave when the router ends."""
 STAGES = {"queue": "prefill.queue", "decode_queue": "decode.queue"}
 """Names of spans, where a stage of `router/records/life.py` has another one."""
 SERVED = ("stop", "length")
@@ -48,7 +48,7 @@ Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a call has asked for."""
+    """The facts about a call's request that its span shows."""
 
     model: str
     chat: bool
@@ -63,7 +63,7 @@ class Ended:
     trace: RequestTrace
     outcome: Outcome
     failure: str = ""
-    """Why it has no end of its own; as the client was told."""
+    """Reason why it has no end of its own, as the client was told; empty if it has one."""
 
 
 class SpanExport:

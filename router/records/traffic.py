@@ -1,4 +1,4 @@
-"""What a router tells the supervisor of its requests, so that it can fit the workers' roles to them.
+"""The figures about requests that a router tells the supervisor, so that it can fit the workers' roles to them.
 
 Requests are looked at once a heartbeat, so nothing here costs anything per token.
 """
@@ -13,14 +13,14 @@ from kvrelay.router.trace import Outcome, RequestTrace
 from kvrelay.rpc.names import WorkerRole
 
 YOUNG_SECONDS = 4.0
-"""Since its first token, for which a request tells how long requests are that begin now."""
+"""Seconds since its first token for which a request shows how long new requests are."""
 FAILURES: tuple[Outcome, ...] = ("exhausted", "unavailable", "deadline", "internal")
-"""Ends by which a request without a first token has missed its target."""
+"""Outcomes by which a request without a first token has missed its target."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyTargets:
-    """What a request's latencies are compared with."""
+    """Targets that a request's latencies are compared with."""
 
     ttft_seconds: float
     tpot_seconds: float
@@ -43,7 +43,7 @@ class TrafficMeter:
         self._waiting: dict[int, RequestTrace] = {}
         """Requests without a first token."""
         self._young: dict[int, _Young] = {}
-        """In the order in which their first tokens were noticed."""
+        """Young requests, in the order in which their first tokens were noticed."""
         self._reported = time.monotonic()
 
     def begin(self, trace: RequestTrace) -> None:

@@ -19,11 +19,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 RENDER_SECONDS = 2.0
-"""Most time that a template may take."""
+"""Time limit of a template in seconds."""
 MAX_CHARACTERS = 64 * 2**20
-"""Of a rendered prompt, where nothing else limits it."""
+"""Size limit of a rendered prompt in characters, where nothing else limits it."""
 MAX_REPEATED = 2**20
-"""Characters of a text, or entries of a list, that a template makes by multiplying."""
+"""Most characters of a text, or entries of a list, that a template may make by multiplying."""
 MAX_EXPONENT = 64
 _NOT_ASCII = re.compile(r"[^\x00-~]")
 
@@ -44,15 +44,15 @@ class _GenerationTag(Extension):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a template renders."""
+    """The input of a chat template."""
 
     messages: Sequence[Mapping[str, Any]]
-    """As Hugging Face's templates take them; at least one."""
+    """Messages in the form of Hugging Face's templates; at least one."""
     tools: Sequence[Mapping[str, Any]] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template."""
     add_generation_prompt: bool = True
-    """End with the beginning of an assistant's message."""
+    """Whether the prompt ends with the beginning of an assistant's message."""
     continue_final_message: bool = False
     """End with the last message's content, which the model is to continue."""
     parse_special: bool = False

@@ -11,7 +11,7 @@ from kvrelay.v1.inference_pb2 import ChatMessage, ChatMessages, ToolCall
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 4096
-"""Of all messages together."""
+"""Most calls in all messages together."""
 MAX_TOOLS = 512
 RESERVED = {
     *("messages", "tools", "documents", "add_generation_prompt", "additional_special_tokens"),

@@ -71,7 +71,7 @@ class Lanes:
         await self._idle[-1].begin()
 
     async def run(self, holder: str, message: Message, data: bytes) -> tuple[Message, bytes]:
-        """What a lane answers.
+        """The answer of a lane.
 
         Raises:
             InvalidArgument: the request has ended its lane, twice, or takes too long.

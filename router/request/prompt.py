@@ -25,7 +25,7 @@ class Prompt:
 
     @classmethod
     async def of(cls, token_ids: Sequence[int]) -> "Prompt":
-        """As the constructor, in parts."""
+        """The same as the constructor, in parts, so that the event loop is not held."""
         whole = cls()
         for start in range(0, len(token_ids), PART_TOKENS):
             part = cls(token_ids[start : start + PART_TOKENS])

@@ -1,4 +1,4 @@
-"""How requests are read: from the bytes of a body or a message to checked requests, or to a finished answer.
+"""Reads requests: from the bytes of a body or a message to checked requests, or to a finished answer.
 
 A small request is read on the event loop, and checked when its turn comes. A large one is read and checked in another
 process (`router/request/lanes.py`): a call of a library that parses it would hold the interpreter for up to 20 ms.
@@ -34,12 +34,12 @@ from kvrelay.v1.inference_pb2 import GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """What a request is read with, beside its bytes."""
+    """Facts about a request, besides its bytes, that are needed to read it."""
 
     kind: str
     """Name of its reader."""
     tenant: str
-    """The caller's."""
+    """Tenant of the caller."""
     loaded: ModelInfo | None
     """The workers' model; None before the first of them was met."""
     served: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class Asking:
             raise ModelNotFound(f"model is {shorten(name)}; allowed: {known}, or empty")
 
     def message(self) -> dict[str, Any]:
-        """The same as JSON."""
+        """The same facts as JSON."""
         model = None if self.loaded is None else self.loaded.SerializeToString().hex()
         return {name: getattr(self, name) for name in ("kind", "tenant", "served", "name", "session")} | {
             "loaded": model
@@ -93,7 +93,7 @@ class Asking:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the client of an HTTP request wants its answer: what is needed of a body once its prompts are known."""
+    """Form of the answer that the client of an HTTP request wants, as needed once the prompts are known."""
 
     n: int = 1
     """Completions of each prompt."""
@@ -170,7 +170,7 @@ class PackedRequest:
         return self._data
 
     def open(self) -> tuple[GenerateRequest, CheckedRequest]:
-        """What was asked for, without the prompt and all that has been checked, and the checked request."""
+        """The message without its prompt and all that has been checked, and the checked request."""
         head, names, prompt, sampling, stop, call, resumed = msgpack.unpackb(self._data, use_list=False)
         request_id, wire_id, tenant, namespace, key = names
         first, *others = (Resumed(array("I", tokens), reason, field) for tokens, reason, field in resumed)
@@ -194,10 +194,10 @@ class PackedRequest:
 
 @dataclass(slots=True)
 class Plan:
-    """What a body or a message asks to be generated."""
+    """The requests to generate that a body or a message holds."""
 
     requests: list[GenerateRequest | PackedRequest]
-    """One for each prompt; those of a small body are checked later."""
+    """Requests, one for each prompt; those of a small body are checked later."""
     name: str = ""
     """Name of the request."""
     form: Form = Form()
@@ -205,12 +205,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """How requests of one kind are read."""
+    """Reader of the requests of one kind."""
 
     read: Callable[[bytes, Asking], Awaitable[Plan | bytes]]
-    """Returns what is to be generated, or the answer. Raises RequestError."""
+    """Reads a body; returns the plan of what is generated, or the answer. Raises RequestError."""
     is_light: Callable[[bytes], bool]
-    """Whether a request may be read on the event loop."""
+    """Says whether a request may be read on the event loop."""
 
 
 _ERRORS: dict[str, type[RequestError]] = {
@@ -221,7 +221,7 @@ _ERRORS: dict[str, type[RequestError]] = {
 
 
 class Reading:
-    """How a router reads requests; used on the event loop, and in each lane."""
+    """Reader of a router's requests; used on the event loop, and in each lane."""
 
     def __init__(
         self, tokenizer: Tokenizer, defaults: SamplingDefaults, readers: Mapping[str, Reader], lanes: Lanes | None
@@ -237,7 +237,7 @@ class Reading:
         self._readers = readers
         self._lanes = lanes
         self.turns = Turns()
-        """For what takes the event loop for a millisecond or more, by holder."""
+        """Turns of work that takes the event loop for a millisecond or more, by holder."""
 
     async def read(self, data: bytes, asking: Asking, holder: str) -> Plan | bytes:
         """
@@ -286,7 +286,7 @@ class Reading:
 
 
 def _result(message: Mapping[str, Any], data: bytes) -> Plan | bytes:
-    """What `Reading.read_all` has read.
+    """The plan or the answer that `Reading.read_all` has read.
 
     Raises:
         RequestError: the request is wrong.

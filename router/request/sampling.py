@@ -38,7 +38,7 @@ MAX_CHOICES = 1024
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What holds for fields that a request leaves out."""
+    """Values for the fields that a request leaves out."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -48,8 +48,8 @@ class SamplingDefaults:
 
     @classmethod
     def read(cls, folder: Path) -> "SamplingDefaults":
-        """Those of a checkpoint's `generation_config.json`, if it has one. If that says `do_sample: false`, the model
-        is greedy by default.
+        """The defaults in a checkpoint's `generation_config.json`, if it has one. If that says `do_sample: false`, the
+        model is greedy by default.
 
         Raises:
             ValueError: a value is beyond the limit of a request's field; the text names file, field and value.
@@ -102,7 +102,7 @@ def check_prompt_logprobs(params: SamplingParams, prompt_tokens: int) -> None:
 async def sampling_of(
     params: SamplingParams, max_tokens: int, defaults: SamplingDefaults, tokenizer: Tokenizer
 ) -> Sampling:
-    """What workers get of checked parameters."""
+    """The sampling message for workers, from checked parameters."""
     sampling = Sampling(
         max_tokens=max_tokens,
         min_tokens=params.min_tokens,

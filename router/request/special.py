@@ -179,7 +179,7 @@ class SpecialTokens:
         return renamed, originals
 
     def _spans(self, text: str) -> list[tuple[int, int]]:
-        """Where the special tokens are in a text, as the tokenizer finds them: the first, and of those the longest."""
+        """The places of special tokens in a text, as the tokenizer finds them: the first, and of those the longest."""
         found = []
         for sign, offsets in self._offsets.items():
             at = text.find(sign)

@@ -17,10 +17,10 @@ from kvrelay.router.text.detokenizer import TokenBytes
 T = TypeVar("T")
 
 INLINE_CHARACTERS = 4096
-"""Longer texts, about a millisecond of work, are encoded on a thread: other streams would wait for them."""
+"""Longest text in characters that is encoded on the event loop; longer ones, above a millisecond, go to a thread."""
 
 INLINE_TOKENS = 4096
-"""The same limit for decoding."""
+"""Most tokens that are decoded on the event loop, for the same reason."""
 
 
 class TooManyTokens(ValueError):
@@ -125,7 +125,7 @@ class Tokenizer:
         return b"".join(self.token_bytes[token] for token in token_ids).decode(errors="replace")
 
     def names(self, token_ids: Sequence[int]) -> str:
-        """As `text`, with the names of special tokens."""
+        """The text, with the names of special tokens."""
         return b"".join(map(self.bytes_of, token_ids)).decode(errors="replace")
 
     def bytes_of(self, token: int) -> bytes:

@@ -60,11 +60,11 @@ WIRE_NAME_CHARACTERS = 100
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What the client has from earlier calls of its request."""
+    """The tokens that the client has from earlier calls of its request."""
 
     tokens: Sequence[int] = ()
     finish_reason: FinishReason = FINISH_REASON_UNSPECIFIED
-    """How the last of the tokens ends the completion, stop strings aside; unspecified if it doesn't."""
+    """Way in which the last of the tokens ends the completion, stop strings aside; unspecified if it doesn't."""
     field: str = ""
     """The tokens' name in the request, for errors."""
 
@@ -79,31 +79,31 @@ class CheckedRequest:
     """The name between router and workers: unlike the client's name, unique among the requests in flight."""
     prompt: Prompt
     sampling: Sampling
-    """As workers get it; must not be changed."""
+    """Sampling as workers get it; must not be changed."""
     stop: tuple[str, ...]
     tenant: str
-    """The caller's."""
+    """Tenant of the caller."""
     tail: tuple[int, ...] = ()
     """The last tokens of the prompt, at most TAIL_TOKENS."""
     shown: frozenset[int] = frozenset()
     """Special tokens whose names are part of the text."""
     index: int = 0
-    """Which of the request's completions this is."""
+    """Number of this completion among those of the request, from 0."""
     namespace: str = ""
-    """Of the prefix cache: of requests of this tenant with this salt."""
+    """Namespace of the prefix cache: requests of the same tenant with the same salt share it."""
     chain: Sequence[int] = ()
     """Digests of the prompt's prefixes in that namespace (`router/placing/prefixes.py`)."""
     key: int = 0
-    """Requests with equal keys prefer the same workers: those of a session, or with the same prompt; 0 for none."""
+    """Affinity key: requests with equal keys (one session, or the same prompt) prefer the same workers; 0 for none."""
     claim: Claim = NO_CLAIM
-    """By what its turn is decided while it waits."""
+    """Facts that decide its turn while it waits."""
     first_token_seconds: float = 0.0
-    """Limit on the time from receipt to the first token."""
+    """Most seconds from receipt to the first token."""
     client_call: ClientCall | None = None
     """This call, if the client may continue the request by another one."""
     resumed: Resumed = Resumed()
     others_resumed: tuple[Resumed, ...] = ()
-    """Of completions 1, 2, ...; in completion 0 only."""
+    """Tokens from earlier calls for completions 1, 2, ...; only in completion 0."""
 
     @property
     def resumes(self) -> int:

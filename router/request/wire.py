@@ -10,13 +10,13 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 
 INLINE_BYTES = 4096
-"""What has up to this size, and few values, is parsed and checked on the event loop."""
+"""Size limit in bytes of requests that are parsed and checked on the event loop, if they have few values."""
 FEW_VALUES = 128
-"""Values of JSON, or fields of a message, that cost a millisecond or two together."""
+"""Number of JSON values, or fields of a message, that cost a millisecond or two together."""
 SMALL_BYTES = 64 * 1024
-"""What has up to this size is parsed in some milliseconds, whatever is in it."""
+"""Size in bytes up to which any content is parsed in some milliseconds."""
 MAX_FIELDS = 4096
-"""Fields of a larger message, those of its parts included; a list of numbers is one field."""
+"""Most fields of a larger message, those of its parts included; a list of numbers is one field."""
 MAX_STRINGS = 16384
 MAX_LISTS = 16384
 MAX_QUOTES = 2**18
@@ -44,7 +44,7 @@ def is_light_json(data: bytes) -> bool:
 
 
 def is_light_message(data: bytes, kind: Any) -> bool:
-    """The same of a serialized message.
+    """Whether it takes at most some milliseconds to parse and check this serialized message.
 
     Args:
         kind: its Descriptor.

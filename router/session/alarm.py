@@ -18,7 +18,7 @@ class Alarm:
         self._at = math.inf
         self._timer: asyncio.Handle | None = None
         self._fires_at = math.inf
-        """When the timer fires, on the monotonic clock. uvloop's handle of a near time doesn't tell it."""
+        """Monotonic time at which the timer fires. uvloop's handle of a near time doesn't tell it."""
 
     def set(self, at: float) -> None:
         """Rings once at `at` on the monotonic clock, unless set again before; infinite for never."""

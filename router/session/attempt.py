@@ -60,7 +60,7 @@ _CODES = {Failure.CODE_FULL: "full", Failure.CODE_INTERNAL: "internal"}
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailure:
-    """Why an attempt failed."""
+    """Failure of an attempt."""
 
     code: Failure.Code
     message: str
@@ -76,7 +76,7 @@ class AttemptFailure:
 
     @property
     def reason(self) -> str:
-        """Why it failed, in one word, for metrics and spans (`ATTEMPT_REASON` in rpc/metrics/labels.py)."""
+        """The reason in one word, for metrics and spans (`ATTEMPT_REASON` in rpc/metrics/labels.py)."""
         if self.lost or self.silent:
             return "lost" if self.lost else "silent"
         return _CAUSES.get(self.cause) or _CODES.get(self.code, "other")
@@ -88,7 +88,7 @@ class AttemptFailure:
 
 
 class Taken(NamedTuple):
-    """What an attempt has that was not taken before."""
+    """New tokens of an attempt, which were not taken before."""
 
     token_ids: list[int]
     finish_reason: FinishReason
@@ -100,7 +100,7 @@ class Taken(NamedTuple):
 
 
 class AttemptTokens:
-    """For one producer, the attempt, and one consumer, the session; both on one event loop."""
+    """Tokens on their way from one producer, the attempt, to one consumer, the session; both on one event loop."""
 
     def __init__(self, base: int, left: int, *, scored: bool) -> None:
         """
@@ -116,18 +116,18 @@ class AttemptTokens:
         self._base, self._left, self._scored = base, left, scored
         self._seen: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        """Of the tokens in `_seen`, if they were asked for."""
+        """Log-probabilities of the tokens in `_seen`, if they were asked for."""
         self._taken = 0
         self._stash: dict[int, tuple[int, TokenLogprobs | None]] = {}
         self._woken = False
         self._waiter: asyncio.Future[None] | None = None
         self._paused = False
         self._until = 0.0
-        """Monotonic time at which the pause ends for a token that comes then."""
+        """Monotonic time from which on a new token ends the pause."""
         self._pauses = 0
-        """How many have begun; a timer of an earlier one says nothing."""
+        """Number of pauses that have begun; a timer of an earlier pause is ignored."""
         self._pace: Pace | None = None
-        """Where the present pause waits for its turn to end; None once it does."""
+        """Pace by which the present pause waits for its turn to end; None once it does."""
         self._held = False
         """Whether the pacer was told of the first token of the present pause."""
         self.relay: Callable[[], bool] = lambda: False
@@ -290,7 +290,7 @@ class Part:
     taken: bool = False
     """Whether the worker has said that it has taken a suspect."""
     waits: Wait = WAIT_UNSPECIFIED
-    """Why the worker computes nothing of the request, by its own word."""
+    """Reason why the worker computes nothing of the request, as the worker says."""
     computed_at: float = -math.inf
     """Monotonic time at which the worker has told how much of the prompt is computed."""
     returned: bool = False
@@ -375,7 +375,7 @@ WAITS = {
     WAIT_ROW: "it waits for a row of the batch",
     WAIT_PREEMPTED: "others needed its KV blocks",
 }
-"""Why a request waits on a worker, in words for people."""
+"""Reasons why a request waits on a worker, in words for people."""
 
 
 class Attempt:
@@ -674,7 +674,7 @@ class Attempt:
         self.wake()
 
     def _reported(self, part: Part, failure: Failure) -> AttemptFailure:
-        """What a worker reports, as `Failure` in worker.proto defines it."""
+        """The failure that a worker reports, as `Failure` in worker.proto defines it."""
         sender = frozenset((part.stream.worker,))
         blamed = self.workers & {WorkerId(peer.name, peer.incarnation) for peer in failure.blamed}
         if failure.cause == Failure.CAUSE_DRAINING:

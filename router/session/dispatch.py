@@ -1,4 +1,4 @@
-"""What all sessions of a router share."""
+"""The parts of a router that all of its sessions share."""
 
 from dataclasses import dataclass, field
 
@@ -23,7 +23,7 @@ class Dispatch:
     registry: WorkerRegistry
     queue: PlacementQueue
     trials: PlacementQueue
-    """Of suspects that wait for workers without another one (`router/session/suspects.py`)."""
+    """Queue of suspects that wait for workers without another suspect (`router/session/suspects.py`)."""
     policy: LeastWork
     pacer: Pacer
     health: FleetHealth
@@ -31,7 +31,7 @@ class Dispatch:
     token_bytes: TokenBytes
     metrics: RouterMetrics
     lengths: UsualLengths = field(default_factory=UsualLengths)
-    """How long completions usually are."""
+    """Usual lengths of completions."""
     rate: CompletionRate = field(default_factory=CompletionRate)
 
     def full(self, text: str, kind: type[Exhausted] = Exhausted) -> Exhausted:
@@ -39,5 +39,5 @@ class Dispatch:
         return kind(text, self.rate.retry_seconds(len(self.queue)))
 
     def why_waiting(self, demand: Demand) -> str:
-        """What keeps a request from being placed now, in words."""
+        """The reason, in words, why a request can't be placed now."""
         return why_waiting(demand, self.registry.view(), self.config.prefill_ahead_tokens)

@@ -1,4 +1,4 @@
-"""What a request needs of the workers, and what it has taken of its holder's share."""
+"""The needs that a request has of the workers, and the part of its holder's share that it has used."""
 
 from kvrelay.router.placing.placement import Demand
 from kvrelay.router.request.validation import CheckedRequest
@@ -20,7 +20,7 @@ class Needs:
         return self._trace.first_sent is not None or self._trace.resumed_tokens > 0
 
     def demand(self, avoid: frozenset[WorkerId], *, on_trial: bool = False) -> Demand:
-        """What the next attempt needs; with `on_trial`, workers without another suspect."""
+        """The demand of the next attempt; with `on_trial`, for workers without another suspect."""
         request, have = self._request, self._trace.completion_tokens
         return Demand(
             self._trace.prompt_tokens + have,

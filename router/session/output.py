@@ -1,4 +1,4 @@
-"""What one request sends to its client: the tokens of its attempts become text, and text and tokens become messages.
+"""The output of one request: the tokens of its attempts become text, and text and tokens become messages.
 
     attempt's tokens -> Completion (text, stop strings) -> a message -> Sink (gRPC, HTTP, the page)
 
@@ -104,7 +104,7 @@ class Completion:
         return self._add_armed(self._stops, Piece("", token_ids, finish_reason, logprobs), len(shown))
 
     def _add_armed(self, stops: StopStrings, given: Piece, shown: int) -> Piece:
-        """As `add`, token by token: a stop string ends the completion with the token that completed it.
+        """Does the same as `add` token by token: a stop string ends the completion with the token that completed it.
 
         Args:
             shown: how many of the given tokens have text.
@@ -197,7 +197,7 @@ class Output:
         self._open: Attempt | None = None
         """The attempt whose plain tokens need not wake the session; None while there is none."""
         self._defect: Exception | None = None
-        """What went wrong in `relay`."""
+        """Exception that was raised in `relay`."""
 
     @property
     def tokens(self) -> Sequence[int]:

@@ -43,9 +43,9 @@ class Pacer:
         """Streams of each holder that run; without those who have none."""
         self._longest = longest_seconds
         self._held: deque[tuple[float, OnPause, int]] = deque()
-        """When gathered tokens have waited for long enough, on the monotonic clock, in order."""
+        """Pauses with the monotonic time at which their tokens have waited long enough, in order."""
         self._due: dict[str, deque[tuple[OnPause, int]]] = {}
-        """By holder; the one whose turn it is comes first."""
+        """Pauses that are due to end, by holder; the holder whose turn it is comes first."""
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, holder: str) -> None:
@@ -106,13 +106,13 @@ class Pace:
 
     @property
     def seconds(self) -> float:
-        """As `Pacer.seconds`."""
+        """The same as `Pacer.seconds`, for this holder."""
         return self._pacer.seconds(self._holder)
 
     def hold(self, waited: OnPause, pause: int) -> None:
-        """As `Pacer.hold`."""
+        """The same as `Pacer.hold`."""
         self._pacer.hold(waited, pause)
 
     def due(self, release: OnPause, pause: int) -> None:
-        """As `Pacer.due`."""
+        """The same as `Pacer.due`, for this holder."""
         self._pacer.due(self._holder, release, pause)

@@ -67,20 +67,20 @@ from kvrelay.v1.inference_pb2 import FINISH_REASON_UNSPECIFIED, FinishReason
 logger = logging.getLogger(__name__)
 
 REPORT_SECONDS = 0.25
-"""How long the last message, which then has no tokens, waits for the prefill worker's report of the transfer."""
+"""Longest wait in seconds of the last message, which has no tokens then, for the transfer's report."""
 
 BACKOFF_SECONDS = 0.05
 """Pause before an attempt that follows a refusal; doubles with each attempt."""
 
 LOSS_SECONDS = 1.0
-"""How long the loss of a worker may take to show here after another worker has reported it."""
+"""Longest time in seconds until the loss of a worker shows here after another worker has reported it."""
 
 FIRST_TOKEN_SECONDS = 0.2
-"""How long the first token may take to come here after the loss of the decode worker that already has its KV."""
+"""Longest wait in seconds for the first token after the loss of the decode worker that already has its KV."""
 
 SUSPECT_SECONDS = 1.0
-"""How long a suspected worker may send a request nothing, if others can take it: it is frozen, or its engine hangs, and
-will be declared dead a while later."""
+"""Longest time in seconds that a suspected worker may send a request nothing, if others can take it. It is frozen, or
+its engine hangs, and will be declared dead a while later."""
 
 MIN_SUBMIT_SECONDS = 0.001
 """Time limit of a request that expires while it is placed: 0 would mean the worker's own limit."""
@@ -104,7 +104,7 @@ class Session:
         self._tried = self._avoid
         self._suspicion = Suspicion()
         self._trial: Trial | None = None
-        """What the current attempt tells about its workers."""
+        """Health trial of the current attempt: evidence about its workers."""
         self._alarm = Alarm(self._wake_attempt)
         self._following: Attempt | None = None
         self._proven: Attempt | None = None

@@ -41,7 +41,7 @@ from kvrelay.router.trace import RequestTrace
 TRIAL_TOKENS = 4
 """More than an engine can have computed and not yet sent when its worker was lost."""
 TRIAL_SECONDS = 5.0
-"""How long a suspect that has lost one worker waits for workers without another suspect."""
+"""Longest time in seconds that a suspect that has lost one worker waits for workers without another suspect."""
 CLEAN_TOKENS = 64
 MAX_LOSSES = 3
 
@@ -70,7 +70,7 @@ class Suspicion:
 
     @property
     def verdict(self) -> str:
-        """What the client of a convicted request is told."""
+        """The error text for the client of a convicted request."""
         return (
             f"suspected of ending workers: {self.losses} were lost while they computed this request. It is not tried "
             "again"
@@ -81,12 +81,12 @@ class Suspicion:
         return self.failed + (TRIAL_SECONDS if self.losses < MAX_LOSSES - 1 else longest)
 
     def tokens_left(self, tokens: int) -> int:
-        """How many tokens more the request is a suspect for; 0: it is none."""
+        """The number of further tokens for which the request is a suspect; 0: it is none."""
         return max(0, self._tokens + TRIAL_TOKENS - tokens) if self.losses else 0
 
 
 def shape_of(sampling: Sampling, trace: RequestTrace) -> dict[str, object]:
-    """What a log may tell of a request: lists, biases and constraints may tell what the text is about."""
+    """The fields of a request that a log may show. Lists, biases and constraints could tell what the text is about."""
     given = sampling.ListFields()
     plain = {field.name: value for field, value in given if field.message_type is None and not field.is_repeated}
     return {

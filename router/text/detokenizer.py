@@ -21,7 +21,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class _Found(dict[int, bytes]):
-    """What was looked up, in the dictionary itself: no Python runs for a token that is known."""
+    """Cache of lookups as a dictionary of its own: a token that is known runs no Python code."""
 
     def __init__(self, find: Callable[[int], bytes]) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from kvrelay.rpc.metrics.metric_set import MetricSet
 
 PATH = "/metrics"
 CLOSE_SECONDS = 0.5
-"""For answers to end when the process is to end."""
+"""Seconds for answers to end when the process is to end."""
 
 
 class MetricsPort:

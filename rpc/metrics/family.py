@@ -1,4 +1,4 @@
-"""What a metric is: its name, type, labels, meaning and buckets."""
+"""The description of a metric: its name, type, labels, meaning and buckets."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,9 +15,9 @@ COMMON: dict[Part, tuple[str, ...]] = {
 """Labels that every metric of a part has, with the same values for the whole process."""
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
-"""From a millisecond to 100 seconds, for stages of a request."""
+"""Buckets from a millisecond to 100 seconds, for stages of a request."""
 SHORT_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.5)
-"""For what happens once per token or per step."""
+"""Buckets for times once per token or per step, in seconds."""
 TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0)
 ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 
@@ -30,7 +30,7 @@ class Label:
     values: tuple[str, ...] = ()
     """All that it can have, each of which is exported from the start; empty if they are known only at run time."""
     bound: str = ""
-    """How many values it has at most, in words, if they are known only at run time."""
+    """Bound on the number of its values, in words, if they are known only at run time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,17 +39,17 @@ class Family:
 
     part: Part
     name: str
-    """kvrelay_<part>_<what>_<unit>; of a counter with `_total` behind."""
+    """Name in the form kvrelay_<part>_<what>_<unit>; a counter has `_total` behind it."""
     kind: Kind
     help: str
     unit: str
     labels: tuple[Label, ...] = ()
     buckets: tuple[float, ...] = ()
-    """Upper bounds; of a histogram only."""
+    """Upper bounds of the buckets; empty unless it is a histogram."""
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """Of all labels, the common ones first."""
+        """Names of all labels, the common ones first."""
         return (*COMMON[self.part], *(label.name for label in self.labels))
 
     @property

@@ -23,7 +23,7 @@ class MetricSet:
             common: the values of the part's common labels; `name` in place of them where it has none.
         """
         self.registry = CollectorRegistry()
-        """For Prometheus' client library."""
+        """Registry of Prometheus' client library."""
         self._labels = {label: common[label] for label in COMMON[part]}
         self._common = tuple(self._labels.values())
         # Collectors are asked in the order of their registration, so this one updates the others' values.
@@ -46,15 +46,15 @@ class MetricSet:
         return self._series(family, values)  # type: ignore[no-any-return]  # its kind is the caller's to know
 
     def gauge(self, family: Family, *values: str) -> Gauge:
-        """As `counter`."""
+        """One series of a gauge; `values` as for `counter`."""
         return self._series(family, values)  # type: ignore[no-any-return]
 
     def histogram(self, family: Family, *values: str) -> Histogram:
-        """As `counter`."""
+        """One series of a histogram; `values` as for `counter`."""
         return self._series(family, values)  # type: ignore[no-any-return]
 
     def relabel(self, **common: str) -> None:
-        """From now on some common labels have other values: gauges have those only, what was counted stays."""
+        """Gives some common labels other values from now on: gauges have those only, what was counted stays."""
         self._labels |= common
         self._common = tuple(self._labels.values())
         self._found.clear()
@@ -108,7 +108,7 @@ class Total:
         self._seen = 0.0
 
     def begin(self, count: float) -> "Total":
-        """What was counted so far belongs to another series."""
+        """Starts at `count`: the counter gets only what is counted later, as the rest belongs to another series."""
         self._seen = count
         return self
 

@@ -28,7 +28,7 @@ class NamedFunction(Fields):
 
 
 class NamedTool(Fields):
-    """The one function to call."""
+    """The one function that the model must call."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -42,7 +42,7 @@ class ChatRequest(GenerateFields, ConversationFields):
     max_completion_tokens: Integer = Field(None, ge=1, le=MAX_UINT32)
     """Most tokens to generate, reasoning included; max_tokens is its older name."""
     max_tokens: Integer = Field(None, ge=1, le=MAX_UINT32)
-    """As max_completion_tokens."""
+    """Older name of max_completion_tokens."""
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     """Whether the model calls functions; default auto with tools."""
     parallel_tool_calls: bool | None = None
@@ -50,7 +50,7 @@ class ChatRequest(GenerateFields, ConversationFields):
     logprobs: bool | None = None
     """The answer has the log-probability of each token."""
     top_logprobs: Integer = Field(None, ge=0, le=MAX_LOGPROBS)
-    """And those of this many likeliest ones; with logprobs."""
+    """Number of likeliest tokens whose log-probabilities the answer also has; with logprobs."""
     include_reasoning: bool | None = None
     """Whether the answer has what the model thought; default true."""
 
@@ -93,7 +93,7 @@ class ChatRequest(GenerateFields, ConversationFields):
 
     @property
     def names(self) -> list[str]:
-        """Of the functions."""
+        """The names of the functions."""
         return [tool.function.name for tool in self.tools or ()]
 
     @property
@@ -130,7 +130,7 @@ class ChatRequest(GenerateFields, ConversationFields):
 
 
 class Chats:
-    """How the served model's chats are read: its formats of tool calls and of reasoning."""
+    """Reader of the served model's chats, by its formats of tool calls and of reasoning."""
 
     def __init__(self, tokenizer: Tokenizer, format_: ToolFormat | None, *, reasons: bool) -> None:
         self.tokenizer = tokenizer
@@ -140,7 +140,7 @@ class Chats:
         self.special = frozenset(token for token in ids if token is not None)
 
     def request(self, body: ChatRequest, request_id: str) -> GenerateRequest:
-        """What a body asks for.
+        """The request for a body.
 
         Raises:
             InvalidRequest: the model has no format of tool calls.
@@ -206,7 +206,7 @@ class ChatChoice:
         """There is nothing of the prompt in an answer."""
 
     def add(self, message: GenerateResponse) -> str | dict[str, Any] | None:
-        """What a message adds, as a part of a chunk; only text as that text."""
+        """The part of a chunk that a message adds, as a text if it is only text; None if it adds nothing."""
         ended = bool(message.finish_reason)
         self._tokens += len(message.token_ids)
         thought, content, calls = self._read(message, ended=ended)

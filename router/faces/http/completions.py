@@ -207,7 +207,7 @@ class TextChoice:
             await self._logprobs.add_prompt(prompt, prompt_logprobs)
 
     def add(self, message: GenerateResponse) -> str | dict[str, Any] | None:
-        """What a message adds, as a part of a chunk; only text as that text."""
+        """The part of a chunk that a message adds, as a text if it is only text; None if it adds nothing."""
         ended = bool(message.finish_reason)
         alone = self._form.alone
         echoed = self._form.echo and not self._text

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 JSON = "application/json"
 LOOK_SECONDS = 0.05
-"""Between two looks at whether the client of a half-closed connection is still there."""
+"""Seconds between two looks at whether the client of a half-closed connection is still there."""
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 64 * 2**20
 """Time and bytes that a client may go on sending after an answer that ends its connection."""
@@ -45,7 +45,7 @@ HEADERS = (
 """Headers that the router reads. Others may have any bytes."""
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 COMMENT = b":\n\n"
-"""Of server-sent events."""
+"""Comment of server-sent events, which clients ignore."""
 _TCP_CLOSED = 7
 _MALFORMED: dict[type[Exception], str] = {
     InvalidHeader: "a header is malformed",
@@ -56,7 +56,7 @@ _MALFORMED: dict[type[Exception], str] = {
 
 
 class HttpConnection(web.RequestHandler):
-    """As the module says."""
+    """A connection to the HTTP face, as the module describes it."""
 
     __slots__ = ("_half_closed", "_lingered", "_probed", "_refused")
 
@@ -207,7 +207,7 @@ def _refusal(
 
 
 def _probe(request: web.Request) -> bytes:
-    """What can be sent to a client beside the answer; nothing while there is nothing such."""
+    """The bytes that can be sent now to test whether the client is there; empty if none can."""
     answer = request.get(BEGUN)
     if answer is None:
         return INTERIM if request.version >= HttpVersion11 else b""
@@ -234,7 +234,7 @@ BACKLOG = 1024
 AT_ONCE = 64
 """Connections that are accepted in one turn of the event loop."""
 RETRY_SECONDS = 0.1
-"""After which a listener tries again, if there was no descriptor for a connection."""
+"""Seconds after which a listener tries again, if there was no descriptor for a connection."""
 READ_BYTES = 16 * 1024
 """Read from a connection at once."""
 _TLS_SYSTEM_BYTES = 32 * 1024
@@ -242,7 +242,7 @@ _TLS_SYSTEM_BYTES = 32 * 1024
 and holds it twice, before anybody can say that it is too much. Linux doubles it, so a body comes with 64 KiB in each
 round trip."""
 _BUFFER = bytearray(READ_BYTES)
-"""For the bytes of any connection, from a read to the call of `buffer_updated` that follows at once."""
+"""Buffer for the bytes of any connection, from a read to the call of `buffer_updated` that follows at once."""
 _VIEW = memoryview(_BUFFER)
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 

@@ -53,7 +53,7 @@ TYPES = {403: "permission_error", 429: "rate_limit_error"}
 CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 UNKNOWN_URL = "unknown_url"
 MAX_BYTES = 2048
-"""Of an error's body."""
+"""Size limit of an error's body in bytes."""
 
 
 def status_of(error: RequestError) -> int:

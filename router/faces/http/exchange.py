@@ -1,4 +1,4 @@
-"""What every handler needs of an exchange: who calls, in which form, and a stream of server-sent events."""
+"""The common parts of all handlers of an exchange: the caller, the request's form, and server-sent events."""
 
 import asyncio
 from typing import cast
@@ -52,7 +52,7 @@ class Events:
         transport.write(b"%x\r\n%b\r\n" % (len(events), events))
 
     async def write(self, events: bytes) -> None:
-        """As `Writer.write`."""
+        """The same as `Writer.write`."""
         await self._writer.write(events)
 
     async def end(self, events: bytes) -> web.StreamResponse:

@@ -37,7 +37,7 @@ from kvrelay.router.request.validation import CheckedRequest, check_name, is_nam
 from kvrelay.v1.inference_pb2 import GenerateResponse
 
 PREFLIGHT_SECONDS = 600
-"""How long a browser may remember what it was allowed."""
+"""Seconds for which a browser may remember what it was allowed."""
 
 
 def _allow_origins(app: web.Application, origins: Iterable[str]) -> None:
@@ -65,7 +65,7 @@ CHECKED_AT_ONCE = 16
 """Prompts of one body that are tokenized and checked at a time: the event loop goes through all tasks that can go on
 before it looks at other requests."""
 CLOSE_SECONDS = 0.5
-"""For answers that are no completions to end when the router is to end."""
+"""Seconds for answers that are no completions to end when the router is to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class HttpSink:
     _prompt: int
     _reply: Reply
     _events: Events | None
-    """Those of a stream."""
+    """Stream of server-sent events; None for a single answer."""
 
     @property
     def ready(self) -> bool:
@@ -233,7 +233,7 @@ class HttpFace:
             events.close()
 
     def _head(self, id_: str) -> dict[str, str]:
-        """What each answer begins with."""
+        """The first fields of each answer."""
         model = self._front.model.fingerprint
         digest = hashlib.blake2b(f"{VERSION} {model}".encode(), digest_size=5).hexdigest()
         return {"id": id_, "model": self._front.served_names[0], "system_fingerprint": f"fp_{digest}"}

@@ -133,7 +133,7 @@ class JsonSchemaFormat(Fields):
 
 
 class ResponseFormat(Fields):
-    """What the text must be."""
+    """Format that the text must have."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -155,7 +155,7 @@ Schema = dict[str, JsonValue] | str
 
 
 class StructuredOutputs(Fields):
-    """What the text must be; exactly one of the fields."""
+    """Constraint on the text; exactly one of the fields is set."""
 
     json_: Schema | None = Field(None, alias="json")
     """A JSON Schema."""
@@ -183,14 +183,14 @@ class StructuredOutputs(Fields):
 
 
 class GenerateFields(Fields):
-    """What chat and completions have in common."""
+    """The fields that chat and completions have in common."""
 
     model: str | None = None
     """The served model or one of its aliases; null is the served model."""
     stream: bool | None = None
     """Answer by server-sent events, as tokens come."""
     stream_options: StreamOptions | None = None
-    """With stream."""
+    """Options of the stream; only with stream."""
     n: Integer = Field(None, ge=1, le=MAX_COMPLETIONS)
     """Completions of each prompt; completion i > 0 has a seed that is derived from `seed` and i."""
     max_tokens: Integer = Field(None, ge=0, le=MAX_UINT32)
@@ -218,7 +218,7 @@ class GenerateFields(Fields):
     ) = None
     """Added to the logits of these token ids."""
     response_format: ResponseFormat | None = None
-    """What the text must be."""
+    """Format that the text must have."""
     user: str | None = None
     """Requests of one user prefer the same workers, unless prompt_cache_key or the header X-Session-Id is given."""
 
@@ -241,17 +241,17 @@ class GenerateFields(Fields):
     )
     """Strings that the completion never has."""
     structured_outputs: StructuredOutputs | None = None
-    """What the text must be."""
+    """Constraint on the text."""
     guided_json: Schema | None = None
-    """As structured_outputs.json."""
+    """The same as structured_outputs.json."""
     guided_regex: str | None = None
-    """As structured_outputs.regex."""
+    """The same as structured_outputs.regex."""
     guided_choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
-    """As structured_outputs.choice."""
+    """The same as structured_outputs.choice."""
     guided_grammar: str | None = None
-    """As structured_outputs.grammar."""
+    """The same as structured_outputs.grammar."""
     priority: Integer = Field(None, ge=-MAX_INT32 - 1, le=MAX_INT32)
-    """Of the requests of one tenant that wait, the one with the smallest value goes first."""
+    """Order among the waiting requests of one tenant: the smallest value goes first."""
     slo_class: str | None = None
     """Class of service of the router's configuration."""
     cache_salt: str | None = None
@@ -259,7 +259,7 @@ class GenerateFields(Fields):
     prompt_cache_key: str | None = None
     """Requests with the same key go to the same workers where that costs nothing."""
     request_id: str | None = Field(None, min_length=1, max_length=MAX_REQUEST_ID_CHARACTERS)
-    """The request's name in answers and logs; else that of the header X-Request-Id, else one is drawn."""
+    """Name of the request in answers and logs; by default the header X-Request-Id, or a new one."""
     return_token_ids: bool | None = None
     """Choices have the ids of their tokens as `token_ids`."""
     timeline: bool | None = None
@@ -288,7 +288,7 @@ class GenerateFields(Fields):
         return self
 
     def form(self) -> Form:
-        """How the answer shall be, as far as both APIs have it."""
+        """The form of the answer, as far as both APIs have it."""
         options = self.stream_options or StreamOptions()
         return Form(
             n=self.n or 1,
@@ -311,7 +311,7 @@ class GenerateFields(Fields):
         return [constraint for constraint in formats if constraint is not None]
 
     def sampling(self) -> SamplingParams:
-        """How tokens are chosen; the prompt's own fields are not among it."""
+        """The sampling parameters, without the prompt's own fields."""
         seed = self.seed if self.seed is None else self.seed % 2**SEED_BITS
         return SamplingParams(
             max_tokens=self.max_tokens,

@@ -12,7 +12,7 @@ from kvrelay.router.request.conversation import MAX_CALLS, MAX_MESSAGES, MAX_TOO
 from kvrelay.v1.inference_pb2 import ChatMessage, ChatMessages, ToolCall
 
 MAX_PARTS = 4096
-"""Of one message's content."""
+"""Most parts of one message's content."""
 
 
 class TextPart(Fields):
@@ -63,17 +63,17 @@ class Message(Fields):
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None
     """Text, or parts of it, which are joined."""
     name: str | None = None
-    """Of the participant, if the template uses it."""
+    """Name of the participant, if the template uses it."""
     tool_calls: list[MessageToolCall] | None = Field(None, max_length=MAX_CALLS)
-    """Of an assistant: the calls that it made."""
+    """Calls that an assistant's message made."""
     tool_call_id: str | None = None
-    """Of a tool: the call that this answers."""
+    """Id of the call that a tool's message answers."""
     reasoning_content: str | None = None
-    """Of an assistant: what it thought, if the template uses it."""
+    """Reasoning of an assistant's message, if the template uses it."""
     reasoning: str | None = None
-    """As reasoning_content."""
+    """The same as reasoning_content."""
     parsed: JsonValue = None
-    """Has no effect here; as the next one, added by client libraries to the messages that they got."""
+    """Has no effect here, as the next field: client libraries add both to the messages that they got."""
     provider_specific_fields: JsonValue = None
     """Has no effect here."""
     refusal: Annotated[Any, Neutral("")] = None

@@ -60,7 +60,7 @@ def timeline_json(timeline: Timeline) -> dict[str, Any]:
 PART_TOKENS = 256
 """Tokens of a prompt that are added at a time, in some milliseconds."""
 LEAST = -9999.0
-"""In place of minus infinity, which JSON doesn't have."""
+"""Value in place of minus infinity, which JSON doesn't have."""
 
 
 class TextLogprobs:
@@ -91,7 +91,7 @@ class TextLogprobs:
             self._all["top_logprobs"].append(None if value is None else self._top(name, value))
 
     def take(self) -> dict[str, Any]:
-        """What was added since the last call."""
+        """The tokens that were added since the last call."""
         start, self._taken = self._taken, len(self._all["tokens"])
         return {key: values[start:] for key, values in self._all.items()}
 
@@ -150,7 +150,10 @@ class Choice(Protocol):
         """
 
     def add(self, message: GenerateResponse) -> str | dict[str, Any] | None:
-        """What a message adds to the choice: a chunk's part without its index, or only text, or nothing."""
+        """The part of a chunk that a message adds to the choice, without its index; a text if it is only text.
+
+        None if the message adds nothing.
+        """
 
     def part(self, text: str) -> dict[str, Any]:
         """A chunk's part that adds only text."""

@@ -23,7 +23,7 @@ class TokenizeRequest(ConversationFields):
     """The body of `/tokenize`: a prompt, or messages."""
 
     model: str | None = None
-    """As in a completion."""
+    """Model's name, as in a completion."""
     prompt: str | None = Field(None, min_length=1)
     """Text."""
     return_token_strs: bool | None = None
@@ -53,7 +53,7 @@ class DetokenizeRequest(Fields):
     """The body of `/detokenize`."""
 
     model: str | None = None
-    """As in a completion."""
+    """Model's name, as in a completion."""
     tokens: Annotated[list[Annotated[int, Field(ge=0, le=MAX_UINT32)]], BeforeValidator(whole_list)] = Field(
         max_length=DETOKENIZE_IDS
     )

@@ -44,13 +44,13 @@ MAX_VIEWERS = 16
 """Pages that may be open at once: each gets a few events a second. A newcomer takes the place of another client's
 oldest page if that client has two more than it has."""
 FLEET_SECONDS = 0.2
-"""Between two looks at the workers."""
+"""Seconds between two looks at the workers."""
 LIFE_SECONDS = 0.05
-"""Between two looks at the playground's request."""
+"""Seconds between two looks at the playground's request."""
 JSONS_A_TURN = 10
 """Requests whose JSON is made in one turn of the event loop, some 0.1 ms each."""
 SILENCE_SECONDS = 10.0
-"""After which an event is sent though nothing has changed: a viewer that is gone is noticed by it."""
+"""Seconds after which an event is sent though nothing has changed, to notice a viewer that is gone."""
 MAX_BODY_BYTES = 1024 * 1024
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 SECURITY = {
@@ -75,12 +75,12 @@ class Turn(Fields):
 
 
 class Ask(Fields):
-    """What the playground sends. An option that is null or absent has the default of the gRPC face."""
+    """A request from the playground. An option that is null or absent has the default of the gRPC face."""
 
     text: str | None = None
     """A prompt to continue."""
     messages: list[Turn] | None = None
-    """In place of `text`: a conversation, for a model with a chat template."""
+    """Conversation in place of `text`, for a model with a chat template."""
     max_tokens: int | None = Field(None, ge=0, lt=2**32)
     temperature: float | None = None
     top_p: float | None = None
@@ -106,19 +106,19 @@ class Page:
     def __init__(self, front: Front, registry: WorkerRegistry, router: str) -> None:
         """
         Args:
-            router: its name.
+            router: name of the router.
         """
         self._front = front
         self._registry = registry
         self._router = router
         self._viewers = Seats(MAX_VIEWERS, "pages")
         self._fleets: dict[str, tuple[float, bytes]] = {}
-        """When the latest `fleet` event of each tenant that views was made, and the event."""
+        """Latest `fleet` event of each tenant that views, and the time at which it was made."""
         folder = files(__package__) / "assets"
         self._assets = {asset.name: asset.read_bytes() for asset in folder.iterdir() if asset.is_file()}
 
     def routes(self) -> list[web.RouteDef]:
-        """What the HTTP face serves for the page."""
+        """The routes of the page on the HTTP face."""
         return [
             web.get("/", partial(self._asset, "index.html")),
             *(web.get(f"/page/{name}", partial(self._asset, name)) for name in self._assets),

@@ -1,4 +1,4 @@
-"""What the page shows, as values that become JSON. Nothing of a prompt or a completion is in them."""
+"""The data of the page, as values that become JSON. They hold nothing of a prompt or a completion."""
 
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -26,7 +26,7 @@ class WorkerShown:
     waiting: int
     pending_tokens: int
     computed_tokens: int
-    """Since the worker started."""
+    """Tokens that the worker has computed since it started."""
     block_size: int
     """Tokens per block; 0 before the first report, as are all other figures."""
     total: int
@@ -62,12 +62,12 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What doesn't change."""
+    """Facts about the router that don't change."""
 
     router: str
     version: str
     model: str
-    """Empty before a worker has told it."""
+    """Name of the model; empty before a worker has told it."""
     max_context: int
     has_chat_template: bool
 
@@ -81,7 +81,7 @@ def about(front: Front, router: str, registry: WorkerRegistry) -> About:
 
 
 def fleet(front: Front, registry: WorkerRegistry, tenant: str, now: float) -> Fleet:
-    """What a viewer of this tenant sees at `now`, on the monotonic clock."""
+    """The view of a tenant at `now`, on the monotonic clock."""
     requests = front.requests
     sending = requests.sending()
     used = requests.links()

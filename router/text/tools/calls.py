@@ -15,19 +15,19 @@ SPACE = " \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """What a piece of text adds to one of the calls."""
+    """The piece of one call that a piece of text adds."""
 
     index: int
     arguments: str = ""
     """A piece of a JSON object's text."""
     id: str = ""
-    """With the name, in the call's first delta only."""
+    """Id of the call; set with the name, in the call's first delta only."""
     name: str = ""
 
 
 @dataclass(slots=True)
 class Parsed:
-    """What a piece of text turned out to be."""
+    """The content and the calls in a piece of text."""
 
     content: str = ""
     calls: list[CallDelta] = field(default_factory=list)
@@ -59,10 +59,10 @@ class _At(Enum):
     IN_KEY = auto()
     COLON = auto()
     VALUE = auto()
-    """Before the first character of a value."""
+    """Place before the first character of a value."""
     IN_VALUE = auto()
     COMMA = auto()
-    """Behind a value."""
+    """Place behind a value."""
     END = auto()
     FAILED = auto()
 
@@ -172,10 +172,10 @@ class CallSequence(ABC):
 
     def __init__(self) -> None:
         self._call: CallObject | None = None
-        """The one that is being read."""
+        """Call that is being read."""
         self._calls = 0
         self._raw = ""
-        """What was read since the last call, and may be the beginning of one."""
+        """Text since the end of the last call, which may be the beginning of one."""
         self._ended = False
 
     def push(self, text: str) -> Parsed:
@@ -203,7 +203,7 @@ class CallSequence(ABC):
         return rest
 
     def _give_up(self, parsed: Parsed) -> None:
-        """What was held back is content, and all that follows."""
+        """Ends the reading of calls: the text held back is content, and so is all that follows."""
         self._call, self._ended = None, True
         parsed.content += self._raw
         self._raw = ""

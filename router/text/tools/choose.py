@@ -20,7 +20,7 @@ ReasoningParserName = Literal["auto", "none", "think"]
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model writes tool calls."""
+    """Format in which a model writes tool calls."""
 
     name: str
     signs: tuple[str, ...]

@@ -29,7 +29,7 @@ class MistralParser:
         self._open = Marker(OPEN)
         self._array: ArrayParser | None = None
         self._head: str | None = None
-        """What stands before a call's arguments; None outside of it."""
+        """Text read before a call's arguments; None outside of it."""
         self._value: JsonValue | None = None
         self._calls = 0
 
