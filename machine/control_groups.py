@@ -9,7 +9,7 @@ import psutil
 PROC = Path("/proc")
 GROUPS = Path("/sys/fs/cgroup")
 UNLIMITED = 2**60
-"""Number of bytes above which a control group's limit is none; others without a limit have no file, or the word max."""
+"""Limit in bytes from which on a control group counts as unlimited, as it does with the word max or without a file."""
 
 
 class MemoryLimit(NamedTuple):

@@ -180,7 +180,7 @@ class WorkerServer:
         return self._shell
 
     def _fail(self, error: BaseException) -> None:
-        """Ends the worker's service, because it can't go on. Any thread."""
+        """Reports that the worker can't go on. Any thread."""
         failure = self._failure
 
         def settle() -> None:
@@ -228,7 +228,7 @@ class WorkerServer:
         logger.info("took another role", extra={"role": role, "seconds": round(time.monotonic() - began, 3)})
 
     def _on_switched(self, task: "asyncio.Task[None]") -> None:
-        """Ends a worker that is neither in its old role nor in the new one; its successor starts with the new one."""
+        """Considers the next role. A worker that is in neither role ends, and its successor starts with the new one."""
         self._switch = None
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("can't take another role", exc_info=error)

@@ -52,8 +52,8 @@ class FrameBuffer(Protocol):
     def write_checked(self, data: Tensor, check: FrameCheck) -> bool | None:
         """Copies a frame into the blocks, and verifies the trailer that follows it in `data`, in one pass.
 
-        Returns whether it is intact, if not, its bytes are in the blocks all the same. None if this can't be; nothing
-        is done then.
+        Returns whether the frame is intact; if it isn't, its bytes are in the blocks all the same. Returns None, and
+        does nothing, if this frame can't be copied and verified in one pass.
         """
 
 
