@@ -32,7 +32,7 @@ class LiveRequest:
     trace_id: str
     """Trace id for log lines."""
     chain: Sequence[int]
-    """Digests of the prompt's blocks, `Submit.chain`, until other routers were told of them."""
+    """Names of the prompt's prefixes, `Submit.chain`, until other routers were told of them."""
     waits: Wait = WAIT_UNSPECIFIED
     """Reason why nothing of the request is computed now, as its router was told."""
     decode_reported: bool = False
