@@ -72,7 +72,7 @@ class Receiving(Transfer[ReceiveAttempt]):
     announced: tuple[int, bytes] | None = None
     """Tokens that the router announced, and their digest."""
     manifest: Manifest | None = None
-    """Known as soon as the sender's layout is known, too."""
+    """The sender's manifest; None until the sender's layout is known, too."""
     keep: int = 0
     """Tokens whose KV is here already, perhaps in blocks that others share."""
     have: int = 0
@@ -81,7 +81,7 @@ class Receiving(Transfer[ReceiveAttempt]):
     """Memory for the hidden states of the tokens from `states_from` on; None if none are wanted."""
     states_from: int = 0
     states_nbytes: int = 0
-    """Of that memory."""
+    """Size of the memory in `states`, in bytes."""
     ended: tuple[Code, str] = (Code.CANCELLED, "over on the decode worker")
     granted_at: float | None = None
     finish_at: float | None = None

@@ -1,4 +1,4 @@
-"""What the `KVReceiver` calls: its worker, and what makes the jobs of its links. Tests simulate both."""
+"""Interfaces that the `KVReceiver` calls: its worker, and the maker of its links' jobs. Tests simulate both."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol

@@ -15,7 +15,7 @@ class ReservationQueue:
 
     @property
     def first(self) -> Key | None:
-        """Who is to ask when there may be room."""
+        """The attempt that asks first when there may be room."""
         return next(iter(self._waiting), None)
 
     def passing(self, key: Key) -> bool:
@@ -28,7 +28,9 @@ class ReservationQueue:
         self._waiting.setdefault(key, None)
 
     def leave(self, key: Key) -> bool:
-        """`key` has its room, or wants none any more; whether it was waiting, so that it may be another's turn."""
+        """Takes `key` from the queue, because it has its room or wants none any more. Returns whether it was waiting,
+        so that another may have its turn.
+        """
         if key in self._waiting:
             del self._waiting[key]
             return True

@@ -1,1 +1,1 @@
-"""What a worker of either role runs: requests, scheduler, paged KV, runner, attention, models, sampling."""
+"""The engine that a worker of either role runs: requests, scheduler, paged KV, runner, attention, models, sampling."""

@@ -26,21 +26,22 @@ STATE_METHODS: tuple[SpeculationMethod, ...] = ("medusa", "eagle3")
 
 @dataclass(frozen=True, slots=True)
 class DeviceDefaults:
-    """What the options that are `auto` become on a kind of device."""
+    """Values of the options that are `auto`, for one kind of device."""
 
     block_size: int
     max_batch_tokens: int
     max_sequences: int
     memory_share: float
     pool_contexts: int
-    """Contexts of the greatest length that a KV pool of `auto` holds at most; more would hardly be used."""
+    """Largest size of a KV pool of `auto`, in contexts of the greatest length; more would hardly be used."""
 
 
 CPU_DEFAULTS = DeviceDefaults(16, 512, 64, memory_share=0.5, pool_contexts=16)
 GPU_DEFAULTS = DeviceDefaults(64, 2048, 256, memory_share=0.9, pool_contexts=256)
 LARGE_GPU_BYTES = 70 * 2**30
 LARGE_GPU_BATCH_TOKENS = 8192
-"""Step of a GPU with LARGE_GPU_BYTES or more. The intermediate tensors of a step take memory from the KV pool."""
+"""Token budget of one step on a GPU with LARGE_GPU_BYTES or more. A step's intermediate tensors take memory from the KV
+pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,9 @@ class SpeculationConfig(Options):
     """How an engine guesses tokens, to check several in one step. The tokens are the same with and without."""
 
     method: SpeculationMethod = "off"
-    """Who guesses: ngram looks up what followed the last tokens when the request had them before; suffix does so for as
-    many last tokens as it can, and guesses the more, the more there are; draft asks a small model; medusa and eagle3
-    ask heads that were trained for the served model and read its hidden states."""
+    """Method that guesses: ngram looks up what followed the last tokens when the request had them before; suffix does
+    so for as many last tokens as it can, and guesses the more, the more there are; draft asks a small model; medusa and
+    eagle3 ask heads that were trained for the served model and read its hidden states."""
 
     draft_model: str = ""
     """Folder of a Hugging Face checkpoint with the vocabulary of the served model, hf:ORG/NAME[@REVISION], or the name
@@ -118,9 +119,9 @@ class EngineConfig(Options):
     """Keep computed blocks and reuse them for prompts of the same tenant with the same prefix."""
 
     quantization: Quantization = "none"
-    """What weights are converted to when they are loaded. int8 and fp8 (E4M3) have a scale for each output; int4 has
-    one for each 64 inputs, and an int8 head. w8a8 is int8 whose products round their inputs to int8 too, each token by
-    its largest; on GPUs it is int8. KV keeps the model's dtype. none leaves weights as the checkpoint has them,
+    """Format that weights are converted to when they are loaded. int8 and fp8 (E4M3) have a scale for each output; int4
+    has one for each 64 inputs, and an int8 head. w8a8 is int8 whose products round their inputs to int8 too, each token
+    by its largest; on GPUs it is int8. KV keeps the model's dtype. none leaves weights as the checkpoint has them,
     quantized or not."""
 
     packed_cache_bytes: Annotated[int, Interval(ge=0)] = 0
@@ -129,36 +130,36 @@ class EngineConfig(Options):
     memory. The models used least recently are removed first. 0 keeps none."""
 
     device: Device = "auto"
-    """Where the model runs and the KV pool is; auto takes a GPU if the worker has one."""
+    """Device that holds the model and the KV pool; auto takes a GPU if the worker has one."""
 
     prefill_attention: Annotated[
         PrefillAttention, Removed("gluon", "varlen_attn, flashinfer or auto"), Removed("flash_attn", "varlen_attn")
     ] = "triton"
-    """What attends for prompts on a GPU. triton: kvrelay's kernel for all GPUs, whose results don't depend on where a
-    prompt is cut into chunks; those of the others may, in their last bits. varlen_attn: PyTorch's, from 2.13 on, by
-    FlashAttention 3 on Hopper or FlashAttention 4 on Blackwell, installed by you. flashinfer: FlashInfer, the extra
-    kvrelay[flashinfer]. Both take KV of 16 bits. auto: times those that can be had when the worker starts, and takes
-    the fastest."""
+    """Kernel that attends for prompts on a GPU. triton: kvrelay's kernel for all GPUs, whose results don't depend on
+    where a prompt is cut into chunks; those of the others may, in their last bits. varlen_attn: PyTorch's, from 2.13
+    on, by FlashAttention 3 on Hopper or FlashAttention 4 on Blackwell, installed by you. flashinfer: FlashInfer, the
+    extra kvrelay[flashinfer]. Both take KV of 16 bits. auto: times those that can be had when the worker starts, and
+    takes the fastest."""
 
     graph_tokens: Annotated[int, Interval(ge=0, le=8192)] = 512
-    """On a GPU, tokens of the largest step with chunks of prompts that is launched as captured graphs, in pieces with
+    """Size in tokens of the largest step with chunks of prompts that a GPU runs as captured graphs, in pieces with
     attention between them: the host then takes a fraction of the time for it. There are graphs for a few sizes, and
     padding fills a step up to the next. Larger steps keep the GPU busy for longer than the host takes to launch each
     kernel. 0 captures none, which takes less memory and a shorter start. Decode steps are captured in any case."""
 
     constraint_seconds: Annotated[float, Interval(gt=0)] = 2.0
-    """CPU time that following the constraint of one request (a schema, a regular expression, a grammar) may take,
-    beside 5 ms a token; then the request ends as `INVALID_ARGUMENT`. It is spent in processes of their own."""
+    """CPU seconds that following the constraint of one request (a schema, a regular expression, a grammar) may take,
+    beside 5 ms a token; then the request ends as `INVALID_ARGUMENT`. The work is done in processes of its own."""
 
     constraint_bytes: Annotated[int, Interval(ge=2**20)] = 256 * 2**20
-    """Bytes of all compiled constraints and those that follow them, at most;
-    what is over it is forgotten, and made again when it is needed."""
+    """Memory limit in bytes of all compiled constraints and their followers. Constraints beyond it are forgotten, and
+    compiled again when they are needed."""
 
     threads: Annotated[int, Interval(ge=0, le=1024)] = 0
     """CPU threads of the forward pass; 0 divides the machine's cores among its workers."""
 
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    """Guessed tokens."""
+    """Options of speculation: tokens that are guessed, and checked several in one step."""
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)

@@ -35,14 +35,14 @@ class Engine:
         self.steps = 0
         """Steps since start."""
         self.step_seconds = 0.0
-        """What they took together, as far as nothing else was done meanwhile."""
+        """Seconds that these steps took together, without those in which the engine did something else."""
         self.on_step: Callable[[StepPlan, StepOutput, float], None] | None = None
         """Called with each step that was committed, and the seconds that `step` took for it."""
         self.on_launch: OnLaunch | None = None
         self._in_flight: deque[tuple[StepPlan, StepHandle, float]] = deque()
-        """Plans, what they become, and when they were begun."""
+        """Plans in flight, each with its step's handle and the time when it was begun."""
         self._committed = 0.0
-        """When the step before was committed."""
+        """Time when the step before was committed."""
 
     def warm_up(self) -> None:
         """Runs what would make the first steps slow. Call it before there are sequences."""

@@ -25,16 +25,18 @@ if TYPE_CHECKING:
 
 
 NOT_READY = ""
-"""In place of why a row is refused: its mask isn't there yet, so that its token is chosen in a later step."""
+"""Reason of a refused row whose mask isn't there yet: its token is chosen in a later step."""
 
 
 class TokenLogprobs(NamedTuple):
-    """Natural logarithms of probabilities, by the model's own distribution: before penalties, temperature, filters."""
+    """Log-probabilities of a token and of the likeliest ones, natural logarithms of the model's own distribution:
+    before penalties, temperature and filters.
+    """
 
     logprob: float
-    """Of the token itself."""
+    """Log-probability of the token itself."""
     rank: int
-    """Of the token among all, from 1."""
+    """Rank of the token among all, from 1."""
     top_ids: tuple[int, ...]
     """The likeliest tokens, likeliest first, as many as were asked for."""
     top_logprobs: tuple[float, ...]
@@ -50,7 +52,7 @@ class PromptPart:
     targets: NDArray[np.int32]
     """[N] the prompt's tokens after that one and the N - 1 that follow it."""
     top: int
-    """How many of the likeliest tokens are wanted beside each."""
+    """Number of likeliest tokens that are wanted beside each target."""
     first: int
     """Index of targets[0] in the prompt."""
 
@@ -60,7 +62,7 @@ class StepPlan:
     """One step's work: R rows, T tokens. The arrays are the plan's own copies, and read-only."""
 
     step: int
-    """Increases by one with every plan."""
+    """Number of the plan; it increases by one with every plan."""
     handles: tuple[int, ...]
     """[R] the scheduler's number for each row's sequence. Only rows of drafts repeat the one before them."""
     tokens: NDArray[np.int32]
@@ -85,7 +87,7 @@ class StepPlan:
     drafts: NDArray[np.bool_] | None = None
     """[R] whether the row's only token is a draft. None if none is."""
     prompt_parts: tuple[PromptPart, ...] = ()
-    """In order of their rows, at most one for each."""
+    """Prompt parts in order of their rows, at most one for each."""
     keep: tuple[int, ...] = ()
     """Layers whose inputs the step yields (`StepOutput.states`); the model's number of layers stands for the last one's
     output."""
@@ -97,7 +99,7 @@ class StepPlan:
 
     @property
     def kind(self) -> Literal["prefill", "decode", "mixed"]:
-        """What the rows are: parts of prompts, single tokens, or some of each."""
+        """Kind of the rows: parts of prompts, single tokens, or some of each."""
         if self.num_tokens == self.num_rows:
             return "decode"
         return "mixed" if int(self.lengths.min()) == 1 else "prefill"
@@ -121,7 +123,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step yielded."""
+    """Results of a step."""
 
     tokens: tuple[int | None, ...]
     """[R] the sampled token of each row with `sample`, else None."""
@@ -132,14 +134,14 @@ class StepOutput:
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """[R] of each row's token where its request asks for them. None if no row does."""
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
-    """Of each of the plan's prompt parts."""
+    """Log-probabilities of each of the plan's prompt parts."""
     graph: bool = False
     """Whether the step was launched as captured graphs."""
     states: "Tensor | None" = field(default=None, compare=False, repr=False)
     """[T, layers, hidden] of each token: what the plan's `keep` names, in the model's dtype. None if that is empty."""
 
     def misfit(self, plan: StepPlan) -> str:
-        """Why it can't be the output of `plan`; empty if it can."""
+        """The reason why this can't be the output of `plan`; empty if it can."""
         rows = plan.num_rows
         if len(self.tokens) == rows and all(0 <= row < rows for row in self.nonfinite):
             return ""

@@ -1,4 +1,4 @@
-"""What was asked: frozen values that no part of the system changes."""
+"""Requests as the engine gets them: frozen values that no part of the system changes."""
 
 import enum
 import math
@@ -8,7 +8,7 @@ from kvrelay.engine.constrain.grammar import Constraint, Grammar
 
 MAX_LOGPROBS = 20
 MIN_REPETITION_PENALTY = 2.0**-7
-"""A logit that is divided by it stays finite."""
+"""Smallest repetition penalty: a logit that is divided by it stays finite."""
 """Likeliest tokens that a request may ask for beside each of its own."""
 
 
@@ -49,9 +49,9 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the completion never has."""
     logprobs: int | None = None
-    """How many of the likeliest tokens are reported beside each token; None reports nothing."""
+    """Number of likeliest tokens that are reported beside each token; None reports nothing."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt."""
+    """Number of likeliest tokens that are reported beside each token of the prompt; None reports nothing."""
     constraint: Constraint | None = None
 
     @property
@@ -117,11 +117,11 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     tenant: str = ""
     grammar: Grammar | None = None
-    """The compiled form of `sampling.constraint`; there if that is."""
+    """Compiled form of `sampling.constraint`, where there is one."""
     holder: int = 0
-    """Whose request it is: a digest of the tenant, or of the client's address; 0 where that is unknown."""
+    """Holder of the request: a digest of the tenant, or of the client's address; 0 where that is unknown."""
     expected_tokens: int = 0
-    """Completion tokens that it is expected to have in the end; 0: `max_tokens`."""
+    """Completion tokens that the request is expected to have in the end; 0: `max_tokens`."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -134,5 +134,5 @@ class Request:
 
     @property
     def most_tokens(self) -> int:
-        """Prompt plus completion, in tokens, at most."""
+        """Largest number of tokens of the prompt and the completion together."""
         return self.prompt_tokens + self.sampling.max_tokens

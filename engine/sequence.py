@@ -14,13 +14,13 @@ class Status(enum.IntEnum):
     """Where a sequence is. The order matters: every status after PREEMPTED means that it has left the scheduler."""
 
     WAITING = 0
-    """For a row, and for blocks unless its KV came from another worker."""
+    """Waiting for a row, and for blocks unless its KV came from another worker."""
     RUNNING = 1
     PREEMPTED = 2
     """Waiting again. Its blocks were taken away, so all its tokens must be computed anew."""
     FINISHED = 3
     HANDED_OFF = 4
-    """Its blocks left with its first token."""
+    """Gone with its blocks, after its first token."""
     CANCELLED = 5
     FAILED = 6
 
@@ -46,9 +46,10 @@ class Sequence:
 
     request: Request
     handle: int
-    """The scheduler's number for it, in order of arrival."""
+    """Number that the scheduler gave the sequence, in order of arrival."""
     hold: Hold
-    """Its blocks, at least those of the first num_computed tokens. Empty unless it runs or its KV came with it."""
+    """Blocks of the sequence, at least those of the first num_computed tokens. Empty unless it runs or its KV came with
+    it."""
     handoff: bool = False
     """Whether it leaves with its first token."""
     states: StatesLayout | None = None
@@ -64,19 +65,20 @@ class Sequence:
     recomputed_tokens: int = 0
     """Tokens computed a second time, here or after another worker had computed them; 0 unless it was preempted."""
     scheduled: int = 0
-    """Its tokens in the plans in flight."""
+    """Number of the sequence's tokens in the plans in flight."""
     yields: int = 0
     """Tokens that the plans in flight will sample for it: they come after `tokens` and aren't known yet."""
     row: int = -1
-    """Its row in the newest plan that it is in."""
+    """Row of the sequence in the newest plan that it is in."""
     turn: int = -1
-    """Number of that plan; before the first one, number of the plan that was next when it started to run."""
+    """Number of that plan; before the first one, the number of the plan that was next when the sequence started to
+    run."""
     slot: int = -1
-    """Its row in the block tables while RUNNING."""
+    """Row of the sequence in the block tables while RUNNING."""
     chain: list[bytes] = field(default_factory=list)
     """Prefix digests of its tokens' leading blocks, as far as they were needed."""
     shaping: Shaping | None = None
-    """What changes its logits before its next token is chosen."""
+    """Changes of the sequence's logits before its next token is chosen."""
     unscored: int = 0
     """The first token of the prompt whose log-probabilities are asked for and in no plan yet; 0 if none is left."""
     proposed: int = 0
@@ -93,7 +95,7 @@ class Sequence:
         return cls(request, handle, hold, handoff, tokens=tokens, shaping=shaping, unscored=unscored)
 
     def take_kv(self, length: int) -> None:
-        """The KV of its first `length` tokens, which is in its blocks, came from another worker."""
+        """Notes that the KV of the first `length` tokens, which is in the blocks, came from another worker."""
         self.unscored = 0
         self.chain = self.hold.chain
         self.num_computed = self.furthest = length
@@ -101,7 +103,7 @@ class Sequence:
 
     @property
     def holder(self) -> int:
-        """As `Request.holder`."""
+        """Holder of the request, as `Request.holder`."""
         return self.request.holder
 
     @property
@@ -133,7 +135,7 @@ class Sequence:
         return not last and not self.request.sampling.follows_tokens
 
     def advance(self, end: int) -> None:
-        """The KV of its first `end` tokens is in the pool now."""
+        """Notes that the KV of the first `end` tokens is in the pool now."""
         if self.num_computed < self.furthest:
             self.recomputed_tokens += min(end, self.furthest) - self.num_computed
         self.num_computed = end

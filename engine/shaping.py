@@ -1,4 +1,4 @@
-"""How one sequence's logits change before its next token is chosen. No torch.
+"""Shapings: how one sequence's logits change before its next token is chosen. No torch.
 
 In this order, as in Hugging Face's `generate`, for each token id i of the vocabulary:
 
@@ -54,7 +54,7 @@ class Shaping:
 
     @classmethod
     def of(cls, request: Request, tokens: Sequence[int]) -> "Shaping | None":
-        """That of a request that has these tokens, the prompt's included; None if nothing changes its logits."""
+        """The shaping of a request that has these tokens, the prompt's included; None if nothing changes its logits."""
         if not request.sampling.shaped:
             return None
         prompt, completion = tokens[: request.prompt_tokens], tokens[request.prompt_tokens :]
@@ -76,7 +76,9 @@ class Shaping:
             self.matcher.push(token)
 
     def after(self, token: int) -> "Shaping | None":
-        """That of the same sequence with one token more, which it may not get; None if the constraint forbids it."""
+        """The shaping of the same sequence with one token more, which it may not get; None if the constraint forbids
+        it.
+        """
         matcher = None if self.matcher is None else self.matcher.after(token)
         if matcher is None and self.matcher is not None:
             return None

@@ -7,10 +7,10 @@ from kvrelay.engine.kv.layout import DTYPE_BYTES, FloatDtype
 
 
 class StatesShape(NamedTuple):
-    """What the steps of a runner can keep."""
+    """Shape of the hidden states that a runner's steps can keep."""
 
     layers: int
-    """Of the model; this number itself stands for the last one's output."""
+    """Number of the model's layers; this number itself stands for the last one's output."""
     hidden_size: int
 
 
@@ -19,11 +19,11 @@ class StatesLayout:
     """The hidden states of a prompt that a decode worker's proposer guesses from."""
 
     layers: tuple[int, ...]
-    """As `Proposer.layers`."""
+    """Layers whose inputs are wanted, as `Proposer.layers`."""
     hidden_size: int
     dtype: FloatDtype
     last: bool = False
-    """Whether those of the prompt's last token are enough."""
+    """Whether the states of the prompt's last token are enough."""
 
     def __post_init__(self) -> None:
         if len(set(self.layers)) != len(self.layers):

@@ -23,7 +23,7 @@ GROUP_MULTIPLE = 32
 
 
 class CodeType(IntEnum):
-    """The numbers are those of `WeightType` in native/linear.h."""
+    """Types of codes, numbered as `WeightType` in native/linear.h."""
 
     INT8 = 2
     INT4 = 3
@@ -45,9 +45,9 @@ class CodedWeight:
     scales: Tensor
     """float32 [out, groups]."""
     zeros: Tensor | None
-    """uint8 [out, groups]; None for 0."""
+    """Zeros, uint8 [out, groups]; None for 0."""
     group: int
-    """Inputs that share a scale; the last group may be shorter."""
+    """Number of inputs that share a scale; the last group may be shorter."""
     round_inputs: bool = False
     """Whether products round their inputs to int8 too, each row by its largest (`round_rows`): W8A8."""
 
@@ -81,7 +81,7 @@ Quantize = Callable[[Tensor], CodedWeight]
 
 
 def int8(weight: Tensor) -> CodedWeight:
-    """Symmetric, a scale for each output."""
+    """A weight as int8: symmetric, with a scale for each output."""
     values = weight.float()
     scales = _scales(values.abs().amax(1, keepdim=True), 127)
     codes = (values / scales).round_().clamp_(-127, 127).to(torch.int8).view(torch.uint8)
@@ -101,8 +101,8 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def int4(weight: Tensor, group: int = 64) -> CodedWeight:
-    """With zeros. Each group takes the scale with the least squared error, of that which covers its range and smaller
-    ones.
+    """A weight as int4, with zeros. Each group takes the scale with the least squared error, of that which covers its
+    range and smaller ones.
     """
     grouped, shape = _grouped(weight, group), weight.shape
     low, high = grouped.amin(-1).clamp_(max=0), grouped.amax(-1).clamp_(min=0)
@@ -123,7 +123,7 @@ def int4(weight: Tensor, group: int = 64) -> CodedWeight:
 
 
 def fp8(weight: Tensor) -> CodedWeight:
-    """A scale for each output."""
+    """A weight as fp8, with a scale for each output."""
     values = weight.float()
     scales = _scales(values.abs().amax(1, keepdim=True), 448)
     codes = (values / scales).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -160,7 +160,7 @@ def _grouped(weight: Tensor, group: int) -> Tensor:
 
 
 def _scales(range_: Tensor, steps: float) -> Tensor:
-    """1 for a group of zeros."""
+    """The scales of groups with these ranges; 1 for a group of zeros."""
     return torch.where(range_ > 0, range_ / steps, 1.0)
 
 

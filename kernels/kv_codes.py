@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""The largest code of each type of 8 bits; float8_e4m3fn has no infinities."""
+"""Largest code of each type of 8 bits; float8_e4m3fn has no infinities."""
 SCALE = torch.bfloat16
 
 

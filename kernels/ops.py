@@ -14,9 +14,9 @@ class Feeds(NamedTuple):
     """Tokens of a step that the step before has sampled, and left on the device."""
 
     rows: Tensor
-    """int64 [T] the row of `sampled` that has each token; negative if the step itself has it."""
+    """Rows of `sampled` that have the tokens, int64 [T]; negative for a token that the step itself has."""
     sampled: Tensor
-    """int64 [R]; a negative one is taken as 0."""
+    """Sampled tokens, int64 [R]; a negative one is taken as 0."""
 
 
 class Ops(Protocol):

@@ -9,20 +9,20 @@ import psutil
 PROC = Path("/proc")
 GROUPS = Path("/sys/fs/cgroup")
 UNLIMITED = 2**60
-"""Control groups without a limit have none, the word max, or a number above this one."""
+"""Limit in bytes from which on a control group counts as unlimited, as it does with the word max or without a file."""
 
 
 class MemoryLimit(NamedTuple):
-    """Of one control group, in bytes."""
+    """Memory limit and use of one control group, in bytes."""
 
     limit: int
     used: int
-    """Without copies of files that were not used lately, such as those of a checkpoint: the kernel gives them up when
-    it needs room."""
+    """Used bytes, without copies of files that were not used lately, such as those of a checkpoint: the kernel gives
+    them up when it needs room."""
 
 
 def memory_limits(proc: Path = PROC, groups: Path = GROUPS) -> list[MemoryLimit]:
-    """Of each control group around this process that has a limit."""
+    """The limits and uses of all control groups around this process that have a limit."""
     return [found for folder in _folders(proc, groups) for found in _limits(folder)]
 
 

@@ -47,12 +47,12 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """What pydantic refuses in a file with options, in the words of `require`."""
+    """Mistake that pydantic found in a file with options, in the words of `require`."""
 
     path: tuple[str, ...]
     """Names of the sections and of the key."""
     text: str
-    """What is wrong, to follow the key."""
+    """Text that follows the key and says what is wrong."""
     unknown_key: bool = False
 
     @classmethod
@@ -161,16 +161,16 @@ class Automatic:
     """Text of the error message: what is allowed."""
 
     least: float = 1
-    """The smallest number."""
+    """Smallest number."""
 
     most: float | None = None
-    """The largest number; None is no limit."""
+    """Largest number; None is no limit."""
 
     sizes: bool = False
     """Whether a number of bytes may be given as text, such as 8GiB."""
 
     word: object = AUTO
-    """What `auto` becomes."""
+    """Value that `auto` becomes."""
 
     def accepts(self, value: float) -> bool:
         """Whether an option may have this value, in which AUTO stands for `auto`."""

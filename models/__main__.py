@@ -7,7 +7,7 @@ from kvrelay.models import resolve
 
 
 def main() -> None:
-    """Exit code 2 with one line if the model can't be had."""
+    """Runs the command; exit code 2 with one line if the model can't be had."""
     parser = argparse.ArgumentParser(
         prog="python -m kvrelay.models", description="Downloads a model where it is missing."
     )

@@ -21,7 +21,7 @@ TEXT_FILES = (
 )
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
 HEADS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
-"""What speculative heads are published as, where they are no `model.safetensors`."""
+"""Names of the files in which speculative heads are published, where they are no `model.safetensors`."""
 
 
 def fetch(model: str, *, weights: bool, heads: bool) -> Path:

@@ -201,7 +201,7 @@ def continue_greedily(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str
 
 @dataclass(frozen=True)
 class Budget:
-    """How long to train: by steps, or by minutes of wall time where steps is None."""
+    """Limit of the training: a number of steps, or minutes of wall time where steps is None."""
 
     minutes: float
     steps: int | None
@@ -213,7 +213,7 @@ class Budget:
 
 @dataclass
 class Spent:
-    """What a run has used so far, including the time before interruptions."""
+    """Steps and time that a run has used so far, including the time before interruptions."""
 
     steps: int = 0
     tokens: int = 0

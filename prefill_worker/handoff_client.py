@@ -17,7 +17,7 @@ from kvrelay.transfer.protocol.peers import Peer
 logger = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 0.5
-"""How long peers may take to read the last messages of a worker that shuts down."""
+"""Longest time in seconds that peers may take to read the last messages of a worker that shuts down."""
 
 Call = grpc.aio.StreamStreamCall[bytes, bytes]
 

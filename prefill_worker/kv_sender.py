@@ -118,19 +118,19 @@ class Sending(Transfer[SendAttempt]):
     pair: Pair
     states: SentStates
     state_nbytes: int = 0
-    """Of hidden states, that were sent."""
+    """Bytes of hidden states that were sent."""
     started_at: float | None = None
-    """When the first frame was queued and its KV was there."""
+    """Time when the first frame was queued and its KV was there."""
     finished_at: float | None = None
-    """When prefill ended."""
+    """Time when prefill ended."""
     offered_at: float
     granted_at: float | None = None
-    """When the receiver's first grant came."""
+    """Time when the receiver's first grant came."""
     steps: deque[tuple[int, KVWrites]] = field(default_factory=deque)
     """Steps whose end isn't known, oldest first: the tokens before those whose KV each computes, and its writes."""
 
     def written(self, tokens: int) -> KVWrites:
-        """When the KV of the first `tokens` tokens is computed."""
+        """The writes that end when the KV of the first `tokens` tokens is computed."""
         while self.steps and self.steps[0][1].ended:
             self.steps.popleft()
         return next((writes for before, writes in reversed(self.steps) if before < tokens), WRITTEN)
@@ -155,7 +155,7 @@ class KVSender(Endpoint[Sending]):
         super().__init__(context)
         layout, config = self.local.layout, self.config
         self._cuts = FrameCut.of(layout, config.frame_bytes), FrameCut.of(layout, config.gpu_frame_bytes)
-        """Of frames over other links, and of frames from GPU to GPU."""
+        """Cuts of frames over other links, and of frames from GPU to GPU."""
         for cut in self._cuts:
             if cut.nbytes > MAX_FRAME_BYTES or cut.parts > MAX_PARTS:
                 raise ValueError(
@@ -306,13 +306,13 @@ class KVSender(Endpoint[Sending]):
         self.links.submit(pair.incarnation, frame.epoch, job)
 
     def _announce(self, transfer: Sending, push: Push) -> None:
-        """The link begins to send a frame."""
+        """Tells the receiver that the link begins to send a frame."""
         transfer.started_at = transfer.started_at or self.runtime.now()
         transfer.state_nbytes += push.nbytes if push.states else 0
         transfer.pair.stream.put(push)
 
     def _sent(self, transfer: Sending, frame: Frame) -> None:
-        """The frame's blocks are no longer needed for it."""
+        """Notes that the frame's blocks are no longer needed for it."""
         if transfer.claims[frame].in_place:
             self.in_place_bytes += frame.nbytes
         self._feed(transfer, FrameEnded(frame))

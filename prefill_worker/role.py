@@ -59,9 +59,9 @@ class PrefillRole(HandoffRole):
         self._shipped: dict[Key, int] = {}
         """Blocks of each computing sequence that the sender has already."""
         self._fetched = 0
-        """Copies of hidden states that were asked for; the engine thread's."""
+        """Number of copies of hidden states that were asked for; the engine thread's."""
         self._came = 0
-        """Those of them that came to the event loop."""
+        """Number of these copies that came to the event loop."""
         self._client = HandoffClient(self.setup, self)
         self._sender = self._client.sender
         worker.watch_engine(self._on_start, self._on_launch)

@@ -14,7 +14,7 @@ BETWEEN_GPUS = frozenset({"nccl"})
 """Transports from GPU memory to GPU memory. To open a link takes longer than a frame may, because NCCL makes a
 communicator."""
 LINK_BUFFERS = 2
-"""Frames that a link's end has memory for."""
+"""Number of frames that a link's end has memory for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class TransferConfig(Options):
     transport: Annotated[
         Literal["auto", "gloo", "nccl", "nixl", "shm", "tcp"], Removed("cuda_ipc", "auto, nccl or shm")
     ] = "auto"
-    """How KV bytes travel; auto takes the best transport that both workers can use.
+    """Transport of KV bytes; auto takes the best one that both workers can use.
 
     nccl: from GPU to GPU, within a machine too; two workers on one GPU need NCCL 2.30. nixl: over RDMA where there is
     such a network; needs the extra kvrelay[nixl]. shm: shared memory of one machine (of one pod), for GPUs through the
@@ -35,8 +35,8 @@ class TransferConfig(Options):
     """KV bytes of one frame at most; 64 KiB to 64 MiB. A larger KV block is sent in several frames, by layers."""
 
     gpu_frame_bytes: Annotated[int, Interval(ge=2**16, le=2**28)] = 64 * 2**20
-    """As `frame_bytes`, for frames from GPU to GPU (nccl); 64 KiB to 256 MiB. Each end of a link takes GPU
-    memory for two frames."""
+    """KV bytes of one frame from GPU to GPU (nccl) at most; 64 KiB to 256 MiB. Each end of a link takes GPU memory for
+    two frames."""
 
     gpu_buffer_bytes: int = 4 * 2**30
     """GPU memory for the frames of all links from GPU to GPU, beside `kv_memory_bytes`. A link that doesn't fit closes
@@ -46,7 +46,7 @@ class TransferConfig(Options):
     """Verify a 64-bit checksum of every frame before its KV is used. Switch it off only to measure its cost."""
 
     encrypt: Encrypt = "none"
-    """What protects KV on the network between two machines; `auto` takes only transports that can do it.
+    """Protection of KV on the network between two machines; `auto` takes only transports that can do it.
 
     none: for a trusted network; checksums find accidental damage. integrity: tcp, gloo, and nixl from host memory carry
     a keyed MAC (AES-GMAC) in the checksum's place, so nobody can change KV unnoticed. full: tcp uses TLS 1.3 with the
@@ -63,25 +63,25 @@ class TransferConfig(Options):
     from them (medusa, eagle3). Where they don't fit, it guesses without. 0 on the decode worker: none are sent."""
 
     lease_seconds: Seconds = 5.0
-    """How long a sender keeps exported blocks without a message of the receiver."""
+    """Seconds that a sender keeps exported blocks without a message of the receiver."""
 
     frame_timeout_seconds: Seconds = 3.0
-    """How long one frame may take on a link before the link is given up; also for opening a link between hosts."""
+    """Seconds that one frame may take on a link before the link is given up; also for opening a link between hosts."""
 
     dial_timeout_seconds: Seconds = 20.0
-    """How long opening a link between GPUs (nccl) may take: the first one starts NCCL."""
+    """Seconds that opening a link between GPUs (nccl) may take: the first one starts NCCL."""
 
     grant_timeout_seconds: Seconds = 120.0
-    """How long an offer may wait for free blocks on the decode worker."""
+    """Seconds that an offer may wait for free blocks on the decode worker."""
 
     prefill_timeout_seconds: Seconds = 120.0
-    """How long the decode worker keeps blocks reserved for a prompt that is not computed yet."""
+    """Seconds that the decode worker keeps blocks reserved for a prompt that is not computed yet."""
 
     transfer_timeout_seconds: Seconds = 60.0
-    """How long a hand-off may take from the end of prefill to its commit."""
+    """Seconds that a hand-off may take from the end of prefill to its commit."""
 
     max_links: Annotated[int, Interval(ge=1, le=4096)] = 64
-    """Links open at once; the least recently used one is closed first."""
+    """Largest number of links open at once; the least recently used one is closed first."""
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)

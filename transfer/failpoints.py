@@ -51,10 +51,10 @@ _PLACES = {
     "decode.before_commit": "",
     "decode.after_commit": "",
 }
-"""The value of each place besides request and attempt."""
+"""Value of each place besides request and attempt."""
 
 _ACTIONS: dict[str, float | None] = {"exit": 1, "kill": None, "stop": None, "raise": None, "sleep": 1}
-"""The default argument of each action; None if it takes none."""
+"""Default argument of each action; None if it takes none."""
 
 _RULE = re.compile(
     r"(?P<place>[a-z_.]+)(?P<conditions>(,[a-z]+=[^,:;]+)*):(?P<action>[a-z]+)(\((?P<argument>[0-9.]+)\))?"

@@ -1,1 +1,1 @@
-"""What prefill and decode workers share: identity, the relay to routers, heartbeats, the engine thread."""
+"""The common part of prefill and decode workers: identity, the relay to routers, heartbeats, the engine thread."""

@@ -1,4 +1,4 @@
-"""What one worker process is told at start: the JSON file of `python -m kvrelay.prefill_worker --config FILE`."""
+"""Options of one worker process at start: the JSON file of `python -m kvrelay.prefill_worker --config FILE`."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -17,38 +17,39 @@ class WorkerConfig(Options):
     """One worker's identity, model and options."""
 
     name: str
-    """Unique in the cluster, e.g. `worker-0`; stays the same when the worker is replaced."""
+    """Name of the worker, unique in the cluster, e.g. `worker-0`; stays the same when the worker is replaced."""
 
     role: WorkerRole
-    """What it does with requests, until the supervisor gives it another role."""
+    """Role of the worker, until the supervisor gives it another one."""
 
     model: str
     """Folder of a Hugging Face checkpoint, hf:ORG/NAME[@REVISION] for a model of the hub, or the name of a bundled one
     (`pico`, `pico-draft`)."""
 
     dtype: Dtype = "auto"
-    """Of weights and KV; auto takes the checkpoint's on GPU, and on CPU the checkpoint's unless it is float16."""
+    """Dtype of weights and KV; auto takes the checkpoint's on GPU, and on CPU the checkpoint's unless it is float16."""
 
     host: str = "127.0.0.1"
     """Address that the internal gRPC and the links bind to, and that peers dial."""
 
     port: Port = 0
-    """Of the internal gRPC; 0 takes a free one."""
+    """Port of the internal gRPC; 0 takes a free one."""
 
     metrics_port: Port | None = None
     """Port of `/metrics`; 0 takes a free one, None opens none."""
 
     supervisor: str = ""
-    """host:port of the supervisor; empty runs without one (no peers, so only a co-located worker can serve)."""
+    """Address of the supervisor, host:port; empty runs without one (no peers, so only a co-located worker can
+    serve)."""
 
     max_waiting: Annotated[int, Interval(ge=1)] = 1024
-    """Requests that may wait here; one more is refused."""
+    """Largest number of requests that wait here; one more is refused."""
 
     drain_seconds: Annotated[float, Interval(ge=0, le=3600)] = 30.0
-    """Time that requests are given to finish when the worker is to end."""
+    """Seconds that requests are given to finish when the worker is to end."""
 
     switch_seconds: Annotated[float, Interval(ge=0, le=3600)] = 0.5
-    """Time that requests are given to finish when the worker takes another role; then they move to other workers."""
+    """Seconds that requests are given to finish when the worker takes another role; then they move to other workers."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     """Options of the engine."""
@@ -57,7 +58,7 @@ class WorkerConfig(Options):
     """Options of the hand-off."""
 
     security: SecurityConfig = field(default_factory=SecurityConfig)
-    """Who may call the internal gRPC, and what protects it."""
+    """Protection of the internal gRPC, and who may call it."""
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)

@@ -1,4 +1,4 @@
-"""What a worker says beyond `kvrelay.rpc.description`: GPUs, RDMA, KV pool, transports."""
+"""Facts that a worker tells beyond `kvrelay.rpc.description`: GPUs, RDMA, KV pool, transports."""
 
 import subprocess
 from pathlib import Path

@@ -24,7 +24,7 @@ T = TypeVar("T")
 Command = Callable[[], object]
 
 SLOW_DECAY = 0.999
-"""By which a slow step counts less with every later one."""
+"""Factor by which a slow step counts less with every later one."""
 
 
 class EngineEndedError(RuntimeError):
@@ -181,4 +181,4 @@ class EngineThread:
 
 
 def _nothing() -> None:
-    """In place of a posted command."""
+    """Does nothing, in place of a posted command."""

@@ -1,4 +1,4 @@
-"""What both sides of the hand-off share in a worker: the worker's identity, its peers and transports."""
+"""The common part of a worker's two sides of the hand-off: the worker's identity, its peers and transports."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -34,10 +34,10 @@ CAUSES = {
     Code.LINK: Failure.CAUSE_LINK,
     Code.INCOMPATIBLE: Failure.CAUSE_REFUSED,
 }
-"""Failures of a hand-off that the other worker, or the way to it, is the cause of."""
+"""Causes of a hand-off's failure that lie with the other worker, or the way to it, by code."""
 
 OWN_CODES = {Failure.CAUSE_DRAINING: Code.DRAINING, Failure.CAUSE_PEER_LOST: Code.CLOSED}
-"""What the other worker is told when this one, which stops or has failed, is the cause."""
+"""Codes that tell the other worker that this one is the cause, because it stops or has failed."""
 
 # A suspect may recover, and a draining worker completes what it has. A dead one never comes back.
 REACHABLE = frozenset({MEMBER_STATE_READY, MEMBER_STATE_DRAINING, MEMBER_STATE_SUSPECT})
@@ -57,7 +57,7 @@ class HandoffRole(Role, ABC):
         """Requests whose peer is unknown here yet: the router may know a new worker first."""
 
     def make_setup(self) -> HandoffSetup:
-        """What this worker hands KV over with."""
+        """Everything that this worker hands KV over with."""
         worker, config, gpu = self.worker, self.worker.config, self.worker.pool.tensor.is_cuda
         return HandoffSetup(
             self.local,
@@ -97,7 +97,7 @@ class HandoffRole(Role, ABC):
             self.take(request, submit)
 
     async def _take_early(self, request: Request, submit: Submit, peer: WorkerId) -> None:
-        """Takes the request in any case: the hand-off refuses a peer that stays unknown, with the reason."""
+        """Takes the request even if its peer stays unknown: the hand-off then refuses the peer, with the reason."""
         await self.peers.met(peer, NEWS_SECONDS)
         del self._early[request.key]
         self.take(request, submit)

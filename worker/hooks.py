@@ -8,10 +8,10 @@ from kvrelay.worker.metrics import WorkerMetrics
 
 @dataclass(frozen=True, slots=True)
 class WorkerHooks:
-    """`failed` may be called on any thread."""
+    """Calls by which a worker reaches the process around it. `failed` may be called on any thread."""
 
     load_changed: Callable[[], None]
-    """Blocks were freed: send a heartbeat now."""
+    """Called when blocks were freed: sends a heartbeat now."""
     failed: Callable[[BaseException], None]
-    """The worker can't go on."""
+    """Called when the worker can't go on."""
     metrics: WorkerMetrics

@@ -14,10 +14,11 @@ from kvrelay.internal.v1.worker_pb2 import Blocks, Holding, Load, Promised, Requ
 from kvrelay.worker.relay.stream import RelayStream
 
 REPORT_SECONDS = 0.03
-"""How late a router may learn of a load that others' requests have changed: they should not choose the same worker."""
+"""Longest time in seconds until a router learns of a load that others' requests have changed: routers should not choose
+the same worker."""
 
 SOON_SECONDS = 0.5
-"""Within which a request's end is soon: a prompt may be computed for its blocks meanwhile."""
+"""Seconds within which a request's end is soon: a prompt may be computed for its blocks meanwhile."""
 PACE_DECAY = 0.9
 """Factor by which the time of earlier steps counts less with each reading."""
 
@@ -28,9 +29,9 @@ class Reading:
 
     load: Load
     taken_tokens: int
-    """Tokens of all requests that the engine has taken so far."""
+    """Number of tokens of all requests that the engine has taken so far."""
     taken_blocks: int
-    """Blocks that they were expected to need in the end."""
+    """Number of blocks that these requests were expected to need in the end."""
 
 
 class LoadReports:
@@ -58,7 +59,7 @@ class LoadReports:
         self._report: asyncio.TimerHandle | None = None
 
     def attach(self, stream: RelayStream) -> None:
-        """From now on, this stream is told."""
+        """Tells this stream each change from now on."""
         self._streams.add(stream)
 
     def detach(self, stream: RelayStream) -> None:
@@ -74,7 +75,7 @@ class LoadReports:
         return load
 
     def give(self, request: Request) -> None:
-        """A request is on its way to the engine, which calls `take` when it has arrived."""
+        """Counts a request that is on its way to the engine, which calls `take` when it has arrived."""
         self._given_tokens += len(request.tokens)
         self._given_blocks += self._room.wanted(request, len(request.tokens))
 
@@ -103,7 +104,7 @@ class LoadReports:
     # Engine thread.
 
     def take(self, request: Request) -> None:
-        """The engine has a request."""
+        """Counts a request that the engine has taken."""
         self._taken_tokens += len(request.tokens)
         self._taken_blocks += self._room.wanted(request, len(request.tokens))
 

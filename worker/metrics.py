@@ -1,4 +1,4 @@
-"""What a worker records in its metrics; `kvrelay.rpc.metrics.families` says what each is."""
+"""The metrics that a worker records; `kvrelay.rpc.metrics.families` says what each is."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,12 +22,12 @@ class WorkerMetrics:
         """`worker`, `role`, `model_name`: labels of each metric."""
         self.metrics = MetricSet("worker", worker=worker, role=role, model_name=model_name)
         self._totals: list[tuple[Total, Callable[[], float]]] = []
-        """Counts that are kept elsewhere. Each is read as one number, so no lock is needed."""
+        """Totals that are kept elsewhere. Each is read as one number, so no lock is needed."""
         self._endpoint: Endpoint[Any] | None = None
         self._bind()
 
     def watch(self, engine: Engine, load: Callable[[], Load], endpoint: Endpoint[Any] | None) -> None:
-        """The model is loaded: from now on the metrics follow what the worker does.
+        """Follows what the worker does from now on, when its model is loaded.
 
         Args:
             load: the worker's current load.
@@ -44,7 +44,9 @@ class WorkerMetrics:
         engine.on_step = self._on_step
 
     def take_role(self, role: str, engine: Engine, endpoint: Endpoint[Any] | None) -> None:
-        """The worker goes on in another role, with the same engine. What it has counted so far stays the old role's."""
+        """Counts for another role from now on, with the same engine. What the worker has counted so far stays the old
+        role's.
+        """
         for total, count in self._totals:
             total.set(count())
         self.metrics.relabel(role=role)
@@ -72,7 +74,7 @@ class WorkerMetrics:
         self._received_states = metrics.counter(families.RECEIVED_STATES)
 
     def _count(self, engine: Engine, endpoint: Endpoint[Any] | None) -> None:
-        """Follows what these count from now on."""
+        """Follows the counts of engine and endpoint from now on."""
         self._endpoint = endpoint
         scheduler, prefix = engine.scheduler, engine.scheduler.prefix
         counts: list[tuple[Family, tuple[str, ...], Callable[[], float]]] = [
@@ -123,26 +125,26 @@ class WorkerMetrics:
     # Event loop.
 
     def prefilled(self, report: PrefillReport) -> None:
-        """The first token of a prompt that was computed here was sent."""
+        """Notes that the first token of a prompt that was computed here was sent."""
         self._prefill_queue.observe(report.queue_seconds)
         self._prefill.observe(report.prefill_seconds)
 
     def decoded(self, report: DecodeReport) -> None:
-        """The first token of a request whose KV came from another worker was sent."""
+        """Notes that the first token of a request whose KV came from another worker was sent."""
         self._decode_queue.observe(report.queue_seconds)
 
     def returned(self, code: "Failure.Code") -> None:
-        """A request was given back to its router."""
+        """Notes that a request was given back to its router."""
         self.metrics.counter(families.REQUEST_FAILURES, Failure.Code.Name(code).removeprefix("CODE_").lower()).inc()
 
     def sent(self, stats: TransferStats) -> None:
-        """A hand-off of this prefill worker was acknowledged."""
+        """Notes that a hand-off of this prefill worker was acknowledged."""
         self._sent_bytes.inc(stats.nbytes)
         self._sent_states.inc(stats.state_nbytes)
         self._handed_over(stats)
 
     def received(self, stats: TransferStats) -> None:
-        """A hand-off to this decode worker was committed."""
+        """Notes that a hand-off to this decode worker was committed."""
         self._received_bytes.inc(stats.nbytes)
         self._received_states.inc(stats.state_nbytes)
         self._handed_over(stats)

@@ -1,4 +1,4 @@
-"""What a worker does with its requests besides computing them."""
+"""Roles: what a worker does with its requests besides computing them."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,16 +20,16 @@ Key = tuple[str, int]
 
 
 class Role:
-    """What a worker does with its requests besides computing them; this one, the co-located role, does nothing more.
+    """Behaviour of a worker besides computing its requests; this one, the co-located role, adds nothing.
 
     The prefill and the decode role extend it by their side of the hand-off. Every method runs on the event loop, except
     `on_step`, which runs on the engine thread.
     """
 
     phases: tuple[Phase, ...] = (PHASE_COLOCATED,)
-    """Of the requests that this role takes."""
+    """Phases of the requests that this role takes."""
     transports: Sequence[str] = ()
-    """How the membership lists this worker's transports, best first."""
+    """Transports of this worker as the membership lists them, best first."""
     takes_states = False
     """Whether hidden states of prompts come from other workers."""
 
@@ -44,16 +44,17 @@ class Role:
             worker.states_shape,
         )
         self.compatibility = self.local.digest(worker.config.transfer)
-        """Of all that two workers must have in common. A co-located one has it too: routers compare whole groups."""
+        """Digest of all that two workers must have in common. A co-located one has it too: routers compare whole
+        groups."""
 
     def add_services(self, server: grpc.aio.Server) -> None:
         """Adds the role's own gRPC services to `server`, before it starts."""
 
     def members_changed(self, members: Sequence[Member]) -> None:
-        """The supervisor's membership has changed."""
+        """Takes a change of the supervisor's membership."""
 
     def submit(self, request: Request, submit: Submit) -> None:
-        """A request of one of `phases` has come."""
+        """Takes a request of one of `phases`."""
         self.worker.compute(request)
 
     def cancel(self, key: Key, cause: Failure.Cause = Failure.CAUSE_UNSPECIFIED) -> None:

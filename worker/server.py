@@ -65,7 +65,7 @@ Build = Callable[[Path, Dtype, EngineConfig, Callable[[float], None]], tuple[Eng
 RoleFactory = Callable[[Worker], Role]
 COLOCATED: Mapping[WorkerRole, RoleFactory] = MappingProxyType({"colocated": Role})
 REBIND_SECONDS = 5.0
-"""How long a worker with a port of its own tries to bind it again, in another role."""
+"""Seconds for which a worker with a port of its own tries to bind it again, in another role."""
 
 
 def run_worker(roles: Mapping[WorkerRole, RoleFactory] = COLOCATED) -> int:
@@ -180,7 +180,7 @@ class WorkerServer:
         return self._shell
 
     def _fail(self, error: BaseException) -> None:
-        """The worker can't go on. Any thread."""
+        """Reports that the worker can't go on. Any thread."""
         failure = self._failure
 
         def settle() -> None:
@@ -191,7 +191,7 @@ class WorkerServer:
             failure.get_loop().call_soon_threadsafe(settle)
 
     def _on_role(self, number: RoleNumber) -> None:
-        """The supervisor has said which role this worker is to have."""
+        """Takes the role that the supervisor says this worker is to have."""
         self._wanted = WORKERS.get(number)
         self._consider_role()
 
@@ -228,7 +228,7 @@ class WorkerServer:
         logger.info("took another role", extra={"role": role, "seconds": round(time.monotonic() - began, 3)})
 
     def _on_switched(self, task: "asyncio.Task[None]") -> None:
-        """A worker that is neither in its old role nor in the new one ends; its successor starts with the new one."""
+        """Considers the next role. A worker that is in neither role ends, and its successor starts with the new one."""
         self._switch = None
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("can't take another role", exc_info=error)
@@ -239,7 +239,7 @@ class WorkerServer:
 
 @dataclass(frozen=True, slots=True)
 class ShellDuties:
-    """What a shell serves, and whom it tells what it learns."""
+    """Metrics that a shell serves, and calls by which it tells what it learns."""
 
     metrics: MetricSet
     failed: Callable[[BaseException], None]
@@ -247,7 +247,7 @@ class ShellDuties:
 
 
 def _resolved(options: EngineConfig) -> EngineConfig:
-    """With the folder of the draft model, or of the heads, in place of its name."""
+    """The options with the folder of the draft model, or of the heads, in place of its name."""
     speculation = options.speculation
     if not speculation.draft_model:
         return options
@@ -283,7 +283,7 @@ class WorkerShell:
         self._loaded = 0.0
         self._members: Sequence[Member] = ()
         self._worker: Worker | None = None
-        """None while the model loads."""
+        """Worker of this incarnation; None while the model loads."""
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in its type stubs
         self._server = credentials.server()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -312,7 +312,7 @@ class WorkerShell:
             self._metrics_address = join(host, await self._metrics_port.start(host, port))
 
     def on_loaded(self, share: float) -> None:
-        """`share` of the weights is loaded, 0 to 1. Any thread."""
+        """Notes that `share` of the weights is loaded, 0 to 1. Any thread."""
         self._loaded = share
 
     def beat(self) -> None:
@@ -342,7 +342,7 @@ class WorkerShell:
 
     @property
     def serving(self) -> bool:
-        """Whether it takes requests."""
+        """Whether the worker takes requests."""
         return self._state == MEMBER_STATE_READY
 
     async def _enter(self, state: MemberState) -> None:

@@ -57,9 +57,9 @@ logger = logging.getLogger(__name__)
 _FENCED = Failure(code=Failure.CODE_FENCED, message="a later call of the client continues this request")
 
 CHECK_SECONDS = 10.0
-"""Between two integrity checks of the block pool; a check takes a moment if the pool is large."""
+"""Seconds between two integrity checks of the block pool; a check takes a moment if the pool is large."""
 SETTLE_SECONDS = 10.0
-"""For the hand-offs of a role that the worker gives up to release their blocks."""
+"""Seconds for the hand-offs of a role that the worker gives up to release their blocks."""
 SETTLE_POLL_SECONDS = 0.005
 
 
@@ -99,7 +99,7 @@ class Worker:
         self._draining = False
         self._checked = 0.0
         self._submitted = 0
-        """Requests that have come so far."""
+        """Number of requests that have come so far."""
         self._fences = Fences()
         self._foreign = ForeignPrompts()
         self._loads = LoadReports(engine, self.layout.block_size, lambda: self.role.promised())
@@ -249,7 +249,7 @@ class Worker:
         self._refresh_load()
 
     def expect_holders(self, holders: frozenset[int]) -> None:
-        """Steps leave time for sequences of these holders, which will come soon."""
+        """Lets steps leave time for sequences of these holders, which will come soon."""
         self._engine.scheduler.coming = holders
 
     def post_to_engine(self, command: Callable[[], object]) -> None:
@@ -329,7 +329,7 @@ class Worker:
         member.prefill_attention = self._prefill_attention
 
     def hello(self) -> WorkerHello:
-        """What a router is told first."""
+        """The message that a router is told first."""
         return WorkerHello(
             name=self.id.name,
             incarnation=self.id.incarnation,
@@ -341,7 +341,7 @@ class Worker:
         return self._loads.now()
 
     def attach(self, stream: RelayStream) -> None:
-        """A router has come; it gets the load whenever that changes."""
+        """Adds the stream of a router that has come; it gets the load whenever that changes."""
         self._loads.attach(stream)
         self._foreign.attach(stream)
 
@@ -472,7 +472,9 @@ class Worker:
         self._thread.post(partial(self._engine.scheduler.check_integrity, idle=idle))
 
     def _on_task_done(self, task: "asyncio.Task[None]") -> None:
-        """A defect in a task must not pass unnoticed: its request would wait until its deadline."""
+        """Ends the worker if a task failed: such a defect must not pass unnoticed, or its request would wait until its
+        deadline.
+        """
         if not task.cancelled() and (error := task.exception()) is not None:
             self._hooks.failed(error)
 
@@ -514,4 +516,4 @@ class Worker:
 
 
 def _nothing() -> None:
-    """A command that waits for those before it, or wakes the engine's thread."""
+    """Does nothing: a command that waits for those before it, or wakes the engine's thread."""

@@ -1,4 +1,4 @@
-"""Which attention computes prompts on a GPU.
+"""Choice of the attention that computes prompts on a GPU.
 
 triton       `flash_prefill`: for every GPU, type and size
 varlen_attn  PyTorch's, from 2.13 on: by FlashAttention 3 or 4, where that is installed
@@ -21,7 +21,7 @@ from kvrelay.engine.config import PrefillAttention, PrefillKernel
 logger = logging.getLogger(__name__)
 
 FASTER = 0.97
-"""Share of triton's time that another one may take at most, if auto is to prefer it."""
+"""Share of triton's time that another kernel may take at most for auto to prefer it."""
 
 _MAKERS: Mapping[PrefillKernel, Callable[[Shapes], Prefill]] = {
     "triton": TritonPrefill,

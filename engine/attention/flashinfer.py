@@ -30,7 +30,7 @@ PARAMETERS = {
     "kv_data_type",
 }
 WORKSPACE_BYTES = 128 * 2**20
-"""What FlashInfer recommends."""
+"""Size of a wrapper's workspace in bytes, as FlashInfer recommends."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,9 +38,9 @@ class FlashInferStep:
     """Implements `PlannedPrefill`."""
 
     wrappers: Mapping[int, Any]
-    """By window, planned."""
+    """Planned wrappers by window."""
     tokens: slice
-    """Those of these rows."""
+    """Tokens of these rows, among the step's."""
 
     def launch(self, query: Tensor, kv: PagedKV, window: int, out: Tensor) -> None:
         """See `PlannedPrefill.launch`."""
@@ -98,5 +98,5 @@ class FlashInferPrefill:
 
 
 def _bounds(counts: NDArray[np.int64]) -> NDArray[np.int32]:
-    """[R + 1] where each row's part of all begins, and the end."""
+    """Bounds [R + 1]: the beginning of each row's part, and the end of all."""
     return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)

@@ -15,7 +15,7 @@ from kvrelay.kernels.reference import rotations
 __all__ = ["NativeAttention", "supports"]
 
 LEAST_TURNED = 1024
-"""Positions that rotations are computed for at first; then for twice as many, as sequences need them."""
+"""Positions that rotations are computed for at first; the number doubles as sequences need more."""
 
 
 class NativeAttention:
@@ -43,7 +43,7 @@ class NativeAttention:
         self._rotation: Rotation | None = None
         self._frequencies: Tensor | None = None
         self._turned = 0
-        """Positions that there are rotations for."""
+        """Positions that have rotations."""
 
     def turn_by(self, frequencies: Tensor) -> None:
         """From now on tokens are rotated by their positions; `run` isn't called.

@@ -1,4 +1,4 @@
-"""Attention of other packages: what is the same for all of them."""
+"""Attention by other packages: the checks that all of them need."""
 
 import importlib
 import inspect
@@ -13,7 +13,7 @@ TYPES = (torch.float16, torch.bfloat16)
 
 
 def imported(module: str, name: str, package: str) -> Any:
-    """What a module of the package has by this name.
+    """The object that a module of the package has by this name.
 
     Raises:
         Unavailable: the module can't be imported, or lacks it; the text names the package.

@@ -13,23 +13,23 @@ from kvrelay.kernels.triton.paged import PagedKV
 
 
 class Unavailable(Exception):
-    """Why attention of some shapes can't be computed in some way, as a sentence without a full stop."""
+    """Attention of some shapes can't be computed in some way; the text says why, as a sentence without a full stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What attention is to compute."""
+    """Shapes and types of the attention that is to be computed."""
 
     layout: KVLayout
-    """Of the pool."""
+    """Layout of the KV pool."""
     dtype: torch.dtype
-    """Of queries."""
+    """Dtype of queries."""
     heads: int
-    """Query heads."""
+    """Number of query heads."""
     windows: tuple[int, ...]
-    """Of the layers, each once; see `Traits`."""
+    """Windows of the layers in tokens, each once; see `Traits`."""
     architecture: int
-    """Compute capability, times ten."""
+    """Compute capability of the GPU, times ten."""
     device: torch.device
 
     @property
@@ -46,7 +46,7 @@ class Shapes:
 
 
 class PlannedPrefill(Protocol):
-    """What one step does for its rows of several tokens, in every layer."""
+    """Attention that is planned for a step's rows of several tokens, in every layer."""
 
     def launch(self, query: Tensor, kv: PagedKV, window: int, out: Tensor) -> None:
         """Writes the result of these rows' tokens into `out`; the other tokens' rows of `out` aren't touched.

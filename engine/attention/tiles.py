@@ -20,7 +20,7 @@ class PlannedTiles:
     prefill: "TritonPrefill"
     tables: Tensor
     tiles: Mapping[int, Tensor]
-    """By window, see `plan_tiles`."""
+    """Tiles by window; see `plan_tiles`."""
 
     def launch(self, query: Tensor, kv: PagedKV, window: int, out: Tensor) -> None:
         self.prefill.launch(query, kv, self.tables, self.tiles[window], window, out)
@@ -37,7 +37,7 @@ class TritonPrefill:
         self._shapes = shapes
         self._tile = choose_tile(layout.head_dim, shapes.dtype, block_size, shapes.architecture, shapes.group)
         self._launches: dict[int, Repeat] = {}
-        """By layer, what was launched in an earlier step, to be repeated."""
+        """Launches of an earlier step by layer, to be repeated."""
         self._table_stride = 0
         """Stride of the block tables of `_launches`."""
 

@@ -18,7 +18,9 @@ from kvrelay.kernels.kv_codes import dequantize, quantize
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """What one row reads in every layer with the same window. A page is one layer's keys, or values, of one block."""
+    """Pages and keys that one row reads, the same in every layer with the same window. A page is one layer's keys, or
+    values, of one block.
+    """
 
     queries: slice
     """The row's tokens among the step's."""

@@ -28,23 +28,23 @@ from kvrelay.kernels.triton.rope_kv_write import HEADS, launch_rope_kv_write
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedStep:
-    """What one step does in every layer."""
+    """Work of one step, the same in every layer."""
 
     inputs: AttentionInputs
     decodes: int
-    """Rows at the beginning that have one token each."""
+    """Number of rows with one token each, which come first."""
     prompts: PlannedPrefill | None
-    """Attends for the other rows; None if there are none."""
+    """Attention for the other rows; None if there are none."""
 
 
 class LayerLaunches:
-    """What a layer has launched in an earlier step, to be repeated."""
+    """Launches of one layer in an earlier step, which later steps repeat."""
 
     def __init__(self) -> None:
         self.norm: HeadNorm | None = None
-        """Of `write`."""
+        """Norm that the launch `write` was made with."""
         self.table_stride = 0
-        """Of the block tables of `decode`."""
+        """Stride of the block tables that the launch `decode` was made with."""
         self.write: Repeat | None = None
         self.decode: Repeat | None = None
 
@@ -76,7 +76,7 @@ class DecodeSchedule:
         self.works = {
             window: DecodeWork.view(words, rows, programs) for window, words in zip(windows, self._words, strict=True)
         }
-        """By window, on the device."""
+        """Work lists on the device, by window."""
 
     def load(self, contexts: NDArray[np.int64]) -> None:
         """Queues the copy to the device of the work lists of rows [R] with these contexts."""
@@ -130,9 +130,9 @@ class TritonAttention:
         kinds = tuple(sorted(set(windows)))
         shapes = Shapes(layout, dtype, heads, kinds, architecture_of(device), device)
         self.candidates = choose_prefill(prefill, shapes)
-        """What may attend for rows of several tokens."""
+        """Kernels that may attend for rows of several tokens."""
         self.prefill: Prefill = self.candidates[0]
-        """What does, from the next plan on."""
+        """Kernel that attends for rows of several tokens, from the next plan on."""
         self._heads, self._kv_heads = heads, layout.kv_heads
         self._head_grids = -(-(heads + 2 * layout.kv_heads) // HEADS)
         self._step: PlannedStep | None = None

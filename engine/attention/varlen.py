@@ -20,8 +20,8 @@ from kvrelay.kernels.triton.paged import PagedKV
 PACKAGE = "PyTorch's varlen_attn"
 PARAMETERS = {"scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits"}
 IMPLEMENTATIONS = {9: ("FA3", range(8, 257, 8)), 10: ("FA4", range(8, 129, 8))}
-"""By generation of the GPU (its compute capability's first number): PyTorch's name of the package, and the head sizes
-that it takes with a block table."""
+"""PyTorch's name of the package, and the head sizes that it takes with a block table, by the GPU's generation (the
+first number of its compute capability)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -34,9 +34,9 @@ SLOW_COMPILE_SECONDS = 0.05
 TOKEN_SECONDS = 0.005
 """Seconds of CPU time that each token of a completion adds to the budget of its masks."""
 LEAST_SECONDS = 0.05
-"""Seconds of CPU time for a job."""
+"""Smallest CPU time for a job, in seconds."""
 DISTRUST = 32
-"""After a mask that was late, a row is planned only once its mask is there, for so many tokens."""
+"""Number of tokens after a late mask for which a row is planned only once its mask is there."""
 MAX_MESSAGE_CHARACTERS = 300
 
 
@@ -123,7 +123,7 @@ class ConstraintCompiler:
             raise ConstraintError(f"the process that compiles constraints can't be started: {error!r}") from error
 
     def compiled(self, constraint: Constraint, answer: Message) -> "LlGrammar":
-        """What a lane has found out about a constraint. Raises ConstraintError."""
+        """The compiled constraint that a lane's answer describes. Raises ConstraintError."""
         if answer["error"]:
             raise ConstraintError(_message(f"the {constraint.kind} can't be compiled", answer["error"]))
         most = self._limits.most_bytes // 2
@@ -133,7 +133,7 @@ class ConstraintCompiler:
         return LlGrammar(constraint, self._following, slow=answer["seconds"] > SLOW_COMPILE_SECONDS)
 
     def forget(self, constraint: Constraint, future: "asyncio.Future[LlGrammar]") -> None:
-        """What was found out about a constraint may not be so the next time."""
+        """Forgets a constraint's outcome, which may be another one the next time."""
         if self._grammars.get(constraint) is future:
             del self._grammars[constraint]
 
@@ -232,9 +232,9 @@ class LlMatcher:
         self._known = 0 if parent is None else len(tokens) - 1
         """Tokens that the lane's matcher has taken."""
         self._sent = 0
-        """The same when its job is done."""
+        """Tokens that the lane's matcher will have taken when its job is done."""
         self._seen: list[Lane] = []
-        """Lanes that may have it."""
+        """Lanes that may have this matcher."""
         self._queued = False
         self._mask: NDArray[np.int32] | None = None
         self._error: ConstraintError | None = None
@@ -381,19 +381,19 @@ class LlMatcher:
 
 
 def _drop(number: int, seen: list[Lane]) -> None:
-    """A matcher is gone."""
+    """Tells the lanes that a matcher is gone."""
     for lane in seen:
         lane.dropped.append(number)
 
 
 def _retrieve(future: "asyncio.Future[None] | asyncio.Future[LlGrammar]") -> None:
-    """Whoever waits gets the exception, and that may be nobody."""
+    """Takes the future's exception, so that nothing is logged where nobody waits for it."""
     if not future.cancelled():
         future.exception()
 
 
 def _nothing() -> None:
-    """Nobody is to be woken."""
+    """Does nothing, where nobody is to be woken."""
 
 
 def _message(what: str, why: str) -> str:

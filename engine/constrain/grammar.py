@@ -1,4 +1,4 @@
-"""What the engine knows of a constraint: which tokens may come next. The library behind it is in `compiler.py`."""
+"""Constraints as the engine knows them: which tokens may come next. The library behind them is in `compiler.py`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 
 STEP_WAIT_SECONDS = 0.01
-"""How long a step waits at most for the masks of all its rows, once their logits are there."""
+"""Longest time in seconds that a step waits for the masks of all its rows, once their logits are there."""
 
 
 class ConstraintError(ValueError):
@@ -23,7 +23,7 @@ class MaskNotReadyError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What a completion must look like, as the request says it."""
+    """Form that a completion must have, as the request says it."""
 
     kind: ConstraintKind
     text: str

@@ -32,15 +32,15 @@ from kvrelay.engine.constrain.process import Message, receive, send
 logger = logging.getLogger(__name__)
 
 COMPILE_SECONDS = 5.0
-"""How long a request waits for its constraint, once the tokenizer has been read (several seconds for 128k tokens), and
-the CPU time that its compilation may take."""
+"""Limit in seconds of a request's wait for its constraint, once the tokenizer has been read (several seconds for 128k
+tokens), and of the CPU time that its compilation may take."""
 START_SECONDS = 120.0
-"""Seconds for the tokenizer to be read."""
+"""Limit in seconds of the reading of the tokenizer."""
 FORK_SECONDS = 10.0
 QUEUE_SECONDS = 20.0
-"""How long a mask waits for others at most."""
+"""Longest time in seconds that a mask waits for others."""
 BUSY = 20.0
-"""A lane that answers so many times later than its job's CPU time allows is given up."""
+"""Factor by which a lane's answer may be later than its job's CPU time allows; then the lane is given up."""
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 20_000,
@@ -56,7 +56,8 @@ WIDE_LIMITS = LIMITS | {
     "max_items_in_row": 10**6,
     "max_lexer_states": 10**6,
 }
-"""Elsewhere: a constraint that was compiled doesn't fail by size later; its time and memory are limited instead."""
+"""Limits of the work in the other lanes: a constraint that was compiled doesn't fail by size later; its time and memory
+are limited instead."""
 
 
 class Job(Protocol):
@@ -64,11 +65,11 @@ class Job(Protocol):
 
     @property
     def used(self) -> float:
-        """Jobs with the least go first."""
+        """CPU seconds used so far; jobs with the least go first."""
         ...
 
     def message(self, *, whole: bool) -> tuple[Message, float]:
-        """What to tell the lane, and the CPU seconds that it may take.
+        """The message that gives the lane this job, and the CPU seconds that the job may take.
 
         Args:
             whole: the lane knows nothing of it.
@@ -76,11 +77,11 @@ class Job(Protocol):
         ...
 
     def answered(self, answer: Message, body: bytes) -> None:
-        """The lane has answered."""
+        """Takes the lane's answer."""
         ...
 
     def failed(self, why: str, *, timed_out: bool = False) -> None:
-        """It can't be done: it took all of its CPU time, or why."""
+        """Ends the job without an answer: it took all of its CPU time, or `why` has the reason."""
         ...
 
 
@@ -97,7 +98,7 @@ class ProcessOptions:
 
     @property
     def words(self) -> int:
-        """uint32 of a mask."""
+        """Size of a mask, in uint32."""
         return -(-self.vocab_size // 32)
 
 
@@ -308,7 +309,7 @@ class Lanes:
         """Starts nothing yet."""
         self.lock = threading.Lock()
         self.ready = threading.Condition(self.lock)
-        """A mask has come."""
+        """Condition that is notified when a mask has come."""
         self.template = Template(options)
         self.compile = Lane("compile", self.template, WIDE_LIMITS, 5, self.lock)
         self.fast = Lane("fast", self.template, LIMITS, 0, self.lock)

@@ -34,8 +34,8 @@ HEADER = struct.Struct("<II")
 MEMORY_BEYOND = 512 * 2**20
 """Bytes that one job may take beyond what a lane keeps."""
 WHITE_SPACE = r"( |\n {0,16})?"
-"""Between the parts of JSON: none, one space, or a new line with an indentation. A model could go on with more for
-ever."""
+"""White space that is allowed between the parts of JSON: none, one space, or a new line with an indentation. Without
+this limit a model could go on with white space for ever."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -66,9 +66,10 @@ class Entry:
 
     def __init__(self, matcher: "LLMatcher") -> None:
         self.matcher = matcher
-        """At the beginning; copies of it follow the requests, and share its lexer, which grows as it is used."""
+        """Matcher at the beginning of a completion. Copies of it follow the requests, and share its lexer, which grows
+        as it is used."""
         self.size = 0
-        """Bytes, with those of the matchers that follow it."""
+        """Size in bytes, with the matchers that follow the constraint."""
         self.followers: dict[int, Follower] = {}
 
 
@@ -79,7 +80,7 @@ class Follower:
         self.entry = entry
         self.matcher = matcher
         self.count = count
-        """Tokens that it has taken."""
+        """Tokens that the matcher has taken."""
 
 
 class Lane:
@@ -100,7 +101,7 @@ class Lane:
         self._most_bytes = most_bytes
         self._used_bytes = memory_meter()
         self._entries: dict[tuple[str, str], Entry] = {}
-        """The one that was used last comes last."""
+        """Compiled constraints; the one used last comes last."""
         self._followers: dict[int, Follower] = {}
 
     def run(self, job: Message) -> tuple[Message, bytes]:

@@ -12,7 +12,7 @@ values, a bfloat16."""
 SCALE_BYTES = 2
 
 FloatDtype = Literal["float32", "bfloat16", "float16"]
-"""Of weights and of what is computed."""
+"""Dtypes of weights and of computation."""
 KVDtype = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
 Order = Literal["NHD", "HND"]
 
@@ -24,7 +24,7 @@ class LayerPart(NamedTuple):
     of: int = 1
 
     def layers(self, layers: int) -> range:
-        """Those of a model with so many layers."""
+        """The numbers of the part's layers, in a model with so many `layers`."""
         return range(self.number * layers // self.of, (self.number + 1) * layers // self.of)
 
 

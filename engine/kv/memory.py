@@ -32,7 +32,7 @@ from kvrelay.machine.control_groups import GROUPS, PROC, free_memory, total_memo
 logger = logging.getLogger(__name__)
 
 TURN_SECONDS = 60.0
-"""For another worker to size and zero its pool."""
+"""Longest time in seconds that a worker waits for another one to size and zero its pool."""
 GIB = 2**30
 
 
@@ -40,19 +40,19 @@ class DeviceMemory(Protocol):
     """Memory of the device that an engine computes on, in bytes. Tests have their own."""
 
     def total(self) -> int:
-        """All of it that processes may use."""
+        """Bytes that processes may use, all together."""
         ...
 
     def free(self) -> int:
-        """What nobody uses."""
+        """Bytes that nobody uses."""
         ...
 
     def used(self) -> int:
-        """What this process uses."""
+        """Bytes that this process uses."""
         ...
 
     def settle(self) -> None:
-        """Returns what this process has given free to the device."""
+        """Returns memory that this process has freed to the device."""
         ...
 
 
@@ -173,8 +173,8 @@ def asking(what: str, memory: DeviceMemory) -> Iterator[None]:
 
 @contextmanager
 def _turn() -> Iterator[None]:
-    """Held by one of this user's workers on this machine at a time. A worker that waited for too long goes on anyway:
-    a frozen one must not keep others from starting.
+    """Takes a lock that one of this user's workers on this machine holds at a time. A worker that waited for too long
+    goes on anyway: a frozen one must not keep others from starting.
     """
     path = Path(tempfile.gettempdir()) / f"kvrelay-memory-{os.getuid()}.lock"
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "w") as lock:

@@ -1,4 +1,4 @@
-"""What the rest of the system knows about a model. No torch."""
+"""Facts about a model that the rest of the system knows. No torch."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -19,17 +19,17 @@ class ModelSpec:
     """The model's class as config.json names it, e.g. "LlamaForCausalLM"."""
     vocab_size: int
     max_context: int
-    """Prompt plus completion, in tokens, at most."""
+    """Largest number of tokens of a prompt and its completion together."""
     eos_token_ids: tuple[int, ...]
     dtype: FloatDtype
-    """Of the weights as they run, whatever the files hold."""
+    """Dtype of the weights as they run, whatever the files hold."""
     fingerprint: str
-    """Hexadecimal SHA-256 over the config and the weights; see `Checkpoint.fingerprint`."""
+    """Fingerprint of the config and the weights, SHA-256 in hexadecimal; see `Checkpoint.fingerprint`."""
     context_limit: ContextLimit = "model"
-    """What `max_context` comes from: the model itself, the option `max_context`, or the size of the KV pool."""
+    """Origin of `max_context`: the model itself, the option `max_context`, or the size of the KV pool."""
     weights: str = ""
-    """The format that the weights of the layers are held in, for people: `dtype`, a value of the option `quantization`,
-    or the quantization method that the checkpoint names."""
+    """Format of the layers' weights, for people: `dtype`, a value of the option `quantization`, or the quantization
+    method that the checkpoint names."""
 
     @classmethod
     def of(
@@ -64,7 +64,7 @@ class ModelSpec:
 
     @property
     def context_reason(self) -> str:
-        """What `max_context` comes from, in words."""
+        """The origin of `max_context`, in words."""
         if self.context_limit == "pool":
             return f"the KV pool (engine.kv_memory_bytes) holds {self.max_context} tokens"
         return "the option engine.max_context" if self.context_limit == "option" else "the model's own limit"

@@ -14,13 +14,13 @@ from kvrelay.kernels.codes import CodedWeight
 LinearT = TypeVar("LinearT")
 Quantize = Callable[[Tensor], CodedWeight]
 PART = 2**16
-"""Weights that are quantized at once."""
+"""Number of weights that are quantized at once."""
 LayOut = Callable[[Tensor | CodedWeight, Tensor | None], LinearT]
 
 LAYERS: Mapping[Quantization, Quantize] = {"int8": codes.int8, "int4": codes.int4, "fp8": codes.fp8, "w8a8": codes.w8a8}
 HEAD: Mapping[Quantization, Quantize] = {**LAYERS, "int4": codes.int8, "w8a8": codes.int8}
-"""For the head, and with it a tied embedding: with 4 bits it would lose more than all layers together, and as few rows
-pass it, rounding its inputs would gain nothing."""
+"""Ways to quantize the head, and with it a tied embedding: with 4 bits it would lose more than all layers together, and
+as few rows pass it, rounding its inputs would gain nothing."""
 
 
 def quantizing(quantize: Quantize | None, linear: LayOut[LinearT]) -> LayOut[LinearT]:

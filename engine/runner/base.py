@@ -1,4 +1,4 @@
-"""What the engine needs of a runner. No torch: the engine's loop is also tested without it."""
+"""Interface of a runner, as the engine needs it. No torch: the engine's loop is also tested without it."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -26,7 +26,7 @@ class StepHandle(Protocol):
 
     @property
     def written(self) -> KVWrites:
-        """When its KV is in the pool, which may be before its result is there."""
+        """The step's KV writes, which may end before its result is there."""
         ...
 
     def result(self) -> StepOutput:
@@ -67,12 +67,12 @@ class Runner(Protocol):
 
     @property
     def states_shape(self) -> StatesShape | None:
-        """What its steps can keep (`StepPlan.keep`); None if they can keep nothing."""
+        """Shape of the hidden states that steps can keep (`StepPlan.keep`); None if they can keep nothing."""
         ...
 
     @property
     def prefill_attention(self) -> str:
-        """What attends for prompts, of `PrefillKernel`; empty on CPU."""
+        """Name of the kernel that attends for prompts, of `PrefillKernel`; empty on CPU."""
         ...
 
     def fetch(

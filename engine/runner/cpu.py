@@ -263,7 +263,7 @@ def _load(
 
 
 def _parts(dtype: torch.dtype, team: Team | None, quantization: Quantization, choice: Sample) -> Parts:
-    """What lays weights out for `team`'s kernels, or for torch's without a team."""
+    """The parts that lay weights out for `team`'s kernels, or for torch's without a team."""
     quantize, quantize_head = LAYERS.get(quantization), HEAD.get(quantization)
     if team is None and quantize is not None:
         logger.warning("without the native kernels, quantized weights take as much memory and time as others")

@@ -70,7 +70,7 @@ ALL_KEYS = (0,)
 
 
 def dense(weight: Tensor | CodedWeight, bias: Tensor | None) -> Linear:
-    """Lays out what isn't quantized, or was."""
+    """Lays out weights as dense ones, after decoding those that are codes."""
     return gpu_ops.linear(weight.dequantize() if isinstance(weight, CodedWeight) else weight, bias)
 
 
@@ -109,7 +109,7 @@ class GpuRunner:
         self._stream = torch.cuda.Stream(self.device) if self._cuda else None
         self._waiter = EventWaiter("kv writes")
         self._written: KVWrites = WRITTEN
-        """Of the step that is being launched."""
+        """KV writes of the step that is being launched."""
         rows = min(options.max_sequences, options.max_batch_tokens)
         width = min(self.layout.blocks_for(spec.max_context), pool.num_blocks)
         size = self.layout.block_size
@@ -141,7 +141,8 @@ class GpuRunner:
         self._capture = capture
         self._sizes = batch_sizes(rows)
         self._decode_logits: dict[int, Tensor] = {}
-        """By rows, what a decode step has computed; of a graph, where its replay writes them."""
+        """Logits that decode steps have computed, by number of rows; those of a graph are where its replay writes
+        them."""
         self._graphs: DecodeGraphs | None = None
         self._step_sizes = step_sizes(min(options.graph_tokens, options.max_batch_tokens))
         self._pieces: StepPieces | None = None
@@ -293,7 +294,7 @@ class GpuRunner:
         return self.model.forward(inputs.tokens[:tokens], inputs.positions[:tokens], attention, feeds, taps)
 
     def _capture_pieces(self, capture: Capture) -> StepPieces | None:
-        """None if no step is to run in pieces."""
+        """Captures the graphs of steps in pieces; None if no step is to run in pieces."""
         if not self._step_sizes:
             return None
         config, none = self.model.config, np.zeros(0, np.int64)

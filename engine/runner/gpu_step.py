@@ -15,18 +15,18 @@ from kvrelay.kernels.ops import NONFINITE
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a step yields beside the tokens of plain rows."""
+    """Results of a step beside the tokens of plain rows."""
 
     special: SpecialRows | None = None
     prompts: PromptScores = field(default_factory=list)
     states: Tensor | None = None
-    """As `StepOutput.states`, on the device."""
+    """Hidden states on the device, as `StepOutput.states`."""
     graph: bool = False
     """Whether captured graphs were launched."""
 
 
 class StreamWrites:
-    """Implements `KVWrites`: what a stream was given until now."""
+    """Implements `KVWrites`: all that a stream was given until now."""
 
     def __init__(self, stream: torch.cuda.Stream, waiter: EventWaiter) -> None:
         self._event = torch.cuda.Event(blocking=True)

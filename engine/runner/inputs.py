@@ -20,7 +20,7 @@ from kvrelay.kernels.triton.sample import Choices
 TOKEN_FIELDS = 4
 ROW_FIELDS = 7
 SMALL = 1024
-"""Up to this many tokens, one copy of the whole buffer costs less than a copy of each field's used part."""
+"""Number of tokens up to which one copy of the whole buffer costs less than a copy of each field's used part."""
 
 
 class HostInputs:

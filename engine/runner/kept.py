@@ -15,17 +15,17 @@ from kvrelay.engine.plan import StepPlan
 
 
 class KeptStates:
-    """Of one runner."""
+    """Hidden states that one runner's steps keep."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """`dtype` of the model."""
         self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
         self._keep: tuple[int, ...] = ()
         self._captured: Tensor | None = None
-        """[T, layers, hidden], what graphs write."""
+        """Hidden states that graphs write, [T, layers, hidden]."""
 
     def capture(self, keep: tuple[int, ...], tokens: int) -> None:
-        """Graphs keep these layers from now on, of so many tokens at most."""
+        """Makes the tensor for graphs, which keep these layers from now on, of so many tokens at most."""
         self._keep, self._captured = keep, self.make(tokens, keep)
 
     def suits(self, keep: tuple[int, ...]) -> bool:
@@ -33,11 +33,11 @@ class KeptStates:
         return not keep or keep == self._keep
 
     def taps(self, tokens: int) -> Taps:
-        """Those of a graph of so many tokens."""
+        """Taps of a graph of so many tokens."""
         return NO_TAPS if self._captured is None else taps_into(self._captured[:tokens], self._keep)
 
     def make(self, tokens: int, keep: tuple[int, ...]) -> Tensor | None:
-        """[tokens, layers, hidden] for a step without graphs; None if it keeps nothing."""
+        """A tensor [tokens, layers, hidden] for a step without graphs; None if it keeps nothing."""
         shape = tokens, len(keep), self._hidden_size
         return torch.empty(shape, dtype=self._dtype, device=self._device) if keep else None
 

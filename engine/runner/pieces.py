@@ -41,13 +41,13 @@ class Pieces:
     """The graphs of steps of one size."""
 
     graphs: tuple[Graph, ...]
-    """One more than layers."""
+    """Graphs of the pieces, one more than layers."""
     query: Tensor
-    """[T, H, D], which each graph but the last writes."""
+    """Queries [T, H, D], which each graph but the last writes."""
     attended: Tensor
-    """[T, H, D], which each graph but the first reads."""
+    """Results of attention [T, H, D], which each graph but the first reads."""
     hidden: Tensor
-    """[T, hidden], which the last one writes."""
+    """Hidden states [T, hidden], which the last graph writes."""
 
 
 class StepPieces:
@@ -128,7 +128,7 @@ class CutAttention:
         self._open.__exit__(kind, error, trace)
 
     def plan(self, inputs: object) -> None:
-        """Nothing: the step was planned."""
+        """Does nothing, because the step was planned."""
 
     def run(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
         """See `Attention.run`."""

@@ -8,7 +8,8 @@ from torch import Tensor
 from kvrelay.engine.plan import PromptPart, StepPlan, TokenLogprobs
 
 ROWS_AT_ONCE = 64
-"""Tokens of a prompt whose logits are there at the same time: those of a whole prompt would not fit into memory."""
+"""Number of a prompt's tokens whose logits are there at the same time: those of a whole prompt would not fit into
+memory."""
 
 
 class Scores:
@@ -38,7 +39,7 @@ class Scores:
 
 
 PromptScores = list[list[Scores]]
-"""Of each of a plan's prompt parts, a few tokens at a time."""
+"""Scores of each of a plan's prompt parts, a few tokens at a time."""
 
 
 def score_prompts(plan: StepPlan, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> PromptScores:

@@ -26,7 +26,7 @@ from kvrelay.kernels.ops import NONFINITE
 T = TypeVar("T")
 
 CHUNK_ELEMENTS = 2**17
-"""About how many logits are drawn from at once: they stay in the CPU's cache through dozens of passes."""
+"""Number of logits, about, that are drawn from at once: they stay in the CPU's cache through dozens of passes."""
 
 
 class Draw(NamedTuple):
@@ -34,11 +34,11 @@ class Draw(NamedTuple):
 
     params: SamplingParams
     position: int
-    """Of the token to choose, in its sequence."""
+    """Position of the token to choose, in its sequence."""
     generated: int
-    """Completion tokens before it."""
+    """Number of completion tokens before it."""
     shaping: Shaping | None = None
-    """What changes the row's logits first."""
+    """Shaping that changes the row's logits first."""
 
 
 Sample = Callable[[Tensor, Sequence[Draw]], tuple[list[int], list[int]]]
@@ -53,13 +53,13 @@ class Choice:
     """The tokens of some rows, and what was asked for beside them."""
 
     tokens: list[int]
-    """[R]."""
+    """Tokens [R]."""
     nonfinite: list[int]
     """Rows whose logits aren't finite: their token means nothing."""
     refused: dict[int, str]
-    """As `StepOutput.refused`."""
+    """Rows without a token, as `StepOutput.refused`."""
     logprobs: list[TokenLogprobs | None] | None
-    """[R]; None if no row asked for them."""
+    """Log-probabilities [R]; None if no row asked for them."""
 
 
 def guessing(sample: Sample) -> Guess:
@@ -117,7 +117,7 @@ def step_output(
     choice: Choice,
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = (),
 ) -> StepOutput:
-    """What a step yields whose `rows` have these tokens."""
+    """The output of a step whose `rows` have these tokens."""
     return StepOutput(
         _by_row(plan, rows, choice.tokens),
         tuple([int(rows[index]) for index in choice.nonfinite]),

@@ -1,1 +1,1 @@
-"""Decides what each step computes, and who has which blocks. No torch."""
+"""The scheduler: decides what each step computes, and who has which blocks. No torch."""

@@ -47,7 +47,7 @@ class Allocator:
         return {request.holder for hold, request in self._reserved if not hold.released}
 
     def use(self, soon_tokens: float = 0) -> Use:
-        """What sequences and reservations take; `soon_tokens` as in `Room.use`."""
+        """The blocks that sequences and reservations take; `soon_tokens` as in `Room.use`."""
         return self._room.use(self._live.values(), self._reserved, soon_tokens)
 
     def reserve(self, request: Request, *, passing: bool) -> Hold | None:
@@ -64,7 +64,7 @@ class Allocator:
         return hold
 
     def resumed(self, hold: Hold) -> None:
-        """A reservation's blocks are those of a sequence now."""
+        """Counts a reservation's blocks as those of a sequence from now on."""
         self._reserved = [other for other in self._reserved if other[0] is not hold]
 
     @property

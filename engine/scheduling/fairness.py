@@ -1,4 +1,4 @@
-"""How the holders of requests share the time of steps.
+"""Shares of the holders of requests in the time of steps.
 
 A step takes as long for a holder of one sequence as for one of hundreds that are in it. So where sequences of k holders
 run, a step has no more tokens than may cost k times the smallest holder's own:
@@ -21,13 +21,13 @@ from kvrelay.engine.sequence import Sequence
 K = TypeVar("K", bound=Hashable)
 
 KEPT = 9
-"""Steps of one size that are kept; their median counts, so a pause of the process changes nothing."""
+"""Number of recent steps of one size that are kept; their median counts, so a pause of the process changes nothing."""
 FEWEST = 3
-"""Steps of one size before it counts: the first ones of a kind take longer."""
+"""Number of steps of one size before it counts: the first ones of a kind take longer."""
 FORGOTTEN = 4096
-"""Steps after which a size that no step has had is forgotten, unless only two are known."""
+"""Number of steps after which a size that no step has had is forgotten, unless only two are known."""
 GROWTH = 2
-"""How many times more tokens a limited step may have than the largest one that was measured."""
+"""Factor by which a limited step may have more tokens than the largest one that was measured."""
 
 
 class _Size:
@@ -41,16 +41,16 @@ class _Size:
 
 
 class Line(NamedTuple):
-    """What a step costs: `fixed + each * tokens` seconds."""
+    """Cost of a step: `fixed + each * tokens` seconds."""
 
     fixed: float
     each: float
     largest: float
-    """Tokens of the largest steps that it was fitted to."""
+    """Tokens of the largest steps that the line was fitted to."""
 
 
 class StepTimes:
-    """What the steps of one engine cost, as far as they were observed."""
+    """Costs of one engine's steps, as far as they were observed."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, _Size] = {}
@@ -58,7 +58,7 @@ class StepTimes:
         self._line: Line | None = None
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens took `seconds`."""
+        """Notes that a step of so many tokens took `seconds`."""
         self._steps += 1
         size = self._sizes.setdefault(tokens.bit_length(), _Size())
         size.tokens.append(tokens)
@@ -115,12 +115,13 @@ class StepTimes:
 
 
 class Most(NamedTuple):
-    """What a step may have."""
+    """Limits of a step."""
 
     tokens: int
     rows: int
     spare: int
-    """Sequences that may run beyond these rows: those of holders of few, which need not wait for others to end."""
+    """Number of sequences that may run beyond these rows: those of holders of few, which need not wait for others to
+    end."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,6 @@
-"""Which requests an engine accepts, and where their sequences end. Behind the router, this is the only such check."""
+"""Limits of the requests that an engine accepts, and of where their sequences end. Behind the router, this is the only
+such check.
+"""
 
 from dataclasses import dataclass
 
@@ -13,7 +15,7 @@ class SequenceLimits:
     total_blocks: int
     """Blocks of the KV pool."""
     max_context: int
-    """Prompt plus completion, in tokens, at most."""
+    """Largest number of tokens of a prompt and its completion together."""
     vocab_size: int
 
     def blocks_for(self, tokens: int) -> int:

@@ -1,4 +1,6 @@
-"""Turns what the scheduler has decided into a plan, and brings what a step yields beside tokens to its reports."""
+"""Plans and reports: turns what the scheduler has decided into a plan, and brings what a step yields beside tokens to
+its reports.
+"""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
@@ -23,17 +25,17 @@ if TYPE_CHECKING:
 
 
 class Row(NamedTuple):
-    """What a step computes of one sequence."""
+    """One sequence's part of a step."""
 
     sequence: Sequence
     length: int
-    """Tokens."""
+    """Number of tokens that the step computes."""
     chain: Chain = NO_CHAIN
-    """Drafts behind the last one; each is a row of the plan."""
+    """Drafts behind the last token; each is a row of the plan."""
 
     @property
     def rows(self) -> int:
-        """Of the plan."""
+        """Number of rows that the plan has for it."""
         return 1 + len(self.chain.drafts)
 
 
@@ -207,8 +209,8 @@ def build_plan(
 
 
 def _prompt_part(row: int, sequence: Sequence, start: int, end: int) -> list[PromptPart]:
-    """What the step of tokens [start, end) yields of the prompt's log-probabilities: the logits at a token are those of
-    the next one. None if a preempted sequence only computes again what was reported before.
+    """The prompt's log-probabilities that the step of tokens [start, end) yields: the logits at a token are those of
+    the next one. Empty if a preempted sequence only computes again what was reported before.
     """
     first, last = sequence.unscored, min(end + 1, sequence.request.prompt_tokens)
     if first >= last:
@@ -226,7 +228,7 @@ def with_output(plan: StepPlan, out: StepOutput, reports: list[tuple[int, Progre
 
 
 def _with_states(plan: StepPlan, states: "Tensor", reports: Rows[tuple[int, Progress]]) -> list[tuple[int, Progress]]:
-    """With the hidden states that leave with their sequences."""
+    """The reports with the hidden states that leave with their sequences."""
     complete, ends = [], plan.lengths.cumsum().tolist()
     for row, report in reports:
         wanted = report.sequence.states
@@ -240,7 +242,7 @@ def _with_states(plan: StepPlan, states: "Tensor", reports: Rows[tuple[int, Prog
 
 
 def _with_logprobs(plan: StepPlan, out: StepOutput, reports: Rows[tuple[int, Progress]]) -> list[Progress]:
-    """With their log-probabilities."""
+    """The reports with their log-probabilities."""
     prompts = {part.row: (part, found) for part, found in zip(plan.prompt_parts, out.prompt_logprobs, strict=True)}
     complete = []
     for row, report in reports:

@@ -1,4 +1,4 @@
-"""What a scheduler reports to the rest of its worker."""
+"""Reports of a scheduler to the rest of its worker."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ which go up to `reach` of the sequences."""
 
 
 class Progress(NamedTuple):
-    """What one step did for one sequence."""
+    """Effect of one step on one sequence."""
 
     sequence: Sequence
     computed: int
@@ -31,31 +31,31 @@ class Progress(NamedTuple):
     token: int | None = None
     """The sampled token; None for a failure, and for a chunk that isn't the last."""
     token_index: int = 0
-    """Of the token in the completion. A step that keeps drafts reports several tokens of a sequence, in order."""
+    """Index of the token in the completion. A step that keeps drafts reports several tokens of a sequence, in order."""
     finish: FinishReason | None = None
-    """Why the token is the last; None if it isn't."""
+    """Reason why the token is the last; None if it isn't."""
     hold: Hold | None = None
     """The blocks of a handed-off sequence, with its first token. The receiver of this report must release it."""
     error: str | None = None
-    """Why the sequence failed; None if it didn't."""
+    """Reason why the sequence failed; None if it didn't."""
     refused: bool = False
-    """Whether it failed because of what its request asks for."""
+    """Whether the sequence failed because of what its request asks for."""
     logprobs: TokenLogprobs | None = None
-    """Of the token, if they were asked for."""
+    """Log-probabilities of the token, if they were asked for."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the prompt's tokens [prompt_first, ...)."""
+    """Log-probabilities of the prompt's tokens from `prompt_first` on."""
     prompt_first: int = 0
     states: "Tensor | None" = None
     """[n, layers, hidden] hidden states of the last n tokens before `computed`, some of which leave with their KV, as
     the sequence's `states` asks for them: the step's own memory on the model's device, all layers that it has kept
     (`Runner.fetch`). None if it asks for none."""
     state_places: tuple[int, ...] = ()
-    """Which of these layers leave, by their places in `states`."""
+    """Places in `states` of the layers that leave with the KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How much an engine has to do. Blocks: free + cached + held == total."""
+    """Work that an engine has to do. Blocks: free + cached + held == total."""
 
     total: int
     free: int
@@ -66,9 +66,9 @@ class EngineLoad:
     pending_tokens: int
     """Tokens that the waiting and running sequences have yet to compute."""
     free_slots: int = 0
-    """How many more reservations would be granted if there are free blocks."""
+    """Number of further reservations that would be granted if there are free blocks."""
     use: Use = field(default_factory=Use)
-    """What the requests take of the pool, and are expected to."""
+    """Blocks of the pool that the requests take, and are expected to take."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.engine.sequence import Status
 
 RESERVE_SHARE = 8
-"""A pool's reserve is its blocks divided by this."""
+"""Divisor of a pool's blocks that yields its reserve."""
 REPORTED = 8
-"""Holders of most that a worker reports."""
+"""Number of holders of most that a worker reports."""
 
 
 def expected_length(request: Request, length: int) -> int:
@@ -35,7 +35,7 @@ class Use:
     """Blocks that the requests of an engine take of its pool."""
 
     growth: int = 0
-    """Blocks that they are expected to need beyond those that they hold."""
+    """Number of blocks that the requests are expected to need beyond those that they hold."""
     wanted: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     """Blocks that each holder's requests are expected to have in the end."""
     ending: int = 0
@@ -59,7 +59,7 @@ class Room:
     """The shares of one pool."""
 
     total: int
-    """Blocks."""
+    """Number of blocks in the pool."""
     block_size: int
 
     @property
@@ -74,7 +74,7 @@ class Room:
     def use(
         self, sequences: Iterable[EngineSequence], reserved: Iterable[tuple[Hold, Request]], soon_tokens: float = 0
     ) -> Use:
-        """What sequences and reservations take.
+        """The blocks that sequences and reservations take.
 
         Args:
             soon_tokens: a running sequence that lacks no more tokens than this is expected to end soon.

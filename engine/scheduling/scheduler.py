@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SPARE_SHARE = 8
-"""Rows divided by this are kept beside a step's rows for holders of few sequences."""
+"""Divisor of a step's rows that yields the rows kept beside them for holders of few sequences."""
 
 
 class Scheduler:
@@ -93,7 +93,7 @@ class Scheduler:
         self.config, self._block_size = config, config.block_size
         self._pool = prefix.pool
         self.prefix = prefix
-        """With the block pool; as all of the scheduler, the engine thread's."""
+        """Prefix index with the block pool; as all of the scheduler, the engine thread's."""
         self._limits = SequenceLimits(config.block_size, self._pool.total, spec.max_context, spec.vocab_size)
         self._waiting: deque[Sequence] = deque()
         self._ready: deque[Sequence] = deque()
@@ -108,7 +108,7 @@ class Scheduler:
         self._step = 0
         """Number of the next plan."""
         self.times = StepTimes()
-        """What steps cost, as whoever runs them observes it: then their time is shared among holders."""
+        """Costs of steps, as whoever runs them observes them: then their time is shared among holders."""
         self.coming: frozenset[int] = frozenset()
         """Holders of requests that will soon ask for a reservation. Any thread may set it."""
         self._lag = lag
@@ -221,7 +221,9 @@ class Scheduler:
         return len(self._running) + len(self._ready) > self._rows
 
     def load(self, soon_tokens: float = 0) -> EngineLoad:
-        """What the engine has to do. Sequences that lack no more than `soon_tokens` are expected to end soon."""
+        """The work that the engine has to do. Sequences that lack no more than `soon_tokens` are expected to end
+        soon.
+        """
         pool = self._pool
         pending = sum([len(sequence.tokens) - sequence.num_computed for sequence in self._live.values()])
         counts = len(self._waiting) + len(self._ready), len(self._running), pending, self._free_slots()
@@ -460,7 +462,7 @@ class Scheduler:
         sequence.slot = -1
 
     def _end(self, sequence: Sequence, status: Status, moment: float) -> None:
-        """The sequence leaves. Its blocks are released unless they were handed off or a step may write to them."""
+        """Removes a sequence. Its blocks are released unless they were handed off or a step may write to them."""
         if sequence.status is Status.RUNNING:
             self._stop(sequence)
         else:
@@ -474,7 +476,7 @@ class Scheduler:
             sequence.hold.release()
 
     def _extend(self, sequence: Sequence) -> bool:
-        """One more block for a running sequence, from another one if none is free; False if it must wait."""
+        """Takes one more block for a running sequence, from another one if none is free; False if it must wait."""
         while not ((allowed := self._allocator.may_grow(sequence)) and sequence.hold.extend(1)):
             if self._in_flight:
                 raise IntegrityError(f"{sequence!r} needs a block while plan {self._in_flight[0][0].step} is in flight")

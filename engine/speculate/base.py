@@ -1,4 +1,4 @@
-"""What a speculating engine needs of whatever guesses its tokens. No torch."""
+"""Interface of a proposer, which guesses tokens for a speculating engine. No torch."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -18,7 +18,7 @@ class Want(NamedTuple):
     tokens: Sequence[int]
     """Prompt and completion so far; the owner appends to it later, and changes nothing else. Not to be changed."""
     most: int
-    """How many tokens to guess at most, 1 or more."""
+    """Largest number of tokens to guess, 1 or more."""
 
 
 WARM_UP = Want(-1, Request("warm-up", 0, (0, 0), 2), (0, 0), 4)
@@ -30,7 +30,7 @@ class Computed(NamedTuple):
 
     handle: int
     tokens: Sequence[int]
-    """As `Want.tokens`, with what the step yielded."""
+    """Prompt and completion as in `Want.tokens`, with what the step yielded."""
     start: int
     """Position of the first token that was computed."""
     states: "Tensor"
@@ -49,15 +49,15 @@ class Proposer(Protocol):
 
     @property
     def last_state(self) -> bool:
-        """Whether it needs them of the last computed token alone."""
+        """Whether the proposer needs these inputs of the last computed token alone."""
         ...
 
     def warm_up(self) -> None:
         """Runs what would make the first guesses slow."""
 
     def observe(self, computed: Sequence[Computed]) -> bool:
-        """A step has ended. Called for every step if it guesses from hidden states, and otherwise never; and when a
-        sequence comes whose prompt another worker has computed, with the states that came along.
+        """Takes what a step has computed. Called for every step if it guesses from hidden states, and otherwise never;
+        and when a sequence comes whose prompt another worker has computed, with the states that came along.
 
         Args:
             computed: of the sequences that go on; those of one sequence in order of their positions.
@@ -68,9 +68,9 @@ class Proposer(Protocol):
         ...
 
     def propose(self, wants: Sequence[Want]) -> list[list[int]]:
-        """How each may continue: perhaps fewer tokens than asked for, perhaps none."""
+        """Guesses how each sequence continues: perhaps by fewer tokens than asked for, perhaps by none."""
         ...
 
     def forget(self, handle: int) -> None:
-        """The sequence has ended. Unknown handles are allowed."""
+        """Forgets a sequence, which has ended. Unknown handles are allowed."""
         ...

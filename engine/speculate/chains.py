@@ -12,7 +12,7 @@ from kvrelay.kernels.ops import NONFINITE
 
 
 def wanting(wants: Sequence[Want], level: int) -> int:
-    """How many of the wants, longest first, are for more than `level` guesses."""
+    """The number of wants, longest first, that are for more than `level` guesses."""
     return sum([want.most > level for want in wants])
 
 

@@ -35,9 +35,9 @@ class Part(NamedTuple):
     """Tokens of one sequence that a guessing model computes."""
 
     blocks: Sequence[int]
-    """Of its own KV pool, those of the sequence."""
+    """Blocks of the sequence in the guessing model's own KV pool."""
     start: int
-    """Tokens before them."""
+    """Number of tokens before these."""
     tokens: Sequence[int]
     sampling: SamplingParams
 
@@ -63,14 +63,14 @@ def plan_of(parts: Sequence[Part], layout: KVLayout, more: int) -> StepPlan:
 
 @dataclass(slots=True, eq=False)
 class Draft:
-    """What the draft model has of one sequence."""
+    """State of one sequence in the draft model."""
 
     hold: Hold
     sampling: SamplingParams
     tokens: list[int] = field(default_factory=list)
-    """Those whose KV is in the blocks of `hold`."""
+    """Tokens whose KV is in the blocks of `hold`."""
     known: int = 0
-    """The first of them, as many as the target had when it asked last, are certainly the target's."""
+    """Number of the first of these tokens that are certainly the target's: as many as it had when it asked last."""
 
 
 class DraftProposer:
@@ -104,7 +104,7 @@ class DraftProposer:
         return False
 
     def propose(self, wants: Sequence[Want]) -> list[list[int]]:
-        """Sequences whose prompt isn't computed yet get no guess; each call computes a part of it."""
+        """Guesses. A sequence whose prompt isn't computed yet gets no guess; each call computes a part of it."""
         ready: list[tuple[Draft, Want, list[int]]] = []
         guesses: list[list[int]] = [[] for _ in wants]
         budget = self._most

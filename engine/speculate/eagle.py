@@ -31,25 +31,25 @@ from kvrelay.engine.speculate.draft import Part, plan_of
 from kvrelay.engine.speculate.eagle_model import STATES, EagleModel
 
 MOST_WAITING = 64
-"""Tokens of a sequence whose states wait for a guess, at most; more are read behind a step."""
+"""Limit of one sequence's tokens whose states wait for a guess; more are read behind a step."""
 NO_SAMPLING = SamplingParams()
 UNKNOWN = (0,)
-"""A token that the device has."""
+"""Token list of a row whose token only the device has."""
 
 
 @dataclass(slots=True, eq=False)
 class Context:
-    """What the layer has of one sequence."""
+    """State of one sequence in the layer."""
 
     hold: Hold
     first: int
     """Position of the first token here."""
     done: int
-    """The KV of positions before it is in the blocks of `hold`."""
+    """Position up to which the KV is in the blocks of `hold`."""
     prompt: int
     """The first position behind those whose states came first: of a prompt, or of its first chunk."""
     waiting: list[Tensor] = field(default_factory=list)
-    """[n, STATES, hidden] each, of the positions from `done` on."""
+    """Hidden states of the positions from `done` on, [n, STATES, hidden] each."""
 
     @property
     def end(self) -> int:
@@ -93,7 +93,7 @@ class EagleProposer:
         self._step_tokens = step_tokens
         self._contexts: dict[int, Context] = {}
         self._behind: dict[int, Sequence[int]] = {}
-        """By handle: the tokens of sequences whose states are to be read behind a step."""
+        """Tokens, by handle, of sequences whose states are to be read behind a step."""
 
     def warm_up(self) -> None:
         states = torch.zeros(1, STATES, self._model.states_width)
@@ -118,7 +118,7 @@ class EagleProposer:
         return bool(self._behind) and self._read()
 
     def propose(self, wants: Sequence[Want]) -> list[list[int]]:
-        """A sequence has no guess until a step has computed the token before its last one here."""
+        """Guesses. A sequence has no guess until a step has computed the token before its last one here."""
         ready = []
         for want in wants:
             context = self._contexts.get(want.handle)

@@ -32,7 +32,7 @@ STATES = 3
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
-    """What its config.json says."""
+    """Fields of an EAGLE-3 checkpoint's config.json."""
 
     hidden_size: int
     intermediate_size: int
@@ -40,17 +40,17 @@ class EagleConfig:
     kv_heads: int
     head_dim: int
     draft_vocab_size: int
-    """Tokens that it can guess."""
+    """Number of tokens that the layer can guess."""
     norm_eps: float
     norm_before_residual: bool
     """Whether g is normed first, and added as such."""
     layers: tuple[int, ...]
-    """Layers of the served model whose inputs it takes; as `Proposer.layers`."""
+    """Layers of the served model whose inputs the layer takes; as `Proposer.layers`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EagleWeights:
-    """All its weights; norms are of the type of activations."""
+    """Weights of an EAGLE-3 layer; norms are of the type of activations."""
 
     embedding: Tensor
     """[vocab, hidden]."""
@@ -73,13 +73,13 @@ class EagleWeights:
 
 
 class EagleModel:
-    """One that is ready to run."""
+    """EAGLE-3 layer that is ready to run."""
 
     def __init__(self, config: EagleConfig, weights: EagleWeights, target: ModelConfig, parts: Parts) -> None:
         """`target` is the served model's config."""
         self.config = config
         self.states_width = target.hidden_size
-        """Of the served model's hidden states."""
+        """Width of the served model's hidden states."""
         self._weights = weights
         self._vocab_size = target.vocab_size
         self._ops, self._activations = parts.ops, parts.activations
@@ -142,7 +142,7 @@ def load_eagle(folder: Path, target: ModelConfig, embedding: Tensor, parts: Part
         return tensors.take(f"{name}.weight", hidden).to(parts.activations)
 
     def linear(inputs: int, outputs: dict[str, int]) -> Linear:
-        """Of projections by name, one below the other."""
+        """Makes one linear layer of several projections, given by name and outputs, one below the other."""
         weights = [tensors.take(f"{name}.weight", count, inputs) for name, count in outputs.items()]
         return parts.linear(torch.cat(weights).to(parts.dtype), None)
 

@@ -6,9 +6,10 @@ from typing import Protocol
 from kvrelay.engine.speculate.base import Computed, Want
 
 FACTOR = 2
-"""Tokens that a suffix match guesses for each of its own."""
+"""Number of tokens that a suffix match guesses for each of its own."""
 MOST_LINKS = 32
-"""Suffixes of one place whose last occurrence is noted: the longest ones, which are those that are looked up."""
+"""Number of suffixes of one place whose last occurrence is noted: the longest ones, which are those that are looked
+up."""
 
 
 class Index(Protocol):
@@ -18,7 +19,7 @@ class Index(Protocol):
         """Takes the tokens that came since, of the whole sequence."""
 
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
-        """What may follow the sequence, up to `most` tokens; perhaps nothing."""
+        """Guesses how the sequence goes on, up to `most` tokens; perhaps nothing."""
         ...
 
 
@@ -63,7 +64,7 @@ class NgramIndex:
     def __init__(self, shortest: int, longest: int) -> None:
         self._lengths = range(longest, shortest - 1, -1)
         self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in self._lengths]
-        """For each length: by n-gram, the index behind its last occurrence that a token follows."""
+        """Index behind the last occurrence of each n-gram that a token follows, for each length."""
         self._indexed = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -75,7 +76,7 @@ class NgramIndex:
         self._indexed = max(self._indexed, len(tokens) - 1)
 
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
-        """What followed the last occurrence of the longest n-gram that ends `tokens`."""
+        """Guesses what followed the last occurrence of the longest n-gram that ends `tokens`."""
         for length, ends in zip(self._lengths, self._ends, strict=True):
             end = ends.get(tuple(tokens[-length:]))
             if end is not None:
@@ -115,7 +116,7 @@ class SuffixIndex:
         self._count = len(tokens)
 
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
-        """What followed the longest end of `tokens` that occurs earlier."""
+        """Guesses what followed the longest end of `tokens` that occurs earlier."""
         length, end = self.match
         return [] if length < self._shortest else _copied(tokens, end, min(most, FACTOR * length))
 

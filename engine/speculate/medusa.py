@@ -30,7 +30,7 @@ from kvrelay.kernels.ops import Linear
 
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 PREFIXES = ("medusa_head.", "medusa_heads.")
-"""In front of the names, where the heads were saved as a part of something larger."""
+"""Prefixes of the names, where the heads were saved as a part of something larger."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,12 +94,12 @@ class MedusaProposer:
         """
         self.layers = (config.layers,)
         self.most = len(heads)
-        """Tokens of a guess at most."""
+        """Largest number of tokens of a guess."""
         self._heads = heads
         self._norm, self._eps = norm.float(), config.norm_eps
         self._parts = parts
         self._states: dict[int, tuple[int, Tensor]] = {}
-        """By handle: the position of the last token that was computed, and its state [hidden]."""
+        """Position of the last token that was computed, and its state [hidden], by handle."""
 
     def warm_up(self) -> None:
         self.observe([Computed(WARM_UP.handle, WARM_UP.tokens, 0, torch.ones(1, 1, len(self._norm)))])
@@ -116,7 +116,7 @@ class MedusaProposer:
         return False
 
     def propose(self, wants: Sequence[Want]) -> list[list[int]]:
-        """A sequence has no guess until a step has computed the token before its last one here."""
+        """Guesses. A sequence has no guess until a step has computed the token before its last one here."""
         known = [(want, self._states.get(want.handle)) for want in wants]
         ready = [(want, state[1]) for want, state in known if state is not None and state[0] == len(want.tokens) - 2]
         if not ready:
@@ -130,7 +130,7 @@ class MedusaProposer:
         self._states.pop(handle, None)
 
     def _guess(self, wants: list[Want], states: list[Tensor]) -> list[list[int]]:
-        """What the heads say of the last states, [hidden] each, of wants in descending order of their length."""
+        """Guesses of the heads from the last states, [hidden] each, for wants in descending order of their length."""
         levels: list[Tensor] = []
         with self._parts.running():
             normed = functional.rms_norm(torch.stack(states).float(), self._norm.shape, self._norm, self._eps)

@@ -53,7 +53,7 @@ class Chain(NamedTuple):
 
     drafts: list[int]
     shapings: list[Shaping | None]
-    """What changes the logits behind each draft; empty if nothing does."""
+    """Shapings of the logits behind each draft; empty if nothing changes them."""
 
     def first(self, count: int) -> "Chain":
         return Chain(self.drafts[:count], self.shapings[:count])
@@ -64,7 +64,7 @@ NO_CHAIN = Chain([], [])
 
 @dataclass(eq=False)
 class Counts:
-    """What speculation did since start."""
+    """Totals of speculation since start."""
 
     proposed: int = 0
     """Drafts that were checked."""
@@ -82,7 +82,7 @@ class Counts:
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """What guesses may still lose in batches of about one size, in plain steps: steps without guesses.
+    """Budget of guesses in batches of about one size: what they may still lose, in plain steps (steps without guesses).
 
         a step                                + SHARE
         with guesses, for n sequences         + tokens / n - seconds / seconds of a plain step
@@ -105,7 +105,7 @@ class Account:
     """Plain steps that were lost and aren't in the balance yet."""
 
     def begin(self) -> bool:
-        """A step is planned; whether it may have guesses."""
+        """Notes that a step is planned; returns whether it may have guesses."""
         place = self.turn
         if place >= PLAIN_STEPS and not (self.open and self.plain):
             return False
@@ -113,11 +113,11 @@ class Account:
         return place >= PLAIN_STEPS
 
     def measure(self, seconds: float) -> None:
-        """A plain step took so many seconds per token."""
+        """Notes that a plain step took so many seconds per token."""
         self.plain += FOLLOW * (min(seconds, 2 * self.plain) - self.plain) if self.plain else seconds
 
     def settle(self, gain: float) -> None:
-        """A step has won so many plain steps by guesses; less than 0 if it has lost."""
+        """Notes that a step has won so many plain steps by guesses; less than 0 if it has lost."""
         at_once = max(-1.0, gain)
         self.debt += at_once - max(-WORST, gain)
         part = self.debt / PARTS
@@ -128,7 +128,7 @@ class Account:
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """What is known of a plan that isn't committed yet."""
+    """Facts about a plan that isn't committed yet."""
 
     account: Account
     began: float
@@ -195,7 +195,9 @@ class Speculation:
         return self._guesses and (sequence.handle not in self._vain or sequence.expected % ASK_AGAIN == 0)
 
     def begin(self, count: int) -> bool:
-        """A step of so many sequences is planned. Whether it may have guesses: then call `propose` for it."""
+        """Notes that a step of so many sequences is planned; returns whether it may have guesses: then call `propose`
+        for it.
+        """
         account = self._accounts[count.bit_length()]
         self._flights.append(Flight(account, self._clock()))
         self._guesses = account.begin() or not self._config.adaptive
@@ -267,7 +269,7 @@ class Speculation:
                 account.measure(seconds / count)
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence has ended."""
+        """Forgets a sequence, which has ended."""
         self._vain.discard(sequence.handle)
         self._depths.pop(sequence.handle, None)
         self._proposer.forget(sequence.handle)

@@ -24,7 +24,7 @@ def find_file(folder: Path, files: tuple[str, ...]) -> Path:
 
 
 class Tensors:
-    """Those of one file, each to be taken once."""
+    """Tensors of one file, each to be taken once."""
 
     def __init__(self, folder: Path, files: tuple[str, ...], device: torch.device) -> None:
         """
@@ -55,7 +55,7 @@ class Tensors:
         return sorted(self._left)
 
     def rename(self, old: str, new: str) -> None:
-        """Names that begin with `old` begin with `new` instead."""
+        """Renames tensors: names that begin with `old` begin with `new` instead."""
         self._left = {
             new + name[len(old) :] if name.startswith(old) else name: tensor for name, tensor in self._left.items()
         }

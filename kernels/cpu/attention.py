@@ -19,12 +19,12 @@ from kvrelay.kernels.cpu.program import Buffer, fields
 Indices = NDArray[np.integer[Any]]
 
 WRITE = "kvrelay_rope_kv_write"
-"""Norms and rotates queries and keys in place, and writes keys and values into the pool."""
+"""Name of the kernel that norms and rotates queries and keys in place, and writes keys and values into the pool."""
 ATTEND = "kvrelay_attention"
-"""Attends, after WRITE has written."""
+"""Name of the kernel that attends, after WRITE has written."""
 
 POOL_TYPES = (torch.float32, torch.bfloat16, torch.int8)
-"""In the order of `KVType` in attention.h."""
+"""Types of the pool, in the order of `KVType` in attention.h."""
 
 
 class AttentionArgs(ctypes.Structure):

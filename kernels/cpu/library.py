@@ -31,18 +31,18 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "native"
 PREBUILT = Path(__file__).parent / "prebuilt"
-"""Where an image has the kernels for INSTRUCTION_SETS."""
+"""Folder in which an image has the kernels for INSTRUCTION_SETS."""
 VARIABLE = "KVRELAY_INSTRUCTION_SET"
 """The environment variable that names one of INSTRUCTION_SETS; empty or not set takes the best that the CPU has."""
 NATIVE = ("-march=native",)
 FLAGS = ("-std=c++20", "-O2", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-pthread")
-"""-O3 takes 1.5 times as long to compile, and the kernels aren't faster: loops that must be unrolled have a pragma. The
-sources say which products and sums are fused (`simd.h`)."""
+"""Flags of the compiler. -O3 takes 1.5 times as long, and the kernels aren't faster: loops that must be unrolled have a
+pragma. The sources say which products and sums are fused (`simd.h`)."""
 NEEDED = frozenset({"avx2", "fma"})
 """Features that the CPU must have; without them, torch's own kernels are as fast."""
 BUILD_SECONDS = 120.0
 PREBUILD_SECONDS = 1800.0
-"""For one file. Nobody waits for it but the build of an image, on however slow a machine."""
+"""Limit in seconds for one file. Nobody waits for it but the build of an image, on however slow a machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class InstructionSet:
 
     name: str
     flags: tuple[str, ...]
-    """The compiler's."""
+    """Flags of the compiler."""
     needed: frozenset[str]
-    """What the CPU must have, by Linux's names."""
+    """Features that the CPU must have, by Linux's names."""
 
 
 _V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
@@ -71,7 +71,7 @@ INSTRUCTION_SETS = (
     InstructionSet("avxvnni", ("-march=x86-64-v3", "-mavxvnni"), _V3 | {"avx_vnni"}),
     InstructionSet("avx2", ("-march=x86-64-v3",), _V3),
 )
-"""The fastest first: those that the kernels' sources have code for."""
+"""Instruction sets that the kernels' sources have code for, the fastest first."""
 
 
 @cache

@@ -17,14 +17,14 @@ LINEAR = "kvrelay_linear"
 EMBED = "kvrelay_embed"
 
 BLOCK = 16
-"""The two halves of a gated product must each have a multiple of this many outputs."""
+"""Divisor of the number of outputs in each half of a gated product."""
 ROUNDING = 6
 """Type of int8 weights whose inputs are rounded too."""
 CHUNK_BYTES = 256 * 2**20
 
 
 class Epilogue(IntEnum):
-    """What happens to a product y."""
+    """Operation that is fused with a product y."""
 
     STORE = 0
     """out = y."""
@@ -82,18 +82,18 @@ class Arena:
 
 
 MOST_INPUTS = 2**16
-"""Inputs of a weight of codes: as many products of bytes, at most, fit into the 32-bit sums of AMX."""
+"""Limit of the inputs of a weight of codes: AMX's 32-bit sums hold the products of as many bytes, at most."""
 
 
 class PackedFacts(NamedTuple):
-    """What a packed weight is."""
+    """Shape and format of a packed weight."""
 
     outputs: int
     inputs: int
     type: int
-    """As `weight_type`."""
+    """Type of the weight, as `weight_type`."""
     group: int
-    """As `CodedWeight.group`; 0 without scales."""
+    """Number of inputs that share a scale, as `CodedWeight.group`; 0 without scales."""
 
 
 class PackedLinear:
@@ -214,7 +214,7 @@ def packer(team: Team) -> Callable[[Tensor | CodedWeight, Tensor | None], Packed
 
 
 def _packed_bytes(team: Team, facts: PackedFacts) -> int:
-    """Of the packed weight alone."""
+    """The size of the packed weight alone, in bytes."""
     team.library.kvrelay_packed_bytes.restype = ctypes.c_int64
     shape = ctypes.c_int64(facts.outputs), ctypes.c_int64(facts.inputs)
     size: int = team.library.kvrelay_packed_bytes(*shape, facts.type)

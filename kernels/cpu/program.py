@@ -20,12 +20,14 @@ def fields(ctype: Any, names: str) -> tuple[tuple[str, Any], ...]:
 
 
 class Buffer(Generic[Number]):
-    """A kept array that kernels read and write: asking a new one for its address takes longer than filling this one."""
+    """Array that is kept for kernels to read and write: asking a new one for its address takes longer than filling this
+    one.
+    """
 
     def __init__(self, dtype: type[Number]) -> None:
         self._array: NDArray[Number] = np.empty(0, dtype)
         self.address = 0
-        """Of what `take` returned last."""
+        """Address of the array that `take` returned last."""
 
     def take(self, count: int) -> NDArray[Number]:
         """[count] numbers of any value, valid until the next call."""

@@ -9,9 +9,9 @@ from kvrelay.kernels.cpu.program import fields
 SAMPLE = "kvrelay_sample"
 
 ROW = struct.Struct("=Qqdqff")
-"""`SampleRow` in sample.h."""
+"""Layout of one row, `SampleRow` in sample.h."""
 LARGEST = 3.4028234e38
-"""Of float32."""
+"""Largest finite float32."""
 
 
 class SampleArgs(ctypes.Structure):

@@ -1,4 +1,6 @@
-"""Checks of a kernel's arguments: inside a kernel, a wrong pointer corrupts memory instead of raising an error."""
+"""Checks of a kernel's arguments, because inside a kernel a wrong pointer corrupts memory instead of raising an
+error.
+"""
 
 import torch
 from torch import Tensor

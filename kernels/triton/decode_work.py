@@ -1,4 +1,5 @@
-"""Which program of a decode step attends to which keys: a work list that the host plans, and its place on the device.
+"""The work list that says which program of a decode step attends to which keys: the host plans it, and it has a fixed
+place on the device.
 
 The keys of all rows, one row after the other, are cut into equal shares, one for each of P programs a KV head. A share
 may end within a row, whose parts are added up by the program that is done last, and may have several rows:
@@ -23,14 +24,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 STEP = 64
-"""Keys of a step; cuts are multiples of it."""
+"""Number of keys of a step; cuts are multiples of it."""
 MIN_STEPS = 4
-"""Fewest steps of a share, if there are several: a smaller one costs more to start than it saves."""
+"""Fewest steps of a share, if there are several: a smaller share costs more to start than it saves."""
 RESIDENT = 2
-"""Programs wanted for each multiprocessor, so that the loads of one hide behind the arithmetic of the other."""
+"""Number of programs wanted for each multiprocessor, so that the loads of one hide behind the arithmetic of the
+other."""
 ENTRY_FIELDS = 6
 SNAP = 8
-"""A cut moves to the end of a row that is at most this part of a share away."""
+"""Divisor of a share that yields the distance from a row's end within which a cut moves to that end."""
 
 
 class DecodeWork(NamedTuple):
@@ -124,7 +126,7 @@ class DecodeParts(NamedTuple):
 
     @classmethod
     def empty(cls, programs: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> "DecodeParts":
-        """For the work lists of so many programs a KV head."""
+        """Empty parts for the work lists of so many programs a KV head."""
         count = 2 * (programs - 1)
         return cls(
             torch.empty(count, heads, dim, dtype=torch.float32, device=device),

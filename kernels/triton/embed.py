@@ -1,4 +1,4 @@
-"""What a step begins with, in one pass: its tokens, their embeddings, and the angles of their positions.
+"""The beginning of a step in one pass: its tokens, their embeddings, and the angles of their positions.
 
     token[t]   = tokens[t], or max(sampled[rows[t]], 0) where rows[t] >= 0
     hidden[t]  = table[token[t]]
@@ -24,7 +24,7 @@ from kvrelay.kernels.triton.checks import check_tensor
 from kvrelay.kernels.triton.launch import Launch, Repeat, launch
 
 BLOCK = 2048
-"""Columns that are copied at a time."""
+"""Number of columns that are copied at a time."""
 
 
 @triton.jit
@@ -104,7 +104,7 @@ class Embed:
 def embed(
     tokens: Tensor, feeds: Feeds | None, positions: Tensor, table: Tensor, frequencies: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `Embed`, of one call."""
+    """One call of `Embed`."""
     return Embed()(tokens, feeds, positions, table, frequencies)
 
 

@@ -49,7 +49,8 @@ class Tile:
     stages: int
     """Depth of the pipeline that loads keys and values, in steps."""
     tma: bool = False
-    """Unmasked steps load a page through the Tensor Memory Accelerator; a page must have a multiple of `keys` slots."""
+    """Whether unmasked steps load a page through the Tensor Memory Accelerator; a page must have a multiple of `keys`
+    slots."""
 
 
 def choose_tile(dim: int, dtype: torch.dtype, block_size: int = 0, architecture: int = 90, group: int = 1) -> Tile:

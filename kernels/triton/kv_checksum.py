@@ -24,7 +24,7 @@ from torch import Tensor
 
 BLOCK = 1024
 SPAN = 8 * BLOCK
-"""Words for each program."""
+"""Number of words for each program."""
 POSITION = 0x9E3779B97F4A7C15
 LENGTH = 0xD1B54A32D192ED03
 M1 = 0xBF58476D1CE4E5B9

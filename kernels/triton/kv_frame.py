@@ -25,11 +25,11 @@ from kvrelay.kernels.triton.kv_checksum import M1, M2, POSITION, mix
 
 Way = Literal["read", "write", "sum"]
 Range = tuple[int, int]
-"""The first one, and how many."""
+"""Range of layers: the first one, and how many."""
 
 BLOCK = 1024
 SPAN = 8 * BLOCK
-"""Words for each program."""
+"""Number of words for each program."""
 
 
 # Offsets differ from frame to frame: specialized, each divisor of theirs would be another compilation.

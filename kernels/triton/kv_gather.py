@@ -27,7 +27,7 @@ from kvrelay.kernels.triton.checks import check_tensor
 
 Order = Literal["NHD", "HND"]
 Range = tuple[int, int]
-"""The first one, and how many."""
+"""Range of heads or layers: the first one, and how many."""
 
 TILE_WORDS = 2048
 

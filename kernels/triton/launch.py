@@ -26,7 +26,7 @@ from triton.runtime import driver
 
 logger = logging.getLogger(__name__)
 HEAD = 9
-"""What `compiled.run` takes before the kernel's arguments."""
+"""Number of arguments that `compiled.run` takes before the kernel's own."""
 SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 """Largest shared memory of a program in KiB, by compute capability times ten (CUDA C++ programming guide, table of
 technical specifications)."""
@@ -49,14 +49,14 @@ class Launch:
 
     kernel: Any
     values: dict[str, Any]
-    """By parameter, in order."""
+    """Arguments by parameter, in order."""
     options: dict[str, Any]
-    """Of the compiler, such as `num_warps`."""
+    """Options of the compiler, such as `num_warps`."""
     compiled: Any
-    """None if the kernel is interpreted."""
+    """Compiled kernel; None if the kernel is interpreted."""
 
     def repeating(self, *names: str) -> "Repeat":
-        """What launches the same with other values of these parameters, which it doesn't keep."""
+        """A launch that repeats this one with other values of these parameters, which it doesn't keep."""
         return Repeat(self, names)
 
 
@@ -92,7 +92,7 @@ class Repeat:
         self._compiled, self._run = compiled, compiled.run
         code = compiled.function, compiled.packed_metadata, None, None, None
         self._passed = [0, 0, 0, 0, *code, *map(_passed, self._values.values())]
-        """What `run` takes: grid and stream, the kernel, and its arguments."""
+        """Arguments of `run`: grid and stream, the kernel, and the kernel's arguments."""
         self._stream: Callable[[int], int] = driver.active.get_current_stream
         self._device: int = driver.active.get_current_device()
 
@@ -161,7 +161,7 @@ def _takes_all(compiled: Any, parameters: tuple[str, ...]) -> bool:
 
 @cache
 def _tell_slow() -> None:
-    """Once a process."""
+    """Logs once a process that launches aren't repeated, and so are slow."""
     logger.warning("this version of Triton has no launch that can be repeated; the host takes longer for each kernel")
 
 

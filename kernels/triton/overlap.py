@@ -27,9 +27,9 @@ except ImportError:
     gdc_launch_dependents = gdc_wait = None
 
 FIRST_ARCHITECTURE = 90
-"""Compute capability, times ten."""
+"""Smallest compute capability, times ten, of GPUs that overlap launches."""
 FIRST_DRIVER = 12030
-"""Version of CUDA whose driver captures such launches in graphs."""
+"""Smallest version of CUDA whose driver captures such launches in graphs."""
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def overlapping() -> dict[str, bool]:
 
 @cache
 def _driver_version() -> int:
-    """Of CUDA; that of the first one that will do where there is no driver, and kernels are only compiled."""
+    """The driver's version of CUDA; FIRST_DRIVER where there is no driver, and kernels are only compiled."""
     version = ctypes.c_int(FIRST_DRIVER)
     with suppress(OSError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))

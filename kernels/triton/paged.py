@@ -13,7 +13,7 @@ from kvrelay.kernels.triton.checks import check_tensor
 DIMS = (16, 256)
 """Smallest and largest head size that attention takes."""
 LOG2_E = 1.4426950408889634
-"""Scores are multiplied by it, because the softmax is computed with powers of 2."""
+"""Factor of scores, because the softmax is computed with powers of 2."""
 
 
 class PagedKV(NamedTuple):
@@ -23,10 +23,13 @@ class PagedKV(NamedTuple):
     """[block, layer, k|v, Hkv, slot, D]; contiguous but for gaps between planes, where the scales may be."""
     layer: int
     scales: Tensor | None = None
-    """bfloat16 [block, layer, k|v, Hkv, slot], the same; only with a pool of 8 bits (see `kv_codes`)."""
+    """Scales of a pool of 8 bits (see `kv_codes`), bfloat16 [block, layer, k|v, Hkv, slot] with the same gaps; else
+    None."""
 
     def arguments(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, int, int]:
-        """What an attention kernel takes: keys, values, the scales of both, block strides of pool and scales."""
+        """The arguments that an attention kernel takes for the pool: keys, values, the scales of both, block strides of
+        pool and scales.
+        """
         pool, layer, scales = self
         keys, values = pool[:, layer, 0], pool[:, layer, 1]
         if scales is None:
@@ -34,7 +37,7 @@ class PagedKV(NamedTuple):
         return keys, values, scales[:, layer, 0], scales[:, layer, 1], pool.stride(0), scales.stride(0)
 
     def of_layer(self) -> dict[str, Tensor | int | None]:
-        """By parameter, the arguments of the attention kernels and of `rope_kv_write` that differ between layers."""
+        """The arguments, by parameter, of the attention kernels and of `rope_kv_write` that differ between layers."""
         pool, layer, scales = self
         keys, values, key_scales, value_scales, _, _ = self.arguments()
         return {

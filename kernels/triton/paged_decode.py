@@ -36,7 +36,7 @@ from kvrelay.kernels.triton.overlap import begin_after_inputs, overlapping
 from kvrelay.kernels.triton.paged import LOG2_E, PagedKV, attend_keys, check_attention
 
 SUMMED = 8192
-"""Numbers of a row's parts that are read at a time to be added up: 64 of each thread."""
+"""Size of one read in numbers, when the parts of a row are added up: 64 for each thread."""
 
 
 def bytes_moved(

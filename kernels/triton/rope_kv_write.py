@@ -28,7 +28,7 @@ from kvrelay.kernels.triton.overlap import begin_after_inputs, overlapping
 from kvrelay.kernels.triton.paged import PagedKV, check_pool
 
 HEADS = 4
-"""Heads of one program."""
+"""Number of heads of one program."""
 
 
 @triton.jit

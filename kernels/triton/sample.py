@@ -52,9 +52,10 @@ from kvrelay.kernels.triton.sample_bounds import BINS, bin_of, load_listed, open
 from kvrelay.kernels.triton.sample_race import NO_TOKEN, better, race
 
 SLICE = 8192
-"""Tokens of a slice."""
+"""Number of tokens of a slice."""
 LISTED = 4096
-"""Listed tokens that the last kernel keeps in registers; of longer lists it reads the rest again at each probe."""
+"""Number of listed tokens that the last kernel keeps in registers; of longer lists it reads the rest again at each
+probe."""
 WARPS = 16
 
 
@@ -70,7 +71,7 @@ class Choices(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, banned: int, device: torch.device | str) -> "Choices":
-        """For `rows` rows, all greedy, with up to `banned` banned tokens each."""
+        """Choices for `rows` rows, all greedy, with up to `banned` banned tokens each."""
         return cls(
             temperature=torch.zeros(rows, dtype=torch.float32, device=device),
             top_k=torch.zeros(rows, dtype=torch.int32, device=device),
@@ -90,7 +91,7 @@ class Choices(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """What the kernels leave for one another: for R rows of S slices."""
+    """Memory in which the kernels leave results for one another, for R rows of S slices."""
 
     largest: Tensor
     """float32 [R, S]: the largest logit; NaN if any is."""
@@ -127,7 +128,7 @@ class Workspace(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, vocabulary: int, device: torch.device | str) -> "Workspace":
-        """For `rows` rows of so many tokens each."""
+        """Memory for `rows` rows of so many tokens each."""
         return cls(*(torch.empty(rows, size, dtype=dtype, device=device) for _, size, dtype in cls.columns(vocabulary)))
 
     def rows(self, count: int) -> "Workspace":
@@ -136,7 +137,7 @@ class Workspace(NamedTuple):
 
 
 def slice_of(vocabulary: int) -> int:
-    """Tokens of a slice of so many."""
+    """The number of tokens of a slice, in a vocabulary of so many."""
     return min(SLICE, int(triton.next_power_of_2(vocabulary)))
 
 
@@ -386,7 +387,7 @@ class Sampler:
 
 
 def sample(logits: Tensor, choices: Choices, workspace: Workspace, tokens: Tensor) -> None:
-    """See `Sampler`, of one call."""
+    """One call of `Sampler`."""
     Sampler(choices, workspace)(logits, tokens)
 
 

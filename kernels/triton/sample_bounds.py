@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 BINS = tl.constexpr(512)
-"""Bins of s, the last one without a lower end."""
+"""Number of bins of s, the last one without a lower end."""
 BINS_PER_UNIT = tl.constexpr(16.0)
-"""Of s; a power of two, so that bins are exact."""
+"""Number of bins in one unit of s; a power of two, so that bins are exact."""
 SLACK = tl.constexpr(1e-4)
 """Relative error that sums of float32 may have."""
 

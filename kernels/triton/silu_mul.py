@@ -66,5 +66,5 @@ def _check(gate_up: Tensor) -> None:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `SiluMul`, of one call."""
+    """One call of `SiluMul`."""
     return SiluMul()(gate_up)

@@ -1,4 +1,5 @@
-"""What follows a frame's bytes on the link, by which the receiver knows that they are the frame that was announced.
+"""Trailers: the bytes that follow a frame on the link, by which the receiver knows that it is the frame that was
+announced.
 
     checksum   8 bytes: the checksum of the bytes XOR the checksum of the announcement; against accidents
     MAC       16 bytes: AES-GMAC of the bytes, under a key that only the link's two ends can derive from the link's key
@@ -52,7 +53,7 @@ class Running(Protocol):
     def update(self, data: memoryview) -> None: ...
 
     def trailer(self) -> bytes:
-        """What follows the bytes; the last call."""
+        """The trailer that follows the bytes; this is the last call."""
 
 
 class FrameCheck:
@@ -64,10 +65,10 @@ class FrameCheck:
         self._mac_key = mac_key
         self._announced = announcement(key, frame)
         self.nbytes = trailer_bytes(kind, mac_key)
-        """Of the trailer."""
+        """Size of the trailer in bytes."""
 
     def begin(self) -> Running:
-        """For bytes in host memory."""
+        """Begins a check of bytes in host memory."""
         if self._mac_key is not None:
             return _Mac(self._mac_key, self._announced)
         return _Checksum(self._announced) if self.nbytes else _Nothing()
@@ -83,7 +84,7 @@ class FrameCheck:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it is the checksum that a GPU computes, if the frame is in its memory."""
+        """Whether a GPU computes the checksum of a frame in its memory."""
         return self._mac_key is None and self._kind is ChecksumKind.MIX64
 
     def of_sum(self, total: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ def trailer_bytes(kind: ChecksumKind, mac_key: bytes | None) -> int:
 
 
 def announcement(key: Key, frame: Frame) -> bytes:
-    """What an announcement says of a frame."""
+    """The facts of a frame that an announcement tells, as bytes."""
     place = frame.epoch, frame.index, frame.first, frame.tokens, *frame.part, frame.states
     return struct.pack("<8Q", key[1], *place) + key[0].encode()
 
@@ -118,7 +119,7 @@ def trailer(checksum: int, announced: bytes) -> bytes:
 
 class _Nothing:
     def update(self, data: memoryview) -> None:
-        """No check."""
+        """Checks nothing."""
 
     def trailer(self) -> bytes:
         return b""

@@ -37,7 +37,8 @@ from kvrelay.transfer.protocol.ports import BlockClaim
 from kvrelay.transfer.transports.base import ByteStream, Link, Pending, beside
 
 PIECE_BYTES = 2**19
-"""Bytes that are hashed at once: they are still in the core's cache when they are sent, or were just received."""
+"""Number of bytes that are hashed at once: they are still in the core's cache when they are sent, or were just
+received."""
 
 
 def pieces(runs: Sequence[memoryview]) -> Iterator[list[memoryview]]:
@@ -83,14 +84,14 @@ class FrameJob(ABC):
         return FrameCheck(self._kind, link.mac_key, self.key, self._frame)
 
     def _close(self, outcome: Outcome) -> None:
-        """This thread no longer touches the blocks."""
+        """Closes the claim: this thread no longer touches the blocks."""
         if self._open:
             self._open = False
             self._ended(outcome)
 
     @abstractmethod
     def _ended(self, outcome: Outcome) -> None:
-        """The frame has ended."""
+        """Reports the frame's end."""
 
     def fail(self, message: str) -> None:
         """See `kvrelay.transfer.links.links.Job`."""
@@ -122,7 +123,7 @@ class SendJob(FrameJob):
         self._prepared = False
         """Whether what `_ready` does is queued on the thread's second stream."""
         self._lent: list[Tensor] | None = None
-        """What is sent in the buffer's place."""
+        """Memory of the pool that is sent in the buffer's place."""
 
     def _ended(self, outcome: Outcome) -> None:
         self._on_read()
@@ -316,10 +317,10 @@ class DrainJob:
         """Never called."""
 
     def done(self, buffer: Tensor) -> None:
-        """The bytes are discarded."""
+        """Discards the bytes."""
 
     def fail(self, message: str) -> None:
-        """No attempt waits for the frame."""
+        """Does nothing, because no attempt waits for the frame."""
 
 
 class PoolFrames:

@@ -40,7 +40,7 @@ class FrameBuffer(Protocol):
         """Queues on a GPU a copy of the frame and its trailer into `data`, in one pass; see `settle`."""
 
     def lend(self, lender: Lender, data: Tensor, check: FrameCheck) -> list[Tensor] | None:
-        """What to send in order to send the frame from where it lies: runs of the pool, and the end of `data`, into
+        """Memory to send in order to send the frame from where it lies: runs of the pool, and the end of `data`, into
         which a partial last block and the trailer are copied. None if it lies in too many runs, or can't be sent so.
 
         If `queues`, it only queues on a GPU; see `settle`.
@@ -52,8 +52,8 @@ class FrameBuffer(Protocol):
     def write_checked(self, data: Tensor, check: FrameCheck) -> bool | None:
         """Copies a frame into the blocks, and verifies the trailer that follows it in `data`, in one pass.
 
-        Returns whether it is intact, if not, its bytes are in the blocks all the same. None if this can't be; nothing
-        is done then.
+        Returns whether the frame is intact; if it isn't, its bytes are in the blocks all the same. Returns None, and
+        does nothing, if this frame can't be copied and verified in one pass.
         """
 
 
@@ -166,7 +166,7 @@ class OtherFrame:
         return None
 
     def settle(self) -> None:
-        """Nothing was queued."""
+        """Does nothing, because nothing was queued."""
 
     def write_checked(self, data: Tensor, check: FrameCheck) -> bool | None:
         return None

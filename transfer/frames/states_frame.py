@@ -49,10 +49,10 @@ class StatesFrame:
         raise RuntimeError("no GPU copies what lies in host memory")
 
     def lend(self, lender: Lender, data: Tensor, check: FrameCheck) -> None:
-        """It doesn't lie in the pool that is lent."""
+        """Returns None, because the frame doesn't lie in the pool that is lent."""
 
     def settle(self) -> None:
-        """Nothing was queued."""
+        """Does nothing, because nothing was queued."""
 
     def write_checked(self, data: Tensor, check: FrameCheck) -> None:
-        """It can't be."""
+        """Returns None: the caller writes the frame and checks it apart."""

@@ -19,17 +19,17 @@ from kvrelay.transfer.transports.base import Transport
 
 @dataclass(frozen=True, slots=True)
 class HandoffSetup:
-    """What one worker hands KV over with."""
+    """Everything that one worker hands KV over with."""
 
     local: LocalWorker
     frames: PoolFrames
-    """Jobs on its KV pool."""
+    """Maker of the jobs on the worker's KV pool."""
     peers: PeerTable
     config: TransferConfig
     transports: Mapping[str, Transport]
-    """Those that this worker can use, best first."""
+    """Transports that this worker can use, best first."""
     credentials: Credentials
-    """For control streams."""
+    """Credentials for control streams."""
 
 
 class EndpointLoop:

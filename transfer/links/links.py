@@ -40,29 +40,29 @@ LATE_SHARE = 0.8
 """Share of a frame's timeout after which the end of the link is attributed to the frame that is waited for."""
 
 CLOSE_SECONDS = 2.0
-"""How long the process waits for a link to close. After that its thread goes on alone."""
+"""Longest time in seconds that the process waits for a link to close. After that its thread goes on alone."""
 
 
 class LinkTimeouts(NamedTuple):
-    """In seconds."""
+    """Timeouts of a link, in seconds."""
 
     frame: float
-    """For each frame, and to open a link between hosts."""
+    """Seconds for each frame, and to open a link between hosts."""
     dial: float
-    """To open a link between GPUs."""
+    """Seconds to open a link between GPUs."""
 
     def to_open(self, transport: str) -> float:
-        """For a link of the transport with this name."""
+        """The seconds to open a link of the transport with this name."""
         return max(self.dial, self.frame) if transport in BETWEEN_GPUS else self.frame
 
 
 class LinkLimits(NamedTuple):
-    """What the links of a process may take together."""
+    """Limits of all links of a process together."""
 
     links: int
-    """`TransferConfig.max_links`."""
+    """Number of links, `TransferConfig.max_links`."""
     gpu_buffer_bytes: int
-    """`TransferConfig.gpu_buffer_bytes`."""
+    """Bytes of GPU memory, `TransferConfig.gpu_buffer_bytes`."""
 
 
 class Job(Protocol):
@@ -74,21 +74,21 @@ class Job(Protocol):
 
     @property
     def written(self) -> KVWrites:
-        """When the blocks that are read have their KV. `begin` is called after that."""
+        """Writes of the KV that the job reads. `begin` is called after them."""
 
     def prepare(self, link: Link, buffer: torch.Tensor) -> None:
-        """Called at most once, before that: queues what can be queued now. `begin` gets the same buffer. Waits for
-        nothing.
+        """Queues what can be queued before `begin`, and waits for nothing. Called at most once; `begin` gets the same
+        buffer.
         """
 
     def begin(self, link: Link, buffer: torch.Tensor) -> Pending | None:
         """Begins the transfer, using `buffer`; None if there is nothing left to transfer."""
 
     def done(self, buffer: torch.Tensor) -> None:
-        """The transfer has ended; the buffer is reused after the return."""
+        """Takes note that the transfer has ended; the buffer is reused after the return."""
 
     def fail(self, message: str) -> None:
-        """The link ended before the transfer."""
+        """Takes note that the link ended before the transfer."""
 
 
 class AfterFrames:
@@ -136,7 +136,7 @@ class LinkThread:
         self._on_end = on_end
         self._jobs: deque[Job] = deque()
         self._ahead: tuple[Job, torch.Tensor] | None = None
-        """A job that is prepared, and its buffer."""
+        """Job that is prepared, and its buffer."""
         self._window: deque[tuple[Job, Pending, torch.Tensor]] = deque()
         self._changed = threading.Condition()
         self._reason: str | None = None

@@ -1,4 +1,4 @@
-"""What the two coordinators of the hand-off share, without I/O.
+"""The common part of the two coordinators of the hand-off, without I/O.
 
     KVSender     `kvrelay.prefill_worker.kv_sender`    one per prefill worker process
     KVReceiver   `kvrelay.decode_worker.kv_receiver`   one per decode worker process
@@ -31,16 +31,18 @@ MachineT = TypeVar("MachineT", SendAttempt, ReceiveAttempt)
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """What one hand-off took, as seen at one end."""
+    """Times and sizes of one hand-off, as seen at one end."""
 
     transfer_seconds: float
-    """Sender: start of the first frame to acknowledgement. Receiver: grant to commit."""
+    """Seconds of the transfer. Sender: from the start of the first frame to acknowledgement. Receiver: from grant to
+    commit."""
     handoff_seconds: float
-    """What no computation hid. Sender: end of prefill to acknowledgement. Receiver: news of that end to commit."""
+    """Seconds that no computation hid. Sender: from the end of prefill to acknowledgement. Receiver: from the news of
+    that end to commit."""
     nbytes: int
     """KV bytes that crossed the link and verified."""
     grant_seconds: float = 0.0
-    """Sender: offer to the first grant."""
+    """Seconds from the offer to the first grant, at the sender."""
     state_nbytes: int = 0
     """Bytes of the prompt's hidden states. Sender: those sent again over another link count twice."""
 
@@ -51,11 +53,11 @@ class Pair:
 
     stream: ControlStream
     hello: Hello | None = None
-    """The peer's, once it has come."""
+    """Hello of the peer, once it has come."""
     epoch: int = 0
-    """Of the latest link that was opened over this stream."""
+    """Epoch of the latest link that was opened over this stream."""
     between_gpus: bool = False
-    """At a sender: whether its frames are those of links from GPU to GPU."""
+    """Whether this sender's frames are those of links from GPU to GPU."""
 
     @property
     def peer(self) -> Peer:
@@ -72,7 +74,7 @@ class Transfer(Generic[MachineT]):
 
     machine: MachineT
     pair: Pair | None
-    """None at a receiver that has had no offer yet."""
+    """Pair of the attempt; None at a receiver that has had no offer yet."""
     table: list[int] = field(default_factory=list)
     """Blocks from the first token on, as far as they are known."""
     claims: dict[Frame, BlockClaim] = field(default_factory=dict)
@@ -87,7 +89,7 @@ TransferT = TypeVar("TransferT", bound=Transfer[Any])
 
 @dataclass(frozen=True, slots=True)
 class EndpointContext:
-    """What an endpoint of either kind works with."""
+    """Everything that an endpoint of either kind works with."""
 
     local: LocalWorker
     peers: PeerTable
@@ -100,7 +102,7 @@ class Endpoint(ABC, Generic[TransferT]):
     """Base of both coordinators: pairs, links, leases and the way from events to actions."""
 
     rank: int
-    """SENDER or RECEIVER."""
+    """Rank of this end: SENDER or RECEIVER."""
 
     def __init__(self, context: EndpointContext) -> None:
         self.local = context.local
@@ -116,17 +118,17 @@ class Endpoint(ABC, Generic[TransferT]):
         )
         self.states_room = StatesRoom(config.states_bytes)
         self.dropped = 0
-        """Messages of other attempts or epochs, so far."""
+        """Number of messages of other attempts or epochs, so far."""
         self.corrupt = 0
-        """Frames that failed their checksum, so far."""
+        """Number of frames that failed their checksum, so far."""
         self.expired = 0
-        """Attempts that ended at one of their deadlines, so far."""
+        """Number of attempts that ended at one of their deadlines, so far."""
         self.in_place_bytes = 0
         """KV bytes that this end sent from where they lay in its pool, without a copy to a link's buffer."""
         self.links_ended = 0
-        """Links that broke, could not be made, or were closed, so far."""
+        """Number of links that broke, could not be made, or were closed, so far."""
         self.failures: Counter[str] = Counter()
-        """Attempts that failed at this end so far, by the value of their code."""
+        """Number of attempts that failed at this end so far, by the value of their code."""
         self._transfers: dict[Key, TransferT] = {}
         self._pairs: dict[str, Pair] = {}
         # By incarnation, and never forgotten: an incarnation that comes back after a partial membership must not see
@@ -207,17 +209,17 @@ class Endpoint(ABC, Generic[TransferT]):
 
     @abstractmethod
     def _on_link_end(self, pair: Pair, end: LinkEnd) -> None:
-        """The link of a pair has ended, or could not be made."""
+        """Handles the end of a pair's link, which may never have been made."""
 
     def _reason(self, code: Code) -> str:
-        """Why this end gives a hand-off up, for the peer."""
+        """The reason why this end gives a hand-off up, for the peer."""
         return f"{code.value} on {self.local.id.name}"
 
     def _feed(self, transfer: TransferT, event: Any) -> None:
         self._apply(transfer, self._step(transfer, event))
 
     def _step(self, transfer: TransferT, event: Any) -> list[Any]:
-        """What the machine of `transfer` asks for after an event."""
+        """The actions that the machine of `transfer` asks for after an event."""
         now = self.runtime.now()
         self._note_expiry(transfer, now)
         actions: list[Any] = transfer.machine.on(event, now)
@@ -245,7 +247,7 @@ class Endpoint(ABC, Generic[TransferT]):
                 self._feed(transfer, FrameEnded(frame, Outcome.LOST))
 
     def _on_message(self, pair: Pair, message: Message) -> None:
-        """Messages that both ends send."""
+        """Handles messages that both ends send."""
         match message:
             case Renew(keys):
                 for key in keys:
@@ -272,7 +274,7 @@ class Endpoint(ABC, Generic[TransferT]):
         self.links.close(pair.incarnation, reason)
 
     def _open_link(self, pair: Pair, epoch: int, transport: str, frame_bytes: int) -> str | None:
-        """Starts to open this end of a link; why it can't be opened now, or None.
+        """Starts to open this end of a link. Returns why it can't be opened now, or None.
 
         Raises:
             NoTransportError: this worker doesn't have the transport.

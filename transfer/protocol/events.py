@@ -40,7 +40,7 @@ class Timeouts:
     """Bounds of the states of an attempt, in seconds; `transfer/protocol/table.py` says which holds where."""
 
     lease: float = 5.0
-    """Without any message of the other end."""
+    """Seconds without any message of the other end."""
     grant: float = 30.0
     prefill: float = 120.0
     transfer: float = 60.0
@@ -48,22 +48,23 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What one attempt transfers, and how it is cut into frames."""
+    """Content of one attempt, and how it is cut into frames."""
 
     tokens: int
     digest: bytes
-    """`tokens_digest` of the prompt."""
+    """Digest of the prompt, by `tokens_digest`."""
     token_bytes: int
     block_size: int
     frame_tokens: int
-    """Tokens of one frame at most: a multiple of `block_size`."""
+    """Largest number of tokens of one frame: a multiple of `block_size`."""
     layers: int = 1
     parts: int = 1
-    """Frames, by layers, in which the same tokens are sent; more than one only if a block is too large for a frame."""
+    """Number of frames, by layers, in which the same tokens are sent; more than one only if a block is too large for a
+    frame."""
     state_bytes: int = 0
-    """Of a token's hidden states; 0 if none are handed over."""
+    """Bytes of a token's hidden states; 0 if none are handed over."""
     state_tokens: int = 0
-    """Tokens whose hidden states one frame carries at most."""
+    """Largest number of tokens whose hidden states one frame carries."""
 
     def is_border(self, token: int) -> bool:
         """Whether a frame may begin or end at `token`: at a block border, or at the end of the prompt."""
@@ -87,7 +88,7 @@ class Frame:
 
     epoch: int
     index: int
-    """Frames of this attempt and epoch before it."""
+    """Number of frames of this attempt and epoch before this one."""
     first: int
     tokens: int
     nbytes: int
@@ -99,10 +100,10 @@ class Outcome(enum.Enum):
     """How a frame ended at the receiver."""
 
     VERIFIED = "verified"
-    """Its bytes are in the reserved blocks, and the checksum says that they are those that the sender read."""
+    """The frame's bytes are in the reserved blocks, and the checksum says that they are those that the sender read."""
     CORRUPT = "corrupt"
     LOST = "lost"
-    """It did not arrive, or was stopped."""
+    """The frame did not arrive, or was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +261,7 @@ class Commit:
     reservation: Hold
     first_token: int
     states: int | None = None
-    """The first token whose hidden states are there, as are those of all tokens behind it; None if none are."""
+    """First token whose hidden states are there, as are those of all tokens behind it; None if none are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How two workers introduce themselves on a control stream, and whether they can hand KV over."""
+"""The introduction of two workers on a control stream, and the check whether they can hand KV over."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -12,12 +12,12 @@ from kvrelay.transfer.protocol.messages import VERSION, Code, Hello
 
 @dataclass(frozen=True, slots=True)
 class FrameCut:
-    """As many whole blocks in a frame as fit; or, where not even one fits, a block in several frames, by layers."""
+    """Size of frames: as many whole blocks as fit; or, where not even one fits, a part of a block's layers."""
 
     tokens: int
-    """Of a frame at most: a multiple of the block size."""
+    """Largest number of tokens of a frame: a multiple of the block size."""
     parts: int
-    """Frames in which the same tokens are sent."""
+    """Number of frames in which the same tokens are sent."""
     nbytes: int
     """KV bytes of the largest frame."""
 
@@ -38,13 +38,13 @@ class LocalWorker:
     id: WorkerId
     layout: KVLayout
     fingerprint: str
-    """Of the model."""
+    """Fingerprint of the model."""
     gpu: bool = False
     """Whether the KV pool is in GPU memory."""
     states: StatesLayout | None = None
-    """Hidden states of prompts that it wants beside their KV; None if it wants none."""
+    """Hidden states of prompts that this worker wants beside their KV; None if it wants none."""
     states_shape: StatesShape | None = None
-    """What its steps can keep for others; None if they can keep nothing."""
+    """Shape of the hidden states that its steps can keep for others; None if they can keep nothing."""
 
     def hello(self, peer: WorkerId, config: TransferConfig, cut: FrameCut | None = None) -> Hello:
         """The first message of this worker on a stream to `peer`; `cut` is that of the frames it sends, if it does."""
@@ -63,8 +63,8 @@ class LocalWorker:
         )
 
     def digest(self, config: TransferConfig) -> str:
-        """Equal for two workers that have no `objection` to each other: what can't be converted must be equal. Hidden
-        states aren't in it: only one of the two needs them.
+        """A text that is equal for two workers that have no `objection` to each other: what can't be converted must be
+        equal. Hidden states aren't in it: only one of the two needs them.
         """
         layout = replace(self.layout, order="NHD", block_size=1)
         if config.convert_dtype:
@@ -73,7 +73,7 @@ class LocalWorker:
         return hashlib.sha256(common.encode()).hexdigest()[:16]
 
     def objection(self, hello: Hello, config: TransferConfig) -> tuple[Code, str] | None:
-        """Why this worker and the author of `hello` can't hand KV over, with the name of the field.
+        """The reason why this worker and the author of `hello` can't hand KV over, with the name of the field.
 
         None if they can.
         """

@@ -27,25 +27,27 @@ Key = tuple[str, int]
 
 VERSION = 7
 SERVICE = DESCRIPTOR.services_by_name["HandoffService"].full_name
-"""Both ends of its method `Control` take and give the bytes of batches: gRPC itself would parse any size."""
+"""Name of the service. Both ends of its method `Control` take and give the bytes of batches: gRPC itself would parse
+any size."""
 MAX_BATCH_BYTES = 32 * 2**10
 """Size limit of a batch; it bounds the time that parsing takes, whatever is in it, to less than half a millisecond."""
 SMALL_BYTES = 1024
-"""Size of a message up to which an unknown field is looked for by its number; `decode` refuses those of any size."""
+"""Size in bytes up to which a message is searched for an unknown field by its number; `decode` refuses those of any
+size."""
 MAX_MESSAGES = 64
-"""Messages of one batch at most."""
+"""Largest number of messages in one batch."""
 MAX_KEYS = 32
-"""Attempts that one Renew, and all of one batch, name at most."""
+"""Largest number of attempts that one Renew, and all of one batch, name."""
 MAX_FRAME_BYTES = 256 * 2**20
-"""KV bytes of one frame on a link at most."""
+"""Largest size in KV bytes of one frame on a link."""
 MAX_PARTS = 1024
 MAX_STATE_LAYERS = 16
-"""Layers whose inputs one worker asks another for at most."""
+"""Largest number of layers whose inputs one worker asks another for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice(Rule):
-    """One of several values, each of which has its form on the wire."""
+    """Rule of a field that has one of several values, each with its form on the wire."""
 
     values: Mapping[Any, object]
     """Values by their form."""
@@ -64,7 +66,7 @@ class Choice(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Many(Rule):
-    """At least one item, and at most `most`."""
+    """Rule of a list of at least one item, and at most `most`."""
 
     item: Rule
     most: int
@@ -83,7 +85,7 @@ class Many(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Fields(Rule):
-    """A value whose fields are those of a protobuf message, in the order of their numbers."""
+    """Rule of a value whose fields are those of a protobuf message, in the order of their numbers."""
 
     kind: Callable[..., Any]
     rules: Mapping[str, Rule]
@@ -201,19 +203,19 @@ class Hello:
     worker: Name
     incarnation: Name
     peer_incarnation: Name
-    """The incarnation that this message is meant for."""
+    """Incarnation that this message is meant for."""
     fingerprint: Reason
-    """Of the model."""
+    """Fingerprint of the model."""
     layout: Annotated[KVLayout, LAYOUT]
     checksum: Annotated[bool, Flag()]
     encrypt: Annotated[str, Text(1, 16)]
-    """`TransferConfig.encrypt`."""
+    """Value of `TransferConfig.encrypt`."""
     gpu: Annotated[bool, Flag()]
-    """Whether its KV pool is in GPU memory. If both pools are, frames in GPU memory carry the GPU checksum."""
+    """Whether the worker's KV pool is in GPU memory. If both pools are, frames in GPU memory carry the GPU checksum."""
     frame_bytes: Annotated[int, Number(1, MAX_FRAME_BYTES)]
-    """KV bytes of the largest frame that it sends."""
+    """KV bytes of the largest frame that the worker sends."""
     states: Annotated[StatesLayout | None, STATES] = None
-    """A receiver's: the hidden states of prompts that it wants beside their KV; None if it wants none."""
+    """Hidden states of prompts that a receiver wants beside their KV; None if it wants none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +236,7 @@ class Dial:
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """An entry of the rendezvous store of a link that is being opened: how its two ends find each other."""
+    """One entry of the rendezvous store of a link that is being opened: how its two ends find each other."""
 
     epoch: Epoch
     entry: Name
@@ -284,7 +286,7 @@ class Grant(ToAttempt):
     epoch: Epoch
     have: Tokens
     states: Tokens = 0
-    """The first token whose hidden states are wanted, if the hello asked for any."""
+    """First token whose hidden states are wanted, if the hello asked for any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,15 +295,16 @@ class Push(ToAttempt):
 
     epoch: Epoch
     index: Count
-    """Frames of this attempt before it in this epoch."""
+    """Number of frames of this attempt before this one in this epoch."""
     first: Tokens
     tokens: Annotated[int, Number(1, 2**31)]
     nbytes: Annotated[int, Number(1, MAX_FRAME_BYTES)]
     part: Annotated[int, Number(0, MAX_PARTS - 1)] = 0
-    """Which part of the layers it carries, of `parts` (see `LayerPart`); the parts of the same tokens come in order."""
+    """Number of the part of the layers that the frame carries, of `parts` (see `LayerPart`); the parts of the same
+    tokens come in order."""
     parts: Annotated[int, Number(1, MAX_PARTS)] = 1
     states: Annotated[bool, Flag()] = False
-    """Whether it carries the tokens' hidden states, and not their KV."""
+    """Whether the frame carries the tokens' hidden states, and not their KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +341,7 @@ class Abort(ToAttempt):
 
 
 class KeyRule(Rule):
-    """A `Key` as a message of both."""
+    """Rule of a `Key`, which is one message with both of its values."""
 
     def check(self, name: str, value: Any) -> Key:
         return REQUEST.check(f"{name}.request", value.request), ATTEMPT.check(f"{name}.attempt", value.attempt)

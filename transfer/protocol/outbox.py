@@ -40,7 +40,7 @@ class Outbox:
         self._ready.set()
 
     async def batches(self) -> AsyncIterator[bytes]:
-        """What to write, in order, until the outbox is closed."""
+        """The batches to write, in order, until the outbox is closed."""
         while True:
             await self._ready.wait()
             self._ready.clear()

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgpack  # type: ignore[import-untyped]  # it ships no types
 
 MAX_REASON = 512
-"""Characters of an error message at most."""
+"""Limit of an error message in characters."""
 
 
 class WireError(ValueError):
@@ -18,7 +18,7 @@ class WireError(ValueError):
 
 
 class Rule(Protocol):
-    """The form of one field."""
+    """Rule for one field: the form that its value must have."""
 
     def check(self, name: str, value: object) -> Any:
         """The value of the field `name`, in its Python type, from its form on the wire.

@@ -9,7 +9,7 @@ from kvrelay.engine.states import StatesLayout
 from kvrelay.rpc.identity import WorkerId
 
 NEWS_SECONDS = 1.0
-"""How far the membership that one worker knows may be behind what another worker knows."""
+"""Longest time in seconds that the membership known to one worker may be behind that of another worker."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""What the coordinators of the hand-off need from outside, as interfaces: the product has real ones, tests simulate.
+"""Interfaces to what the coordinators of the hand-off need from outside: the product has real ones, tests simulate
+them.
 
 Runtime        the clock and the event loop     `LoopRuntime`, one per process
 ControlStream  messages to one peer             `prefill_worker.handoff_client`, `decode_worker.handoff_service`
@@ -54,14 +55,14 @@ class ControlStream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinkEnd:
-    """How a link has ended."""
+    """Report of how a link has ended."""
 
     epoch: int
     reason: str
     up: bool
-    """Whether it had carried its first bytes. If not, opening the next one at once makes no sense."""
+    """Whether the link had carried its first bytes. If not, opening the next one at once makes no sense."""
     stuck: Key | None
-    """The hand-off whose frame took longer than a frame may. Other frames that failed had not begun."""
+    """Hand-off whose frame took longer than a frame may. Other frames that failed had not begun."""
 
     def gives_up(self, key: Key) -> bool:
         """Whether the hand-off `key` should be retried elsewhere, and not over the next link of this pair."""
@@ -78,7 +79,7 @@ class LinkSpec:
     """Incarnation of the other worker."""
     epoch: int
     transport: str
-    """Its name."""
+    """Name of the transport."""
     rank: int
     """SENDER or RECEIVER."""
     frame_bytes: int
@@ -92,7 +93,7 @@ class LinkSpec:
 
     @property
     def name(self) -> str:
-        """Of this link and no other; equal at both ends."""
+        """The name of this link and no other; equal at both ends."""
         ends = (self.local, self.peer) if self.rank == SENDER else (self.peer, self.local)
         return f"{' '.join(ends)} {self.epoch}"
 

@@ -52,16 +52,17 @@ class ReceiveAttempt:
         # Tokens: the first one of this epoch, and the next one to be announced. Frames: the number announced.
         self._next = self._index = 0
         self._nbytes = 0
-        """Announced in this epoch."""
+        """Bytes announced in this epoch."""
         self._begun: Push | None = None
         """The frame announced last, if it was one part of its tokens' KV and other parts follow."""
         self._verified = self._verified_parts = 0
-        """Tokens whose KV is there, and how many parts of the KV of the tokens that follow them."""
+        """Number of tokens whose KV is there, and number of parts that are there of the KV of the tokens that follow
+        them."""
         # Hidden states are those of the tokens from `_states_from` on: verified up to `_states_verified`, announced up
         # to `_states_next`. Behind a gap they begin anew.
         self._states_from = self._states_verified = self._states_next = 0
         self._states_torn = False
-        """Whether some of this epoch were lost."""
+        """Whether some hidden states of this epoch were lost."""
         self._finish: Finish | None = None
 
     @property

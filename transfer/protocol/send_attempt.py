@@ -30,7 +30,7 @@ from kvrelay.transfer.protocol.messages import Abort, Ack, Code, Finish, Grant, 
 from kvrelay.transfer.protocol.packing import clip
 
 MAX_LINK_LOSSES = 3
-"""Links that one attempt may lose before it fails."""
+"""Number of links that one attempt may lose before it fails."""
 
 
 class SendAttempt:
@@ -43,9 +43,11 @@ class SendAttempt:
         self.have: int | None = None
         """Tokens that the receiver had before the first frame; None before its first grant."""
         self.manifest = manifest
-        """Its `token_bytes` may be replaced until the first grant: they depend on the receiver's layout."""
+        """Manifest of the attempt, whose `token_bytes` may be replaced until the first grant: they depend on the
+        receiver's layout."""
         self.states = 0, 0
-        """The tokens whose hidden states the owner has: the first one, and the one behind the last. May be replaced."""
+        """Bounds of the tokens whose hidden states the owner has: the first one, and the one behind the last. May be
+        replaced."""
         self._timeouts = timeouts
         self._deadline = now + timeouts.grant + timeouts.lease
         self._lease = now + timeouts.lease
@@ -58,7 +60,7 @@ class SendAttempt:
         # Tokens: the next ones to send, of KV and of hidden states. Frames: the number sent in this epoch.
         self._next = self._next_states = self._index = 0
         self._nbytes = 0
-        """Announced in this epoch."""
+        """Bytes announced in this epoch."""
         self._finish_epoch = 0
         self._losses = 0
 

@@ -18,7 +18,7 @@ class StatesRoom:
         """`limit` in bytes."""
         self._limit = limit
         self.used = 0
-        """Bytes."""
+        """Bytes in use."""
 
     def take(self, nbytes: int) -> bool:
         """Counts so many bytes more; False, and nothing is counted, if the limit doesn't allow it."""
@@ -41,7 +41,7 @@ class SentStates:
         self.first = self.end = 0
 
     def add(self, first: int, states: "Tensor") -> None:
-        """Takes those of the tokens from `first` on, [n, layers, hidden].
+        """Takes the states of the tokens from `first` on, [n, layers, hidden].
 
         A preempted sequence computes tokens again, or finds them in the prefix cache: what is known stays, and behind a
         gap the states begin anew.
@@ -60,7 +60,7 @@ class SentStates:
             self.clear(self.end + len(states))
 
     def slices(self, first: int, count: int) -> list[Any]:
-        """Those of the tokens [first, first + count), all of which are known, in one or several pieces."""
+        """The states of the tokens [first, first + count), all of which are known, in one or several pieces."""
         found = []
         for start, states in self._parts:
             begin, end = max(first, start), min(first + count, start + len(states))
@@ -69,7 +69,7 @@ class SentStates:
         return found
 
     def clear(self, first: int = 0) -> None:
-        """Gives all of them up, and begins anew with the token `first`."""
+        """Gives all states up, and begins anew with the token `first`."""
         self._room.give(sum([states.nbytes for _, states in self._parts]))
         self._parts = []
         self.first = self.end = first

@@ -68,12 +68,15 @@ class Pending:
 
     @classmethod
     def in_wait(cls, move: Callable[[float], None]) -> "Pending":
-        """For bytes that move only while they are waited for: `wait` calls `move` with the deadline (monotonic)."""
+        """A transfer whose bytes move only while they are waited for: `wait` calls `move` with the deadline
+        (monotonic).
+        """
         return cls(lambda timeout: move(time.monotonic() + timeout))
 
 
 class ByteStream(Protocol):
-    """For links that carry host memory in place: what one end writes, the other reads. Only the link's thread calls it.
+    """Stream of links that carry host memory in place: what one end writes, the other reads. Only the link's thread
+    calls it.
 
     After a call has returned or raised, the link no longer touches that memory.
     """
@@ -94,12 +97,12 @@ class ByteStream(Protocol):
 
 
 class Lender(Protocol):
-    """For links that send out of memory which isn't one of their buffers, such as a KV pool. Only the link's thread
-    calls it.
+    """Sender of links that send out of memory which isn't one of their buffers, such as a KV pool. Only the link's
+    thread calls it.
     """
 
     most_runs: int
-    """Runs of lent memory that one send may consist of, beside one part of a buffer behind them."""
+    """Largest number of runs of lent memory that one send may consist of, beside one part of a buffer behind them."""
 
     def lend(self, memory: torch.Tensor) -> bool:
         """Whether parts of `memory` (uint8) can be sent from now on, until the link is closed. It must live as long.
@@ -153,7 +156,7 @@ class Link(Protocol):
 
 
 class Rendezvous(Store):
-    """Where the two ends of one link exchange addresses: a key-value store of which each end has a copy.
+    """Meeting place where the two ends of one link exchange addresses: a key-value store of which each end has a copy.
 
     The control stream carries what this end sets to the other end, and `put` takes what the other end has set. So a
     link needs no store server: no further port, nothing to clean up, and none of the reverse name look-ups that make
@@ -216,10 +219,10 @@ class Transport(Protocol):
     """Opens links of one kind."""
 
     name: str
-    """As in `transfer.transport` and in `Dial`."""
+    """Name of the transport, as in `transfer.transport` and in `Dial`."""
     scope: str
-    """What two ends must have in common, such as a machine's id; empty if any two ends can be linked. The scope of nccl
-    is a GPU, which the ends may have to have for themselves."""
+    """Scope that two ends must have in common to be linked, such as a machine's id; empty if any two ends can be
+    linked. The scope of nccl is a GPU, which the ends may have to have for themselves."""
 
     def connect(self, rendezvous: Rendezvous, rank: int, timeout: float) -> Link:
         """Opens one end of a link; returns when the other end is there too. Blocks.
@@ -245,10 +248,7 @@ class PinnedMap(mmap.mmap):
     _address: int | None = None
 
     def pin(self) -> "PinnedMap":
-        """
-        Raises:
-            RuntimeError: CUDA refuses it.
-        """
+        """Lets CUDA copy from and to the mapping directly."""
         address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
         _checked(_runtime().cudaHostRegister(address, len(self), 0))
         self._address = address

@@ -15,7 +15,7 @@ from kvrelay.transfer.transports.base import Link, LinkError, Pending, Rendezvou
 from kvrelay.transfer.transports.link_key import LinkKey
 
 _CONNECT_TRIES = 5
-"""How often gloo tries to connect; each try lasts as long as the group's timeout."""
+"""Number of times that gloo tries to connect; each try lasts as long as the group's timeout."""
 
 
 class GlooTransport:

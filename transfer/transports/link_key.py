@@ -27,10 +27,11 @@ SECRET_BYTES = 32
 CHALLENGE_BYTES = 16
 PROOF_BYTES = 32
 MAX_CALLERS = 64
-"""Callers of one listener that have not proved anything yet; the one that has waited longest makes room for another."""
+"""Limit of one listener's callers that have not proved anything yet; the one that has waited longest makes room for
+another."""
 BACKLOG = 128
 LOOK_SECONDS = 0.1
-"""Between two looks at whether the link is still wanted."""
+"""Seconds between two looks at whether the link is still wanted."""
 
 
 class LinkKey:
@@ -62,7 +63,7 @@ class LinkKey:
         return hashlib.blake2b(self._link, digest_size=32, key=self._secret, person=purpose).digest()
 
     def proof(self, who: bytes, asked: bytes, own: bytes) -> bytes:
-        """What `who` (caller, listen) sends: it was asked with one challenge, and asks with its own."""
+        """The proof that `who` (caller, listen) sends, which was asked with one challenge and asks with its own."""
         return hmac.digest(self.derive(b"handshake " + who), asked + own, "sha256")
 
     def introduce(self, connection: socket.socket, deadline: float) -> None:
@@ -97,7 +98,7 @@ class LinkKey:
         """
         listener.setblocking(False)
         callers: OrderedDict[int, _Caller] = OrderedDict()
-        """By file descriptor."""
+        """Callers by file descriptor."""
         with selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
             try:

@@ -30,9 +30,9 @@ OLDEST = (2, 26, 2)
 OLDEST_SHARED_GPU = (2, 30)
 """The oldest NCCL that lets two ranks share a GPU."""
 ERROR_SECONDS = 0.1
-"""Between two looks for an error of NCCL, while an operation is waited for."""
+"""Seconds between two looks for an error of NCCL, while an operation is waited for."""
 LATE_SECONDS = 1.0
-"""How much later than an operation's end the event behind it may come, while the GPU has much else to do."""
+"""Seconds by which the event behind an operation may come later than its end, while the GPU has much else to do."""
 _ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -179,7 +179,7 @@ class NcclLink:
         self._waiter = EventWaiter("nccl operations")
         self._changed = threading.Condition()
         self._begun = self._ended = 0
-        """Operations. They end in the order in which they were begun."""
+        """Numbers of operations that have begun and ended. They end in the order in which they were begun."""
         self._peer = 1 - rank
         self._device = device
         self._watchdog = watchdog

@@ -48,8 +48,8 @@ _NOTIFICATIONS: dict[str, tuple[Rule, ...]] = {
     "hello": (),
     "bye": (),
 }
-"""Name and the rules of the values. A target: frame, address, bytes, device, and the registration of the buffer when
-the receiver first names it."""
+"""Rules of the values of each notification, by name. A target: frame, address, bytes, device, and the registration of
+the buffer when the receiver first names it."""
 
 
 def nixl_missing() -> str | None:
@@ -113,10 +113,10 @@ class NixlSend:
     """A send in progress."""
 
     number: int
-    """Of the frame."""
+    """Number of the frame."""
     parts: Sequence[torch.Tensor]
     handle: Any = None
-    """Of the write, which begins when the receiver has named the frame's target."""
+    """Handle of the write, which begins when the receiver has named the frame's target."""
     done: bool = False
 
 
@@ -125,7 +125,7 @@ class NixlLink:
 
     stream = None
     most_runs = 1024
-    """A run of 64 KiB or more is a write of its own on the network anyway."""
+    """Largest number of runs in one send; a run of 64 KiB or more is a write of its own on the network anyway."""
 
     def __init__(self, agent: Any, peer: str, device: torch.device, mac_key: bytes | None) -> None:
         self.mac_key = mac_key
@@ -133,13 +133,13 @@ class NixlLink:
         self._peer = peer
         self._device = device
         self._registered: dict[int, tuple[torch.Tensor, Any]] = {}
-        """By address: a buffer, and its registration with NIXL."""
+        """Buffers and their registrations with NIXL, by address."""
         self._named: set[int] = set()
         """Addresses of the buffers that the other end knows."""
         self._targets: dict[int, tuple[int, int, int]] = {}
-        """By frame, where the receiver wants it: address, bytes, device."""
+        """Places where the receiver wants frames (address, bytes, device), by frame."""
         self._sending: deque[NixlSend] = deque()
-        """In order; the writes of the first ones may be in progress."""
+        """Sends in order; the writes of the first ones may be in progress."""
         self._came: set[int] = set()
         """Frames that have arrived. The notifications of two writes may overtake each other."""
         self._sent = self._received = 0
@@ -202,7 +202,9 @@ class NixlLink:
         return Pending(partial(self._wait, lambda: number in self._came))
 
     def abort(self) -> None:
-        """The link's thread notices at its next poll; the other end is notified when that thread closes the link."""
+        """Makes the link end: its thread notices that at its next poll, and tells the other end when it closes the
+        link.
+        """
         self._closed = True
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Which transports this worker can use, which of them a pair uses, and why others can't be used."""
+"""The choice of transports: those that this worker can use, the one that a pair uses, and why others can't be used."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,11 +13,11 @@ from kvrelay.transfer.transports.shm import SharedMemoryTransport, shm_missing
 from kvrelay.transfer.transports.tcp import TcpTransport
 
 ON_GPU = ("nccl", "nixl", "shm", "tcp", "gloo")
-"""For a KV pool on a GPU, best first; from shm on, KV goes through host memory."""
+"""Transports for a KV pool on a GPU, best first; from shm on, KV goes through host memory."""
 
 ON_CPU = ("shm", "tcp", "gloo", "nixl")
-"""For a KV pool in host memory, best first. NIXL is last because its waits poll, on cores that also compute; an
-operator whose network suits NIXL sets `transfer.transport: nixl`."""
+"""Transports for a KV pool in host memory, best first. NIXL is last because its waits poll, on cores that also compute;
+an operator whose network suits NIXL sets `transfer.transport: nixl`."""
 
 _MISSING: dict[str, Callable[[], str | None]] = {
     "nccl": nccl_missing,
@@ -26,7 +26,7 @@ _MISSING: dict[str, Callable[[], str | None]] = {
     "tcp": lambda: None,
     "gloo": lambda: None,
 }
-"""Why this process can't use a transport; None if it can."""
+"""Checks, by transport, that say why this process can't use it; None if it can."""
 
 _NO_MAC = "transfer.encrypt is 'integrity', but it moves GPU memory past the CPU, which would have to authenticate it"
 _NOT_ON_GPU = "the KV pool is not on a GPU"
@@ -108,7 +108,7 @@ def _apart(name: str, here: str, there: str) -> str | None:
 
 
 def entries(transports: Mapping[str, Transport]) -> list[str]:
-    """As a membership entry lists them: the name, followed by @ and the scope if there is one."""
+    """The transports as a membership entry lists them: the name, followed by @ and the scope if there is one."""
     return [f"{name}@{transport.scope}" if transport.scope else name for name, transport in transports.items()]
 
 

@@ -48,7 +48,8 @@ MAX_BUFFERS = 64
 """Buffers that the other end may announce on one link."""
 RING_SLOTS = 8
 SLOT_BYTES = 2**19
-"""The ring that a stream goes through is small enough to stay in the processor's cache."""
+"""Size in bytes of one slot of the ring that a stream goes through; the ring is small enough to stay in the processor's
+cache."""
 _MAX_MESSAGE_BYTES = 4096
 _CREDENTIALS = struct.Struct("iII")
 
@@ -63,7 +64,7 @@ _MESSAGES: dict[str, tuple[Rule, ...]] = {
     ),
     "taken": (Number(1, 2**48),),
 }
-"""Messages on the socket: name and the rules of their values. buffer: its number, bytes; frame: its number, the
+"""Rules of the values of each message on the socket, by name. buffer: its number, bytes; frame: its number, the
 buffer's number, offset, bytes; taken: the frame's number."""
 
 
@@ -203,25 +204,26 @@ class SharedMemoryLink:
 
     lender = None
     mac_key = None
-    """Memory that two processes of one user share is on no network; who could change it could change the pool."""
+    """No MAC is needed: memory that two processes of one user share is on no network; who could change it could change
+    the pool."""
 
     def __init__(self, connection: socket.socket, timeout: float, pinned: bool = False) -> None:
         self._connection = connection
         self._timeout = timeout
         self._pinned = pinned
         self._unannounced: dict[int, tuple[torch.Tensor, int]] = {}
-        """By address: a buffer that isn't announced yet, and its file's descriptor."""
+        """Buffers that aren't announced yet, and the descriptors of their files, by address."""
         self._announced: dict[int, tuple[torch.Tensor, int]] = {}
-        """By address: a buffer, and the number under which it is announced."""
+        """Buffers and the numbers under which they are announced, by address."""
         self._opened: dict[int, torch.Tensor] = {}
-        """The other end's buffers, by number."""
+        """Buffers of the other end, by number."""
         self._frames: deque[tuple[int, torch.Tensor]] = deque()
-        """Number and bytes of the other end's frames that are not taken yet."""
+        """Frames of the other end that are not taken yet: number and bytes."""
         self._consumed = 0
-        """Bytes of the first of `_frames` that have been read."""
+        """Number of bytes of the first of `_frames` that have been read."""
         self._sent = self._taken = 0
         self._slot_frames = [0] * RING_SLOTS
-        """By slot of the ring: the number of the last frame that was sent from it."""
+        """Number of the last frame that was sent from each slot of the ring."""
         self._slot = 0
 
     @cached_property

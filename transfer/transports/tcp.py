@@ -81,9 +81,10 @@ def _load(context: ssl.SSLContext, pair: KeyPair) -> None:
 
 
 SOCKET_BUFFER_BYTES = 4 * 2**20
-"""Requested if the system allows as much; otherwise the kernel sizes the buffers itself."""
+"""Size of a socket's buffers in bytes, requested if the system allows as much; otherwise the kernel sizes them
+itself."""
 MAX_RUNS = 256
-"""Memory runs of one system call at most; Linux allows 1024."""
+"""Largest number of memory runs in one system call; Linux allows 1024."""
 _LIMITS = {socket.SO_SNDBUF: "wmem_max", socket.SO_RCVBUF: "rmem_max"}
 
 

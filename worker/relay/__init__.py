@@ -1,1 +1,1 @@
-"""What a worker and its routers tell one another: one stream for each router."""
+"""The relay between a worker and its routers: one stream for each router."""

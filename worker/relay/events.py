@@ -12,14 +12,14 @@ class PlainToken(NamedTuple):
     """A token that comes with nothing else."""
 
     key: tuple[str, int]
-    """(request_id, attempt)."""
+    """Key of the request, (request_id, attempt)."""
     token_index: int
-    """In the completion, as `RequestEvent.first_index`."""
+    """Index in the completion, as `RequestEvent.first_index`."""
     token: int
 
 
 def event_of(progress: Progress) -> RequestEvent | PlainToken:
-    """What one sequence's step gives: its token, its finish reason or failure, its times, and log-probabilities."""
+    """The event of one sequence's step: its token, its finish reason or failure, its times, and log-probabilities."""
     sequence = progress.sequence
     request = sequence.request
     if progress.token is not None and not (

@@ -5,17 +5,20 @@ from collections import OrderedDict
 from kvrelay.internal.v1.worker_pb2 import ClientCall
 
 MAX_FENCES = 65536
-"""Past this number the oldest are forgotten. Then a request may be computed twice; the client reads one of the two."""
+"""Number of requests past which the oldest are forgotten. Then a request may be computed twice; the client reads one of
+the two."""
 
 
 class Fences:
-    """What a router may no longer submit: it may have been frozen while its client went on with another one."""
+    """Latest calls of requests, before which a router may no longer submit: it may have been frozen while its client
+    went on with another one.
+    """
 
     def __init__(self) -> None:
         self._latest: OrderedDict[bytes, int] = OrderedDict()
 
     def add(self, fence: ClientCall) -> None:
-        """The calls before this one are over."""
+        """Notes that the calls before this one are over."""
         self._latest[fence.key] = max(fence.call, self._latest.pop(fence.key, 0))
         if len(self._latest) > MAX_FENCES:
             self._latest.popitem(last=False)

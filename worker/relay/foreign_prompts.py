@@ -6,20 +6,22 @@ from kvrelay.worker.relay.stream import RelayStream
 
 
 class ForeignPrompts:
-    """On the event loop."""
+    """Sender of such prompts to the routers. Used on the event loop."""
 
     def __init__(self) -> None:
         self._streams: set[RelayStream] = set()
 
     def attach(self, stream: RelayStream) -> None:
-        """From now on, this stream's router is told."""
+        """Tells this stream's router from now on."""
         self._streams.add(stream)
 
     def detach(self, stream: RelayStream) -> None:
         self._streams.discard(stream)
 
     def note(self, live: LiveRequest, event: RequestEvent) -> None:
-        """An event of a live request goes out. The first one with a report shows that its prompt's KV is here."""
+        """Takes note of an event of a live request that goes out. The first one with a report shows that its prompt's
+        KV is here.
+        """
         if not live.chain or not (event.HasField("prefill") or event.HasField("decode")):
             return
         prompt = ForeignPrompt(chain=live.chain)

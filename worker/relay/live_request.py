@@ -1,4 +1,4 @@
-"""What a worker knows of a request that it has."""
+"""A request that a worker has, and what it knows of it."""
 
 import asyncio
 from array import array
@@ -19,22 +19,22 @@ class LiveRequest:
     """The other worker of its hand-off; without a name if there is none."""
     stream: RelayStream
     slot: int
-    """The number of the request on the stream."""
+    """Number of the request on the stream."""
     expiry: asyncio.TimerHandle | None
-    """Ends the request if it has no token by then."""
+    """Timer that ends the request if it has no token by then."""
     client_call: ClientCall
     suspect_tokens: int
-    """Tokens until it is no suspect any more (`Submit.suspect_tokens`)."""
+    """Number of tokens until the request is no suspect any more (`Submit.suspect_tokens`)."""
     on_trial: bool
     """Whether it may share this worker with no other suspect."""
     held: Submit | None
-    """What a suspect came with, until its router lets it begin."""
+    """Message that a suspect came with, until its router lets it begin."""
     trace_id: str
-    """For log lines."""
+    """Trace id for log lines."""
     chain: Sequence[int]
-    """`Submit.chain`, until other routers were told of it."""
+    """Names of the prompt's prefixes, `Submit.chain`, until other routers were told of them."""
     waits: Wait = WAIT_UNSPECIFIED
-    """Why nothing of it is computed now, as its router was told."""
+    """Reason why nothing of the request is computed now, as its router was told."""
     decode_reported: bool = False
     """Whether the router was told of its first step after a hand-off."""
 
@@ -63,7 +63,7 @@ class LiveRequest:
         )
 
     def sent(self, tokens: int, computed: int = 0) -> None:
-        """Its router gets so many tokens, or is told how many have their KV by now."""
+        """Notes that the router gets so many tokens, or is told how many have their KV by now."""
         self.suspect_tokens = max(0, self.suspect_tokens - tokens)
         if tokens or computed:
             self.waits = WAIT_UNSPECIFIED
@@ -73,7 +73,7 @@ class LiveRequest:
 
 
 def refused_suspect(submit: Submit, others: Iterable[LiveRequest]) -> str:
-    """Why a worker that has these requests can't take this one beside its suspects; empty if it can."""
+    """The reason why a worker that has these requests can't take this one beside its suspects; empty if it can."""
     suspects = [live for live in others if live.suspect_tokens] if submit.suspect_tokens else []
     on_trial = submit.on_trial or any(live.on_trial for live in suspects)
     return f"{len(suspects)} other suspects, and one of all is on trial" if suspects and on_trial else ""

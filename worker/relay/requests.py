@@ -88,7 +88,7 @@ def key_of(message: Begin | Cancel | Submit | RequestEvent) -> tuple[str, int]:
 
 
 def states_message(states: StatesLayout) -> HiddenStates:
-    """How a member lists the hidden states that it wants."""
+    """The hidden states that a member wants, as its entry lists them."""
     return HiddenStates(layers=states.layers, hidden_size=states.hidden_size, dtype=states.dtype, last=states.last)
 
 

@@ -1,4 +1,4 @@
-"""What waits to be written to one router."""
+"""The queue of what is to be written to one router."""
 
 import asyncio
 import logging
@@ -12,7 +12,8 @@ logger = logging.getLogger(__name__)
 
 MAX_PENDING_EVENTS = 65536
 MAX_FOREIGN = 64
-"""Prompts of other routers in one message: that of a long context has 32 KiB. What is too much is left out."""
+"""Largest number of other routers' prompts in one message: that of a long context has 32 KiB. What is too much is left
+out."""
 
 
 class RelayStream:
@@ -26,16 +27,16 @@ class RelayStream:
         """`load` returns the worker's current load, which every message carries."""
         self.router = router
         self.submits_seen = 0
-        """Submits that have come on this stream."""
+        """Number of Submits that have come on this stream."""
         self._load = load
         self._told: tuple[Load, int] | None = None
-        """The load and `submits_seen` that the router was told last."""
+        """Load and `submits_seen` that the router was told last."""
         self._pending: deque[RelayResponse] = deque((RelayResponse(),))
         """Messages to be written; what comes goes into the last one."""
         self._count = 0
-        """Events and tokens in them."""
+        """Number of events and tokens in them."""
         self._with_events: set[tuple[str, int]] = set()
-        """The requests that have events in the last message. Tokens in it would come before these."""
+        """Requests that have events in the last message. Tokens in it would come before these."""
         self._ready = asyncio.Event()
         self._closed = False
 
@@ -84,7 +85,7 @@ class RelayStream:
         self._ready.set()
 
     async def messages(self) -> AsyncIterator[RelayResponse]:
-        """What to write, in order, until the stream is closed."""
+        """The messages to write, in order, until the stream is closed."""
         while True:
             await self._ready.wait()
             if self._closed:

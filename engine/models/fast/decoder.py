@@ -12,8 +12,8 @@ from kvrelay.engine.models.reading.config import ModelConfig
 from kvrelay.kernels.ops import Feeds, Linear, Ops
 
 Taps = Mapping[int, Tensor]
-"""By layer: where a step leaves the layer's input, before its norm, [T, hidden]; the number of layers stands for the
-last one's output."""
+"""Tensors by layer, [T, hidden] each, in which a step leaves the layer's input, before its norm; the number of layers
+stands for the last one's output."""
 NO_TAPS: Taps = MappingProxyType({})
 
 
@@ -90,7 +90,7 @@ class Decoder:
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """Its layers' weights, first to last."""
+        """Weights of the layers, first to last."""
         return self._weights.layers
 
     @property

@@ -47,7 +47,7 @@ class LayerCache(Protocol):
         ...
 
     def store(self, name: str, layer: Linear) -> None:
-        """It was made."""
+        """Keeps the layer, which was made."""
         ...
 
 
@@ -66,13 +66,13 @@ NO_CACHE = NoCache()
 
 @dataclass(frozen=True, slots=True)
 class Making:
-    """How layers are made, where that isn't said by how one of them is laid out."""
+    """Options of `load_weights`: how the head is laid out, and which layers needn't be made."""
 
     head: MakeLinear
     has_embedding: bool = False
     """Whether tokens are looked up in the head if embeddings are tied, so that they aren't held twice."""
     cache: LayerCache = NO_CACHE
-    """Layers that it has aren't read."""
+    """Cache of finished layers, whose weights aren't read from the files."""
 
 
 def load_weights(
@@ -165,7 +165,7 @@ class TensorFiles:
         return tensor.to(self._device)
 
     def skip(self, *prefixes: str) -> None:
-        """The tensors whose names begin so aren't needed, or were read before."""
+        """Marks the tensors whose names begin so as not needed, or read before."""
         self._count(*[name for name in self._unread if name.startswith(prefixes)])
 
     def stored(self, name: str) -> Tensor | None:

@@ -46,7 +46,7 @@ from kvrelay.kernels.cpu.sample import SAMPLE, SampleArgs, workspace_floats
 from kvrelay.kernels.ops import Linear
 
 ROW_PADDING = 16
-"""Numbers between two rows of a buffer: without them rows could all fall into one set of a cache."""
+"""Numbers of padding between two rows of a buffer: without them rows could all fall into one set of a cache."""
 
 
 def fits(config: ModelConfig) -> bool:
@@ -77,7 +77,8 @@ class NativeDecoder:
         self._cuts: tuple[int, ...] = ()
         """Layers, in ascending order, in front of which a program of its own begins."""
         self._numbers, self._largest = Buffer(np.int64), Buffer(np.float32)
-        """Of a step that chooses: its tokens, the last one of each row, the chosen ones; and their logits."""
+        """Buffers of a step that chooses: its tokens, the places of the rows' last tokens, and the chosen tokens; and
+        the largest logit of each choice."""
         self._packed = Buffer(np.uint8)
         self._passes = ctypes.c_int64()
         self._pass_args = PassArgs(

@@ -1,4 +1,4 @@
-"""What the layers that run beside a model, on its device, are made with."""
+"""Parts that layers beside a model, such as a proposer's, are made with, on the model's device."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,20 +17,20 @@ MakeAttention = Callable[[KVPool, int, int], Attention]
 
 
 class Parts(NamedTuple):
-    """A runner's; its own model is made with them too."""
+    """Parts of one runner, whose own model is made with them too."""
 
     linear: MakeLinear
     """Lays out a layer's weight and bias; quantizes them if the model's layers are quantized at load."""
     head: MakeLinear
-    """The same for a projection to the vocabulary."""
+    """Lays out a projection to the vocabulary, as `linear` does a layer."""
     ops: Ops
     attention: MakeAttention
     guess: Guess
     dtype: torch.dtype
-    """Of weights."""
+    """Dtype of weights."""
     activations: torch.dtype
-    """Of what a linear layer takes and gives."""
+    """Dtype of a linear layer's inputs and outputs."""
     device: torch.device
-    """Of weights, and of the hidden states that steps keep."""
+    """Device of weights, and of the hidden states that steps keep."""
     running: Callable[[], AbstractContextManager[object]]
-    """Makes the context in which they run: on a GPU, behind all that the runner has launched."""
+    """Makes the context in which these layers run: on a GPU, behind all that the runner has launched."""

@@ -18,9 +18,9 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 SIZES = {**FLOATS, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
-"""Bytes of the numbers that can be read."""
+"""Size in bytes of the types of numbers that can be read."""
 Expected = tuple[int, ...] | StoredTensor
-"""What a tensor must be: the shape of one of floats, or as quantized layers have it."""
+"""Expected form of a tensor: its shape if it has floats, or a `StoredTensor` if its layer is quantized."""
 MAX_HEADER_BYTES = 100 * 2**20
 # Written by old exporters; their values follow from the config.
 HARMLESS = (".rotary_emb.inv_freq", ".attention.masked_bias")
@@ -33,10 +33,10 @@ class TensorEntry:
 
     path: Path
     dtype: str
-    """As safetensors names it, e.g. `BF16`."""
+    """Dtype as safetensors names it, e.g. `BF16`."""
     shape: tuple[int, ...]
     begin: int
-    """Offset of its bytes from the start of the file."""
+    """Offset in bytes of the tensor's data from the start of the file."""
     end: int
 
 
@@ -53,7 +53,7 @@ class Checkpoint:
         self.tensors: dict[str, TensorEntry] = {}
         self._hashes: dict[str, str] = {}
         self._unkept: dict[Path, State] = {}
-        """The states of files whose hashes aren't kept yet, from before their tensors were read."""
+        """States of files whose hashes aren't kept yet, from before their tensors were read."""
         for path in _files(folder):
             state, kept = state_of(path), recall(path)
             entries = _read_header(path)

@@ -21,11 +21,11 @@ class RopeConfig:
     theta: float
     kind: RopeKind = "default"
     factor: float = 1.0
-    """linear, llama3: the factor by which the context became longer."""
+    """Factor by which the context became longer, for linear and llama3."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 0
-    """llama3: positions that the model was first trained on."""
+    """Positions that the model was first trained on, for llama3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ModelConfig:
     """The shape of a model and its parameters."""
 
     architecture: str
-    """As config.json names it, e.g. "LlamaForCausalLM"."""
+    """Model class as config.json names it, e.g. "LlamaForCausalLM"."""
     layers: int
     hidden_size: int
     intermediate_size: int
@@ -48,9 +48,9 @@ class ModelConfig:
     traits: Traits
     eos_token_ids: tuple[int, ...]
     dtype: FloatDtype
-    """Of the weights in the files that aren't quantized, as config.json says."""
+    """Dtype of the weights in the files that aren't quantized, as config.json says."""
     stored: StoredFormat | None = None
-    """How the files' linear layers are quantized; None if they aren't."""
+    """Quantized format of the files' linear layers; None if they aren't quantized."""
 
     def kv_layout(self, dtype: FloatDtype, kv_dtype: CacheDtype, block_size: int, order: Order) -> KVLayout:
         """The layout of this model's KV, which is stored in `dtype`, of the weights, if `kv_dtype` is auto."""
@@ -171,7 +171,7 @@ def read_rope(fields: Fields) -> RopeConfig:
 
 
 def _eos_token_ids(folder: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    """Those of generation_config.json if it has any, else those of config.json; perhaps none."""
+    """The end-of-sequence ids of generation_config.json if it has any, else those of config.json; perhaps none."""
     sources = [fields]
     generation = folder / "generation_config.json"
     if generation.exists():
@@ -186,6 +186,6 @@ def _eos_token_ids(folder: Path, fields: Fields, vocab_size: int) -> tuple[int, 
 
 
 def _dtype(fields: Fields) -> FloatDtype:
-    """From `dtype`, as transformers 5 writes it, or `torch_dtype`; float32 if neither is there."""
+    """The dtype that `dtype` names, as transformers 5 writes it, or `torch_dtype`; float32 if neither is there."""
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     return fields.choice(name, DTYPES, default="float32")

@@ -12,25 +12,25 @@ from kvrelay.engine.models.reading.fields import Fields
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What an architecture adds to the common decoder."""
+    """Features that an architecture adds to the common decoder."""
 
     windows: tuple[int, ...]
-    """[layers] keys that a query sees, its own included; 0 for all up to its own."""
+    """Number of keys that a query sees in each layer, its own included; 0 for all up to its own."""
     qkv_bias: bool = False
     output_bias: bool = False
-    """Of the projection of attention's output."""
+    """Whether the projection of attention's output has a bias."""
     mlp_bias: bool = False
     qk_norm: bool = False
-    """RMS norm of each head's query and key, before the rotation."""
+    """Whether each head's query and key get an RMS norm before the rotation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One `model_type`."""
+    """One `model_type`, and how its models differ from others."""
 
     model_type: str
     model_class: str
-    """What `architectures` in config.json must be, if it is there."""
+    """Class that `architectures` in config.json must name, if it is there."""
     traits: Callable[[Fields, int], Traits]
     """Makes the traits from config.json and the number of layers."""
     defaults: Mapping[str, Any] = field(default_factory=dict)

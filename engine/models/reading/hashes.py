@@ -21,9 +21,11 @@ from kvrelay.kernels.cpu.library import user_cache
 logger = logging.getLogger(__name__)
 
 FRESH_SECONDS = 2.0
-"""A file that changed so recently may change again without another time: some file systems count in whole seconds."""
+"""Age in seconds up to which a changed file may change again without another time: some file systems count in whole
+seconds."""
 MAX_RECORDS = 4096
-"""Records of files that were hashed longest ago are removed first. A record of a large file takes about 100 KB."""
+"""Limit of the number of records; those of files that were hashed longest ago are removed first. A record of a large
+file takes about 100 KB."""
 READ_BYTES = 2**24
 
 State = list[int]

@@ -38,7 +38,7 @@ ALIGNMENT = 64
 TRAILER = struct.Struct("<QQ")
 SUFFIX, UNFINISHED = ".packed", ".part"
 ABANDONED_SECONDS = 3600.0
-"""A file that nobody has written to for so long belongs to no worker."""
+"""Seconds after which a file that nobody has written to belongs to no worker."""
 
 
 class DamagedCacheError(Exception):
@@ -94,7 +94,7 @@ class PackedCache:
             self._made[name] = layer
 
     def finish(self) -> None:
-        """All layers are here: writes those that were made. Logs a warning if they can't be written."""
+        """Writes the layers that were made, when all layers are here. Logs a warning if they can't be written."""
         if self._file is not None:
             self._file.close()
         elif size := sum([layer.nbytes for layer in self._made.values()]):

@@ -12,7 +12,7 @@ Read = Callable[[str], Tensor | None]
 """The tensor with this end of its name, as it is stored; None for an optional one that is not there."""
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which four bits of an int32 have output i of its eight."""
+"""Place in an int32 of each of its eight outputs, counted in steps of four bits from the lowest."""
 
 
 def read_layer(form: StoredFormat, read: Read, layer: str, outputs: int, inputs: int) -> CodedWeight:
@@ -78,7 +78,7 @@ def _unpack(packed: Tensor, bits: int, order: Sequence[int] | None = None) -> Te
 
 
 def _refuse_reordered(groups: Tensor | None, group: int, layer: str) -> None:
-    """Act-order that stays in the checkpoint scatters the inputs of a group."""
+    """Refuses act-order that stays in the checkpoint, because it scatters the inputs of a group."""
     if groups is not None and not torch.equal(groups.long(), torch.arange(len(groups)) // group):
         raise ValueError(
             f"{layer}: its inputs are grouped by importance (desc_act, act-order); allowed: consecutive inputs"

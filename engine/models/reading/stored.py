@@ -30,21 +30,21 @@ FORMATS: dict[str, Layout] = {
     "pack-quantized": "packed",
     "mxfp4-pack-quantized": "mxfp4",
 }
-"""By the name that compressed-tensors gives them."""
+"""Layouts by compressed-tensors' names of the formats."""
 FLOATS = ("F32", "F16", "BF16")
 IN_INT32 = 8
-"""Weights of 4 bits in an int32."""
+"""Number of 4-bit weights in an int32."""
 HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What a checkpoint must hold under a name."""
+    """Forms in which a checkpoint may hold a tensor that must be there."""
 
     dtypes: tuple[str, ...]
-    """As safetensors names them; any of these."""
+    """Dtypes, any of which will do, as safetensors names them."""
     shapes: tuple[tuple[int, ...], ...]
-    """Any of these."""
+    """Shapes, any of which will do."""
     optional: bool = False
 
 
@@ -53,13 +53,13 @@ class StoredFormat:
     """How a checkpoint's linear layers are quantized."""
 
     method: str
-    """Named as in config.json, for messages."""
+    """Method's name in config.json, for messages."""
     layout: Layout
     bits: int
     group: int
-    """Inputs that share a scale; 0: all."""
+    """Number of inputs that share a scale; 0: all."""
     block: int
-    """Outputs that share scales; 1 unless in blocks, 0: all of a tensor."""
+    """Number of outputs that share scales; 1 unless in blocks, 0: all of a tensor."""
     zeros: bool
     round_inputs: bool
     """Whether products round their inputs to int8 (W8A8)."""
@@ -67,7 +67,7 @@ class StoredFormat:
     """Layers that aren't quantized: in compressed-tensors whole names, or regular expressions after `re:`; in other
     methods parts of names."""
     zero_offset: int = 0
-    """What is added to a stored zero."""
+    """Number that is added to a stored zero."""
 
     def covers(self, layer: str) -> bool:
         """Whether the linear layer of this name is quantized."""
@@ -79,7 +79,7 @@ class StoredFormat:
         )
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, StoredTensor]:
-        """By the end of their names, the tensors of a layer.
+        """The tensors of a layer, by the end of their names.
 
         Raises:
             ValueError: such a layer can't be stored so.
@@ -124,7 +124,7 @@ class StoredFormat:
 
 
 def stored_format(fields: Fields) -> StoredFormat | None:
-    """From config.json; None for a checkpoint that isn't quantized.
+    """The format that config.json describes; None for a checkpoint that isn't quantized.
 
     Raises:
         ValueError: a method, or an option of it, that can't be read; the text names it.
@@ -211,7 +211,7 @@ def _names(fields: Fields, name: str) -> tuple[str, ...]:
 
 
 def _group(fields: Fields) -> int:
-    """0 for all inputs, which these methods write as -1."""
+    """The group size; 0 for all inputs, which these methods write as -1."""
     return 0 if fields.get("group_size") == -1 else _multiple(fields, fields.integer("group_size"))
 
 
