@@ -183,7 +183,7 @@ class Replay:
         return Result(share, statistics.median(self._waits), self._waits[int(0.99 * len(self._waits))])
 
     def _hear(self, now: float) -> None:
-        """What workers have computed by now, their routers know."""
+        """Tells the routers what their workers have computed until `now`."""
         while self._reports and self._reports[0][0] <= now:
             _, number, worker, expected, cached = heapq.heappop(self._reports)
             expected.reported(cached, BLOCK)

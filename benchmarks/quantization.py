@@ -62,7 +62,7 @@ class Steps:
         )
 
     def seconds(self, clock: Callable[[], float], count: int) -> float:
-        """Of a step: the least of `count`, since others only ever make one longer."""
+        """Seconds of one step: the least of `count` tries, since other processes can only make a step longer."""
         found = []
         for _ in range(count):
             start = clock()

@@ -70,7 +70,7 @@ def _share(jobs: Sequence[Job], begin: float, end: float) -> float:
 
 
 def figures(jobs: Sequence[Job], parts: Sequence[Phase]) -> dict[str, Any]:
-    """What one run was worth."""
+    """Goodput and the other figures of one run."""
     total = sum(phase.seconds for phase in parts)
     begins = [sum(phase.seconds for phase in parts[:number]) for number in range(len(parts))]
     ends = [begin + phase.seconds for begin, phase in zip(begins, parts, strict=True)]

@@ -21,7 +21,7 @@ class CostTable:
     """For each token of context."""
     decode_stream: float
     kv_tokens: int
-    """Of a worker's KV pool."""
+    """Size of a worker's KV pool in tokens."""
     max_streams: int
     """Streams that one worker runs."""
     max_chunk: int = 512
@@ -29,9 +29,9 @@ class CostTable:
     handoff: float = 0.05
     """From a prompt's last step to its stream on decode."""
     switch: float = 2.0
-    """That a worker takes to change its role."""
+    """Seconds that a worker takes to change its role."""
     start: float = 20.0
-    """That a new worker takes to serve."""
+    """Seconds until a new worker serves."""
 
     def prefill(self, lengths: Sequence[int]) -> float:
         """Seconds of a step with these chunks."""

@@ -31,7 +31,7 @@ class Course:
 
     streams: int
     tokens: int
-    """Of one request."""
+    """Tokens that each request generates."""
     prompt_of: PromptOf
     end: float
     """Monotonic time from which on no request begins."""
@@ -67,7 +67,7 @@ class GrpcConnection(asyncio.Protocol):
         self._course = course
         self._waiting = places
         self._streams: dict[int, tuple[int, int, int, bytearray]] = {}
-        """Of each HTTP/2 stream: place, number and length of its request, and bytes of an unfinished message."""
+        """Requests in progress by HTTP/2 stream: place, number and length, and the bytes of an unfinished message."""
         self._ids = itertools.count(1, 2)
         self._buffer = bytearray()
 

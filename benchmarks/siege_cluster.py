@@ -60,7 +60,8 @@ class Besieged:
 
     @property
     def reach(self) -> dict[str, Any]:
-        """What a process of `siege_load.py` needs to call the router, but for a key."""
+        """Addresses and authority with which a process of `siege_load.py` calls the router; its key is not among
+        them."""
         authority = None if self.authority is None else str(self.authority)
         return {"grpc": self.grpc, "http": self.http, "authority": authority}
 
@@ -75,7 +76,7 @@ class Besieged:
         ]
 
     def end_of(self, name: str) -> str:
-        """What the log says last of a member that ended."""
+        """The last line of the supervisor's log about a member that ended."""
         supervisor = sorted(self.cluster.folder.glob("supervisor-*.log"))[-1].read_text().splitlines()
         said = [line for line in supervisor if f'"{name}"' in line]
         return said[-1][:300] if said else "its process has ended"

@@ -53,7 +53,7 @@ def channel(options: dict[str, Any]) -> grpc.aio.Channel:
 
 
 def session(options: dict[str, Any], seconds: float | None) -> aiohttp.ClientSession:
-    """Of HTTP, whose paths are those of the router of `options["http"]`, with the key of `options`."""
+    """Opens an HTTP session whose paths are on the router at `options["http"]`, with the key of `options`."""
     tls = web_tls(options)
     return aiohttp.ClientSession(
         f"http{'s' if tls else ''}://{options['http']}",

@@ -47,7 +47,7 @@ def client(options: Options, key: str) -> AsyncClient:
 
 
 def noted(stream: Stream) -> dict[str, Any]:
-    """What is known of a stream that has ended; times are on the monotonic clock, which all processes share."""
+    """A record of a stream that has ended; times are on the monotonic clock, which all processes share."""
     gaps = [after - before for before, after in zip(stream.times, stream.times[1:], strict=False)]
     return {
         "name": stream.name,

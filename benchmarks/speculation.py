@@ -1,4 +1,4 @@
-"""What guessed tokens save: the same prompts with each method in turn, and the acceptance of draws with common noise.
+"""Measure what guessed tokens save: the same prompts with each method in turn; and how many draws common noise accepts.
 
     python benchmarks/speculation.py [--minutes 9] [--model pico] [--draft pico-draft ...] [--out FILE]
     python benchmarks/speculation.py --quick        # checks every guess, once; its figures mean nothing
@@ -72,7 +72,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def source(name: str) -> str:
-    """Of a module, or of MODULE:CLASS."""
+    """The source code of a module, or of MODULE:CLASS."""
     module, _, thing = name.partition(":")
     found = __import__(module)
     return inspect.getsource(getattr(found, thing) if thing else found)

@@ -31,7 +31,7 @@ class Engine:
     command: Sequence[str]
     """Prints one JSON object per line, each with `cell` and the measured figure."""
     python: Path
-    """Of its environment."""
+    """Python interpreter of the engine's environment."""
     distributions: Sequence[str]
     """Packages whose versions are recorded with the figures."""
 
@@ -60,7 +60,8 @@ def in_turn(engines: Mapping[str, Engine], figure: str, repeats: int, under: Seq
 
 
 def run(command: Sequence[str], timeout: float) -> str:
-    """What a command prints. Its whole process group ends with it, because engines start further processes.
+    """Runs a command and returns its output. Its whole process group ends with it, because engines start more
+    processes.
 
     Raises:
         RuntimeError: it failed or took too long; the message has the end of its stderr.

@@ -160,7 +160,7 @@ def test_a_second_cluster_is_refused_before_its_ports_are_found_in_use() -> None
 
 
 def test_a_cluster_that_is_starting_keeps_a_second_one_out() -> None:
-    """Its record isn't written yet, so the second one's background process finds it, by its lock."""
+    """The first cluster has no record yet, so the second one's background process finds it by its lock."""
     with owned():
         result = run("up", "--detach", "--grpc-port", "0", "--http-port", "0")
     assert result.returncode == 1

@@ -45,7 +45,7 @@ class World:
     desired: Desired
     processes: dict[str, Process] = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
-    """What workers with a configuration have in common; default: all the same."""
+    """Compatibility digests of workers by their configuration; "same" where none is given."""
     broken: set[int] = field(default_factory=set)
     """Configurations with which nobody comes up."""
 
@@ -63,7 +63,7 @@ class World:
         }
 
     def step(self) -> None:
-        """What the supervisor does in one turn."""
+        """Takes one turn of the supervisor: observes, and does the actions that follow."""
         self.desired = advance(self.desired, self.seen())
         for action in reconcile(self.desired, self.seen()):
             match action:

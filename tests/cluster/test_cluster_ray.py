@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 POLL_SECONDS = 0.2
 STREAM_TOKENS = 900
-"""Of a stream that goes on while the supervisor is killed."""
+"""Tokens of a stream that goes on while the supervisor is killed."""
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, memory_before: set[str]) ->
 
 @pytest.fixture(scope="module")
 def answer(shared: World) -> tuple[int, ...]:
-    """What the shared cluster answers at first."""
+    """Tokens that the shared cluster generates before any test disturbs it."""
     return shared.generate()
 
 

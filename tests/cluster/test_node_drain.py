@@ -1,4 +1,4 @@
-"""What a pod does before it ends: its members drain, and the hook waits for them, but not for ever."""
+"""A pod's end: its members drain first, and the hook waits for them, but not for ever."""
 
 import asyncio
 import os

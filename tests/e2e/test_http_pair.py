@@ -106,7 +106,8 @@ def test_several_completions_compute_and_ship_their_prompt_once(served: tuple[Pr
 
 
 def test_log_probabilities_are_those_of_transformers(served: tuple[ProcessCluster, int], checkpoint: Path) -> None:
-    """Of the completion and, with `echo`, of the prompt, as loglikelihood tasks of lm-eval ask for them."""
+    """Log probabilities of the completion and, with `echo`, of the prompt, as lm-eval's loglikelihood tasks ask for
+    them."""
     _, port = served
     with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=60) as client:
         asked: dict[str, Any] = {"model": "llama", "prompt": PROMPT, "temperature": 0, "logprobs": 2, "echo": True}

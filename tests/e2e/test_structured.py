@@ -156,7 +156,7 @@ def test_a_grammar_that_takes_too_much_time_ends_over_http(cluster: ProcessClust
 
 
 def test_a_grammar_that_ends_its_library_ends_no_worker(client: Client) -> None:
-    """Its stack overflows, on each worker that compiles it."""
+    """The grammar overflows the library's stack on each worker that compiles it."""
     chain = "start: r0\n" + "".join([f"r{i}: r{i + 1}\n" for i in range(4000)]) + 'r4000: "a"'
     with pytest.raises(InvalidRequest, match="its library ended"):
         client.complete("x", grammar=chain)

@@ -128,7 +128,7 @@ def walk(matcher: LlMatcher, count: int) -> list[int]:
 
 
 def test_a_grammar_that_ends_the_library_is_refused_and_ends_nobody() -> None:
-    """Its stack overflows."""
+    """The grammar overflows the library's stack."""
 
     async def test(compiler: ConstraintCompiler) -> None:
         matcher = (await compiler.compile(REGEX)).matcher([])

@@ -237,7 +237,7 @@ def test_a_handed_over_request_gets_the_same_tokens(batch: list[Asked], ahead: b
     size = LAYOUT.block_size
 
     def ship(report: Progress, asked: Request) -> None:
-        """What is not there yet of what is computed."""
+        """Copies the KV that is computed but has not been sent yet."""
         reservation = reservations[asked.request_id]
         last = report.token is not None
         end = len(asked.tokens) if last else report.computed // size * size

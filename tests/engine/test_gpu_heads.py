@@ -106,7 +106,7 @@ def kept_by(runner: Runner, keep: tuple[int, ...]) -> list[StepOutput]:
 
 @pytest.fixture(scope="module")
 def captured(model: Path) -> GpuRunner:
-    """Its graphs keep the layers KEEP."""
+    """A runner whose graphs keep the layers KEEP."""
     plain = build_gpu_runner(model, "float32", SMALL, device="cpu")
     graphs = RecordedGraphs()
     runner = GpuRunner(plain.spec, plain.model, plain.pool, SMALL, capture=graphs)
@@ -122,7 +122,8 @@ def captured(model: Path) -> GpuRunner:
 def test_states_equal_the_cpus(
     model: Path, request: pytest.FixtureRequest, keep: tuple[int, ...], graphs: bool
 ) -> None:
-    """Of chunks and of single tokens. Graphs that keep other layers aren't used; plans that keep nothing use all."""
+    """States of chunks and of single tokens are compared. A plan that keeps other layers than the graphs uses no graph;
+    one that keeps nothing can use any."""
     runner = request.getfixturevalue("captured") if graphs else build_gpu_runner(model, "float32", SMALL, device="cpu")
     expected = kept_by(build_cpu_runner(model, "float32", SMALL), keep)
     for out, true in zip(kept_by(runner, keep), expected, strict=True):

@@ -245,7 +245,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 @interpreted
 def test_a_decode_step_has_few_launches(tmp_path: Path) -> None:
-    """What one graph launches. Before it, a step copies its inputs to the device, and after it its tokens back."""
+    """Only the graph's launches count. A step also copies its inputs to the device before it, and its tokens back after
+    it."""
     counted: list[list[str]] = []
     for layers in (1, 2):
         folder = make_checkpoint(tmp_path / str(layers), "llama", num_hidden_layers=layers)

@@ -46,7 +46,7 @@ def expected(tokens: list[int]) -> torch.Tensor:
 
 
 def logits(runner: CpuRunner, tokens: list[int]) -> torch.Tensor:
-    """Of two chunks and of single tokens after them."""
+    """Logits of two chunks and of single tokens after them."""
     sequences = PagedSequences(runner)
     sequence = sequences.add(tokens)
     for count in (130, LENGTH - 130 - 30, *[1] * 30):

@@ -21,7 +21,7 @@ from support.checkpoints import make_checkpoint
 
 GIB = 2**30
 LAYOUT = KVLayout(layers=32, kv_heads=8, head_dim=128, block_size=32, dtype="bfloat16", order="HND")
-"""Of Llama-3.1-8B: 128 KiB per token."""
+"""KV layout of Llama-3.1-8B: 128 KiB per token."""
 
 
 @dataclass
@@ -189,7 +189,7 @@ def test_a_gpu_worker_measures_its_workspaces_before_it_takes_the_rest(llama: Pa
     """The measuring runner and its pool are gone when the memory is shared out."""
 
     class Device(FakeMemory):
-        """Its use grows by 4 MiB beyond the pool when the first runner has warmed up, and settles back."""
+        """A device whose use grows by 4 MiB beyond the pool when the first runner has warmed up, and settles back."""
 
         def __init__(self) -> None:
             super().__init__(64 * 2**20, 60 * 2**20, 4 * 2**20)

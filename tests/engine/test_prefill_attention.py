@@ -146,7 +146,7 @@ def test_triton_is_the_default() -> None:
 
 
 def test_a_draft_model_has_triton(tmp_path: Path) -> None:
-    """Its heads may be of another size than those of the served model, which was asked for another kernel."""
+    """The draft's heads may have another size than those of the served model, which was asked for another kernel."""
     assert (
         draft_options(tmp_path, EngineConfig(prefill_attention="flashinfer").on("cuda")).prefill_attention == "triton"
     )

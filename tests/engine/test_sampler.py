@@ -55,7 +55,7 @@ def many(sample: Sample, params: SamplingParams, count: int = DRAWS) -> list[int
 
 
 def chi_square_bound(freedom: int) -> float:
-    """What chi-square exceeds once in a million times (Wilson and Hilferty's approximation)."""
+    """The value that chi-square exceeds once in a million times (Wilson and Hilferty's approximation)."""
     return freedom * (1 - 2 / (9 * freedom) + 4.753 * math.sqrt(2 / (9 * freedom))) ** 3
 
 

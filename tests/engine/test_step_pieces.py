@@ -61,7 +61,8 @@ class StepGraphs(RecordedGraphs):
 
 @pytest.fixture(scope="module")
 def runner(folder: Path) -> GpuRunner:
-    """Its graphs were captured: three for decode steps, and one more than layers for steps of 20 and of 16 tokens."""
+    """A runner with captured graphs: three for decode steps, and LAYERS + 1 for each of the steps of 20 and 16
+    tokens."""
     plain = build_gpu_runner(folder, "float32", OPTIONS, device="cpu")
     graphs = StepGraphs(decode_graphs=3)
     with pytest.MonkeyPatch.context() as patch:

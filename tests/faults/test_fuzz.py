@@ -217,7 +217,7 @@ def test_the_supervisor_survives_any_heartbeat(it: Scene, amount: settings) -> N
 
 @pytest.mark.parametrize("amount", AMOUNTS)
 def test_every_port_survives_any_bytes(it: Scene, amount: settings) -> None:
-    """Those of links too, which listen while a link is dialled."""
+    """Ports of links are tested too: they listen while a link is dialled."""
 
     def listening() -> list[Any]:
         found = []

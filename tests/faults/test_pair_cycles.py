@@ -26,12 +26,13 @@ TOKENS = list(range(40))
 BLOCKS = list(range(LAYOUT.blocks_for(len(TOKENS))))
 CYCLE_SECONDS = 5.0
 GROWTH_BYTES = 6 * 1024
-"""Of each cycle; the smallest leak of a link's parts, which are a thread's stack, a socket's buffers, a group."""
+"""Bytes that memory may grow by in each cycle: the smallest leak of a link's parts (a thread's stack, a socket's
+buffers, a group)."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """What a process has."""
+    """Threads, open files and memory of a process."""
 
     threads: int
     files: int

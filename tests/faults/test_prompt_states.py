@@ -40,7 +40,8 @@ def test_a_prompt_that_prefill_has_in_its_cache_has_those_of_its_end(it: Scene) 
 
 
 def test_a_stream_that_moves_to_another_decode_worker_has_them_there(it: Scene) -> None:
-    """Of the tokens that prefill computes for it; its cache has none of the others'."""
+    """The states are those of the tokens that prefill computes for the new worker; prefill keeps none of cached
+    tokens."""
     request = it.begin("moves", count=200)
     wait_until(lambda: request.tokens >= 20, "it decodes")
     (serving,) = wait_until(lambda: [name for name in it.decodes if it.held(name)], "one decodes")

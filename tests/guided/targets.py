@@ -146,7 +146,7 @@ def heartbeat() -> Target:
 
 
 def whole(target: Target) -> Callable[[], Target]:
-    """Of a target that needs nothing made before."""
+    """A maker of a target that needs no preparation."""
     return lambda: target
 
 

@@ -127,7 +127,8 @@ def tiles_of(case: Sequences, rows: int, window: int = 0) -> Tensor:
 
 
 def check_counts(found: Tensor, expected: Tensor) -> None:
-    """Of `coded_sequences`: one key more or less in a dimension is 1.5 % at least up to 66 keys there."""
+    """Compares results for `coded_sequences`, where one key more or less changes a dimension by 1.5 % at least (up to
+    66 keys)."""
     torch.testing.assert_close(found.double(), expected.double(), atol=1e-6, rtol=7e-3)
 
 

@@ -106,7 +106,8 @@ def test_a_product_with_codes(
 def test_a_product_with_rounded_inputs(
     team_of: Callable[[int], Team], rows: int, inputs: int, outputs: int, threads: int, seed: int
 ) -> None:
-    """Its sums are exact: what is left is an input near the middle of two integers that is rounded to the other one."""
+    """The sums are exact: the only error is an input near the middle of two integers that is rounded to the other
+    one."""
     weight = replace(random_codes(CodeType.INT8, outputs, inputs, inputs, zeros=False, seed=seed), round_inputs=True)
     x, bias = normal(rows, inputs, seed=seed), normal(outputs)
     found = PackedLinear.pack(team_of(threads), Arena(), weight, bias)(x)

@@ -87,7 +87,7 @@ class StubKernel:
 
     @staticmethod
     def fn(x: Any, pair: Any, rows: Any, columns: Any, SIZE: Any) -> None:
-        """Its parameters."""
+        """A function with the kernel's parameters."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
         def run(*values: Any, num_warps: int) -> object:

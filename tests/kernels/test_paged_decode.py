@@ -123,7 +123,7 @@ def test_wrong_arguments_are_named(change: dict[str, object], message: str) -> N
 
 @dataclass(frozen=True)
 class Launch:
-    """What is compiled, and what is expected of it."""
+    """A kernel to compile, and the limits that its code must keep."""
 
     dim: int = 128
     group: int = 4

@@ -44,7 +44,7 @@ class Traced:
 
     scene: Scene
     spans: list[Received]
-    """Of the request RETRIED."""
+    """Spans of the request RETRIED."""
     lines: list[dict[str, Any]]
     """The logs of all processes."""
 

@@ -30,11 +30,11 @@ class Stream:
     prompt: tuple[int, ...]
     count: int
     seed: int | None
-    """Of sampling; None for greedy decoding."""
+    """Seed of sampling; None for greedy decoding."""
     invoked: float
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-    """Of each token."""
+    """Time of each token."""
     ended: float = 0.0
     """0 while it runs."""
     error: str = ""
@@ -51,7 +51,7 @@ class Stream:
     may_fail: bool = False
     """The poison."""
     seconds: float = REQUEST_SECONDS
-    """Of its deadline."""
+    """Seconds until its deadline."""
 
     @property
     def first_token(self) -> float | None:
@@ -127,7 +127,7 @@ class Load:
         """
         self.addresses = addresses
         self.streams: list[Stream] = []
-        """Those that have not been taken."""
+        """Streams that have not been taken yet."""
         self._rate = rate
         self._rng = random.Random(f"load {seed}")
         self._client = AsyncClient(addresses, tls=tls_of(authority))

@@ -1,4 +1,4 @@
-"""What a run of the nemesis found, as JSON."""
+"""The report of a run of the nemesis, as JSON."""
 
 import os
 import platform
@@ -74,13 +74,13 @@ class Report:
     migrations: int = 0
     resumes: int = 0
     violations: list[str] = field(default_factory=list)
-    """What the judge found, and a supervisor that did not end well."""
+    """Violations that the judge found; an entry of its own if the supervisor did not end well."""
     late: list[str] = field(default_factory=list)
     """Faults from which the cluster had not recovered by their deadline."""
     processes: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
-    """Of each process: figures at begin and end."""
+    """Figures of each process, at begin and end."""
     blocks: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Of each worker at the end, without any request."""
+    """Counts of each worker's blocks at the end, when no request is left."""
     summary: dict[str, Any] = field(default_factory=dict)
 
     def may_fail(self, stream: Stream, began: float) -> bool:
@@ -159,7 +159,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def machine() -> dict[str, Any]:
-    """What the run ran on."""
+    """The machine and the packages that the run used."""
     names = [
         line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "name" in line
     ]

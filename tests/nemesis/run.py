@@ -50,7 +50,7 @@ PAUSE_SECONDS = (2.0, 6.0)
 LOOK_SECONDS = 2.0
 """How long a fault's effect is looked at, at least."""
 PAIR_SHARE = 0.15
-"""Of the injections: two faults at a time."""
+"""Share of injections that are two faults at a time."""
 HEARTBEAT = {"suspect_seconds": 0.9, "step_suspect_seconds": 0.9, "step_dead_seconds": 3.0}
 FRAME_TIMEOUT_SECONDS = 1.5
 DRAIN_SECONDS = 1.0
@@ -257,7 +257,7 @@ class Doors:
     """Where clients reach the routers."""
 
     ports: Sequence[tuple[int, int]]
-    """Of gRPC and HTTP, of each router."""
+    """Ports of each router: gRPC and HTTP."""
     authority: Path
     """The certificate that signed the routers'."""
 

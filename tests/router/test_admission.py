@@ -1,4 +1,4 @@
-"""What a router takes at once, in calls and in bytes, and what it refuses before it parses it."""
+"""Admission: how many calls and bytes a router takes at once, and what it refuses before it parses it."""
 
 import asyncio
 import random

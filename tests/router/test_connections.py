@@ -48,7 +48,7 @@ class Opened:
         self.writer.write(data)
 
     async def ended(self) -> bytes:
-        """What came until the router has closed the connection."""
+        """Bytes that came before the router closed the connection."""
         async with asyncio.timeout(PATIENCE_SECONDS):
             try:
                 return await self.reader.read()

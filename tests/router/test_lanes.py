@@ -244,7 +244,7 @@ def test_a_large_body_costs_the_router_itself_little(tmp_path: Path, body: dict[
 
 
 async def result(reading: Reading, data: bytes, asking: Asking) -> object:
-    """What a request was read as; without the names and seeds that are drawn."""
+    """The outcome of reading a request, without the names and seeds that are drawn."""
     try:
         found = await reading.read(data, asking, "holder")
         if isinstance(found, bytes):

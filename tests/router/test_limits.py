@@ -1,4 +1,4 @@
-"""What an API key may ask of a router: classes of service, requests and tokens a minute, requests at once."""
+"""Limits of API keys: classes of service, requests and tokens a minute, requests at once."""
 
 import asyncio
 import hashlib

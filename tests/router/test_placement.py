@@ -1,4 +1,4 @@
-"""Which workers take a request, and how often it may be retried."""
+"""Placement: which workers take a request, and how often it may be retried."""
 
 from collections import Counter
 

@@ -283,7 +283,7 @@ def test_a_request_that_ends_two_workers_fails_and_takes_no_other_along(
 
 
 def test_a_decode_worker_whose_loss_overtakes_the_first_token_counts(tmp_path: Path) -> None:
-    """Its worker has ended before the router reads from another one that it had the KV."""
+    """The decode worker has ended before the router reads from the prefill worker that it had the KV."""
     lost: set[str] = set()
 
     async def dying_decode(job: Job) -> None:

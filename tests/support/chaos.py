@@ -33,7 +33,7 @@ RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """What happens to the bytes of one direction."""
+    """Conditions for the bytes of one direction."""
 
     rate: float = math.inf
     """Bytes per second."""

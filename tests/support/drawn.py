@@ -16,6 +16,6 @@ def sampling_options(seed: int | None) -> dict[str, Any]:
 
 
 def seed_of(name: str) -> int | None:
-    """Of a request's sampling; None, for greedy decoding, for one name in four."""
+    """Draws a request's seed of sampling; None, which means greedy decoding, for one name in four."""
     draw = random.Random(f"seed of {name}")
     return draw.getrandbits(64) if draw.random() < 0.75 else None

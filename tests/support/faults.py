@@ -55,14 +55,14 @@ TRANSFER = {
     "transfer_timeout_seconds": 4.0,
 }
 KV_DTYPE = os.environ.get("FAULTS_KV_DTYPE", "auto")
-"""Of every scene: the whole suite can be run with KV in int8."""
+"""KV dtype of every scene; the whole suite can be run with KV in int8."""
 WITH_STATES = float(os.environ.get("FAULTS_STATES", "0"))
-"""Of every scene: with 1, hidden states of prompts are handed over, too."""
+"""Hidden states in every scene: with 1, those of prompts are handed over, too."""
 CLIENT_SECONDS = 90.0
 AT_ONCE = 20
-"""Of the requests of `asking`."""
+"""Requests that `asking` runs at once."""
 TRANSPORTS = ("shm", "tcp")
-"""What `auto` picks: between workers on one machine, and on two."""
+"""Transports that `auto` picks: between workers on one machine, and on two."""
 SLOW_GLOO = pytest.param("gloo", marks=pytest.mark.slow)
 ALL_TRANSPORTS = (*TRANSPORTS, SLOW_GLOO)
 

@@ -86,7 +86,7 @@ class HashHeads(HashGuesses):
 
 
 class Recorded:
-    """What a proposer guessed, by request and by the number of tokens that it guessed behind."""
+    """A proposer's guesses, by request and by the number of tokens before the guess."""
 
     def __init__(self, engine: Engine) -> None:
         assert engine.scheduler.speculation is not None

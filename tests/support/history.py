@@ -1,4 +1,4 @@
-"""What clients saw of their requests, and a judge of it that knows nothing of how it came about.
+"""A record of what clients saw of their requests, and a judge of it that knows nothing of how it came about.
 
     invoke -> token 0, token 1, ... -> finish | error | cancel        each request once, with retries in between
 
@@ -19,7 +19,7 @@ Oracle = Callable[[Sequence[Asked]], Sequence[Sequence[int]]]
 """To each request, the tokens of its undisturbed run."""
 
 MAX_RETRIES = 3
-"""Of one request: the router's `max_attempts` less one."""
+"""Retries that one request may have: the router's `max_attempts` less one."""
 RETRY_SHARE, RETRIES_AT_LEAST = 0.2, 3
 """The router's budget: retries for each request of the last ten seconds, and retries that are always allowed."""
 WINDOW_SECONDS = 10.0
@@ -83,7 +83,7 @@ def violations(history: History, oracle: Oracle, *, may_fail: Collection[str] = 
 
 
 def _of_one(events: Sequence[Event], expected: Sequence[int], may_fail: bool) -> list[str]:
-    """What is wrong with one request's events, of which the first should be its invocation."""
+    """Mistakes in one request's events, the first of which should be its invocation."""
     found = []
     kinds = [event.kind for event in events]
     if kinds[0] != "invoke" or kinds.count("invoke") != 1:

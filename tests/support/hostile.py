@@ -29,7 +29,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def hello() -> bytes:
-    """What a client of HTTP/2 sends first."""
+    """The first bytes that a client of HTTP/2 sends."""
     return PREFACE + frame(_SETTINGS, 0, 0)
 
 
@@ -66,7 +66,7 @@ class PartialCall:
         self._size = size
         self._tls = tls
         self._windows = [_FIRST_WINDOW, _FIRST_WINDOW]
-        """What may be sent on the connection, and on the call's stream."""
+        """Bytes that may still be sent, on the connection and on the call's stream."""
         self._initial = _FIRST_WINDOW
         self._changed = asyncio.Event()
         self.closed = asyncio.Event()

@@ -29,7 +29,7 @@ class Launch:
     given: tuple[torch.Tensor, ...]
     results: tuple[torch.Tensor, ...]
     specialization: tuple[object, ...] = ()
-    """Of a kernel: what Triton compiles it for."""
+    """Properties of its arguments that Triton compiles a kernel for; empty if it is no kernel."""
 
     @property
     def on_device(self) -> bool:

@@ -13,7 +13,7 @@ Seen = dict[tuple[str, str, str, str], set[str]]
 
 
 class Observer:
-    """What the machines of one world did. `now` is set while a world runs."""
+    """An observer that records what the machines of one world did. `now` is set while a world runs."""
 
     current: "Observer"
 
@@ -93,7 +93,7 @@ class _Observed:
 
 
 LEASE = 2.0
-"""Of the simulated configuration."""
+"""Lease of the simulated configuration in seconds."""
 
 
 class ObservedSendAttempt(_Observed, SendAttempt):

@@ -142,7 +142,7 @@ class ProcessCluster:
         """Addresses; of several routers, with commas between."""
         self._folder = folder
         self.started: dict[str, tuple[Any, ...]] = {}
-        """What each process was started with."""
+        """Arguments that each process was started with, by its name."""
 
     @property
     def workers(self) -> dict[str, Process]:

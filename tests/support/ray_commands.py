@@ -87,7 +87,7 @@ class World:
         assert self.processes() == []
 
     def status(self) -> dict[str, Any]:
-        """What `kvrelay status --json` prints, without a process of its own."""
+        """The object that `kvrelay status --json` prints, made without a process of its own."""
         return as_json(get_status(ClusterState(**self.remembered())))
 
     def member(self, name: str) -> dict[str, Any]:

@@ -37,7 +37,7 @@ engine: {kv_memory_bytes: 33554432, prefix_cache: false}
 
 @dataclass
 class Fate:
-    """What became of the cluster after one of its processes was killed or frozen."""
+    """The fate of the cluster after one of its processes was killed or frozen."""
 
     victim: str
     signal: str
@@ -76,7 +76,7 @@ class Foreground(World):
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """That of `up`."""
+        """The process of `up`."""
         if self._up is None:
             raise RuntimeError("the cluster was not started")
         return self._up
@@ -155,7 +155,7 @@ class Foreground(World):
 
     @property
     def kinds(self) -> dict[str, list[int]]:
-        """Its processes by kind; each worker is a kind of its own."""
+        """The cluster's processes by kind; each worker is a kind of its own."""
         found = cluster_processes(self.folder / "state")
         with suppress(OSError, ValueError, KeyError):
             for worker in self.status()["workers"]:

@@ -218,7 +218,7 @@ class FakeWorker(WorkerServiceServicer):
             }
         )
         self.router: RouterServer | None = None
-        """Of the cluster."""
+        """Router of the cluster; None until it has started."""
         self.jobs: list[Job] = []
         self.fences: list[ClientCall] = []
         self.streams = 0

@@ -21,7 +21,7 @@ from kvrelay.transfer.protocol.ports import SENDER, BlockClaim, LinkEnd, LinkSpe
 from support.simulated_blocks import BLOCK, LAYERS, STATES, Stamp, Violation
 
 TIMEOUT = 0.5
-"""Of opening a link, and of each frame."""
+"""Seconds that opening a link, and each frame, may take."""
 
 
 class Stream:
@@ -142,7 +142,7 @@ class Job:
         self.claim = claim
         self.table: Sequence[int] = ()
         self.states: list[SimulatedStates] = []
-        """Of a frame of hidden states, which touches no blocks."""
+        """Hidden states in the frame, which touch no blocks; empty for a frame of KV."""
         self.nbytes = 0 if frame is None else frame.nbytes
         self.announce: Callable[[Push], None] | None = None
         self.done: Callable[[Outcome], None] | None = None

@@ -260,7 +260,7 @@ class DecodeProcess(Process):
         self.when_met(left, expected)
 
     def accept(self, stream: Stream, hello: Any) -> None:
-        """What `HandoffService` does with a stream that says hello."""
+        """Takes or refuses a stream that says hello, as `HandoffService` does."""
         refusal = self.receiver.objection(hello)
         if refusal is not None:
             stream.right.end(*refusal)

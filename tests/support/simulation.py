@@ -235,7 +235,7 @@ class World:
     # Faults.
 
     def damage(self) -> str | None:
-        """What happens to a frame on its way."""
+        """Draws the damage to a frame on its way; None, mostly."""
         if not self.link_noise or self.random() >= self.link_noise:
             return None
         kinds = ("flip", "replay", "drop", "twice", "swap")
@@ -374,7 +374,7 @@ def trace(seed: int, checksums: bool = True) -> list[str]:
 
 @dataclass(slots=True)
 class Explored:
-    """What some seeds' worlds came to."""
+    """Results of the worlds of some seeds."""
 
     worlds: int = 0
     events: int = 0

@@ -11,7 +11,7 @@ from kvrelay.rpc.serve import main
 
 @dataclass(frozen=True, slots=True)
 class StubbornConfig:
-    """What goes wrong, each for that many seconds."""
+    """Ways to go wrong, each with its length in seconds."""
 
     load_seconds: float = 0.0
     """A thread of `start`, as a model that loads."""

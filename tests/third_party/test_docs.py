@@ -34,7 +34,7 @@ class Snippet:
 
 
 def snippets() -> list[Snippet]:
-    """Those in Python, and those that call one of PROGRAMS."""
+    """Snippets of the documentation in Python, and snippets that call one of PROGRAMS."""
     found = []
     for page in PAGES:
         text = (ROOT / page).read_text()
@@ -50,7 +50,7 @@ SNIPPETS = snippets()
 
 @pytest.fixture(scope="module")
 def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Those of the router, by what the documentation has in their place."""
+    """Addresses of the running router, by the addresses that the documentation writes instead."""
     folder, port = tmp_path_factory.mktemp("documented"), free_port()
     template = folder / "template.jinja"
     template.write_text(TEMPLATE)

@@ -12,7 +12,7 @@ from support.http_calls import HELLO, serving, token_at
 from support.router_fakes import FakeWorker, Job, length_if, run
 
 EXAMPLES = 25
-"""Of each operation, in the fuzzing phase."""
+"""Examples of each operation in the fuzzing phase."""
 SECONDS = 900.0
 CHECKS = (
     "not_a_server_error",

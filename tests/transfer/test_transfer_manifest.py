@@ -60,7 +60,7 @@ SEED = os.environ.get("KVRELAY_SEED")
 TOKENS = list(range(20))
 CPU_SECONDS = 1e-3
 PEAK_BYTES = 2 * 2**20
-"""Of memory, to refuse a batch: a small multiple of the longest batch, whatever lengths it claims."""
+"""Bytes of memory for refusing a batch: a small multiple of the longest batch, whatever lengths it claims."""
 
 OFFER: dict[str, Any] = {"request": "r", "attempt": 1, "tokens": 20, "digest": b"0123456789abcdef"}
 GIGABYTE = b"\x80\x80\x80\x80\x04"
@@ -150,7 +150,7 @@ INVALID: dict[str, bytes] = {
 
 
 def cpu_seconds(batch: bytes) -> float:
-    """Of this thread, to refuse `batch`; the median of a few times."""
+    """CPU seconds in which this thread refuses `batch`; the median of nine tries."""
     times = []
     for _ in range(9):
         started = time.thread_time()

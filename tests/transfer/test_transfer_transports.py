@@ -1,4 +1,4 @@
-"""Which transport a pair uses: the best that both have; without one, the error says what each has and why."""
+"""Choice of transport: a pair uses the best that both have; without one, the error says what each has and why."""
 
 import gc
 import threading
