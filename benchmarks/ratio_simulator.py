@@ -48,7 +48,7 @@ class Job:
     completion: int
     phase: int = 0
     tokens: int = 0
-    """Generated so far."""
+    """Tokens generated so far."""
     computed: int = 0
     """Tokens of the prompt and of earlier output that its prefill worker has computed."""
     queued: float = 0.0
@@ -95,7 +95,7 @@ class Worker:
     role: PoolRole
     ready: bool = True
     jobs: deque[Job] = field(default_factory=deque)
-    """In order of arrival here."""
+    """Jobs in the order of their arrival here."""
     promised: dict[Job, None] = field(default_factory=dict)
     """Jobs whose KV is on its way to this decode worker; empty on a prefill worker."""
     stepping: bool = False
@@ -188,7 +188,7 @@ class Simulation:
         )
         self._unqueued = 0.0
         self._young: deque[Job] = deque()
-        """In the order of their first tokens."""
+        """Jobs that had their first token lately, in the order of these tokens."""
         self._samples: list[Sample] = []
         self._decisions: list[tuple[float, Decision]] = []
 

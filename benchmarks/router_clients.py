@@ -39,7 +39,7 @@ class Course:
     """Times at which each token was received, by the number in the request's prompt."""
     messages: int = 0
     count: int = 0
-    """Tokens."""
+    """Tokens received."""
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def length(self, place: int, *, first: bool) -> int:

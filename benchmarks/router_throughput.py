@@ -196,7 +196,7 @@ def wait_ready(channel: grpc.Channel) -> None:
 
 
 def medians(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each case: the median of its runs and their range."""
+    """Medians of the runs of each case, and their ranges."""
     cases = defaultdict(list)
     for each in runs:
         cases[each["face"], each["offered"], each["coalesce_ms"], each["routers"]].append(each)

@@ -82,7 +82,7 @@ class Besieged:
         return said[-1][:300] if said else "its process has ended"
 
     def holds(self, since: float) -> list[float]:
-        """For how long the router's loop was held by its turns that took long, since a monotonic time: seconds."""
+        """Seconds for which each long turn held the router's event loop, since a monotonic time."""
         path = self.cluster.folder / "router-0.holds"
         pairs = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
         return [float(pair[1]) for pair in pairs if len(pair) == 2 and float(pair[0]) >= since]

@@ -45,7 +45,7 @@ Send = Callable[[], Awaitable[str]]
 
 
 def channel(options: dict[str, Any]) -> grpc.aio.Channel:
-    """To the router of `options["grpc"]`, with TLS if there is an `authority`."""
+    """Opens a channel to the router of `options["grpc"]`, with TLS if there is an `authority`."""
     if options["authority"] is None:
         return grpc.aio.insecure_channel(options["grpc"])
     tls = Tls(ca=options["authority"], server_name=dns_name("router"))

@@ -67,7 +67,7 @@ class Measure:
     measured: str
     ok: bool
     more: dict[str, Any] = field(default_factory=dict)
-    """For the results only."""
+    """Details that only the results have."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -78,7 +78,7 @@ def at_most(what: str, value: float, limit: float, unit: str, **more: Any) -> Me
 
 
 def none_of(what: str, found: Sequence[str], **more: Any) -> Measure:
-    """There may be none of these."""
+    """A measure that asks that `found` is empty."""
     text = f"{len(found)}" + (f", e.g. {found[0][:200]}" if found else "")
     return Measure(what, "none", text, not found, {"found": [each[:600] for each in found[:10]], **more})
 
@@ -128,7 +128,7 @@ class Loading:
         wait_until(begun, f"the process of {self.kind} has begun", END_SECONDS, 0.05)
 
     def close(self) -> None:
-        """Nothing of it is left."""
+        """Ends the process and closes its pipes."""
         if self._popen.poll() is None:
             self._popen.kill()
             self._popen.wait(END_SECONDS)

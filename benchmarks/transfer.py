@@ -133,7 +133,7 @@ class Receiving:
         """The sender's end stops the clock."""
 
     def import_failed(self, key: Key, code: Code, message: str) -> None:
-        """The sender's end reports it."""
+        """Does nothing: the sender's end reports the failure."""
 
 
 def bare_group(folder: str, rank: int) -> ProcessGroupGloo:

@@ -21,7 +21,7 @@ FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", 
 """CPU features by which engines choose their kernels."""
 
 Runs = dict[str, dict[str, list[float]]]
-"""By cell, then by engine: the figure of each repeat."""
+"""Figures of all repeats, by cell, then by engine."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,8 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def summary(runs: Runs, larger_is_better: bool) -> dict[str, Any]:
-    """By cell: each engine's median and spread, and kvrelay's median over that of each other engine and of the best."""
+    """Summary of each cell: every engine's median and spread, and the ratio of kvrelay's median to each other engine's
+    and the best."""
     cells: dict[str, Any] = {}
     for cell, engines in runs.items():
         medians = {name: statistics.median(values) for name, values in engines.items()}
@@ -116,7 +117,7 @@ def summary(runs: Runs, larger_is_better: bool) -> dict[str, Any]:
 
 
 def setting(engines: Mapping[str, Engine]) -> dict[str, Any]:
-    """When, on what machine, and with which versions."""
+    """The setting of a measurement: date, machine and versions."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine(),
@@ -126,7 +127,7 @@ def setting(engines: Mapping[str, Engine]) -> dict[str, Any]:
 
 
 def own_setting(*distributions: str) -> dict[str, Any]:
-    """As `setting`, where kvrelay alone is measured, by this Python."""
+    """The setting, as `setting` gives it, where only kvrelay is measured, by this Python."""
     return setting({OWN: Engine((), Path(sys.executable), (OWN, *distributions))})
 
 

@@ -75,7 +75,8 @@ class World:
                     self.processes[name].ending = True
 
     def live(self, name: str) -> None:
-        """One process goes on: it comes up, takes the role that the membership gives it, or ends if it was asked to."""
+        """Takes one process a step further: it comes up, takes the role that the membership gives it, or ends if asked
+        to."""
         process = self.processes[name]
         wanted = self.desired.members.get(name)
         if process.ending:
@@ -123,7 +124,7 @@ def up(it: World, digest: str = "same", in_place: bool = False) -> None:
 
 
 def command(it: World, draw: random.Random) -> bool:
-    """Some command; a refusal is an answer, too. Whether a role was changed."""
+    """Gives some command, which may be refused; returns whether a role was changed."""
     name, seen, desired = draw.choice(sorted(it.desired.members)), it.seen(), it.desired
     role, flag = draw.choice(WORKER_ROLES), draw.random() < 0.5
     kind = draw.choice(["scale", "role", "drain", "upgrade", "restart", "rollback"])

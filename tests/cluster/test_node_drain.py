@@ -60,7 +60,7 @@ class Member(ServerActor[Serving]):
 
 @pytest.fixture(autouse=True)
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No agent of Ray is here to take the metrics."""
+    """Replaces the export of metrics to Ray: no agent of Ray is here to take them."""
     monkeypatch.setattr(ray_metrics, "export", lambda metrics: asyncio.sleep(0))
 
 

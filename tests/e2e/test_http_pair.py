@@ -169,7 +169,7 @@ def test_a_closed_connection_frees_both_workers_within_half_a_second(
 
 
 def test_a_routers_log_has_short_lines_of_json(served: tuple[ProcessCluster, int]) -> None:
-    """Whatever a client sends: aiohttp would write the whole of a field's name, as text."""
+    """The lines are short whatever a client sends; aiohttp would write the whole of a field's name, as text."""
     cluster, port = served
     for request in (
         b"\x16\x03\x01" * 100,

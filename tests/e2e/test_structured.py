@@ -114,7 +114,8 @@ def ambiguous(client: Client, seed: int) -> str:
 
 
 def test_grammars_that_take_much_time_end_by_their_budget_and_hold_up_no_other_stream(client: Client) -> None:
-    """Over gRPC. With eight of them, a stream had 120 ms from token to token at the median, and 1.4 s at most."""
+    """The stream runs over gRPC. With eight grammars it had 120 ms from token to token at the median, and 1.4 s at
+    most."""
 
     def plain() -> tuple[list[int], list[float]]:
         heard, times = list[int](), list[float]()

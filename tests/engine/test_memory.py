@@ -1,4 +1,4 @@
-"""How much memory a KV pool of `auto` takes: never more than is there, and never what another worker counts on."""
+"""The memory that a KV pool of `auto` takes: never more than is there, and never what another worker counts on."""
 
 import contextlib
 import threading
@@ -82,7 +82,7 @@ def test_a_worker_without_memory_for_kv_says_what_takes_it() -> None:
 
 
 def test_workers_of_one_machine_take_memory_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All start at once, on a machine where others use most: together they take less than is free."""
+    """The workers start at once, where others use most of the memory: together they take less than is free."""
     monkeypatch.setattr(of_device.tempfile, "gettempdir", lambda: str(tmp_path))
     small = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
     free, taken = 64 * small.block_bytes, []

@@ -25,7 +25,7 @@ OPTIONS = EngineConfig(device="cpu", kv_memory_bytes=2**20, threads=1, quantizat
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """With biases and untied embeddings, and with a tied one."""
+    """Two checkpoints: qwen2 with biases and untied embeddings, and qwen3 with a tied embedding."""
     folder = tmp_path_factory.mktemp("models")
     return {
         "qwen2": make_checkpoint(folder / "qwen2", "qwen2", tie_word_embeddings=False),

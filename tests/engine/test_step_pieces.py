@@ -99,7 +99,7 @@ def names(launches: Launches) -> list[str]:
 
 
 def test_pieces_equal_the_whole_step_to_the_bit(runner: GpuRunner) -> None:
-    """And launch what it launches, in its order; what lies in the results of padding tokens doesn't matter."""
+    """The pieces launch what the whole step launches, in its order; results of padding tokens don't matter."""
     plan = mixed_plan(runner)
     pieces = runner._pieces
     assert pieces is not None

@@ -78,7 +78,7 @@ async def cycles(transport: str, count: int) -> list[Size]:
     [("shm", 500), *(pytest.param(name, 1000, marks=pytest.mark.slow) for name in ("shm", "tcp", "gloo"))],
 )
 def test_hundreds_of_pairs_leave_nothing_behind(transport: str, cycles: int) -> None:
-    """In a process of its own, whose memory nobody else moves."""
+    """The cycles run in a process of their own, so that nothing else changes its memory."""
     run = subprocess.run(
         [sys.executable, __file__, transport, str(cycles)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))},

@@ -18,7 +18,7 @@ from support.supervised import Supervised, all_ready, hash_members, supervised
 
 REPLACED_SECONDS = 5.0
 SLACK_SECONDS = 1.5
-"""For a busy machine."""
+"""Seconds that a busy machine may take longer."""
 HEALTHY = ("prefill-0", "decode-0", "router-0")
 ASK: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "timeout": 60.0}
 

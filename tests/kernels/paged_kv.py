@@ -101,7 +101,7 @@ def coded_sequences(
     device: torch.device,
     block_size: int = 16,
 ) -> Sequences:
-    """As `make_sequences`, but all keys have the same weight, and a value says which position it is of.
+    """Sequences as `make_sequences` makes them, but all keys have the same weight, and a value tells its position.
 
     The key at `position` adds 1 to the dimension `position % (D / 2)`, and 1 to `D / 2 + position // (D / 2)`, modulo
     D / 2. So each dimension of the result counts few keys, and one that is lost or read twice shows.

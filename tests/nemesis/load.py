@@ -36,7 +36,7 @@ class Stream:
     times: list[float] = field(default_factory=list)
     """Time of each token."""
     ended: float = 0.0
-    """0 while it runs."""
+    """Time at which it ended; 0 while it runs."""
     error: str = ""
     reported: int = 0
     """Tokens that the last message says it had."""
@@ -49,7 +49,7 @@ class Stream:
     pause: float = 0.0
     """Seconds for which its client reads nothing after the first token."""
     may_fail: bool = False
-    """The poison."""
+    """Whether it may fail; only the poison may."""
     seconds: float = REQUEST_SECONDS
     """Seconds until its deadline."""
 

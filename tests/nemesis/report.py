@@ -15,17 +15,19 @@ import psutil
 from nemesis.load import Stream
 
 ALLOWED = ("UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
-"""How a request may fail if the cluster has lost too much at a time: docs/guarantees.md. All count as not complete."""
+"""Statuses of failures that are allowed if too much was lost at a time (docs/guarantees.md). None counts as
+complete."""
 COMPLETE = 0.999
 """Share of the requests that must complete."""
 STALL_SECONDS = 2.0
-"""Most of the p99 of stalls after a single fault."""
+"""Limit of the p99 of stalls after a single fault, in seconds."""
 CONVICTED = "INTERNAL: suspected of ending workers"
-"""How a request fails that is held to end workers."""
+"""Error of a request that the router blames for the end of workers."""
 CONVICTION_SECONDS = 3.0
-"""From the recovery from a fault: how late a request may still fail because of it."""
+"""Seconds after the recovery from a fault in which a request may still fail because of it."""
 FAILED = ": failed: "
-"""In a violation: a request failed in a way that docs/guarantees.md excludes. All others are about its tokens."""
+"""Mark of violations in which a request failed in a way that docs/guarantees.md excludes; all others are about
+tokens."""
 GROWTH = {"rss_mib": (1.3, 60), "fds": (1.2, 12), "threads": (1.2, 6), "sockets": (1.2, 8)}
 """Figures of a process at the end: at most so many times those at the begin, and so much more."""
 
@@ -41,7 +43,7 @@ class Injected:
     ends_workers: bool = False
     """Whether it ends workers, other than by a request."""
     recovery_seconds: float = 0.0
-    """From the injection until every member was ready again."""
+    """Seconds from the injection until every member was ready again."""
     stall: dict[str, float] = field(default_factory=dict)
     """Longest gap between two tokens of each stream that ran meanwhile: seconds."""
     first_token: dict[str, float] = field(default_factory=dict)
@@ -61,7 +63,7 @@ class Report:
 
     seed: int
     seconds: float
-    """From the first fault's wait to the end, judging included."""
+    """Seconds from the first fault's wait to the end, judging included."""
     options: dict[str, Any]
     machine: dict[str, Any]
     skipped: dict[str, str]
@@ -134,7 +136,7 @@ class Report:
         return found
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report as plain values, for JSON."""
         return asdict(replace(self, requests=dict(self.requests)))
 
 

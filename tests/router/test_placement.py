@@ -25,7 +25,7 @@ from kvrelay.rpc.identity import WorkerId
 from support.access import credentials
 
 SOMEBODY = 1
-"""A holder."""
+"""Id of a holder of cached prompts."""
 ROLES: list[WorkerRole] = ["prefill", "decode", "colocated"]
 
 

@@ -1,4 +1,5 @@
-"""Who pays for a failed attempt: a request for its own fault only, never for a worker that is lost, stops or is ill."""
+"""Blame for a failed attempt: a request pays for its own fault only, never for a worker that is lost, stops or is
+ill."""
 
 import asyncio
 from pathlib import Path
@@ -25,7 +26,7 @@ from support.router_fakes import (
 
 TOTAL = 10
 REQUESTS = 30
-"""More than the retry budget allows to fail at once."""
+"""Requests that fail at once; the retry budget allows fewer."""
 POISON = 7
 SECRET = "the text of a client"
 """First token of the prompt that ends workers."""

@@ -212,7 +212,7 @@ def test_unfinished_requests_leave_room_for_others(tmp_path: Path, face: str, ke
 
 @BOTH
 def test_requests_at_once_count_from_their_headers_on(tmp_path: Path, face: str) -> None:
-    """And each prompt of a list is one: they take turns."""
+    """Each prompt of a list counts as one request: they take turns."""
 
     async def test() -> None:
         workers = FakeWorker("colocated-0", "colocated", silent)

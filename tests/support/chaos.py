@@ -24,7 +24,7 @@ T = TypeVar("T")
 Address = tuple[str, int]
 
 PROXY_HOST = "127.0.0.2"
-"""Between the hosts of decode and prefill workers; `support.detours` explains the order."""
+"""Address of the proxies, between the hosts of decode and prefill workers; `support.detours` explains the order."""
 PIECE = 64 * 2**10
 CALL_SECONDS = 10.0
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
@@ -114,7 +114,7 @@ class Proxy:
                     way.set(new)
 
     async def address_for(self, target: Address) -> Address:
-        """Where to dial instead of `target`."""
+        """The address to dial instead of `target`."""
         if target not in self._addresses:
             self._addresses[target] = await self._chaos.serve(lambda *near: self._connect(*near, target))
         return self._addresses[target]

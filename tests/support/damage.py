@@ -47,7 +47,7 @@ class Rule:
     times: int
     share: float
     drawn: str
-    """Begins the seed of each draw."""
+    """Text that the seed of each draw begins with."""
     tries: int = 2**31
     after: int = 0
 
@@ -146,7 +146,7 @@ class DamagedJob:
         self._nbytes = nbytes
 
     def prepare(self, link: Any, buffer: Tensor) -> None:
-        """The frame is read in `begin`."""
+        """Does nothing: the frame is read in `begin`."""
 
     def begin(self, link: Any, buffer: Tensor) -> Any:
         if self._rule.action == "skip":
@@ -244,7 +244,7 @@ def flip(data: Any, at: int) -> None:
 
 class Nothing:
     def wait(self, timeout: float) -> None:
-        """Nothing is transferred."""
+        """Returns at once: nothing is transferred."""
 
 
 @dataclass

@@ -26,11 +26,11 @@ class Fault:
 
 
 Queue = deque[tuple[float, int, torch.Tensor]]
-"""When it arrives, its number on the link, its bytes."""
+"""Frames on their way: arrival time, number on the link, bytes."""
 
 
 class FakeTransport:
-    """Both ends of every link must use this same object.
+    """A transport in one process; both ends of every link must use this same object.
 
     `script(number)` gives the fault of each frame, or None. `number` counts the frames sent before it over all links,
     without warm-up bytes.

@@ -63,7 +63,7 @@ class HashHeads(HashGuesses):
     def __init__(self, layout: KVLayout = LAYOUT) -> None:
         super().__init__(layout)
         self._known: dict[int, tuple[int, int]] = {}
-        """By handle: the tokens whose states came, the first and the end."""
+        """Tokens whose states came, by handle: the first one and the end."""
 
     def observe(self, computed: Sequence[Computed]) -> bool:
         for handle, tokens, start, states in computed:

@@ -200,7 +200,7 @@ class Pair:
     server: grpc.aio.Server
     port: int
     peers: PeerTable
-    """The sender's."""
+    """Table of the sender's peers."""
 
     @property
     def sender(self) -> KVSender:

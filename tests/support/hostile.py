@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 STALL_SECONDS = 1.0
-"""Without a window to send in, after which the server takes no more."""
+"""Seconds without a window to send in; then the server takes no more."""
 CHUNK_BYTES = 16384
 MESSAGE_BYTES = 4 * 2**20
 GENERATE, CHECK = "/kvrelay.v1.InferenceService/Generate", "/grpc.health.v1.Health/Check"

@@ -61,7 +61,7 @@ class Launches(TorchDispatchMode):
 
     @property
     def kernels(self) -> list[Launch]:
-        """Triton's."""
+        """Launches of Triton's kernels."""
         return [launch for launch in self.all if launch.specialization]
 
     def __enter__(self) -> "Launches":

@@ -108,7 +108,7 @@ class Done:
 
 @dataclass
 class Handed:
-    """How a hand-off ended."""
+    """Outcome of a hand-off."""
 
     committed: list[Any] = field(default_factory=list)
     codes: list[Code] = field(default_factory=list)

@@ -41,7 +41,7 @@ class _Observed:
     key: Any
     deadline: float
     heard: float | None = None
-    """When the other end last sent a message, by this process's clock; None before it must."""
+    """Time of the other end's last message, by this process's clock; None before it must send any."""
     failures = 0
 
     def __init__(self, *arguments: Any) -> None:
@@ -70,7 +70,7 @@ class _Observed:
         return ended + actions
 
     def _check(self, now: float, actions: Sequence[Any]) -> None:
-        """No state without a deadline, and none beyond the lease while the other end must renew it."""
+        """Checks that each state has a deadline, within the lease while the other end must renew it."""
         self.failures += sum(isinstance(action, Failed) for action in actions)
         if self.failures != (self.state is State.FAILED):
             raise Violation("report", f"{self.key}: {self.role} {self.state}, failed {self.failures} times")

@@ -15,15 +15,15 @@ from support.processes import free_port, wait_until
 from support.ray_commands import KVRELAY, START_SECONDS, World, cluster_processes
 
 SERVING_SECONDS = 30.0
-"""From a death until the cluster serves again, if `up` lives."""
+"""Seconds from a death until the cluster serves again, if `up` lives."""
 EXIT_SECONDS = 10.0
-"""From a death until `up` has ended, if it does."""
+"""Seconds from a death until `up` has ended, if it does."""
 FREEZE_SECONDS = 3.5
-"""How much longer it may take to serve again after a freeze than after a kill."""
+"""Seconds by which a cluster may take longer to serve again after a freeze than after a kill."""
 CALM_SECONDS = 10.0
-"""Without a failed probe, after which the cluster counts as serving."""
+"""Seconds without a failed probe after which the cluster counts as serving."""
 MOST_SECONDS = 60.0
-"""For which a cluster is watched that doesn't serve."""
+"""Seconds for which a cluster that doesn't serve is watched."""
 PROBE_SECONDS, EVERY_SECONDS = 2.0, 0.2
 READY_SECONDS = 60.0
 START_TRIES = 3
@@ -32,7 +32,7 @@ drain_seconds: 1
 model: {dtype: float32}
 engine: {kv_memory_bytes: 33554432, prefix_cache: false}
 """
-"""In float32 and without a prefix cache, so that a token doesn't depend on what else is in its batch."""
+"""Configuration in float32 and without a prefix cache, so that a token doesn't depend on what else is in its batch."""
 
 
 @dataclass
@@ -211,7 +211,7 @@ class Foreground(World):
 
 
 def _wake(process: Process) -> bool:
-    """Whether it was still there."""
+    """Wakes a process; returns whether it was still there."""
     if not alive(process):
         return False
     with suppress(ProcessLookupError):

@@ -53,7 +53,7 @@ class Stream:
             delay += random() * 0.5
 
     def cut(self) -> None:
-        """Both sides notice, each in its time."""
+        """Cuts the stream; each side notices in its time."""
         for side in (self.left, self.right):
             self.world.post(self.world.random() * 0.2, side.process, side.finish, Code.CLOSED, "the stream was cut")
 

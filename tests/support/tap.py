@@ -53,7 +53,7 @@ class Tap:
 
     def __init__(self) -> None:
         self.forth = bytearray()
-        """From the callers."""
+        """Bytes from the callers."""
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
 

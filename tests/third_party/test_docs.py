@@ -18,7 +18,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfo
 PROGRAMS = ("curl", "buf", "grpcurl")
 """A snippet of a shell is run if it calls one of these."""
 LIBRARIES = ("langchain_openai", "litellm", "llama_index")
-"""Not among what tests need: their snippets are run where they are installed."""
+"""Libraries that the tests don't need: snippets with them are run where they are installed."""
 SECONDS = 120
 
 

@@ -24,8 +24,8 @@ CHECKS = (
     "unsupported_method",
     "allow_header_conformance",
 )
-"""Not that all data which the document allows are accepted: it doesn't say which fields exclude each other, the size of
-the vocabulary and of the context."""
+"""Checks of the answers. The check that all allowed data are accepted is not among them: the document doesn't say which
+fields exclude each other, nor the size of the vocabulary and the context."""
 
 
 async def answer(job: Job) -> None:

@@ -95,12 +95,12 @@ def replay_between(rng: random.Random, now: list[Crossing], before: list[Crossin
 
 
 def leave_out(rng: random.Random, now: list[Crossing], before: list[Crossing]) -> None:
-    """Announced, never sent."""
+    """Leaves out the bytes of a frame that is announced."""
     pick(rng, now).data = None
 
 
 def leave_out_whole(rng: random.Random, now: list[Crossing], before: list[Crossing]) -> None:
-    """Neither announced nor sent."""
+    """Leaves out a frame and its announcement."""
     now.remove(pick(rng, now))
 
 

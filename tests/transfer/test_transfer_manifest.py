@@ -64,7 +64,7 @@ PEAK_BYTES = 2 * 2**20
 
 OFFER: dict[str, Any] = {"request": "r", "attempt": 1, "tokens": 20, "digest": b"0123456789abcdef"}
 GIGABYTE = b"\x80\x80\x80\x80\x04"
-"""As a length of protobuf."""
+"""Length of a gigabyte, as protobuf encodes it."""
 
 
 def packed(*messages: HandoffMessage) -> bytes:
