@@ -98,7 +98,7 @@ class Case:
     """Function that computes the result, or its last rows, by the definition."""
     bytes: int = 0
     flops: int = 0
-    """Bytes that must move, or, if arithmetic is the limit, operations that must be done."""
+    """Operations that must be done, if arithmetic is the limit; otherwise `bytes` has the bytes that must move."""
     tolerance: float = 1.5e-2
     """Largest error, as a share of the largest exact value: bfloat16 has 8 bits."""
 

@@ -34,7 +34,7 @@ from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 FORMATS: tuple[Quantization, ...] = get_args(Quantization)
 BASE = "none"
 CONTEXT = 128
-"""Tokens before those of a decode step."""
+"""Tokens of context before a decode step."""
 STEPS = {"decode_1": 10, "decode_8": 5, "decode_32": 3, "prefill_512": 1}
 """Steps of a format before the next format's turn, by cell."""
 WINDOW = 512

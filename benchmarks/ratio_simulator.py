@@ -35,7 +35,7 @@ class Phase:
     rate: float
     """Requests a second."""
     prompt: int
-    """Tokens, as `completion`."""
+    """Tokens of a prompt on average; `completion` is in tokens, too."""
     completion: int
 
 

@@ -30,7 +30,7 @@ class Held:
         self._attempts: dict[str, tuple[Attempt, list[float]]] = {}
         """Attempts by the request's name, each with the arrival times of those of its tokens that came in order."""
         self._sent: dict[str, int] = {}
-        """Tokens of each of these requests that were sent."""
+        """Tokens that were sent, by the request's name."""
         self._arrived = 0.0
         """Arrival time of the message that is being delivered."""
 

@@ -45,9 +45,9 @@ class Besieged:
 
     cluster: Supervised
     grpc: str
-    """host:port"""
+    """Address of the router's gRPC, as host:port."""
     http: str
-    """host:port"""
+    """Address of the router's HTTP, as host:port."""
     keys: Path | None
     authority: Path | None
     """The certificate that signed the router's; None without TLS."""

@@ -29,7 +29,7 @@ SMALL = 400
 """Bytes of a message of gRPC."""
 CALL_SECONDS = 20.0
 SERVED_SECONDS = "2"
-"""Deadline of each fuzzed request: some ask for as many tokens as there may be."""
+"""Deadline of each fuzzed request in seconds; some ask for as many tokens as there may be."""
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 0.5, -0.0, 1e308, 2**31, 2**40, 2**64, "", "x", "auto", "required", "none", "\x00"),
     *("\ud800", "a" * 1000, [], [5], [-1], [[5]], [{}], [None], ["a", 5], {}, {"a": 1}, {"type": "json_object"}),
@@ -38,10 +38,10 @@ VALUES: tuple[Any, ...] = (
 GRPC_CODES = {"OK", "CANCELLED", "INVALID_ARGUMENT", "NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED", "ABORTED"} | {
     *("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "UNIMPLEMENTED", "FAILED_PRECONDITION", "OUT_OF_RANGE")
 }
-"""Statuses of which none is a defect's; the last two must say why."""
+"""Statuses that aren't a defect's; the last two must say why."""
 OCTETS = [bytes([value]) for value in range(256)]
 Send = Callable[[], Awaitable[str]]
-"""Returns what came of a request, after an exclamation mark if it is wrong."""
+"""Function that sends a request and returns what came of it, after an exclamation mark if it is wrong."""
 
 
 def channel(options: dict[str, Any]) -> grpc.aio.Channel:

@@ -29,7 +29,7 @@ class Engine:
     """An engine to measure."""
 
     command: Sequence[str]
-    """Prints one JSON object per line, each with `cell` and the measured figure."""
+    """Command that prints one JSON object per line, each with `cell` and the measured figure."""
     python: Path
     """Python interpreter of the engine's environment."""
     distributions: Sequence[str]

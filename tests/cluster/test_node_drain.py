@@ -30,7 +30,7 @@ class Serving:
         self.grace: float | None = None
 
     async def start(self) -> None:
-        """Nothing to bind."""
+        """Does nothing: this server binds no port."""
 
     async def failed(self) -> BaseException:
         await asyncio.Event().wait()

@@ -14,7 +14,7 @@ from support.processes import process_cluster
 
 OUT = 24
 LENGTHS = (1, 17, 64, 120)
-"""The longest is read in one go, so there are guesses from the first step on."""
+"""Tokens of the prompts. The longest is read in one go, so there are guesses from the first step on."""
 ENGINE = {"block_size": 16, "max_batch_tokens": 64, "kv_memory_bytes": 8 * 2**20, "threads": 1}
 
 

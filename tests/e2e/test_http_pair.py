@@ -22,7 +22,7 @@ ENGINE = {"max_batch_tokens": 64, "kv_memory_bytes": 16 * 2**20, "threads": 1, "
 PROMPT = [7, 11, 300, 5, 42, 8, 9, 120] * 5
 OUT = 24
 ENDLESS = 12_000
-"""Tokens: seconds of work on a fast machine, too. A worker reports what it has every half a second."""
+"""Tokens that take seconds on a fast machine, too. A worker reports what it has every half a second."""
 CLOSE = 1e-4
 GREEDY = {"prompt": PROMPT, "max_tokens": OUT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 

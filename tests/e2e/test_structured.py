@@ -103,11 +103,11 @@ def test_a_constraint_that_bad_words_exclude_is_refused(client: Client) -> None:
 
 
 NO_END = {1: -100.0}
-"""The model doesn't end a text by itself."""
+"""Bias against the end of sequence, so that the model doesn't end a text by itself."""
 
 
 def ambiguous(client: Client, seed: int) -> str:
-    """Why a request is refused whose grammar takes ever more time."""
+    """The reason for refusing a request whose grammar takes ever more time."""
     with pytest.raises(InvalidRequest) as refused:
         client.complete("x" * 8, grammar=AMBIGUOUS, seed=seed, max_tokens=1000, temperature=0.1, logit_bias=NO_END)
     return str(refused.value)

@@ -104,7 +104,7 @@ def test_a_step_has_the_same_tokens_in_one_call(tmp_path: Path) -> None:
 def test_a_chain_ends_where_logits_are_not_finite(
     tmp_path: Path, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here behind the first token that is not 0: the embeddings of all others are NaN."""
+    """The chain ends behind the first token that is not 0 here: the embeddings of all others are NaN."""
     if not native:
         monkeypatch.setattr("kvrelay.engine.runner.cpu.library", lambda: None)
     folder = make_checkpoint(tmp_path / "tiny", "llama", vocab_size=300, tie_word_embeddings=False)

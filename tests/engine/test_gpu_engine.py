@@ -41,7 +41,7 @@ from support.launches import RecordedGraphs
 from support.paged import GREEDY, PagedSequence, PagedSequences, make_plan
 
 NEARLY = 0.2
-"""Difference of log-probabilities, of logits with a spread of several units."""
+"""Largest difference of log-probabilities, whose logits have a spread of several units."""
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted only where there is no GPU")
 

@@ -236,7 +236,7 @@ def test_a_further_guess_has_few_launches_and_waits_for_none(
 
 
 def test_a_chain_is_planned_before_the_device_has_begun_it(model: Path, heads: dict[SpeculationMethod, Path]) -> None:
-    """No pass of it overwrites what an earlier one is to copy from the host."""
+    """The passes overwrite nothing that an earlier pass is still to copy from the host."""
     runner = build_gpu_runner(model, "float32", OPTIONS, device="cpu")
     engine, _ = engine_with(runner, model, "eagle3", heads["eagle3"])
     assert engine.scheduler.speculation is not None

@@ -42,7 +42,7 @@ class FakeMemory:
         return self.own
 
     def settle(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: a fake device keeps no memory."""
 
 
 def size(memory: FakeMemory, options: EngineConfig, later: int = 0, context: int = 131072) -> float:

@@ -127,7 +127,7 @@ def test_a_model_starts_where_nothing_can_be_written(
 
 @pytest.fixture
 def small_disk() -> Iterator[None]:
-    """No file may grow beyond 20,000 bytes: writing more fails, as on a full disk."""
+    """A disk that is full soon: writing more than 20,000 bytes to a file fails."""
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:

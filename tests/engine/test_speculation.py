@@ -138,7 +138,7 @@ def test_streams_are_the_same_with_right_and_wrong_guesses(lag: int) -> None:
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_chunk_of_one_token_has_no_guesses_behind_it(lag: int) -> None:
-    """Here, decode rows leave a chunk that ends one token further, at the border of a block, before its prompt ends."""
+    """Decode rows leave room for a chunk that ends one token further, at a block's border, before its prompt ends."""
     sampling = SamplingParams(temperature=0.0)
     requests = [request("decodes", range(5), sampling, 40), request("chunked", range(60), sampling)]
     plain = run(hash_engine(None, step_tokens=8), requests)

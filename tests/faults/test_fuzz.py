@@ -1,4 +1,4 @@
-"""Any bytes at any port: no process ends, nothing stays held, and the next request is served.
+"""Fuzzing of every port with any bytes: no process ends, nothing stays held, and the next request is served.
 
 The longer variants (`-m slow`) try more of the same.
 """

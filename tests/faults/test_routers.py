@@ -51,7 +51,7 @@ def longest_silence(history: History) -> float:
 
 
 def working(it: Scene, router: str) -> bool:
-    """Whether requests run there."""
+    """Whether requests run on this router."""
     return it.cluster.member(router).load.requests.running >= AT_ONCE // 4
 
 

@@ -20,10 +20,10 @@ LAYER = 1
 
 @dataclass
 class Sequences:
-    """Some rows, each of so many new tokens at the end of so long a context."""
+    """Rows of a step, each with so many new tokens at the end of so long a context."""
 
     query: Tensor
-    """[T, H, D]."""
+    """Queries as a tensor [T, H, D]."""
     kv: PagedKV
     block_tables: Tensor
     contexts: list[int]

@@ -17,7 +17,7 @@ from kvrelay.kernels.cpu.packed import EMBED, Arena, EmbedArgs, Epilogue, Packed
 from kvrelay.kernels.cpu.program import Program, Team
 
 ROUNDED = 2e-2
-"""Weights and, on some CPUs, inputs are rounded to bfloat16."""
+"""Tolerance where weights and, on some CPUs, inputs are rounded to bfloat16."""
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -164,7 +164,8 @@ def test_a_product_of_4_bits_rounds_spans_of_inputs(
     threads: int,
     seed: int,
 ) -> None:
-    """Nothing else is lost, whatever the magnitudes of a span. (With AMX, more rows are multiplied as bfloat16.)"""
+    """The rounding loses nothing else, whatever the magnitudes of a span. (With AMX, more rows are multiplied as
+    bfloat16.)"""
     group = min(group, inputs)
     weight = random_codes(kind, outputs, inputs, group, zeros=kind is CodeType.INT4, seed=seed)
     x = normal(rows, inputs, seed=seed)

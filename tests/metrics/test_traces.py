@@ -34,7 +34,7 @@ SERVER = 2
 RETRIED, CORRUPTED = "one", "two"
 PORT = {"metrics_port": 0}
 LOST = ("lost", "peer_lost")
-"""Either the router or the decode worker notices the loss first."""
+"""Outcomes of the lost attempt: either the router or the decode worker notices the loss first."""
 SECONDS = 60.0
 
 

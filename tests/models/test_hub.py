@@ -69,7 +69,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self._answer(body=True)
 
     def log_message(self, *_: object) -> None:
-        """Nothing is logged."""
+        """Logs nothing."""
 
     def _answer(self, *, body: bool) -> None:
         path = self.path.partition("?")[0].strip("/")

@@ -39,7 +39,7 @@ class Fault(NamedTuple):
     seconds: float
     """Seconds from the end of the fault within which all members are ready again."""
     needs: Callable[[], str] = str
-    """Why the fault can't be injected on this machine; empty if it can."""
+    """Function that tells why the fault can't be injected on this machine; empty if it can."""
     ends_workers: bool = False
     """Whether it ends workers, other than by a request."""
 
@@ -160,7 +160,7 @@ async def _fd_limit(ground: Ground, rng: random.Random) -> dict[str, int]:
 
 
 Command = Callable[[Control, list[str], random.Random], int]
-"""Gives one command to the supervisor; returns the revision of the desired state that has it."""
+"""Function that gives one command to the supervisor and returns the revision of the desired state that has it."""
 
 
 def _commanded(command: Command) -> Inject:

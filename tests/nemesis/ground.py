@@ -58,4 +58,4 @@ class Ground:
 
 
 Inject = Callable[[Ground, random.Random], Awaitable[dict[str, int]]]
-"""Returns, when the fault is over, the processes that must be replaced: pids by name."""
+"""Function that injects a fault; when it is over, returns the processes that must be replaced: pids by name."""

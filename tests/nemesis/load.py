@@ -15,7 +15,7 @@ from kvrelay.rpc.certificates import dns_name
 from support.drawn import sampling_options
 
 TOKENS = 250
-"""Prompts have ids below it: none is the poison."""
+"""Limit of the token ids in prompts; the poison's are not below it."""
 PROMPTS, COUNTS = (40, 400), (20, 120)
 """Tokens of a prompt and of a completion, least and most."""
 REQUEST_SECONDS = 60.0
@@ -45,7 +45,7 @@ class Stream:
     resumes: int = 0
     """Times that it went on over another router; `retries` and `migrations` are those of the last one then."""
     begun: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set at the first token or the end."""
+    """Event that is set at the first token or the end."""
     pause: float = 0.0
     """Seconds for which its client reads nothing after the first token."""
     may_fail: bool = False

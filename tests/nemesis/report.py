@@ -52,8 +52,8 @@ class Injected:
     """Requests that failed meanwhile, by reason."""
 
     def may_convict(self, at: float) -> bool:
-        """Whether a request that fails at `at`, seconds since the run began, may have been on trial on a worker that
-        this fault ended: it looks as if the request had ended it."""
+        """Whether the router may have blamed a request that failed at `at`, seconds since the run began, for this
+        fault: the fault ended a worker on which the request may have been on trial."""
         return self.ends_workers and self.at <= at <= self.at + self.recovery_seconds + CONVICTION_SECONDS
 
 
@@ -70,7 +70,7 @@ class Report:
     """Faults that this machine can't have, and why."""
     faults: list[Injected] = field(default_factory=list)
     requests: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    """total, complete, and failures by reason."""
+    """Counts of requests: total, complete, and failures by reason."""
     tokens_judged: int = 0
     retries: int = 0
     migrations: int = 0
@@ -141,7 +141,7 @@ class Report:
 
 
 def reason_of(stream: Stream) -> str:
-    """Why a stream failed: its status and the text without numbers; empty if it is complete."""
+    """The reason for a stream's failure: its status and the text without numbers; empty if it is complete."""
     if not stream.error:
         return ""
     if stream.may_fail:

@@ -26,10 +26,10 @@ from support.router_fakes import (
 
 TOTAL = 10
 REQUESTS = 30
-"""Requests that fail at once; the retry budget allows fewer."""
+"""Requests that run at once; the retry budget allows fewer to fail together."""
 POISON = 7
-SECRET = "the text of a client"
 """First token of the prompt that ends workers."""
+SECRET = "the text of a client"
 
 
 def token_at(index: int) -> int:

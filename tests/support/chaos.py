@@ -38,7 +38,8 @@ class Weather:
     rate: float = math.inf
     """Bytes per second."""
     passes: Literal["on", "hold", "swallow"] = "on"
-    """hold: kept, and delivered in order once the weather clears, as TCP does after an outage. swallow: lost."""
+    """Treatment of bytes. hold: kept, and delivered in order once the weather clears, as TCP does after an outage.
+    swallow: lost."""
 
 
 CLEAR = Weather()
@@ -151,7 +152,7 @@ class Chaos:
 
     def __init__(self) -> None:
         self.desk = ""
-        """host:port at which `support.detours` asks."""
+        """Address of the desk that `support.detours` asks, as host:port."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="chaos")
         self._proxies: dict[tuple[str, str], Proxy] = defaultdict(lambda: Proxy(self))

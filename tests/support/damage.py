@@ -170,7 +170,7 @@ class DamagedLink:
         self._nbytes = nbytes
         self.mac_key = link.mac_key
         self.lender = None
-        """A frame is damaged in its buffer, not in the pool."""
+        """Lender of the pool's memory; none, because a frame is damaged in its buffer, not in the pool."""
         self.stream = None if link.stream is None else DamagedStream(link.stream, rule, nbytes)
 
     def send(self, data: Tensor) -> Any:

@@ -19,8 +19,8 @@ class Fault:
     """A fault of one frame."""
 
     kind: Literal["corrupt", "truncate", "replay", "drop", "delay", "fail"]
-    """corrupt: one bit flips; truncate: only half of it arrives; replay: the frame before arrives in its place;
-    drop: it never arrives; delay: it arrives late; fail: the link breaks at both ends."""
+    """Kind of the fault. corrupt: one bit flips; truncate: only half of it arrives; replay: the frame before arrives in
+    its place; drop: it never arrives; delay: it arrives late; fail: the link breaks at both ends."""
     seconds: float = 0.0
     """Seconds of a delay."""
 

@@ -38,7 +38,7 @@ from support.processes import ProcessCluster, process_cluster, wait_until
 
 CHUNK = 64
 PROMPT = 3 * CHUNK + 50
-"""Tokens: three whole chunks and a partial one; a frame each."""
+"""Tokens of a prompt: three whole chunks and a partial one; a frame each."""
 OUT = 40
 ENGINE = {
     "block_size": WORKER_LAYOUT.block_size,

@@ -138,7 +138,7 @@ class ReceivingHost:
         self.reservations: dict[Key, StandInReservation] = {}
         self.gate: asyncio.Event | None = None
         self.on_free: Callable[[], None] | None = None
-        """Called when blocks are free again."""
+        """Function that is called when blocks are free again."""
         self.waited: set[Key] = set()
         """Attempts that have waited for blocks."""
         self._tasks: set[asyncio.Task[None]] = set()

@@ -70,7 +70,7 @@ class PartialCall:
         self._initial = _FIRST_WINDOW
         self._changed = asyncio.Event()
         self.closed = asyncio.Event()
-        """Set once the server has closed the connection."""
+        """Event that is set once the server has closed the connection."""
 
     async def __aenter__(self) -> "PartialCall":
         host, _, port = self._address.rpartition(":")

@@ -118,7 +118,7 @@ class Handed:
 
 
 Damage = Callable[[int, list[Crossing]], None]
-"""Called with the epoch and the frames on its link; changes them in place."""
+"""Function that gets the epoch and the frames on its link, and changes them in place."""
 
 
 class Loopback:

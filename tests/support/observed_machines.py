@@ -9,7 +9,7 @@ from kvrelay.transfer.protocol.table import ReceiveAttempt, SendAttempt
 from support.simulated_blocks import Violation
 
 Seen = dict[tuple[str, str, str, str], set[str]]
-"""(machine, state, event, next state) -> names of the actions."""
+"""Names of the actions, by (machine, state, event, next state)."""
 
 
 class Observer:
@@ -103,7 +103,7 @@ class ObservedSendAttempt(_Observed, SendAttempt):
         super().__init__(*arguments)
         self.heard = arguments[-1]
         self.granted: dict[int, tuple[int, int]] = {}
-        """Epoch -> first tokens whose KV, and whose hidden states, may be sent."""
+        """First tokens whose KV, and whose hidden states, may be sent, by epoch."""
         self.lost = 0
         """The latest epoch whose link is known to be lost."""
         self.finished: set[int] = set()

@@ -139,7 +139,7 @@ class ProcessCluster:
         self._access = access
         self.processes: dict[str, Process] = {}
         self.supervisor = self.router = ""
-        """Addresses; of several routers, with commas between."""
+        """Addresses of the supervisor and the router; of several routers, with commas between."""
         self._folder = folder
         self.started: dict[str, tuple[Any, ...]] = {}
         """Arguments that each process was started with, by its name."""

@@ -232,7 +232,7 @@ class SimulatedFrames:
 
 
 Item = tuple[int, tuple[Stamp, ...], object]
-"""Bytes of a frame on the wire, what stands for their content, and for their checksum."""
+"""Item on the wire: a frame's bytes, and stand-ins for their content and their checksum."""
 
 
 class Link:

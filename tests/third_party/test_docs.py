@@ -16,7 +16,7 @@ PAGES = ("README.md", "docs/start.md", "docs/clients.md", "docs/api.md", "packag
 ENGINE = {"max_batch_tokens": 256, "kv_memory_bytes": 16 * 2**20, "threads": 1}
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 PROGRAMS = ("curl", "buf", "grpcurl")
-"""A snippet of a shell is run if it calls one of these."""
+"""Programs: a snippet of a shell is run if it calls one of these."""
 LIBRARIES = ("langchain_openai", "litellm", "llama_index")
 """Libraries that the tests don't need: snippets with them are run where they are installed."""
 SECONDS = 120

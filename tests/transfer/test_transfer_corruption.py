@@ -38,7 +38,7 @@ POOL = 32
 REFUSED = {Code.CORRUPT, Code.PROTOCOL, Code.LINK}
 
 Damage = Callable[[random.Random, list[Crossing], list[Crossing]], None]
-"""Changes the frames on the link (at least two); gets those of the attempt before, too."""
+"""Function that changes the frames on the link (at least two); it gets those of the attempt before, too."""
 
 
 def pick(rng: random.Random, crossings: list[Crossing]) -> Crossing:

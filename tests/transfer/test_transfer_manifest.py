@@ -377,7 +377,7 @@ def test_an_invalid_push_or_finish_is_refused_and_the_blocks_are_released(messag
 
 
 def test_mutated_batches_end_no_decode_process() -> None:
-    """No batch ends the process, and afterwards it takes a valid hand-off."""
+    """The decode process survives every batch, and afterwards takes a valid hand-off."""
 
     async def send_all(address: str) -> None:
         async with grpc.aio.insecure_channel(address) as channel:
