@@ -21,7 +21,7 @@ SHAPES = {  # hidden, layers, heads, KV heads, intermediate, vocabulary
     "tiny": (64, 1, 4, 2, 96, 160),
 }
 TOKENS = 8192
-"""In the tokenizer; the other ids of the vocabulary have no text."""
+"""Tokens in the tokenizer; the other ids of the vocabulary have no text."""
 
 
 def write(out: Path, shape: str, max_positions: int = 8192, device: torch.device | None = None) -> int:

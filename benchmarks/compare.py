@@ -19,7 +19,7 @@ from turns import OWN, Engine, end_on_signal, in_turn, markdown, save, setting, 
 
 HERE = Path(__file__).parent
 GGUF = {"none": "bf16", "int8": "q8_0", "w8a8": "q8_0", "int4": "q4_0"}
-"""What llama.cpp is compared in, by kvrelay's format of weights."""
+"""Types of a GGUF file for llama.cpp, by kvrelay's format of weights."""
 QUANTIZED = ("kvrelay", "llama_cpp")
 """The engines that have weights in such formats."""
 

@@ -77,12 +77,12 @@ from kvrelay.transfer.transports.registry import available_transports
 DRY = os.environ["TRITON_INTERPRET"] == "1"
 DEVICE = torch.device("cpu" if DRY else "cuda")
 DTYPE = torch.float16 if DRY else torch.bfloat16
-"""float16 in the interpreter, whose bfloat16 isn't reliable."""
+"""Type of the weights; float16 in the interpreter, whose bfloat16 isn't reliable."""
 BLOCK = GPU_DEFAULTS.block_size
 HIDDEN, INNER, HEADS, KV_HEADS, DIM = (64, 96, 4, 2, 16) if DRY else (4096, 14336, 32, 8, 128)
 """Sizes of an 8B Llama."""
 BATCHES = ((1, 128), (1, 4096), (1, 32000), (16, 1024), (16, 4096), (64, 1024), (64, 4096), (256, 1024))
-"""Sequences and tokens in each, of steps of decode."""
+"""Batches of decode steps: the number of sequences, and the tokens in each."""
 LINK_BYTES, LINK_FRAMES, LINK_SECONDS = (2**16, 5, 60.0) if DRY else (64 * 2**20, 65, 60.0)
 Row = dict[str, Any]
 
@@ -95,10 +95,10 @@ class Case:
     shape: Row
     run: Callable[[], Tensor]
     exact: Callable[[], Tensor]
-    """The result by its definition, or the last rows of it."""
+    """Function that computes the result, or its last rows, by the definition."""
     bytes: int = 0
     flops: int = 0
-    """Bytes that must move, or, if arithmetic is the limit, operations that must be done."""
+    """Operations that must be done, if arithmetic is the limit; otherwise `bytes` has the bytes that must move."""
     tolerance: float = 1.5e-2
     """Largest error, as a share of the largest exact value: bfloat16 has 8 bits."""
 
@@ -215,7 +215,7 @@ def product(machine: Machine, rows: int, outputs: int, inputs: int, bits: int) -
 
 
 def choice(rows: int, how: tuple[float, int, float, float]) -> Case:
-    """Tokens by temperature, top_k, top_p, min_p; 500 are possible, as the definition compares all pairs of them."""
+    """Choices of tokens by temperature, top_k, top_p, min_p; 500 are possible, as the definition compares all pairs."""
     vocabulary = 500 if DRY else 128256
     logits = torch.full((rows, vocabulary), -torch.inf, device=DEVICE)
     places = torch.randperm(vocabulary, device=DEVICE)[:500].sort().values
@@ -270,7 +270,7 @@ def decoding(machine: Machine, rows: int, context: int) -> Case:
 
 
 def moving(count: int) -> Iterator[Case]:
-    """Frames of an 8B Llama's KV, of so many blocks: read from the pool, written into it, and their checksums."""
+    """Reads, writes and checksums of frames of an 8B Llama's KV, of so many blocks."""
     pool = normal(count + 3, 2 if DRY else 32, 2, KV_HEADS, BLOCK, DIM)
     blocks, target = torch.randperm(count + 3, device=DEVICE)[:count], torch.zeros_like(pool)
     planes = pool.view(torch.uint8).flatten(3)
@@ -315,7 +315,7 @@ def kernels(machine: Machine) -> Iterator[Row]:
 
 
 def attention(machine: Machine) -> Iterator[Row]:
-    """One long prompt, several short ones, and a chunk after a context."""
+    """Times attention: one long prompt, several short ones, and a chunk after a context."""
     layout = KVLayout(1, KV_HEADS, DIM, BLOCK, "float16" if DRY else "bfloat16", "HND")
     shapes = Shapes(layout, DTYPE, HEADS, (0,), architecture_of(DEVICE), DEVICE)
     prompts = ((1, 0, 1024), (1, 0, 4096), (1, 0, 16384), (1, 0, 32768), (16, 0, 1024), (1, 30720, 2048))

@@ -130,7 +130,7 @@ def completions(
 
 
 def quality(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Of int8, against bfloat16."""
+    """Measures the quality of int8 KV against bfloat16."""
     made = {kind: runner_of(folder, kind, 2**15) for kind in KINDS}
     stream, size = held_out(folder)
     nats, read = dict.fromkeys(KINDS, 0.0), 0

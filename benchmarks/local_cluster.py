@@ -22,7 +22,7 @@ class LocalCluster:
         self._environment = os.environ | {"KVRELAY_STATE_DIR": state}
 
     def run(self, *arguments: str) -> str:
-        """What a kvrelay command prints; CalledProcessError if it fails."""
+        """Runs a kvrelay command and returns its output; CalledProcessError if it fails."""
         command = [KVRELAY, *arguments]
         done = subprocess.run(
             command, env=self._environment, check=True, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_SECONDS

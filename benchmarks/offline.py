@@ -96,7 +96,8 @@ class Bench:
 
 
 def readable_bytes_per_second(threads: int, clock: Callable[[], float]) -> float:
-    """What so many threads read from memory, at best of several passes over more than any cache holds."""
+    """Bytes a second that so many threads read from memory: the best of several passes over more than any cache
+    holds."""
     block = torch.ones(2**29, dtype=torch.uint8)
     times = []
     with ThreadPoolExecutor(threads) as pool:

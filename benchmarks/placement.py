@@ -47,16 +47,16 @@ class Prompt:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The blocks that a worker has of it when it is computed."""
+        """Blocks of the prompt that a worker keeps when it has computed it."""
         return self.blocks[: self.tokens // BLOCK]
 
     def found(self, cache: Container[int]) -> int:
-        """Leading blocks that are in a cache. The last token is always computed."""
+        """Leading blocks of the prompt that are in a cache. The last token is always computed."""
         return len(list(itertools.takewhile(cache.__contains__, self.blocks[: (self.tokens - 1) // BLOCK])))
 
     @property
     def chain(self) -> "array[int]":
-        """Digests of its whole units; those of a block follow from the block's id."""
+        """Digests of the prompt's whole units; those of a block follow from the block's id."""
         per_block = BLOCK // UNIT
         units = (block * per_block + unit + 1 for block in self.blocks for unit in range(per_block))
         return array("Q", itertools.islice(units, self.tokens // UNIT))
@@ -72,7 +72,7 @@ class Worker:
     cache: "OrderedDict[int, None]" = field(default_factory=OrderedDict)
     free_at: float = 0.0
     queue: "deque[float]" = field(default_factory=deque)
-    """When each of the prompts that are here is computed."""
+    """Times at which the prompts that are here will have been computed."""
 
     def view(self, now: float) -> WorkerView:
         while self.queue and self.queue[0] <= now:
@@ -183,7 +183,7 @@ class Replay:
         return Result(share, statistics.median(self._waits), self._waits[int(0.99 * len(self._waits))])
 
     def _hear(self, now: float) -> None:
-        """What workers have computed by now, their routers know."""
+        """Tells the routers what their workers have computed until `now`."""
         while self._reports and self._reports[0][0] <= now:
             _, number, worker, expected, cached = heapq.heappop(self._reports)
             expected.reported(cached, BLOCK)

@@ -34,9 +34,9 @@ from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 FORMATS: tuple[Quantization, ...] = get_args(Quantization)
 BASE = "none"
 CONTEXT = 128
-"""Tokens before those of a decode step."""
+"""Tokens of context before a decode step."""
 STEPS = {"decode_1": 10, "decode_8": 5, "decode_32": 3, "prefill_512": 1}
-"""By cell, steps of a format before the next format's turn."""
+"""Steps of a format before the next format's turn, by cell."""
 WINDOW = 512
 
 
@@ -62,7 +62,7 @@ class Steps:
         )
 
     def seconds(self, clock: Callable[[], float], count: int) -> float:
-        """Of a step: the least of `count`, since others only ever make one longer."""
+        """Seconds of one step: the least of `count` tries, since other processes can only make a step longer."""
         found = []
         for _ in range(count):
             start = clock()
@@ -72,7 +72,7 @@ class Steps:
 
 
 def speed(model: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """By cell and format: tokens a second, and how many times bfloat16's, repeat by repeat."""
+    """Measures the speed by cell and format: tokens a second, and their ratio to bfloat16's, repeat by repeat."""
     clock = time.thread_time if args.cpu else time.perf_counter
     runners = {name: runner_of(model, name, args.threads) for name in args.formats}
     cells: dict[str, Any] = {}
@@ -132,7 +132,7 @@ def windows(stream: np.ndarray[Any, np.dtype[np.int64]], most: int) -> Iterator[
 
 
 def quality(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """By format: bits per byte, how much more than bfloat16's, and the divergence from it."""
+    """Measures the quality by format: bits per byte, their excess over bfloat16's, and the divergence from it."""
     runners = {name: runner_of(folder, name, args.threads) for name in dict.fromkeys((BASE, *args.formats))}
     stream, size = held_out(folder)
     nats, divergences, tokens = dict.fromkeys(runners, 0.0), dict.fromkeys(runners, 0.0), 0

@@ -55,7 +55,7 @@ class _Panel:
 
 
 def height(divergence: float) -> float:
-    """Where a divergence is drawn, from the upper edge of the picture."""
+    """The place of a divergence, from the upper edge of the picture."""
     least, most = DECADES
     power = math.log10(divergence) if divergence > 0 else least
     return TOP + PANEL * (most - min(max(power, least), most)) / (most - least)

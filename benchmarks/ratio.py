@@ -39,18 +39,18 @@ TARGETS = ScalingConfig(enabled=True, ttft_target_seconds=2.0, tpot_target_secon
 PREFILL_HEAVY = (14.0, 640, 32)
 """Requests a second, tokens of prompt and completion: 20 to 1."""
 DECODE_HEAVY = (12.0, 32, 128)
-"""1 to 4."""
+"""Requests a second, tokens of prompt and completion: 1 to 4."""
 CONVERGED_SECONDS, CONVERGED_SHARE = 5.0, 0.9
 TOUCHED_SECONDS = 10.0
-"""Before a flip, in which requests arrive that it touches."""
+"""Seconds before a flip; requests that arrive in them are touched by it."""
 ASKED_SECONDS = 15.0
 DRAIN_SECONDS = 30.0
-"""For the last requests, in the simulation."""
+"""Seconds for the last requests, in the simulation."""
 STEP = 0.5
 
 
 def phases(seconds: float) -> list[Phase]:
-    """The traffic: there and back."""
+    """The phases of the traffic: heavy on prefill, then on decode, then on prefill again."""
     return [Phase(seconds, *kind) for kind in (PREFILL_HEAVY, DECODE_HEAVY, PREFILL_HEAVY)]
 
 
@@ -70,7 +70,7 @@ def _share(jobs: Sequence[Job], begin: float, end: float) -> float:
 
 
 def figures(jobs: Sequence[Job], parts: Sequence[Phase]) -> dict[str, Any]:
-    """What one run was worth."""
+    """Goodput and the other figures of one run."""
     total = sum(phase.seconds for phase in parts)
     begins = [sum(phase.seconds for phase in parts[:number]) for number in range(len(parts))]
     ends = [begin + phase.seconds for begin, phase in zip(begins, parts, strict=True)]

@@ -46,7 +46,7 @@ MODULE = "ratio_worker"
 
 @dataclass(slots=True)
 class Answer:
-    """What a client has seen of one request."""
+    """Tokens and error that a client has seen of one request."""
 
     job: Job
     tokens: int = 0

@@ -1,4 +1,4 @@
-"""How long the steps of a worker take on GPUs, from measurements by others."""
+"""Durations of a worker's steps on GPUs, from measurements by others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,29 +9,29 @@ BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """How long a step takes on one worker, and what it holds."""
+    """Costs of a step on one worker, in seconds, and sizes of the worker."""
 
     prefill_fixed: float
-    """Seconds, as all others."""
+    """Seconds of any prefill step."""
     prefill_token: float
     prefill_square: float
-    """For each square of a prompt's tokens in the step."""
+    """Seconds for each square of a prompt's tokens in the step."""
     decode_fixed: float
     decode_context: float
-    """For each token of context."""
+    """Seconds for each token of context."""
     decode_stream: float
     kv_tokens: int
-    """Of a worker's KV pool."""
+    """Size of a worker's KV pool in tokens."""
     max_streams: int
     """Streams that one worker runs."""
     max_chunk: int = 512
     """Tokens in one step."""
     handoff: float = 0.05
-    """From a prompt's last step to its stream on decode."""
+    """Seconds from a prompt's last step to its stream on decode."""
     switch: float = 2.0
-    """That a worker takes to change its role."""
+    """Seconds that a worker takes to change its role."""
     start: float = 20.0
-    """That a new worker takes to serve."""
+    """Seconds until a new worker serves."""
 
     def prefill(self, lengths: Sequence[int]) -> float:
         """Seconds of a step with these chunks."""

@@ -35,7 +35,7 @@ class Phase:
     rate: float
     """Requests a second."""
     prompt: int
-    """Tokens, as `completion`."""
+    """Tokens of a prompt on average; `completion` is in tokens, too."""
     completion: int
 
 
@@ -48,9 +48,9 @@ class Job:
     completion: int
     phase: int = 0
     tokens: int = 0
-    """Generated so far."""
+    """Tokens generated so far."""
     computed: int = 0
-    """Of the prompt and what is generated, on its prefill worker."""
+    """Tokens of the prompt and of earlier output that its prefill worker has computed."""
     queued: float = 0.0
     """Seconds in queues before its first token."""
     waits_since: float = 0.0
@@ -95,9 +95,9 @@ class Worker:
     role: PoolRole
     ready: bool = True
     jobs: deque[Job] = field(default_factory=deque)
-    """In order of arrival here."""
+    """Jobs in the order of their arrival here."""
     promised: dict[Job, None] = field(default_factory=dict)
-    """Of a decode worker: those whose KV is on its way."""
+    """Jobs whose KV is on its way to this decode worker; empty on a prefill worker."""
     stepping: bool = False
     steps: int = 0
     step_seconds: float = 0.0
@@ -126,7 +126,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What has happened."""
+    """Jobs, samples and decisions of a simulation that has ended."""
 
     jobs: list[Job]
     samples: list[Sample]
@@ -188,7 +188,7 @@ class Simulation:
         )
         self._unqueued = 0.0
         self._young: deque[Job] = deque()
-        """In the order of their first tokens."""
+        """Jobs that had their first token lately, in the order of these tokens."""
         self._samples: list[Sample] = []
         self._decisions: list[tuple[float, Decision]] = []
 
@@ -404,7 +404,7 @@ class Simulation:
                 del self._workers[worker.id]
 
     def _leave(self, worker: Worker) -> None:
-        """What it has begins again elsewhere, before all others."""
+        """Removes a worker; its jobs begin again elsewhere, ahead of all others."""
         worker.ready = False
         jobs = [*worker.jobs, *worker.promised]
         worker.jobs.clear()

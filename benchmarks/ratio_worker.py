@@ -30,7 +30,7 @@ from support.hash_runner import HashRunner, hash_spec  # noqa: E402  # from the 
 
 TABLE = A100_OPT_66B
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=BLOCK, dtype="float32")
-"""64 bytes a token, so that two cores can compute what eight workers have in their pools."""
+"""Layout with 64 bytes a token, so that two cores can compute what eight workers have in their pools."""
 MAX_CONTEXT = 4096
 
 

@@ -31,7 +31,7 @@ class Course:
 
     streams: int
     tokens: int
-    """Of one request."""
+    """Tokens that each request generates."""
     prompt_of: PromptOf
     end: float
     """Monotonic time from which on no request begins."""
@@ -39,7 +39,7 @@ class Course:
     """Times at which each token was received, by the number in the request's prompt."""
     messages: int = 0
     count: int = 0
-    """Tokens."""
+    """Tokens received."""
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def length(self, place: int, *, first: bool) -> int:
@@ -67,7 +67,7 @@ class GrpcConnection(asyncio.Protocol):
         self._course = course
         self._waiting = places
         self._streams: dict[int, tuple[int, int, int, bytearray]] = {}
-        """Of each HTTP/2 stream: place, number and length of its request, and bytes of an unfinished message."""
+        """Requests in progress by HTTP/2 stream: place, number and length, and the bytes of an unfinished message."""
         self._ids = itertools.count(1, 2)
         self._buffer = bytearray()
 

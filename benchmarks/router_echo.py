@@ -43,7 +43,7 @@ MODEL = "pico"
 VOCAB_SIZE, CONTEXT = 4096, 4096
 PROMPT = 32
 TOKEN = "the-token-of-this-benchmark"
-"""That which the processes of a cluster prove themselves with to each other."""
+"""Secret with which the cluster's processes prove to each other that they belong to it."""
 
 Running = dict[tuple[str, int], tuple[Submit, Iterator[int], list[float]]]
 """The requests of one router, each with the indices of its next tokens and the times at which they were sent."""

@@ -28,14 +28,14 @@ class Held:
     def __init__(self) -> None:
         self.milliseconds = array("d")
         self._attempts: dict[str, tuple[Attempt, list[float]]] = {}
-        """By the request's name: its attempt, and when each of its tokens arrived that are there in order."""
+        """Attempts by the request's name, each with the arrival times of those of its tokens that came in order."""
         self._sent: dict[str, int] = {}
-        """Tokens of each of these requests that were sent."""
+        """Tokens that were sent, by the request's name."""
         self._arrived = 0.0
-        """When the message came that is delivered now."""
+        """Arrival time of the message that is being delivered."""
 
     def install(self) -> None:
-        """Observes from now on."""
+        """Starts to observe."""
         submit, deliver = Attempt.submit, WorkerStream._deliver
         sent, finish = Output._sent, Output.finish
 

@@ -53,14 +53,14 @@ WARM_UP = 999_999
 WARM_SECONDS = 2.0
 START_SECONDS = 60.0
 PORTS = 29317, 29318
-"""Of several routers, which share them."""
+"""Ports of gRPC and HTTP that several routers share."""
 CONNECTIONS = 8
-"""Of the gRPC client, for each router."""
+"""Connections that the gRPC client opens to each router."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What one run measures."""
+    """Settings of one run."""
 
     face: str
     rate: int
@@ -196,7 +196,7 @@ def wait_ready(channel: grpc.Channel) -> None:
 
 
 def medians(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each case: the median of its runs and their range."""
+    """Medians of the runs of each case, and their ranges."""
     cases = defaultdict(list)
     for each in runs:
         cases[each["face"], each["offered"], each["coalesce_ms"], each["routers"]].append(each)

@@ -61,8 +61,8 @@ def candidates(seed: int, each: int) -> Iterator[tuple[str, Callable[[], bytes]]
 
 
 def worst_bodies(place: Besieged, given: Given) -> dict[tuple[str, str], dict[str, float]]:
-    """Of each endpoint, the bodies that hold the loop for longest, and that take most of the router's CPU time: by path
-    and file, their seconds of both."""
+    """Finds the worst bodies of each endpoint: those that hold the event loop longest and those that take most of the
+    router's CPU time. Returns the seconds of both by path and file."""
     seconds = min(SEARCH_SECONDS, given.seconds)
     each = max(1, int(seconds * PROBES_A_SECOND / (len(SIZES) * (len(PATHS) + len(METHODS)))))
     worst: dict[tuple[str, str], tuple[float, Path, dict[str, float]]] = {}

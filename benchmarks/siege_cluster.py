@@ -45,9 +45,9 @@ class Besieged:
 
     cluster: Supervised
     grpc: str
-    """host:port"""
+    """Address of the router's gRPC, as host:port."""
     http: str
-    """host:port"""
+    """Address of the router's HTTP, as host:port."""
     keys: Path | None
     authority: Path | None
     """The certificate that signed the router's; None without TLS."""
@@ -60,7 +60,8 @@ class Besieged:
 
     @property
     def reach(self) -> dict[str, Any]:
-        """What a process of `siege_load.py` needs to call the router, but for a key."""
+        """Addresses and authority with which a process of `siege_load.py` calls the router; its key is not among
+        them."""
         authority = None if self.authority is None else str(self.authority)
         return {"grpc": self.grpc, "http": self.http, "authority": authority}
 
@@ -75,13 +76,13 @@ class Besieged:
         ]
 
     def end_of(self, name: str) -> str:
-        """What the log says last of a member that ended."""
+        """The last line of the supervisor's log about a member that ended."""
         supervisor = sorted(self.cluster.folder.glob("supervisor-*.log"))[-1].read_text().splitlines()
         said = [line for line in supervisor if f'"{name}"' in line]
         return said[-1][:300] if said else "its process has ended"
 
     def holds(self, since: float) -> list[float]:
-        """For how long the router's loop was held by its turns that took long, since a monotonic time: seconds."""
+        """Seconds for which each long turn held the router's event loop, since a monotonic time."""
         path = self.cluster.folder / "router-0.holds"
         pairs = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
         return [float(pair[1]) for pair in pairs if len(pair) == 2 and float(pair[0]) >= since]

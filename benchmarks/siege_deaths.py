@@ -17,7 +17,7 @@ KILL, FREEZE = "kill", "freeze"
 
 
 class RayPlace:
-    """What the witness needs to know of a Ray cluster."""
+    """A Ray cluster as the witness needs it: only the way to reach its router."""
 
     def __init__(self, cluster: Foreground) -> None:
         self._router = cluster.router

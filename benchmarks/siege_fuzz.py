@@ -29,7 +29,7 @@ SMALL = 400
 """Bytes of a message of gRPC."""
 CALL_SECONDS = 20.0
 SERVED_SECONDS = "2"
-"""Deadline of each fuzzed request: some ask for as many tokens as there may be."""
+"""Deadline of each fuzzed request in seconds; some ask for as many tokens as there may be."""
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 0.5, -0.0, 1e308, 2**31, 2**40, 2**64, "", "x", "auto", "required", "none", "\x00"),
     *("\ud800", "a" * 1000, [], [5], [-1], [[5]], [{}], [None], ["a", 5], {}, {"a": 1}, {"type": "json_object"}),
@@ -38,14 +38,14 @@ VALUES: tuple[Any, ...] = (
 GRPC_CODES = {"OK", "CANCELLED", "INVALID_ARGUMENT", "NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED", "ABORTED"} | {
     *("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "UNIMPLEMENTED", "FAILED_PRECONDITION", "OUT_OF_RANGE")
 }
-"""Statuses of which none is a defect's; the last two must say why."""
+"""Statuses that aren't a defect's; the last two must say why."""
 OCTETS = [bytes([value]) for value in range(256)]
 Send = Callable[[], Awaitable[str]]
-"""Returns what came of a request, after an exclamation mark if it is wrong."""
+"""Function that sends a request and returns what came of it, after an exclamation mark if it is wrong."""
 
 
 def channel(options: dict[str, Any]) -> grpc.aio.Channel:
-    """To the router of `options["grpc"]`, with TLS if there is an `authority`."""
+    """Opens a channel to the router of `options["grpc"]`, with TLS if there is an `authority`."""
     if options["authority"] is None:
         return grpc.aio.insecure_channel(options["grpc"])
     tls = Tls(ca=options["authority"], server_name=dns_name("router"))
@@ -53,7 +53,7 @@ def channel(options: dict[str, Any]) -> grpc.aio.Channel:
 
 
 def session(options: dict[str, Any], seconds: float | None) -> aiohttp.ClientSession:
-    """Of HTTP, whose paths are those of the router of `options["http"]`, with the key of `options`."""
+    """Opens an HTTP session whose paths are on the router at `options["http"]`, with the key of `options`."""
     tls = web_tls(options)
     return aiohttp.ClientSession(
         f"http{'s' if tls else ''}://{options['http']}",

@@ -47,7 +47,7 @@ def client(options: Options, key: str) -> AsyncClient:
 
 
 def noted(stream: Stream) -> dict[str, Any]:
-    """What is known of a stream that has ended; times are on the monotonic clock, which all processes share."""
+    """A record of a stream that has ended; times are on the monotonic clock, which all processes share."""
     gaps = [after - before for before, after in zip(stream.times, stream.times[1:], strict=False)]
     return {
         "name": stream.name,
@@ -63,7 +63,7 @@ def noted(stream: Stream) -> dict[str, Any]:
 
 
 async def streams(options: Options, stop: asyncio.Event) -> dict[str, Any]:
-    """Streams that are compared.
+    """Runs streams, whose tokens the witness compares.
 
     Options: `key`; `name`, with which their names begin; `prompts` and `counts`, least and most tokens; `rate`, how
     many come a second whether others are answered or not, or `at_once`, how many there are at any time; `distinct`,
@@ -139,7 +139,7 @@ async def repeated(stop: asyncio.Event, connections: int, send: Callable[[int], 
 
 
 async def bodies(options: Options, stop: asyncio.Event) -> dict[str, Any]:
-    """The same requests again and again.
+    """Sends the same bodies again and again.
 
     Options: `key`; `connections`; `requests`, each with the path of HTTP or of a gRPC method, and a file with the body.
     """

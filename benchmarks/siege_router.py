@@ -52,7 +52,7 @@ class NotingRouter(router.RouterProcess):
 
 
 def loop() -> LoopFactory | None:
-    """As SIEGE_LOOP says, by default the product's."""
+    """The event loop that SIEGE_LOOP names; by default the product's."""
     return None if os.environ.get(LOOP) == "asyncio" else router.fast_loop()
 
 

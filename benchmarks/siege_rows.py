@@ -70,7 +70,7 @@ def _on_both_loops(given: Given, kind: str, model: str, **options: Any) -> list[
 
 
 def fuzz(given: Given) -> list[Measure]:
-    """On the bundled model, which knows the tokens of texts."""
+    """Sends fuzzed requests to the bundled model, because it knows the tokens of texts."""
     return _on_both_loops(given, "fuzz", "pico", stride=max(1, 7000 // given.count))
 
 

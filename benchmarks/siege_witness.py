@@ -1,4 +1,4 @@
-"""What a row of the siege is asked and measures, the processes that call the cluster, and the witness among them.
+"""Questions and measures of a row of the siege, the processes that call the cluster, and the witness among them.
 
 The witness is another tenant than the attackers. Each of its streams is compared with that of an undisturbed run: of
 the hash model by computing it, of a real one with what the idle cluster answered before.
@@ -54,7 +54,8 @@ class Place(Protocol):
 
     @property
     def reach(self) -> dict[str, Any]:
-        """What a process of `siege_load.py` needs to call it, but for a key."""
+        """Addresses and authority with which a process of `siege_load.py` calls the cluster; its key is not among
+        them."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Measure:
     measured: str
     ok: bool
     more: dict[str, Any] = field(default_factory=dict)
-    """For the results only."""
+    """Details that only the results have."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -77,7 +78,7 @@ def at_most(what: str, value: float, limit: float, unit: str, **more: Any) -> Me
 
 
 def none_of(what: str, found: Sequence[str], **more: Any) -> Measure:
-    """There may be none of these."""
+    """A measure that asks that `found` is empty."""
     text = f"{len(found)}" + (f", e.g. {found[0][:200]}" if found else "")
     return Measure(what, "none", text, not found, {"found": [each[:600] for each in found[:10]], **more})
 
@@ -127,7 +128,7 @@ class Loading:
         wait_until(begun, f"the process of {self.kind} has begun", END_SECONDS, 0.05)
 
     def close(self) -> None:
-        """Nothing of it is left."""
+        """Ends the process and closes its pipes."""
         if self._popen.poll() is None:
             self._popen.kill()
             self._popen.wait(END_SECONDS)
@@ -158,10 +159,10 @@ class Witness:
     distinct: int = 12
     """Different requests of a real model, which come again and again."""
     _known: dict[str, list[int]] = field(default_factory=dict)
-    """Of a real model: the tokens of each request when the cluster was idle."""
+    """Tokens that the idle cluster answered to each request; only for a real model."""
 
     def alone(self, seconds: float) -> list[dict[str, Any]]:
-        """Its streams on the idle cluster.
+        """Runs the witness's streams on the idle cluster and returns them.
 
         Raises:
             RuntimeError: a stream failed there.
@@ -178,7 +179,7 @@ class Witness:
 
     @contextmanager
     def beside(self, phase: str = "siege") -> Iterator[list[dict[str, Any]]]:
-        """Its streams while the body runs; they are in the list in the end."""
+        """Runs the witness's streams while the body runs; afterwards they are in the list."""
         found: list[dict[str, Any]] = []
         options: dict[str, Any] = {"rate": self.rate, "prompts": self.sizes.prompts, "counts": self.sizes.counts}
         options["name"] = f"witness-{phase}" if self.model == "hash" else "witness"
@@ -188,7 +189,7 @@ class Witness:
             found += process.finish()["streams"]
 
     def wrong(self, streams: Sequence[dict[str, Any]], sizes: Sizes | None = None) -> list[str]:
-        """What is wrong with the tokens of streams, whether they have failed or not."""
+        """Lists the wrong tokens of streams, including streams that failed."""
         asked = [draw(stream["name"], sizes or self.sizes) for stream in streams]
         if self.model == "hash":
             right = oracle_of_all([(each.prompt, each.count, each.seed) for each in asked])
@@ -204,7 +205,7 @@ class Witness:
         return found
 
     def measures(self, streams: Sequence[dict[str, Any]], part: str = "") -> list[Measure]:
-        """What holds in every row: all are served, with the right tokens."""
+        """Measures that every row must pass: all of the witness's streams are served, with the right tokens."""
         failed = [f"{stream['name']}: {stream['error']}" for stream in streams if stream["error"]]
         count = len(streams)
         return [
@@ -228,6 +229,6 @@ def ttft(streams: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def alive_and_whole(place: Besieged, part: str = "") -> list[Measure]:
-    """What holds after every row: no process has ended, no block stays held."""
+    """Measures that must hold after every row: no process has ended, no block is still held."""
     held = [f"{name} {count} blocks" for name, count in place.held_blocks().items()]
     return [none_of(f"{part}processes ended", place.dead()), none_of(f"{part}blocks held without a request", held)]

@@ -1,4 +1,4 @@
-"""What guessed tokens save: the same prompts with each method in turn, and the acceptance of draws with common noise.
+"""Measure what guessed tokens save: the same prompts with each method in turn; and how many draws common noise accepts.
 
     python benchmarks/speculation.py [--minutes 9] [--model pico] [--draft pico-draft ...] [--out FILE]
     python benchmarks/speculation.py --quick        # checks every guess, once; its figures mean nothing
@@ -63,7 +63,7 @@ TOKENS = 64
 MORE_TOKENS = {"edit": 128, "long": 256}
 ALWAYS = 3
 EDIT = 256
-"""Tokens of a class."""
+"""Tokens of the class that `edit` shows."""
 POSITIONS = 256
 SEEDS = 64
 TEMPERATURES = (1.0, 0.8)
@@ -72,7 +72,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def source(name: str) -> str:
-    """Of a module, or of MODULE:CLASS."""
+    """The source code of a module, or of MODULE:CLASS."""
     module, _, thing = name.partition(":")
     found = __import__(module)
     return inspect.getsource(getattr(found, thing) if thing else found)
@@ -125,7 +125,7 @@ class Cell:
         self.name = name
         self.asked = asked
         self.tpot: dict[str, list[float]] = {method: [] for method in methods}
-        """Milliseconds, of each round."""
+        """Milliseconds per token of each round, by method."""
         self.seconds = dict.fromkeys(methods, 0.0)
         fields = "proposed", "accepted", "steps", "tokens", "seconds", "plain_seconds"
         self.counts: dict[str, dict[str, float]] = {method: dict.fromkeys(fields, 0) for method in methods}
@@ -177,7 +177,7 @@ class Cell:
 
 
 def acceptance(target: CpuRunner, draft: CpuRunner, ids: list[int], seeds: int) -> dict[str, dict[str, float]]:
-    """By temperature: see the module's docstring."""
+    """Acceptance by temperature, as the module's docstring describes it."""
     plan = StepPlan(
         step=0,
         handles=(0,),

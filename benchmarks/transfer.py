@@ -60,7 +60,7 @@ from kvrelay.transfer.transports.base import Transport
 from kvrelay.transfer.transports.registry import available_transports, entries
 
 LAYOUT = KVLayout(layers=16, kv_heads=8, head_dim=64, block_size=16, dtype="bfloat16")
-"""Of a 1B Llama: 32 KiB per token, 512 KiB per block."""
+"""KV layout of a 1B Llama: 32 KiB per token, 512 KiB per block."""
 SIZES = [2**16, 2**20, 2**22, 2**23, 2**25, 2**27, 2**28]
 ASKED_RATIO, ASKED_FROM_BYTES = 0.85, 2**23
 ASKED_EXPOSED_PERCENT = 5.0
@@ -133,7 +133,7 @@ class Receiving:
         """The sender's end stops the clock."""
 
     def import_failed(self, key: Key, code: Code, message: str) -> None:
-        """The sender's end reports it."""
+        """Does nothing: the sender's end reports the failure."""
 
 
 def bare_group(folder: str, rank: int) -> ProcessGroupGloo:

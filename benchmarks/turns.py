@@ -21,7 +21,7 @@ FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", 
 """CPU features by which engines choose their kernels."""
 
 Runs = dict[str, dict[str, list[float]]]
-"""By cell, then by engine: the figure of each repeat."""
+"""Figures of all repeats, by cell, then by engine."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Engine:
     """An engine to measure."""
 
     command: Sequence[str]
-    """Prints one JSON object per line, each with `cell` and the measured figure."""
+    """Command that prints one JSON object per line, each with `cell` and the measured figure."""
     python: Path
-    """Of its environment."""
+    """Python interpreter of the engine's environment."""
     distributions: Sequence[str]
     """Packages whose versions are recorded with the figures."""
 
@@ -60,7 +60,8 @@ def in_turn(engines: Mapping[str, Engine], figure: str, repeats: int, under: Seq
 
 
 def run(command: Sequence[str], timeout: float) -> str:
-    """What a command prints. Its whole process group ends with it, because engines start further processes.
+    """Runs a command and returns its output. Its whole process group ends with it, because engines start more
+    processes.
 
     Raises:
         RuntimeError: it failed or took too long; the message has the end of its stderr.
@@ -96,7 +97,8 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def summary(runs: Runs, larger_is_better: bool) -> dict[str, Any]:
-    """By cell: each engine's median and spread, and kvrelay's median over that of each other engine and of the best."""
+    """Summary of each cell: every engine's median and spread, and the ratio of kvrelay's median to each other engine's
+    and the best."""
     cells: dict[str, Any] = {}
     for cell, engines in runs.items():
         medians = {name: statistics.median(values) for name, values in engines.items()}
@@ -115,7 +117,7 @@ def summary(runs: Runs, larger_is_better: bool) -> dict[str, Any]:
 
 
 def setting(engines: Mapping[str, Engine]) -> dict[str, Any]:
-    """When, on what machine, and with which versions."""
+    """The setting of a measurement: date, machine and versions."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine(),
@@ -125,7 +127,7 @@ def setting(engines: Mapping[str, Engine]) -> dict[str, Any]:
 
 
 def own_setting(*distributions: str) -> dict[str, Any]:
-    """As `setting`, where kvrelay alone is measured, by this Python."""
+    """The setting, as `setting` gives it, where only kvrelay is measured, by this Python."""
     return setting({OWN: Engine((), Path(sys.executable), (OWN, *distributions))})
 
 

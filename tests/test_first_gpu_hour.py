@@ -39,7 +39,7 @@ def test_every_test_of_a_kernel_that_can_run_on_a_gpu_does() -> None:
 
 
 def test_no_step_needs_ray(tmp_path: Path) -> None:
-    """What the steps start can be imported where Ray and the packages of the command line and the extras can't."""
+    """Programs of the steps can be imported without Ray and the packages of the command line and the extras."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "class Absent:\n"

@@ -181,7 +181,7 @@ def test_the_server_needs_the_client_of_its_version() -> None:
 def test_the_light_client_streams_with_grpcio_and_protobuf_only(
     client_wheel: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
-    """In an environment of its own, where the wheel is installed by pip, and pip finds every requirement met."""
+    """The wheel is installed by pip in an environment of its own, and pip finds every requirement met."""
     home = tmp_path / "venv"
     venv.create(home, symlinks=True)
     python = home / "bin" / "python"

@@ -23,7 +23,7 @@ PROMPT = 128
 OUT = 64
 
 Seconds = Callable[[int, int, int], float]
-"""(batch, tokens in, tokens out) -> time of a batch of requests, by the clock."""
+"""Function from (batch, tokens in, tokens out) to the seconds that a batch of requests takes, by the clock."""
 Clock = Callable[[], float]
 
 

@@ -93,7 +93,7 @@ def post(port: int, body: dict[str, Any]) -> Any:
 
 
 def seconds(prefill: int, decode: int, length: int, out: int) -> tuple[float, float]:
-    """To the first token, and per token after it."""
+    """Seconds to the first token, and seconds per token after it."""
     prompt = random.choices(range(2, 8000), k=length)
     body = {"model": "peer", "prompt": prompt, "temperature": 0, "ignore_eos": True}
     start = time.perf_counter()

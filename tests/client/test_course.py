@@ -1,4 +1,4 @@
-"""Which router gets a request's next call, when, and when the request is given up."""
+"""A request's course: which router gets its next call, when, and when the client gives up."""
 
 from collections import Counter
 from typing import Any

@@ -1,4 +1,4 @@
-"""What an actor changes in its server's options."""
+"""Changes that an actor makes to its server's options."""
 
 import pytest
 

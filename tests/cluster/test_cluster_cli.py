@@ -160,7 +160,7 @@ def test_a_second_cluster_is_refused_before_its_ports_are_found_in_use() -> None
 
 
 def test_a_cluster_that_is_starting_keeps_a_second_one_out() -> None:
-    """Its record isn't written yet, so the second one's background process finds it, by its lock."""
+    """The first cluster has no record yet, so the second one's background process finds it by its lock."""
     with owned():
         result = run("up", "--detach", "--grpc-port", "0", "--http-port", "0")
     assert result.returncode == 1
@@ -256,7 +256,7 @@ def test_an_error_names_the_router_of_the_running_cluster_not_an_option() -> Non
 
 
 def test_the_record_of_a_cluster_that_has_ended_is_no_obstacle(state_folder: Path) -> None:
-    """One that was left on a shared Ray cluster, which is gone."""
+    """The record is of a cluster that ran on a shared Ray cluster, which is gone."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     save(ClusterState(pid=None, namespace="kvrelay", ray_address=address, supervisor=address))
@@ -414,7 +414,7 @@ def test_a_reader_that_goes_away_is_no_traceback(target: str) -> None:
 
 
 def test_ctrl_c_leaves_no_trace_while_a_command_is_imported(tmp_path: Path) -> None:
-    """It falls into the import of a package that the command line needs."""
+    """Ctrl-C comes during the import of a package that the command line needs."""
     (tmp_path / "click.py").write_text("import signal; print('begun', flush=True); signal.pause()")
     entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["kvrelay"]
     module, _, function = entry.partition(":")

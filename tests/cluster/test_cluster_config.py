@@ -288,7 +288,7 @@ def test_workers_of_one_machine_divide_its_memory(present: float, given: dict[st
 def test_a_worker_that_is_added_later_has_what_the_others_have(
     present: float, given: dict[str, Any], gpus: float, part: float
 ) -> None:
-    """Also one of a role that no worker has at the start, and as the supervisor's record has the configuration."""
+    """Workers of a role that no worker has at the start are tested too, and the configuration as the record has it."""
     fitted = ClusterConfig.model_validate(given).with_gpus(present)
     config = ClusterConfig.model_validate_json(fitted.model_dump_json())
     assert config == fitted

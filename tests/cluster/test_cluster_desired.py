@@ -45,7 +45,7 @@ class World:
     desired: Desired
     processes: dict[str, Process] = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
-    """What workers with a configuration have in common; default: all the same."""
+    """Compatibility digests of workers by their configuration; "same" where none is given."""
     broken: set[int] = field(default_factory=set)
     """Configurations with which nobody comes up."""
 
@@ -63,7 +63,7 @@ class World:
         }
 
     def step(self) -> None:
-        """What the supervisor does in one turn."""
+        """Takes one turn of the supervisor: observes, and does the actions that follow."""
         self.desired = advance(self.desired, self.seen())
         for action in reconcile(self.desired, self.seen()):
             match action:
@@ -75,7 +75,8 @@ class World:
                     self.processes[name].ending = True
 
     def live(self, name: str) -> None:
-        """One process goes on: it comes up, takes the role that the membership gives it, or ends if it was asked to."""
+        """Takes one process a step further: it comes up, takes the role that the membership gives it, or ends if asked
+        to."""
         process = self.processes[name]
         wanted = self.desired.members.get(name)
         if process.ending:
@@ -123,7 +124,7 @@ def up(it: World, digest: str = "same", in_place: bool = False) -> None:
 
 
 def command(it: World, draw: random.Random) -> bool:
-    """Some command; a refusal is an answer, too. Whether a role was changed."""
+    """Gives some command, which may be refused; returns whether a role was changed."""
     name, seen, desired = draw.choice(sorted(it.desired.members)), it.seen(), it.desired
     role, flag = draw.choice(WORKER_ROLES), draw.random() < 0.5
     kind = draw.choice(["scale", "role", "drain", "upgrade", "restart", "rollback"])

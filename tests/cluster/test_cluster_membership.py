@@ -265,7 +265,7 @@ class Fencing(RuleBasedStateMachine):
         self.given_up: set[str] = set()
         self.heard: dict[str, float] = {}
         self.generations: dict[str, int] = {}
-        """What each incarnation knows of its generation."""
+        """Generation that each incarnation has been told."""
         self.count = 0
         self.version = 0
         self.issued = 0

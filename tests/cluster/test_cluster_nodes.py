@@ -1,4 +1,4 @@
-"""Where members are placed: each role spread over the nodes, and workers near those that they hand KV over to."""
+"""Placement of members: each role is spread over the nodes, and workers are near those that they hand KV over to."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from support.ray_commands import KVRELAY
 GPU = {"GPU": 1.0}
 RACK = "kvrelay.io/rack"
 MOVED_SECONDS = 120.0
-"""For a lost node's member to serve elsewhere, on a busy machine; Ray alone takes 15 s to give the node up."""
+"""Seconds until a lost node's member serves elsewhere, on a busy machine; Ray takes 15 s to give the node up."""
 
 
 def placed(order: list[MemberRole], nodes: Mapping[str, Mapping[str, str]], gpus: int = 8) -> dict[str, str | None]:

@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 POLL_SECONDS = 0.2
 STREAM_TOKENS = 900
-"""Of a stream that goes on while the supervisor is killed."""
+"""Tokens of a stream that goes on while the supervisor is killed."""
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, memory_before: set[str]) ->
 
 @pytest.fixture(scope="module")
 def answer(shared: World) -> tuple[int, ...]:
-    """What the shared cluster answers at first."""
+    """Tokens that the shared cluster generates before any test disturbs it."""
     return shared.generate()
 
 
@@ -226,7 +226,7 @@ def test_down_leaves_nothing(shared: World, memory_before: set[str]) -> None:
 
 @pytest.mark.parametrize(("seconds", "detach"), [(1.0, []), (2.0, []), (3.0, []), (2.0, ["--detach"])])
 def test_ctrl_c_ends_a_start_without_a_trace(world: World, seconds: float, detach: list[str]) -> None:
-    """Once Ray is about to start; a second Ctrl-C comes while the first one ends it."""
+    """Ctrl-C comes once Ray is about to start; a second one comes while the first one ends it."""
     with Terminal([KVRELAY, "up", *PORTS, *detach], world.environment) as terminal:
         terminal.wait_for("starting Ray")
         time.sleep(seconds)  # any moment of Ray's start

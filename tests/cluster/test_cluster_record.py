@@ -83,7 +83,7 @@ def test_a_disk_that_stays_full_is_one_error_and_leaves_no_exception_behind(capl
 
 
 class BadStore:
-    """Fails or hangs as it is told."""
+    """A store that fails or hangs as it is told."""
 
     def __init__(self) -> None:
         self.saved: list[int] = []

@@ -1,4 +1,4 @@
-"""What a pod does before it ends: its members drain, and the hook waits for them, but not for ever."""
+"""A pod's end: its members drain first, and the hook waits for them, but not for ever."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ class Serving:
         self.grace: float | None = None
 
     async def start(self) -> None:
-        """Nothing to bind."""
+        """Does nothing: this server binds no port."""
 
     async def failed(self) -> BaseException:
         await asyncio.Event().wait()
@@ -60,7 +60,7 @@ class Member(ServerActor[Serving]):
 
 @pytest.fixture(autouse=True)
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No agent of Ray is here to take the metrics."""
+    """Replaces the export of metrics to Ray: no agent of Ray is here to take them."""
     monkeypatch.setattr(ray_metrics, "export", lambda metrics: asyncio.sleep(0))
 
 

@@ -22,12 +22,12 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 NOTICED_SECONDS = 10.0
 AGAIN_SECONDS = 30.0
-"""To serve again, on a machine that isn't busy; elsewhere twice the time of the cluster's own start."""
+"""Seconds within which it serves again; on a slow machine, twice the time of the cluster's own start."""
 POLL_SECONDS = 0.2
 ENDING = ("gcs_server", "raylet", "dashboard_agent", "runtime_env_agent", "driver")
 """Kinds whose end ends Ray, so that it is started anew."""
 AGENTS = ("dashboard_agent", "runtime_env_agent")
-"""Frozen ones harm no request."""
+"""Agents of Ray, which harm no request while they are frozen."""
 SPARED = ("monitor", "dashboard", "log_monitor")
 MEMBERS = ("supervisor", "router", "worker")
 

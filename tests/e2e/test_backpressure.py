@@ -1,4 +1,4 @@
-"""With a full decode worker, prompts wait at the router, so prefill's memory stays free for prompts that compute."""
+"""Backpressure: with a full decode worker, prompts wait at the router, and prefill's memory stays free for others."""
 
 import random
 import threading
@@ -20,7 +20,7 @@ OUT = 24
 LONG = 250
 """Tokens that fill nearly all of decode's blocks, with their prompt, and take five seconds of steps."""
 HOLDERS = 12
-"""Even of the smallest prompts (9 blocks), more than fit into decode's blocks and prefill's backlog together."""
+"""Requests that hold decode's blocks: even the smallest (9 blocks) fill them and prefill's backlog together."""
 PREFILL_BLOCKS = 512
 DECODE_BLOCKS = 48
 SHARE = 0.1
@@ -84,7 +84,7 @@ class Watch:
 
 
 def test_the_crowd_waits_at_the_router_and_not_in_prefills_memory(cluster: ProcessCluster) -> None:
-    """Without it, prefill computes everything at once: 48 prompts of about 12 blocks each are more than its 512."""
+    """Prefill would compute everything at once without backpressure: 48 prompts of about 12 blocks exceed its 512."""
     crowd = prompts(0, REQUESTS)
     with Watch(cluster) as watch, Client(cluster.router) as client, ThreadPoolExecutor(REQUESTS) as pool:
 

@@ -14,14 +14,14 @@ from support.processes import process_cluster
 
 OUT = 24
 LENGTHS = (1, 17, 64, 120)
-"""The longest is read in one go, so there are guesses from the first step on."""
+"""Tokens of the prompts. The longest is read in one go, so there are guesses from the first step on."""
 ENGINE = {"block_size": 16, "max_batch_tokens": 64, "kv_memory_bytes": 8 * 2**20, "threads": 1}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["medusa", "eagle3"])
 def test_guesses_behind_a_hand_off_are_those_of_a_co_located_worker(tmp_path: Path, method: str) -> None:
-    """In processes; `tests/engine/test_heads.py` compares them token by token."""
+    """The workers are processes here; `tests/engine/test_heads.py` compares the guesses token by token."""
     model = make_checkpoint(tmp_path / "model", "llama", dtype="float32", num_hidden_layers=8)
     hidden = COMMON["hidden_size"]
     tensors = medusa_tensors(3, 1, hidden, VOCAB_SIZE) if method == "medusa" else eagle_tensors(hidden, VOCAB_SIZE, 200)

@@ -22,7 +22,7 @@ ENGINE = {"max_batch_tokens": 64, "kv_memory_bytes": 16 * 2**20, "threads": 1, "
 PROMPT = [7, 11, 300, 5, 42, 8, 9, 120] * 5
 OUT = 24
 ENDLESS = 12_000
-"""Tokens: seconds of work on a fast machine, too. A worker reports what it has every half a second."""
+"""Tokens that take seconds on a fast machine, too. A worker reports what it has every half a second."""
 CLOSE = 1e-4
 GREEDY = {"prompt": PROMPT, "max_tokens": OUT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
@@ -106,7 +106,8 @@ def test_several_completions_compute_and_ship_their_prompt_once(served: tuple[Pr
 
 
 def test_log_probabilities_are_those_of_transformers(served: tuple[ProcessCluster, int], checkpoint: Path) -> None:
-    """Of the completion and, with `echo`, of the prompt, as loglikelihood tasks of lm-eval ask for them."""
+    """Log probabilities of the completion and, with `echo`, of the prompt, as lm-eval's loglikelihood tasks ask for
+    them."""
     _, port = served
     with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=60) as client:
         asked: dict[str, Any] = {"model": "llama", "prompt": PROMPT, "temperature": 0, "logprobs": 2, "echo": True}
@@ -168,7 +169,7 @@ def test_a_closed_connection_frees_both_workers_within_half_a_second(
 
 
 def test_a_routers_log_has_short_lines_of_json(served: tuple[ProcessCluster, int]) -> None:
-    """Whatever a client sends: aiohttp would write the whole of a field's name, as text."""
+    """The lines are short whatever a client sends; aiohttp would write the whole of a field's name, as text."""
     cluster, port = served
     for request in (
         b"\x16\x03\x01" * 100,

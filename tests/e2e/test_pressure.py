@@ -12,7 +12,7 @@ TOKENS = 24
 
 
 def test_pools_of_a_few_prompts_serve_a_crowd(checkpoint: Path, tmp_path: Path) -> None:
-    """Two workers of each role, each with blocks for about four prompts: equal tokens alone and in the crowd."""
+    """Each role has two workers with blocks for about four prompts: tokens alone and in the crowd are equal."""
     rng = random.Random(0)
     prompts = [rng.choices(range(300), k=rng.randrange(100, 220)) for _ in range(REQUESTS)]
     engine = {"max_batch_tokens": 64, "kv_memory_bytes": 2**20, "threads": 1}

@@ -23,7 +23,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Completion:
-    """What a co-located worker generates."""
+    """A co-located worker's completion of the prompt, which nothing has disturbed."""
     folder = tmp_path_factory.mktemp("colocated")
     with (
         process_cluster(folder, checkpoint, prefill=0, decode=0, colocated=1, worker=ENGINE) as cluster,

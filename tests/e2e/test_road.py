@@ -19,7 +19,7 @@ BLOCK = 16
 CHUNK = 64
 OUT = 20
 ENDLESS = 12_000
-"""Tokens: seconds of work on a fast machine, too. A worker reports what it has every half a second."""
+"""Tokens that take seconds on a fast machine, too. A worker reports what it has every half a second."""
 # One below, at and above the borders of blocks and of chunks, and several chunks long.
 LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 215)
 

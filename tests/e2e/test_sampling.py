@@ -14,7 +14,7 @@ from support.checkpoints import VOCAB_SIZE
 from support.processes import ProcessCluster
 
 CLOSE = 1e-4
-"""Between two float32 implementations of a model."""
+"""Largest difference of log-probabilities between two float32 implementations of a model."""
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ def serve(cluster: ProcessCluster, requests: int, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_thousand_requests_leave_memory_flat_and_every_block_accounted_for(tmp_path: Path) -> None:
-    """In bfloat16 and with steps of every size, because oneDNN caches code for each size."""
+    """The model is in bfloat16 and steps have every size, because oneDNN caches code for each size."""
     worker = {"dtype": "bfloat16", "engine": {"kv_memory_bytes": 64 * 2**20, "threads": 1}}
     with process_cluster(tmp_path, "pico", worker=worker) as cluster:
         serve(cluster, 500, seed=0)

@@ -103,18 +103,19 @@ def test_a_constraint_that_bad_words_exclude_is_refused(client: Client) -> None:
 
 
 NO_END = {1: -100.0}
-"""The model doesn't end a text by itself."""
+"""Bias against the end of sequence, so that the model doesn't end a text by itself."""
 
 
 def ambiguous(client: Client, seed: int) -> str:
-    """Why a request is refused whose grammar takes ever more time."""
+    """The reason for refusing a request whose grammar takes ever more time."""
     with pytest.raises(InvalidRequest) as refused:
         client.complete("x" * 8, grammar=AMBIGUOUS, seed=seed, max_tokens=1000, temperature=0.1, logit_bias=NO_END)
     return str(refused.value)
 
 
 def test_grammars_that_take_much_time_end_by_their_budget_and_hold_up_no_other_stream(client: Client) -> None:
-    """Over gRPC. With eight of them, a stream had 120 ms from token to token at the median, and 1.4 s at most."""
+    """The stream runs over gRPC. With eight grammars it had 120 ms from token to token at the median, and 1.4 s at
+    most."""
 
     def plain() -> tuple[list[int], list[float]]:
         heard, times = list[int](), list[float]()
@@ -156,7 +157,7 @@ def test_a_grammar_that_takes_too_much_time_ends_over_http(cluster: ProcessClust
 
 
 def test_a_grammar_that_ends_its_library_ends_no_worker(client: Client) -> None:
-    """Its stack overflows, on each worker that compiles it."""
+    """The grammar overflows the library's stack on each worker that compiles it."""
     chain = "start: r0\n" + "".join([f"r{i}: r{i + 1}\n" for i in range(4000)]) + 'r4000: "a"'
     with pytest.raises(InvalidRequest, match="its library ended"):
         client.complete("x", grammar=chain)

@@ -32,7 +32,7 @@ class LateMasks:
     def __init__(self) -> None:
         self.draw = random.Random(0)
         self.share = 0.5
-        """Of masks that are late."""
+        """Share of masks that are late."""
         self.owner, self.sure = self, False
 
     def matcher(self, tokens: Tokens[int]) -> "LateMasks":

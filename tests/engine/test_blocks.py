@@ -16,7 +16,7 @@ def held(hold: Hold | None) -> Hold:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Against a model that only knows which holds and which index entries there are."""
+    """Compares the pool with a model that only knows which holds and which index entries there are."""
 
     @initialize(total=st.integers(1, 12))
     def start(self, total: int) -> None:

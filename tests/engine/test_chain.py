@@ -78,7 +78,7 @@ def by_steps(runner: CpuRunner, plan: StepPlan, count: int) -> list[list[int]]:
 def test_a_chain_has_the_tokens_of_its_steps(
     tmp_path: Path, architecture: str, options: dict[str, Any], config: dict[str, Any]
 ) -> None:
-    """Behind parts of prompts, whose KV is not there yet, and behind single tokens; for more rows each time."""
+    """The chains begin behind parts of prompts, whose KV is not there yet, and behind single tokens; rows get more."""
     folder = make_checkpoint(tmp_path / "tiny", architecture, dtype="bfloat16", **config)
     runner = build_cpu_runner(folder, "auto", dataclasses.replace(OPTIONS, **options))
     for lengths in ([1], [3], [1, 1], [5, 33, 16, 1], [1] * 9, [70, 2, 2, 31]):
@@ -90,7 +90,7 @@ def test_a_chain_has_the_tokens_of_its_steps(
 
 
 def test_a_step_has_the_same_tokens_in_one_call(tmp_path: Path) -> None:
-    """With rows that don't sample between those that do."""
+    """The step has rows that don't sample between rows that do."""
     runner = build_cpu_runner(make_checkpoint(tmp_path / "tiny", "llama"), "auto", OPTIONS)
     sampled = [False, True, False, True, True]
     for lengths in ([5, 33, 16, 1, 1], [1] * 5):
@@ -104,7 +104,7 @@ def test_a_step_has_the_same_tokens_in_one_call(tmp_path: Path) -> None:
 def test_a_chain_ends_where_logits_are_not_finite(
     tmp_path: Path, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here behind the first token that is not 0: the embeddings of all others are NaN."""
+    """The chain ends behind the first token that is not 0 here: the embeddings of all others are NaN."""
     if not native:
         monkeypatch.setattr("kvrelay.engine.runner.cpu.library", lambda: None)
     folder = make_checkpoint(tmp_path / "tiny", "llama", vocab_size=300, tie_word_embeddings=False)

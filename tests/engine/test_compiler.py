@@ -81,7 +81,7 @@ def test_equal_constraints_are_compiled_once_and_the_oldest_are_forgotten() -> N
 
 
 def test_tokens_may_come_before_the_masks_between_them_are_there() -> None:
-    """As they do after a step that kept several guesses."""
+    """Tokens come so after a step that kept several guesses."""
 
     async def test(compiler: ConstraintCompiler) -> None:
         grammar = await compiler.compile(Constraint("json_schema", json.dumps(random_schema(random.Random(3)))))
@@ -116,7 +116,7 @@ AMBIGUOUS = Constraint("grammar", 'start: a\na: a a | a a a | "x" | ""')
 
 
 def walk(matcher: LlMatcher, count: int) -> list[int]:
-    """Up to `count` tokens that obey, without the end."""
+    """Draws up to `count` tokens that the matcher allows, without the end of sequence."""
     draw, tokens = random.Random(0), list[int]()
     while len(tokens) < count:
         choices = [token for token in allowed(matcher.mask(60)) if token != EOS]
@@ -128,7 +128,7 @@ def walk(matcher: LlMatcher, count: int) -> list[int]:
 
 
 def test_a_grammar_that_ends_the_library_is_refused_and_ends_nobody() -> None:
-    """Its stack overflows."""
+    """The grammar overflows the library's stack."""
 
     async def test(compiler: ConstraintCompiler) -> None:
         matcher = (await compiler.compile(REGEX)).matcher([])

@@ -102,7 +102,7 @@ class Scored:
 @settings(max_examples=25, deadline=None)
 @given(batch=st.lists(asked_of, max_size=8), prefix_cache=st.booleans(), ahead=st.booleans())
 def test_every_request_gets_its_tokens(batch: list[Asked], prefix_cache: bool, ahead: bool) -> None:
-    """Also preempted ones, whose tokens follow from those before them by more than the model."""
+    """Preempted requests are among them; their tokens depend on earlier ones through more than the model."""
     config = EngineConfig(block_size=8, max_batch_tokens=32, max_sequences=4, prefix_cache=prefix_cache)
     worker = Worker(14, config, ahead=ahead)
     for number, asked in enumerate(batch):
@@ -114,7 +114,7 @@ def test_every_request_gets_its_tokens(batch: list[Asked], prefix_cache: bool, a
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_step_that_runs_by_itself_is_reported_before_its_kv_is_there(ahead: bool) -> None:
-    """Up to where each sequence reaches, once; and the KV is there when the step's tokens are."""
+    """The report says once how far each sequence reaches; the KV is there when the step's tokens are."""
     worker = Worker(64, ahead=ahead)
     reached: dict[str, list[int]] = {"0": [], "1": []}
     steps: list[KVWrites] = []
@@ -232,12 +232,12 @@ def test_a_request_that_leaves_no_token_fails_alone() -> None:
 @settings(max_examples=20, deadline=None)
 @given(batch=st.lists(asked_of, min_size=1, max_size=4), ahead=st.booleans())
 def test_a_handed_over_request_gets_the_same_tokens(batch: list[Asked], ahead: bool) -> None:
-    """Two engines, and between them bytes only: chunks leave as they are computed, each in its frame."""
+    """The two engines exchange only bytes: chunks leave as they are computed, each in its frame."""
     prefill, decode = Worker(14, ahead=ahead), Worker(14, ahead=ahead)
     size = LAYOUT.block_size
 
     def ship(report: Progress, asked: Request) -> None:
-        """What is not there yet of what is computed."""
+        """Copies the KV that is computed but has not been sent yet."""
         reservation = reservations[asked.request_id]
         last = report.token is not None
         end = len(asked.tokens) if last else report.computed // size * size
@@ -333,7 +333,7 @@ def test_nothing_grows_with_requests_served() -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), length=st.integers(1, 39))
 def test_one_wrong_bit_changes_the_next_token(data: st.DataObject, length: int) -> None:
-    """With a vocabulary so large that no two hashes give one token by chance."""
+    """The vocabulary is so large that no two hashes give one token by chance."""
     spec = hash_spec(64, vocab_size=2**31 - 1)
     runner = HashRunner(8, spec=spec)
     blocks = data.draw(st.permutations(range(8)))[:5]
@@ -355,7 +355,7 @@ def test_one_wrong_bit_changes_the_next_token(data: st.DataObject, length: int) 
 
 
 def decode_plan(blocks: list[int], length: int) -> StepPlan:
-    """One row that computes token 9 after `length` others."""
+    """A plan of one row that computes token 9 after `length` others."""
     return StepPlan(
         step=0,
         handles=(0,),

@@ -41,7 +41,7 @@ from support.launches import RecordedGraphs
 from support.paged import GREEDY, PagedSequence, PagedSequences, make_plan
 
 NEARLY = 0.2
-"""Difference of log-probabilities, of logits with a spread of several units."""
+"""Largest difference of log-probabilities, whose logits have a spread of several units."""
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted only where there is no GPU")
 
@@ -112,7 +112,7 @@ def loads_by_tma(runner: GpuRunner, dtype: torch.dtype) -> bool:
 @interpreted
 @pytest.mark.parametrize("block_size", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_pages_that_the_copy_engine_takes_in_16_bits(folder: Path, block_size: int) -> None:
-    """With prompts in chunks and recorded graphs."""
+    """The prompts come in chunks, and decode steps run as recorded graphs."""
     plain = build_gpu_runner(folder, "float16", options(block_size), device="cpu")
     assert loads_by_tma(plain, torch.float16)
     decode_only = replace(options(block_size), graph_tokens=0)
@@ -197,7 +197,7 @@ def test_on_a_gpu_link_threads_beside_a_running_step(folder: Path) -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_on_a_gpu_heads_change_no_token(tmp_path: Path, method: SpeculationMethod) -> None:
-    """With graphs that keep hidden states, prompts of several steps, and states that come from host memory."""
+    """The graphs keep hidden states, prompts take several steps, and some states come from host memory."""
     heads_change_no_token(tmp_path, method, "cuda")
 
 

@@ -106,7 +106,7 @@ def kept_by(runner: Runner, keep: tuple[int, ...]) -> list[StepOutput]:
 
 @pytest.fixture(scope="module")
 def captured(model: Path) -> GpuRunner:
-    """Its graphs keep the layers KEEP."""
+    """A runner whose graphs keep the layers KEEP."""
     plain = build_gpu_runner(model, "float32", SMALL, device="cpu")
     graphs = RecordedGraphs()
     runner = GpuRunner(plain.spec, plain.model, plain.pool, SMALL, capture=graphs)
@@ -122,7 +122,8 @@ def captured(model: Path) -> GpuRunner:
 def test_states_equal_the_cpus(
     model: Path, request: pytest.FixtureRequest, keep: tuple[int, ...], graphs: bool
 ) -> None:
-    """Of chunks and of single tokens. Graphs that keep other layers aren't used; plans that keep nothing use all."""
+    """States of chunks and of single tokens are compared. A plan that keeps other layers than the graphs uses no graph;
+    one that keeps nothing can use any."""
     runner = request.getfixturevalue("captured") if graphs else build_gpu_runner(model, "float32", SMALL, device="cpu")
     expected = kept_by(build_cpu_runner(model, "float32", SMALL), keep)
     for out, true in zip(kept_by(runner, keep), expected, strict=True):
@@ -136,7 +137,7 @@ def test_states_equal_the_cpus(
 
 
 def test_a_captured_step_copies_each_kept_layer_once(captured: GpuRunner, model: Path) -> None:
-    """And a runner that keeps nothing launches no copy."""
+    """A runner that keeps nothing launches no copy."""
     plain = build_gpu_runner(model, "float32", replace(SMALL, max_sequences=1, graph_tokens=0), device="cpu")
     graphs = RecordedGraphs()
     GpuRunner(plain.spec, plain.model, plain.pool, replace(SMALL, max_sequences=1, graph_tokens=0), graphs).warm_up()
@@ -187,9 +188,8 @@ slow = pytest.mark.slow
 def test_guesses_and_streams_equal_the_cpus(
     model: Path, heads: dict[SpeculationMethod, Path], method: SpeculationMethod, count: int, handoff: bool
 ) -> None:
-    """Behind prompts of one step and of several, in steps with other rows, and a step ahead; also where the prompts'
-    states come from another worker.
-    """
+    """Guesses follow prompts of one step and of several, in steps with other rows, and a step ahead; also where the
+    prompts' states come from another worker."""
     requests = asked(count)
 
     def serve(engine: Engine) -> dict[str, list[int]]:
@@ -220,7 +220,7 @@ def assert_alike(found: Recorded, expected: Recorded, least: int) -> None:
 def test_a_further_guess_has_few_launches_and_waits_for_none(
     model: Path, heads: dict[SpeculationMethod, Path], method: SpeculationMethod, most: int
 ) -> None:
-    """In 16 bits, because logits in 32 bits need no cast."""
+    """The model has 16 bits, because logits in 32 bits need no cast."""
     runner = build_gpu_runner(model, "float16", OPTIONS, device="cpu")
     engine, _ = engine_with(runner, model, method, heads[method])
     assert engine.scheduler.speculation is not None
@@ -236,7 +236,7 @@ def test_a_further_guess_has_few_launches_and_waits_for_none(
 
 
 def test_a_chain_is_planned_before_the_device_has_begun_it(model: Path, heads: dict[SpeculationMethod, Path]) -> None:
-    """No pass of it overwrites what an earlier one is to copy from the host."""
+    """The passes overwrite nothing that an earlier pass is still to copy from the host."""
     runner = build_gpu_runner(model, "float32", OPTIONS, device="cpu")
     engine, _ = engine_with(runner, model, "eagle3", heads["eagle3"])
     assert engine.scheduler.speculation is not None
@@ -279,7 +279,7 @@ def test_a_chain_ends_at_a_guess_that_is_not_finite() -> None:
 
 
 def test_states_are_fetched_in_order_and_are_copies() -> None:
-    """On another thread; a copy or a call that fails hides none behind it."""
+    """The copies are made on another thread; a copy or a call that fails doesn't hide those behind it."""
     fetches, came, done = Fetches(CPU), [], threading.Event()
     states = torch.arange(24.0).view(4, 2, 3)
     fetches.fetch(states[1:3], (1,), torch.float16, came.append)

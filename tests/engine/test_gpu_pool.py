@@ -12,7 +12,7 @@ SIZE = 8
 
 
 def pools(order: Order, dtype: KVDtype) -> tuple[KVPool, KVPool]:
-    """One that copies by kernels, on a GPU if there is one and else interpreted, and one that doesn't; alike."""
+    """Two equal pools: a plain one, and one that copies by kernels, on a GPU if there is one and else interpreted."""
     layout = KVLayout(layers=3, kv_heads=2, head_dim=4, block_size=SIZE, dtype=dtype, order=order)
     plain = KVPool(layout, 7)
     plain.bytes.random_(0, 256)

@@ -78,7 +78,7 @@ def test_kv_in_int8_yields_the_cpu_runners_tokens(llama: Path) -> None:
 def serve_scored(
     runner: Runner, asked: list[tuple[int, SamplingParams]]
 ) -> list[tuple[list[int], list[TokenLogprobs]]]:
-    """As `serve`, each with the log-probabilities of the prompt and of the completion."""
+    """Serves as `serve` does; each result also has the log-probabilities of the prompt and of the completion."""
     engine = engine_on(runner, OPTIONS)
     heard: list[tuple[list[int], list[TokenLogprobs]]] = [([], []) for _ in asked]
     for index, (length, params) in enumerate(asked):
@@ -118,7 +118,8 @@ def test_tokens_equal_the_cpus(architecture: str, tmp_path: Path) -> None:
 def test_auto_serves_by_what_was_fastest_at_warm_up(
     faster: PrefillKernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in later steps, which repeat launches. The tokens are those of the CPU; what was slower is let go."""
+    """The fastest kernel serves later steps too, which repeat launches. The tokens equal the CPU's; slower kernels are
+    let go."""
     folder = make_checkpoint(tmp_path / "tiny", "llama", num_hidden_layers=2)
     install(monkeypatch)
     times = {"triton": 2.0, "varlen_attn": 1.0 if faster == "varlen_attn" else 3.0}
@@ -216,7 +217,8 @@ class MarkedRunner(GpuRunner):
 def test_the_mark_of_a_step_comes_behind_all_that_writes_kv_and_before_the_sampling(
     llama: Path, length: int, last: bool
 ) -> None:
-    """So a chunk's KV may be sent before logits and tokens are computed; not of a decode step, which is one graph."""
+    """A chunk's KV may therefore be sent before logits and tokens are computed; a decode step's can't, as it is one
+    graph."""
     plain = gpu_runner(llama)
     runner = MarkedRunner(plain.spec, plain.model, plain.pool, OPTIONS)
     engine = engine_on(runner, OPTIONS)
@@ -245,7 +247,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 @interpreted
 def test_a_decode_step_has_few_launches(tmp_path: Path) -> None:
-    """What one graph launches. Before it, a step copies its inputs to the device, and after it its tokens back."""
+    """Only the graph's launches count. A step also copies its inputs to the device before it, and its tokens back after
+    it."""
     counted: list[list[str]] = []
     for layers in (1, 2):
         folder = make_checkpoint(tmp_path / str(layers), "llama", num_hidden_layers=layers)

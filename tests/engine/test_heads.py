@@ -188,7 +188,7 @@ def speculators(tensors: dict[str, Tensor], config: dict[str, object]) -> tuple[
 
 @pytest.mark.parametrize("form", ["safetensors", "pickled", "speculators"])
 def test_an_eagle_checkpoint_guesses_by_the_formula(eight: Path, tmp_path: Path, form: str) -> None:
-    """Over a prompt in several steps, and behind it."""
+    """The guesses are compared over a prompt in several steps, and behind it."""
     tensors = eagle_tensors(HIDDEN, VOCAB_SIZE, 200, seed=3)
     config = eagle_config(tensors, VOCAB_SIZE)
     two_levels = form == "speculators"
@@ -273,7 +273,7 @@ class StatesRunner(HashRunner):
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_proposer_gets_the_states_of_the_tokens_that_are_kept(lag: int) -> None:
-    """With drafts kept and not, chunks of prompts, preempted sequences, and a step in flight or none."""
+    """The sequences have drafts kept and not, chunks of prompts and preemptions, with a step in flight or none."""
     config = SpeculationConfig("ngram", max_tokens=4, adaptive=False)
     options = EngineConfig(block_size=8, max_batch_tokens=32, max_sequences=8, speculation=config)
     watching = Watching()
@@ -319,7 +319,8 @@ def long_request(count: int = 200) -> Request:
 
 
 def test_a_layer_reads_a_long_prompt_behind_several_steps(eight: Path, eagle3: Path) -> None:
-    """So that no step waits for all of it; until then there are no guesses, and afterwards the same ones."""
+    """The layer reads in parts, so that no step waits for all of it; it guesses nothing until then, and the same
+    afterwards."""
     whole, parted = (with_heads(eagle3, eight, "eagle3") for _ in range(2))
     expected, found = Recorded(whole), Recorded(parted)
     assert handed_over(parted, [long_request()], wanted_by(parted)) == run(whole, [long_request()])
@@ -331,7 +332,7 @@ def test_a_layer_reads_a_long_prompt_behind_several_steps(eight: Path, eagle3: P
 
 
 def test_what_a_prompt_takes_to_be_read_is_not_held_against_guesses(eight: Path, eagle3: Path) -> None:
-    """By a clock that steps and reading alone move: reading takes a thousand times as long here."""
+    """The clock moves by steps and reading alone; reading takes a thousand times as long as it should."""
     speculation = SpeculationConfig("eagle3", str(eagle3), max_tokens=3)
     engine = build_engine(eight, "auto", dataclasses.replace(OPTIONS, speculation=speculation))[0]
     guesses, launch = engine.scheduler.speculation, engine.runner.launch
@@ -361,7 +362,7 @@ def test_what_a_prompt_takes_to_be_read_is_not_held_against_guesses(eight: Path,
 
 
 def test_a_layer_takes_a_prompt_whose_first_states_are_missing(eight: Path, eagle3: Path) -> None:
-    """It guesses as it does behind a prefix hit, which has none either."""
+    """The layer guesses as it does behind a prefix hit, which has no states either."""
     whole, parted = (with_heads(eagle3, eight, "eagle3") for _ in range(2))
     one = long_request(100)
     run(whole, [one])
@@ -375,7 +376,7 @@ def test_a_layer_takes_a_prompt_whose_first_states_are_missing(eight: Path, eagl
 
 @pytest.mark.parametrize("method", ["medusa", "eagle3"])
 def test_heads_begin_without_the_states_of_a_prompt(eight: Path, request: pytest.FixtureRequest, method: str) -> None:
-    """None came: the first step has no guess, all later ones have."""
+    """The first step has no guess, because no states came; all later steps have guesses."""
     engine = with_heads(request.getfixturevalue(method), eight, method)
     found = Recorded(engine)
     plain = run(build_engine(eight, "auto", OPTIONS)[0], requests(3))
@@ -387,7 +388,7 @@ def test_heads_begin_without_the_states_of_a_prompt(eight: Path, request: pytest
 
 @pytest.mark.parametrize("method", ["medusa", "eagle3"])
 def test_streams_are_the_same_with_few_blocks(eight: Path, request: pytest.FixtureRequest, method: str) -> None:
-    """In bfloat16, with as many guesses as pay, and with preempted sequences."""
+    """The model is in bfloat16, with as many guesses as pay, and with preempted sequences."""
     options = dataclasses.replace(OPTIONS, kv_memory_bytes=2**18)
     plain = run(build_engine(eight, "bfloat16", options)[0], requests(6))
     config = SpeculationConfig(method, str(request.getfixturevalue(method)))  # type: ignore[arg-type]  # a literal

@@ -46,7 +46,7 @@ def expected(tokens: list[int]) -> torch.Tensor:
 
 
 def logits(runner: CpuRunner, tokens: list[int]) -> torch.Tensor:
-    """Of two chunks and of single tokens after them."""
+    """Logits of two chunks and of single tokens after them."""
     sequences = PagedSequences(runner)
     sequence = sequences.add(tokens)
     for count in (130, LENGTH - 130 - 30, *[1] * 30):
@@ -85,7 +85,7 @@ def test_one_worker_goes_on_where_another_ended(
 
 
 def hand_over(prefill: CpuRunner, sent: PagedSequence, decode: CpuRunner, received: PagedSequence, count: int) -> None:
-    """In one frame, as two workers do it."""
+    """Hands KV over in one frame, as two workers do."""
     wire = prefill.layout.sent_to(decode.layout)
     assert wire.scaled == ("int8" in (prefill.layout.dtype, decode.layout.dtype))
     frame = Frame(1, 0, 0, count, count * wire.token_bytes)

@@ -258,7 +258,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_changed_byte_of_any_tensor_changes_the_fingerprint(folder: Path, kept: Path, data: st.DataObject) -> None:
-    """Whether its hashes were kept or not, and whether the weights are loaded or only hashed."""
+    """The hashes may have been kept or not, and the weights be loaded or only hashed."""
     before = Checkpoint(folder).fingerprint()
     entries = Checkpoint(folder).tensors
     entry = entries[data.draw(st.sampled_from(sorted(entries)))]

@@ -1,4 +1,4 @@
-"""How much memory a KV pool of `auto` takes: never more than is there, and never what another worker counts on."""
+"""The memory that a KV pool of `auto` takes: never more than is there, and never what another worker counts on."""
 
 import contextlib
 import threading
@@ -21,7 +21,7 @@ from support.checkpoints import make_checkpoint
 
 GIB = 2**30
 LAYOUT = KVLayout(layers=32, kv_heads=8, head_dim=128, block_size=32, dtype="bfloat16", order="HND")
-"""Of Llama-3.1-8B: 128 KiB per token."""
+"""KV layout of Llama-3.1-8B: 128 KiB per token."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class FakeMemory:
         return self.own
 
     def settle(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: a fake device keeps no memory."""
 
 
 def size(memory: FakeMemory, options: EngineConfig, later: int = 0, context: int = 131072) -> float:
@@ -82,7 +82,7 @@ def test_a_worker_without_memory_for_kv_says_what_takes_it() -> None:
 
 
 def test_workers_of_one_machine_take_memory_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All start at once, on a machine where others use most: together they take less than is free."""
+    """The workers start at once, where others use most of the memory: together they take less than is free."""
     monkeypatch.setattr(of_device.tempfile, "gettempdir", lambda: str(tmp_path))
     small = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
     free, taken = 64 * small.block_bytes, []
@@ -189,7 +189,7 @@ def test_a_gpu_worker_measures_its_workspaces_before_it_takes_the_rest(llama: Pa
     """The measuring runner and its pool are gone when the memory is shared out."""
 
     class Device(FakeMemory):
-        """Its use grows by 4 MiB beyond the pool when the first runner has warmed up, and settles back."""
+        """A device whose use grows by 4 MiB beyond the pool when the first runner has warmed up, and settles back."""
 
         def __init__(self) -> None:
             super().__init__(64 * 2**20, 60 * 2**20, 4 * 2**20)

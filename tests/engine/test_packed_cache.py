@@ -25,7 +25,7 @@ OPTIONS = EngineConfig(device="cpu", kv_memory_bytes=2**20, threads=1, quantizat
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """With biases and untied embeddings, and with a tied one."""
+    """Two checkpoints: qwen2 with biases and untied embeddings, and qwen3 with a tied embedding."""
     folder = tmp_path_factory.mktemp("models")
     return {
         "qwen2": make_checkpoint(folder / "qwen2", "qwen2", tie_word_embeddings=False),
@@ -127,7 +127,7 @@ def test_a_model_starts_where_nothing_can_be_written(
 
 @pytest.fixture
 def small_disk() -> Iterator[None]:
-    """No file may grow beyond 20,000 bytes: writing more fails, as on a full disk."""
+    """A disk that is full soon: writing more than 20,000 bytes to a file fails."""
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:

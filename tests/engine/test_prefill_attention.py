@@ -46,7 +46,7 @@ def shapes(
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Both packages can be imported; what PyTorch was told to activate."""
+    """Makes both packages importable; returns what PyTorch was told to activate."""
     return install(monkeypatch)
 
 
@@ -76,7 +76,7 @@ def test_pytorch_activates_the_package_for_the_gpu_once(architecture: int, packa
 
 
 def absent(patch: pytest.MonkeyPatch) -> None:
-    """Neither FlashInfer nor FlashAttention can be imported."""
+    """Makes neither FlashInfer nor FlashAttention importable."""
     for name in ("flashinfer", "flash_attn_interface", "flash_attn"):
         patch.setitem(sys.modules, name, None)
 
@@ -146,7 +146,7 @@ def test_triton_is_the_default() -> None:
 
 
 def test_a_draft_model_has_triton(tmp_path: Path) -> None:
-    """Its heads may be of another size than those of the served model, which was asked for another kernel."""
+    """The draft's heads may have another size than those of the served model, which was asked for another kernel."""
     assert (
         draft_options(tmp_path, EngineConfig(prefill_attention="flashinfer").on("cuda")).prefill_attention == "triton"
     )
@@ -211,7 +211,8 @@ def test_auto_takes_the_fastest(
 def test_packages_are_asked_for_the_same_attention(
     wanted: Any, rows: list[tuple[int, int]], decodes: int, block_size: int, window: int, seed: int
 ) -> None:
-    """To the bit: the stand-ins compute the definition from what they are given, in the layout that they are given."""
+    """The results are equal to the bit: the stand-ins compute the definition from their arguments, in the given
+    layout."""
     with pytest.MonkeyPatch.context() as patch:
         install(patch)
         check_package(wanted, [(5, 1)] * decodes + rows, decodes, (block_size, window, seed), CPU)
@@ -285,7 +286,8 @@ def test_the_stand_ins_have_the_parameters_that_are_checked() -> None:
 @needs_block_tables
 @pytest.mark.parametrize("window", [0, 60])
 def test_pytorch_takes_what_it_is_given(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: PyTorch's own function has the stand-in's parameters and takes ours, as tensors without memory."""
+    """PyTorch's own function has the stand-in's parameters and takes our tensors; these have no memory, so no GPU is
+    needed."""
     from torch.nn.attention.varlen import varlen_attn_out as real
 
     assert list(inspect.signature(real).parameters) == list(inspect.signature(varlen_attn_out).parameters)

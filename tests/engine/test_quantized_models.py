@@ -67,7 +67,7 @@ def test_a_quantized_model_computes_with_its_codes(folder: Path, quantization: Q
 
 @pytest.mark.parametrize(("quantization", "most"), [("int8", 0.35), ("int4", 0.25), ("fp8", 0.35)])
 def test_packed_weights_are_small(folder: Path, quantization: Quantization, most: float) -> None:
-    """As a share of float32's, scales included."""
+    """Sizes are shares of float32's, scales included."""
     options = EngineConfig(kv_memory_bytes=2**20, threads=1, quantization=quantization)
     runner = build_cpu_runner(folder, "float32", options)
     assert runner.spec.weights == quantization

@@ -38,7 +38,7 @@ def native() -> Sample:
 
 @pytest.fixture(scope="module", params=["torch", "native"])
 def sample(request: pytest.FixtureRequest) -> Sample:
-    """Both ways: what one of them promises, the other one does too."""
+    """Each way of sampling in turn; both must keep the same promises."""
     return in_torch if request.param == "torch" else request.getfixturevalue("native")
 
 
@@ -55,7 +55,7 @@ def many(sample: Sample, params: SamplingParams, count: int = DRAWS) -> list[int
 
 
 def chi_square_bound(freedom: int) -> float:
-    """What chi-square exceeds once in a million times (Wilson and Hilferty's approximation)."""
+    """The value that chi-square exceeds once in a million times (Wilson and Hilferty's approximation)."""
     return freedom * (1 - 2 / (9 * freedom) + 4.753 * math.sqrt(2 / (9 * freedom))) ** 3
 
 
@@ -181,7 +181,7 @@ def test_noise_is_exponential_down_to_its_smallest_values() -> None:
 
 
 def test_a_token_without_rivals_wins_with_the_largest_noise(sample: Sample) -> None:
-    """Here the uniform number of token 1596 rounds to 1, whose logarithm would be infinite."""
+    """The uniform number of token 1596 rounds to 1 here, whose logarithm would be infinite."""
     logits = torch.full((1, 4096), -torch.inf)
     logits[0, 1596] = 0.0
     assert exponential(noise_keys([0], [6021]), np.array([1596], np.int32)) > 16

@@ -1,4 +1,4 @@
-"""What a step computes, the prefix cache, preemption, refusals, and steps planned ahead."""
+"""The scheduler: tokens of a step, the prefix cache, preemption, refusals, and steps planned ahead."""
 
 import subprocess
 import sys

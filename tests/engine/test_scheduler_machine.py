@@ -45,7 +45,7 @@ def requests(draw: st.DrawFn, bench: Bench) -> Request:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """All that a prefill, a decode and a co-located worker do to a scheduler, in any order."""
+    """Does all that a prefill, a decode and a co-located worker do to a scheduler, in any order."""
 
     @initialize(
         blocks=st.integers(4, 16),

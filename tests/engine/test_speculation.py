@@ -138,7 +138,7 @@ def test_streams_are_the_same_with_right_and_wrong_guesses(lag: int) -> None:
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_chunk_of_one_token_has_no_guesses_behind_it(lag: int) -> None:
-    """Here, decode rows leave a chunk that ends one token further, at the border of a block, before its prompt ends."""
+    """Decode rows leave room for a chunk that ends one token further, at a block's border, before its prompt ends."""
     sampling = SamplingParams(temperature=0.0)
     requests = [request("decodes", range(5), sampling, 40), request("chunked", range(60), sampling)]
     plain = run(hash_engine(None, step_tokens=8), requests)
@@ -181,7 +181,7 @@ OPTIONS = EngineConfig(kv_memory_bytes=8 * 2**20, threads=1, max_sequences=64)
 
 
 def test_ten_thousand_sampled_tokens_are_the_same_on_and_off(tiny: Path) -> None:
-    """On the real kernels, at batches up to the largest, to the last bit of each log-probability."""
+    """The real kernels run at batches up to the largest; log-probabilities are equal to the last bit."""
     sampling = SamplingParams(temperature=0.7, logprobs=0)
     requests = [
         request(f"{seed}", [seed % VOCAB_SIZE, 5, 6], dataclasses.replace(sampling, seed=seed), 100)
@@ -268,7 +268,7 @@ def compiled(folder: Path, constraints: Sequence[Constraint]) -> Iterator[list[G
 
 
 def test_constrained_streams_are_the_same_on_and_off(tiny: Path) -> None:
-    """With right and wrong guesses, with prompt lookup, and with a draft model, which knows nothing of constraints."""
+    """The guesses are right and wrong, by prompt lookup and by a draft model, which knows nothing of constraints."""
     with compiled(tiny, CONSTRAINTS) as grammars:
         asked = [
             dataclasses.replace(
@@ -322,7 +322,7 @@ def test_prompt_lookup_copies_what_followed_the_longest_match() -> None:
 @settings(max_examples=60, deadline=None)
 @given(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=60), cut=st.integers(0, 60))
 def test_the_longest_match_is_found(tokens: list[int], cut: int) -> None:
-    """Whether the text comes at once or in parts."""
+    """The match is the same whether the text comes at once or in parts."""
     index = SuffixIndex(1)
     index.extend(tokens[:cut])
     index.extend(tokens)

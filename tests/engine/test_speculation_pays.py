@@ -98,7 +98,7 @@ class Batches:
 )
 @example(worst=WORST, steps=[(5000, -1.0)])
 def test_no_more_is_lost_than_allowed(worst: float, steps: list[tuple[int, float]]) -> None:
-    """Whatever guesses lead to, if there are none while there may be none.
+    """The loss is bounded whatever guesses lead to, if none are made while none are allowed.
 
     Args:
         worst: plain steps that a step loses at most.

@@ -61,7 +61,8 @@ class StepGraphs(RecordedGraphs):
 
 @pytest.fixture(scope="module")
 def runner(folder: Path) -> GpuRunner:
-    """Its graphs were captured: three for decode steps, and one more than layers for steps of 20 and of 16 tokens."""
+    """A runner with captured graphs: three for decode steps, and LAYERS + 1 for each of the steps of 20 and 16
+    tokens."""
     plain = build_gpu_runner(folder, "float32", OPTIONS, device="cpu")
     graphs = StepGraphs(decode_graphs=3)
     with pytest.MonkeyPatch.context() as patch:
@@ -98,7 +99,7 @@ def names(launches: Launches) -> list[str]:
 
 
 def test_pieces_equal_the_whole_step_to_the_bit(runner: GpuRunner) -> None:
-    """And launch what it launches, in its order; what lies in the results of padding tokens doesn't matter."""
+    """The pieces launch what the whole step launches, in its order; results of padding tokens don't matter."""
     plan = mixed_plan(runner)
     pieces = runner._pieces
     assert pieces is not None

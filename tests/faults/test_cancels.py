@@ -16,7 +16,7 @@ from support.hash_worker import BEAT_SECONDS, STEP_SECONDS, WORKER_LAYOUT
 from support.processes import wait_until
 
 FREE_SECONDS = 1.5
-"""Far more than a notice takes, for a busy machine, and far less than MINUTE."""
+"""Seconds until blocks are free: far more than a notice takes, for a busy machine, and far less than MINUTE."""
 MINUTE = dict.fromkeys(
     ("lease_seconds", "grant_timeout_seconds", "prefill_timeout_seconds", "transfer_timeout_seconds"), 60.0
 )

@@ -17,22 +17,22 @@ RETRIED = {
     "on arrival": "arrived,index=1:corrupt(1)",
     "gap": "sent,index=1:skip",
 }
-"""Decode must reject the frame; the attempt fails and the request is placed anew."""
+"""Faults that decode must notice: it rejects the frame, the attempt fails, and the request is placed anew."""
 
 SURVIVED = {
     "twice": "sent,index=1:duplicate",
     "later twice": "sent,index=3:duplicate",
     "thread fails": "transfer.frame,index=2:raise",
 }
-"""The attempt survives: a replayed frame is dropped, a broken link is dialled again."""
+"""Faults that the attempt survives: a replayed frame is dropped, a broken link is dialled again."""
 
 ALONE = {
     "another in its place": "sent,index=1:lose",
     "neither announced nor sent": "sent,index=3:skip",
     "never sent": "sent,index=3:lose",
 }
-"""A frame whose bytes never arrive. If it was announced, the next frame is taken for it, or its timeout ends the wait.
-If it was not announced, the count of frames shows it."""
+"""Faults in which a frame's bytes never arrive. If it was announced, the next frame is taken for it, or its timeout
+ends the wait. If it was not announced, the count of frames shows it."""
 
 COMPANY = 6
 """Requests beside each one that fails, since the router's budget is one retry for five requests."""
@@ -43,12 +43,13 @@ FAILING = {
     "sent,index=0,share=0.0103": "lose",
     "arrived,index=0,share=0.0104": "corrupt(1)",
 }
-"""One transfer in twenty, in four ways. The shares differ slightly, since a rule is tried only if those before it did
-not act."""
+"""Faults of one transfer in twenty, in four ways. The shares differ slightly, since a rule is tried only if those
+before it did not act."""
 FIRST = 30
 """Transfers of each worker that succeed, so that the router's retry budget covers those that fail after them."""
 TRIES = 3
-"""A request's fourth attempt is its last. It is spared: one request in 160,000 would see four that fail."""
+"""Attempts of a request that may fail; the fourth one is its last and is spared: one request in 160,000 would see four
+that fail."""
 AT_ONCE = 12
 
 

@@ -19,7 +19,7 @@ PORT = free_port()
 ROUTER = f"127.0.0.1:{PORT}"
 SWITCH_SECONDS = 3.0
 BUSY = 3.0
-"""How much slower a machine may be that runs other tests beside."""
+"""Factor by which a machine that runs other tests, too, may be slower."""
 
 
 def members(checksum: bool = True, **worker: Any) -> dict[str, dict[str, Any]]:

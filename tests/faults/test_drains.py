@@ -45,7 +45,7 @@ def test_new_requests_go_elsewhere_while_a_worker_drains(tmp_path: Path) -> None
 
 
 def test_a_hand_off_with_a_drained_worker_moves(tmp_path: Path) -> None:
-    """Its peer reports it too, and may be first: as a migration, by the worker that drains."""
+    """The drained worker's peer reports the move as a migration too, and its report may come first."""
     options = {"worker": {"drain_seconds": 0.0}}
     # Last frames take so long that each pair of workers has a hand-off under way at any time.
     with scene(

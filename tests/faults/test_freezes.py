@@ -22,7 +22,7 @@ from support.processes import wait_until
 FROZEN_SECONDS = 10.0
 DETECT_SECONDS = 3.0
 SLACK_SECONDS = 0.5
-"""For the delay after the detection: the supervisor's tick, and the polls here."""
+"""Seconds for delays after the detection: the supervisor's tick, and the polls here."""
 ROLES = ("prefill", "decode")
 # Either makes a transfer take some four seconds, so that the signal falls into it: on a link of bytes, mid-frame.
 SLOW = Weather(rate=60e3)

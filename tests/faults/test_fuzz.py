@@ -1,4 +1,4 @@
-"""Any bytes at any port: no process ends, nothing stays held, and the next request is served.
+"""Fuzzing of every port with any bytes: no process ends, nothing stays held, and the next request is served.
 
 The longer variants (`-m slow`) try more of the same.
 """
@@ -83,7 +83,7 @@ def it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 @pytest.fixture(autouse=True)
 def whole(it: Scene) -> Iterator[None]:
-    """After each test: every process lives, a request works, and no block is held."""
+    """Checks after each test that every process lives, a request works, and no block is held."""
     yield
     dead = [name for name, process in it.cluster.processes.items() if process.popen.poll() is not None]
     assert not dead, [it.cluster.processes[name].log.read_text()[-3000:] for name in dead]
@@ -200,7 +200,7 @@ def test_the_supervisor_survives_any_heartbeat(it: Scene, amount: settings) -> N
     sound = AttendRequest(member=Member(name="fuzz-0", role=ROLE_PREFILL, incarnation="f", address="127.0.0.1:1"))
 
     def renamed(request: AttendRequest) -> bytes:
-        """Nobody else's name: a heartbeat is believed, and would fence the one who has the name."""
+        """Gives the heartbeat a name that nobody has: it is believed, and would fence the member of that name."""
         request.member.name = f"fuzz-{len(request.member.name) % 3}"
         return request.SerializeToString()
 
@@ -217,7 +217,7 @@ def test_the_supervisor_survives_any_heartbeat(it: Scene, amount: settings) -> N
 
 @pytest.mark.parametrize("amount", AMOUNTS)
 def test_every_port_survives_any_bytes(it: Scene, amount: settings) -> None:
-    """Those of links too, which listen while a link is dialled."""
+    """Ports of links are tested too: they listen while a link is dialled."""
 
     def listening() -> list[Any]:
         found = []

@@ -21,7 +21,7 @@ CLIENTS = 400
 LIMIT_BYTES = 64 * MIB
 DEADLINES = {"header_timeout_seconds": 3.0, "request_timeout_seconds": 4.0}
 CLOSED_SECONDS = 30.0
-"""Far more than the deadlines together, for a busy machine."""
+"""Seconds until connections are closed: far more than the deadlines together, for a busy machine."""
 
 
 def token_at(index: int) -> int:

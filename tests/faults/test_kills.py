@@ -23,8 +23,8 @@ KILLS = {
     "decode.after_frame,index=3": 1,
     "decode.before_commit": 1,
 }
-"""The place, and the retries that a death there costs: none once decode has all of the KV and the router has the first
-token. At `sent` the prefill worker has announced the frame, and sent none of its bytes."""
+"""Retries that a death costs, by its place: none once decode has all of the KV and the router has the first token. At
+`sent` the prefill worker has announced the frame, and sent none of its bytes."""
 EXITS = {"prefill.after_chunk,chunk=1": 1, "decode.after_frame,index=1": 1}
 
 

@@ -17,7 +17,7 @@ from support.hash_worker import WORKER_LAYOUT
 RESET_SECONDS = 0.1
 COMPANY = 5
 FRAME_SECONDS = 3.0
-"""The default of `transfer.frame_timeout_seconds`."""
+"""Seconds that a frame may take: the default of `transfer.frame_timeout_seconds`."""
 SLACK_SECONDS = 0.5
 SILENCES = {
     "black hole": (SWALLOWED, SWALLOWED),

@@ -46,7 +46,7 @@ def test_from_the_second_time_on_a_long_prompt_hits(it: Scene) -> None:
 
 
 def test_a_router_knows_the_prompts_that_others_have_placed(it: Scene) -> None:
-    """Nothing in the second request but the prompt itself leads to the worker that has it: its session differs."""
+    """Only the prompt itself leads the second request to the worker that has it: its session differs."""
     here, there = (Client(address) for address in it.cluster.router.split(","))
     with here, there:
         prompts = [prompt_of(f"told {number}", LONG) for number in range(5)]

@@ -21,9 +21,9 @@ PROMPT = 24
 OVERSUBSCRIBED = 4
 SHORT = 16
 IDLE_SECONDS = 2.0
-"""Without a token, after which a router gives a stream up: far less than the crowd takes."""
+"""Seconds without a token after which a router gives a stream up: far less than the crowd takes."""
 GAP_SECONDS = 1.0
-"""Most that another tenant's short request may wait for its next token."""
+"""Longest wait of another tenant's short request for its next token, in seconds."""
 KEYS = {"many": "key of many", "few": "key of few"}
 
 

@@ -26,12 +26,13 @@ TOKENS = list(range(40))
 BLOCKS = list(range(LAYOUT.blocks_for(len(TOKENS))))
 CYCLE_SECONDS = 5.0
 GROWTH_BYTES = 6 * 1024
-"""Of each cycle; the smallest leak of a link's parts, which are a thread's stack, a socket's buffers, a group."""
+"""Bytes that memory may grow by in each cycle: the smallest leak of a link's parts (a thread's stack, a socket's
+buffers, a group)."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """What a process has."""
+    """Threads, open files and memory of a process."""
 
     threads: int
     files: int
@@ -77,7 +78,7 @@ async def cycles(transport: str, count: int) -> list[Size]:
     [("shm", 500), *(pytest.param(name, 1000, marks=pytest.mark.slow) for name in ("shm", "tcp", "gloo"))],
 )
 def test_hundreds_of_pairs_leave_nothing_behind(transport: str, cycles: int) -> None:
-    """In a process of its own, whose memory nobody else moves."""
+    """The cycles run in a process of their own, so that nothing else changes its memory."""
     run = subprocess.run(
         [sys.executable, __file__, transport, str(cycles)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))},

@@ -22,7 +22,7 @@ def it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 
 def test_the_first_request_of_a_pair_has_them(it: Scene) -> None:
-    """And later ones, of any length."""
+    """Later requests have them too, at any length."""
     for name, length in (("first", PROMPT), ("second", PROMPT), ("short", 1), ("long", 1500)):
         done = it.ask(name, length)
         assert done.timeline.retries == 0
@@ -40,7 +40,7 @@ def test_a_prompt_that_prefill_has_in_its_cache_has_those_of_its_end(it: Scene) 
 
 
 def test_a_stream_that_moves_to_another_decode_worker_has_them_there(it: Scene) -> None:
-    """Of the tokens that prefill computes for it; its cache has none of the others'."""
+    """The states are those of tokens that prefill computes for the stream; tokens in prefill's cache have none."""
     request = it.begin("moves", count=200)
     wait_until(lambda: request.tokens >= 20, "it decodes")
     (serving,) = wait_until(lambda: [name for name in it.decodes if it.held(name)], "one decodes")

@@ -20,7 +20,7 @@ PROMPT, OUT = 48, 500
 ENGINE = {"kv_memory_bytes": 16 * 2**20, "threads": 1}
 SWITCH_SECONDS = 3.0
 BUSY = 3.0
-"""How much slower a machine may be that runs other tests beside."""
+"""Factor by which a machine that runs other tests, too, may be slower."""
 CLIENT_SECONDS = 120.0
 
 

@@ -37,7 +37,7 @@ from support.supervised import Supervised, all_ready, hash_members, supervised
 
 CLIENTS = 40
 BUSY_SECONDS = 6.0
-"""For the other router and the workers, which serve twenty streams at a time, on a busy machine."""
+"""Seconds for the other router and the workers, which serve twenty streams at a time, on a busy machine."""
 SLOW = {STEP_SECONDS: 0.01}
 
 
@@ -51,7 +51,7 @@ def longest_silence(history: History) -> float:
 
 
 def working(it: Scene, router: str) -> bool:
-    """Whether requests run there."""
+    """Whether requests run on this router."""
     return it.cluster.member(router).load.requests.running >= AT_ONCE // 4
 
 
@@ -61,7 +61,7 @@ KILLED_OR_FROZEN = ((signal.SIGKILL, -9), (signal.SIGSTOP, 1))
 
 @pytest.mark.parametrize("ways", [STOPPED, pytest.param(KILLED_OR_FROZEN, marks=pytest.mark.slow)])
 def test_one_of_two_routers_is_lost_under_load(tmp_path: Path, ways: tuple[tuple[signal.Signals, int], ...]) -> None:
-    """By a signal; the code is that of its process's end."""
+    """The router is lost by a signal; `code` is the exit code of its process."""
     with scene(tmp_path, routers=2, variables=SLOW, router={"drain_seconds": 0.1}) as it:
         for how, code in ways:
             with asking(it, how.name, CLIENTS) as done:

@@ -1,4 +1,4 @@
-"""With scaling on, workers of real processes change their role under load; no stream fails, every token is right."""
+"""Workers of real processes change their role under load with scaling on; no stream fails, every token is right."""
 
 import time
 from collections.abc import Iterator

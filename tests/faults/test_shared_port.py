@@ -11,7 +11,7 @@ from support.faults import Scene, oracle, prompt_of, scene
 from support.processes import free_port
 
 CONNECTIONS = 16
-"""All of them at one router: once in 32,768 times."""
+"""Connections, of which all reach one router once in 32,768 times."""
 OUT = 5
 
 

@@ -1,5 +1,4 @@
-"""What a supervisor keeps running: lost, ill and stuck members are replaced, healthy ones are found again
-after its own death."""
+"""A supervisor replaces lost, ill and stuck members, and finds healthy ones again after its own death."""
 
 import json
 import os
@@ -19,7 +18,7 @@ from support.supervised import Supervised, all_ready, hash_members, supervised
 
 REPLACED_SECONDS = 5.0
 SLACK_SECONDS = 1.5
-"""For a busy machine."""
+"""Seconds that a busy machine may take longer."""
 HEALTHY = ("prefill-0", "decode-0", "router-0")
 ASK: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "timeout": 60.0}
 
@@ -145,7 +144,8 @@ def test_an_ill_member_that_ignores_sigterm_is_killed_and_replaced(
 
 @pytest.mark.parametrize("held", ["loop", "interpreter"])
 def test_a_busy_member_is_left_alive_and_a_frozen_one_is_replaced(tmp_path: Path, held: str) -> None:
-    """Its event loop doesn't turn for far longer than dead_seconds; with `interpreter`, no thread of Python's runs."""
+    """The busy member's event loop stops for far longer than dead_seconds; with `interpreter`, all of its Python
+    threads stop."""
     options = {"sickness": held, "marker": str(tmp_path / "ill")}
     with supervised(tmp_path, {"router-0": {"module": "support.sick_member", "options": options}}) as cluster:
         all_ready(cluster)

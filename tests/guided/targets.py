@@ -40,7 +40,7 @@ from support.hash_runner import LAYOUT, HashRunner, hash_spec
 
 BLOCKS = 24
 NUMBERS = 64
-"""Most entries of a list of numbers that the target `outline` lets pass."""
+"""Entries of a list of numbers that the target `outline` lets pass, at most."""
 MODEL = ModelInfo(vocab_size=512, max_context=256, eos_token_ids=[0])
 
 Target = Callable[[bytes], None]
@@ -146,7 +146,7 @@ def heartbeat() -> Target:
 
 
 def whole(target: Target) -> Callable[[], Target]:
-    """Of a target that needs nothing made before."""
+    """A maker of a target that needs no preparation."""
     return lambda: target
 
 

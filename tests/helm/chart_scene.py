@@ -109,7 +109,7 @@ def answers(url: str) -> bool:
 
 
 def head_is_ready() -> bool:
-    """What the readiness probe of the head's pod asks."""
+    """Answers as the readiness probe of the head's pod would."""
     pod = SCENE["pods"]["headgroup"]
     probe = pod["ray"]["readinessProbe"]["httpGet"]
     return answers(f"http://{pod['address']}:{probe['port']}{probe['path']}")

@@ -35,7 +35,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def found(render, folder: Path) -> dict[str, Any]:
-    """What the scene has found."""
+    """Results of the scene, which runs once for all tests."""
     if shutil.which("unshare") is None or subprocess.run([*UNSHARE, "true"], capture_output=True).returncode:
         pytest.skip("no namespaces for this user: unshare --user --net --pid")
     rendered = render(LOCAL)

@@ -13,7 +13,7 @@ from chart_rendering import CHART, EXAMPLES, Object, Rendered
 FIELDS = json.loads((Path(__file__).parent / "kuberay_fields.json").read_text())
 VERSIONS = ("1.27", "1.33", "1.37")
 NATIVE_SIDECARS = "1.29"
-"""From this version of Kubernetes on the chart makes the same objects."""
+"""Version of Kubernetes from which on the chart makes the same objects."""
 CUSTOM = {"RayCluster", "PodMonitor", "PrometheusRule", "HTTPRoute", "GRPCRoute"}
 EVERYTHING: dict[str, Any] = {
     "model": {"path": "hf:org/name", "hub": {"tokenSecret": "hub"}},

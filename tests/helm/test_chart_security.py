@@ -1,4 +1,4 @@
-"""Where the chart's pods get the join token, their certificates and the API keys from."""
+"""Sources of the join token, the certificates and the API keys in the chart's pods."""
 
 import base64
 from typing import Any

@@ -18,7 +18,7 @@ STAGES = {
         r"^FROM (\S+) AS (\S+)\n(.*?)(?=^FROM |\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL
     )
 }
-"""By name, each stage's base and instructions."""
+"""Base and instructions of each stage, by its name."""
 IGNORED = [line for line in (HELM / "Dockerfile.dockerignore").read_text().splitlines() if not line.startswith("#")]
 
 

@@ -31,7 +31,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where tests put the arguments of kernels."""
+    """The device that holds the arguments of kernels."""
     return torch.device("cpu" if INTERPRETED else "cuda")
 
 
@@ -45,7 +45,7 @@ def gpu() -> torch.device:
 
 @pytest.fixture(scope="session")
 def compiler() -> Iterator[Compiler]:
-    """One for all tests, so that each launch is compiled once."""
+    """A compiler for all tests, so that each launch is compiled once."""
     with Compiler() as compiler:
         yield compiler
 

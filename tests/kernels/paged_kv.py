@@ -20,10 +20,10 @@ LAYER = 1
 
 @dataclass
 class Sequences:
-    """Some rows, each of so many new tokens at the end of so long a context."""
+    """Rows of a step, each with so many new tokens at the end of so long a context."""
 
     query: Tensor
-    """[T, H, D]."""
+    """Queries as a tensor [T, H, D]."""
     kv: PagedKV
     block_tables: Tensor
     contexts: list[int]
@@ -101,7 +101,7 @@ def coded_sequences(
     device: torch.device,
     block_size: int = 16,
 ) -> Sequences:
-    """As `make_sequences`, but all keys have the same weight, and a value says which position it is of.
+    """Sequences as `make_sequences` makes them, but all keys have the same weight, and a value tells its position.
 
     The key at `position` adds 1 to the dimension `position % (D / 2)`, and 1 to `D / 2 + position // (D / 2)`, modulo
     D / 2. So each dimension of the result counts few keys, and one that is lost or read twice shows.
@@ -127,7 +127,8 @@ def tiles_of(case: Sequences, rows: int, window: int = 0) -> Tensor:
 
 
 def check_counts(found: Tensor, expected: Tensor) -> None:
-    """Of `coded_sequences`: one key more or less in a dimension is 1.5 % at least up to 66 keys there."""
+    """Compares results for `coded_sequences`, where one key more or less changes a dimension by 1.5 % at least (up to
+    66 keys)."""
     torch.testing.assert_close(found.double(), expected.double(), atol=1e-6, rtol=7e-3)
 
 

@@ -17,7 +17,7 @@ from kvrelay.kernels.cpu.packed import EMBED, Arena, EmbedArgs, Epilogue, Packed
 from kvrelay.kernels.cpu.program import Program, Team
 
 ROUNDED = 2e-2
-"""Weights and, on some CPUs, inputs are rounded to bfloat16."""
+"""Tolerance where weights and, on some CPUs, inputs are rounded to bfloat16."""
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -25,7 +25,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def random_codes(kind: CodeType, outputs: int, inputs: int, group: int, *, zeros: bool, seed: int = 0) -> CodedWeight:
-    """Any codes but NaN, which no format here has but fp8."""
+    """Random codes: any but NaN, which only fp8 has here."""
     generator = torch.Generator().manual_seed(seed)
     found = torch.randint(0, 2**kind.bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
     if kind is CodeType.FP8:
@@ -106,7 +106,8 @@ def test_a_product_with_codes(
 def test_a_product_with_rounded_inputs(
     team_of: Callable[[int], Team], rows: int, inputs: int, outputs: int, threads: int, seed: int
 ) -> None:
-    """Its sums are exact: what is left is an input near the middle of two integers that is rounded to the other one."""
+    """The sums are exact: the only error is an input near the middle of two integers that is rounded to the other
+    one."""
     weight = replace(random_codes(CodeType.INT8, outputs, inputs, inputs, zeros=False, seed=seed), round_inputs=True)
     x, bias = normal(rows, inputs, seed=seed), normal(outputs)
     found = PackedLinear.pack(team_of(threads), Arena(), weight, bias)(x)
@@ -117,7 +118,7 @@ def test_a_product_with_rounded_inputs(
 
 @pytest.mark.parametrize("inputs", [512, 2048, 11008, 28672])
 def test_inputs_of_long_rows_keep_16_bits(team_of: Callable[[int], Team], inputs: int) -> None:
-    """Beside an outlier, where each bit counts; and whatever the number of rows, the bits of a result are the same."""
+    """Each bit counts beside an outlier; a result has the same bits whatever the number of rows."""
     weight = random_codes(CodeType.INT8, 48, inputs, inputs, zeros=False)
     x = normal(33, inputs)
     x[:, 5] = 1000.0
@@ -163,7 +164,8 @@ def test_a_product_of_4_bits_rounds_spans_of_inputs(
     threads: int,
     seed: int,
 ) -> None:
-    """Nothing else is lost, whatever the magnitudes of a span. (With AMX, more rows are multiplied as bfloat16.)"""
+    """The rounding loses nothing else, whatever the magnitudes of a span. (With AMX, more rows are multiplied as
+    bfloat16.)"""
     group = min(group, inputs)
     weight = random_codes(kind, outputs, inputs, group, zeros=kind is CodeType.INT4, seed=seed)
     x = normal(rows, inputs, seed=seed)
@@ -201,7 +203,7 @@ def whole(kind: CodeType, *, round_inputs: bool = False) -> CodedWeight:
     ids=["int8", "w8a8", "fp8", "int4", "fp4"],
 )
 def test_a_row_does_not_depend_on_its_company(team_of: Callable[[int], Team], weight: CodedWeight) -> None:
-    """To the last bit, for every batch and number of threads. (Not with 8 bits in groups.)"""
+    """Results are equal to the last bit for every batch and number of threads. (Not with 8 bits in groups.)"""
     if weight.type in (CodeType.INT4, CodeType.FP4) and team_of(1).library.kvrelay_tiles_used():
         pytest.skip("AMX multiplies many rows with weights of 4 bits as bfloat16")
     x = normal(300, 200)

@@ -23,7 +23,7 @@ from kvrelay.kernels.kv_codes import dequantize, quantize
 
 TOLERANCE = {torch.float32: 6e-6, torch.bfloat16: 3e-2, torch.int8: 3e-2}
 LAYERS = 2
-"""The first without a window, the second with one."""
+"""Layers of the pool: the first without a window, the second with one."""
 
 Rows = list[tuple[int, int]]
 """Tokens that are in the pool already, and tokens of this step."""

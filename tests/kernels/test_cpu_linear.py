@@ -27,7 +27,7 @@ from kvrelay.kernels.cpu.program import Program, Team
 DTYPES = (torch.float32, torch.bfloat16)
 EXACT = 2e-6
 ROUNDED = 2e-2
-"""Where products of bfloat16 round activations to bfloat16 too."""
+"""Tolerance where products of bfloat16 round activations to bfloat16 too."""
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -140,7 +140,7 @@ def test_a_gate_far_from_zero_neither_overflows_nor_turns_into_nan(team_of: Call
 
 
 def test_a_row_does_not_depend_on_its_company(team_of: Callable[[int], Team]) -> None:
-    """To the last bit, for every batch and number of threads."""
+    """Results are equal to the last bit for every batch and number of threads."""
     weight = (normal(100, 200) / 14).to(torch.bfloat16)
     x = normal(300, 200)
     alone = torch.cat([PackedLinear.pack(team_of(1), Arena(), weight, None)(row[None]) for row in x])

@@ -88,7 +88,7 @@ def test_linear_without_onednn_falls_back(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_prepacked_float32_is_exact_enough_for_logits() -> None:
-    """Within 1e-6 of the spread of what float64 gives, so that prepacking moves no greedy token."""
+    """The result is within 1e-6 of the spread of float64's, so that prepacking moves no greedy token."""
     weight, x = normal(512, 2048) / math.sqrt(2048), normal(64, 2048)
     exact = x.double() @ weight.double().T
     assert (ops.linear(weight, None)(x).double() - exact).abs().max() < 5e-6

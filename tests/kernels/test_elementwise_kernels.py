@@ -235,7 +235,7 @@ MORE_LAUNCHES = [
 @pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_compiled(compiler: Compiler, architecture: int, more: bool) -> None:
-    """Nothing spills, and programs are small enough that a multiprocessor runs as many as it can."""
+    """The kernels spill nothing, and their programs are so small that a multiprocessor runs as many as it can."""
     launches = [*(MORE_LAUNCHES if more else LAUNCHES)]
     if more and architecture >= 90:
         launches.append((launch_rope, 128, False, torch.float8_e4m3fn))

@@ -24,7 +24,7 @@ BLOCK_SIZE, KV_HEADS, DIM = 64, 8, 64
 BLOCKS = 2**31 // (LAYERS * 2 * KV_HEADS * BLOCK_SIZE * DIM) + 64
 CONTEXTS = [130, 65]
 MAP_NORESERVE = 0x4000
-"""Of Linux; Python has no name for it yet."""
+"""Flag of Linux's mmap; Python has no name for it yet."""
 
 
 @pytest.fixture(scope="module")

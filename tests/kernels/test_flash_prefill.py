@@ -60,7 +60,8 @@ def test_pages_and_heads_of_every_size(device: torch.device, block_size: int, ke
 
 
 def test_a_tile_holds_all_query_heads_of_a_kv_head(device: torch.device) -> None:
-    """Also in float32, whose tiles are small, and for heads whose rows the copy engine doesn't take."""
+    """Tiles in float32, which are small, hold them all too; so do tiles of heads whose rows the copy engine doesn't
+    take."""
     for architecture, dim, dtype in product((80, 86, 89, 90, 100, 120), (16, 36, 100, 256), (torch.float32, BF16)):
         for group in (1, 7, 32):
             tile = choose_tile(dim, dtype, 64, architecture, group)
@@ -198,7 +199,7 @@ def test_wrong_arguments_are_named(change: dict[str, object], message: str) -> N
 
 @dataclass(frozen=True)
 class Launch:
-    """What is compiled, and what is expected of it."""
+    """A kernel to compile, and the limits that its code must keep."""
 
     dim: int = 128
     group: int = 4
@@ -209,7 +210,7 @@ class Launch:
     stages: int = 3
     """Buffers on sm_90 and later."""
     stack: int = 0
-    """Bytes of a thread, at most, that are spilled."""
+    """Bytes of each thread that may be spilled, at most."""
     architectures: tuple[int, ...] = ARCHITECTURES
 
     def tile(self, architecture: int) -> Tile:

@@ -15,7 +15,7 @@ from kvrelay.kernels.triton.kv_frame import SPAN, Way, kv_frame
 
 BLOCKS, LAYERS = 9, 3
 PLANES = [8, 48, 1000, 8 * SPAN + 16]
-"""Bytes: less than a vector, of odd words, and more than one program's share of a block."""
+"""Sizes in bytes: less than a vector, of odd words, and more than one program's share of a block."""
 PARTS = [LayerPart(), LayerPart(1, 2)]
 
 

@@ -31,7 +31,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def test_repeated_norms_equal_the_reference() -> None:
-    """Other tensors, another number of rows, another type, an address that is no multiple of 16, another eps."""
+    """The launches differ in tensors, number of rows, type, eps, and have an address that is no multiple of 16."""
     norms = Norms()
     shifted = normal(5 * 24 + 1)[1:].view(5, 24)
     inputs = [normal(5, 24), normal(5, 24), shifted, normal(3, 24), normal(3, 24, dtype=torch.float16), normal(3, 24)]
@@ -87,7 +87,7 @@ class StubKernel:
 
     @staticmethod
     def fn(x: Any, pair: Any, rows: Any, columns: Any, SIZE: Any) -> None:
-        """Its parameters."""
+        """A function with the kernel's parameters."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
         def run(*values: Any, num_warps: int) -> object:

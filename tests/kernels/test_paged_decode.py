@@ -123,7 +123,7 @@ def test_wrong_arguments_are_named(change: dict[str, object], message: str) -> N
 
 @dataclass(frozen=True)
 class Launch:
-    """What is compiled, and what is expected of it."""
+    """A kernel to compile, and the limits that its code must keep."""
 
     dim: int = 128
     group: int = 4
@@ -132,9 +132,9 @@ class Launch:
     kv_dtype: torch.dtype = torch.bfloat16
     programs: int = 33
     buffers: int = 3
-    """At 163 KiB of shared memory and more."""
+    """Buffers where a multiprocessor has 163 KiB of shared memory or more."""
     stack: int = 0
-    """Bytes of a thread, at most, that are spilled."""
+    """Bytes of each thread that may be spilled, at most."""
     architectures: tuple[int, ...] = ARCHITECTURES
 
 

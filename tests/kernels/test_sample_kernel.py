@@ -67,7 +67,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
 def test_it_chooses_what_the_cpu_does(
     params: list[SamplingParams], vocabulary: int, coarse: bool, seed: int, monkeypatch_module: pytest.MonkeyPatch
 ) -> None:
-    """For rows longer and shorter than a block, also with many equal logits, as bfloat16 gives."""
+    """Rows are longer and shorter than a block, and some have many equal logits, as bfloat16 gives."""
     monkeypatch_module.setattr(kernel, "SLICE", 128)
     monkeypatch_module.setattr(kernel, "LISTED", 16)
     logits = torch.randn(len(params), vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
@@ -92,7 +92,7 @@ def monkeypatch_module() -> object:
 def test_the_last_token_that_is_kept_may_win_and_the_next_one_may_not(
     step: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the draw's winner is next to the bound of a filter, on logits that share bins, or have one each."""
+    """The draw's winner is next to the bound of a filter, on logits that share bins, or have one each."""
     monkeypatch.setattr(kernel, "SLICE", 32)
     monkeypatch.setattr(kernel, "LISTED", 8)
     logits = -step * torch.arange(40.0)[torch.randperm(40, generator=torch.Generator().manual_seed(1))]
@@ -113,7 +113,7 @@ def test_the_last_token_that_is_kept_may_win_and_the_next_one_may_not(
 
 
 def test_the_largest_noise_is_that_of_the_cpu() -> None:
-    """Here the uniform number of token 1596 rounds to 1. Token 0 would win over it if its noise were larger still."""
+    """The uniform number of token 1596 rounds to 1 here. Token 0 would win over it if its noise were larger still."""
     params, position, token = SamplingParams(temperature=1.0, seed=0), 6021, 1596
     noise = exponential(noise_keys([0], [position]), np.array([0, token], np.int32))[0]
     logits = torch.full((1, 1600), -torch.inf)

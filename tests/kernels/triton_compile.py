@@ -182,7 +182,7 @@ def _resource_usage(cubin: bytes) -> tuple[int, int]:
 
 
 def _dump(cubin: bytes, what: str) -> str:
-    """What `cuobjdump` says of compiled code."""
+    """The output of `cuobjdump` for compiled code."""
     from triton.backends import nvidia
 
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"

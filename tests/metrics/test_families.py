@@ -92,7 +92,7 @@ def test_a_worker_in_another_role_counts_on_under_its_name() -> None:
     metrics.watch(engine, lambda: Load(blocks=Blocks(total=4, free=4)), None)
 
     def values(name: str) -> dict[str, float]:
-        """By role, of the series without further labels, or free."""
+        """Values by role: of the series without further labels, or of free blocks."""
         return {
             sample.labels["role"]: sample.value
             for metric in metrics.metrics.registry.collect()

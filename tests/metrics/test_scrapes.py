@@ -1,4 +1,4 @@
-"""What Prometheus gets from the processes of a running cluster."""
+"""Metrics that Prometheus scrapes from the processes of a running cluster."""
 
 import json
 import urllib.request
@@ -45,7 +45,7 @@ class Watched:
 
     @property
     def addresses(self) -> dict[str, str]:
-        """Of each process's metrics."""
+        """Addresses of the metrics of each process, by its name."""
         members = {status.member.name: status.member for status in self.scene.cluster.status().members}
         return {name: member.metrics_address for name, member in members.items()} | {"supervisor": self.supervisor}
 

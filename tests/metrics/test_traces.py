@@ -34,7 +34,7 @@ SERVER = 2
 RETRIED, CORRUPTED = "one", "two"
 PORT = {"metrics_port": 0}
 LOST = ("lost", "peer_lost")
-"""Either the router or the decode worker notices the loss first."""
+"""Outcomes of the lost attempt: either the router or the decode worker notices the loss first."""
 SECONDS = 60.0
 
 
@@ -44,7 +44,7 @@ class Traced:
 
     scene: Scene
     spans: list[Received]
-    """Of the request RETRIED."""
+    """Spans of the request RETRIED."""
     lines: list[dict[str, Any]]
     """The logs of all processes."""
 

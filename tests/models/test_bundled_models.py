@@ -27,7 +27,7 @@ PROMPT = "def __init__(self,"
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """With small products on a busy machine, more threads only wait for each other."""
+    """Restricts torch to one thread: with small products on a busy machine, more threads only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

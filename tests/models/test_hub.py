@@ -34,7 +34,7 @@ except ValueError as error:
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """Has one model, at `main` and at its commit, with a file that nobody needs."""
+    """A hub that has one model, at `main` and at its commit, with a file that nobody needs."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -69,7 +69,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self._answer(body=True)
 
     def log_message(self, *_: object) -> None:
-        """Nothing is logged."""
+        """Logs nothing."""
 
     def _answer(self, *, body: bool) -> None:
         path = self.path.partition("?")[0].strip("/")

@@ -18,9 +18,9 @@ from nemesis.member import CLOCK_LIBRARY, POISON, REMOTE, give, set_clock
 from support.chaos import CLEAR, HELD
 
 CLOCK_JUMPS = (-86400, -30, 30, 86400)
-"""Seconds."""
+"""Seconds by which the clock jumps."""
 COMMAND_SECONDS = 90.0
-"""For a command to be followed."""
+"""Seconds for a command to be followed."""
 SPARE_FDS = 2
 """File descriptors that a process may still open under the limit."""
 
@@ -37,9 +37,9 @@ class Fault(NamedTuple):
     name: str
     inject: Inject
     seconds: float
-    """Within which all members are ready again, from the end of the fault."""
+    """Seconds from the end of the fault within which all members are ready again."""
     needs: Callable[[], str] = str
-    """Why the fault can't be injected on this machine; empty if it can."""
+    """Function that tells why the fault can't be injected on this machine; empty if it can."""
     ends_workers: bool = False
     """Whether it ends workers, other than by a request."""
 
@@ -160,7 +160,7 @@ async def _fd_limit(ground: Ground, rng: random.Random) -> dict[str, int]:
 
 
 Command = Callable[[Control, list[str], random.Random], int]
-"""Gives one command to the supervisor; returns the revision of the desired state that has it."""
+"""Function that gives one command to the supervisor and returns the revision of the desired state that has it."""
 
 
 def _commanded(command: Command) -> Inject:

@@ -1,4 +1,4 @@
-"""What the faults of the nemesis happen to."""
+"""The ground of the nemesis: the cluster, the network and the load that its faults disturb."""
 
 import asyncio
 import random
@@ -16,7 +16,7 @@ from support.supervised import Supervised
 
 @dataclass(frozen=True)
 class Ground:
-    """What the faults happen to."""
+    """The cluster, network and load that faults disturb."""
 
     cluster: Supervised
     chaos: Chaos
@@ -28,7 +28,7 @@ class Ground:
 
     @property
     def workers(self) -> list[str]:
-        """Those that are desired now; commands change them."""
+        """Names of the workers that are desired now; commands change them."""
         return [name for name, role in self._roles().items() if role != "router"]
 
     @property
@@ -58,4 +58,4 @@ class Ground:
 
 
 Inject = Callable[[Ground, random.Random], Awaitable[dict[str, int]]]
-"""Returns, when the fault is over, the processes that must be replaced: pids by name."""
+"""Function that injects a fault; when it is over, returns the processes that must be replaced: pids by name."""

@@ -12,7 +12,7 @@ from nemesis.ground import Ground, Inject
 
 LOAD = Path(__file__).parents[2] / "benchmarks" / "siege_load.py"
 SECONDS = 8.0
-"""Of an attack."""
+"""Seconds that an attack lasts."""
 END_SECONDS = 30.0
 LONG = {"prompts": (1500, 1500), "counts": (2000, 2000), "at_once": 30, "distinct": 0}
 """Streams that want four times the KV of both decode workers."""

@@ -15,7 +15,7 @@ from kvrelay.rpc.certificates import dns_name
 from support.drawn import sampling_options
 
 TOKENS = 250
-"""Prompts have ids below it: none is the poison."""
+"""Limit of the token ids in prompts; the poison's are not below it."""
 PROMPTS, COUNTS = (40, 400), (20, 120)
 """Tokens of a prompt and of a completion, least and most."""
 REQUEST_SECONDS = 60.0
@@ -30,13 +30,13 @@ class Stream:
     prompt: tuple[int, ...]
     count: int
     seed: int | None
-    """Of sampling; None for greedy decoding."""
+    """Seed of sampling; None for greedy decoding."""
     invoked: float
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-    """Of each token."""
+    """Time of each token."""
     ended: float = 0.0
-    """0 while it runs."""
+    """Time at which it ended; 0 while it runs."""
     error: str = ""
     reported: int = 0
     """Tokens that the last message says it had."""
@@ -45,13 +45,13 @@ class Stream:
     resumes: int = 0
     """Times that it went on over another router; `retries` and `migrations` are those of the last one then."""
     begun: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set at the first token or the end."""
+    """Event that is set at the first token or the end."""
     pause: float = 0.0
     """Seconds for which its client reads nothing after the first token."""
     may_fail: bool = False
-    """The poison."""
+    """Whether it may fail; only the poison may."""
     seconds: float = REQUEST_SECONDS
-    """Of its deadline."""
+    """Seconds until its deadline."""
 
     @property
     def first_token(self) -> float | None:
@@ -127,7 +127,7 @@ class Load:
         """
         self.addresses = addresses
         self.streams: list[Stream] = []
-        """Those that have not been taken."""
+        """Streams that have not been taken yet."""
         self._rate = rate
         self._rng = random.Random(f"load {seed}")
         self._client = AsyncClient(addresses, tls=tls_of(authority))

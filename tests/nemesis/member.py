@@ -71,7 +71,7 @@ class Orders:
                     self.step = order
 
     def obey(self) -> None:
-        """On the engine thread, at each step."""
+        """Does what was ordered; called on the engine thread, at each step."""
         match self.step:
             case "hang":
                 threading.Event().wait()

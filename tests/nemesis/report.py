@@ -1,4 +1,4 @@
-"""What a run of the nemesis found, as JSON."""
+"""The report of a run of the nemesis, as JSON."""
 
 import os
 import platform
@@ -15,17 +15,19 @@ import psutil
 from nemesis.load import Stream
 
 ALLOWED = ("UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
-"""How a request may fail if the cluster has lost too much at a time: docs/guarantees.md. All count as not complete."""
+"""Statuses of failures that are allowed if too much was lost at a time (docs/guarantees.md). None counts as
+complete."""
 COMPLETE = 0.999
 """Share of the requests that must complete."""
 STALL_SECONDS = 2.0
-"""Most of the p99 of stalls after a single fault."""
+"""Limit of the p99 of stalls after a single fault, in seconds."""
 CONVICTED = "INTERNAL: suspected of ending workers"
-"""How a request fails that is held to end workers."""
+"""Error of a request that the router blames for the end of workers."""
 CONVICTION_SECONDS = 3.0
-"""From the recovery from a fault: how late a request may still fail because of it."""
+"""Seconds after the recovery from a fault in which a request may still fail because of it."""
 FAILED = ": failed: "
-"""In a violation: a request failed in a way that docs/guarantees.md excludes. All others are about its tokens."""
+"""Mark of violations in which a request failed in a way that docs/guarantees.md excludes; all others are about
+tokens."""
 GROWTH = {"rss_mib": (1.3, 60), "fds": (1.2, 12), "threads": (1.2, 6), "sockets": (1.2, 8)}
 """Figures of a process at the end: at most so many times those at the begin, and so much more."""
 
@@ -41,7 +43,7 @@ class Injected:
     ends_workers: bool = False
     """Whether it ends workers, other than by a request."""
     recovery_seconds: float = 0.0
-    """From the injection until every member was ready again."""
+    """Seconds from the injection until every member was ready again."""
     stall: dict[str, float] = field(default_factory=dict)
     """Longest gap between two tokens of each stream that ran meanwhile: seconds."""
     first_token: dict[str, float] = field(default_factory=dict)
@@ -50,8 +52,8 @@ class Injected:
     """Requests that failed meanwhile, by reason."""
 
     def may_convict(self, at: float) -> bool:
-        """Whether a request that fails at `at`, seconds since the run began, may have been on trial on a worker that
-        this fault ended: it looks as if the request had ended it."""
+        """Whether the router may have blamed a request that failed at `at`, seconds since the run began, for this
+        fault: the fault ended a worker on which the request may have been on trial."""
         return self.ends_workers and self.at <= at <= self.at + self.recovery_seconds + CONVICTION_SECONDS
 
 
@@ -61,26 +63,26 @@ class Report:
 
     seed: int
     seconds: float
-    """From the first fault's wait to the end, judging included."""
+    """Seconds from the first fault's wait to the end, judging included."""
     options: dict[str, Any]
     machine: dict[str, Any]
     skipped: dict[str, str]
     """Faults that this machine can't have, and why."""
     faults: list[Injected] = field(default_factory=list)
     requests: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    """total, complete, and failures by reason."""
+    """Counts of requests: total, complete, and failures by reason."""
     tokens_judged: int = 0
     retries: int = 0
     migrations: int = 0
     resumes: int = 0
     violations: list[str] = field(default_factory=list)
-    """What the judge found, and a supervisor that did not end well."""
+    """Violations that the judge found; an entry of its own if the supervisor did not end well."""
     late: list[str] = field(default_factory=list)
     """Faults from which the cluster had not recovered by their deadline."""
     processes: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
-    """Of each process: figures at begin and end."""
+    """Figures of each process, at begin and end."""
     blocks: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Of each worker at the end, without any request."""
+    """Counts of each worker's blocks at the end, when no request is left."""
     summary: dict[str, Any] = field(default_factory=dict)
 
     def may_fail(self, stream: Stream, began: float) -> bool:
@@ -134,12 +136,12 @@ class Report:
         return found
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report as plain values, for JSON."""
         return asdict(replace(self, requests=dict(self.requests)))
 
 
 def reason_of(stream: Stream) -> str:
-    """Why a stream failed: its status and the text without numbers; empty if it is complete."""
+    """The reason for a stream's failure: its status and the text without numbers; empty if it is complete."""
     if not stream.error:
         return ""
     if stream.may_fail:
@@ -159,7 +161,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def machine() -> dict[str, Any]:
-    """What the run ran on."""
+    """The machine and the packages that the run used."""
     names = [
         line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "name" in line
     ]

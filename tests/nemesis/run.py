@@ -46,11 +46,11 @@ STEP = 0.02
 """Seconds of an engine's step at least."""
 WARM_SECONDS = 5.0
 PAUSE_SECONDS = (2.0, 6.0)
-"""Between the recovery from a fault and the next fault."""
+"""Seconds between the recovery from a fault and the next fault."""
 LOOK_SECONDS = 2.0
-"""How long a fault's effect is looked at, at least."""
+"""Seconds for which a fault's effect is looked at, at least."""
 PAIR_SHARE = 0.15
-"""Of the injections: two faults at a time."""
+"""Share of injections that are two faults at a time."""
 HEARTBEAT = {"suspect_seconds": 0.9, "step_suspect_seconds": 0.9, "step_dead_seconds": 3.0}
 FRAME_TIMEOUT_SECONDS = 1.5
 DRAIN_SECONDS = 1.0
@@ -99,7 +99,7 @@ class Nemesis:
     _retries: Counter[str] = field(default_factory=Counter)
     """Failed attempts by request, as the routers' logs say."""
     _logs_read: Counter[str] = field(default_factory=Counter)
-    """Bytes, by router."""
+    """Bytes that were read of each router's log."""
 
     async def run(self, seconds: float) -> None:
         """Injects faults for so many seconds, then ends the load and looks at what is left."""
@@ -254,10 +254,10 @@ def free_ports(count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Doors:
-    """Where clients reach the routers."""
+    """Addresses of the routers for clients."""
 
     ports: Sequence[tuple[int, int]]
-    """Of gRPC and HTTP, of each router."""
+    """Ports of each router: gRPC and HTTP."""
     authority: Path
     """The certificate that signed the routers'."""
 

@@ -34,7 +34,7 @@ EVERY_SECONDS = 0.4
 BEFORE, WITHOUT = 4.0, 20.0
 """Seconds of load: until the GCS is killed, and without it. With Redis it goes on until the cluster was scaled."""
 SCALED_SECONDS = 30.0
-"""Until the supervisor has followed a command, from the return of the GCS."""
+"""Seconds from the return of the GCS until the supervisor has followed a command."""
 START_SECONDS = 240.0
 
 
@@ -138,7 +138,7 @@ class RayCluster:
         return next((text[-3000:] for path in logs if "will be replaced" in (text := path.read_text())), "no log")
 
     def end(self) -> None:
-        """Kills every process of it."""
+        """Kills every process of the cluster."""
         if self._redis is not None:
             self._redis.kill()
             self._redis.wait()

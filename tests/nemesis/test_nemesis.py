@@ -9,7 +9,7 @@ import pytest
 from nemesis.run import run
 
 COMPLETE = 0.95
-"""The requests of a minute are too few for the share that an hour has to reach."""
+"""Share of requests that must complete. A minute has too few of them for the share that an hour has to reach."""
 SEED = int(os.environ.get("KVRELAY_SEED", random.randrange(2**31)))
 
 

@@ -1,4 +1,4 @@
-"""Which failures of a request the nemesis accepts."""
+"""The report of the nemesis: which failures of a request it accepts."""
 
 from dataclasses import replace
 

@@ -234,7 +234,7 @@ def test_failures_are_counted_and_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", ["interrupted", "output closed"])
 def test_what_was_measured_is_kept(tmp_path: Path, ending: str) -> None:
-    """Whether Ctrl-C ends it with requests in flight, or nobody reads its output."""
+    """The run ends because of Ctrl-C with requests in flight, or because nobody reads its output."""
 
     async def test() -> tuple[int | None, str]:
         hold = asyncio.Event() if ending == "interrupted" else None

@@ -1,4 +1,4 @@
-"""What `kvrelay bench` sends: arrivals, lengths, prompts, and mistakes in its options and files."""
+"""The workload of `kvrelay bench`: arrivals, lengths, prompts, and mistakes in its options and files."""
 
 import asyncio
 import json

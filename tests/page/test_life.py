@@ -108,7 +108,8 @@ ATTEMPTS = ("place", "colocated")
     st.sampled_from([None, "stop", "cancelled", "internal"]),
 )
 def test_bars_stay_within_the_request(steps: list[tuple[float, str]], outcome: Outcome | None) -> None:
-    """In any order from the first attempt on, with several of them, and with times that are longer than the request."""
+    """Steps come in any order after the first attempt, with several attempts, and times that are longer than the
+    request."""
     begun = itertools.dropwhile(lambda step: step[1] not in ATTEMPTS, steps)
     trace = traced(*((at, STEPS[name]) for at, name in begun))
     shown = life(trace, outcome, 105.0)

@@ -33,7 +33,7 @@ def buf() -> Sequence[str]:
 
 
 def breaks(buf: Sequence[str], contract: Path) -> list[str]:
-    """What buf finds in `contract`, the folder of the .proto files, that breaks callers of the released one."""
+    """Findings of buf in `contract`, the folder of the .proto files, that break callers of the released contract."""
     command = [*buf, "breaking", contract, "--against", RELEASED]
     done = subprocess.run(command, timeout=SECONDS, capture_output=True, text=True, cwd=contract)
     lines = done.stdout.splitlines()

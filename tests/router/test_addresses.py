@@ -1,4 +1,4 @@
-"""Who a client is by its address: behind proxies that are trusted, and never by what others claim."""
+"""Addresses of clients: behind proxies that are trusted, and never by what others claim."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a router takes at once, in calls and in bytes, and what it refuses before it parses it."""
+"""Admission: how many calls and bytes a router takes at once, and what it refuses before it parses it."""
 
 import asyncio
 import random
@@ -118,7 +118,7 @@ def _held(calls: list[Open], holder: str) -> bool:
 def test_the_completions_of_calls_take_turns_and_all_run(
     calls: list[tuple[str, int, int]], concurrent: int, newcomers: int
 ) -> None:
-    """Whatever gives way runs again, and no more of them run than there are places, or than their key may have."""
+    """Calls that give way run again; no more run than there are places, or than their key may have."""
     running: Counter[str] = Counter()
     done: Counter[int] = Counter()
 

@@ -97,7 +97,7 @@ def test_a_call_without_a_message_is_told_so(tmp_path: Path) -> None:
 
 
 def test_one_tenants_unfinished_requests_do_not_keep_out_anothers(tmp_path: Path) -> None:
-    """Neither those of two tenants, which take all places."""
+    """Two tenants that take all places don't keep a third one out either."""
     options = {"max_message_bytes": MIB, "max_arriving_bytes": 10 * MIB, "request_timeout_seconds": 60.0}
 
     async def served(cluster: Any, key: str) -> float:
@@ -135,7 +135,7 @@ def test_one_tenants_unfinished_requests_do_not_keep_out_anothers(tmp_path: Path
     events=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), max_size=40),
 )
 def test_places_are_bounded_shared_and_given_back(places: int, events: list[tuple[str, int, bool]]) -> None:
-    """Any requests, each of which takes some turns of the event loop to arrive, or is cancelled."""
+    """The requests are arbitrary; each takes some turns of the event loop to arrive, or is cancelled."""
     reading: Counter[str] = Counter()
     ended: Counter[str] = Counter()
 

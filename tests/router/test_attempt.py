@@ -71,7 +71,7 @@ def interleavings(draw: st.DrawFn) -> tuple[int, int, list[tuple[str, int, int]]
 def test_every_index_comes_once_and_in_order(
     case: tuple[int, int, list[tuple[str, int, int]]], scored: bool, data: st.DataObject
 ) -> None:
-    """Whether its tokens come in events or by themselves."""
+    """The tokens come in events or by themselves."""
     total, generated, events = case
 
     async def test() -> None:

@@ -1,4 +1,4 @@
-"""Whose call it is: by API key or certificate, never by what the message says."""
+"""Identity of callers: by API key or certificate, never by what the message says."""
 
 import asyncio
 import re
@@ -144,7 +144,7 @@ def test_a_client_certificate_names_the_tenant(tmp_path: Path) -> None:
 
 
 def test_one_tenant_can_not_take_the_memory_of_another(tmp_path: Path) -> None:
-    """From one address too: a gateway may call for all of them."""
+    """The tenants call from one address: a gateway may call for all of them."""
     keys = key_file(tmp_path, a=("key of a",), b=("key of b",))
     limits = {"max_queued_bytes": 200_000, "max_message_bytes": 20_000}
 

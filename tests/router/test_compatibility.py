@@ -132,7 +132,7 @@ def sampled_fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def test_an_upgrade_in_place_drains_workers_whose_fingerprint_is_made_the_old_way(tmp_path: Path) -> None:
-    """They have the same weights as the new ones. Streams end where they are, and none is handed from old to new."""
+    """The old workers have the same weights as the new ones. Streams end where they are; none moves from old to new."""
     checkpoint = Checkpoint(resolve("pico"))
     prints = {"old": sampled_fingerprint(checkpoint), "new": checkpoint.fingerprint()}
     assert prints["old"] != prints["new"]

@@ -29,7 +29,7 @@ from support.router_process import router_process
 from support.secrets import secrets_in
 
 PATIENCE_SECONDS = 20.0
-"""For what the tests expect to happen within two seconds."""
+"""Seconds to wait for what should happen within two seconds."""
 SHORT = {"header_timeout_seconds": 0.4, "request_timeout_seconds": 0.4}
 CHECK = "/grpc.health.v1.Health/Check"
 
@@ -48,7 +48,7 @@ class Opened:
         self.writer.write(data)
 
     async def ended(self) -> bytes:
-        """What came until the router has closed the connection."""
+        """Bytes that came before the router closed the connection."""
         async with asyncio.timeout(PATIENCE_SECONDS):
             try:
                 return await self.reader.read()
@@ -108,7 +108,7 @@ PARTS = {
 
 @pytest.mark.parametrize("secured", [False, True], ids=["plaintext", "tls"])
 def test_connections_without_a_whole_request_are_closed(tmp_path: Path, secured: bool) -> None:
-    """Also those in a handshake of TLS, and those whose one request never comes whole."""
+    """Connections in a handshake of TLS are closed too, and those whose one request never comes whole."""
     folder = secrets_in(tmp_path, "mutual").folder / "certificates"
     files = {"tls_certificate": str(folder / "router.crt"), "tls_key": str(folder / "router.key")} if secured else {}
 
@@ -327,7 +327,7 @@ def test_a_new_client_is_served_at_the_limit_of_descriptors(tmp_path: Path, face
                 it.send((b"", b"GET /", hello())[number % 3])
 
             async def ask(make: Callable[[], Any], seconds: float) -> None:
-                """As a client that tries again."""
+                """Asks as a client does that tries again."""
                 started = time.monotonic()
                 while True:
                     try:

@@ -121,7 +121,7 @@ STOPS = st.lists(st.text(LETTERS, min_size=1, max_size=5), min_size=1, max_size=
 
 
 def expected_end(text: str, stops: list[str]) -> int | None:
-    """Where the text ends before the match that is complete first; the longest of several."""
+    """The end of the text: before the match that is complete first, the longest of several."""
     for end in range(1, len(text) + 1):
         ended = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if ended:

@@ -1,4 +1,4 @@
-"""What a router learns from failed attempts, for any order of successes and failures."""
+"""The health that a router infers from failed attempts, for any order of successes and failures."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

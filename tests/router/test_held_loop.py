@@ -1,4 +1,4 @@
-"""No request holds the router's event loop, whichever of its fields is large, right or wrong."""
+"""The router's event loop: no request holds it, whichever of its fields is large, right or wrong."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator

@@ -19,7 +19,7 @@ TOOLS = [
     for name in ("add", "sub")
 ]
 CALLED = 'I\'ll add. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-"""In Hermes' form."""
+"""Text with a tool call in Hermes' form."""
 
 
 def arguments(choice: dict[str, Any]) -> list[tuple[str, Any]]:

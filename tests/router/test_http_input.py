@@ -1,4 +1,4 @@
-"""No HTTP request ends a router, gets a 500, or holds the event loop."""
+"""Bad input over HTTP: no request ends a router, gets a 500, or holds the event loop."""
 
 import asyncio
 import json

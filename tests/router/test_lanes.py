@@ -218,7 +218,7 @@ def test_a_lane_reads_what_the_router_itself_reads(tmp_path: Path, monkeypatch: 
     ],
 )
 def test_a_large_body_costs_the_router_itself_little(tmp_path: Path, body: dict[str, Any]) -> None:
-    """By CPU time of this process, in which the client is too; other processes don't change it much."""
+    """The cost is CPU time of this process, which includes the client; other processes don't change it much."""
     path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
 
     async def test() -> None:
@@ -244,7 +244,7 @@ def test_a_large_body_costs_the_router_itself_little(tmp_path: Path, body: dict[
 
 
 async def result(reading: Reading, data: bytes, asking: Asking) -> object:
-    """What a request was read as; without the names and seeds that are drawn."""
+    """The outcome of reading a request, without the names and seeds that are drawn."""
     try:
         found = await reading.read(data, asking, "holder")
         if isinstance(found, bytes):

@@ -1,4 +1,4 @@
-"""What an API key may ask of a router: classes of service, requests and tokens a minute, requests at once."""
+"""Limits of API keys: classes of service, requests and tokens a minute, requests at once."""
 
 import asyncio
 import hashlib
@@ -102,7 +102,7 @@ def test_classes_of_service(tmp_path: Path) -> None:
             generate = InferenceServiceStub(channel).Generate
 
             async def ask(key: str, name: str) -> str:
-                """The status, and its text."""
+                """Status and text of the error; "OK" without one."""
                 sampling = SamplingParams(max_tokens=2)
                 request = GenerateRequest(token_ids=TokenIds(ids=PROMPT), sampling=sampling, slo_class=name)
                 call = generate(request, metadata=(("authorization", f"Bearer {key}"),), timeout=20)
@@ -157,7 +157,7 @@ def test_limits_and_classes_over_http(tmp_path: Path) -> None:
 
 
 def test_a_session_is_named_by_header_cache_key_or_user(tmp_path: Path) -> None:
-    """And the workers of its requests are the same, of several that are equally good."""
+    """The requests of a session go to the same workers, out of several that are equally good."""
     workers = [FakeWorker(f"colocated-{at}", "colocated", colocated_of(token_at)) for at in range(8)]
 
     async def test() -> None:
@@ -168,7 +168,7 @@ def test_a_session_is_named_by_header_cache_key_or_user(tmp_path: Path) -> None:
             url = f"http://{cluster.router.http_address}/v1/completions"
 
             async def places(body: dict[str, str], headers: dict[str, str]) -> int:
-                """How many workers serve six such requests."""
+                """The number of workers that serve six such requests."""
                 before = [len(worker.jobs) for worker in workers]
                 for number in range(6):
                     given = {"prompt": f"hello {number}", "max_tokens": 2, **body}
@@ -190,7 +190,7 @@ def test_a_session_is_named_by_header_cache_key_or_user(tmp_path: Path) -> None:
     st.lists(st.tuples(st.floats(0, 30), st.integers(1, 150), st.integers(0, 50)), max_size=60),
 )
 def test_no_minute_has_much_more_than_a_minutes_tokens(limit: int, asks: list[tuple[float, int, int]]) -> None:
-    """Two buckets' worth, as a full one may be used at once, and the last request that it lets start."""
+    """The limit is two buckets, as a full one may be used at once, and the last request that it lets start."""
     now = 0.0
     limits, uses = Limits(tokens_per_minute=limit), KeyLimits(lambda: now)
     started: list[tuple[float, int]] = []

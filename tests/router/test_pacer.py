@@ -30,7 +30,7 @@ def crowded(cluster: FakeCluster) -> None:
 
 
 async def messages(client: AsyncClient, **options: int) -> list[tuple[float, tuple[int, ...]]]:
-    """When each message came, and its tokens."""
+    """Time of arrival and tokens of each message."""
     return [
         (time.monotonic(), chunk.token_ids)
         async for chunk in client.generate(PROMPT, max_tokens=TOTAL, temperature=0.0, timeout=20, **options)

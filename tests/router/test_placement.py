@@ -1,4 +1,4 @@
-"""Which workers take a request, and how often it may be retried."""
+"""Placement: which workers take a request, and how often it may be retried."""
 
 from collections import Counter
 
@@ -26,7 +26,7 @@ from kvrelay.rpc.identity import WorkerId
 from support.access import credentials
 
 SOMEBODY = 1
-"""A holder."""
+"""Id of a holder of cached prompts."""
 ROLES: list[WorkerRole] = ["prefill", "decode", "colocated"]
 
 

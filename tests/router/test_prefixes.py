@@ -1,4 +1,4 @@
-"""What the router knows of workers' caches: what it has placed, in bounded memory, corrected by what workers report."""
+"""The router's view of workers' caches: its own placements, in bounded memory, corrected by the workers' reports."""
 
 import asyncio
 import itertools

@@ -80,7 +80,7 @@ def test_equal_requests_are_served_in_the_order_in_which_they_came() -> None:
 
 
 def test_a_large_request_is_passed_by_small_ones_for_a_while_only() -> None:
-    """They use what it has no use for; then what becomes free is kept for it, and it isn't starved."""
+    """The small ones use what the large one can't; then what becomes free is kept for it, and it isn't starved."""
 
     async def test() -> None:
         line = Line(free=10)

@@ -1,4 +1,5 @@
-"""Who pays for a failed attempt: a request for its own fault only, never for a worker that is lost, stops or is ill."""
+"""Blame for a failed attempt: a request pays for its own fault only, never for a worker that is lost, stops or is
+ill."""
 
 import asyncio
 from pathlib import Path
@@ -25,10 +26,10 @@ from support.router_fakes import (
 
 TOTAL = 10
 REQUESTS = 30
-"""More than the retry budget allows to fail at once."""
+"""Requests that run at once; the retry budget allows fewer to fail together."""
 POISON = 7
-SECRET = "the text of a client"
 """First token of the prompt that ends workers."""
+SECRET = "the text of a client"
 
 
 def token_at(index: int) -> int:
@@ -283,7 +284,7 @@ def test_a_request_that_ends_two_workers_fails_and_takes_no_other_along(
 
 
 def test_a_decode_worker_whose_loss_overtakes_the_first_token_counts(tmp_path: Path) -> None:
-    """Its worker has ended before the router reads from another one that it had the KV."""
+    """The decode worker has ended before the router reads from the prefill worker that it had the KV."""
     lost: set[str] = set()
 
     async def dying_decode(job: Job) -> None:

@@ -1,4 +1,4 @@
-"""What one router has placed on a worker, another one knows by the worker's own report."""
+"""Placements of one router on a worker reach other routers through that worker's own report."""
 
 import asyncio
 import statistics

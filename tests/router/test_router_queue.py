@@ -18,7 +18,7 @@ from support.router_fakes import FakeCluster, fake_cluster, pair, run, silent, u
 TOTAL = 4
 BLOCKS = 100
 PROMPT = [40] * 20
-"""Six blocks of four tokens, the first generated token included."""
+"""Tokens of a prompt that takes six blocks of four tokens, the first generated token included."""
 
 
 def token_at(index: int) -> int:

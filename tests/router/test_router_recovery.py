@@ -1,4 +1,4 @@
-"""What happens to a request when a worker is lost, refuses it, breaks the contract or is silent."""
+"""Recovery of requests whose worker is lost, refuses them, breaks the contract or is silent."""
 
 import asyncio
 from pathlib import Path

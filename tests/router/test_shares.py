@@ -143,7 +143,8 @@ KEYS = pytest.mark.parametrize("keys", [True, False], ids=["keys", "addresses"])
 @BOTH
 @KEYS
 def test_a_body_of_many_prompts_leaves_room_for_others_and_is_answered(tmp_path: Path, face: str, keys: bool) -> None:
-    """While no worker has capacity, others' requests take the places of its prompts that wait; then all are served."""
+    """Others' requests take the places of its waiting prompts while no worker has capacity; in the end all are
+    served."""
     prompts = [[5, 6]] * 200
 
     async def test() -> None:
@@ -212,7 +213,7 @@ def test_unfinished_requests_leave_room_for_others(tmp_path: Path, face: str, ke
 
 @BOTH
 def test_requests_at_once_count_from_their_headers_on(tmp_path: Path, face: str) -> None:
-    """And each prompt of a list is one: they take turns."""
+    """Each prompt of a list counts as one request: they take turns."""
 
     async def test() -> None:
         workers = FakeWorker("colocated-0", "colocated", silent)

@@ -183,7 +183,7 @@ def test_without_special_tokens_in_texts_the_ids_are_transformers(tmp_path: Path
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_tokens_in_texts_are_plain_text(tmp_path: Path, kind: str) -> None:
-    """Their number and order are those of the same chat with other texts; the prompt as a text is unchanged."""
+    """The special tokens are as many and in the same order as with other texts; the prompt as a text is unchanged."""
     with router_of(tmp_path, kind) as (router, hugging_face):
         tokenizer = hugging_face.backend_tokenizer
         added = tokenizer.get_added_tokens_decoder()

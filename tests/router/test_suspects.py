@@ -1,4 +1,4 @@
-"""Which requests are held to end workers: one that does it each time, and no other beside it."""
+"""Suspects: the router blames a request that ends its worker each time, and no other request that ran beside it."""
 
 import random
 

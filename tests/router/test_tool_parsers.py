@@ -33,7 +33,7 @@ W = json.dumps(WEATHER, ensure_ascii=False)
 
 @dataclass
 class Read:
-    """What a parser made of a text."""
+    """The content and the tool calls that a parser made of a text."""
 
     content: str = ""
     names: dict[int, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a router counts for the supervisor."""
+"""Traffic counts that a router keeps for the supervisor."""
 
 import time
 

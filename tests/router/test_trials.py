@@ -45,7 +45,7 @@ def asking(client: AsyncClient, first: int = 5) -> "asyncio.Task[Any]":
 
 
 def refuse(job: Job) -> None:
-    """As a worker that has another suspect."""
+    """Refuses a suspect, as a worker does that has another one."""
     job.fail(Failure.CODE_RETRY, cause=Failure.CAUSE_TRIAL)
 
 
@@ -60,7 +60,7 @@ async def at_work(*workers: FakeWorker) -> tuple[FakeWorker, Job]:
 
 
 def test_a_worker_that_is_lost_before_a_trial_begins_convicts_nobody(tmp_path: Path) -> None:
-    """It may have been lost in another router's trial, and its refusal with it."""
+    """The worker may have been lost in another router's trial, and its refusal with it."""
 
     async def test() -> None:
         workers = colocated(*[silent] * 4, suspected=lambda job: None)
@@ -175,7 +175,7 @@ def test_one_that_is_refused_all_the_time_is_given_up(tmp_path: Path) -> None:
 
 
 def test_a_loss_counts_that_the_other_worker_reports_first(tmp_path: Path) -> None:
-    """Until then, the trial isn't over: the lost worker would have had nobody else."""
+    """The trial ends when the router itself loses the worker; the other worker's report alone doesn't end it."""
 
     async def test() -> None:
         prefills = [FakeWorker(f"prefill-{at}", "prefill", silent) for at in range(3)]
@@ -230,7 +230,7 @@ class Endangered:
 
 @pytest.mark.parametrize("lost", [1, 2])
 def test_suspects_of_two_routers_are_tried_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int) -> None:
-    """After the first worker, or not before two are lost because there was no time for trials."""
+    """Suspects are tried alone after the first lost worker, or after two where there was no time for trials before."""
     seconds = Suspicion.tried_by
     if lost == 2:
         monkeypatch.setattr(

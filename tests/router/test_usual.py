@@ -1,4 +1,4 @@
-"""What a router expects of requests, from those that have ended."""
+"""The router's expectations of requests, learnt from requests that have ended."""
 
 import random
 

@@ -15,7 +15,7 @@ FOR_EVER = 600.0
 GRACE = 0.5
 STOP = 1.0
 SLACK = 1.0
-"""For a busy machine."""
+"""Seconds that a busy machine may take longer."""
 
 
 def start(folder: Path, **config: Any) -> Process:

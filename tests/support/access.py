@@ -9,4 +9,4 @@ def credentials(part: Part = "operator") -> Credentials:
 
 
 METADATA = credentials().metadata
-"""For calls of internal services."""
+"""Metadata for calls of internal services."""

@@ -26,7 +26,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, table: list[int], contex
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    """FlashInfer's."""
+    """A stand-in for FlashInfer's wrapper."""
 
     def __init__(
         self,

@@ -121,7 +121,7 @@ class Tab:
         await self.call("Input.insertText", text=text)
 
     async def screenshot(self) -> bytes:
-        """What the window shows, as PNG."""
+        """A picture of the window, as PNG."""
         shot = await self.call("Page.captureScreenshot", format="png")
         return base64.b64decode(shot["data"])
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 Address = tuple[str, int]
 
 PROXY_HOST = "127.0.0.2"
-"""Between the hosts of decode and prefill workers; `support.detours` explains the order."""
+"""Address of the proxies, between the hosts of decode and prefill workers; `support.detours` explains the order."""
 PIECE = 64 * 2**10
 CALL_SECONDS = 10.0
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
@@ -33,12 +33,13 @@ RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """What happens to the bytes of one direction."""
+    """Conditions for the bytes of one direction."""
 
     rate: float = math.inf
     """Bytes per second."""
     passes: Literal["on", "hold", "swallow"] = "on"
-    """hold: kept, and delivered in order once the weather clears, as TCP does after an outage. swallow: lost."""
+    """Treatment of bytes. hold: kept, and delivered in order once the weather clears, as TCP does after an outage.
+    swallow: lost."""
 
 
 CLEAR = Weather()
@@ -114,7 +115,7 @@ class Proxy:
                     way.set(new)
 
     async def address_for(self, target: Address) -> Address:
-        """Where to dial instead of `target`."""
+        """The address to dial instead of `target`."""
         if target not in self._addresses:
             self._addresses[target] = await self._chaos.serve(lambda *near: self._connect(*near, target))
         return self._addresses[target]
@@ -151,7 +152,7 @@ class Chaos:
 
     def __init__(self) -> None:
         self.desk = ""
-        """host:port at which `support.detours` asks."""
+        """Address of the desk that `support.detours` asks, as host:port."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="chaos")
         self._proxies: dict[tuple[str, str], Proxy] = defaultdict(lambda: Proxy(self))

@@ -40,15 +40,15 @@ PATHS: dict[str, tuple[type[BaseModel], Mapping[str, Any], int]] = {
     "/detokenize": (openapi.BODIES["/detokenize"][0], {"tokens": [5]}, DETOKENIZE_IDS),
     "/page/generate": (Ask, {"prompt": "a"}, 0),
 }
-"""Of each path of HTTP: the model of its body, a right body, and the most entries of a list of numbers beside
-`MAX_VALUES`."""
+"""Facts about each path of HTTP: the model of its body, a right body, and the entries that a list of numbers may have
+in addition to `MAX_VALUES`."""
 METHODS: dict[str, Message] = {
     "Generate": pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=1)),
     "Tokenize": pb.TokenizeRequest(text="a"),
     "Detokenize": pb.DetokenizeRequest(token_ids=[5]),
     "GetModelInfo": pb.GetModelInfoRequest(),
 }
-"""Of each method of the public gRPC: a right request."""
+"""Right requests, by method of the public gRPC."""
 ENTRIES = {
     "numbers": "1",
     "negative numbers": "-1",
@@ -200,7 +200,7 @@ def _text(character: str, count: int) -> str:
 
 
 def _count(entry: str, size: int, numbers: int) -> int:
-    """How many of the entries a body of this size may have."""
+    """The number of entries that a body of this size may have."""
     strings, lists = entry.count('"') // 2, entry.count("{") + entry.count("[")
     left = [(size - 300) // (len(entry) + 1), (MAX_VALUES + numbers) // (1 + entry.count(",")) - 100]
     if strings:

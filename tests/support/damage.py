@@ -47,7 +47,7 @@ class Rule:
     times: int
     share: float
     drawn: str
-    """Begins the seed of each draw."""
+    """Text that the seed of each draw begins with."""
     tries: int = 2**31
     after: int = 0
 
@@ -146,7 +146,7 @@ class DamagedJob:
         self._nbytes = nbytes
 
     def prepare(self, link: Any, buffer: Tensor) -> None:
-        """The frame is read in `begin`."""
+        """Does nothing: the frame is read in `begin`."""
 
     def begin(self, link: Any, buffer: Tensor) -> Any:
         if self._rule.action == "skip":
@@ -170,7 +170,7 @@ class DamagedLink:
         self._nbytes = nbytes
         self.mac_key = link.mac_key
         self.lender = None
-        """A frame is damaged in its buffer, not in the pool."""
+        """Lender of the pool's memory; none, because a frame is damaged in its buffer, not in the pool."""
         self.stream = None if link.stream is None else DamagedStream(link.stream, rule, nbytes)
 
     def send(self, data: Tensor) -> Any:
@@ -244,7 +244,7 @@ def flip(data: Any, at: int) -> None:
 
 class Nothing:
     def wait(self, timeout: float) -> None:
-        """Nothing is transferred."""
+        """Returns at once: nothing is transferred."""
 
 
 @dataclass

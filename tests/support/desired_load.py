@@ -19,7 +19,7 @@ class Load:
 
     def __init__(self, router: str, tokens: int = TOKENS) -> None:
         self.failures: list[str] = []
-        """What was wrong: errors, and wrong tokens."""
+        """Descriptions of what went wrong: errors, and wrong tokens."""
         self.done = 0
         """Requests that are over."""
         self._router = router

@@ -28,7 +28,7 @@ ASK_SECONDS = 5.0
 _SOCKADDR = re.compile(re.escape(struct.pack("=H", socket.AF_INET)) + rb"(..)(\x7f\x00\x00.)", re.DOTALL)
 """A sockaddr_in on loopback within what gloo publishes: family, port, host."""
 _TEXT = re.compile(rb"(127\.[0-9.]+):([0-9]+)")
-"""All that tcp publishes: host, port."""
+"""Pattern of all that tcp publishes: host, port."""
 
 
 @cache

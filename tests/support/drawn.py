@@ -1,4 +1,4 @@
-"""How the requests of the faults' tests are sampled. Nothing here needs torch, whose import takes seconds."""
+"""Sampling of the requests of the faults' tests. Nothing here needs torch, whose import takes seconds."""
 
 import random
 from typing import Any
@@ -8,7 +8,8 @@ BIAS = {5: 2.0, 77: -1.5, 200: 1.0}
 
 
 def sampling_options(seed: int | None) -> dict[str, Any]:
-    """As a client gives them. One seed in three makes each token depend on all tokens before it once more."""
+    """Sampling options as a client gives them. One seed in three makes each token depend even more on those before
+    it."""
     if seed is None:
         return {"temperature": 0.0}
     drawn: dict[str, Any] = {"temperature": 1.0, "seed": seed}
@@ -16,6 +17,6 @@ def sampling_options(seed: int | None) -> dict[str, Any]:
 
 
 def seed_of(name: str) -> int | None:
-    """Of a request's sampling; None, for greedy decoding, for one name in four."""
+    """Draws a request's seed of sampling; None, which means greedy decoding, for one name in four."""
     draw = random.Random(f"seed of {name}")
     return draw.getrandbits(64) if draw.random() < 0.75 else None

@@ -30,12 +30,12 @@ def dashboards() -> dict[str, dict[str, Any]]:
 
 
 def graphs(dashboard: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Its panels with queries."""
+    """A dashboard's panels that have queries."""
     return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
 
 
 def queries(dashboard: Mapping[str, Any]) -> list[str]:
-    """Its expressions, for Prometheus: the variables are filled in."""
+    """A dashboard's expressions with its variables filled in, as Prometheus takes them."""
     found = [target["expr"] for panel in graphs(dashboard) for target in panel["targets"]]
     return [
         re.sub(r"\$(router|worker|role|model_name)\b", ".*", text.replace("$__rate_interval", "30s")) for text in found
@@ -53,7 +53,7 @@ def recorded() -> dict[str, set[str]]:
 
 
 def mistakes(expression: str, known: Mapping[str, Iterable[str]], prefix: str = "") -> list[str]:
-    """What an expression names that doesn't exist."""
+    """Names in an expression that don't exist."""
     wrong = []
     labels: set[str] = set()
     names = list(_METRIC.finditer(expression))

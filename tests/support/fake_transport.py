@@ -16,21 +16,21 @@ from kvrelay.transfer.transports.base import Link, LinkError, Rendezvous
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one frame."""
+    """A fault of one frame."""
 
     kind: Literal["corrupt", "truncate", "replay", "drop", "delay", "fail"]
-    """corrupt: one bit flips; truncate: only half of it arrives; replay: the frame before arrives in its place;
-    drop: it never arrives; delay: it arrives late; fail: the link breaks at both ends."""
+    """Kind of the fault. corrupt: one bit flips; truncate: only half of it arrives; replay: the frame before arrives in
+    its place; drop: it never arrives; delay: it arrives late; fail: the link breaks at both ends."""
     seconds: float = 0.0
-    """Of a delay."""
+    """Seconds of a delay."""
 
 
 Queue = deque[tuple[float, int, torch.Tensor]]
-"""When it arrives, its number on the link, its bytes."""
+"""Frames on their way: arrival time, number on the link, bytes."""
 
 
 class FakeTransport:
-    """Both ends of every link must use this same object.
+    """A transport in one process; both ends of every link must use this same object.
 
     `script(number)` gives the fault of each frame, or None. `number` counts the frames sent before it over all links,
     without warm-up bytes.
@@ -72,14 +72,14 @@ class FakeTransport:
             return self._wires.pop(name)
 
     def fault(self) -> Fault | None:
-        """Of the next frame."""
+        """The fault of the next frame; None if it has none."""
         with self._lock:
             number, self._frames = self._frames, self._frames + 1
         return None if self._script is None else self._script(number)
 
 
 class _Wire:
-    """What the two ends of one link share."""
+    """State that the two ends of one link share."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()

@@ -38,7 +38,7 @@ from support.processes import ProcessCluster, process_cluster, wait_until
 
 CHUNK = 64
 PROMPT = 3 * CHUNK + 50
-"""Tokens: three whole chunks and a partial one; a frame each."""
+"""Tokens of a prompt: three whole chunks and a partial one; a frame each."""
 OUT = 40
 ENGINE = {
     "block_size": WORKER_LAYOUT.block_size,
@@ -55,14 +55,14 @@ TRANSFER = {
     "transfer_timeout_seconds": 4.0,
 }
 KV_DTYPE = os.environ.get("FAULTS_KV_DTYPE", "auto")
-"""Of every scene: the whole suite can be run with KV in int8."""
+"""KV dtype of every scene; the whole suite can be run with KV in int8."""
 WITH_STATES = float(os.environ.get("FAULTS_STATES", "0"))
-"""Of every scene: with 1, hidden states of prompts are handed over, too."""
+"""Hidden states in every scene: with 1, those of prompts are handed over, too."""
 CLIENT_SECONDS = 90.0
 AT_ONCE = 20
-"""Of the requests of `asking`."""
+"""Requests that `asking` runs at once."""
 TRANSPORTS = ("shm", "tcp")
-"""What `auto` picks: between workers on one machine, and on two."""
+"""Transports that `auto` picks: between workers on one machine, and on two."""
 SLOW_GLOO = pytest.param("gloo", marks=pytest.mark.slow)
 ALL_TRANSPORTS = (*TRANSPORTS, SLOW_GLOO)
 
@@ -82,9 +82,9 @@ class Running:
 
     def __init__(self, name: str, chunks: ChunkStream, history: History) -> None:
         self.tokens = 0
-        """Received so far."""
+        """Tokens received so far."""
         self.ended = math.inf
-        """When the stream was over, on the monotonic clock."""
+        """Time at which the stream was over, on the monotonic clock."""
         self._name = name
         self._chunks = chunks
         self._history = history
@@ -156,7 +156,7 @@ class Scene:
     frozen: set[str] = field(default_factory=set)
     """Routers that were frozen: what they log when they wake is about requests that have ended elsewhere."""
     _lines_judged: dict[str, int] = field(default_factory=dict)
-    """Lines of each router's log."""
+    """Lines of each router's log that were judged already."""
 
     # Clients.
 
@@ -179,7 +179,7 @@ class Scene:
             return list(pool.map(lambda name: self.ask(name, length, count), names))
 
     def ask_in_company(self, name: str, company: int = 3) -> Completion:
-        """As `ask`, with other requests under way."""
+        """Asks as `ask` does, with other requests under way."""
         return self.ask_all([name, *(f"beside {name} {number}" for number in range(company))])[0]
 
     # Workers.
@@ -322,7 +322,7 @@ def oracle(prompt: Sequence[int], count: int, seed: int | None = None) -> list[i
 
 
 def oracle_of_all(asked: Sequence[Asked]) -> list[list[int]]:
-    """The history's oracle."""
+    """Right tokens of many requests; the oracle of the history."""
     return tokens_of_all([Case(prompt, count, _params(seed)) for prompt, count, seed in asked], WORKER_LAYOUT)
 
 
@@ -338,7 +338,7 @@ def prompt_of(name: str, length: int = PROMPT) -> list[int]:
 
 
 def until(condition: Callable[[], Any], what: str | Callable[[], str], seconds: float = 5.0) -> float:
-    """As `wait_until`; returns how many seconds it took."""
+    """Waits as `wait_until` does; returns the seconds that it took."""
     started = time.monotonic()
     wait_until(condition, what, seconds)
     return time.monotonic() - started

@@ -57,7 +57,7 @@ def _fields(descriptor: Any, depth: int) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def protobufs(kind: type[MessageT], depth: int = 3) -> st.SearchStrategy[MessageT]:
-    """Any message of a type: every field may be set, to any value that it can have."""
+    """Messages of a type: every field may be set, to any value that it can have."""
     return _fields(kind.DESCRIPTOR, depth).map(lambda values: kind(**values))
 
 

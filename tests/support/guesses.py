@@ -63,7 +63,7 @@ class HashHeads(HashGuesses):
     def __init__(self, layout: KVLayout = LAYOUT) -> None:
         super().__init__(layout)
         self._known: dict[int, tuple[int, int]] = {}
-        """By handle: the tokens whose states came, the first and the end."""
+        """Tokens whose states came, by handle: the first one and the end."""
 
     def observe(self, computed: Sequence[Computed]) -> bool:
         for handle, tokens, start, states in computed:
@@ -86,7 +86,7 @@ class HashHeads(HashGuesses):
 
 
 class Recorded:
-    """What a proposer guessed, by request and by the number of tokens that it guessed behind."""
+    """A proposer's guesses, by request and by the number of tokens before the guess."""
 
     def __init__(self, engine: Engine) -> None:
         assert engine.scheduler.speculation is not None

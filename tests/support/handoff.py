@@ -82,7 +82,7 @@ class StandInReservation:
 
 @dataclass
 class Ends:
-    """What was reported to the two hosts, by key."""
+    """Reports to the two hosts, by key."""
 
     exported: dict[Key, TransferStats] = field(default_factory=dict)
     export_failed: dict[Key, tuple[Code, str]] = field(default_factory=dict)
@@ -138,7 +138,7 @@ class ReceivingHost:
         self.reservations: dict[Key, StandInReservation] = {}
         self.gate: asyncio.Event | None = None
         self.on_free: Callable[[], None] | None = None
-        """Called when blocks are free again."""
+        """Function that is called when blocks are free again."""
         self.waited: set[Key] = set()
         """Attempts that have waited for blocks."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -200,7 +200,7 @@ class Pair:
     server: grpc.aio.Server
     port: int
     peers: PeerTable
-    """The sender's."""
+    """Table of the sender's peers."""
 
     @property
     def sender(self) -> KVSender:
@@ -211,7 +211,7 @@ class Pair:
         return self.service.receiver
 
     def announce(self, key: Key, tokens: Sequence[int], have: int = 0) -> None:
-        """What the router's two Submits do: the receiver expects the hand-off, the sender offers it."""
+        """Does the work of the router's two Submits: the receiver expects the hand-off, the sender offers it."""
         self.expect(key, tokens, have)
         self.sender.begin(key, RECEIVER, tokens)
 
@@ -261,7 +261,7 @@ def setup(
     states: StatesLayout | None = None,
     shape: StatesShape | None = SHAPE,
 ) -> HandoffSetup:
-    """What a worker of the model "fingerprint" hands KV over with; it wants these hidden states, or can keep some."""
+    """The hand-off setup of a worker of the model "fingerprint", which wants `states` and can keep those of `shape`."""
     local = LocalWorker(worker, pool.layout, "fingerprint", states=states, states_shape=shape)
     return HandoffSetup(local, PoolFrames(pool, config.checksum), peers, config, transports, credentials("worker"))
 

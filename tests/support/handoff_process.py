@@ -140,7 +140,7 @@ class ReceivingProcess(SideProcess):
         self.connection.send((key, list(tokens)))
 
     def reported(self) -> dict[Key, int | Code]:
-        """By hand-off: the digest of what was committed, or why it was not."""
+        """Outcomes by hand-off: the digest of what was committed, or why it was not."""
         while self.connection.poll():
             key, outcome = self.connection.recv()
             self._reported[key] = outcome

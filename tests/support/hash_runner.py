@@ -92,11 +92,11 @@ def expected_tokens(
 
 
 class Case(NamedTuple):
-    """What the hash model is asked for."""
+    """A request to the hash model."""
 
     prompt: Sequence[int]
     count: int
-    """Of tokens."""
+    """Tokens to generate."""
     sampling: SamplingParams = GREEDY
 
 

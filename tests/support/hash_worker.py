@@ -59,7 +59,7 @@ WORKER_LAYOUT = KVLayout(layers=2, kv_heads=4, head_dim=16, block_size=8, dtype=
 # As many bytes in int8, so that hash models of both have the same KV bytes and yield the same tokens.
 INT8_LAYOUT = replace(WORKER_LAYOUT, head_dim=62, dtype="int8")
 KV_BYTES = 8 * 2**20
-"""Of a pool whose size is `auto`."""
+"""Size in bytes of a KV pool whose configured size is `auto`."""
 ROLES: dict[WorkerRole, type[HandoffRole]] = {"prefill": PrefillRole, "decode": DecodeRole}
 
 
@@ -68,7 +68,7 @@ class SlowHashRunner(HashRunner):
 
     step_seconds = 0.0
     fetch_seconds = 0.0
-    """That a copy of hidden states takes; with a lag, on a thread of its own."""
+    """Seconds that a copy of hidden states takes; with a lag, on a thread of its own."""
 
     def fetch(
         self, states: Tensor, places: tuple[int, ...], dtype: FloatDtype, then: Callable[[Tensor], object]

@@ -1,4 +1,4 @@
-"""What clients saw of their requests, and a judge of it that knows nothing of how it came about.
+"""A record of what clients saw of their requests, and a judge of it that knows nothing of how it came about.
 
     invoke -> token 0, token 1, ... -> finish | error | cancel        each request once, with retries in between
 
@@ -16,15 +16,15 @@ ENDS = ("finish", "error", "cancel")
 Asked = tuple[Sequence[int], int, int | None]
 """Prompt, count and seed of a request."""
 Oracle = Callable[[Sequence[Asked]], Sequence[Sequence[int]]]
-"""To each request, the tokens of its undisturbed run."""
+"""Function from requests to the tokens of their undisturbed runs."""
 
 MAX_RETRIES = 3
-"""Of one request: the router's `max_attempts` less one."""
+"""Retries that one request may have: the router's `max_attempts` less one."""
 RETRY_SHARE, RETRIES_AT_LEAST = 0.2, 3
 """The router's budget: retries for each request of the last ten seconds, and retries that are always allowed."""
 WINDOW_SECONDS = 10.0
 CANCEL_SECONDS = 0.5
-"""How long a cancel may take to reach the router, which meanwhile retries an attempt that fails."""
+"""Seconds that a cancel may take to reach the router, which meanwhile retries an attempt that fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +34,21 @@ class Event:
     request: str
     kind: Kind
     at: float
-    """On the monotonic clock."""
+    """Time on the monotonic clock."""
     prompt: tuple[int, ...] = ()
-    """invoke"""
+    """Prompt of an invoke."""
     count: int = 0
-    """invoke: tokens asked for. finish: tokens that the stream says it had."""
+    """Tokens: of an invoke, those asked for; of a finish, those that the stream says it had."""
     seed: int | None = None
-    """invoke: of sampling; None for greedy decoding."""
+    """Seed of an invoke's sampling; None for greedy decoding."""
     index: int = -1
-    """token"""
+    """Index of a token."""
     token: int = -1
-    """token"""
+    """Id of a token."""
     retries: int = 0
-    """finish: retries that the stream says it took."""
+    """Retries that a finished stream says it took."""
     text: str = ""
-    """error, retry"""
+    """Text of an error or a retry."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class History:
 
 
 def violations(history: History, oracle: Oracle, *, may_fail: Collection[str] = (), budget: bool = True) -> list[str]:
-    """Everything in the record that must not be, in words.
+    """Violations in the record, in words: everything that must not be.
 
     Args:
         may_fail: requests that may end with an error. Their tokens before it must be right all the same.
@@ -83,7 +83,7 @@ def violations(history: History, oracle: Oracle, *, may_fail: Collection[str] = 
 
 
 def _of_one(events: Sequence[Event], expected: Sequence[int], may_fail: bool) -> list[str]:
-    """What is wrong with one request's events, of which the first should be its invocation."""
+    """Mistakes in one request's events, the first of which should be its invocation."""
     found = []
     kinds = [event.kind for event in events]
     if kinds[0] != "invoke" or kinds.count("invoke") != 1:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 STALL_SECONDS = 1.0
-"""Without a window to send in, after which the server takes no more."""
+"""Seconds without a window to send in; then the server takes no more."""
 CHUNK_BYTES = 16384
 MESSAGE_BYTES = 4 * 2**20
 GENERATE, CHECK = "/kvrelay.v1.InferenceService/Generate", "/grpc.health.v1.Health/Check"
@@ -29,7 +29,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def hello() -> bytes:
-    """What a client of HTTP/2 sends first."""
+    """The first bytes that a client of HTTP/2 sends."""
     return PREFACE + frame(_SETTINGS, 0, 0)
 
 
@@ -66,11 +66,11 @@ class PartialCall:
         self._size = size
         self._tls = tls
         self._windows = [_FIRST_WINDOW, _FIRST_WINDOW]
-        """What may be sent on the connection, and on the call's stream."""
+        """Bytes that may still be sent, on the connection and on the call's stream."""
         self._initial = _FIRST_WINDOW
         self._changed = asyncio.Event()
         self.closed = asyncio.Event()
-        """Set once the server has closed the connection."""
+        """Event that is set once the server has closed the connection."""
 
     async def __aenter__(self) -> "PartialCall":
         host, _, port = self._address.rpartition(":")

@@ -29,7 +29,7 @@ class Launch:
     given: tuple[torch.Tensor, ...]
     results: tuple[torch.Tensor, ...]
     specialization: tuple[object, ...] = ()
-    """Of a kernel: what Triton compiles it for."""
+    """Properties of its arguments that Triton compiles a kernel for; empty if it is no kernel."""
 
     @property
     def on_device(self) -> bool:
@@ -61,7 +61,7 @@ class Launches(TorchDispatchMode):
 
     @property
     def kernels(self) -> list[Launch]:
-        """Triton's."""
+        """Launches of Triton's kernels."""
         return [launch for launch in self.all if launch.specialization]
 
     def __enter__(self) -> "Launches":

@@ -108,7 +108,7 @@ class Done:
 
 @dataclass
 class Handed:
-    """How a hand-off ended."""
+    """Outcome of a hand-off."""
 
     committed: list[Any] = field(default_factory=list)
     codes: list[Code] = field(default_factory=list)
@@ -118,7 +118,7 @@ class Handed:
 
 
 Damage = Callable[[int, list[Crossing]], None]
-"""Called with the epoch and the frames on its link; changes them in place."""
+"""Function that gets the epoch and the frames on its link, and changes them in place."""
 
 
 class Loopback:

@@ -9,11 +9,11 @@ from kvrelay.transfer.protocol.table import ReceiveAttempt, SendAttempt
 from support.simulated_blocks import Violation
 
 Seen = dict[tuple[str, str, str, str], set[str]]
-"""(machine, state, event, next state) -> names of the actions."""
+"""Names of the actions, by (machine, state, event, next state)."""
 
 
 class Observer:
-    """What the machines of one world did. `now` is set while a world runs."""
+    """An observer that records what the machines of one world did. `now` is set while a world runs."""
 
     current: "Observer"
 
@@ -41,7 +41,7 @@ class _Observed:
     key: Any
     deadline: float
     heard: float | None = None
-    """When the other end last sent a message, by this process's clock; None before it must."""
+    """Time of the other end's last message, by this process's clock; None before it must send any."""
     failures = 0
 
     def __init__(self, *arguments: Any) -> None:
@@ -70,7 +70,7 @@ class _Observed:
         return ended + actions
 
     def _check(self, now: float, actions: Sequence[Any]) -> None:
-        """No state without a deadline, and none beyond the lease while the other end must renew it."""
+        """Checks that each state has a deadline, within the lease while the other end must renew it."""
         self.failures += sum(isinstance(action, Failed) for action in actions)
         if self.failures != (self.state is State.FAILED):
             raise Violation("report", f"{self.key}: {self.role} {self.state}, failed {self.failures} times")
@@ -93,7 +93,7 @@ class _Observed:
 
 
 LEASE = 2.0
-"""Of the simulated configuration."""
+"""Lease of the simulated configuration in seconds."""
 
 
 class ObservedSendAttempt(_Observed, SendAttempt):
@@ -103,7 +103,7 @@ class ObservedSendAttempt(_Observed, SendAttempt):
         super().__init__(*arguments)
         self.heard = arguments[-1]
         self.granted: dict[int, tuple[int, int]] = {}
-        """Epoch -> first tokens whose KV, and whose hidden states, may be sent."""
+        """First tokens whose KV, and whose hidden states, may be sent, by epoch."""
         self.lost = 0
         """The latest epoch whose link is known to be lost."""
         self.finished: set[int] = set()

@@ -139,10 +139,10 @@ class ProcessCluster:
         self._access = access
         self.processes: dict[str, Process] = {}
         self.supervisor = self.router = ""
-        """Addresses; of several routers, with commas between."""
+        """Addresses of the supervisor and the router; of several routers, with commas between."""
         self._folder = folder
         self.started: dict[str, tuple[Any, ...]] = {}
-        """What each process was started with."""
+        """Arguments that each process was started with, by its name."""
 
     @property
     def workers(self) -> dict[str, Process]:

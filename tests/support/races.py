@@ -1,4 +1,4 @@
-"""Whether rounding may decide between two tokens that were drawn from the same logits."""
+"""Races of two tokens that were drawn from the same logits: whether rounding may decide between them."""
 
 import numpy as np
 from torch import Tensor

@@ -25,7 +25,7 @@ SECONDS = 60.0
 PROMPT = "def __init__(self, "
 TOKENS = 12
 PORTS = ("--grpc-port", "0", "--http-port", "0")
-"""Free ones, for `kvrelay up`."""
+"""Options of `kvrelay up` for free ports."""
 # They would lead Ray's commands and State API to another cluster, whatever address is given.
 ENVIRONMENT = {
     name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
@@ -87,7 +87,7 @@ class World:
         assert self.processes() == []
 
     def status(self) -> dict[str, Any]:
-        """What `kvrelay status --json` prints, without a process of its own."""
+        """The object that `kvrelay status --json` prints, made without a process of its own."""
         return as_json(get_status(ClusterState(**self.remembered())))
 
     def member(self, name: str) -> dict[str, Any]:

@@ -15,15 +15,15 @@ from support.processes import free_port, wait_until
 from support.ray_commands import KVRELAY, START_SECONDS, World, cluster_processes
 
 SERVING_SECONDS = 30.0
-"""From a death until the cluster serves again, if `up` lives."""
+"""Seconds from a death until the cluster serves again, if `up` lives."""
 EXIT_SECONDS = 10.0
-"""From a death until `up` has ended, if it does."""
+"""Seconds from a death until `up` has ended, if it does."""
 FREEZE_SECONDS = 3.5
-"""How much longer it may take to serve again after a freeze than after a kill."""
+"""Seconds by which a cluster may take longer to serve again after a freeze than after a kill."""
 CALM_SECONDS = 10.0
-"""Without a failed probe, after which the cluster counts as serving."""
+"""Seconds without a failed probe after which the cluster counts as serving."""
 MOST_SECONDS = 60.0
-"""For which a cluster is watched that doesn't serve."""
+"""Seconds for which a cluster that doesn't serve is watched."""
 PROBE_SECONDS, EVERY_SECONDS = 2.0, 0.2
 READY_SECONDS = 60.0
 START_TRIES = 3
@@ -32,12 +32,12 @@ drain_seconds: 1
 model: {dtype: float32}
 engine: {kv_memory_bytes: 33554432, prefix_cache: false}
 """
-"""In float32 and without a prefix cache, so that a token doesn't depend on what else is in its batch."""
+"""Configuration in float32 and without a prefix cache, so that a token doesn't depend on what else is in its batch."""
 
 
 @dataclass
 class Fate:
-    """What became of the cluster after one of its processes was killed or frozen."""
+    """The fate of the cluster after one of its processes was killed or frozen."""
 
     victim: str
     signal: str
@@ -76,7 +76,7 @@ class Foreground(World):
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """That of `up`."""
+        """The process of `up`."""
         if self._up is None:
             raise RuntimeError("the cluster was not started")
         return self._up
@@ -155,7 +155,7 @@ class Foreground(World):
 
     @property
     def kinds(self) -> dict[str, list[int]]:
-        """Its processes by kind; each worker is a kind of its own."""
+        """The cluster's processes by kind; each worker is a kind of its own."""
         found = cluster_processes(self.folder / "state")
         with suppress(OSError, ValueError, KeyError):
             for worker in self.status()["workers"]:
@@ -211,7 +211,7 @@ class Foreground(World):
 
 
 def _wake(process: Process) -> bool:
-    """Whether it was still there."""
+    """Wakes a process; returns whether it was still there."""
     if not alive(process):
         return False
     with suppress(ProcessLookupError):

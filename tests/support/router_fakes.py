@@ -82,7 +82,7 @@ class Job:
     stream: "asyncio.Queue[RelayResponse | None]"
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     begun: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the worker may compute it: a suspect waits for its router's word."""
+    """Event that is set when the worker may compute it: a suspect waits for its router's word."""
 
     @property
     def base(self) -> int:
@@ -137,7 +137,7 @@ def length_if(last: bool) -> FinishReason:
 
 Script = Callable[[Job], Awaitable[None]]
 Suspected = Callable[[Job], object]
-"""Takes or refuses a suspect."""
+"""Function that takes or refuses a suspect."""
 
 
 def prefill_of(tokens: Callable[[int], int]) -> Script:
@@ -218,7 +218,7 @@ class FakeWorker(WorkerServiceServicer):
             }
         )
         self.router: RouterServer | None = None
-        """Of the cluster."""
+        """Router of the cluster; None until it has started."""
         self.jobs: list[Job] = []
         self.fences: list[ClientCall] = []
         self.streams = 0

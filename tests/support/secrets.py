@@ -20,7 +20,7 @@ from kvrelay.rpc.security import Part, SecurityConfig
 
 @dataclass(frozen=True)
 class Secrets:
-    """What a cluster's processes prove themselves with."""
+    """Secrets with which a cluster's processes prove that they belong to it."""
 
     folder: Path
     token: str

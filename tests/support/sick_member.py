@@ -26,7 +26,7 @@ from support.access import credentials
 
 HEALTHY_SECONDS = 0.5
 HELD_SECONDS = 7
-"""For which the event loop, or the interpreter, is held."""
+"""Seconds for which the event loop, or the interpreter, is held."""
 
 
 async def main(options: dict[str, str], sick: bool) -> None:

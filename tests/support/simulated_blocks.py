@@ -9,10 +9,10 @@ BLOCK = 4
 LAYERS = 3
 
 STATES = StatesLayout(layers=(1,), hidden_size=2**13, dtype="float32")
-"""A frame of one layer of a block has the hidden states of two tokens."""
+"""Layout of hidden states; a frame of one layer of a block has those of two tokens."""
 
 Stamp = tuple[object, ...]
-"""Stands for the KV of one layer of one block: who computed it, for which place."""
+"""Stand-in for the KV of one layer of one block: who computed it, for which place."""
 
 
 class Violation(AssertionError):

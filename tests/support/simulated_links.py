@@ -21,7 +21,7 @@ from kvrelay.transfer.protocol.ports import SENDER, BlockClaim, LinkEnd, LinkSpe
 from support.simulated_blocks import BLOCK, LAYERS, STATES, Stamp, Violation
 
 TIMEOUT = 0.5
-"""Of opening a link, and of each frame."""
+"""Seconds that opening a link, and each frame, may take."""
 
 
 class Stream:
@@ -53,7 +53,7 @@ class Stream:
             delay += random() * 0.5
 
     def cut(self) -> None:
-        """Both sides notice, each in its time."""
+        """Cuts the stream; each side notices in its time."""
         for side in (self.left, self.right):
             self.world.post(self.world.random() * 0.2, side.process, side.finish, Code.CLOSED, "the stream was cut")
 
@@ -142,7 +142,7 @@ class Job:
         self.claim = claim
         self.table: Sequence[int] = ()
         self.states: list[SimulatedStates] = []
-        """Of a frame of hidden states, which touches no blocks."""
+        """Hidden states in the frame, which touch no blocks; empty for a frame of KV."""
         self.nbytes = 0 if frame is None else frame.nbytes
         self.announce: Callable[[Push], None] | None = None
         self.done: Callable[[Outcome], None] | None = None
@@ -232,7 +232,7 @@ class SimulatedFrames:
 
 
 Item = tuple[int, tuple[Stamp, ...], object]
-"""Bytes of a frame on the wire, what stands for their content, and for their checksum."""
+"""Item on the wire: a frame's bytes, and stand-ins for their content and their checksum."""
 
 
 class Link:

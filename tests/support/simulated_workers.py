@@ -21,7 +21,7 @@ FIRST_TOKEN = 77
 LAYOUT = KVLayout(layers=LAYERS, kv_heads=16, head_dim=128, block_size=BLOCK, dtype="float32")
 SHAPE = StatesShape(LAYERS, STATES.hidden_size)
 TICK_LATE = 0.1
-"""How late a process may look at its deadlines."""
+"""Seconds by which a process may look at its deadlines too late."""
 
 
 def config_of(frame_layers: int, max_links: int, state_tokens: int) -> TransferConfig:
@@ -76,7 +76,7 @@ class Process:
         return float(self.world.now + self.skew)
 
     def post(self, call: Callable[..., object], *arguments: object) -> None:
-        """In order, and perhaps late."""
+        """Posts a call; calls happen in order, and perhaps late."""
         world = self.world
         late = 0.3 if world.random() < 0.05 else 0.0
         at = self._posted = max(self._posted, world.now + late)
@@ -125,7 +125,7 @@ class Process:
             call()
 
     def check_end(self) -> None:
-        """When all is quiet."""
+        """Checks, when all is quiet, that nothing is left."""
         if self.endpoint.active:
             raise Violation("leak", f"{self}: {self.endpoint.active} attempts are left")
         if silent := self.begun - self.reported - self.cancelled:
@@ -142,7 +142,7 @@ class PrefillProcess(Process):
     def __init__(self, world: Any, name: str, incarnation: int, blocks: int) -> None:
         super().__init__(world, name, incarnation, blocks)
         self.kept: dict[Key, list[int]] = {}
-        """By attempt: hidden states of which tokens are known, the first and the end."""
+        """Tokens whose hidden states are known, by attempt: the first one and the end."""
         self.endpoint = self.sender = KVSender(self.context, SimulatedFrames(), self, self._connect)
 
     def begin(self, key: Key, right: "DecodeProcess", tokens: int) -> None:
@@ -260,7 +260,7 @@ class DecodeProcess(Process):
         self.when_met(left, expected)
 
     def accept(self, stream: Stream, hello: Any) -> None:
-        """What `HandoffService` does with a stream that says hello."""
+        """Takes or refuses a stream that says hello, as `HandoffService` does."""
         refusal = self.receiver.objection(hello)
         if refusal is not None:
             stream.right.end(*refusal)
@@ -274,7 +274,7 @@ class DecodeProcess(Process):
         self.world.post(self.world.random() * 0.05, self, self._answer, key, answer, passing)
 
     def waits(self, key: Key) -> None:
-        """Nothing tells it further here."""
+        """Does nothing: nobody has to be told here."""
 
     def _answer(self, key: Key, answer: Callable[[Any], None], passing: bool) -> None:
         world = self.world

@@ -33,7 +33,7 @@ from support.simulated_workers import DecodeProcess, PrefillProcess, Process, co
 
 ATTEMPTS = 3
 END_SECONDS = 300.0
-"""When every world must be over: several times as long as all deadlines of all attempts together."""
+"""Simulated seconds after which every world must be over: several times the deadlines of all attempts together."""
 CALM_SLOW_FRAMES = 3
 """Slow frames of a world in which nothing fails: with more, each attempt of a request may end by its deadline."""
 
@@ -99,7 +99,7 @@ class Router:
 
 
 class World:
-    """One seed's."""
+    """The world of one seed."""
 
     def __init__(self, rng: random.Random, checksums: bool = True, trace: list[str] | None = None):
         """`rng` makes every decision; Hypothesis has generators whose decisions it can shrink."""
@@ -148,9 +148,10 @@ class World:
         )
         expected = int(random_() * 4)
         self.calm = not (expected or self.hostile or self.link_noise or self.config.max_links == 1)
-        """Nothing fails here."""
+        """Whether nothing fails here."""
         self.orderly = not (self.hostile or self.link_noise)
-        """Whatever fails, no message is lost, doubled or reordered inside a stream, and no frame is damaged."""
+        """Whether no message is lost, doubled or reordered in a stream, and no frame is damaged, whatever else
+        fails."""
         for _ in range(expected):
             self.post(random_() * 2.0, self.router, faults[int(random_() * len(faults))])
         if self.hostile or (not self.calm and random_() < 0.1):
@@ -189,12 +190,12 @@ class World:
         self.post_at(self.now + delay, process, what, *arguments)
 
     def post_at(self, at: float, process: Any, what: Callable[..., None], *arguments: Any) -> None:
-        """As `post`. What is posted for the same moment happens in the order of posting."""
+        """Posts as `post` does, for a time. Calls for the same time happen in the order of posting."""
         self._number += 1
         heapq.heappush(self._heap, (at, self._number, process, what, arguments))
 
     def run(self) -> "World":
-        """To the end: until nothing is under way any more."""
+        """Runs to the end: until nothing is under way any more."""
         Observer.current = self.observer
         with ExitStack() as patched:
             patched.enter_context(_silent())
@@ -235,7 +236,7 @@ class World:
     # Faults.
 
     def damage(self) -> str | None:
-        """What happens to a frame on its way."""
+        """Draws the damage to a frame on its way; None, mostly."""
         if not self.link_noise or self.random() >= self.link_noise:
             return None
         kinds = ("flip", "replay", "drop", "twice", "swap")
@@ -342,7 +343,7 @@ class World:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Without log lines: in these worlds almost everything fails."""
+    """Turns log lines off: in these worlds almost everything fails."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -374,7 +375,7 @@ def trace(seed: int, checksums: bool = True) -> list[str]:
 
 @dataclass(slots=True)
 class Explored:
-    """What some seeds' worlds came to."""
+    """Results of the worlds of some seeds."""
 
     worlds: int = 0
     events: int = 0
@@ -382,11 +383,11 @@ class Explored:
     seen: Seen = field(default_factory=dict)
     visits: Counter[tuple[str, str, str, str]] = field(default_factory=Counter)
     violations: dict[int, str] = field(default_factory=dict)
-    """By seed: what broke, and the trace."""
+    """Violations by seed: what broke, and the trace."""
     cpu_seconds: float = 0.0
 
     def add(self, other: "Explored") -> None:
-        """Both together."""
+        """Adds the results of other worlds."""
         self.worlds += other.worlds
         self.events += other.events
         self.commits += other.commits

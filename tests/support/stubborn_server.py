@@ -11,18 +11,18 @@ from kvrelay.rpc.serve import main
 
 @dataclass(frozen=True, slots=True)
 class StubbornConfig:
-    """What goes wrong, each for that many seconds."""
+    """Ways to go wrong, each with its length in seconds."""
 
     load_seconds: float = 0.0
-    """A thread of `start`, as a model that loads."""
+    """Seconds for which a thread of `start` runs, like a model that loads."""
     stop_seconds: float = 0.0
-    """`stop`, beyond its grace."""
+    """Seconds for which `stop` goes on after its grace."""
     thread_seconds: float = 0.0
-    """A thread that outlives the server, as a step of an engine that hangs."""
+    """Seconds for which a thread outlives `start`, like a step of an engine that hangs."""
     blocked_seconds: float = 0.0
-    """The event loop itself, in `stop`."""
+    """Seconds for which `stop` blocks the event loop."""
     fails: bool = False
-    """The server fails once it has started."""
+    """Whether the server fails once it has started."""
     drain_seconds: float = 0.5
 
 

@@ -75,7 +75,7 @@ class Supervised:
         return all(states.get(member.name) == MEMBER_STATE_READY for member in status.desired.members)
 
     def pid(self, name: str) -> int:
-        """Of the process that was started last under this name."""
+        """Process id of the process that was started last under this name."""
         pid = int(json.loads((self.folder / f"{name}.pid").read_text())["pid"])
         if (running := find(pid)) is not None:
             self.seen.add(running)

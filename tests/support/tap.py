@@ -1,4 +1,4 @@
-"""What happens between the two ends of a link: a transport whose connections somebody else records, or calls first."""
+"""A tap on a link: a transport that lets a test record the connections, or dial the listening end first."""
 
 import socket
 import threading
@@ -53,7 +53,7 @@ class Tap:
 
     def __init__(self) -> None:
         self.forth = bytearray()
-        """From the callers."""
+        """Bytes from the callers."""
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
 

@@ -16,9 +16,9 @@ PAGES = ("README.md", "docs/start.md", "docs/clients.md", "docs/api.md", "packag
 ENGINE = {"max_batch_tokens": 256, "kv_memory_bytes": 16 * 2**20, "threads": 1}
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 PROGRAMS = ("curl", "buf", "grpcurl")
-"""A snippet of a shell is run if it calls one of these."""
+"""Programs: a snippet of a shell is run if it calls one of these."""
 LIBRARIES = ("langchain_openai", "litellm", "llama_index")
-"""Not among what tests need: their snippets are run where they are installed."""
+"""Libraries that the tests don't need: snippets with them are run where they are installed."""
 SECONDS = 120
 
 
@@ -34,7 +34,7 @@ class Snippet:
 
 
 def snippets() -> list[Snippet]:
-    """Those in Python, and those that call one of PROGRAMS."""
+    """Snippets of the documentation in Python, and snippets that call one of PROGRAMS."""
     found = []
     for page in PAGES:
         text = (ROOT / page).read_text()
@@ -50,7 +50,7 @@ SNIPPETS = snippets()
 
 @pytest.fixture(scope="module")
 def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Those of the router, by what the documentation has in their place."""
+    """Addresses of the running router, by the addresses that the documentation writes instead."""
     folder, port = tmp_path_factory.mktemp("documented"), free_port()
     template = folder / "template.jinja"
     template.write_text(TEMPLATE)

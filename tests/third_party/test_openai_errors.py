@@ -112,7 +112,7 @@ def test_keys_that_are_not_known_or_not_allowed(tmp_path: Path) -> None:
 
 
 def test_the_client_waits_as_long_as_it_is_told(tmp_path: Path) -> None:
-    """Its own retries read Retry-After; without them, RateLimitError has it."""
+    """The client's own retries read Retry-After; without retries, RateLimitError has it."""
 
     async def test() -> None:
         worker = FakeWorker("colocated-0", "colocated", silent)

@@ -12,7 +12,7 @@ from support.http_calls import HELLO, serving, token_at
 from support.router_fakes import FakeWorker, Job, length_if, run
 
 EXAMPLES = 25
-"""Of each operation, in the fuzzing phase."""
+"""Examples of each operation in the fuzzing phase."""
 SECONDS = 900.0
 CHECKS = (
     "not_a_server_error",
@@ -24,8 +24,8 @@ CHECKS = (
     "unsupported_method",
     "allow_header_conformance",
 )
-"""Not that all data which the document allows are accepted: it doesn't say which fields exclude each other, the size of
-the vocabulary and of the context."""
+"""Checks of the answers. The check that all allowed data are accepted is not among them: the document doesn't say which
+fields exclude each other, nor the size of the vocabulary and the context."""
 
 
 async def answer(job: Job) -> None:

@@ -265,7 +265,7 @@ def test_a_link_that_closes_before_the_step_ends_fails_its_frames_and_leaves_no_
 
 
 class Behind(LateWrites):
-    """Notes who follows it."""
+    """Writes that note who follows them."""
 
     follows = 0
 

@@ -96,7 +96,7 @@ def test_frames_arrive_in_order_both_ways_with_two_in_transit(name: str) -> None
 
 @pytest.mark.parametrize("name", PROCESSES)
 def test_a_frame_longer_than_the_receive_ends_no_process(name: str) -> None:
-    """As after a frame that one end missed. The result may be an error, or bytes that no checksum accepts."""
+    """Such a frame comes after one that an end missed. The result is an error, or bytes that no checksum accepts."""
 
     def send(link: Link) -> None:
         with suppress(LinkError):
@@ -125,7 +125,7 @@ def test_bytes_of_every_size_cross_between_processes(name: str) -> None:
 
 @pytest.mark.parametrize("name", HERE)
 def test_a_frame_of_another_size_is_an_error(name: str) -> None:
-    """At the receiver or at the sender."""
+    """The error is raised at the receiver or at the sender."""
     if name in ("gloo", "shm", "tcp"):
         pytest.skip("carries bytes; announcements and checksums separate the frames on it")
     errors: list[str] = []
@@ -190,7 +190,7 @@ def test_an_end_that_closes_fails_the_other(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in HERE if name != "gloo"])
 def test_abort_from_another_thread_ends_a_wait(name: str) -> None:
-    """Only its timeout ends a wait of gloo."""
+    """A wait of gloo is ended only by its timeout."""
     waits = threading.Event()
 
     def receive(link: Link) -> None:

@@ -38,7 +38,7 @@ POOL = 32
 REFUSED = {Code.CORRUPT, Code.PROTOCOL, Code.LINK}
 
 Damage = Callable[[random.Random, list[Crossing], list[Crossing]], None]
-"""Changes the frames on the link (at least two); gets those of the attempt before, too."""
+"""Function that changes the frames on the link (at least two); it gets those of the attempt before, too."""
 
 
 def pick(rng: random.Random, crossings: list[Crossing]) -> Crossing:
@@ -95,12 +95,12 @@ def replay_between(rng: random.Random, now: list[Crossing], before: list[Crossin
 
 
 def leave_out(rng: random.Random, now: list[Crossing], before: list[Crossing]) -> None:
-    """Announced, never sent."""
+    """Leaves out the bytes of a frame that is announced."""
     pick(rng, now).data = None
 
 
 def leave_out_whole(rng: random.Random, now: list[Crossing], before: list[Crossing]) -> None:
-    """Neither announced nor sent."""
+    """Leaves out a frame and its announcement."""
     now.remove(pick(rng, now))
 
 

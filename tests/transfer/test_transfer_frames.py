@@ -28,7 +28,7 @@ PLACES = [
     replace(FRAME, part=LayerPart(0, 2)),
     replace(FRAME, part=LayerPart(1, 2)),
 ]
-"""Frames with as many bytes for another place."""
+"""Frames with as many bytes as FRAME, for other places."""
 COUNT = 3 * LAYOUT.block_size
 BLOCKS = [0, 1, 2]
 MAC_KEY = b"k" * 32

@@ -125,7 +125,7 @@ def test_without_free_blocks_in_time_the_hand_off_fails_at_both_ends() -> None:
 
 
 def test_a_cancelled_offer_that_waited_lets_the_next_one_in() -> None:
-    """No block is freed: the next one needs fewer."""
+    """The next offer needs fewer blocks, so it gets in although none is freed."""
 
     async def test() -> None:
         async with pair(CONFIG, blocks=4) as world:

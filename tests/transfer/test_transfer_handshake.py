@@ -1,4 +1,4 @@
-"""Who can hand KV over to whom: the digest in the membership says what the hand-shake will say."""
+"""Compatibility of workers for hand-offs: the digest in the membership says what the hand-shake will say."""
 
 from dataclasses import replace
 

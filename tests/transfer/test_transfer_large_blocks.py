@@ -17,7 +17,7 @@ from support.fake_transport import FakeTransport, Fault
 from support.handoff import RECEIVER, SENDER, Ends, content, links_of, pair
 
 LAYOUT = KVLayout(layers=5, kv_heads=4, head_dim=32, block_size=32, dtype="float32")
-"""160 KiB a block: three frames of up to 64 KiB."""
+"""Layout with 160 KiB a block: three frames of up to 64 KiB."""
 CONFIG = TransferConfig(frame_bytes=65536)
 COUNT = 3 * LAYOUT.block_size + 7
 

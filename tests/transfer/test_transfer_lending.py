@@ -103,7 +103,7 @@ class Lending:
 @pytest.mark.parametrize("table", [[2, 3, 4], [4, 1, 6], [5, 6, 1]])
 @pytest.mark.parametrize("tokens", [16, 21, 24])
 def test_parts_are_the_bytes_of_the_frame(table: list[int], tokens: int, part: LayerPart, kind: ChecksumKind) -> None:
-    """By the kernels that sum on a GPU (MIX64), and on the CPU."""
+    """The sums are computed by kernels as on a GPU (MIX64), and on the CPU."""
     pool = KVPool(GPU_LAYOUT, 8)
     pool.bytes.random_(0, 256)
     pool._by_kernel = kind is ChecksumKind.MIX64

@@ -294,7 +294,7 @@ def test_a_close_that_fails_is_logged_and_ends_the_thread(caplog: pytest.LogCapt
 
 
 def test_a_link_between_gpus_has_longer_to_open_than_a_frame_takes() -> None:
-    """Its first operation starts NCCL, which takes longer than any frame may."""
+    """The first operation of a NCCL link starts NCCL, which takes longer than any frame may."""
     timeouts = LinkTimeouts(frame=3.0, dial=20.0)
     assert [timeouts.to_open(name) for name in ("nccl", "tcp", "shm")] == [20.0, 3.0, 3.0]
     assert LinkTimeouts(frame=60.0, dial=20.0).to_open("nccl") == 60.0

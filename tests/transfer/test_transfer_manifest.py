@@ -60,11 +60,11 @@ SEED = os.environ.get("KVRELAY_SEED")
 TOKENS = list(range(20))
 CPU_SECONDS = 1e-3
 PEAK_BYTES = 2 * 2**20
-"""Of memory, to refuse a batch: a small multiple of the longest batch, whatever lengths it claims."""
+"""Bytes of memory for refusing a batch: a small multiple of the longest batch, whatever lengths it claims."""
 
 OFFER: dict[str, Any] = {"request": "r", "attempt": 1, "tokens": 20, "digest": b"0123456789abcdef"}
 GIGABYTE = b"\x80\x80\x80\x80\x04"
-"""As a length of protobuf."""
+"""Length of a gigabyte, as protobuf encodes it."""
 
 
 def packed(*messages: HandoffMessage) -> bytes:
@@ -150,7 +150,7 @@ INVALID: dict[str, bytes] = {
 
 
 def cpu_seconds(batch: bytes) -> float:
-    """Of this thread, to refuse `batch`; the median of a few times."""
+    """CPU seconds in which this thread refuses `batch`; the median of nine tries."""
     times = []
     for _ in range(9):
         started = time.thread_time()
@@ -377,7 +377,7 @@ def test_an_invalid_push_or_finish_is_refused_and_the_blocks_are_released(messag
 
 
 def test_mutated_batches_end_no_decode_process() -> None:
-    """No batch ends the process, and afterwards it takes a valid hand-off."""
+    """The decode process survives every batch, and afterwards takes a valid hand-off."""
 
     async def send_all(address: str) -> None:
         async with grpc.aio.insecure_channel(address) as channel:

@@ -1,4 +1,4 @@
-"""Who hands KV over to whom: members of this incarnation, with the same model, within the cap on links."""
+"""Partners of a hand-off: members of this incarnation, with the same model, within the cap on links."""
 
 import asyncio
 from dataclasses import replace

@@ -45,7 +45,7 @@ def held(pool: KVPool) -> torch.Tensor:
 
 
 def converted(values: torch.Tensor, theirs: KVLayout, mine: KVLayout) -> torch.Tensor:
-    """What becomes of numbers of a pool of `theirs` in one of `mine`."""
+    """Numbers of a pool of `theirs` as they are in a pool of `mine` after a hand-off."""
     if mine.dtype == theirs.dtype:
         return values
     dtype = TORCH_DTYPES[mine.dtype]

@@ -175,7 +175,7 @@ def test_a_frame_is_copied_and_checked_in_one_pass() -> None:
 
 @pytest.mark.parametrize("harm", [0, LAYOUT.nbytes(16) - 1, LAYOUT.nbytes(TOKENS) - 1, LAYOUT.nbytes(TOKENS) + 3])
 def test_a_byte_that_changes_between_two_gpus_is_found(harm: int) -> None:
-    """In a whole block, in the partial last one, and in the checksum itself."""
+    """The byte is in a whole block, in the partial last one, or in the checksum itself."""
     assert through_kernels(harm)[2] == [Outcome.CORRUPT]
 
 

@@ -51,7 +51,7 @@ def explored() -> Explored:
 
 
 def check(explored: Explored) -> None:
-    """No violation, and no transition or action outside the table of `kvrelay.transfer.protocol.table`."""
+    """Checks for violations, and for transitions and actions that `kvrelay.transfer.protocol.table` doesn't have."""
     first = "\n\n".join(text for _, text in sorted(explored.violations.items())[:3])
     assert not explored.violations, f"seeds {sorted(explored.violations)[:20]}\n{first}"
     table = specified()

@@ -44,7 +44,8 @@ def states_of(tokens: int, layout: StatesLayout = STATES) -> Tensor:
 
 
 def compute(world: Pair, key: tuple[str, int], states: Tensor, first: int = 0, skipped: range = range(0)) -> None:
-    """Chunk by chunk, with the hidden states of the tokens from `first` on but those of chunks that are skipped."""
+    """Computes a prompt chunk by chunk, with the hidden states from token `first` on, except in chunks that are
+    skipped."""
     count, blocks = len(states), blocks_of(len(states))
     for number, start in enumerate(range(0, count, CHUNK)):
         end = min(start + CHUNK, count)
@@ -74,7 +75,8 @@ def check(world: Pair, key: tuple[str, int], states: Tensor, first: int | None) 
 @pytest.mark.parametrize("kind", ["tcp", "shm", "gloo", "fake"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_they_arrive_with_the_kv(kind: str, dtype: str) -> None:
-    """From the first token whose states were kept; in frames of many tokens; beside KV that is there already."""
+    """States come from the first token whose states were kept, in frames of many tokens, beside KV that is there
+    already."""
 
     async def test() -> None:
         wanted = replace(STATES, dtype=dtype)  # type: ignore[arg-type]  # a literal
@@ -141,7 +143,7 @@ def test_without_room_the_kv_comes_alone() -> None:
 
 
 def test_who_wants_none_gets_none() -> None:
-    """No frame, no byte and no memory more than without."""
+    """The hand-off takes no frame, byte or memory more than one without states."""
 
     async def test() -> None:
         async with pair(CONFIG) as world:
@@ -157,7 +159,8 @@ def test_who_wants_none_gets_none() -> None:
 @pytest.mark.parametrize("fault", ["corrupt", "replay", "truncate", "fail"])
 @pytest.mark.parametrize("number", range(3))
 def test_a_damaged_frame_is_never_used(fault: str, number: int) -> None:
-    """Two of KV, one of states. It fails the attempt, or its link; the next one goes on behind what had verified."""
+    """Two frames have KV, one has states. A damaged one fails the attempt or its link; the next attempt goes on behind
+    verified frames."""
 
     async def test() -> None:
         fake = {"fake": FakeTransport(lambda frame: Fault(fault) if frame == number else None)}  # type: ignore[arg-type]  # a literal

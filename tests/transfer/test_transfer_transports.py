@@ -1,4 +1,4 @@
-"""Which transport a pair uses: the best that both have; without one, the error says what each has and why."""
+"""Choice of transport: a pair uses the best that both have; without one, the error says what each has and why."""
 
 import gc
 import threading
@@ -104,7 +104,7 @@ def test_a_host_that_cannot_be_bound_is_named() -> None:
 
 
 def test_ends_of_different_scopes_refuse_each_other_when_dialled() -> None:
-    """Whatever the membership says: both ends name their scopes."""
+    """Both ends name their scopes, whatever the membership says."""
     here, there = (SharedMemoryTransport(scope=scope) for scope in ("machine-a", "machine-b"))
     meeting = meetings(5.0)
 
@@ -149,7 +149,7 @@ def test_nccl_on_one_gpu_is_refused_with_what_it_needs() -> None:
 @pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("name", ["tcp", "gloo", "shm"])
 def test_a_pool_on_a_gpu_gets_pinned_buffers(name: str, gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ends' buffers, and no buffer of a pool in host memory."""
+    """Buffers of both ends are pinned; those of a pool in host memory are not."""
     empty, pinned = torch.empty, list[int]()
 
     def recorded(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ from kvrelay.worker.engine_thread import EngineThread
 
 
 class ScriptedEngine:
-    """Has `work` steps to do; each reports the thread it ran on."""
+    """An engine with `work` steps to do; each reports the thread it ran on."""
 
     def __init__(self, work: int = 0, error: Exception | None = None) -> None:
         self.work = work
@@ -57,7 +57,7 @@ def test_an_idle_engine_steps_once_a_command_gives_it_work(started: Started) -> 
 
 
 def test_a_step_without_progress_is_reported_too(started: Started) -> None:
-    """All of its sequences were cancelled: their blocks are free now, which the worker's load must show."""
+    """The step's sequences were all cancelled: their blocks are free now, which the worker's load must show."""
 
     def step() -> list[object]:
         started.engine.steps = 1
@@ -72,7 +72,7 @@ def test_a_step_without_progress_is_reported_too(started: Started) -> None:
 
 
 def test_an_engine_that_can_compute_nothing_reports_nothing() -> None:
-    """All of its sequences wait for blocks. Whoever asks for blocks after each report would ask for ever."""
+    """The engine's sequences all wait for blocks. Whoever asks for blocks after each report would ask for ever."""
     engine, reports, stepped = ScriptedEngine(work=1), list[object](), threading.Event()
 
     def step() -> list[object]:

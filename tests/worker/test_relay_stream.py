@@ -1,4 +1,4 @@
-"""What a worker queues for a router comes in order for each request, however slowly the router reads."""
+"""The relay stream: a router gets each request's messages in order, however slowly it reads."""
 
 import asyncio
 

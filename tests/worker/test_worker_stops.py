@@ -1,4 +1,4 @@
-"""How a worker ends, and what its heartbeat says of its engine."""
+"""A worker's end, and what its heartbeat says of its engine."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Which suspects a worker has beside each other, and from when on it computes them."""
+"""Suspects in a worker: which ones may run beside each other, and when it begins to compute them."""
 
 import asyncio
 from pathlib import Path
