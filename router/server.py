@@ -66,6 +66,9 @@ LINGER_SECONDS = 0.3
 """Seconds for requests that were sent before their client learned that this router listens no more."""
 CALLS_SECONDS = 0.5
 """Seconds for calls without a stream to end when the router is to end."""
+WARM_SECONDS = 5.0
+"""Delay of the process for large requests after the router's start, in seconds. Its imports take a second of CPU time,
+which a cluster that is just starting needs itself."""
 
 
 class RouterServer:
@@ -250,7 +253,8 @@ class RouterServer:
         return self._port
 
     async def warm(self) -> None:
-        """Begins a process for large requests before one comes."""
+        """Begins a process for large requests before one comes, but after the first small ones."""
+        await asyncio.sleep(WARM_SECONDS)
         with suppress(Unavailable):  # it is logged, and tried again
             await self._lanes.start()
 
