@@ -33,7 +33,7 @@ from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceServicer, add_Worke
 from kvrelay.models import resolve
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.heartbeat import HeartbeatClient
-from kvrelay.rpc.names import ROLES
+from kvrelay.rpc.identity import ROLES
 from kvrelay.rpc.options import server_options
 from kvrelay.rpc.security import TOKEN_VARIABLE
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH

@@ -16,7 +16,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_PREFILL,
     Member,
 )
-from kvrelay.rpc.names import WORKER_ROLES, WORKERS
+from kvrelay.rpc.identity import WORKER_ROLES, WORKERS
 
 SHOWN_CHARACTERS = 8
 UNKNOWN = (MEMBER_STATE_DEAD, MEMBER_STATE_STARTING)

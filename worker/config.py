@@ -7,7 +7,7 @@ from annotated_types import Interval
 
 from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.machine.options import Options, Port, require
-from kvrelay.rpc.names import WorkerRole
+from kvrelay.rpc.identity import WorkerRole
 from kvrelay.rpc.security import SecurityConfig
 from kvrelay.transfer.config import TransferConfig
 

@@ -43,10 +43,9 @@ from kvrelay.internal.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_ser
 from kvrelay.models import model_name, resolve
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.heartbeat import HeartbeatClient
-from kvrelay.rpc.identity import WorkerId, join
+from kvrelay.rpc.identity import ROLES, WORKERS, WorkerId, WorkerRole, join
 from kvrelay.rpc.metrics.exposition import MetricsPort
 from kvrelay.rpc.metrics.metric_set import MetricSet
-from kvrelay.rpc.names import ROLES, WORKERS, WorkerRole
 from kvrelay.rpc.serve import main
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.description import describe_worker

@@ -37,9 +37,8 @@ from kvrelay.internal.v1.worker_pb2 import (
 )
 from kvrelay.models import model_name, resolve
 from kvrelay.rpc.credentials import Credentials
-from kvrelay.rpc.identity import WorkerId
+from kvrelay.rpc.identity import WorkerId, context_limit
 from kvrelay.rpc.log import reason
-from kvrelay.rpc.names import context_limit
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
 from kvrelay.worker.hooks import WorkerHooks

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvrelay.cluster.errors import MOST_LISTED, NO_CLUSTER, RunError
-from kvrelay.rpc.names import ROLES, WORKER_ROLES
+from kvrelay.rpc.identity import ROLES, WORKER_ROLES
 
 if TYPE_CHECKING:
     from kvrelay.cluster.asking.control import Control

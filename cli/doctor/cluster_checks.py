@@ -15,7 +15,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.worker_pb2 import CONTEXT_LIMIT_OPTION, CONTEXT_LIMIT_POOL
 from kvrelay.rpc.compatibility import unpaired
-from kvrelay.rpc.names import state_name
+from kvrelay.rpc.identity import state_name
 
 CLOCK_SECONDS = 1.0
 """Clocks that are further apart make logs of several machines hard to read together."""

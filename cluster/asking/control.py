@@ -23,7 +23,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     UpgradeRequest,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
-from kvrelay.rpc.names import ROLES
+from kvrelay.rpc.identity import ROLES
 
 COMMAND_SECONDS = 10.0
 """Seconds for the supervisor to answer; it may be starting again."""

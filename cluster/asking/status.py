@@ -28,7 +28,7 @@ from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.internal.v1.worker_pb2 import CONTEXT_LIMIT_UNSPECIFIED
 from kvrelay.rpc.compatibility import groups, unpaired
 from kvrelay.rpc.credentials import Credentials, Metadata
-from kvrelay.rpc.names import CONTEXT_LIMITS, CONTEXT_REASONS, role_name, state_name
+from kvrelay.rpc.identity import CONTEXT_LIMITS, CONTEXT_REASONS, role_name, state_name
 from kvrelay.rpc.options import channel_options
 from kvrelay.rpc.security import SecurityConfig
 

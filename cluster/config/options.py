@@ -31,7 +31,7 @@ from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.engine.config import EngineConfig
 from kvrelay.machine.options import Options, require
 from kvrelay.router.config import RouterConfig, RouterOptions
-from kvrelay.rpc.names import WORKER_ROLES, MemberRole, WorkerRole
+from kvrelay.rpc.identity import WORKER_ROLES, MemberRole, WorkerRole
 from kvrelay.rpc.security import SecurityConfig
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.worker.config import WorkerConfig

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvrelay.cluster.errors import listed
-from kvrelay.rpc.names import MemberRole
+from kvrelay.rpc.identity import MemberRole
 
 MOST_MEMBERS = 1024
 """Most members of one role."""

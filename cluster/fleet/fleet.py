@@ -23,7 +23,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.supervisor_pb2 import Desired as DesiredRecord
 from kvrelay.internal.v1.supervisor_pb2 import Stage as StageNumber
-from kvrelay.rpc.names import ROLES, WORKER_ROLES, MemberRole, role_of
+from kvrelay.rpc.identity import ROLES, WORKER_ROLES, MemberRole, role_of
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     GetStatusResponse,
     Member,
 )
-from kvrelay.rpc.names import role_name
+from kvrelay.rpc.identity import role_name
 
 WORDS = {
     MEMBER_STATE_UNSPECIFIED: "starting",

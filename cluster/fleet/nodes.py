@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvrelay.rpc.names import MemberRole
+from kvrelay.rpc.identity import MemberRole
 
 PARTNERS: Mapping[MemberRole, MemberRole] = {"prefill": "decode", "decode": "prefill"}
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kvrelay.cluster.fleet.desired import Desired, Seen, Stage, Wanted, able, leave, new_name, serving, spared
-from kvrelay.rpc.names import MemberRole
+from kvrelay.rpc.identity import MemberRole
 
 NOTHING = Seen()
 

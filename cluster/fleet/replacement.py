@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvrelay.rpc.names import MemberRole
+from kvrelay.rpc.identity import MemberRole
 
 FIRST_SECONDS = 0.5
 MOST_SECONDS = 30.0

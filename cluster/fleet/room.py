@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from kvrelay.engine.config import Quantization
 from kvrelay.machine.control_groups import free_memory
 from kvrelay.models import resolve
-from kvrelay.rpc.names import MemberRole
+from kvrelay.rpc.identity import MemberRole
 from kvrelay.worker.config import WorkerConfig
 
 PROCESS_BYTES = 300 * 2**20

@@ -24,7 +24,7 @@ from kvrelay.cluster.fleet.replacement import Ended, Plan
 from kvrelay.cluster.fleet.room import ROUTER_BYTES, lacks_memory, worker_bytes
 from kvrelay.cluster.processes import processes
 from kvrelay.machine.options import Mistake, require
-from kvrelay.rpc.names import ROLES, MemberRole
+from kvrelay.rpc.identity import ROLES, MemberRole
 from kvrelay.rpc.security import SecurityConfig
 from kvrelay.rpc.serve import EXIT_SECONDS, STOP_SECONDS, USAGE_CODE
 from kvrelay.worker.config import WorkerConfig

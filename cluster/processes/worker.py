@@ -7,7 +7,7 @@ import sys
 
 from kvrelay.decode_worker.role import DecodeRole
 from kvrelay.prefill_worker.role import PrefillRole
-from kvrelay.rpc.names import WorkerRole
+from kvrelay.rpc.identity import WorkerRole
 from kvrelay.worker.role import Role
 from kvrelay.worker.server import RoleFactory, run_worker
 

@@ -26,7 +26,7 @@ from kvrelay.cluster.processes import processes
 from kvrelay.cluster.ray.actors import CONCURRENCY, WATCH_SECONDS, RouterActor, WorkerActor
 from kvrelay.cluster.ray.reservations import UNNAMED_SECONDS, Reservations
 from kvrelay.router.config import RouterConfig
-from kvrelay.rpc.names import ROLES, MemberRole
+from kvrelay.rpc.identity import ROLES, MemberRole
 from kvrelay.rpc.serve import EXIT_SECONDS, STOP_SECONDS
 from kvrelay.worker.config import WorkerConfig
 

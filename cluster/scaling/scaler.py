@@ -30,8 +30,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Scaling,
     ScalingDecision,
 )
-from kvrelay.rpc.identity import WorkerId
-from kvrelay.rpc.names import ROLES, MemberRole
+from kvrelay.rpc.identity import ROLES, MemberRole, WorkerId
 
 logger = logging.getLogger(__name__)
 

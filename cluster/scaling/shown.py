@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from kvrelay.internal.v1.supervisor_pb2 import Scaling, ScalingDecision
-from kvrelay.rpc.names import role_name
+from kvrelay.rpc.identity import role_name
 
 SHOWN = 3
 """Number of decisions in the text; the JSON has all."""

@@ -18,7 +18,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     UpgradeRequest,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceServicer
-from kvrelay.rpc.names import ROLES, MemberRole, role_of
+from kvrelay.rpc.identity import ROLES, MemberRole, role_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -9,8 +9,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvrelay.router.placing.prefixes import Expectation, PrefixIndex
 from kvrelay.rpc.compatibility import rank
-from kvrelay.rpc.identity import WorkerId
-from kvrelay.rpc.names import WorkerRole
+from kvrelay.rpc.identity import WorkerId, WorkerRole
 
 WORK_WEIGHT = 4
 """Weight of a request's own work against the load that it finds. Tokens that are computed again delay not only this

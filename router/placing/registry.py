@@ -20,8 +20,7 @@ from kvrelay.router.placing.placement import DecodeCapacity, WorkerView, complet
 from kvrelay.router.placing.worker_stream import OnForeign, WorkerStream
 from kvrelay.rpc.compatibility import rank, unpaired
 from kvrelay.rpc.credentials import Credentials
-from kvrelay.rpc.identity import WorkerId
-from kvrelay.rpc.names import WORKERS, WorkerRole
+from kvrelay.rpc.identity import WORKERS, WorkerId, WorkerRole
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from kvrelay.router.config import DEFAULT_CLASS
 from kvrelay.router.placing.placement import WorkerView
 from kvrelay.router.trace import RequestRecord
+from kvrelay.rpc.identity import WORKER_ROLES
 from kvrelay.rpc.metrics import families, labels
 from kvrelay.rpc.metrics.metric_set import MetricSet
-from kvrelay.rpc.names import WORKER_ROLES
 
 MAX_TENANTS = 50
 """Most tenants with series of their own. Each costs a few hundred bytes here, and a series in Prometheus for ever."""

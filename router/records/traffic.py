@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvrelay.internal.v1.worker_pb2 import Traffic
 from kvrelay.router.placing.placement import Demand
 from kvrelay.router.trace import Outcome, RequestTrace
-from kvrelay.rpc.names import WorkerRole
+from kvrelay.rpc.identity import WorkerRole
 
 YOUNG_SECONDS = 4.0
 """Seconds since its first token for which a request shows how long new requests are."""

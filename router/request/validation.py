@@ -30,7 +30,7 @@ from kvrelay.router.request.sampling import (
     sampling_of,
 )
 from kvrelay.router.request.tokenizer import Tokenizer, TooManyTokens
-from kvrelay.rpc.names import CONTEXT_REASONS
+from kvrelay.rpc.identity import CONTEXT_REASONS
 from kvrelay.v1.inference_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,

@@ -1,5 +1,6 @@
 """The table of all metrics. docs/metrics.md, the dashboards and the tests of the rules are made from it."""
 
+from kvrelay.rpc.identity import WORKER_ROLES
 from kvrelay.rpc.metrics.family import ROWS, SECONDS, SHORT_SECONDS, TOKENS, Family, Kind, Label, Part
 from kvrelay.rpc.metrics.labels import (
     ATTEMPT_REASON,
@@ -13,7 +14,6 @@ from kvrelay.rpc.metrics.labels import (
     STEP,
     TENANT,
 )
-from kvrelay.rpc.names import WORKER_ROLES
 
 FAMILIES: list[Family] = []
 """All of them, in the order of the page."""

@@ -1,8 +1,8 @@
 """Labels that several families or other code share, and the values that they can have."""
 
 from kvrelay.internal.v1.supervisor_pb2 import MemberState
+from kvrelay.rpc.identity import ROLES
 from kvrelay.rpc.metrics.family import Label
-from kvrelay.rpc.names import ROLES
 
 OUTCOMES = ("stop", "length", "cancelled", "invalid", "exhausted", "unavailable", "deadline", "internal")
 OUTCOME = Label("outcome", OUTCOMES)

@@ -13,7 +13,7 @@ from kvrelay.cluster.config.options import MEMBER, ClusterConfig, RouterSection,
 from kvrelay.cluster.errors import UsageError
 from kvrelay.engine.config import EngineConfig
 from kvrelay.router.config import RouterConfig, RouterOptions, ServiceClass
-from kvrelay.rpc.names import WORKER_ROLES
+from kvrelay.rpc.identity import WORKER_ROLES
 
 
 def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = None) -> list[str]:

@@ -23,7 +23,7 @@ from kvrelay.cluster.fleet.desired import (
     serving,
 )
 from kvrelay.cluster.fleet.reconcile import Drain, Start, advance, reconcile, settled
-from kvrelay.rpc.names import ROLES, WORKER_ROLES
+from kvrelay.rpc.identity import ROLES, WORKER_ROLES
 
 STEPS_TO_SETTLE = 400
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.cluster.fleet.nodes import Node, Wish, preferred
-from kvrelay.rpc.names import MemberRole
+from kvrelay.rpc.identity import MemberRole
 from support.ray_commands import KVRELAY
 
 GPU = {"GPU": 1.0}

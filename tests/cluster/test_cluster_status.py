@@ -30,7 +30,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceServicer, add_SupervisorServiceServicer_to_server
 from kvrelay.internal.v1.worker_pb2 import CONTEXT_LIMIT_POOL, Blocks, Load, Requests
-from kvrelay.rpc.names import role_name
+from kvrelay.rpc.identity import role_name
 from support.terminal import Terminal
 
 

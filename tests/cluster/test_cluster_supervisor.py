@@ -35,7 +35,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Requests
 from kvrelay.rpc.heartbeat import HeartbeatClient
-from kvrelay.rpc.names import ROLES, MemberRole
+from kvrelay.rpc.identity import ROLES, MemberRole
 from kvrelay.rpc.options import channel_options
 from support.access import METADATA, credentials
 

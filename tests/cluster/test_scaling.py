@@ -23,7 +23,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Scaling,
 )
 from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Requests, Traffic
-from kvrelay.rpc.names import MemberRole
+from kvrelay.rpc.identity import MemberRole
 
 CONFIG = ScalingConfig(enabled=True, ttft_target_seconds=1.0, tpot_target_seconds=0.1)
 NUMBERS: dict[MemberRole, Role] = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE}

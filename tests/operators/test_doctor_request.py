@@ -14,8 +14,7 @@ from kvrelay.client import AsyncClient
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
 from kvrelay.internal.v1.worker_pb2 import Blocks, Failure, Load, PrefillReport, Requests, TransferReport
 from kvrelay.router.placing.placement import DecodeCapacity, Demand, WorkerView, why_waiting
-from kvrelay.rpc.identity import WorkerId
-from kvrelay.rpc.names import WorkerRole
+from kvrelay.rpc.identity import WorkerId, WorkerRole
 from support.page import KEYS
 from support.router_fakes import FakeCluster, FakeWorker, Job, decode_of, fake_cluster, pair, run, until
 

@@ -25,8 +25,7 @@ from kvrelay.models import resolve
 from kvrelay.router.placing.placement import Demand, LeastWork, NoPlace, Placement, WorkerView, complete
 from kvrelay.router.placing.prefixes import PrefixIndex
 from kvrelay.rpc.compatibility import rank, unpaired
-from kvrelay.rpc.identity import WorkerId
-from kvrelay.rpc.names import WorkerRole
+from kvrelay.rpc.identity import WorkerId, WorkerRole
 from support.router_fakes import FakeWorker, decode_of, fake_cluster, prefill_of, run
 
 ROLES: list[WorkerRole] = ["prefill", "decode", "colocated"]

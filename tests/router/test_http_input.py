@@ -22,7 +22,7 @@ from kvrelay.router.faces.http.chat import ChatRequest
 from kvrelay.router.faces.http.completions import CompletionRequest, read_completion
 from kvrelay.router.faces.http.connection import HEADERS, LOOK_SECONDS
 from kvrelay.router.faces.http.errors import body_of, error_json
-from kvrelay.router.faces.http.texts import DetokenizeRequest, TokenizeRequest
+from kvrelay.router.faces.http.readers import DetokenizeRequest, TokenizeRequest
 from kvrelay.router.request.wire import SMALL_BYTES
 from support.http_calls import CHAT, HELLO, Http, check_answers, exchange, serving, token_at
 from support.router_fakes import FakeWorker, Job, colocated_of, length_if, run, silent, until

@@ -15,7 +15,7 @@ from kvrelay.engine.config import EngineConfig
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY, Member
 from kvrelay.router.placing.placement import WorkerView
 from kvrelay.router.server import RouterServer
-from kvrelay.rpc.names import ROLES, WorkerRole
+from kvrelay.rpc.identity import ROLES, WorkerRole
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.role import Role
 from kvrelay.worker.server import WorkerServer

@@ -9,7 +9,7 @@ from kvrelay.router.placing.placement import Demand
 from kvrelay.router.records import traffic as module
 from kvrelay.router.records.traffic import LatencyTargets, TrafficMeter
 from kvrelay.router.trace import RequestTrace
-from kvrelay.rpc.names import WorkerRole
+from kvrelay.rpc.identity import WorkerRole
 
 TARGETS = LatencyTargets(1.0, 0.1)
 

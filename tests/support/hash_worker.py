@@ -34,7 +34,7 @@ from kvrelay.engine.runner.base import Runner
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.prefill_worker.role import PrefillRole
 from kvrelay.rpc.heartbeat import HeartbeatClient
-from kvrelay.rpc.names import WorkerRole
+from kvrelay.rpc.identity import WorkerRole
 from kvrelay.rpc.serve import main
 from kvrelay.worker import server as worker_server
 from kvrelay.worker import worker as worker_module

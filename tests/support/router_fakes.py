@@ -41,7 +41,7 @@ from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceServicer, add_Worke
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.server import RouterServer
 from kvrelay.router.trace import RequestRecord
-from kvrelay.rpc.names import ROLES
+from kvrelay.rpc.identity import ROLES
 from kvrelay.rpc.options import server_options
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, FinishReason, TokenLogprobs
 from support.tokenizers import model_folder

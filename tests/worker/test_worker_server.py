@@ -29,8 +29,8 @@ from kvrelay.internal.v1.worker_pb2 import (
 )
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
 from kvrelay.prefill_worker.role import PrefillRole
+from kvrelay.rpc.identity import WorkerRole
 from kvrelay.rpc.metrics import families
-from kvrelay.rpc.names import WorkerRole
 from kvrelay.transfer.protocol.messages import Code
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, Constraint
 from kvrelay.worker.config import WorkerConfig

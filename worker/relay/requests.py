@@ -10,7 +10,7 @@ from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.states import StatesLayout
 from kvrelay.internal.v1.supervisor_pb2 import HiddenStates, Member
 from kvrelay.internal.v1.worker_pb2 import Begin, Cancel, ModelInfo, RequestEvent, Sampling, Submit
-from kvrelay.rpc.names import context_limit
+from kvrelay.rpc.identity import context_limit
 
 
 def model_info(name: str, spec: ModelSpec) -> ModelInfo:

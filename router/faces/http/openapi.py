@@ -10,7 +10,7 @@ from pydantic_core import to_json
 
 from kvrelay.router.faces.http.chat import ChatRequest
 from kvrelay.router.faces.http.completions import CompletionRequest
-from kvrelay.router.faces.http.texts import DetokenizeRequest, TokenizeRequest
+from kvrelay.router.faces.http.readers import DetokenizeRequest, TokenizeRequest
 
 REFERENCE = "#/components/schemas/{model}"
 BODIES: dict[str, tuple[type[BaseModel], str]] = {

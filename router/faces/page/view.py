@@ -6,7 +6,7 @@ from importlib.metadata import version
 from kvrelay.router.entry.front import Front
 from kvrelay.router.placing.registry import WorkerRegistry, WorkerStatus
 from kvrelay.router.records.life import Life, life
-from kvrelay.rpc.names import state_name
+from kvrelay.rpc.identity import state_name
 
 MAX_RUNNING = 40
 """Running requests that a view has, the latest ones."""
