@@ -1,1 +1,1 @@
-"""The Triton kernels: one file each, with its formula, shapes, launcher and checks, so there are many files side by side."""
+"""The Triton kernels: a file each, with formula, shapes, launcher and checks; so there are many files side by side."""
