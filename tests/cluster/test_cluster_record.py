@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.cluster.supervisor import record as record_module
 from kvrelay.cluster.supervisor.record import FileStore, Recorder
 from kvrelay.cluster.supervisor.supervisor import SupervisorConfig, SupervisorServer
-from kvrelay.cluster.supervisor.supervisor import record as record_module
 from kvrelay.internal.v1.supervisor_pb2 import Member, MembershipRecord, NameRecord, SupervisorRecord
 
 

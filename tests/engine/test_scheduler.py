@@ -360,7 +360,7 @@ def test_preemption_waits_until_nothing_is_in_flight() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["engine.engine", "engine.kv.blocks", "engine.kv.prefix", "engine.scheduler", "engine.sequence"],
+    ["engine.engine", "engine.kv.blocks", "engine.kv.prefix", "engine.scheduling.scheduler", "engine.sequence"],
 )
 def test_the_control_half_needs_no_torch(module: str) -> None:
     code = f"import sys, kvrelay.{module}; sys.exit('torch' in sys.modules)"

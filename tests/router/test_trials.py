@@ -8,7 +8,7 @@ import pytest
 
 from kvrelay.client import AsyncClient, InternalError, Unavailable
 from kvrelay.internal.v1.worker_pb2 import Failure, PeerRef
-from kvrelay.router.session.session import suspects
+from kvrelay.router.session import suspects
 from kvrelay.router.session.suspects import Suspicion
 from support.router_fakes import (
     FakeWorker,
