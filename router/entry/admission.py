@@ -266,9 +266,8 @@ class Admission:
         ticket.most += 1
         if len(ticket.places) > 1:
             self.drop(place)
-        elif ticket.waiting:
-            waiter, turn = ticket.waiting.popleft()
-            self._tidy(ticket)
+        elif (entry := self._pop(ticket)) is not None:
+            waiter, turn = entry
             del ticket.places[place]
             ticket.places[waiter] = None
             turn.set_result(None)
@@ -315,13 +314,24 @@ class Admission:
     def _pass_on(self) -> None:
         """Gives free places to calls that wait for them, the smallest holder's first."""
         while ticket := self._next():
-            place, turn = ticket.waiting.popleft()
             others = self._waiting[ticket.holder]
             del others[ticket]
             others[ticket] = None  # the holder's other calls go first next time
-            self._tidy(ticket)
-            self._grant(place)
-            turn.set_result(None)
+            if (entry := self._pop(ticket)) is not None:
+                self._grant(entry[0])
+                entry[1].set_result(None)
+
+    def _pop(self, ticket: Ticket) -> tuple[Place, asyncio.Future[None]] | None:
+        """The first that waits for a place of a call, which waits no more; None if nobody does.
+
+        A task that was cancelled just now has not left the line itself yet.
+        """
+        entry = None
+        while ticket.waiting and entry is None:
+            entry = ticket.waiting.popleft()
+            entry = None if entry[1].done() else entry
+        self._tidy(ticket)
+        return entry
 
     def _next(self) -> Ticket | None:
         for holder in sorted(self._waiting, key=self._places.__getitem__):
@@ -332,7 +342,7 @@ class Admission:
         return None
 
     def _tidy(self, ticket: Ticket) -> None:
-        if not ticket.waiting:
+        if not ticket.waiting and ticket in self._waiting.get(ticket.holder, ()):
             del self._waiting[ticket.holder][ticket]
             if not self._waiting[ticket.holder]:
                 del self._waiting[ticket.holder]

@@ -180,6 +180,32 @@ def refused(request: GenerateRequest, numbers: int) -> bool:
     return False
 
 
+def test_a_place_passes_over_completions_that_were_cancelled_in_the_same_turn() -> None:
+    async def test(calls: int) -> None:
+        admission = Admission(calls, MAX_BYTES)
+        with admission.admit("a", 0) as ticket, ExitStack() as others:
+            for number in range(calls - 1):
+                others.enter_context(admission.admit(f"b{number}", 0))
+            own = await ticket.place()
+            own.ticket.begun = True
+            waiting = [asyncio.create_task(ticket.place()) for _ in range(3)]
+            await asyncio.sleep(0)
+            waiting[0].cancel()
+            waiting[1].cancel()
+            if calls > 1:
+                others.close()  # its place goes to one that waits
+            admission.take_back(own)
+            _, left = await asyncio.wait(waiting, timeout=5)
+            assert not left
+            assert [task.cancelled() for task in waiting] == [True, True, False]
+            admission.take_back(waiting[2].result())
+        assert admission.calls == 0
+        assert not admission._waiting
+
+    for calls in (1, 2):
+        asyncio.run(test(calls))
+
+
 def test_the_outline_tells_cheap_from_costly_messages() -> None:
     assert not refused(GenerateRequest(text="x" * 10**7), 0)
     assert not refused(GenerateRequest(token_ids=TokenIds(ids=[5] * SMALL_BYTES)), SMALL_BYTES)
