@@ -1,7 +1,7 @@
 """Processes of one thread, forked from a template that has read what all of them need. A fork begins in some
 milliseconds, and may be lost at any moment: by a library that ends its process, or by the limits that the kernel keeps.
 
-    owner --- control socket ---> template    forks a process for each socket that it is given
+    owner --- control socket ---> template    forks a process for each message with a socket
         \\---- fork's socket ----> fork        does one job after the other: a message in, a message out
 
 Messages, both ways: a header of two uint32 (lengths), a JSON object, and bytes.
@@ -19,7 +19,9 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
+
+import psutil
 
 Message = dict[str, Any]
 Work = Callable[[Message, bytes], tuple[Message, bytes]]
@@ -30,7 +32,24 @@ START_SECONDS = 120.0
 FORK_SECONDS = 10.0
 """Longest time, in seconds, for a fork to begin."""
 READ_BYTES = 2**20
+ASKED_BYTES = 2**16
+"""Size limit in bytes of what `Template.fork` asks for."""
 PR_SET_PDEATHSIG = 1
+
+
+class TemplateError(Exception):
+    """The program of a template can't begin; the text is its own."""
+
+
+class Fork(NamedTuple):
+    """A process that a template is to fork."""
+
+    nice: int
+    """Niceness, added to the template's."""
+    more_bytes: int
+    """Memory in bytes that it may take beyond the template's."""
+    work: Work
+    """Does a job within `message["limit"]` seconds of CPU time, after which the kernel ends the fork."""
 
 
 def packed(message: Message, body: bytes = b"") -> bytes:
@@ -78,18 +97,32 @@ class Template:
         self._control: socket.socket | None = None
         self._closed = False
 
-    def fork(self) -> socket.socket:
-        """A new fork's socket. Starts the template if it doesn't run.
+    def start(self) -> None:
+        """Starts the template if it doesn't run.
 
         Raises:
-            OSError, EOFError: there is none.
+            TemplateError: its program refuses to begin.
+            OSError, EOFError: there is no process.
         """
         with self._lock:
+            self._started()
+
+    def fork(self, asked: Message | None = None) -> socket.socket:
+        """A new fork's socket. Starts the template if it doesn't run.
+
+        Args:
+            asked: for the program, which makes the fork by it.
+
+        Raises:
+            as `start`.
+        """
+        asking = json.dumps(asked or {}).encode()
+        with self._lock:
             try:
-                return self._forked()
+                return self._forked(asking)
             except (OSError, EOFError):
                 self._end()  # it may have been killed at any moment
-                return self._forked()
+                return self._forked(asking)
 
     def end(self) -> None:
         """Ends the template, and its forks with it; the next fork starts it again."""
@@ -103,12 +136,12 @@ class Template:
             process.kill()  # whoever waits for it has the lock
         self.end()
 
-    def _forked(self) -> socket.socket:
+    def _forked(self, asking: bytes) -> socket.socket:
         control = self._started()
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                socket.send_fds(control, [b"\0"], [theirs.fileno()])
+                socket.send_fds(control, [asking], [theirs.fileno()])
             ours.settimeout(FORK_SECONDS)
             receive(ours)
         except (OSError, EOFError):
@@ -137,10 +170,13 @@ class Template:
             )
         self._control.settimeout(START_SECONDS)
         try:
-            receive(self._control)
+            answer, _ = receive(self._control)
         except (OSError, EOFError):
             self._end()
             raise
+        if "refused" in answer:
+            self._end()
+            raise TemplateError(answer["refused"])
         return self._control
 
     def _end(self) -> None:
@@ -152,13 +188,16 @@ class Template:
         self._control = self._process = None
 
 
-def serve(control: socket.socket, nice: int, more_bytes: int, work: Work) -> None:
+def refuse(control: socket.socket, why: str) -> None:
+    """Tells the owner why the program can't begin, in place of `serve`."""
+    send(control, {"refused": why})
+
+
+def serve(control: socket.socket, begin: Callable[[Message], Fork]) -> None:
     """The template's main loop, once it has read what it needs: forks until the owner closes its end.
 
     Args:
-        nice: niceness of the forks, added to the template's.
-        more_bytes: memory that a fork may take beyond the template's.
-        work: does a job within `message["limit"]` seconds of CPU time, after which the kernel ends the fork.
+        begin: the fork that `Template.fork` asked for; called in it.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that end leave nothing behind
     gc.collect()
@@ -166,15 +205,16 @@ def serve(control: socket.socket, nice: int, more_bytes: int, work: Work) -> Non
     with suppress(OSError):
         send(control, {})
         while True:
-            asked, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+            asked, descriptors, _, _ = socket.recv_fds(control, ASKED_BYTES, 1)
             if not asked:
                 return
             connection = socket.socket(fileno=descriptors[0])
             if os.fork() == 0:
                 try:
                     control.close()
-                    _confine(nice, more_bytes)
-                    _do_all(connection, work)
+                    fork = begin(json.loads(asked))
+                    _confine(fork)
+                    _do_all(connection, fork.work)
                 finally:
                     os._exit(0)
             connection.close()
@@ -187,19 +227,23 @@ def _do_all(connection: socket.socket, work: Work) -> None:
         # Nothing handles SIGPROF, so it ends the process in the middle of native code.
         signal.setitimer(signal.ITIMER_PROF, message["limit"])
         answer, data = work(message, body)
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        end_limit()
         send(connection, answer, data)
 
 
-def _confine(nice: int, more_bytes: int) -> None:
-    os.nice(nice)
+def end_limit() -> None:
+    """What the present job still does takes none of its CPU time."""
+    signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _confine(fork: Fork) -> None:
+    os.nice(fork.nice)
     if sys.platform != "linux":
         return
     import resource
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    with open("/proc/self/statm") as statm:
-        most = int(statm.read().split()[5]) * os.sysconf("SC_PAGESIZE") + more_bytes
+    most = psutil.Process().memory_info().data + fork.more_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     # Where memory is short, a fork is lost rather than its owner.
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:

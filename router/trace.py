@@ -170,7 +170,7 @@ class RequestTrace:
         first, latest = self.prefilled, self.latest
         return replace(
             latest,
-            chunks=latest.chunks if first in (latest, _NO_ATTEMPT) else [],
+            chunks=latest.chunks if first is latest or first is _NO_ATTEMPT else [],
             prefill=first.prefill,
             prefill_at=first.prefill_at,
             transfer=self.transfer,

@@ -24,8 +24,8 @@ from kvrelay.engine.constrain.grammar import (
     ConstraintError,
     MaskNotReadyError,
 )
-from kvrelay.engine.constrain.lanes import COMPILE_SECONDS, Lane, Lanes, ProcessOptions
-from kvrelay.engine.constrain.process import Message
+from kvrelay.engine.constrain.lanes import COMPILE_SECONDS, Lane, Lanes, ProcessOptions, unusable
+from kvrelay.machine.forks import Message, TemplateError
 
 MAX_GRAMMARS = 64
 """Constraints whose outcome is kept. Their compiled forms are bounded by bytes, in the lanes."""
@@ -119,6 +119,8 @@ class ConstraintCompiler:
             raise ConstraintError("a constraint needs llguidance on the workers: pip install 'kvrelay[structured]'")
         try:
             self.lanes.template.start()
+        except TemplateError as error:
+            raise unusable(error) from None
         except (OSError, EOFError) as error:
             raise ConstraintError(f"the process that compiles constraints can't be started: {error!r}") from error
 

@@ -11,32 +11,25 @@ again as it is needed.
 
 import heapq
 import itertools
-import json
 import logging
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from kvrelay.engine.constrain import process as program
 from kvrelay.engine.constrain.grammar import ConstraintError
-from kvrelay.engine.constrain.process import Message, receive, send
+from kvrelay.machine.forks import FORK_SECONDS, Message, Template, TemplateError, receive, send
 
 logger = logging.getLogger(__name__)
 
 COMPILE_SECONDS = 5.0
 """Limit in seconds of a request's wait for its constraint, once the tokenizer has been read (several seconds for 128k
 tokens), and of the CPU time that its compilation may take."""
-START_SECONDS = 120.0
-"""Limit in seconds of the reading of the tokenizer."""
-FORK_SECONDS = 10.0
+PROGRAM = "kvrelay.engine.constrain.process"
 QUEUE_SECONDS = 20.0
 """Longest time in seconds that a mask waits for others."""
 BUSY = 20.0
@@ -102,103 +95,9 @@ class ProcessOptions:
         return -(-self.vocab_size // 32)
 
 
-class Template:
-    """The process that lanes are forked from. Thread-safe."""
-
-    def __init__(self, options: ProcessOptions) -> None:
-        """Starts nothing yet."""
-        self._options = options
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        self._closed = False
-
-    def start(self) -> None:
-        """Reads the tokenizer, unless a process that has done so runs.
-
-        Raises:
-            ConstraintError: the tokenizer can't be used.
-            OSError, EOFError: there is no process.
-        """
-        with self._lock:
-            self._started()
-
-    def fork(self, limits: dict[str, Any], nice: int) -> socket.socket:
-        """A new lane's socket.
-
-        Raises:
-            as `start`.
-        """
-        given = self._options
-        options = {"limits": limits, "nice": nice, "words": given.words, "most_bytes": given.most_bytes}
-        with self._lock:
-            try:
-                return self._forked(json.dumps(options).encode())
-            except (OSError, EOFError):
-                # It may have been killed at any moment.
-                self._end()
-                return self._forked(json.dumps(options).encode())
-
-    def close(self) -> None:
-        """Ends the process, and the lanes with it."""
-        self._closed = True
-        if (process := self._process) is not None:
-            process.kill()  # whoever waits for it has the lock
-        with self._lock:
-            self._end()
-
-    def _forked(self, options: bytes) -> socket.socket:
-        control = self._started()
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                socket.send_fds(control, [options], [theirs.fileno()])
-            ours.settimeout(FORK_SECONDS)
-            receive(ours)
-        except (OSError, EOFError):
-            ours.close()
-            raise
-        return ours
-
-    def _started(self) -> socket.socket:
-        if self._closed:
-            raise EOFError
-        if self._control is not None and self._process is not None and self._process.poll() is None:
-            return self._control
-        self._end()
-        given = self._options
-        options = {name: getattr(given, name) for name in ("tokenizer", "vocab_size", "eos_token_ids")}
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            number = theirs.fileno()
-            # What comes from clients is computed there: it gets no secrets, and what it writes goes nowhere.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", program.__file__, str(number), json.dumps(options)],
-                env={name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")},
-                pass_fds=[number],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        try:
-            self._control.settimeout(START_SECONDS)
-            answer, _ = receive(self._control)
-        except (OSError, EOFError):
-            self._end()
-            raise
-        if answer["error"]:
-            self._end()
-            raise ConstraintError(f"constraints can't be obeyed by this model: tokenizer.json: {answer['error']}")
-        return self._control
-
-    def _end(self) -> None:
-        if self._control is not None:
-            self._control.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self._control = self._process = None
+def unusable(error: TemplateError) -> ConstraintError:
+    """The error of requests where the processes can't read the tokenizer."""
+    return ConstraintError(f"constraints can't be obeyed by this model: tokenizer.json: {error}")
 
 
 class Lane:
@@ -290,7 +189,11 @@ class Lane:
         connection = self._connection
         if connection is None:
             self.dropped.clear()
-            connection = self._connection = self._template.fork(self._limits, self._nice)
+            asked = {"limits": self._limits, "nice": self._nice}
+            try:
+                connection = self._connection = self._template.fork(asked)
+            except TemplateError as error:
+                raise unusable(error) from None
         connection.settimeout(FORK_SECONDS + BUSY * limit)
         drop = [self.dropped.popleft() for _ in range(len(self.dropped))]
         send(connection, message | {"drop": drop})
@@ -310,7 +213,7 @@ class Lanes:
         self.lock = threading.Lock()
         self.ready = threading.Condition(self.lock)
         """Condition that is notified when a mask has come."""
-        self.template = Template(options)
+        self.template = Template(PROGRAM, asdict(options) | {"words": options.words})
         self.compile = Lane("compile", self.template, WIDE_LIMITS, 5, self.lock)
         self.fast = Lane("fast", self.template, LIMITS, 0, self.lock)
         self.slow = Lane("slow", self.template, WIDE_LIMITS, 10, self.lock)

@@ -1,23 +1,20 @@
-"""The processes that run llguidance, which `lanes.py` starts as a script: nothing of kvrelay is imported here.
+"""The processes that run llguidance, which `lanes.py` starts. Nothing here imports torch.
 
-    worker --- control socket ---> template    has read the tokenizer; forks a lane for each socket that it is given
-        \\----- lane's socket ----> lane        compiles and follows constraints, one job after the other
+python -m kvrelay.engine.constrain.process DESCRIPTOR OPTIONS     as `machine/forks.py` says
+
+The template has read the tokenizer; each fork is a lane, which compiles and follows constraints, one job after the
+other.
 
 llguidance may end its process (a chain of 4,000 rules overflows the stack), hold the interpreter's lock for a second,
 or compute for half a minute. Here it ends and holds only a lane, and the kernel ends a lane whose job takes more CPU
 time than it may. A lane can be lost at any moment: a job that names a matcher which a lane doesn't have is told so, and
 comes again with the constraint and all tokens.
-
-Messages, both ways: a header of two uint32 (lengths), a JSON object, and bytes.
 """
 
 import ctypes
 import gc
 import json
-import os
-import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -26,39 +23,16 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from kvrelay.machine.forks import Fork, Message, control_of, end_limit, refuse, serve
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-Message = dict[str, Any]
-HEADER = struct.Struct("<II")
 MEMORY_BEYOND = 512 * 2**20
 """Bytes that one job may take beyond what a lane keeps."""
 WHITE_SPACE = r"( |\n {0,16})?"
 """White space that is allowed between the parts of JSON: none, one space, or a new line with an indentation. Without
 this limit a model could go on with white space for ever."""
-PR_SET_PDEATHSIG = 1
-
-
-def send(connection: socket.socket, message: Message, body: bytes = b"") -> None:
-    """Raises OSError if the other end is gone."""
-    head = json.dumps(message).encode()
-    connection.sendall(HEADER.pack(len(head), len(body)) + head + body)
-
-
-def receive(connection: socket.socket) -> tuple[Message, bytes]:
-    """Raises EOFError if the other end is gone, and OSError."""
-    head, body = HEADER.unpack(_read(connection, HEADER.size))
-    return json.loads(_read(connection, head)), _read(connection, body)
-
-
-def _read(connection: socket.socket, count: int) -> bytes:
-    parts = []
-    while count:
-        parts.append(part := connection.recv(min(count, 2**20)))
-        if not part:
-            raise EOFError
-        count -= len(part)
-    return b"".join(parts)
 
 
 class Entry:
@@ -105,15 +79,13 @@ class Lane:
         self._followers: dict[int, Follower] = {}
 
     def run(self, job: Message) -> tuple[Message, bytes]:
-        """Does a job within `job["limit"]` seconds of CPU time; the kernel ends the process after them."""
+        """Does a job, and drops the matchers that nobody needs any more."""
         for matcher in job["drop"]:
             self._drop(matcher)
-        # Nothing handles SIGPROF, so it ends the process in the middle of native code.
-        signal.setitimer(signal.ITIMER_PROF, job["limit"])
         began = time.process_time()
         answer, mask = self._compile(job) if job["op"] == "compile" else self._follow(job)
         answer["seconds"] = time.process_time() - began - answer.setdefault("made", 0.0)
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        end_limit()
         self._make_room()
         answer["held"] = sum([entry.size for entry in self._entries.values()])
         return answer, mask
@@ -238,56 +210,30 @@ def memory_meter() -> Callable[[], int]:
     return used
 
 
-def serve(connection: socket.socket, tokenizer: "LLTokenizer", options: Message) -> None:
-    """Runs a lane until the worker closes its socket."""
-    os.nice(options["nice"])
-    if sys.platform == "linux":
-        import resource
-
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        most = psutil.Process().memory_info().data + options["most_bytes"] + MEMORY_BEYOND
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-        # Where memory is short, a lane is lost rather than the worker.
-        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-            score.write("800")
-    lane = Lane(tokenizer, options["words"], options["limits"], options["most_bytes"])
-    send(connection, {"pid": os.getpid()})
-    with suppress(EOFError, OSError):
-        while True:
-            job, _ = receive(connection)
-            try:
-                answer, mask = lane.run(job)
-            except ValueError as error:
-                signal.setitimer(signal.ITIMER_PROF, 0)
-                answer, mask = {"error": str(error), "seconds": 0.0, "made": 0.0, "bytes": 0, "held": 0}, b""
-            send(connection, answer, mask)
-
-
 def main(control: socket.socket, options: Message) -> None:
-    """The template: reads the tokenizer, says whether it could, and forks lanes until the worker closes its end."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # lanes that end leave nothing behind
+    """The template: reads the tokenizer, says whether it could, and forks lanes."""
     from llguidance import LLTokenizer
 
     try:
         with open(options["tokenizer"]) as file:
             tokenizer = LLTokenizer(file.read(), n_vocab=options["vocab_size"], eos_token=options["eos_token_ids"])
     except (OSError, ValueError) as error:
-        send(control, {"error": str(error)})
+        refuse(control, str(error))
         return
-    send(control, {"error": ""})
-    gc.freeze()
-    with suppress(OSError):
-        while True:
-            asked, descriptors, _, _ = socket.recv_fds(control, 2**16, 1)
-            if not asked:
-                return
-            connection = socket.socket(fileno=descriptors[0])
-            if os.fork() == 0:
-                control.close()
-                serve(connection, tokenizer, json.loads(asked))
-                os._exit(0)
-            connection.close()
+
+    def begin(asked: Message) -> Fork:
+        lane = Lane(tokenizer, options["words"], asked["limits"], options["most_bytes"])
+
+        def work(job: Message, _: bytes) -> tuple[Message, bytes]:
+            try:
+                return lane.run(job)
+            except ValueError as error:
+                return {"error": str(error), "seconds": 0.0, "made": 0.0, "bytes": 0, "held": 0}, b""
+
+        return Fork(asked["nice"], options["most_bytes"] + MEMORY_BEYOND, work)
+
+    serve(control, begin)
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2]))
+    main(*control_of(sys.argv[1:]))

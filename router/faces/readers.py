@@ -9,7 +9,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from kvrelay.machine.forks import Message, control_of, serve
+from kvrelay.machine.forks import Fork, Message, control_of, serve
 from kvrelay.router.faces import grpc_face
 from kvrelay.router.faces.http import readers as bodies
 from kvrelay.router.faces.http.body import parse
@@ -72,7 +72,8 @@ def run() -> None:
         except Exception:  # noqa: BLE001  # for the log of the router
             return {DEFECT: traceback.format_exc()}, b""
 
-    serve(control, NICE, MORE_BYTES + BYTES_PER_BYTE * options["max_message_bytes"], work)
+    fork = Fork(NICE, MORE_BYTES + BYTES_PER_BYTE * options["max_message_bytes"], work)
+    serve(control, lambda asked: fork)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 
-from kvrelay.machine.forks import Message, control_of, serve
+from kvrelay.machine.forks import Fork, Message, control_of, serve
 
 
 def work(message: Message, data: bytes) -> tuple[Message, bytes]:
@@ -28,4 +28,4 @@ def work(message: Message, data: bytes) -> tuple[Message, bytes]:
 
 if __name__ == "__main__":
     control, _ = control_of(sys.argv[1:])
-    serve(control, 3, 2**28, work)
+    serve(control, lambda asked: Fork(3, 2**28, work))
