@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Triton decides as a kernel's module is imported whether the kernel will be interpreted. Without a GPU all are, in this
-# process and its children; what needs the compiler asks `kernels/triton_compile.py`.
+# process and its children; what needs the compiler asks `tests/kernels/triton_compile.py`.
 if not glob.glob("/dev/nvidia[0-9]*"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
