@@ -13,7 +13,7 @@ from kvrelay.client import AsyncClient, DeadlineExceeded, Exhausted, Unavailable
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
 from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Promised, Requests
 from kvrelay.router.placing.usual import RATE_SECONDS
-from support.router_fakes import FakeCluster, fake_cluster, pair, run, silent, until
+from support.router_fakes import FakeCluster, Job, fake_cluster, pair, run, silent, until
 
 TOTAL = 4
 BLOCKS = 100
@@ -35,7 +35,7 @@ def load(free: int, free_slots: int = 10, promised: int = 0) -> Load:
 
 @asynccontextmanager
 async def full_cluster(folder: Path, **config: object) -> AsyncIterator[tuple[FakeCluster, AsyncClient]]:
-    """The decode worker has reported that it is full."""
+    """A cluster whose decode worker has reported that it is full."""
     async with (
         fake_cluster(folder, *pair(token_at), **config) as cluster,
         AsyncClient(cluster.router.address, timeout=10) as client,
@@ -73,6 +73,14 @@ def ask(client: AsyncClient, **options: object) -> "asyncio.Task[tuple[int, ...]
 def test_a_request_without_capacity_waits_before_its_prefill(tmp_path: Path) -> None:
     async def test() -> None:
         async with full_cluster(tmp_path) as (cluster, client):
+            gate, decode = asyncio.Event(), cluster.workers["decode-0"]
+            script = decode.script
+
+            async def gated(job: Job) -> None:
+                await gate.wait()
+                await script(job)
+
+            decode.script = gated
             tasks = [ask(client) for _ in range(3)]
             await until(lambda: waiting(cluster) == 3, "three wait")
             assert cluster.workers["prefill-0"].jobs == []
@@ -82,6 +90,7 @@ def test_a_request_without_capacity_waits_before_its_prefill(tmp_path: Path) -> 
             assert waiting(cluster) == 2
             await tell(cluster, load(free=7, promised=1))
             assert waiting(cluster) == 2
+            gate.set()
             await tell(cluster, load(free=90))
             for task in tasks:
                 assert await task == tuple(token_at(index) for index in range(TOTAL))
