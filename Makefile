@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 # A file's tests stay in one process and share its fixtures. Many tests wait: three processes use two cores.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup lint format test test-again test-slow soak demo serve proto docs clean
+.PHONY: setup lint format test test-all test-slow soak demo serve proto docs clean
 
 setup: $(READY)
 
@@ -29,16 +29,17 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 # Each test process, and each that it starts, would compile the sources again.
-test test-again test-slow: export PYTHONDONTWRITEBYTECODE :=
+test test-all test-slow: export PYTHONDONTWRITEBYTECODE :=
 
+# Units, properties, one of each scene of real processes, each fault once: minutes.
 test: setup
 	$(PYTEST) --durations=15
 
-# What failed in the last run, in one process. A virtual machine that stands still for seconds fails tests of failure
-# detection, which takes three; what fails here too is broken.
-test-again: setup
-	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
+# The rest: every transport, every shape on Ray, every chart, the GPU kernels in the interpreter, more seeds.
+test-all: setup
+	$(PYTEST) --durations=15 -m more
 
+# What takes hours.
 test-slow: setup
 	$(PYTEST) -m slow
 
