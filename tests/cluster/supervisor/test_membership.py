@@ -1,6 +1,7 @@
-"""Membership: whatever members and clocks do, an incarnation that was declared dead never comes back."""
+"""Membership: whatever members and clocks do, an incarnation that was declared dead never comes back; a worker whose
+engine hangs, has failed or drains for too long is given up though it sends heartbeats."""
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -8,8 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from kvrelay.cluster.membership.membership import (
+    DRAIN_MARGIN_SECONDS,
+    FAILED_SECONDS,
     InvalidMember,
     Membership,
+    Verdict,
 )
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
@@ -30,7 +34,42 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.rpc.identity import WorkerId
-from support.members import TICK, Clock, member, state_of, ticks
+
+TICK = 0.1
+"""Seconds between two ticks of the supervisor."""
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def member(
+    name: str = "prefill-0",
+    incarnation: str = "a",
+    role: Role = ROLE_PREFILL,
+    state: MemberState = MEMBER_STATE_READY,
+    **more: Any,
+) -> Member:
+    return Member(name=name, role=role, incarnation=incarnation, address="127.0.0.1:1", state=state, **more)
+
+
+def state_of(membership: Membership, name: str = "prefill-0") -> MemberState | None:
+    return {entry.name: entry.state for entry in membership.members()}.get(name)
+
+
+def ticks(membership: Membership, clock: Clock, seconds: float) -> list[Verdict]:
+    """Lets time pass; returns who was declared dead."""
+    died = []
+    for _ in range(round(seconds / TICK)):
+        clock.now += TICK
+        died += membership.tick()
+    return died
 
 
 @pytest.fixture
@@ -43,73 +82,31 @@ def membership(clock: Clock) -> Membership:
     return Membership(clock=clock)
 
 
-@pytest.fixture
-def wait(clock: Clock, membership: Membership) -> Callable[[float], list[WorkerId]]:
-    """Lets time pass with a tick every 0.1 s, as the supervisor does. Returns who was declared dead."""
-
-    def passes(seconds: float) -> list[WorkerId]:
-        died = []
-        for _ in range(round(seconds / TICK)):
-            clock.now += TICK
-            died += [verdict.worker for verdict in membership.tick()]
-        return died
-
-    return passes
-
-
-def test_silence_makes_suspect_then_dead(membership: Membership, wait: Callable[[float], list[WorkerId]]) -> None:
+def test_silence_makes_suspect_then_dead_unless_a_heartbeat_comes(membership: Membership, clock: Clock) -> None:
     assert membership.attend(member(), Load())
-    assert wait(1.4) == []
-    assert state_of(membership, "prefill-0") == MEMBER_STATE_READY
-    assert wait(0.2) == []
-    assert state_of(membership, "prefill-0") == MEMBER_STATE_SUSPECT
-    assert wait(1.2) == []
-    assert wait(0.3) == [WorkerId("prefill-0", "a")]
-    assert state_of(membership, "prefill-0") == MEMBER_STATE_DEAD
-    assert wait(10) == [], "declared dead once"
-
-
-def test_a_heartbeat_brings_a_suspect_back(membership: Membership, wait: Callable[[float], list[WorkerId]]) -> None:
-    membership.attend(member(), Load())
-    wait(2)
+    assert ticks(membership, clock, 1.4) == []
+    assert state_of(membership) == MEMBER_STATE_READY
+    assert ticks(membership, clock, 0.2) == []
+    assert state_of(membership) == MEMBER_STATE_SUSPECT
     version = membership.version
     assert membership.attend(member(), Load())
-    assert state_of(membership, "prefill-0") == MEMBER_STATE_READY
+    assert state_of(membership) == MEMBER_STATE_READY
     assert membership.version > version
-
-
-def test_the_dead_stay_dead(membership: Membership, wait: Callable[[float], list[WorkerId]]) -> None:
-    membership.attend(member(), Load())
-    wait(4)
+    assert ticks(membership, clock, 2.8) == []
+    (verdict,) = ticks(membership, clock, 0.3)
+    assert verdict.worker == WorkerId("prefill-0", "a")
+    assert state_of(membership) == MEMBER_STATE_DEAD
+    assert ticks(membership, clock, 10) == [], "declared dead once"
     version = membership.version
     assert not membership.attend(member(), Load())
-    assert state_of(membership, "prefill-0") == MEMBER_STATE_DEAD
-    assert membership.version == version
-
-
-def test_a_new_incarnation_takes_the_name_and_fences_the_old(membership: Membership) -> None:
-    membership.attend(member(incarnation="a"), Load())
-    assert membership.attend(member(incarnation="b", state=MEMBER_STATE_STARTING), Load())
-    assert membership.present("prefill-0") == WorkerId("prefill-0", "b")
-    assert not membership.attend(member(incarnation="a"), Load())
-    assert membership.present("prefill-0") == WorkerId("prefill-0", "b")
-    assert len(membership.members()) == 1
-
-
-def test_a_process_that_has_ended_is_dead_at_once(membership: Membership) -> None:
-    membership.attend(member(incarnation="b"), Load())
-    assert not membership.gone(WorkerId("prefill-0", "a"))
-    assert state_of(membership, "prefill-0") == MEMBER_STATE_READY
-    assert membership.gone(WorkerId("prefill-0", "b"))
-    assert not membership.gone(WorkerId("prefill-0", "b"))
-    assert state_of(membership, "prefill-0") == MEMBER_STATE_DEAD
+    assert (membership.version, state_of(membership)) == (version, MEMBER_STATE_DEAD)
 
 
 def test_a_pause_of_the_supervisor_declares_nobody_dead(clock: Clock, membership: Membership) -> None:
     membership.attend(member(), Load())
     clock.now += 3600
     assert membership.tick() == []
-    assert state_of(membership, "prefill-0") == MEMBER_STATE_READY
+    assert state_of(membership) == MEMBER_STATE_READY
     assert membership.attend(member(), Load())
 
 
@@ -122,6 +119,9 @@ def test_the_version_grows_only_with_changes_that_members_must_learn_of(membersh
     assert membership.version == version
     assert membership.statuses()[0].member.loaded == 0.5
     assert membership.statuses()[0].load.pending_tokens == 7
+    membership.attend(member(step_age_seconds=2, slow_step_seconds=9), Load())
+    assert membership.version == version
+    assert membership.members() == [member(generation=1)], "the engine's figures are not told to the others"
     for change in (
         {"state": MEMBER_STATE_DRAINING},
         {"address": "127.0.0.1:2"},
@@ -177,6 +177,77 @@ def test_a_heartbeat_without_a_required_field_is_refused(membership: Membership,
     assert membership.members() == []
 
 
+def test_an_old_step_makes_suspect_then_dead(membership: Membership, clock: Clock) -> None:
+    def beats(age: float, **more: Any) -> MemberState | None:
+        assert membership.attend(member(step_age_seconds=age, **more), Load())
+        return state_of(membership)
+
+    assert beats(2.9) == MEMBER_STATE_READY
+    assert beats(3.0) == MEMBER_STATE_SUSPECT
+    assert beats(0.0) == MEMBER_STATE_READY
+    assert beats(19.0, slow_step_seconds=4.0) == MEMBER_STATE_READY
+    assert beats(20.0, slow_step_seconds=4.0) == MEMBER_STATE_SUSPECT
+    assert beats(79.0, slow_step_seconds=4.0) == MEMBER_STATE_SUSPECT
+    assert ticks(membership, clock, TICK) == []
+    assert beats(30.1) == MEMBER_STATE_SUSPECT
+    ((worker, reason),) = ticks(membership, clock, TICK)
+    assert (worker.incarnation, reason) == ("a", "its step has been running for 30.1 s")
+    assert not membership.attend(member(), Load())
+
+
+@pytest.mark.parametrize("connections", [0, 1, 2])
+def test_silence_on_an_open_connection_is_that_of_a_busy_process(
+    membership: Membership, clock: Clock, connections: int
+) -> None:
+    assert membership.attend(member(), Load())
+    worker = membership.present("prefill-0")
+    assert worker is not None
+    for _ in range(connections):
+        membership.connected(worker)
+    assert ticks(membership, clock, 2.9) == []
+    assert state_of(membership) == MEMBER_STATE_SUSPECT
+    if connections:
+        assert ticks(membership, clock, 20.0) == []
+        for _ in range(connections - 1):
+            membership.disconnected(worker)
+        assert ticks(membership, clock, 6.0) == []
+        if connections == 1:
+            assert membership.attend(member(), Load())
+            membership.disconnected(worker)
+            assert ticks(membership, clock, 2.9) == []
+    ((dead, reason),) = ticks(membership, clock, 2.0)
+    assert dead == worker
+    assert reason == f"no heartbeat for {30 if connections == 2 else 3} s"
+
+
+def test_a_failed_engine_is_given_two_seconds(membership: Membership, clock: Clock) -> None:
+    for _ in range(round(FAILED_SECONDS / TICK) - 1):
+        assert membership.attend(member(failed=True, state=MEMBER_STATE_DRAINING), Load())
+        assert state_of(membership) == MEMBER_STATE_SUSPECT
+        assert ticks(membership, clock, TICK) == []
+    membership.attend(member(failed=True, state=MEMBER_STATE_DRAINING), Load())
+    ((_, reason),) = ticks(membership, clock, 2 * TICK)
+    assert "engine failed" in reason
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_drain_that_nobody_asked_for_has_a_deadline(clock: Clock, asked: bool) -> None:
+    membership = Membership(clock=clock, drain_seconds=7)
+    membership.attend(member(), Load())
+    if asked:
+        membership.leave("prefill-0")
+    died: list[Verdict] = []
+    seconds = 0.0
+    while not died and seconds < 60:
+        membership.attend(member(state=MEMBER_STATE_DRAINING), Load())
+        died = ticks(membership, clock, TICK)
+        seconds += TICK
+    assert bool(died) is not asked
+    if not asked:
+        assert seconds == pytest.approx(7 + DRAIN_MARGIN_SECONDS, abs=2 * TICK)
+        assert "draining" in died[0].reason
+
+
 # Restarts.
 
 
@@ -185,18 +256,6 @@ def restarted(membership: Membership, clock: Clock) -> Membership:
     fresh = Membership(clock=clock)
     fresh.restore(MembershipRecord.FromString(membership.snapshot().SerializeToString()))
     return fresh
-
-
-def test_generations_grow_over_all_names_and_restarts(membership: Membership, clock: Clock) -> None:
-    issued = []
-    for number in range(6):
-        process = WorkerId(("prefill-0", "decode-0")[number % 2], f"#{number}")
-        assert membership.attend(member(process.name, process.incarnation), Load())
-        issued.append(membership.generation(process))
-        membership = restarted(membership, clock)
-        assert membership.generation(process) == issued[-1]
-    assert issued == sorted(set(issued))
-    assert issued[0] > 0
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["knows its generation", "was frozen before it was told"])
@@ -211,19 +270,6 @@ def test_a_zombie_cannot_fence_its_replacement_after_a_restart(
         membership = restarted(membership, clock)
         assert not membership.attend(member(incarnation="zombie", generation=generation), Load())
         assert membership.present("prefill-0") == WorkerId("prefill-0", "replacement")
-
-
-def test_what_was_declared_dead_or_removed_stays_so_after_a_restart(membership: Membership, clock: Clock) -> None:
-    membership.attend(member("prefill-0", "a"), Load())
-    membership.attend(member("decode-0", "b", ROLE_DECODE), Load())
-    membership.gone(WorkerId("prefill-0", "a"))
-    membership.remove("decode-0")
-    membership = restarted(membership, clock)
-    assert not membership.attend(member("prefill-0", "a"), Load())
-    assert not membership.attend(member("decode-0", "b", ROLE_DECODE), Load())
-    assert state_of(membership, "prefill-0") == MEMBER_STATE_DEAD
-    assert membership.present("decode-0") is None
-    assert membership.attend(member("decode-0", "c", ROLE_DECODE), Load())
 
 
 def test_a_lost_record_is_learned_from_the_members(clock: Clock) -> None:

@@ -1,7 +1,7 @@
-"""A real local Ray cluster, driven by the command line as a user does; it leaves nothing behind.
+"""Real local Ray clusters, driven by the command line as a user does; they leave nothing behind.
 
 Every address is explicit, so other Ray clusters on the machine don't matter. A cluster takes half a minute of a core to
-start, so the tests without `slow` share one, in the order of this file; each finds the members by their roles.
+start, so most tests share one, in the order of this file; each finds the members by their roles.
 """
 
 import contextlib
@@ -18,10 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kvrelay.client import Client
-from kvrelay.cluster.processes.processes import Process, find
+from kvrelay.cluster.asking.status import serves
+from kvrelay.cluster.processes.processes import Process, find, title
 from kvrelay.kernels.cpu.library import INSTRUCTION_SETS, VARIABLE, cpu_features
 from support.processes import wait_until
 from support.ray_commands import (
@@ -34,18 +36,62 @@ from support.ray_commands import (
     STOP_SECONDS,
     TOKENS,
     World,
+    cluster_processes,
     ray_says,
     shared_memory,
-    title,
     visible,
 )
 from support.terminal import CTRL_C, Terminal
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 POLL_SECONDS = 0.2
 STREAM_TOKENS = 900
 """Tokens of a stream that goes on while the supervisor is killed."""
+NOTICED_SECONDS = 10.0
+AGAIN_SECONDS = 30.0
+"""Seconds within which the cluster serves again; on a slow machine, twice the time of its own start."""
+ENDING = ("gcs_server", "raylet", "dashboard_agent", "runtime_env_agent", "driver")
+"""Kinds whose end ends Ray, so that it is started anew."""
+AGENTS = ("dashboard_agent", "runtime_env_agent")
+"""Agents of Ray, which harm no request while they are frozen."""
+SPARED = ("monitor", "dashboard", "log_monitor")
+MEMBERS = ("supervisor", "router", "worker")
+
+
+class Shared(World):
+    """A detached cluster with two routers and two workers, and with Ray's dashboard."""
+
+    again_seconds = AGAIN_SECONDS
+
+    def start(self) -> None:
+        begun = time.monotonic()
+        self.up("--routers", "2", "--config", str(configured(self, "drain_seconds: 1")))
+        self.again_seconds = max(AGAIN_SECONDS, 2 * (time.monotonic() - begun))
+
+    def pids(self) -> dict[str, list[int]]:
+        return cluster_processes(self.folder / "state")
+
+    def whole(self) -> bool:
+        """Whether all members are ready and a router answers."""
+        with contextlib.suppress(FileNotFoundError):
+            remembered = self.remembered()
+            if not remembered["router"] or not serves(remembered["router"], False, 1.0):
+                return False
+            status = self.status()
+            members = status["workers"] + status["routers"]
+            return bool(status["ready"]) and len(members) == 4 and all(each["state"] == "ready" for each in members)
+        return False
+
+    def wait_whole(self) -> None:
+        wait_until(self.whole, "it is whole", START_SECONDS, POLL_SECONDS)
+
+
+def configured(world: World, text: str) -> Path:
+    """A configuration file."""
+    config = world.folder / "kvrelay.yaml"
+    config.write_text(f"{text}\n")
+    return config
 
 
 @pytest.fixture
@@ -64,13 +110,10 @@ def memory_before() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory, memory_before: set[str]) -> Iterator[World]:
-    """A cluster with two routers, and with Ray's dashboard."""
-    world = World(tmp_path_factory.mktemp("shared"))
-    config = world.folder / "kvrelay.yaml"
-    config.write_text("drain_seconds: 1\n")
+def shared(tmp_path_factory: pytest.TempPathFactory, memory_before: set[str]) -> Iterator[Shared]:
+    world = Shared(tmp_path_factory.mktemp("shared"))
     try:
-        world.up("--routers", "2", "--config", str(config))
+        world.start()
         yield world
     finally:
         world.call("down", seconds=STOP_SECONDS)
@@ -95,6 +138,31 @@ def replaced(world: World, lost: list[dict[str, Any]]) -> None:
     wait_until(fresh, "all are replaced", START_SECONDS, POLL_SECONDS)
 
 
+def strike(world: Shared, kind: str, number: signal.Signals, answer: tuple[int, ...]) -> float:
+    """Sends a signal to a process of this kind; returns the seconds until the cluster is whole again."""
+    world.wait_whole()
+    pid = world.pids()[kind][0]
+    begun = time.monotonic()
+    os.kill(pid, number)
+    try:
+        if kind in ENDING:
+            trouble = wait_until(
+                lambda: world.remembered()["trouble"], f"{kind}: noticed", NOTICED_SECONDS, POLL_SECONDS
+            )
+            assert f"pid {pid}" in trouble or number == signal.SIGSTOP
+            said = world.call("status").stdout
+            assert said.startswith("the cluster is lost and being started anew: ") or world.whole()
+        elif kind in MEMBERS:
+            wait_until(lambda: not psutil.pid_exists(pid), f"{kind}: it has ended", world.again_seconds, POLL_SECONDS)
+        wait_until(world.whole, f"{kind}: serves again", world.again_seconds, POLL_SECONDS)
+        seconds = time.monotonic() - begun
+        assert world.generate() == answer
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    return seconds
+
+
 def test_a_cluster_serves(shared: World, answer: tuple[int, ...]) -> None:
     status = shared.json("status")
     assert status["ready"] is True
@@ -117,6 +185,19 @@ def test_a_cluster_serves(shared: World, answer: tuple[int, ...]) -> None:
     assert f"already running (pid {shared.remembered()['pid']})" in second.stderr
 
 
+def test_every_process_listens_on_loopback_only(shared: Shared) -> None:
+    own = {pid for pids in shared.pids().values() for pid in pids}
+    found = []
+    for pid in own:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            listening = (each for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN)
+            found += [(each.laddr.ip, title(process)[:60]) for each in listening]
+    assert len(found) > 10, "Ray's processes and the members listen"
+    assert [each for each in found if each[0] not in ("127.0.0.1", "::ffff:127.0.0.1", "::1")] == []
+
+
+@pytest.mark.more
 def test_a_cluster_is_scaled_and_its_roles_are_changed_while_it_serves(shared: World, answer: tuple[int, ...]) -> None:
     def change(*arguments: str) -> str:
         done = shared.call(*arguments, seconds=START_SECONDS)
@@ -139,11 +220,13 @@ def test_a_cluster_is_scaled_and_its_roles_are_changed_while_it_serves(shared: W
     assert (shared.names("prefill"), shared.names("decode")) == ([added], [decode])
 
 
+@pytest.mark.more
 def test_what_is_killed_is_replaced(shared: World, answer: tuple[int, ...]) -> None:
     replaced(shared, [shared.member(name) for name in (*shared.names("prefill"), "router-1")])
     assert shared.generate() == answer
 
 
+@pytest.mark.more
 def test_a_killed_supervisor_is_restarted_and_finds_its_members_while_streams_go_on(
     shared: World, answer: tuple[int, ...]
 ) -> None:
@@ -200,6 +283,7 @@ METRICS = {
 }
 
 
+@pytest.mark.more
 def test_ray_shows_the_members_and_their_metrics(shared: World, answer: tuple[int, ...]) -> None:
     says = ray_says(shared.remembered()["ray_address"], dashboard=True)
     status = shared.status()
@@ -216,6 +300,48 @@ def test_ray_shows_the_members_and_their_metrics(shared: World, answer: tuple[in
     )
 
 
+@pytest.mark.more
+@pytest.mark.parametrize("kind", ["worker", "supervisor"])
+def test_a_frozen_one_is_replaced(shared: Shared, answer: tuple[int, ...], kind: str) -> None:
+    strike(shared, kind, signal.SIGSTOP, answer)
+
+
+@pytest.mark.more
+def test_a_killed_agent_of_ray_ends_in_a_new_start_that_keeps_the_desired_state(
+    shared: Shared, answer: tuple[int, ...]
+) -> None:
+    before = shared.json("status")["desired"]["revision"]
+    strike(shared, "dashboard_agent", signal.SIGKILL, answer)
+    assert shared.json("status")["desired"]["revision"] >= before
+    assert "Ray's dashboard agent" in (shared.folder / "state" / "up.out").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*ENDING, *SPARED, *MEMBERS])
+def test_each_process_may_be_killed_or_frozen(shared: Shared, answer: tuple[int, ...], kind: str) -> None:
+    killed = strike(shared, kind, signal.SIGKILL, answer)
+    if kind in SPARED:
+        wait_until(lambda: shared.remembered()["missing"], "its end is told", NOTICED_SECONDS, POLL_SECONDS)
+        strike(shared, "driver", signal.SIGKILL, answer)  # a new start brings it back
+    if kind not in AGENTS:
+        frozen = strike(shared, kind, signal.SIGSTOP, answer)
+        print(f"{kind}: whole again {killed:.1f} s after SIGKILL, {frozen:.1f} s after SIGSTOP")
+
+
+@pytest.mark.more
+def test_members_are_replaced_while_rays_agents_are_frozen(shared: Shared, answer: tuple[int, ...]) -> None:
+    shared.wait_whole()
+    frozen = [pid for kind in AGENTS for pid in shared.pids()[kind]]
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        strike(shared, "worker", signal.SIGKILL, answer)
+        strike(shared, "router", signal.SIGKILL, answer)
+    finally:
+        for pid in frozen:
+            os.kill(pid, signal.SIGCONT)
+
+
 def test_down_leaves_nothing(shared: World, memory_before: set[str]) -> None:
     assert len(shared.processes()) > 5
     shared.down()
@@ -224,6 +350,7 @@ def test_down_leaves_nothing(shared: World, memory_before: set[str]) -> None:
     assert shared.call("status").returncode == 1
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("seconds", "detach"), [(1.0, []), (2.0, []), (3.0, []), (2.0, ["--detach"])])
 def test_ctrl_c_ends_a_start_without_a_trace(world: World, seconds: float, detach: list[str]) -> None:
     """Ctrl-C comes once Ray is about to start; a second one comes while the first one ends it."""
@@ -238,9 +365,9 @@ def test_ctrl_c_ends_a_start_without_a_trace(world: World, seconds: float, detac
     assert world.call("status").returncode == 1
 
 
+@pytest.mark.more
 def test_ctrl_c_ends_a_cluster_in_the_foreground(world: World) -> None:
-    config = world.folder / "kvrelay.yaml"
-    config.write_text("router: {grpc_port: 0, http_port: 0}\nray: {include_dashboard: false}\n")
+    config = configured(world, "router: {grpc_port: 0, http_port: 0}\nray: {include_dashboard: false}")
     command = [KVRELAY, "up", "--colocated", "1", "--config", str(config)]
     native = [each.name for each in INSTRUCTION_SETS if each.needed <= cpu_features()]
     named = {VARIABLE: native[-1]} if native else {}
@@ -262,20 +389,13 @@ def test_ctrl_c_ends_a_cluster_in_the_foreground(world: World) -> None:
     assert world.call("status").returncode == 1
 
 
-def configured(world: World) -> Path:
-    """A configuration without what a test doesn't need."""
-    config = world.folder / "kvrelay.yaml"
-    config.write_text("ray: {include_dashboard: false}\ndrain_seconds: 1\n")
-    return config
-
-
-@pytest.mark.slow
-def test_a_cluster_is_upgraded_while_it_serves(world: World) -> None:
-    world.up("--routers", "2", "--config", str(configured(world)))
+@pytest.mark.more
+def test_a_cluster_is_upgraded_while_it_serves_and_ends_with_up(world: World) -> None:
+    config = configured(world, "ray: {include_dashboard: false}\ndrain_seconds: 1")
+    world.up("--routers", "2", "--config", str(config))
     answer, before = world.generate(), world.status()
-    config = world.folder / "next.yaml"
     router = "router: {grpc_port: 0, http_port: null, replicas: 2}"
-    config.write_text(f"drain_seconds: 1\nengine: {{max_sequences: 7}}\n{router}\n")
+    configured(world, f"drain_seconds: 1\nengine: {{max_sequences: 7}}\n{router}")
     upgraded = world.call("upgrade", "--config", str(config), "--timeout", "240", seconds=2 * START_SECONDS)
     assert upgraded.returncode == 0, upgraded.stderr
     after = world.status()
@@ -285,11 +405,14 @@ def test_a_cluster_is_upgraded_while_it_serves(world: World) -> None:
     assert back.returncode == 0, back.stderr
     assert "accepted" in back.stdout
 
+    os.kill(world.remembered()["pid"], signal.SIGKILL)
+    wait_until(lambda: world.processes() == [], "all have ended", NOTICED_SECONDS, POLL_SECONDS)
+    assert world.call("status").stdout == "no cluster is running; `kvrelay up` starts one\n"
 
-@pytest.mark.slow
+
+@pytest.mark.more
 def test_a_mistake_that_only_a_worker_can_find_is_one_line_and_leaves_nothing(world: World) -> None:
-    config = world.folder / "kvrelay.yaml"
-    config.write_text("engine: {kv_memory_bytes: 1000}\nray: {include_dashboard: false}\n")
+    config = configured(world, "engine: {kv_memory_bytes: 1000}\nray: {include_dashboard: false}")
     up = world.call("up", "--detach", *PORTS, "--config", str(config), seconds=START_SECONDS)
     assert up.returncode == 2, up.stderr + world.log()
     assert {line.partition(": ")[0] for line in up.stderr.splitlines()} == {"kvrelay"}
@@ -342,7 +465,7 @@ def connects(port: int) -> bool:
     return False
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_cluster_left_on_a_shared_ray_cluster_is_found_again_and_ended(world: World, shared_ray: str) -> None:
     world.up("--address", shared_ray)
     assert world.remembered()["pid"] is None
