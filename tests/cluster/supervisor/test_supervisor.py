@@ -5,7 +5,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -38,21 +38,9 @@ from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.identity import ROLES, MemberRole
 from kvrelay.rpc.options import channel_options
 from support.access import METADATA, credentials
+from support.router_fakes import until
 
 SECONDS = 10.0
-
-
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 6 * SECONDS))
-
-
-async def until(condition: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:
-    """Waits until `condition` is true; returns its value."""
-    deadline = asyncio.get_running_loop().time() + seconds
-    while not (value := condition()):
-        assert asyncio.get_running_loop().time() < deadline, f"not within {seconds} s: {what}"
-        await asyncio.sleep(0.01)
-    return value
 
 
 class FakeMember:
@@ -80,8 +68,8 @@ class FakeMember:
 
 
 @asynccontextmanager
-async def supervisor(**options: float) -> AsyncIterator[SupervisorServer]:
-    server = SupervisorServer(SupervisorConfig(**options))
+async def supervisor(launcher: "FakeLauncher | None" = None, **options: float) -> AsyncIterator[SupervisorServer]:
+    server = SupervisorServer(SupervisorConfig(**options), launcher)
     await server.start()
     try:
         yield server
@@ -105,119 +93,91 @@ def state_of(address: str) -> ClusterState:
     return ClusterState(None, "kvrelay", supervisor=address)
 
 
-@asynccontextmanager
-async def stub(server: SupervisorServer) -> AsyncIterator[Any]:
-    async with grpc.aio.insecure_channel(server.address, options=channel_options()) as channel:
-        yield SupervisorServiceStub(channel)
-
-
 PAIR = (("router-0", ROLE_ROUTER), ("prefill-0", ROLE_PREFILL), ("decode-0", ROLE_DECODE))
 
 
-def test_everyone_learns_of_everyone_and_of_every_change() -> None:
-    async def test() -> None:
-        async with supervisor() as server, members(server, *PAIR) as fakes:
-            names = {name for name, _ in PAIR}
-            for fake in fakes:
-                await until(lambda fake=fake: fake.seen.keys() == names, "everyone is known")
-                assert fake.member.name in fake.seen
-            assert server.membership.ready
-            fakes[1].member.address = "127.0.0.1:5"
-            fakes[1].attendance.beat()
-            await until(lambda: fakes[0].seen["prefill-0"].address == "127.0.0.1:5", "the change is known")
-
-    run(test)
-
-
-def test_status_shows_what_the_members_reported() -> None:
-    async def test() -> None:
-        async with supervisor() as server, members(server, *PAIR):
-            await until(lambda: server.membership.ready, "ready")
-            status = await asyncio.to_thread(get_status, state_of(server.address))
-            assert status is not None
-            shown = as_json(status)
-            assert shown["ready"] is True
-            assert shown["router"] == f"127.0.0.1:{ROLE_ROUTER}"
-            assert sorted(worker["name"] for worker in shown["workers"]) == ["decode-0", "prefill-0"]
-            assert shown["supervised"] is True
-            assert shown["incompatible"] == []
-            assert sorted(worker.pop("generation") for worker in shown["workers"] + shown["routers"]) == [1, 2, 3]
-            assert {
-                "name": "prefill-0",
-                "role": "prefill",
-                "metrics": None,
-                "pid": 7,
-                "incarnation": "prefill-0#1",
-                "state": "ready",
-                "compatibility": "",
-                "blocks": {"total": 9, "free": 4, "cached": 3, "held": 2},
-                "requests": {"waiting": 1, "running": 2},
-                "context": {"tokens": 0, "limit": "model", "reason": "the model isn't loaded yet"},
-                "weights": None,
-                "kv_dtype": None,
-                "prefill_attention": None,
-            } in shown["workers"]
-            assert all(0 <= entry.heartbeat_age_seconds < 1.5 for entry in status.members)
-
-    run(test)
+async def test_everyone_and_the_operator_learn_of_everyone_and_of_every_change() -> None:
+    async with supervisor() as server, members(server, *PAIR) as fakes:
+        names = {name for name, _ in PAIR}
+        for fake in fakes:
+            await until(lambda fake=fake: fake.seen.keys() == names, "everyone is known")
+            assert fake.member.name in fake.seen
+        assert server.membership.ready
+        status = await asyncio.to_thread(get_status, state_of(server.address))
+        assert status is not None
+        shown = as_json(status)
+        assert shown["ready"] is True
+        assert shown["router"] == f"127.0.0.1:{ROLE_ROUTER}"
+        assert sorted(worker["name"] for worker in shown["workers"]) == ["decode-0", "prefill-0"]
+        assert shown["supervised"] is True
+        assert shown["incompatible"] == []
+        assert sorted(worker.pop("generation") for worker in shown["workers"] + shown["routers"]) == [1, 2, 3]
+        assert {
+            "name": "prefill-0",
+            "role": "prefill",
+            "metrics": None,
+            "pid": 7,
+            "incarnation": "prefill-0#1",
+            "state": "ready",
+            "compatibility": "",
+            "blocks": {"total": 9, "free": 4, "cached": 3, "held": 2},
+            "requests": {"waiting": 1, "running": 2},
+            "context": {"tokens": 0, "limit": "model", "reason": "the model isn't loaded yet"},
+            "weights": None,
+            "kv_dtype": None,
+            "prefill_attention": None,
+        } in shown["workers"]
+        assert all(0 <= entry.heartbeat_age_seconds < 1.5 for entry in status.members)
+        fakes[1].member.address = "127.0.0.1:5"
+        fakes[1].attendance.beat()
+        await until(lambda: fakes[0].seen["prefill-0"].address == "127.0.0.1:5", "the change is known")
 
 
-def test_the_others_learn_of_silence_and_the_dead_are_fenced() -> None:
-    async def test() -> None:
-        async with supervisor() as server, members(server, *PAIR) as (router, prefill, decode):
-            await until(lambda: server.membership.ready, "ready")
-            await prefill.attendance.stop()
-            start = asyncio.get_running_loop().time()
-            await until(lambda: router.state_of("prefill-0") == MEMBER_STATE_SUSPECT, "suspected")
-            assert 1.2 < asyncio.get_running_loop().time() - start < 2.5
-            assert not server.membership.ready
-            await until(lambda: decode.state_of("prefill-0") == MEMBER_STATE_DEAD, "dead")
-            assert 2.7 < asyncio.get_running_loop().time() - start < 4.5
-            prefill.attendance.start()
-            await asyncio.wait_for(prefill.fenced.wait(), SECONDS)
-            assert decode.state_of("prefill-0") == MEMBER_STATE_DEAD
-            replacement = FakeMember(server.address, "prefill-0", ROLE_PREFILL, "prefill-0#2")
-            replacement.attendance.start()
-            await until(lambda: router.state_of("prefill-0") == MEMBER_STATE_READY, "replaced")
-            assert router.seen["prefill-0"].incarnation == "prefill-0#2"
-            await replacement.attendance.stop()
-
-    run(test)
+async def test_the_others_learn_of_silence_and_the_dead_are_fenced() -> None:
+    async with supervisor() as server, members(server, *PAIR) as (router, prefill, decode):
+        await until(lambda: server.membership.ready, "ready")
+        await prefill.attendance.stop()
+        start = asyncio.get_running_loop().time()
+        await until(lambda: router.state_of("prefill-0") == MEMBER_STATE_SUSPECT, "suspected")
+        assert 1.2 < asyncio.get_running_loop().time() - start < 2.5
+        assert not server.membership.ready
+        await until(lambda: decode.state_of("prefill-0") == MEMBER_STATE_DEAD, "dead")
+        assert 2.7 < asyncio.get_running_loop().time() - start < 4.5
+        prefill.attendance.start()
+        await asyncio.wait_for(prefill.fenced.wait(), SECONDS)
+        assert decode.state_of("prefill-0") == MEMBER_STATE_DEAD
+        replacement = FakeMember(server.address, "prefill-0", ROLE_PREFILL, "prefill-0#2")
+        replacement.attendance.start()
+        await until(lambda: router.state_of("prefill-0") == MEMBER_STATE_READY, "replaced")
+        assert router.seen["prefill-0"].incarnation == "prefill-0#2"
+        await replacement.attendance.stop()
 
 
-def test_a_member_finds_itself_in_the_first_membership_that_it_gets() -> None:
-    async def test() -> None:
-        async with supervisor() as server, stub(server) as called:
-            call = called.Attend(metadata=METADATA)
-            await call.write(AttendRequest(member=Member(name="a", incarnation="1", role=ROLE_DECODE, state=1)))
-            first = await asyncio.wait_for(call.read(), SECONDS)
-            assert [entry.name for entry in first.members] == ["a"]
-            call.cancel()
-
-    run(test)
-
-
-def test_a_heartbeat_without_a_name_is_invalid() -> None:
-    async def test() -> None:
-        async with supervisor() as server, stub(server) as called:
-            call = called.Attend(metadata=METADATA)
-            await call.write(AttendRequest(member=Member(incarnation="1", role=ROLE_DECODE, state=1)))
-            with pytest.raises(grpc.aio.AioRpcError, match=r"member\.name is empty") as caught:
-                await asyncio.wait_for(call.read(), SECONDS)
-            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-
-    run(test)
+async def test_an_empty_cluster_answers_and_a_member_finds_itself_at_once_unless_it_has_no_name() -> None:
+    async with (
+        supervisor() as server,
+        grpc.aio.insecure_channel(server.address, options=channel_options()) as channel,
+    ):
+        stub: Any = SupervisorServiceStub(channel)
+        assert not (await stub.GetStatus(GetStatusRequest(), metadata=METADATA)).ready
+        call = stub.Attend(metadata=METADATA)
+        await call.write(AttendRequest(member=Member(name="a", incarnation="1", role=ROLE_DECODE, state=1)))
+        first = await asyncio.wait_for(call.read(), SECONDS)
+        assert [entry.name for entry in first.members] == ["a"]
+        call.cancel()
+        call = stub.Attend(metadata=METADATA)
+        await call.write(AttendRequest(member=Member(incarnation="1", role=ROLE_DECODE, state=1)))
+        with pytest.raises(grpc.aio.AioRpcError, match=r"member\.name is empty") as caught:
+            await asyncio.wait_for(call.read(), SECONDS)
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_port_in_use_is_an_os_error_that_names_it() -> None:
-    async def test() -> None:
-        async with supervisor() as server:
-            port = int(server.address.rpartition(":")[2])
-            with pytest.raises(OSError, match=f"port {port}: already in use"):
-                async with supervisor(port=port):
-                    raise AssertionError("two servers on one port")
-
-    run(test)
+async def test_a_port_in_use_is_an_os_error_that_names_it() -> None:
+    async with supervisor() as server:
+        port = int(server.address.rpartition(":")[2])
+        with pytest.raises(OSError, match=f"port {port}: already in use"):
+            async with supervisor(port=port):
+                raise AssertionError("two servers on one port")
 
 
 NAMES = tuple(name for name, _ in PAIR)
@@ -295,67 +255,47 @@ class FakeLauncher:
             await until(lambda: name not in self.lives, f"{name} has ended")
 
 
-@asynccontextmanager
-async def launched(launcher: FakeLauncher, **options: float) -> AsyncIterator[SupervisorServer]:
-    server = SupervisorServer(SupervisorConfig(**options), launcher)
-    await server.start()
-    try:
-        yield server
-    finally:
-        await server.stop(0.5)
-
-
-def test_a_process_that_ended_is_replaced_by_a_new_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_ended_is_replaced_by_a_new_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replacement, "FIRST_SECONDS", 0.05)
-
-    async def test() -> None:
-        launcher = FakeLauncher()
-        async with launched(launcher) as server:
-            for lives in range(1, 5):
-                await until(lambda: server.membership.ready, "ready")
-                before = server.membership.present("decode-0")
-                assert before is not None
-                launcher.lives["decode-0"].set_result(Ended("killed by signal 9"))
-                await until(lambda b=before: server.membership.present("decode-0") != b, "replaced")
-                assert launcher.calls.count("run decode-0") == lives + 1
-            (progress,) = [entry for entry in server.startup().members if entry.name == "decode-0"]
-            assert (progress.failures, progress.reason, progress.hopeless) == (4, "killed by signal 9", False)
-        assert launcher.lives == {}
-
-    run(test)
-
-
-def test_what_a_member_waits_for_is_told() -> None:
-    async def test() -> None:
-        launcher = FakeLauncher()
-        async with launched(launcher) as server:
+    launcher = FakeLauncher()
+    async with supervisor(launcher) as server:
+        for lives in range(1, 5):
             await until(lambda: server.membership.ready, "ready")
-            launcher.waits["decode-0"] = "a node with 1 GPU free"
+            before = server.membership.present("decode-0")
+            assert before is not None
             launcher.lives["decode-0"].set_result(Ended("killed by signal 9"))
-            await until(lambda: server.fleet is not None and server.fleet.waits() == launcher.waits, "told")
-            status = await server.GetStatus(GetStatusRequest(), None)  # type: ignore[arg-type]  # its context isn't used
-            words = {member.name: member.text for member in progress(status)}
-            assert "waits for a node with 1 GPU free" in words["decode-0"]
-            members = {member["name"]: member for member in as_json(status)["desired"]["members"]}
-            assert members["decode-0"]["waits_for"] == "a node with 1 GPU free"
-            assert members["router-0"]["waits_for"] is None
-            launcher.waits.clear()
-            await until(lambda: launcher.calls.count("run decode-0") == 2, "it was started")
-
-    run(test)
+            await until(lambda b=before: server.membership.present("decode-0") != b, "replaced")
+            assert launcher.calls.count("run decode-0") == lives + 1
+        (progress,) = [entry for entry in server.startup().members if entry.name == "decode-0"]
+        assert (progress.failures, progress.reason, progress.hopeless) == (4, "killed by signal 9", False)
+    assert launcher.lives == {}
 
 
-def test_a_silent_process_is_killed_and_replaced() -> None:
-    async def test() -> None:
-        launcher = FakeLauncher()
-        async with launched(launcher, step_dead_seconds=4.0) as server:
-            await until(lambda: server.membership.ready, "ready")
-            # It neither ends nor sends heartbeats, on an open connection. A replacement's heartbeats get through.
-            server.membership.attend = refuse(server.membership.attend, "prefill-0#")  # type: ignore[method-assign]
-            await until(lambda: "kill prefill-0" in launcher.calls, "killed")
-            await until(lambda: launcher.calls.count("run prefill-0") == 2, "replaced")
+async def test_what_a_member_waits_for_is_told() -> None:
+    launcher = FakeLauncher()
+    async with supervisor(launcher) as server:
+        await until(lambda: server.membership.ready, "ready")
+        launcher.waits["decode-0"] = "a node with 1 GPU free"
+        launcher.lives["decode-0"].set_result(Ended("killed by signal 9"))
+        await until(lambda: server.fleet is not None and server.fleet.waits() == launcher.waits, "told")
+        status = await server.GetStatus(GetStatusRequest(), None)  # type: ignore[arg-type]  # its context isn't used
+        words = {member.name: member.text for member in progress(status)}
+        assert "waits for a node with 1 GPU free" in words["decode-0"]
+        members = {member["name"]: member for member in as_json(status)["desired"]["members"]}
+        assert members["decode-0"]["waits_for"] == "a node with 1 GPU free"
+        assert members["router-0"]["waits_for"] is None
+        launcher.waits.clear()
+        await until(lambda: launcher.calls.count("run decode-0") == 2, "it was started")
 
-    run(test)
+
+async def test_a_silent_process_is_killed_and_replaced() -> None:
+    launcher = FakeLauncher()
+    async with supervisor(launcher, step_dead_seconds=4.0) as server:
+        await until(lambda: server.membership.ready, "ready")
+        # It neither ends nor sends heartbeats, on an open connection. A replacement's heartbeats get through.
+        server.membership.attend = refuse(server.membership.attend, "prefill-0#")  # type: ignore[method-assign]
+        await until(lambda: "kill prefill-0" in launcher.calls, "killed")
+        await until(lambda: launcher.calls.count("run prefill-0") == 2, "replaced")
 
 
 def refuse(attend: Callable[[Member, Load], bool], incarnation: str) -> Callable[[Member, Load], bool]:
@@ -363,66 +303,53 @@ def refuse(attend: Callable[[Member, Load], bool], incarnation: str) -> Callable
     return lambda member, load: True if member.incarnation.startswith(incarnation) else attend(member, load)
 
 
-def test_a_mistake_at_the_first_start_is_reported_and_not_tried_again() -> None:
-    async def test() -> None:
-        launcher = FakeLauncher(hopeless="prefill-0")
-        async with launched(launcher) as server:
-            await until(lambda: {"router-0", "decode-0"} <= launcher.lives.keys(), "the others have started")
-            (progress,) = [entry for entry in server.startup().members if entry.hopeless]
-            assert (progress.name, progress.reason) == ("prefill-0", "model /nope: no such folder")
-            assert launcher.calls.count("run prefill-0") == 1
-            assert not server.startup().ready
-
-    run(test)
+async def test_a_mistake_at_the_first_start_is_reported_and_not_tried_again() -> None:
+    launcher = FakeLauncher(hopeless="prefill-0")
+    async with supervisor(launcher) as server:
+        await until(lambda: {"router-0", "decode-0"} <= launcher.lives.keys(), "the others have started")
+        (progress,) = [entry for entry in server.startup().members if entry.hopeless]
+        assert (progress.name, progress.reason) == ("prefill-0", "model /nope: no such folder")
+        assert launcher.calls.count("run prefill-0") == 1
+        assert not server.startup().ready
 
 
-def test_stopping_ends_the_routers_first_and_replaces_nobody() -> None:
-    async def test() -> None:
-        launcher = FakeLauncher()
-        async with launched(launcher) as server:
-            await until(lambda: server.membership.ready, "ready")
-        stops = [call for call in launcher.calls if call.startswith("stop")]
-        assert stops[0] == "stop router-0"
-        assert sorted(stops[1:]) == ["stop decode-0", "stop prefill-0"]
-        assert launcher.count == len(NAMES)
-        assert launcher.lives == {}
-        assert server.membership.members() == []
-
-    run(test)
+async def test_stopping_ends_the_routers_first_and_replaces_nobody() -> None:
+    launcher = FakeLauncher()
+    async with supervisor(launcher) as server:
+        await until(lambda: server.membership.ready, "ready")
+    stops = [call for call in launcher.calls if call.startswith("stop")]
+    assert stops[0] == "stop router-0"
+    assert sorted(stops[1:]) == ["stop decode-0", "stop prefill-0"]
+    assert launcher.count == len(NAMES)
+    assert launcher.lives == {}
+    assert server.membership.members() == []
 
 
-def test_a_supervisor_that_fails_leaves_the_members_running() -> None:
-    async def test() -> None:
-        launcher = FakeLauncher()
-        async with launched(launcher) as server:
-            await until(lambda: server.membership.ready, "ready")
-            server.membership.tick = fail  # type: ignore[method-assign]
-            assert str(await asyncio.wait_for(server.failed(), SECONDS)) == "a defect"
-        assert [call for call in launcher.calls if call.startswith(("stop", "kill"))] == []
-
-    run(test)
+async def test_a_supervisor_that_fails_leaves_the_members_running() -> None:
+    launcher = FakeLauncher()
+    async with supervisor(launcher) as server:
+        await until(lambda: server.membership.ready, "ready")
+        server.membership.tick = fail  # type: ignore[method-assign]
+        assert str(await asyncio.wait_for(server.failed(), SECONDS)) == "a defect"
+    assert [call for call in launcher.calls if call.startswith(("stop", "kill"))] == []
 
 
 def fail() -> list[Any]:
     raise RuntimeError("a defect")
 
 
-def test_the_failure_of_one_members_keeper_is_that_members(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_failure_of_one_members_keeper_is_that_members(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replacement, "FIRST_SECONDS", 0.05)
-
-    async def test() -> None:
-        launcher = FakeLauncher()
-        launcher.broken = "prefill-0"
-        async with launched(launcher) as server:
-            await until(lambda: launcher.calls.count("run prefill-0") >= 3, "tried again")
-            await until(lambda: {"router-0", "decode-0"} <= launcher.lives.keys(), "the others run")
-            (progress,) = [entry for entry in server.startup().members if entry.failures]
-            assert (progress.name, progress.reason, progress.hopeless) == ("prefill-0", "RuntimeError: a defect", False)
-            launcher.broken = ""
-            await until(lambda: server.membership.ready, "the member is back")
-            assert [launcher.calls.count(f"run {name}") for name in ("router-0", "decode-0")] == [1, 1]
-
-    run(test)
+    launcher = FakeLauncher()
+    launcher.broken = "prefill-0"
+    async with supervisor(launcher) as server:
+        await until(lambda: launcher.calls.count("run prefill-0") >= 3, "tried again")
+        await until(lambda: {"router-0", "decode-0"} <= launcher.lives.keys(), "the others run")
+        (progress,) = [entry for entry in server.startup().members if entry.failures]
+        assert (progress.name, progress.reason, progress.hopeless) == ("prefill-0", "RuntimeError: a defect", False)
+        launcher.broken = ""
+        await until(lambda: server.membership.ready, "the member is back")
+        assert [launcher.calls.count(f"run {name}") for name in ("router-0", "decode-0")] == [1, 1]
 
 
 def test_it_runs_in_the_foreground_and_ends_on_sigterm(tmp_path: Path) -> None:
@@ -445,11 +372,3 @@ def test_it_runs_in_the_foreground_and_ends_on_sigterm(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.communicate()
-
-
-def test_the_grpc_contract_answers_an_empty_cluster() -> None:
-    async def test() -> None:
-        async with supervisor() as server, stub(server) as called:
-            assert not (await called.GetStatus(GetStatusRequest(), metadata=METADATA)).ready
-
-    run(test)

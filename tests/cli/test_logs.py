@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from click.testing import CliRunner, Result
+from command import call
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.cli.logs.entry import Parser, parse_since
 from kvrelay.cli.logs.sources import Files, RayActors, Source
-from kvrelay.cli.main import main
 from kvrelay.cluster import state
 from kvrelay.cluster.errors import RunError, UsageError
 
@@ -31,9 +30,8 @@ def line(second: int, name: str, level: str = "info", **more: object) -> str:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path) -> Path:
     """The logs of a cluster that ran here and has ended."""
-    monkeypatch.setenv("KVRELAY_STATE_DIR", str(tmp_path / "state"))
     logs = tmp_path / "logs"
     logs.mkdir()
     (logs / "worker-1.err").write_text(
@@ -52,13 +50,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return logs
 
 
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ("logs", *arguments))
-
-
 def shown(*arguments: str) -> list[tuple[str, str]]:
     """Name and message of each line."""
-    result = call("--json", *arguments)
+    result = call("logs", "--json", *arguments)
     assert result.exit_code == 0, result.output
     return [(entry["name"], entry["message"]) for entry in map(json.loads, result.stdout.splitlines())]
 
@@ -83,10 +77,10 @@ def test_lines_are_chosen(folder: Path) -> None:
 
 
 def test_people_get_text(folder: Path) -> None:
-    text = call("--level", "error").stdout
+    text = call("logs", "--level", "error").stdout
     assert "prefill-0" in text
     assert "at 4\n    Traceback\n      File" in text
-    assert "incarnation=a" in call("prefill-0").stdout
+    assert "incarnation=a" in call("logs", "prefill-0").stdout
 
 
 @given(st.lists(st.integers(0, 400), max_size=6))
@@ -112,11 +106,11 @@ def test_entries_don_t_depend_on_how_the_file_is_read(cuts: list[int]) -> None:
 def test_a_member_or_request_that_no_log_knows_is_an_error(
     folder: Path, arguments: tuple[str, ...], words: str
 ) -> None:
-    result = call(*arguments)
+    result = call("logs", *arguments)
     assert (result.exit_code, result.stdout) == (1, "")
     assert re.fullmatch(f"kvrelay: {words}.*\n", result.stderr), result.stderr
     later = ("decode-0", "--request", "mine", "--level", "error")
-    assert (call(*later).exit_code, call(*later).output) == (0, ""), "it is known, but has no error"
+    assert (call("logs", *later).exit_code, call("logs", *later).output) == (0, ""), "it is known, but has no error"
 
 
 def test_a_line_of_another_program_is_text_whatever_it_calls_time() -> None:
@@ -261,9 +255,9 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="--since is"):
             parse_since(text)
     state.keep_logs(tmp_path / "gone")
-    result = call()
+    result = call("logs")
     assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
     assert "there is no folder" in result.stderr
     state.keep_logs(None)
-    assert "no cluster is running" in call().stderr
+    assert "no cluster is running" in call("logs").stderr
     assert shown("--folder", str(folder), "--tail", "1") == [("decode-0", "at 5")]

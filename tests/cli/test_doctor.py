@@ -4,10 +4,12 @@ import json
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command import call
 
 from kvrelay.cli.doctor.cluster_checks import (
     Clocks,
@@ -20,10 +22,8 @@ from kvrelay.cli.doctor.cluster_checks import (
     Versions,
 )
 from kvrelay.cli.doctor.examine import CHECKS, diagnose, examine, well
-from kvrelay.cli.doctor.finding import Check, Examined, Finding, Reached
+from kvrelay.cli.doctor.finding import Check, Examined, Reached
 from kvrelay.cli.doctor.machine_checks import Certificates, Disks, Gpus, Limits, Rdma
-from kvrelay.cli.main import main
-from kvrelay.cluster.errors import NO_CLUSTER
 from kvrelay.cluster.membership.inquiry import ANSWER_SECONDS
 from kvrelay.cluster.state import ClusterState, save
 from kvrelay.internal.v1.describe_pb2 import (
@@ -48,11 +48,11 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.worker_pb2 import CONTEXT_LIMIT_POOL, Blocks, Load
 from kvrelay.worker.description import driver_rows, rdma_ports
-from support.access import credentials
 from support.processes import ProcessCluster, process_cluster, wait_until
 
 NOW = 1_800_000_000.0
 DAY = 86400.0
+EVERYONE = {"supervisor", "router-0", "prefill-0", "decode-0"}
 
 
 def described(device: str = "cpu", **more: object) -> Description:
@@ -232,19 +232,17 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster
         yield it
 
 
-def call(it: ProcessCluster, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Result:
-    monkeypatch.setenv("KVRELAY_STATE_DIR", str(folder))
+def asked(it: ProcessCluster, *arguments: str) -> Result:
+    """`kvrelay doctor` about this cluster."""
     save(ClusterState(None, "test", supervisor=it.supervisor, router=it.router))
-    return CliRunner().invoke(main, ("doctor", *arguments))
+    return call("doctor", *arguments)
 
 
-def test_every_member_describes_itself(
-    running: ProcessCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    result = call(running, tmp_path, monkeypatch, "--json")
+def test_every_member_describes_itself(running: ProcessCluster) -> None:
+    result = asked(running, "--json")
     shown = json.loads(result.stdout)
     members = {found["subject"] for found in shown["checks"]["limits"]}
-    assert members == {"supervisor", "router-0", "prefill-0", "decode-0"}
+    assert members == EVERYONE
     (clocks,) = shown["checks"]["clocks"]
     assert clocks["severity"] == "ok"
     assert any(found["subject"] == "prefill-0 -> decode-0" for found in shown["checks"]["transports"])
@@ -253,49 +251,26 @@ def test_every_member_describes_itself(
     troubles = [found for each in shown["checks"].values() for found in each if found["severity"] == "error"]
     assert troubles == []
     assert (result.exit_code == 0) == shown["ok"]
-    assert "prefill-0 -> decode-0" in call(running, tmp_path, monkeypatch).stdout
+    assert "prefill-0 -> decode-0" in asked(running).stdout
 
 
-def test_questions_at_the_same_time_all_get_answers(
-    running: ProcessCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    monkeypatch.setenv("KVRELAY_STATE_DIR", str(tmp_path))
+def test_questions_at_the_same_time_all_get_answers(running: ProcessCluster) -> None:
     state = ClusterState(None, "test", supervisor=running.supervisor)
     with ThreadPoolExecutor(4) as pool:
         for examined in pool.map(lambda _: examine(state), range(4)):
-            assert set(examined.descriptions) == {"supervisor", "router-0", "prefill-0", "decode-0"}
+            assert set(examined.descriptions) == EVERYONE
 
 
-def test_a_frozen_member_is_named_in_bounded_time(
-    running: ProcessCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frozen_member_is_named_in_bounded_time(running: ProcessCluster) -> None:
     worker = running.processes["decode-0"]
     worker.popen.send_signal(signal.SIGSTOP)
     try:
         began = time.monotonic()
-        result = call(running, tmp_path, monkeypatch, "--json")
+        result = asked(running, "--json")
         assert time.monotonic() - began < ANSWER_SECONDS + 20
         assert result.exit_code == 1
-        about: list[Finding] = [
-            found for found in json.loads(result.stdout)["checks"]["members"] if found["subject"] == "decode-0"
-        ]
-        assert about
+        assert "decode-0" in [found["subject"] for found in json.loads(result.stdout)["checks"]["members"]]
     finally:
         worker.popen.send_signal(signal.SIGKILL)
         running.replace("decode-0")
-    wait_until(lambda: call(running, tmp_path, monkeypatch, "--json").exit_code == 0, "well again", 60)
-
-
-def test_only_the_operator_may_ask() -> None:
-    from kvrelay.rpc.security import CALLERS
-
-    assert CALLERS["/kvrelay.internal.v1.SupervisorService/Describe"] == {"operator"}
-    assert credentials().part == "operator"
-
-
-def test_without_a_cluster_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVRELAY_STATE_DIR", str(tmp_path))
-    result = CliRunner().invoke(main, ("doctor",))
-    assert (result.exit_code, result.stderr) == (1, f"kvrelay: {NO_CLUSTER}\n")
+    wait_until(lambda: asked(running, "--json").exit_code == 0, "well again", 60)

@@ -2,38 +2,16 @@
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from capital_router import SECONDS, CapitalRouter, serving
+from command import call
 
-from kvrelay.cli.main import main
 from support.background import Background
-from support.capital_router import SECONDS, CapitalRouter, serving
 from support.terminal import CTRL_C, CTRL_D, Terminal
 
 COMMAND = [sys.executable, "-m", "kvrelay.cli", "chat"]
-
-
-@pytest.fixture(autouse=True)
-def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVRELAY_STATE_DIR", str(tmp_path / "state"))
-
-
-@pytest.fixture
-def router() -> CapitalRouter:
-    return CapitalRouter()
-
-
-@pytest.fixture
-def target(router: CapitalRouter) -> Iterator[str]:
-    with serving(router) as address:
-        yield address
-
-
-def call(said: str | bytes, *arguments: str) -> Result:
-    return CliRunner().invoke(main, ("chat", *arguments), input=said)
 
 
 def asked(router: CapitalRouter, index: int) -> list[tuple[str, str]]:
@@ -78,7 +56,9 @@ def test_a_conversation_on_a_terminal(router: CapitalRouter, target: str) -> Non
 
 
 def test_lines_of_a_pipe_are_messages(router: CapitalRouter, target: str) -> None:
-    result = call("one\n\ntwo\n/reset\nthree", "--target", target, "--max-tokens", "7", "--temperature", "0")
+    result = call(
+        "chat", "--target", target, "--max-tokens", "7", "--temperature", "0", said="one\n\ntwo\n/reset\nthree"
+    )
     assert (result.exit_code, result.stdout) == (0, "ONE\nTWO\nTHREE\n")
     assert asked(router, 1) == [("user", "one"), ("assistant", "ONE"), ("user", "two")]
     assert asked(router, 2) == [("user", "three")]
@@ -94,7 +74,7 @@ def test_lines_of_a_pipe_are_messages(router: CapitalRouter, target: str) -> Non
     ],
 )
 def test_a_mistake_ends_a_pipe(target: str, said: str | bytes, code: int, error: str) -> None:
-    result = call(said, "--target", target)
+    result = call("chat", "--target", target, said=said)
     assert (result.exit_code, result.stdout.split()) == (code, ["ONE"])
     assert len(result.stderr.splitlines()) == 1
     assert error in result.stderr
@@ -102,10 +82,10 @@ def test_a_mistake_ends_a_pipe(target: str, said: str | bytes, code: int, error:
 
 def test_a_model_without_a_chat_template_is_told_before_the_first_message() -> None:
     with serving(CapitalRouter(has_chat_template=False)) as target:
-        result = call("hello\n", "--target", target)
+        result = call("chat", "--target", target, said="hello\n")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "model capitals has no chat template; `kvrelay up --chat-template FILE` gives it one" in result.stderr
-    assert "--target 127.0.0.1:1: " in call("", "--target", "127.0.0.1:1").stderr
+    assert "--target 127.0.0.1:1: " in call("chat", "--target", "127.0.0.1:1").stderr
 
 
 def test_a_router_applies_its_template_to_all_that_was_said(tmp_path: Path) -> None:
@@ -113,7 +93,7 @@ def test_a_router_applies_its_template_to_all_that_was_said(tmp_path: Path) -> N
     template.write_text("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}")
     with Background(tmp_path / "cluster", lambda index: 40 + index, chat_template=str(template)) as background:
         target = background.cluster.router.address
-        result = call("one\ntwo\n", "--target", target, "--max-tokens", "3", "--temperature", "0")
+        result = call("chat", "--target", target, "--max-tokens", "3", "--temperature", "0", said="one\ntwo\n")
         assert result.exit_code == 0, result.stderr
         first, second = (record.prompt_tokens for record in background.cluster.records)
     assert second > first, "it has the first message and its answer, too"

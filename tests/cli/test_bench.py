@@ -14,7 +14,7 @@ import jsonschema
 import numpy as np
 import pytest
 from aiohttp import web
-from click.testing import CliRunner, Result
+from command import call
 
 from kvrelay.cli.bench.faces import HttpFace, Reply, Target
 from kvrelay.cli.bench.figures import figures
@@ -22,19 +22,9 @@ from kvrelay.cli.bench.load import Sample
 from kvrelay.cli.bench.options import ArrivalOptions, BenchOptions, Lengths, WorkloadOptions
 from kvrelay.cli.bench.result import Run, schema
 from kvrelay.cli.bench.run import Bench, measure
-from kvrelay.cli.main import main
 from support.background import Background
 from support.browser import browser
 from support.router_fakes import until
-
-
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ("bench", *arguments))
-
-
-@pytest.fixture(autouse=True)
-def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVRELAY_STATE_DIR", str(tmp_path / "state"))
 
 
 class Server:
@@ -79,7 +69,7 @@ class Server:
         app = web.Application()
         app.add_routes([web.get("/v1/models", models), web.post("/tokenize", tokenize)])
         app.add_routes([web.post("/v1/completions", self.complete)])
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
@@ -98,12 +88,9 @@ async def bench(
         return (await measure(made, HttpFace(Target(url)), lambda name, count: lambda progress: None)).runs[0]
 
 
-def test_times_are_those_of_the_server() -> None:
-    async def test() -> Run:
-        workload = WorkloadOptions(6, Lengths("fixed", 20), Lengths("fixed", 5))
-        return await bench(Server(0.2, 0.1), workload, ArrivalOptions(concurrency=3), {"ttft": 60_000}, warmup=2)
-
-    run = asyncio.run(test())
+async def test_times_are_those_of_the_server() -> None:
+    workload = WorkloadOptions(6, Lengths("fixed", 20), Lengths("fixed", 5))
+    run = await bench(Server(0.2, 0.1), workload, ArrivalOptions(concurrency=3), {"ttft": 60_000}, warmup=2)
     found = run.figures
     # A busy machine makes all of them longer, never shorter.
     assert found["median_ttft_ms"] >= 200
@@ -117,27 +104,20 @@ def test_times_are_those_of_the_server() -> None:
     assert all(len(request.itls) == 4 for request in run.requests)
 
 
-def test_an_open_loop_sends_what_is_due_though_nothing_comes_back() -> None:
-    async def test() -> tuple[Run, int]:
-        hold = asyncio.Event()
-        server = Server(0.0, 0.0, hold)
-        workload = WorkloadOptions(20, Lengths("fixed", 4), Lengths("fixed", 1))
-        running = asyncio.create_task(bench(server, workload, ArrivalOptions("constant", 200.0), {}))
-        await until(lambda: len(server.bodies) == 20, "all are sent", 30)
-        hold.set()
-        return await running, len(server.bodies)
-
-    run, sent = asyncio.run(test())
-    assert sent == 20
-    assert run.figures["max_concurrent_requests"] == 20
+async def test_an_open_loop_sends_what_is_due_though_nothing_comes_back() -> None:
+    hold = asyncio.Event()
+    server = Server(0.0, 0.0, hold)
+    workload = WorkloadOptions(20, Lengths("fixed", 4), Lengths("fixed", 1))
+    running = asyncio.create_task(bench(server, workload, ArrivalOptions("constant", 200.0), {}))
+    await until(lambda: len(server.bodies) == 20, "all are sent", 30)
+    hold.set()
+    assert (await running).figures["max_concurrent_requests"] == 20
+    assert len(server.bodies) == 20
 
 
-def test_a_wait_for_one_s_turn_counts_from_the_scheduled_arrival() -> None:
-    async def test() -> Run:
-        workload = WorkloadOptions(8, Lengths("fixed", 4), Lengths("fixed", 1))
-        return await bench(Server(0.1, 0.0), workload, ArrivalOptions("constant", 1000.0, concurrency=1), {})
-
-    found = asyncio.run(test()).figures
+async def test_a_wait_for_one_s_turn_counts_from_the_scheduled_arrival() -> None:
+    workload = WorkloadOptions(8, Lengths("fixed", 4), Lengths("fixed", 1))
+    found = (await bench(Server(0.1, 0.0), workload, ArrivalOptions("constant", 1000.0, concurrency=1), {})).figures
     # One at a time, 0.1 s each, all due at once: the last one waits for seven others.
     assert found["p99_ttft_scheduled_ms"] >= 650
     assert found["max_late_ms"] >= 650
@@ -180,7 +160,7 @@ def test_both_faces_measure_the_same_requests(tmp_path: Path) -> None:
         for face, target in targets.items():
             out = tmp_path / f"{face}.json"
             result = call(
-                *("--face", face, "--target", target, "--num-prompts", "6", "--sweep", "rate=50,100"),
+                *("bench", "--face", face, "--target", target, "--num-prompts", "6", "--sweep", "rate=50,100"),
                 *("--input-tokens", "uniform:8-20", "--output-tokens", "4", "--goodput", "ttft:60000 e2el:60000"),
                 *("--json", str(out), "--html", str(tmp_path / f"{face}.html")),
             )
@@ -198,75 +178,63 @@ def test_both_faces_measure_the_same_requests(tmp_path: Path) -> None:
     assert found["grpc"]["runs"][0]["requests"][0]["stages"]["prefill_seconds"] > 0
 
 
-def test_the_report_needs_nothing_from_elsewhere_and_shows_in_a_browser(tmp_path: Path) -> None:
+async def test_the_report_needs_nothing_from_elsewhere_and_shows_in_a_browser(tmp_path: Path) -> None:
     with Background(tmp_path / "cluster", lambda index: 40 + index % 9, http_port=0) as background:
         report = tmp_path / "report.html"
-        result = call(
-            *("--target", background.cluster.router.address, "--num-prompts", "20", "--sweep", "concurrency=1,4"),
-            *("--input-tokens", "8", "--output-tokens", "6", "--html", str(report)),
+        result = await asyncio.to_thread(
+            call,
+            *("bench", "--target", background.cluster.router.address, "--num-prompts", "20"),
+            *("--sweep", "concurrency=1,4", "--input-tokens", "8", "--output-tokens", "6", "--html", report),
         )
         assert result.exit_code == 0, result.output
     text = report.read_text()
     assert not re.search(r"https?://(?!127\.0\.0\.1|www\.w3\.org)|<script|<link|@import|url\(", text)
 
-    async def look() -> None:
-        async with browser(tmp_path) as tab:
-            for dark in (False, True):
-                await tab.open(report.as_uri(), dark=dark)
-                assert await tab.value("document.querySelectorAll('svg').length") >= 10
-                broken = "[...document.querySelectorAll('path')].filter(p => /NaN|Infinity/.test(p.outerHTML)).length"
-                assert await tab.value(broken) == 0
-                assert await tab.value("document.documentElement.scrollWidth <= innerWidth")
-            assert tab.complaints == []
-
-    asyncio.run(look())
+    async with browser(tmp_path) as tab:
+        for dark in (False, True):
+            await tab.open(report.as_uri(), dark=dark)
+            assert await tab.value("document.querySelectorAll('svg').length") >= 10
+            broken = "[...document.querySelectorAll('path')].filter(p => /NaN|Infinity/.test(p.outerHTML)).length"
+            assert await tab.value(broken) == 0
+            assert await tab.value("document.documentElement.scrollWidth <= innerWidth")
+        assert tab.complaints == []
 
 
-def test_failures_are_counted_and_named(tmp_path: Path) -> None:
-    async def test() -> Run:
-        workload = WorkloadOptions(3, Lengths("fixed", 4), Lengths("fixed", 13))
-        return await bench(Server(0.0, 0.0), workload, ArrivalOptions(), {})
-
-    run = asyncio.run(test())
+async def test_failures_are_counted_and_named() -> None:
+    run = await bench(
+        Server(0.0, 0.0), WorkloadOptions(3, Lengths("fixed", 4), Lengths("fixed", 13)), ArrivalOptions(), {}
+    )
     assert (run.figures["completed"], run.figures["failed"]) == (0, 3)
     assert "thirteen is refused" in run.requests[0].error
 
 
 @pytest.mark.parametrize("ending", ["interrupted", "output closed"])
-def test_what_was_measured_is_kept(tmp_path: Path, ending: str) -> None:
+async def test_what_was_measured_is_kept(tmp_path: Path, ending: str) -> None:
     """The run ends because of Ctrl-C with requests in flight, or because nobody reads its output."""
-
-    async def test() -> tuple[int | None, str]:
-        hold = asyncio.Event() if ending == "interrupted" else None
-        server = Server(0.0, 0.0, hold, free=3)
-        async with server.run() as url:
-            files = ("--json", str(tmp_path / "bench.json"), "--html", str(tmp_path / "bench.html"))
-            options = ("--num-prompts", "8", "--warmup", "0", "--input-tokens", "20", "--output-tokens", "2", *files)
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "kvrelay.cli", "bench", "--face", "http", "--target", url),
-                *("--concurrency", "1", *options),
-                stdout=asyncio.subprocess.PIPE,
-            )
-            if hold is not None:
-                await until(lambda: len(server.bodies) > 3, "one that gets no answer", 60)
-                process.send_signal(signal.SIGINT)
-                shown, _ = await asyncio.wait_for(process.communicate(), 60)
-                return process.returncode, shown.decode()
+    hold = asyncio.Event() if ending == "interrupted" else None
+    server = Server(0.0, 0.0, hold, free=3)
+    async with server.run() as url:
+        files = ("--json", str(tmp_path / "bench.json"), "--html", str(tmp_path / "bench.html"))
+        options = ("--num-prompts", "8", "--warmup", "0", "--input-tokens", "20", "--output-tokens", "2", *files)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvrelay.cli", "bench", "--face", "http", "--target", url),
+            *("--concurrency", "1", *options),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        if hold is not None:
+            await until(lambda: len(server.bodies) > 3, "one that gets no answer", 60)
+            process.send_signal(signal.SIGINT)
+            shown, _ = await asyncio.wait_for(process.communicate(), 60)
+        else:
             process._transport.get_pipe_transport(1).close()  # type: ignore[attr-defined]  # no public way to it
-            return await asyncio.wait_for(process.wait(), 60), ""
-
-    code, shown = asyncio.run(test())
+            await asyncio.wait_for(process.wait(), 60)
     (run,) = json.loads((tmp_path / "bench.json").read_text())["runs"]
     assert (tmp_path / "bench.html").stat().st_size > 1000
     assert run["interrupted"] == (ending == "interrupted")
+    assert (process.returncode, len(run["requests"])) == ((130, 3) if ending == "interrupted" else (1, 8))
     if ending == "interrupted":
-        assert code == 130
-        assert len(run["requests"]) == 3
-        assert "3 completed, 0 failed" in shown
-        assert "time to first token" in shown
-    else:
-        assert code == 1
-        assert len(run["requests"]) == 8
+        assert b"3 completed, 0 failed" in shown
+        assert b"time to first token" in shown
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
@@ -277,13 +245,13 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         (2, "--percentiles is 'a'", ("--percentiles", "a")),
         (2, "allowed: without --arrivals trace", ("--arrivals", "trace", "--trace", "x", "--sweep", "rate=1")),
     ):
-        result = call(*arguments)
+        result = call("bench", *arguments)
         assert result.exit_code == code, result.output
         assert re.search(words, result.stderr), result.stderr
         assert len(result.stderr.splitlines()) == 1
 
 
 def test_the_schema_is_printed() -> None:
-    result = call("--schema")
+    result = call("bench", "--schema")
     assert result.exit_code == 0
     jsonschema.Draft202012Validator.check_schema(json.loads(result.stdout))

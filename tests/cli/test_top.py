@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from command import call
 from rich.console import Console
 
-from kvrelay.cli.main import main
 from kvrelay.cli.top import run as top_run
 from kvrelay.cli.top.model import MOST_DECISIONS, SORTS, Model
 from kvrelay.cli.top.view import BAR_CELLS, frame
@@ -25,15 +24,6 @@ from kvrelay.client import Client
 from support.background import Background
 
 SECONDS = 60
-
-
-@pytest.fixture(autouse=True)
-def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVRELAY_STATE_DIR", str(tmp_path / "state"))
-
-
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ("top", *arguments))
 
 
 def worker(name: str, computed: int = 0, **more: Any) -> dict[str, Any]:
@@ -191,7 +181,7 @@ def test_one_frame_of_a_real_router(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         target = f"http://{router.http_address}"
         with Client(router.address) as client:
             client.complete([1, 2, 3], max_tokens=4, temperature=0, request_id="mine")
-        result = call("--once", "--json", "--target", target)
+        result = call("top", "--once", "--json", "--target", target)
         assert result.exit_code == 0, result.output
         shown = json.loads(result.stdout)
         assert {each["name"] for each in shown["workers"]} == {"prefill-0", "decode-0"}
@@ -200,18 +190,18 @@ def test_one_frame_of_a_real_router(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert decision["id"].startswith("mine/")
         assert (decision["prefill"], decision["decode"]) == ("prefill-0", "decode-0")
         picture = tmp_path / "top.svg"
-        result = call("--once", "--target", target, "--svg", str(picture))
+        result = call("top", "--once", "--target", target, "--svg", str(picture))
         assert "prefill-0 → decode-0" in result.stdout
         assert "prefill-0" in picture.read_text()
         assert "url(" not in re.sub(r"url\(#[^)]*\)", "", picture.read_text())
         with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never answers
             url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-            result = call("--once", "--json", "--target", f"{url},{target}")
+            result = call("top", "--once", "--json", "--target", f"{url},{target}")
             assert result.exit_code == 0, result.output
             errors = [each["error"] for each in json.loads(result.stdout)["routers"]]
             assert errors == [f"router {url}: no answer within {top_run.FIRST_SECONDS:g} s", ""]
             monkeypatch.setattr(top_run, "FIRST_SECONDS", 0.1)
-            result = call("--once", "--json", "--target", url)
+            result = call("top", "--once", "--json", "--target", url)
             assert (result.exit_code, result.stderr) == (1, f"kvrelay: router {url}: no answer within 0.1 s\n")
         _press_q(target)
 
@@ -253,7 +243,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
             (2, "--svg is given", ("--json", "--svg", "x.svg")),
             (2, "--goodput has", ("--once", "--goodput", "x")),
         ):
-            result = call(*arguments)
+            result = call("top", *arguments)
             assert result.exit_code == code, result.output
             assert words in result.stderr
             assert len(result.stderr.splitlines()) == 1

@@ -2,19 +2,16 @@
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
 import grpc
 import pytest
-from click.testing import CliRunner, Result
+from command import call
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from kvrelay.cli.main import main
 from kvrelay.cluster.state import ClusterState, save
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_READY,
@@ -34,19 +31,6 @@ from kvrelay.rpc.identity import role_name
 from support.terminal import Terminal
 
 
-@pytest.fixture(autouse=True)
-def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("KVRELAY_STATE_DIR", str(tmp_path / "state"))
-    return tmp_path / "state"
-
-
-@pytest.fixture
-def nobody() -> str:
-    """An address at which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
-
-
 @pytest.fixture
 def router(request: pytest.FixtureRequest) -> Iterator[str]:
     """The address of a router with this health."""
@@ -64,10 +48,6 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(main, arguments)
-
-
 @pytest.mark.parametrize("router", [SERVING], indirect=True)
 def test_a_cluster_that_serves_without_its_supervisor_is_no_dead_one(nobody: str, router: str) -> None:
     save(ClusterState(pid=None, namespace="kvrelay", supervisor=nobody, router=router))
@@ -82,23 +62,19 @@ def test_a_cluster_that_serves_without_its_supervisor_is_no_dead_one(nobody: str
     assert "already running" in up.stderr
 
 
-@pytest.mark.parametrize("router", [SERVING], indirect=True)
-def test_one_router_that_serves_is_enough(nobody: str, router: str) -> None:
-    save(ClusterState(pid=None, namespace="kvrelay", supervisor=nobody, router=f"{nobody},{router}"))
-    assert call("status").exit_code == 3
-
-
-@pytest.mark.parametrize("router", [NOT_SERVING], indirect=True)
-def test_a_router_that_cannot_serve_is_none(nobody: str, router: str) -> None:
-    save(ClusterState(pid=None, namespace="kvrelay", supervisor=nobody, router=router))
-    assert call("status").exit_code == 1
-    assert json.loads(call("status", "--json").stdout)["ready"] is False
-
-
-def test_neither_answers(nobody: str) -> None:
-    save(ClusterState(pid=None, namespace="kvrelay", supervisor=nobody, router=nobody))
+@pytest.mark.parametrize(
+    ("router", "addresses", "code"),
+    [(SERVING, "{nobody},{router}", 3), (NOT_SERVING, "{router}", 1), (SERVING, "{nobody}", 1)],
+    indirect=["router"],
+)
+def test_without_a_supervisor_one_router_that_serves_is_enough(
+    nobody: str, router: str, addresses: str, code: int
+) -> None:
+    save(ClusterState(None, "kvrelay", supervisor=nobody, router=addresses.format(nobody=nobody, router=router)))
     status = call("status")
-    assert (status.exit_code, status.stdout) == (1, "a cluster is starting, or does not answer\n")
+    assert status.exit_code == code
+    assert (status.stdout == "a cluster is starting, or does not answer\n") == (code == 1)
+    assert json.loads(call("status", "--json").stdout)["ready"] == (code == 3)
 
 
 LOAD = Load(blocks=Blocks(total=128_000, free=1, held=127_999), requests=Requests(running=4321, waiting=1234))
