@@ -121,7 +121,7 @@ def test_requests_are_kept_for_the_window_whichever_router_told_them_first() -> 
     for index in range(10):
         model.event("a", "ended", life(f"new {index}", now - 5))
     assert model.frame()["requests"]["ended"] == MOST_DECISIONS + 10
-    assert sum(map(len, model._ended.values())) == 2 * MOST_DECISIONS
+    assert sum(map(len, model.ended.values())) == 2 * MOST_DECISIONS
 
 
 def test_decisions_are_the_latest_first_with_their_reasons() -> None:

@@ -16,6 +16,7 @@ from chart_rendering import (
     ray_containers,
 )
 
+pytestmark = pytest.mark.more
 EXAMPLE = {path.stem: path for path in EXAMPLES}
 
 

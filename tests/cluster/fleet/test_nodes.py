@@ -1,7 +1,6 @@
 """Placement of members: each role is spread over the nodes, and workers are near those that they hand KV over to."""
 
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvrelay.cluster.fleet.nodes import Node, Wish, preferred
 from kvrelay.rpc.identity import MemberRole
-from support.ray_commands import KVRELAY
+from support.ray_commands import ENVIRONMENT, KVRELAY
 
 GPU = {"GPU": 1.0}
 RACK = "kvrelay.io/rack"
@@ -99,13 +98,11 @@ cluster.shutdown()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.cluster
 @pytest.mark.timeout(400)
 def test_on_a_ray_cluster_of_several_nodes() -> None:
-    hidden = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    output = subprocess.check_output([sys.executable, "-c", NODES], env=environment, text=True, timeout=360)
+    output = subprocess.check_output([sys.executable, "-c", NODES], env=ENVIRONMENT, text=True, timeout=360)
     found = json.loads(output.splitlines()[-1])
     for role in (("worker-0", "worker-1"), ("worker-2", "worker-3")):
         assert {found["racks"][name] for name in role} == {"one", "two"}
@@ -156,13 +153,11 @@ cluster.shutdown()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
 def test_the_members_of_a_lost_node_are_started_on_another(tmp_path: Path) -> None:
-    hidden = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    environment["KVRELAY_STATE_DIR"] = str(tmp_path)
+    environment = ENVIRONMENT | {"KVRELAY_STATE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", LOST_NODE, KVRELAY, str(MOVED_SECONDS)]
     output = subprocess.check_output(command, env=environment, text=True, timeout=500)
     assert json.loads(output.splitlines()[-1])["seconds"] < MOVED_SECONDS

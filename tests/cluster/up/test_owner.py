@@ -45,7 +45,9 @@ from kvrelay.cluster.up import owner
 from kvrelay.cli.commands.common import console
 from kvrelay.cluster.config.options import ClusterConfig
 from kvrelay.cluster.errors import ClusterError
+from kvrelay.cluster.fleet import replacement
 from kvrelay.cluster.up.report import Report
+replacement.FIRST_SECONDS = 0.02
 owner.COMMAND = [sys.executable, "-c", sys.argv[1], sys.argv[2]]
 try:
     config = ClusterConfig(drain_seconds=0)

@@ -23,6 +23,7 @@ from kvrelay.cluster.fleet.desired import (
     serving,
 )
 from kvrelay.cluster.fleet.reconcile import Drain, Start, advance, reconcile, settled
+from kvrelay.cluster.fleet.replacement import LONG_LIFE_SECONDS, MOST_SECONDS, Backoff
 from kvrelay.rpc.identity import ROLES, WORKER_ROLES
 
 STEPS_TO_SETTLE = 400
@@ -359,3 +360,16 @@ def test_reservations_fit_where_each_node_has_all_that_they_need() -> None:
     assert room.fitting({"GPU": 1.0, "CPU": 3.0}, nodes) == 4
     assert room.fitting({"GPU": 0.3333}, [{"GPU": 1.0}]) == 3
     assert room.fitting({"GPU": 1.0}, [{"GPU": -0.5}]) == 0
+
+
+def test_the_wait_before_a_replacement_doubles_until_one_lives_long() -> None:
+    backoff = Backoff()
+    assert [backoff.after(1.0) for _ in range(9)] == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert backoff.after(LONG_LIFE_SECONDS) == 0.0
+    assert backoff.after(1.0) == 0.5
+
+
+@given(st.lists(st.floats(0, 200), max_size=50))
+def test_the_wait_before_a_replacement_is_bounded(lives: list[float]) -> None:
+    backoff = Backoff()
+    assert all(0.0 <= backoff.after(life) <= MOST_SECONDS for life in lives)

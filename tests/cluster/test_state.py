@@ -1,6 +1,5 @@
 """The record of this machine's cluster: never a dead one, never two."""
 
-import os
 import signal
 import stat
 import subprocess
@@ -13,7 +12,6 @@ import pytest
 
 from kvrelay.cluster import state
 from kvrelay.cluster.errors import RunError
-from kvrelay.cluster.processes import processes
 from kvrelay.cluster.state import ClusterState
 
 SECONDS = 10.0
@@ -103,43 +101,3 @@ def test_a_file_that_is_no_record_is_removed(folder: Path, text: str) -> None:
     (folder / "cluster.json").write_text(text)
     assert state.current() is None
     assert not (folder / "cluster.json").exists()
-
-
-TREE = """
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import sys; print('child', flush=True); sys.stdin.read()"])
-child.wait()
-"""
-
-
-def test_descendants_are_found_and_can_be_ended() -> None:
-    before = set(processes.descendants())
-    parent = subprocess.Popen([sys.executable, "-c", TREE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == "child\n"
-        below = [process for process in processes.descendants() if process not in before]
-        assert len(below) == 2
-        assert below[0] == processes.find(parent.pid)
-        assert all(processes.alive(process) for process in below)
-        assert processes.end(below, 0.05) == below, "none ends by itself"
-        assert processes.end(below, SECONDS) == []
-        assert not any(processes.alive(process) for process in below)
-    finally:
-        parent.kill()
-        parent.communicate()
-
-
-def test_another_process_with_the_pid_is_not_the_same() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    process = processes.find(child.pid)
-    assert process is not None
-    assert processes.alive(process)
-    child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert not processes.alive(process), "nobody has waited for it yet"
-    child.communicate()
-    assert not processes.alive(process)
-    assert processes.find(child.pid) != process
-    assert processes.title(process) == ""
-    processes.send(signal.SIGKILL, [process])

@@ -1,4 +1,4 @@
-"""A Ray that hangs ends the start or the end of a cluster in time, and nothing is left."""
+"""A Ray that hangs, or a member that can't start, ends the start of a cluster in time, and nothing is left."""
 
 import subprocess
 import sys
@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.cluster.errors import UsageError
 from kvrelay.cluster.processes import processes
+from kvrelay.cluster.supervisor.supervisor import Progress, Startup
+from kvrelay.cluster.up.launch import check_failures
 from support.processes import wait_until
 
 SECONDS = 60.0
@@ -58,3 +61,11 @@ def test_a_ray_that_hangs_ends_the_step_in_time(
     assert f"kvrelay: {said}\n" in err
     child = processes.find(int(out.split()[-1]))
     wait_until(lambda: child is None or not processes.alive(child), "its child has ended")
+
+
+def test_a_hopeless_member_ends_the_start_with_its_reason() -> None:
+    members = [Progress("router-0"), Progress("prefill-0", failures=1, reason="kv_memory_bytes is 1000", hopeless=True)]
+    with pytest.raises(UsageError) as caught:
+        check_failures(Startup(False, (), (), members))
+    assert caught.value.lines == ["prefill-0: kv_memory_bytes is 1000"]
+    check_failures(Startup(False, (), (), [Progress("prefill-0", failures=2, reason="killed")]))
