@@ -1,12 +1,9 @@
 """`kvrelay top`: what it shows of several routers, and what it does when it can't."""
 
-import asyncio
 import json
 import os
-import pty
 import re
 import socket
-import subprocess
 import sys
 import time
 from io import StringIO
@@ -22,8 +19,7 @@ from kvrelay.cli.top.model import MOST_DECISIONS, SORTS, Model
 from kvrelay.cli.top.view import BAR_CELLS, frame
 from kvrelay.client import Client
 from support.background import Background
-
-SECONDS = 60
+from support.terminal import Terminal
 
 
 def worker(name: str, computed: int = 0, **more: Any) -> dict[str, Any]:
@@ -195,50 +191,27 @@ def test_one_frame_of_a_real_router(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert "prefill-0" in picture.read_text()
         assert "url(" not in re.sub(r"url\(#[^)]*\)", "", picture.read_text())
         with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never answers
+            monkeypatch.setattr(top_run, "FIRST_SECONDS", 1.0)
             url = f"http://127.0.0.1:{silent.getsockname()[1]}"
             result = call("top", "--once", "--json", "--target", f"{url},{target}")
             assert result.exit_code == 0, result.output
             errors = [each["error"] for each in json.loads(result.stdout)["routers"]]
-            assert errors == [f"router {url}: no answer within {top_run.FIRST_SECONDS:g} s", ""]
-            monkeypatch.setattr(top_run, "FIRST_SECONDS", 0.1)
+            assert errors == [f"router {url}: no answer within 1 s", ""]
             result = call("top", "--once", "--json", "--target", url)
-            assert (result.exit_code, result.stderr) == (1, f"kvrelay: router {url}: no answer within 0.1 s\n")
-        _press_q(target)
+            assert (result.exit_code, result.stderr) == (1, f"kvrelay: router {url}: no answer within 1 s\n")
+        with Terminal([sys.executable, "-m", "kvrelay.cli", "top", "--target", target], os.environ, 160) as terminal:
+            terminal.wait_for("q quit")
+            terminal.wait_for("prefill-0")
+            terminal.press("swpq")
+            assert terminal.end() == 0
 
 
-def _press_q(target: str) -> None:
-    """The live view on a terminal of its own, which q ends."""
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "kvrelay.cli", "top", "--target", target]
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "160", "LINES": "40"}
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
-        os.close(theirs)
-        seen, deadline = b"", time.monotonic() + SECONDS
-        while b"q quit" not in seen and time.monotonic() < deadline:
-            seen += os.read(ours, 65536)
-        assert b"prefill-0" in seen
-        os.write(ours, b"swpq")
-        try:
-            while os.read(ours, 65536):
-                continue
-        except OSError:
-            pass  # the terminal's other end is closed
-        assert process.wait(SECONDS) == 0
-    os.close(ours)
-
-
-def test_mistakes_are_one_line(tmp_path: Path) -> None:
-    async def silent() -> int:
-        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
-        async with server:
-            return int(server.sockets[0].getsockname()[1])
-
-    closed = asyncio.run(silent())
+def test_mistakes_are_one_line(tmp_path: Path, nobody: str) -> None:
     with Background(tmp_path / "cluster", lambda index: 40, http_port=0, page=False) as background:
         target = f"http://{background.cluster.router.http_address}"
         for code, words, arguments in (
             (1, "it has no page; the router's options", ("--once", "--target", target)),
-            (1, f"127.0.0.1:{closed}", ("--once", "--target", f"127.0.0.1:{closed}")),
+            (1, nobody, ("--once", "--target", nobody)),
             (2, "stdout is no terminal", ("--target", target)),
             (2, "--svg is given", ("--json", "--svg", "x.svg")),
             (2, "--goodput has", ("--once", "--goodput", "x")),

@@ -1,13 +1,14 @@
 """Mistakes that are found before Ray is started."""
 
 import json
+import os
 import shutil
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvrelay.cluster.config.file import load
 from kvrelay.cluster.config.options import ClusterConfig
 from kvrelay.cluster.errors import UsageError
 from kvrelay.cluster.up.preflight import check, check_checkpoint, check_port
@@ -23,13 +24,18 @@ def config(**sections: dict[str, object]) -> ClusterConfig:
     return ClusterConfig.model_validate({"router": {"grpc_port": 0, "http_port": None}, **sections})
 
 
-def test_a_bundled_model_is_found_by_name() -> None:
+def test_a_model_is_found_by_name_or_folder_and_files_become_absolute(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert check(config()).model.path == str(resolve("pico"))
-
-
-def test_a_relative_folder_becomes_absolute(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(checkpoint.parent)
-    assert check(config(model={"path": "./model"})).model.path == str(checkpoint)
+    Path("keys").write_text(f"a {'0' * 64}\n")
+    router = {"grpc_port": 0, "http_port": None, "api_keys": "keys"}
+    checked = check(config(model={"path": "./model"}, router=router))
+    assert checked.model.path == str(checkpoint)
+    assert checked.router.api_keys == str(checkpoint.parent / "keys")
+    joined = config(ray={"address": "auto"}, model={"path": "/there"})
+    assert check(joined) == joined, "folders and ports of other machines are not checked"
 
 
 def test_an_instruction_set_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,39 +50,33 @@ def test_a_model_that_is_not_there(path: str) -> None:
         check(config(model={"path": path}))
 
 
-def test_an_unknown_architecture_names_itself_and_the_known_ones(checkpoint: Path) -> None:
-    file = checkpoint / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "mamba"}))
-    with pytest.raises(UsageError, match=r"model_type.*'mamba'.*llama") as caught:
+def changed(folder: Path, **values: object) -> None:
+    """Changes the model's configuration."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: changed(folder, model_type="mamba"), r"model_type.*'mamba'.*llama"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+            r"pytorch_model\.bin.*pickle",
+        ),
+        (lambda folder: changed(folder, intermediate_size=8), r"tensor model\.layers\.0\.mlp.*shape.*expected"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 100), r"model\.safetensors"),
+    ],
+    ids=["an unknown architecture", "a missing file", "a pickle", "another shape", "a file cut short"],
+)
+def test_a_checkpoint_that_cannot_be_loaded_is_refused_with_what_is_wrong(
+    checkpoint: Path, damage: Callable[[Path], None], said: str
+) -> None:
+    damage(checkpoint)
+    with pytest.raises(UsageError, match=said) as caught:
         check_checkpoint(checkpoint)
     assert len(caught.value.lines) == 1
-
-
-def test_a_missing_file_is_named(checkpoint: Path) -> None:
-    (checkpoint / "tokenizer.json").unlink()
-    with pytest.raises(UsageError, match=r"tokenizer\.json is missing"):
-        check_checkpoint(checkpoint)
-
-
-def test_a_pickle_is_refused(checkpoint: Path) -> None:
-    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
-    with pytest.raises(UsageError, match=r"pytorch_model\.bin.*pickle"):
-        check_checkpoint(checkpoint)
-
-
-def test_a_mis_shaped_tensor_is_named_with_both_shapes(checkpoint: Path) -> None:
-    file = checkpoint / "config.json"
-    values = json.loads(file.read_text())
-    file.write_text(json.dumps(values | {"intermediate_size": values["intermediate_size"] * 2}))
-    with pytest.raises(UsageError, match=r"tensor model\.layers\.0\.mlp.*shape.*expected"):
-        check_checkpoint(checkpoint)
-
-
-def test_a_file_that_was_cut_short_is_named(checkpoint: Path) -> None:
-    weights = checkpoint / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(UsageError, match=r"model\.safetensors"):
-        check_checkpoint(checkpoint)
 
 
 def test_a_port_in_use_is_named() -> None:
@@ -100,15 +100,6 @@ def test_a_host_that_is_not_this_machines_is_named() -> None:
         check_port("grpc_port", "no such host", 0)
 
 
-def test_folders_and_ports_of_other_machines_are_not_checked() -> None:
-    joined = config(ray={"address": "auto"}, model={"path": "/there"})
-    assert check(joined) == joined
-
-
-def test_the_defaults_pass() -> None:
-    assert load().model.path == "pico"
-
-
 @pytest.mark.parametrize(
     ("section", "options", "said"),
     [
@@ -123,11 +114,3 @@ def test_a_missing_secret_is_named_before_ray_starts(section: str, options: dict
     security = options if section == "security" else {}
     with pytest.raises(UsageError, match=said):
         check(config(router=router, security=security))
-
-
-def test_the_routers_files_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "keys").write_text(f"a {'0' * 64}\n")
-    assert check(config(router={"grpc_port": 0, "http_port": None, "api_keys": "keys"})).router.api_keys == str(
-        tmp_path / "keys"
-    )

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "first_gpu_hour.sh"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "first_gpu_hour.sh"
 STEPS = ("environment", "kernels", "engine", "links", "pair", "sanitizer", "gpu_kernels", "gpu_engine")
 
 

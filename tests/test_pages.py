@@ -5,13 +5,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
-import pytest
-
-from kvrelay.router.trace import Outcome
-
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
 GENERATE = """
 import json, sys
@@ -28,12 +23,7 @@ def test_the_reference_pages_are_the_generated_ones() -> None:
         assert (ROOT / "docs" / f"{page}.md").read_text() == text, "run `make docs`"
 
 
-def test_the_outcomes_are_those_of_the_router() -> None:
-    text = (ROOT / "docs" / "metrics.md").read_text()
-    assert all(f"`{outcome}`" in text for outcome in get_args(Outcome))
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
+def test_links_lead_to_files() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+            assert target.startswith("https://") or (page.parent / target).exists(), (page.name, target)

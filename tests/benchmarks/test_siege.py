@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "siege.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "siege.py"
 sys.path.insert(0, str(SCRIPT.parent))
 
+from siege_up import EXIT_SECONDS, SERVING_SECONDS, Fate  # noqa: E402  # after the path
 from siege_witness import Place, Witness, at_most, none_of, quantile  # noqa: E402  # after the path
 
 from nemesis.load import draw  # noqa: E402
 from support.faults import oracle  # noqa: E402
-from support.ray_deaths import EXIT_SECONDS, SERVING_SECONDS, Fate  # noqa: E402
 
 
 class Nowhere:
@@ -29,10 +29,10 @@ class Nowhere:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["fuzz", "--only", "uvloop", "--count", "150"],
-        pytest.param(["deadlines", "--only", "asyncio", "--count", "150"], marks=pytest.mark.slow),
-        pytest.param(["keys"], marks=pytest.mark.slow),
-        pytest.param(["partial", "--only", "tls and keys, handshake", "--clients", "200"], marks=pytest.mark.slow),
+        pytest.param(["fuzz", "--only", "uvloop", "--count", "150"], marks=pytest.mark.more),
+        pytest.param(["deadlines", "--only", "asyncio", "--count", "150"], marks=pytest.mark.more),
+        pytest.param(["keys"], marks=pytest.mark.more),
+        pytest.param(["partial", "--only", "tls and keys, handshake", "--clients", "200"], marks=pytest.mark.more),
     ],
     ids=lambda arguments: arguments[0],
 )
