@@ -19,6 +19,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+pytest_plugins = ["support.scenes"]
+
 # Every process of the tests has it: internal calls need one.
 os.environ["KVRELAY_JOIN_TOKEN"] = "the-join-token-of-the-tests"
 
