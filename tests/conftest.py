@@ -47,7 +47,7 @@ LONGEST = (
     "tests/engine/test_gpu_runner.py",
     "tests/test_gpu_benchmark.py",
     "tests/transfer/test_transfer_contract.py",
-    "tests/transfer/test_transfer_simulation.py",
+    "tests/transfer/test_simulation.py",
     "tests/faults/test_structured_kills.py",
     "tests/kernels/test_cpu_library.py",
     "tests/kernels/test_cpu_attention.py",
