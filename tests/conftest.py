@@ -28,6 +28,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
 
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """The event loop of tests that are coroutines, which have the marker `anyio`."""
+    return "asyncio"
+
+
 LONGEST = (
     "tests/cluster/test_cluster_ray.py",
     "tests/cluster/test_ray_death.py",
