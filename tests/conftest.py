@@ -32,6 +32,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
 
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """The event loop of tests that are coroutines, which have the marker `anyio`."""
+    return "asyncio"
+
+
 LONGEST = (
     "tests/cluster/test_cluster_ray.py",
     "tests/cluster/test_ray_death.py",
@@ -51,7 +58,7 @@ LONGEST = (
     "tests/engine/test_gpu_runner.py",
     "tests/test_gpu_benchmark.py",
     "tests/transfer/test_transfer_contract.py",
-    "tests/transfer/test_transfer_simulation.py",
+    "tests/transfer/test_simulation.py",
     "tests/faults/test_structured_kills.py",
     "tests/kernels/test_cpu_library.py",
     "tests/kernels/test_cpu_attention.py",
