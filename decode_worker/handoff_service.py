@@ -59,41 +59,37 @@ class HandoffService:
         await stream.run(requests, context)
 
 
-class IncomingStream:
+class IncomingStream(Outbox):
     """One stream, for as long as it lives.
 
     The receiver gets each message (`on_message`) and, once, the reason of the end (`stream_ended`), on the event loop.
     """
 
     def __init__(self, peer: Peer, receiver: KVReceiver) -> None:
+        super().__init__()
         self.peer = peer
         self._receiver = receiver
-        self._outbox = Outbox()
         self._over: tuple[Code, str] | None = None
-
-    def put(self, *messages: Message) -> None:
-        """See `ControlStream.put`."""
-        self._outbox.put(*messages)
 
     def end(self, code: Code, message: str) -> None:
         """See `ControlStream.end`."""
         if self._over is None:
             self._over = code, message
-            self._outbox.put(Refuse(code, clip(message)))
-            self._outbox.close()
+            self.put(Refuse(code, clip(message)))
+            self.close()
 
     async def run(self, requests: AsyncIterator[bytes], context: Context) -> None:
         """Reads and writes until either end is done or has failed."""
         reader = asyncio.create_task(self._read(requests), name=f"hand-offs from {self.peer.name}")
         try:
-            async for batch in self._outbox.batches():
+            async for batch in self.batches():
                 await asyncio.wait_for(context.write(batch), WRITE_TIMEOUT_SECONDS)
         except (TimeoutError, grpc.RpcError, grpc.aio.BaseError) as error:
             # A sender that dies during a write shows as one of these, not as a cancellation.
             self._ended(Code.CLOSED, f"control stream from {self.peer.name}: {type(error).__name__}")
         finally:
             code, message = self._ended(Code.CLOSED, f"control stream from {self.peer.name} was cut")
-            self._outbox.close()
+            self.close()
             self._receiver.stream_ended(self, code, message)
             reader.cancel()
             with suppress(asyncio.CancelledError):
@@ -110,7 +106,7 @@ class IncomingStream:
             self.end(Code.PROTOCOL, str(error))
         finally:
             self._ended(Code.CLOSED, f"control stream from {self.peer.name} was cut")
-            self._outbox.close()
+            self.close()
 
     def _ended(self, code: Code, message: str) -> tuple[Code, str]:
         """The reason of the end: the first one that was found."""

@@ -180,7 +180,8 @@ class KVReceiver(Endpoint[Receiving]):
                     if transfer.pair is not None:
                         transfer.pair.stream.put(message)
                 case Reserve():
-                    self._reserve(transfer)
+                    passing = self._waiting.passing(key)
+                    self._host.reserve(key, partial(self._on_reserved, transfer, passing), passing=passing)
                 case ReceiveFrame(frame):
                     self._receive(transfer, frame)
                 case StopFrames(frames):
@@ -243,11 +244,6 @@ class KVReceiver(Endpoint[Receiving]):
         )
 
     # Reservations.
-
-    def _reserve(self, transfer: Receiving) -> None:
-        key = transfer.key
-        passing = self._waiting.passing(key)
-        self._host.reserve(key, partial(self._on_reserved, transfer, passing), passing=passing)
 
     def _on_reserved(self, transfer: Receiving, passing: bool, answer: Any) -> None:
         key = transfer.key
@@ -349,12 +345,10 @@ class KVReceiver(Endpoint[Receiving]):
             if transfer is None or transfer.pair is not pair:
                 self.dropped += 1
             else:
-                actions = self._step(transfer, push)
+                actions = self._feed(transfer, push)
             if not any(isinstance(action, ReceiveFrame) for action in actions):
                 # The sender sends what it has announced, so this end must receive it.
                 self.links.submit(pair.incarnation, push.epoch, self._frames.drain(push.nbytes, hello))
-            if transfer is not None:
-                self._apply(transfer, actions)
 
     def _on_dial(self, pair: Pair, epoch: int, transport: str) -> None:
         hello = pair.hello

@@ -39,6 +39,7 @@ from kvrelay.internal.v1.worker_pb2 import (
 from kvrelay.transfer.failpoints import failpoint
 from kvrelay.transfer.protocol.endpoint import Endpoint, TransferStats
 from kvrelay.transfer.protocol.messages import Code
+from kvrelay.worker.engine_thread import EngineEndedError
 from kvrelay.worker.handoff import HandoffRole, peer_of
 from kvrelay.worker.role import Key
 from kvrelay.worker.worker import Worker
@@ -106,8 +107,7 @@ class DecodeRole(HandoffRole):
         return Promised(requests=len(self._promised), blocks=blocks.total(), holdings=holdings)
 
     def end(self, key: Key, code: Code) -> None:
-        self._promised.pop(key, None)
-        self._has_come(key)
+        self._has_come(key, True)
         self._receiver.cancel(key, code)
 
     def on_step(self, progress: Sequence[Progress]) -> None:
@@ -116,23 +116,24 @@ class DecodeRole(HandoffRole):
     # ReceiverHost.
 
     def reserve(self, key: Key, answer: Callable[[Reservation | Exception | None], None], *, passing: bool) -> None:
-        def answered(outcome: Reservation | Exception | None) -> None:
-            self._has_come(key)
-            if isinstance(outcome, ValueError):
-                self.worker.fail(key, Failure(code=Failure.CODE_INVALID, message=str(outcome)))
-                outcome = None
-            if isinstance(outcome, Reservation):
-                self._promised.pop(key, None)
-            failpoint("decode.after_reserve", key)
-            answer(outcome)
+        post, request = self.worker.post_to_loop, self.worker.request(key)
+        outcome: Reservation | Exception | None = None
+        try:
+            if request is not None:
+                outcome = self.worker.reserve(request, passing=passing)
+        except ValueError as error:
+            post(self.worker.fail, key, Failure(code=Failure.CODE_INVALID, message=str(error)))
+        except EngineEndedError as error:
+            outcome = error
+        failpoint("decode.after_reserve", key)
+        # Behind the load that shows the blocks as taken.
+        post(self._has_come, key, isinstance(outcome, Reservation))
+        post(answer, outcome)
 
-        request = self.worker.request(key)
-        if request is None:
-            self.worker.post_to_loop(answer, None)
-        else:
-            self.worker.reserve(request, answered, passing=passing)
-
-    def _has_come(self, key: Key) -> None:
+    def _has_come(self, key: Key, settled: bool) -> None:
+        """The request has asked for blocks; with `settled`, it needs no further ones."""
+        if settled:
+            self._promised.pop(key, None)
         if self._coming.pop(key, None) is not None:
             self.worker.expect_holders(frozenset(self._coming.values()))
 

@@ -11,6 +11,7 @@ length is foreseen.
     a mask        that isn't there leaves its row out of a step, or lets it compute the same token again; others go on
 """
 
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -22,7 +23,7 @@ from kvrelay.engine.scheduling.scheduler import Scheduler
 
 
 class Engine:
-    """A scheduler and a runner. Not thread-safe: one thread owns both."""
+    """A scheduler and a runner. One thread owns both; others may use the scheduler with `lock`, also during a step."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         """
@@ -31,6 +32,8 @@ class Engine:
         """
         self.scheduler = scheduler
         self.runner = runner
+        self.lock = threading.Lock()
+        """Lock on the scheduler, its block pool and prefix index. No step is computed while it is held."""
         self._computed_tokens = 0
         self.steps = 0
         """Steps since start."""
@@ -76,12 +79,14 @@ class Engine:
         began = now()
         while True:
             planned = now()
-            plan = self.scheduler.plan()
+            with self.lock:
+                plan = self.scheduler.plan()
             if plan is not None:
                 handle = self.runner.launch(plan)
                 self._in_flight.append((plan, handle, planned))
                 if self.runner.lag and self.on_launch is not None:
-                    self.on_launch(self.scheduler.newest(), handle.written)
+                    with self.lock:
+                        self.on_launch(self.scheduler.newest(), handle.written)
                 if len(self._in_flight) <= self.runner.lag:
                     continue
             if not self._in_flight:
@@ -89,7 +94,8 @@ class Engine:
             oldest, handle, planned = self._in_flight.popleft()
             out = handle.result()
             self._computed_tokens += oldest.num_tokens
-            reports = self.scheduler.commit(oldest, out)
+            with self.lock:
+                reports = self.scheduler.commit(oldest, out)
             ended = now()
             # Two steps overlap: a step's own time begins when the one before it has ended.
             self.scheduler.times.observe(oldest.num_tokens, ended - max(planned, self._committed))

@@ -9,7 +9,7 @@ import grpc
 from kvrelay.prefill_worker.kv_sender import KVSender, SenderHost
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.transfer.links.endpoint_loop import EndpointLoop, HandoffSetup
-from kvrelay.transfer.protocol.messages import SERVICE, VERSION, Code, Message, decode
+from kvrelay.transfer.protocol.messages import SERVICE, VERSION, Code, decode
 from kvrelay.transfer.protocol.outbox import WRITE_TIMEOUT_SECONDS, Outbox
 from kvrelay.transfer.protocol.packing import WireError
 from kvrelay.transfer.protocol.peers import Peer
@@ -40,7 +40,7 @@ class HandoffClient:
     async def close(self, code: Code = Code.CLOSED) -> None:
         """Ends all hand-offs, streams and links, for this reason."""
         for stream in self._streams:
-            stream.leave()
+            stream.close()  # when the peer has read what is queued
         with suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_SECONDS):
                 await self._closed()
@@ -50,51 +50,43 @@ class HandoffClient:
 
     async def _closed(self) -> None:
         for stream in self._streams:
-            await stream.closed()
+            await stream.ended()
 
 
-class OutgoingStream:
+class OutgoingStream(Outbox):
     """The stream, for as long as it lives; the sender opens another one after it.
 
     The sender gets each message (`on_message`) and, once, the reason of the end (`stream_ended`), on the event loop.
     """
 
     def __init__(self, peer: Peer, sender: KVSender, credentials: Credentials) -> None:
+        super().__init__()
         self.peer = peer
         self._credentials = credentials
         self._sender = sender
-        self._outbox = Outbox()
         self._over: tuple[Code, str] | None = None
         self._task = asyncio.create_task(self._run(), name=f"hand-offs to {peer.name}")
         # A callback, because the body of a task that is cancelled at once never runs.
         self._task.add_done_callback(self._finish)
 
-    def put(self, *messages: Message) -> None:
-        """See `ControlStream.put`."""
-        self._outbox.put(*messages)
-
     def end(self, code: Code, message: str) -> None:
         """See `ControlStream.end`."""
         if self._over is None:
             self._over = code, message
-            self._outbox.close()
+            self.close()
             self._task.cancel()
-
-    def leave(self) -> None:
-        """Ends the stream when the peer has read what is queued."""
-        self._outbox.close()
 
     @property
     def done(self) -> bool:
         """Whether the stream has ended."""
         return self._task.done()
 
-    async def closed(self) -> None:
+    async def ended(self) -> None:
         """Returns when the stream has ended and the sender knows it."""
         await asyncio.wait([self._task])
 
     def _finish(self, task: asyncio.Task[tuple[Code, str]]) -> None:
-        self._outbox.close()
+        self.close()
         self._over = self._over or (
             (Code.CLOSED, f"the control stream to {self.peer.name} ended") if task.cancelled() else task.result()
         )
@@ -133,7 +125,7 @@ class OutgoingStream:
 
     async def _write(self, call: Call) -> None:
         try:
-            async for batch in self._outbox.batches():
+            async for batch in self.batches():
                 await asyncio.wait_for(call.write(batch), WRITE_TIMEOUT_SECONDS)
             await call.done_writing()
             return

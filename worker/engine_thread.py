@@ -4,7 +4,8 @@
     commands   any thread (`post`, `call`)          the engine thread, between two steps
     progress   the engine thread, once a step       `on_step`, on the engine thread
 
-Only this thread touches scheduler, block pool and prefix index, so none of them needs a lock.
+Only this thread changes sequences. It holds the engine's lock whenever it uses scheduler, block pool or prefix index,
+so that blocks can be reserved on another thread while a step computes.
 """
 
 import asyncio
@@ -48,7 +49,7 @@ class EngineThread:
         self._on_step = on_step
         self._on_failure = on_failure
         # A command, and what to do instead if the thread ends first. None tells the thread to end.
-        self._commands: queue.SimpleQueue[tuple[Command, Command] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[tuple[Command, Command | None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended = False
         self._step_began: float | None = None
@@ -83,10 +84,6 @@ class EngineThread:
         """
         return self._slowest_steps[1]
 
-    def post(self, command: Command) -> None:
-        """Runs `command` on the engine thread before its next step; never, if the thread has ended."""
-        self._put(command, _nothing)
-
     async def call(self, command: Callable[[], T]) -> T:
         """Runs `command` on the engine thread before its next step and returns its result.
 
@@ -116,15 +113,17 @@ class EngineThread:
         def fail() -> None:
             loop.call_soon_threadsafe(settle, None, EngineEndedError("the engine has ended"))
 
-        self._put(run, fail)
+        self.post(run, fail)
         return await result
 
-    def _put(self, command: Command, instead: Command) -> None:
+    def post(self, command: Command, instead: Command | None = None) -> None:
+        """Runs `command` on the engine thread before its next step; `instead`, on any thread, if that has ended."""
         with self._lock:
             if not self._ended:
                 self._commands.put((command, instead))
                 return
-        instead()
+        if instead is not None:
+            instead()
 
     def _run(self) -> None:
         # A step without progress had no work, or only work that waits for blocks that a command will free.
@@ -148,7 +147,8 @@ class EngineThread:
         # Also without progress: a step whose sequences have all been cancelled has freed their blocks. But never where
         # nothing was computed: an offer that waits for blocks asks again after each report, which wakes this thread.
         if self._engine.steps != before:
-            self._on_step(progress)
+            with self._engine.lock:
+                self._on_step(progress)
         self._step_began = None
         slowest, second = (SLOW_DECAY * seconds for seconds in self._slowest_steps)
         _, second, slowest = sorted((slowest, second, time.monotonic() - began))
@@ -165,7 +165,8 @@ class EngineThread:
             if item is None:
                 return False
             command, _ = item
-            command()
+            with self._engine.lock:
+                command()
             block = False
 
     def _end(self) -> None:
@@ -175,10 +176,5 @@ class EngineThread:
             self._ended = True
         while not self._commands.empty():
             item = self._commands.get_nowait()
-            if item is not None:
-                _, instead = item
-                instead()
-
-
-def _nothing() -> None:
-    """Does nothing, in place of a posted command."""
+            if item is not None and item[1] is not None:
+                item[1]()

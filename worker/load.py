@@ -1,6 +1,6 @@
 """A worker's load, as its routers are told: what the engine thread reads between two steps, and what waits for it.
 
-Everything here runs on the event loop, except `read` and `take`, which run on the engine thread.
+Everything here runs on the event loop, except `read` and `take`, which run with the engine's lock, on any thread.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ class LoadReports:
         for stream in self._streams:
             stream.report()
 
-    # Engine thread.
+    # With the engine's lock.
 
     def take(self, request: Request) -> None:
         """Counts a request that the engine has taken."""

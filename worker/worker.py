@@ -15,7 +15,7 @@ from typing import Any
 from kvrelay.engine.constrain.compiler import ConstraintCompiler, ConstraintLimits
 from kvrelay.engine.constrain.grammar import Constraint, ConstraintError
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.kv.blocks import Hold
+from kvrelay.engine.kv.blocks import Hold, IntegrityError
 from kvrelay.engine.request import Request
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.scheduling.progress import OnLaunch, OnStart, Progress, Reservation
@@ -192,31 +192,25 @@ class Worker:
 
         self._thread.post(add)
 
-    def reserve(
-        self, request: Request, answer: Callable[[Reservation | Exception | None], None], *, passing: bool
-    ) -> None:
-        """Tries to reserve blocks for all tokens of `request`; `answer` is called once, later, on the event loop.
-        `passing` as in `Scheduler.reserve`.
+    def reserve(self, request: Request, *, passing: bool) -> Reservation | None:
+        """Blocks for the KV of the request, also while a step computes; None if none are free. `passing` as in
+        `Scheduler.reserve`.
 
-        The answer is the reservation, None if no blocks are free, a ValueError if the engine can never serve the
-        request, or EngineEndedError.
+        Raises:
+            ValueError: the engine can never serve the request.
+            EngineEndedError: it serves none any more.
         """
-
-        def attempt() -> Reservation | None:
-            reservation = self._engine.scheduler.reserve(request, passing=passing)
-            # From this thread, so that loads arrive in the order in which they were read.
-            self.post_to_loop(self._set_load, self._loads.read())
-            return reservation
-
-        async def ask() -> None:
+        with self._engine.lock:
+            if self._thread.ended:
+                raise EngineEndedError("the engine has ended")
             try:
-                outcome: Reservation | Exception | None = await self._thread.call(attempt)
-            except (ValueError, EngineEndedError) as error:
-                outcome = error
-            answer(outcome)
-
-        task = asyncio.create_task(ask(), name=f"reserve {request.key}")
-        task.add_done_callback(self._on_task_done)
+                return self._engine.scheduler.reserve(request, passing=passing)
+            except IntegrityError as error:
+                self._hooks.failed(error)
+                raise EngineEndedError("the engine has failed") from error
+            finally:
+                # Behind the loads that the engine thread has read before.
+                self.post_to_loop(self._set_load, self._loads.read())
 
     def resume(
         self, request: Request, first_token: int, reservation: Reservation, states: Any, done: Callable[[], None]

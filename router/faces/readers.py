@@ -17,7 +17,7 @@ from kvrelay.router.faces.http.chat import Chats
 from kvrelay.router.faces.page.page import Ask
 from kvrelay.router.request.lanes import DEFECT, Lanes
 from kvrelay.router.request.reading import Asking, Plan, Reader, Reading
-from kvrelay.router.request.sampling import SamplingDefaults
+from kvrelay.router.request.sampling import read_defaults
 from kvrelay.router.request.tokenizer import Tokenizer
 from kvrelay.router.request.wire import is_light_json
 from kvrelay.router.text.tools.choose import ReasoningParserName, ToolParserName, reasons, tool_format
@@ -51,7 +51,7 @@ def reading(folder: Path, tokenizer: Tokenizer, chats: Chats, lanes: Lanes | Non
         ValueError: a file of the model can't be used.
     """
     readers = {**bodies.readers(tokenizer, chats), **grpc_face.readers(tokenizer), "page": Reader(page, is_light_json)}
-    return Reading(tokenizer, SamplingDefaults.read(folder), readers, lanes)
+    return Reading(tokenizer, read_defaults(folder), readers, lanes)
 
 
 def run() -> None:

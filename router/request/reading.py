@@ -26,7 +26,7 @@ from kvrelay.router.errors import (
 from kvrelay.router.placing.shares import Turns
 from kvrelay.router.request.lanes import Lanes
 from kvrelay.router.request.prompt import Prompt
-from kvrelay.router.request.sampling import SamplingDefaults
+from kvrelay.router.request.sampling import Defaults
 from kvrelay.router.request.tokenizer import Tokenizer
 from kvrelay.router.request.validation import CheckedRequest, Resumed, check
 from kvrelay.v1.inference_pb2 import GenerateRequest
@@ -224,7 +224,7 @@ class Reading:
     """Reader of a router's requests; used on the event loop, and in each lane."""
 
     def __init__(
-        self, tokenizer: Tokenizer, defaults: SamplingDefaults, readers: Mapping[str, Reader], lanes: Lanes | None
+        self, tokenizer: Tokenizer, defaults: Defaults, readers: Mapping[str, Reader], lanes: Lanes | None
     ) -> None:
         """
         Args:
@@ -250,7 +250,7 @@ class Reading:
         if self._lanes is not None and not self._readers[asking.kind].is_light(data):
             return _result(*await self._lanes.run(holder, asking.message(), data))
         await self.turns.take(holder)
-        return await self._read(data, asking)
+        return await self._readers[asking.kind].read(data, asking)
 
     async def check(self, request: GenerateRequest, asking: Asking) -> CheckedRequest:
         """The checked form of a request that was read.
@@ -263,7 +263,7 @@ class Reading:
     async def read_all(self, data: bytes, asking: Asking) -> tuple[dict[str, Any], bytes]:
         """Reads a request and checks all of its prompts; the result, or the error, as a message and bytes."""
         try:
-            found = await self._read(data, asking)
+            found = await self._readers[asking.kind].read(data, asking)
             if isinstance(found, bytes):
                 return {}, found
             parts = []
@@ -275,14 +275,6 @@ class Reading:
             name = error.name if isinstance(error, BadField) else None
             return {"error": type(error).__name__, "text": str(error), "field": error.field, "name": name}, b""
         return {"sizes": list(map(len, parts)), "name": found.name, "form": asdict(found.form)}, b"".join(parts)
-
-    async def _read(self, data: bytes, asking: Asking) -> Plan | bytes:
-        found = await self._readers[asking.kind].read(data, asking)
-        if isinstance(found, Plan) and asking.session:
-            for request in found.requests:
-                if isinstance(request, GenerateRequest):
-                    request.session = asking.session
-        return found
 
 
 def _result(message: Mapping[str, Any], data: bytes) -> Plan | bytes:

@@ -22,13 +22,7 @@ from kvrelay.router.request.chat import TemplateFailed
 from kvrelay.router.request.conversation import conversation
 from kvrelay.router.request.conversation import size as conversation_size
 from kvrelay.router.request.prompt import PART_TOKENS, Prompt
-from kvrelay.router.request.sampling import (
-    SamplingDefaults,
-    check_ids,
-    check_params,
-    check_prompt_logprobs,
-    sampling_of,
-)
+from kvrelay.router.request.sampling import Defaults, check_ids, fit_to_prompt, sampling_of
 from kvrelay.router.request.tokenizer import Tokenizer, TooManyTokens
 from kvrelay.rpc.identity import CONTEXT_REASONS
 from kvrelay.v1.inference_pb2 import (
@@ -112,7 +106,7 @@ class CheckedRequest:
 
 
 async def check(
-    request: GenerateRequest, tenant: str, model: ModelInfo, tokenizer: Tokenizer, defaults: SamplingDefaults
+    request: GenerateRequest, tenant: str, model: ModelInfo, tokenizer: Tokenizer, defaults: Defaults
 ) -> CheckedRequest:
     """Checks the fields that cost nothing, tokenizes, then checks the limits that depend on the tokens.
 
@@ -129,13 +123,9 @@ async def check(
     for field in ("cache_salt", "session"):
         check_name(field, getattr(request, field))
     client_call = _client_call(request.resume, params, tenant) if request.HasField("resume") else None
-    check_params(params, model)
+    sampling = await sampling_of(params, model, defaults, tokenizer)
     tokens = await prompt_tokens(request, tokenizer, model)
-    max_tokens = _max_tokens(params, len(tokens), model)
-    if params.min_tokens > max_tokens:
-        raise InvalidRequest("sampling.min_tokens", params.min_tokens, f"0 to max_tokens, {max_tokens} here")
-    check_prompt_logprobs(params, len(tokens))
-    sampling = await sampling_of(params, max_tokens, defaults, tokenizer)
+    fit_to_prompt(sampling, len(tokens), _room(params, len(tokens), model))
     if request.resume.token_ids:
         # They came with the first of these tokens.
         sampling.ClearField("prompt_logprobs")
@@ -345,16 +335,15 @@ async def _resumed(field: str, token_ids: Sequence[int], sampling: Sampling, mod
     return Resumed(tokens, ended, field)
 
 
-def _max_tokens(params: SamplingParams, prompt: int, model: ModelInfo) -> int:
+def _room(params: SamplingParams, prompt: int, model: ModelInfo) -> int:
+    """Tokens that a completion may have behind a prompt of so many; never fewer than were asked for."""
     left = model.max_context - prompt
     if left < 1:
         raise _too_long(prompt, model)
-    if not params.HasField("max_tokens"):
-        return left
     if params.max_tokens > left:
         limit = f"up to {left}: the prompt has {prompt} tokens and {_context(model)}"
         raise PromptTooLong("sampling.max_tokens", params.max_tokens, limit)
-    return params.max_tokens
+    return left
 
 
 def _too_long(prompt: int, model: ModelInfo) -> PromptTooLong:

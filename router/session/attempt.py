@@ -22,8 +22,9 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_COLOCATED,
@@ -235,7 +236,7 @@ class AttemptTokens:
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Returns when there may be something to take. For one waiter only."""
+        """Returns at the next token that doesn't gather, at the end, or at `wake`. For one waiter only."""
         # An `asyncio.Event` has a queue of waiters, which costs as much as all else here.
         if not self._woken:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -258,23 +259,11 @@ class AttemptTokens:
 NOTHING = Taken([], FINISH_REASON_UNSPECIFIED, [], [])
 
 
-class Whole(Protocol):
-    """The attempt, as its parts see it."""
-
-    tokens: AttemptTokens
-
-    def on_event(self, part: "Part", event: RequestEvent) -> None: ...
-
-    def on_lost(self, part: "Part") -> None: ...
-
-    def wake(self) -> None: ...
-
-
 @dataclass(slots=True)
 class Part:
     """Listens to the worker's stream, and counts as one of its requests and suspects while it is one there."""
 
-    attempt: Whole
+    attempt: "Attempt"
     stream: WorkerStream
     phase: Phase
     next_index: int
@@ -301,8 +290,17 @@ class Part:
     """Whether the part is one of `stream.requests`."""
     _suspect: bool = False
     """Whether the part is one of `stream.suspects`."""
+    on_event: Callable[[RequestEvent], None] = field(init=False)
+    """Called with what the worker sends, except for the tokens of `on_token`."""
+    on_lost: Callable[[], None] = field(init=False)
+    """Called when the stream is lost."""
+    on_doubt: Callable[[], None] = field(init=False)
+    """Called when the worker has become a suspect."""
 
     def __post_init__(self) -> None:
+        attempt = self.attempt
+        self.on_event, self.on_lost = partial(attempt.on_event, self), partial(attempt.on_lost, self)
+        self.on_doubt = attempt.tokens.wake
         self.stream.requests += 1
         self._suspect = self.suspect_tokens > 0
         self.stream.suspects += self._suspect
@@ -355,16 +353,7 @@ class Part:
         if self._plain and index == self.next_index and self.attempt.tokens.append(index, token, now):
             self.next_index = index + 1
         else:
-            self.attempt.on_event(self, RequestEvent(first_index=index, token_ids=[token]))
-
-    def on_event(self, event: RequestEvent) -> None:
-        self.attempt.on_event(self, event)
-
-    def on_lost(self) -> None:
-        self.attempt.on_lost(self)
-
-    def on_doubt(self) -> None:
-        self.attempt.wake()
+            self.on_event(RequestEvent(first_index=index, token_ids=[token]))
 
 
 PREFILL_LOST_SECONDS = 1.0
@@ -545,7 +534,7 @@ class Attempt:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not self.lost_worker:
-                    await self.wait()
+                    await self.tokens.wait()
 
     async def first_token_shows(self, seconds: float) -> None:
         """Waits for so long for prefill's token if the decode worker was lost before it came: it says that decode may
@@ -553,28 +542,17 @@ class Attempt:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._lost_before_first_token:
-                    await self.wait()
+                    await self.tokens.wait()
 
     @property
     def _lost_before_first_token(self) -> bool:
         lost = self._decode is not None and self._decode.stream.lost is not None
         return lost and self._prefill.open and not self._prefill.delivered
 
-    async def wait(self) -> None:
-        """Returns at the next token that doesn't gather, at the end, or at `wake`. For one waiter only."""
-        await self.tokens.wait()
-
-    def wake(self) -> None:
-        self.tokens.wake()
-
     def pause(self, until: float, pace: Pace) -> None:
         """Tokens that come before the monotonic time `until` gather, unless no more will come."""
         if self.failure is None:
             self.tokens.pause(until, pace)
-
-    def take(self) -> Taken:
-        """The new tokens in order, and what was asked for beside them; nothing while tokens gather."""
-        return self.tokens.take()
 
     def fail_silent(self, why: str) -> None:
         """Fails the attempt because its workers sent nothing for too long."""
@@ -671,7 +649,7 @@ class Attempt:
                 self.decide_by = time.monotonic() + PREFILL_LOST_SECONDS
             else:
                 self._fail_lost(part.stream.worker, f"worker {part.stream.worker.name} lost ({part.stream.lost})")
-        self.wake()
+        self.tokens.wake()
 
     def _reported(self, part: Part, failure: Failure) -> AttemptFailure:
         """The failure that a worker reports, as `Failure` in worker.proto defines it."""

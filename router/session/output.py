@@ -233,7 +233,7 @@ class Output:
             self._open = attempt
             attempt.tokens.relay = self.relay
         try:
-            await attempt.wait()
+            await attempt.tokens.wait()
         finally:
             self._open = None
         await self._dispatch.turns.take(self._request.claim.tenant)
@@ -274,7 +274,7 @@ class Output:
         if attempt is None or attempt.failure is not None or not attempt.tokens.plain or not self._sink.ready:
             return False
         try:
-            piece = self.add(attempt.take())
+            piece = self.add(attempt.tokens.take())
             self._gather_behind(attempt)
             self._sink.write_now(self._message(piece))
             self._sent(time.monotonic())

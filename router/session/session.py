@@ -136,7 +136,7 @@ class Session:
     def _wake_attempt(self) -> None:
         """A limit may have passed: the waiting session checks."""
         if self._following is not None:
-            self._following.wake()
+            self._following.tokens.wake()
 
     async def _restore(self) -> FinishReason:
         """Continues an earlier call; returns how that one ended the completion, unspecified if it didn't."""
@@ -205,7 +205,7 @@ class Session:
     async def _follow(self, attempt: Attempt) -> FinishReason:
         """Writes the attempt's tokens as they come, up to the finish; unspecified if the attempt failed."""
         while True:
-            taken = attempt.take()
+            taken = attempt.tokens.take()
             if taken.token_ids or taken.finish_reason:
                 piece = self._output.add(taken)
                 self._note_success(attempt, finished=bool(piece.finish_reason))
@@ -281,7 +281,7 @@ class Session:
             try:
                 async with asyncio.timeout(REPORT_SECONDS):
                     while attempt.transferring:
-                        await attempt.wait()
+                        await attempt.tokens.wait()
             except TimeoutError:
                 logger.warning("no transfer report", extra=self._trace.log_fields)
         attempt.close()

@@ -24,6 +24,7 @@ with atheris.instrument_imports(include=["kvrelay"], exclude=["kvrelay.v1", "kvr
     from kvrelay.models import resolve
     from kvrelay.router.errors import InvalidRequest
     from kvrelay.router.request import wire
+    from kvrelay.router.request.sampling import NO_EFFECT
     from kvrelay.router.request.tokenizer import Tokenizer
     from kvrelay.router.request.validation import check
     from kvrelay.router.request.wire import BadOutline, check_outline
@@ -84,7 +85,7 @@ def public() -> Target:
         except DecodeError:
             return
         try:
-            checked = loop.run_until_complete(check(request, "tenant", MODEL, tokenizer))
+            checked = loop.run_until_complete(check(request, "tenant", MODEL, tokenizer, NO_EFFECT))
         except InvalidRequest:
             return
         if not 0 < len(checked.prompt) < len(checked.prompt) + checked.sampling.max_tokens <= MODEL.max_context:

@@ -99,10 +99,10 @@ def test_every_index_comes_once_and_in_order(
                 )
                 listener.on_event(event)
             if data.draw(st.booleans()):
-                tokens, finish, logprobs, prompt_logprobs = attempt.take()
+                tokens, finish, logprobs, prompt_logprobs = attempt.tokens.take()
                 taken, scores, prompt_scores = taken + tokens, scores + logprobs, prompt_scores + prompt_logprobs
                 assert not finish or len(taken) == total - generated
-        tokens, ended, logprobs, prompt_logprobs = attempt.take()
+        tokens, ended, logprobs, prompt_logprobs = attempt.tokens.take()
         taken, scores, prompt_scores = taken + tokens, scores + logprobs, prompt_scores + prompt_logprobs
         assert [score.rank for score in scores] == [1 + index for index in range(generated, total) if scored]
         # A client that has tokens has the prompt's log-probabilities.

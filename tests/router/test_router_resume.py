@@ -13,7 +13,7 @@ import pytest
 from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.router.errors import GIVEN_UP_KEY
 from kvrelay.router.placing.placement import NoPlace
-from kvrelay.router.request.sampling import SamplingDefaults
+from kvrelay.router.request.sampling import NO_EFFECT
 from kvrelay.router.request.tokenizer import Tokenizer
 from kvrelay.router.request.validation import check
 from kvrelay.v1.inference_pb2 import (
@@ -202,7 +202,7 @@ def test_a_key_is_of_no_use_to_another_tenant(tmp_path: Path) -> None:
         model = FakeWorker("", "colocated", silent).model
         keys = []
         for tenant, call in (("mine", 1), ("mine", 2), ("another's", 3)):
-            checked = await check(request(call), tenant, model, tokenizer, SamplingDefaults())
+            checked = await check(request(call), tenant, model, tokenizer, NO_EFFECT)
             assert checked.client_call is not None
             assert checked.client_call.call == call
             keys.append(checked.client_call.key)

@@ -11,26 +11,34 @@ from kvrelay.internal.v1.worker_pb2 import ModelInfo, Sampling
 from kvrelay.router.errors import InvalidRequest
 from kvrelay.router.request.sampling import (
     MAX_PROMPT_VALUES,
-    SamplingDefaults,
-    check_params,
-    check_prompt_logprobs,
+    NO_EFFECT,
+    Defaults,
+    fit_to_prompt,
+    read_defaults,
     sampling_of,
 )
 from kvrelay.router.request.tokenizer import Tokenizer
 from kvrelay.v1.inference_pb2 import Constraint, SamplingParams
 from support.tokenizers import byte_level_tokenizer
 
+MODEL = ModelInfo(vocab_size=10, eos_token_ids=[1])
 
-def defaults_of(folder: Path, **config: Any) -> SamplingDefaults:
+
+def defaults_of(folder: Path, **config: Any) -> Defaults:
     (folder / "generation_config.json").write_text(json.dumps(config))
-    return SamplingDefaults.read(folder)
+    return read_defaults(folder)
 
 
-def sampling(folder: Path, params: SamplingParams, defaults: SamplingDefaults | None = None) -> Sampling:
+def sampling(
+    folder: Path,
+    params: SamplingParams,
+    defaults: Defaults = NO_EFFECT,
+    model: ModelInfo = MODEL,
+) -> Sampling:
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
     tokenizer = Tokenizer(folder)
     try:
-        return asyncio.run(sampling_of(params, 5, defaults or SamplingDefaults(), tokenizer))
+        return asyncio.run(sampling_of(params, model, defaults, tokenizer))
     finally:
         tokenizer.close()
 
@@ -48,9 +56,9 @@ def test_what_a_request_leaves_out_is_as_the_model_says(tmp_path: Path) -> None:
 
 
 def test_a_model_without_defaults(tmp_path: Path) -> None:
-    assert SamplingDefaults.read(tmp_path) == SamplingDefaults()
-    assert defaults_of(tmp_path, eos_token_id=1, temperature=None) == SamplingDefaults()
-    assert defaults_of(tmp_path, do_sample=False, temperature=0.7).temperature == 0.0
+    assert read_defaults(tmp_path) == NO_EFFECT
+    assert defaults_of(tmp_path, eos_token_id=1, temperature=None) == NO_EFFECT
+    assert defaults_of(tmp_path, do_sample=False, temperature=0.7)["temperature"] == 0.0
 
 
 @pytest.mark.parametrize("config", [{"top_p": 0}, {"top_k": "many"}, {"temperature": -1}, {"top_k": -3}])
@@ -68,14 +76,14 @@ def test_a_bad_word_is_banned_alone_and_after_a_space(tmp_path: Path) -> None:
 
 def test_a_prompt_has_no_more_log_probabilities_than_a_message_holds() -> None:
     most = MAX_PROMPT_VALUES // 6
-    check_prompt_logprobs(SamplingParams(prompt_logprobs=5), most)
-    check_prompt_logprobs(SamplingParams(), 10**6)
+    fit_to_prompt(Sampling(prompt_logprobs=5), most, 10)
+    fit_to_prompt(Sampling(), 10**6, 10)
     with pytest.raises(InvalidRequest, match=f"number of tokens is {most + 1}; allowed: up to {most} with"):
-        check_prompt_logprobs(SamplingParams(prompt_logprobs=5), most + 1)
+        fit_to_prompt(Sampling(prompt_logprobs=5), most + 1, 10)
 
 
-def test_a_model_without_an_end_takes_no_constraint() -> None:
+def test_a_model_without_an_end_takes_no_constraint(tmp_path: Path) -> None:
     params = SamplingParams(constraint=Constraint(regex="a"))
-    check_params(params, ModelInfo(vocab_size=10, eos_token_ids=[1]))
+    assert sampling(tmp_path, params).constraint.regex == "a"
     with pytest.raises(InvalidRequest, match=r"sampling\.constraint is 'regex'; allowed: none"):
-        check_params(params, ModelInfo(vocab_size=10))
+        sampling(tmp_path, params, model=ModelInfo(vocab_size=10))

@@ -18,6 +18,7 @@ class ScriptedEngine:
         self.work = work
         self.error = error
         self.steps = 0
+        self.lock = threading.Lock()
 
     @property
     def has_work(self) -> bool:
@@ -101,6 +102,7 @@ def test_a_pause_once_makes_no_step_a_slow_one(monkeypatch: pytest.MonkeyPatch) 
     class Engine:
         has_work = True
         steps = 0
+        lock = threading.Lock()
 
         def step(self) -> list[Progress]:
             nonlocal now

@@ -17,7 +17,6 @@ On the link a frame is its bytes (`kvrelay.engine.kv.pool` has their order), fol
                              runs, and sends them where they lie
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 
@@ -63,16 +62,29 @@ def announce(key: Key, frame: Frame) -> Push:
     return Push(*key, frame.epoch, frame.index, frame.first, frame.tokens, frame.nbytes, *frame.part, frame.states)
 
 
-class FrameJob(ABC):
+class FrameJob:
     """Common part of sending and receiving: the end of a frame is reported exactly once."""
 
-    def __init__(self, key: Key, frame: Frame, claim: BlockClaim, place: FrameBuffer, kind: ChecksumKind) -> None:
-        """`claim` lets this job's thread touch the blocks."""
+    def __init__(
+        self,
+        key: Key,
+        frame: Frame,
+        claim: BlockClaim,
+        place: FrameBuffer,
+        kind: ChecksumKind,
+        on_end: Callable[[Outcome], object],
+    ) -> None:
+        """
+        Args:
+            claim: lets this job's thread touch the blocks.
+            on_end: called once with the outcome; this end doesn't touch the blocks after that.
+        """
         self.key = key
         self._frame = frame
         self._claim = claim
         self._place = place
         self._kind = kind
+        self._on_end = on_end
         self._open = False
 
     @property
@@ -87,11 +99,7 @@ class FrameJob(ABC):
         """Closes the claim: this thread no longer touches the blocks."""
         if self._open:
             self._open = False
-            self._ended(outcome)
-
-    @abstractmethod
-    def _ended(self, outcome: Outcome) -> None:
-        """Reports the frame's end."""
+            self._on_end(outcome)
 
     def fail(self, message: str) -> None:
         """See `kvrelay.transfer.links.links.Job`."""
@@ -117,16 +125,12 @@ class SendJob(FrameJob):
         on_read: Callable[[], None],
     ) -> None:
         """`on_read` is called once, when the blocks are no longer needed."""
-        super().__init__(key, frame, claim, place, kind)
+        super().__init__(key, frame, claim, place, kind, lambda _: on_read())
         self._announce = announce
-        self._on_read = on_read
         self._prepared = False
         """Whether what `_ready` does is queued on the thread's second stream."""
         self._lent: list[Tensor] | None = None
         """Memory of the pool that is sent in the buffer's place."""
-
-    def _ended(self, outcome: Outcome) -> None:
-        self._on_read()
 
     def prepare(self, link: Link, buffer: Tensor) -> None:
         queues = link.stream is None and self._place.queues(buffer, self._check(link))
@@ -225,16 +229,11 @@ class ReceiveJob(FrameJob):
         kind: ChecksumKind,
         on_end: Callable[[Outcome], None],
     ) -> None:
-        """`on_end` is called once with the outcome; this end doesn't touch the blocks after that."""
-        super().__init__(key, frame, claim, place, kind)
-        self._on_end = on_end
+        super().__init__(key, frame, claim, place, kind, on_end)
         self._checked: FrameCheck | None = None
         """The frame's check on the link of `begin`."""
         self._streamed: tuple[bytes, bytes, Tensor | None] | None = None
         """The trailer that the bytes must have, the one that came, and the bytes of a partial last block."""
-
-    def _ended(self, outcome: Outcome) -> None:
-        self._on_end(outcome)
 
     def prepare(self, link: Link, buffer: Tensor) -> None:
         """Never called, because it reads no blocks."""

@@ -215,14 +215,12 @@ class Endpoint(ABC, Generic[TransferT]):
         """The reason why this end gives a hand-off up, for the peer."""
         return f"{code.value} on {self.local.id.name}"
 
-    def _feed(self, transfer: TransferT, event: Any) -> None:
-        self._apply(transfer, self._step(transfer, event))
-
-    def _step(self, transfer: TransferT, event: Any) -> list[Any]:
-        """The actions that the machine of `transfer` asks for after an event."""
+    def _feed(self, transfer: TransferT, event: Any) -> list[Any]:
+        """Gives the machine of `transfer` an event; performs and returns the actions that it asks for."""
         now = self.runtime.now()
         self._note_expiry(transfer, now)
         actions: list[Any] = transfer.machine.on(event, now)
+        self._apply(transfer, actions)
         return actions
 
     def _note_expiry(self, transfer: TransferT, now: float) -> None:

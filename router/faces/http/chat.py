@@ -11,7 +11,7 @@ from kvrelay.router.faces.http.fields import MAX_UINT32, Fields, GenerateFields,
 from kvrelay.router.faces.http.messages import ConversationFields, Message
 from kvrelay.router.faces.http.reply import chat_logprobs, finish_name, timeline_json
 from kvrelay.router.request.conversation import MAX_MESSAGES
-from kvrelay.router.request.reading import Form
+from kvrelay.router.request.reading import Asking, Form
 from kvrelay.router.request.sampling import MAX_LOGPROBS
 from kvrelay.router.request.tokenizer import Tokenizer
 from kvrelay.router.request.validation import CheckedRequest
@@ -139,7 +139,7 @@ class Chats:
         ids = [tokenizer.id_of(piece) for piece in (*(format_.special if format_ else ()), OPEN, CLOSE)]
         self.special = frozenset(token for token in ids if token is not None)
 
-    def request(self, body: ChatRequest, request_id: str) -> GenerateRequest:
+    def request(self, body: ChatRequest, request_id: str, asking: Asking) -> GenerateRequest:
         """The request for a body.
 
         Raises:
@@ -148,7 +148,8 @@ class Chats:
         if body.may_call and not body.forced and self.format is None:
             limit = "none, required or a named function: this model has no format of tool calls (router.tool_parser)"
             raise InvalidRequest("tool_choice", body.tool_choice or "auto", limit)
-        request = body.request(request_id)
+        request = body.request(asking)
+        request.request_id = request_id
         request.messages.CopyFrom(body.conversation(body.tools if body.may_call else None))
         if body.max_completion_tokens is not None:
             request.sampling.max_tokens = body.max_completion_tokens

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Self
 
@@ -15,7 +15,7 @@ from kvrelay.router.faces.http.body import parse
 from kvrelay.router.faces.http.fields import MAX_UINT32, GenerateFields, Integer, Neutral, misfit, whole_list
 from kvrelay.router.faces.http.reply import TextLogprobs, finish_name, timeline_json
 from kvrelay.router.request.prompt import PART_TOKENS
-from kvrelay.router.request.reading import Form
+from kvrelay.router.request.reading import Asking, Form
 from kvrelay.router.request.sampling import MAX_LOGPROBS
 from kvrelay.router.request.tokenizer import Tokenizer
 from kvrelay.router.request.validation import CheckedRequest
@@ -155,27 +155,26 @@ class CompletionRequest(GenerateFields):
             raise misfit("max_tokens", 0, "1 or more, or 0 with echo")
         return self
 
-    def requests(self, request_id: str) -> list[GenerateRequest]:
+    def requests(self, request_id: str, asking: Asking) -> Iterator[GenerateRequest]:
         """One request for each prompt."""
-        return [self._request(f"{request_id}-{at}" if at else request_id, each) for at, each in enumerate(self.prompt)]
+        for at, prompt in enumerate(self.prompt):
+            request = self.request(asking)
+            request.request_id = f"{request_id}-{at}" if at else request_id
+            if isinstance(prompt, str):
+                request.text = prompt
+            else:
+                request.token_ids.CopyFrom(TokenIds(ids=prompt))
+            if self.max_tokens == 0:
+                request.sampling.max_tokens = 1  # a worker generates at least one token; `TextChoice` drops it
+            if self.logprobs is not None:
+                request.sampling.logprobs = self.logprobs
+                if self.echo:
+                    request.sampling.prompt_logprobs = self.logprobs
+            yield request
 
     def form(self) -> Form:
         alone = self.max_tokens == 0
         return replace(super().form(), echo=bool(self.echo), alone=alone, logprobs=self.logprobs is not None)
-
-    def _request(self, request_id: str, prompt: str | Sequence[int]) -> GenerateRequest:
-        request = self.request(request_id)
-        if isinstance(prompt, str):
-            request.text = prompt
-        else:
-            request.token_ids.CopyFrom(TokenIds(ids=prompt))
-        if self.max_tokens == 0:
-            request.sampling.max_tokens = 1  # a worker generates at least one token; `TextChoice` drops it
-        if self.logprobs is not None:
-            request.sampling.logprobs = self.logprobs
-            if self.echo:
-                request.sampling.prompt_logprobs = self.logprobs
-        return request
 
 
 class TextChoice:

@@ -31,7 +31,8 @@ class Events:
         """
         self._request = request
         self._response: web.StreamResponse | None = None
-        self._writer: Writer[bytes] = Writer(self._send, limit, GONE)
+        writer: Writer[bytes] = Writer(self._send, limit, GONE)
+        self.write, self.close = writer.write, writer.close
 
     @property
     def begun(self) -> bool:
@@ -51,21 +52,14 @@ class Events:
         transport = cast(asyncio.WriteTransport, self._request.transport)
         transport.write(b"%x\r\n%b\r\n" % (len(events), events))
 
-    async def write(self, events: bytes) -> None:
-        """The same as `Writer.write`."""
-        await self._writer.write(events)
-
     async def end(self, events: bytes) -> web.StreamResponse:
         """Writes the last events."""
-        await self._writer.write(events)
+        await self.write(events)
         response = self._response
         if response is None:
             raise RuntimeError("a stream ended before its first event")
         await response.write_eof()
         return response
-
-    def close(self) -> None:
-        self._writer.close()
 
     async def _send(self, events: bytes) -> None:
         if self._response is None:

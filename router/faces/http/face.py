@@ -106,12 +106,12 @@ class HttpFace:
         self.app.on_response_prepare.append(_show_name)
         self.app.add_routes(
             [
-                web.post("/v1/chat/completions", self._chat),
-                web.post("/v1/completions", self._complete),
+                web.post("/v1/chat/completions", partial(self._generate, kind="chat")),
+                web.post("/v1/completions", partial(self._generate, kind="completion")),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{name:.+}", self._one_model),
-                web.post("/tokenize", self._tokenize),
-                web.post("/detokenize", self._detokenize),
+                web.post("/tokenize", partial(self._answer, kind="tokenize")),
+                web.post("/detokenize", partial(self._answer, kind="detokenize")),
                 web.get("/health", self._health),
                 web.get("/ready", self._ready),
                 web.get("/version", self._version),
@@ -167,12 +167,6 @@ class HttpFace:
 
     # Generation.
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, "chat")
-
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, "completion")
-
     async def _generate(self, request: web.Request, kind: Literal["chat", "completion"]) -> web.StreamResponse:
         """Runs the requests of a body, and answers with a stream or with one JSON object."""
         config = self._front.config
@@ -183,8 +177,8 @@ class HttpFace:
         events = Events(request, config.idle_timeout_seconds)
         try:
             with self._front.generation(caller_of(request), size, deadline) as call:
-                data = await self._read(request, call)
                 check_name(f"header {SESSION}", session)
+                data = await self._read(request, call)
                 plan = cast(Plan, await call.read(kind, data, request[NAME], session))
                 del data
                 request[NAME], form, count = plan.name, plan.form, len(plan.requests)
@@ -245,12 +239,6 @@ class HttpFace:
         return data
 
     # Text and tokens.
-
-    async def _tokenize(self, request: web.Request) -> web.Response:
-        return await self._answer(request, "tokenize")
-
-    async def _detokenize(self, request: web.Request) -> web.Response:
-        return await self._answer(request, "detokenize")
 
     async def _answer(self, request: web.Request, kind: Literal["tokenize", "detokenize"]) -> web.Response:
         check_type(request)

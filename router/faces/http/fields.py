@@ -20,20 +20,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from kvrelay.router.request.reading import Form
-from kvrelay.router.request.sampling import (
-    MAX_BAD_WORD_CHARACTERS,
-    MAX_BAD_WORDS,
-    MAX_BIAS,
-    MAX_CHOICES,
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
-    MAX_STOP_CHARACTERS,
-    MAX_STOP_IDS,
-    MAX_STOPS,
-    MAX_TEMPERATURE,
-    MIN_REPETITION_PENALTY,
-)
+from kvrelay.router.request.reading import Asking, Form
+from kvrelay.router.request.sampling import BIAS, LENGTHS, MAX_CHOICES, RANGES
 from kvrelay.router.request.validation import MAX_COMPLETIONS, MAX_REQUEST_ID_CHARACTERS
 from kvrelay.v1.inference_pb2 import Choice, Constraint, GenerateRequest, SamplingParams
 
@@ -182,6 +170,16 @@ class StructuredOutputs(Fields):
         return Constraint(grammar=self.grammar)
 
 
+def _ranged(name: str) -> Any:
+    """A number that may be left out, within the range of the sampling parameter of this name."""
+    return Field(None, **RANGES[name].bounds)
+
+
+def _string(name: str) -> Any:
+    """The limits of an entry of the sampling parameter of this name."""
+    return Field(min_length=1, max_length=LENGTHS[name].characters)
+
+
 class GenerateFields(Fields):
     """The fields that chat and completions have in common."""
 
@@ -195,27 +193,23 @@ class GenerateFields(Fields):
     """Completions of each prompt; completion i > 0 has a seed that is derived from `seed` and i."""
     max_tokens: Integer = Field(None, ge=0, le=MAX_UINT32)
     """Most tokens to generate."""
-    temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
+    temperature: float | None = _ranged("temperature")
     """0 is greedy."""
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = _ranged("top_p")
     """Keep the smallest set of likeliest tokens whose probability reaches this."""
     stop: (
-        Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-        | Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]], Field(max_length=MAX_STOPS)
-        ]
+        Annotated[str, _string("stop")]
+        | Annotated[list[Annotated[str, _string("stop")]], Field(max_length=LENGTHS["stop"].most)]
         | None
     ) = None
     """One string or several that end the text before them."""
     seed: Integer = Field(None, ge=-(2 ** (SEED_BITS - 1)), lt=2**SEED_BITS)
     """Equal seeds give equal tokens; a negative one counts modulo 2^64."""
-    presence_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    presence_penalty: float | None = _ranged("presence_penalty")
     """Subtracted from the logit of each token that the completion has."""
-    frequency_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    frequency_penalty: float | None = _ranged("frequency_penalty")
     """Subtracted for each time that the completion has the token."""
-    logit_bias: (
-        dict[Annotated[int, Field(ge=0, le=MAX_UINT32)], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] | None
-    ) = None
+    logit_bias: dict[Annotated[int, Field(ge=0, le=MAX_UINT32)], Annotated[float, Field(**BIAS.bounds)]] | None = None
     """Added to the logits of these token ids."""
     response_format: ResponseFormat | None = None
     """Format that the text must have."""
@@ -224,21 +218,19 @@ class GenerateFields(Fields):
 
     top_k: Integer = Field(None, ge=-1, le=MAX_UINT32)
     """Keep the k likeliest tokens; 0 and -1 keep all."""
-    min_p: float | None = Field(None, ge=0, le=1)
+    min_p: float | None = _ranged("min_p")
     """Drop tokens less likely than this times the likeliest one."""
-    repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
+    repetition_penalty: float | None = _ranged("repetition_penalty")
     """Divides positive logits of tokens that prompt or completion have, and multiplies negative ones."""
     min_tokens: Integer = Field(None, ge=0, le=MAX_UINT32)
     """Tokens before which nothing ends the text."""
     ignore_eos: bool | None = None
     """Continue after the model's end-of-sequence tokens."""
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=MAX_UINT32)]] | None, BeforeValidator(whole_list)] = (
-        Field(None, max_length=MAX_STOP_IDS)
+        Field(None, max_length=LENGTHS["stop_token_ids"].most)
     )
     """Token ids that end the text."""
-    bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]] | None = Field(
-        None, max_length=MAX_BAD_WORDS
-    )
+    bad_words: list[Annotated[str, _string("bad_words")]] | None = Field(None, max_length=LENGTHS["bad_words"].most)
     """Strings that the completion never has."""
     structured_outputs: StructuredOutputs | None = None
     """Constraint on the text."""
@@ -310,10 +302,10 @@ class GenerateFields(Fields):
         ]
         return [constraint for constraint in formats if constraint is not None]
 
-    def sampling(self) -> SamplingParams:
-        """The sampling parameters, without the prompt's own fields."""
+    def request(self, asking: Asking) -> GenerateRequest:
+        """All but the prompt, in the form of the public contract."""
         seed = self.seed if self.seed is None else self.seed % 2**SEED_BITS
-        return SamplingParams(
+        sampling = SamplingParams(
             max_tokens=self.max_tokens,
             min_tokens=self.min_tokens,
             temperature=self.temperature,
@@ -332,17 +324,14 @@ class GenerateFields(Fields):
             constraint=next(iter(self._constraints()), None),
         )
 
-    def request(self, request_id: str) -> GenerateRequest:
-        """All but the prompt."""
         return GenerateRequest(
-            request_id=request_id,
-            sampling=self.sampling(),
+            sampling=sampling,
             model=self.model or "",
             n=self.n,
             priority=self.priority or 0,
             slo_class=self.slo_class or "",
             cache_salt=self.cache_salt or "",
-            session=self.prompt_cache_key or _digest(self.user or ""),
+            session=asking.session or self.prompt_cache_key or _digest(self.user or ""),
         )
 
 

@@ -85,13 +85,13 @@ def readers(tokenizer: Tokenizer, chats: Chats) -> dict[str, Reader]:
         body = parse(ChatRequest, data)
         asking.check_model(body.model or "")
         name = _name(body, asking)
-        return Plan([chats.request(body, name)], name, body.form())
+        return Plan([chats.request(body, name, asking)], name, body.form())
 
     async def completion(data: bytes, asking: Asking) -> Plan:
         body = read_completion(data, MAX_VALUES + asking.model.max_context)
         asking.check_model(body.model or "")
         name = _name(body, asking)
-        return Plan([*body.requests(name)], name, body.form())
+        return Plan([*body.requests(name, asking)], name, body.form())
 
     async def text(parsed: Callable[[bytes], TextT], data: bytes, asking: Asking) -> bytes:
         body = parsed(data)
