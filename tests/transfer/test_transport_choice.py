@@ -22,15 +22,31 @@ HOST = "127.0.0.1"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
 
-def test_the_best_transport_that_both_can_do_is_chosen() -> None:
-    assert choose("auto", ["nccl", "gloo"], ["nccl", "gloo"]) == "nccl"
-    assert choose("auto", ["nccl", "gloo"], ["gloo"]) == "gloo"
-    assert choose("gloo", ["nccl", "gloo"], ["nccl", "gloo"]) == "gloo"
+GPU, OTHER_GPU = "nccl@GPU-1", "nccl@GPU-2"
 
 
-def test_one_of_a_scope_is_chosen_where_the_scope_is_shared() -> None:
-    assert choose("auto", ["shm@a", "gloo"], ["shm@a", "gloo"]) == "shm"
-    assert choose("auto", ["shm@a", "gloo"], ["shm@b", "gloo"]) == "gloo"
+@pytest.mark.parametrize(
+    ("wanted", "here", "there", "chosen"),
+    [
+        ("auto", ["nccl", "gloo"], ["nccl", "gloo"], "nccl"),
+        ("auto", ["nccl", "gloo"], ["gloo"], "gloo"),
+        ("gloo", ["nccl", "gloo"], ["nccl", "gloo"], "gloo"),
+        ("auto", ["shm@a", "gloo"], ["shm@a", "gloo"], "shm"),
+        ("auto", ["shm@a", "gloo"], ["shm@b", "gloo"], "gloo"),
+        # Two workers on one GPU use nccl only where both can share it.
+        ("auto", [GPU, "shm@m", "tcp"], [GPU, "shm@m", "tcp"], "shm"),
+        ("auto", [GPU, "tcp"], [OTHER_GPU, "tcp"], "nccl"),
+        ("auto", [GPU, "tcp"], [GPU, "tcp"], "tcp"),
+        ("auto", [GPU + "+", "tcp"], [GPU + "+", "tcp"], "nccl"),
+        ("auto", [GPU + "+", "tcp"], [GPU, "tcp"], "tcp"),
+        ("auto", [GPU, "tcp"], [GPU + "+", "tcp"], "tcp"),
+    ],
+    ids=str,
+)
+def test_the_best_transport_that_both_can_do_is_chosen(
+    wanted: str, here: list[str], there: list[str], chosen: str
+) -> None:
+    assert choose(wanted, here, there) == chosen
 
 
 @pytest.mark.parametrize(
@@ -116,27 +132,6 @@ def test_ends_of_different_scopes_refuse_each_other_when_dialled() -> None:
     with pytest.raises(LinkError, match=r"refused.*machine-b"):
         here.connect(meeting[SENDER], SENDER, 5.0)
     other()
-
-
-GPU, OTHER_GPU = "nccl@GPU-1", "nccl@GPU-2"
-
-
-@pytest.mark.parametrize(
-    ("here", "there", "chosen"),
-    [
-        ([GPU, "shm@m", "tcp"], [GPU, "shm@m", "tcp"], "shm"),
-        ([GPU, "tcp"], [OTHER_GPU, "tcp"], "nccl"),
-        ([GPU, "tcp"], [GPU, "tcp"], "tcp"),
-        ([GPU + "+", "tcp"], [GPU + "+", "tcp"], "nccl"),
-        ([GPU + "+", "tcp"], [GPU, "tcp"], "tcp"),
-        ([GPU, "tcp"], [GPU + "+", "tcp"], "tcp"),
-    ],
-    ids=str,
-)
-def test_two_workers_on_one_gpu_use_nccl_only_where_both_can_share_it(
-    here: list[str], there: list[str], chosen: str
-) -> None:
-    assert choose("auto", here, there) == chosen
 
 
 def test_nccl_on_one_gpu_is_refused_with_what_it_needs() -> None:
