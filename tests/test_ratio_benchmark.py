@@ -6,8 +6,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
-from ratio_costs import A100_OPT_66B
-from ratio_simulator import Phase, Simulation, traffic
+from ratio_simulator import A100_OPT_66B, Phase, Simulation, traffic
 
 from kvrelay.cluster.scaling.config import ScalingConfig
 

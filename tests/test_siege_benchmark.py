@@ -32,7 +32,6 @@ class Nowhere:
         ["fuzz", "--only", "uvloop", "--count", "150"],
         pytest.param(["deadlines", "--only", "asyncio", "--count", "150"], marks=pytest.mark.slow),
         pytest.param(["keys"], marks=pytest.mark.slow),
-        pytest.param(["partial", "--only", "tls and keys, handshake", "--clients", "200"], marks=pytest.mark.slow),
     ],
     ids=lambda arguments: arguments[0],
 )

@@ -89,6 +89,7 @@ class Short:
         self._over.set()
 
 
+@pytest.mark.more
 def test_no_begun_stream_fails_and_anothers_short_one_is_not_stalled(it: Scene) -> None:
     streams = OVERSUBSCRIBED * POOL_TOKENS // (LONG + PROMPT)
     routers = it.cluster.router.split(",")

@@ -75,6 +75,7 @@ async def stopped(process: int) -> AsyncIterator[None]:
         os.kill(process, signal.SIGCONT)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("who", [("client", "router"), pytest.param(("both",), marks=pytest.mark.slow)])
 def test_a_stream_survives_ten_seconds_without_cpu(tmp_path: Path, who: tuple[str, ...]) -> None:
 
