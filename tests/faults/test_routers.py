@@ -13,7 +13,6 @@ from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams, TokenIds
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 from support.faults import AT_ONCE, Scene, asking, oracle, prompt_of, until
 from support.hash_worker import STEP_SECONDS
-from support.history import History
 from support.processes import START_SECONDS, free_port
 
 CLIENTS = 40
@@ -21,15 +20,6 @@ CONNECTIONS = 16
 """Connections, of which all reach one router once in 32,768 times."""
 BUSY_SECONDS = 6.0
 """Seconds for the other router and the workers, which serve twenty streams at a time, on a busy machine."""
-
-
-def longest_silence(history: History) -> float:
-    """Longest time between two tokens of a request, or from its begin to its first one."""
-    longest, last = 0.0, dict[str, float]()
-    for event in sorted(history.events, key=lambda event: event.at):
-        longest = max(longest, event.at - last.get(event.request, event.at))
-        last[event.request] = event.at
-    return longest
 
 
 def working(it: Scene, router: str) -> bool:
@@ -55,7 +45,7 @@ def test_one_of_two_routers_is_lost_under_load(it: Scene, how: signal.Signals, c
         if how == signal.SIGSTOP:
             it.frozen.add("router-1")
     resumes = sum(completion.timeline.resumes for completion in done)
-    silence = longest_silence(it.history)
+    silence = it.history.longest_silence()
     print(f"{how.name}: {resumes} of {CLIENTS} requests went on elsewhere, after {silence:.1f} s at most")
     assert resumes > 0
     assert silence < 2 * PING_OTHERS_SECONDS + BUSY_SECONDS

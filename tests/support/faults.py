@@ -197,12 +197,12 @@ class Scene:
 
     # Clients.
 
-    def begin(self, name: str, length: int = PROMPT, count: int = OUT) -> Running:
-        """Sends a request of this name, which runs until it ends or is cancelled."""
+    def begin(self, name: str, length: int = PROMPT, count: int = OUT, client: Client | None = None) -> Running:
+        """Sends a request of this name, by default with the scene's client. It runs until it ends or is cancelled."""
         prompt, seed = prompt_of(f"{name} of test {self.turn}", length), seed_of(name)
         self.history.add(name, "invoke", prompt=tuple(prompt), count=count, seed=seed)
         options = sampling_options(seed) | {"max_tokens": count, "ignore_eos": True, "request_id": name}
-        return Running(name, self.client.generate(prompt, timeout=CLIENT_SECONDS, **options), self.history)
+        return Running(name, (client or self.client).generate(prompt, timeout=CLIENT_SECONDS, **options), self.history)
 
     def ask(self, name: str, length: int = PROMPT, count: int = OUT) -> Completion:
         """A whole request."""
