@@ -29,7 +29,7 @@ class Nowhere:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["fuzz", "--only", "uvloop", "--count", "150"],
+        pytest.param(["fuzz", "--only", "uvloop", "--count", "150"], marks=pytest.mark.more),
         pytest.param(["deadlines", "--only", "asyncio", "--count", "150"], marks=pytest.mark.slow),
         pytest.param(["keys"], marks=pytest.mark.slow),
     ],

@@ -117,6 +117,7 @@ def ambiguous(client: Client, seed: int) -> str:
     return str(refused.value)
 
 
+@pytest.mark.more
 def test_grammars_that_take_much_time_end_by_their_budget_and_hold_up_no_other_stream(client: Client) -> None:
     """The stream runs over gRPC. With eight grammars it had 120 ms from token to token at the median, and 1.4 s at
     most."""
