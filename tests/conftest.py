@@ -19,6 +19,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+pytest_plugins = ["support.scenes"]
+
 # Every process of the tests has it: internal calls need one.
 os.environ["KVRELAY_JOIN_TOKEN"] = "the-join-token-of-the-tests"
 
@@ -29,6 +31,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # On a machine that others use too, an input's time says nothing about a test.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """The event loop of tests that are coroutines, which have the marker `anyio`."""
+    return "asyncio"
+
 
 LONGEST = (
     "tests/cluster/test_cluster_ray.py",
@@ -46,7 +55,7 @@ LONGEST = (
     "tests/engine/test_gpu_runner.py",
     "tests/test_gpu_benchmark.py",
     "tests/transfer/test_transfer_contract.py",
-    "tests/transfer/test_transfer_simulation.py",
+    "tests/transfer/test_simulation.py",
     "tests/kernels/test_cpu_library.py",
     "tests/kernels/test_cpu_attention.py",
     "tests/kernels/test_paged_decode.py",
