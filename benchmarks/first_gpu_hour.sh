@@ -57,7 +57,7 @@ step environment 30 "nvidia-smi; $python -c '$missing' $modules && $python bench
 step kernels 220 "$test $kernels tests/kernels/test_far_blocks.py -k 'not compiled'"
 step engine 220 "$test tests/engine/test_gpu_engine.py tests/engine/test_gpu_runner.py tests/engine/test_gpu_pool.py -k 'gpu or bytes'"
 step links 100 "$test $links -k 'nccl or gpu_frames'"
-step pair 180 "$test tests/e2e/test_gpu_pair.py -m 'gpu or slow'"
+step pair 180 "$test tests/e2e/test_recovery.py -m ''"
 step sanitizer 200 "compute-sanitizer --error-exitcode 9 $test $few -k 'not compiled and not on_a_gpu and not every'"
 step gpu_kernels 280 "$python benchmarks/gpu.py --only kernels,attention --seconds 255 --out $out/gpu_kernels.json"
 step gpu_engine 270 "$python benchmarks/gpu.py --only engine,links --seconds 245 --out $out/gpu_engine.json"

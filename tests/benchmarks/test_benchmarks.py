@@ -14,8 +14,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(FOLDER))
 
-from ratio_costs import A100_OPT_66B  # noqa: E402  # after the path
-from ratio_simulator import Phase, Simulation, traffic  # noqa: E402
+from ratio_simulator import A100_OPT_66B, Phase, Simulation, traffic  # noqa: E402  # after the path
 
 from kvrelay.cluster.scaling.config import ScalingConfig  # noqa: E402
 from support.checkpoints import make_checkpoint  # noqa: E402

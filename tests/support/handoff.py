@@ -30,7 +30,7 @@ from kvrelay.transfer.protocol.peers import Peer, PeerTable
 from kvrelay.transfer.transports.base import Transport
 from kvrelay.transfer.transports.registry import available_transports, entries
 from support.access import credentials
-from support.damage import DamagedFrames
+from support.damage import DamagedFrames, parse
 from support.fake_transport import FakeTransport
 
 HOST = "127.0.0.1"
@@ -310,7 +310,9 @@ def setup(
     """The hand-off setup of a worker of the model "fingerprint", which wants `states` and can keep those of `shape`;
     `damage` are rules of `support.damage`."""
     local = LocalWorker(worker, pool.layout, "fingerprint", states=states, states_shape=shape)
-    frames = DamagedFrames(PoolFrames(pool, config.checksum), damage) if damage else PoolFrames(pool, config.checksum)
+    frames = PoolFrames(pool, config.checksum)
+    if damage:
+        frames = DamagedFrames(frames, parse(damage))
     return HandoffSetup(local, frames, peers, config, transports, credentials("worker"))
 
 
