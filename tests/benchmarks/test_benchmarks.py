@@ -165,10 +165,3 @@ def test_the_split_follows_traffic_that_flips() -> None:
     static = Simulation(traffic(parts, seed=3), A100_OPT_66B, (4, 4), replace(CONFIG, enabled=False), 100.0).run()
     assert not static.decisions
     assert run.goodput(CONFIG, 80) > static.goodput(CONFIG, 80)
-
-
-def test_steady_traffic_changes_nothing() -> None:
-    parts = [Phase(60.0, *LONG_PROMPTS)]
-    run = Simulation(traffic(parts, seed=4), A100_OPT_66B, (5, 3), CONFIG, 60.0).run()
-    assert len(run.decisions) <= 1, [decision.reason for _, decision in run.decisions]
-    assert run.attained(CONFIG, 0, 50) > 0.95

@@ -190,7 +190,7 @@ def test_what_a_router_refuses_and_what_clients_give_up_is_counted(watched: Watc
     watched.scene.settle(SECONDS)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_prometheus_that_scrapes_the_cluster_answers_every_query(watched: Watched, tmp_path: Path) -> None:
     for path in RULES.glob("*.yaml"):
         (tmp_path / path.name).write_text(path.read_text().replace("interval: 30s", "interval: 1s"))
