@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from expressions import RULES, dashboards, queries, rule_groups
+from prometheus import prometheus, promtool
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.client import Client
 from kvrelay.cluster.asking.status import as_json
 from kvrelay.rpc.metrics.families import BUILD_NAME, FAMILIES
-from support.expressions import RULES, dashboards, queries, rule_groups
 from support.faults import ENGINE, OUT, PROMPT, TRANSFER, Scene, prompt_of
 from support.hash_worker import MODULE, STEP_SECONDS, WORKER_LAYOUT
 from support.processes import process_cluster, wait_until
-from support.prometheus import prometheus, promtool
 
 SECONDS = 30.0
 REQUESTS = 6

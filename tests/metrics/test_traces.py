@@ -26,7 +26,7 @@ from support.router_fakes import FakeWorker, colocated_of
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter", reason="the extra `otel` is not installed")
 
-from support.collector import Collector, Received, collecting  # needs the extra
+from collector import Collector, Received, collecting  # needs the extra
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = f"00-{TRACE}-{SPAN}-01"
