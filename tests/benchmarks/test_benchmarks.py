@@ -60,6 +60,7 @@ def test_a_dry_run_checks_every_kernel_the_engine_and_a_link(tmp_path: Path) -> 
     )
 
 
+@pytest.mark.more
 def test_an_unknown_section_is_refused_and_an_environment_without_a_gpu_is_wrong() -> None:
     done = run("gpu.py", "--only", "kernels,engines")
     assert done.returncode == 2
@@ -94,6 +95,7 @@ def test_each_cell_has_its_figures(tmp_path: Path) -> None:
     assert 0 < decode["outside_forward"] < 1
 
 
+@pytest.mark.more
 def test_a_quick_run_of_guesses_has_all_figures(tmp_path: Path) -> None:
     tiny, out = make_checkpoint(tmp_path / "tiny", "llama", dtype="bfloat16"), tmp_path / "out.json"
     done = run("speculation.py", "--quick", "--model", tiny, "--draft", tiny, "--out", out)
