@@ -32,6 +32,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
 
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """The event loop of tests that are coroutines, which have the marker `anyio`."""
+    return "asyncio"
+
+
 LONGEST = (
     "tests/cluster/ray/test_ray_cluster.py",
     "tests/faults/test_router_faults.py",
@@ -50,7 +57,7 @@ LONGEST = (
     "tests/engine/test_gpu_runner.py",
     "tests/benchmarks/test_benchmarks.py",
     "tests/transfer/test_transfer_contract.py",
-    "tests/transfer/test_transfer_simulation.py",
+    "tests/transfer/test_simulation.py",
     "tests/faults/test_structured_kills.py",
     "tests/kernels/test_cpu_library.py",
     "tests/kernels/test_cpu_attention.py",

@@ -3,9 +3,10 @@
 A world is one to three requests, each in up to three attempts, on one or two prefill and one or two decode processes
 with pools of a few blocks. Processes crash and come back as another incarnation, freeze and wake as zombies, see their
 clocks jump, lose their engine, or get a partial membership; streams are cut or swallow messages, or lose, double and
-reorder them; links break, and damage frames; clients cancel; pools are full. Coordinators, machines, claims and the
-queue of reservations are those of the product; engines, streams, links and the router are simulated. After every event
-the guarantees are checked: `Violation` names the one that broke.
+reorder them; links break, and damage frames; clients cancel; pools are full. Coordinators, machines, the queue of
+reservations, pools, frames with their checksums and the managers of links are those of the product; engines, streams,
+the threads of links and the router are simulated. After every event the guarantees are checked: `Violation` names the
+one that broke.
 
 `run_world(seed)` is one world. The same seed is the same world, event by event.
 """
@@ -14,7 +15,6 @@ import gc
 import heapq
 import logging
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,14 +22,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
+import torch
+
 from kvrelay.decode_worker import kv_receiver
 from kvrelay.prefill_worker import kv_sender
+from kvrelay.transfer.links import links
 from kvrelay.transfer.protocol.messages import Code, Key
 from kvrelay.transfer.protocol.peers import Peer
-from support.observed_machines import ObservedReceiveAttempt, ObservedSendAttempt, Observer, Seen
-from support.simulated_blocks import LAYERS, STATES, Violation
-from support.simulated_links import Link, Stream
-from support.simulated_workers import DecodeProcess, PrefillProcess, Process, config_of
+from support.simulation.blocks import CODES, FLOATS, LAYERS, STATES, Violation
+from support.simulation.damage import DAMAGES, Damage, History
+from support.simulation.judge import ObservedReceiveAttempt, ObservedSendAttempt, Observer, Seen
+from support.simulation.links import Link, SimulatedThread, Stream
+from support.simulation.workers import DecodeProcess, PrefillProcess, Process, config_of
 
 ATTEMPTS = 3
 END_SECONDS = 300.0
@@ -101,10 +105,16 @@ class Router:
 class World:
     """The world of one seed."""
 
-    def __init__(self, rng: random.Random, checksums: bool = True, trace: list[str] | None = None):
-        """`rng` makes every decision; Hypothesis has generators whose decisions it can shrink."""
+    def __init__(
+        self, rng: random.Random, checksums: bool = True, trace: list[str] | None = None, noise: float | None = None
+    ):
+        """
+        Args:
+            rng: makes every decision; Hypothesis has generators whose decisions it can shrink.
+            noise: share of the frames that links damage; in a quarter of the worlds a tenth by default.
+        """
+        self.rng = rng
         self.random = random_ = rng.random
-        self.checksums = checksums
         self.trace = trace
         self.observer = Observer()
         self.observer.trace = trace
@@ -115,13 +125,17 @@ class World:
         self._heap: list[tuple[float, int, Any, Callable[..., None], tuple[Any, ...]]] = []
         self._number = 0
         self.hostile = random_() < 0.35
-        self.link_noise = 0.1 if random_() < 0.25 else 0.0
+        self.link_noise = (0.1 if random_() < 0.25 else 0.0) if noise is None else noise
+        self.damages = Counter[str]()
+        self.histories: dict[tuple[str, str], History] = {}
+        self.streams_of_memory = random_() < 0.6
+        self.layout = FLOATS if random_() < 0.8 else CODES
         self.states = (None, None, STATES, replace(STATES, last=True))[int(random_() * 4)]
         """Hidden states that decode wants."""
         self.roomy = random_() < 0.7
         """Whether the hidden states of all requests fit into memory."""
         frame_layers = (1, 2, LAYERS, 2 * LAYERS)[int(random_() * 4)]
-        self.config = config_of(frame_layers, 1 if random_() < 0.1 else 8, 1000 if self.roomy else 10)
+        self.config = config_of(frame_layers, 1 if random_() < 0.1 else 8, 1000 if self.roomy else 10, checksums)
         self.router = Router(self)
         self.processes: dict[str, Any] = {}
         self.streams: list[Stream] = []
@@ -199,12 +213,15 @@ class World:
         Observer.current = self.observer
         with ExitStack() as patched:
             patched.enter_context(_silent())
+            patched.enter_context(_one_thread())
+            patched.enter_context(mock.patch.object(links, "LinkThread", SimulatedThread))
             patched.enter_context(mock.patch.object(kv_sender, "SendAttempt", ObservedSendAttempt))
             patched.enter_context(mock.patch.object(kv_receiver, "ReceiveAttempt", ObservedReceiveAttempt))
             self._run_events()
         for process in self.processes.values():
             if not process.dead:
                 process.check_end()
+            process.blocks.give_back()
         lost = self.tokens.keys() - {request for request, _ in self.commits}
         if self.calm and lost:
             raise Violation("lost", f"nothing failed, and {', '.join(sorted(lost))} did not arrive")
@@ -235,12 +252,13 @@ class World:
 
     # Faults.
 
-    def damage(self) -> str | None:
+    def damage(self) -> Damage | None:
         """Draws the damage to a frame on its way; None, mostly."""
         if not self.link_noise or self.random() >= self.link_noise:
             return None
-        kinds = ("flip", "replay", "drop", "twice", "swap")
-        return kinds[int(self.random() * len(kinds))]
+        damage = DAMAGES[int(self.random() * len(DAMAGES))]
+        self.damages[damage.__name__] += 1
+        return damage
 
     def _any(self) -> Any:
         living = [process for process in self.prefills + self.decodes if not process.dead]
@@ -268,7 +286,7 @@ class World:
             if process in (stream.left.process, stream.right.process) and self.random() < 0.8:
                 stream.cut()
         for link in self.dialled.values():
-            if process in link.specs and self.random() < 0.8:
+            if process in [end.process for end in link.ends] and self.random() < 0.8:
                 link.break_()
         self.post(self.random() * 0.5, self.router, self._replace, process)
 
@@ -305,7 +323,7 @@ class World:
         links = [link for link in self.dialled.values() if not link.broken]
         if links:
             link = self.pick(links)
-            self.say(f"the link of {link.left} breaks")
+            self.say(f"the link of {link.ends[0].process} breaks")
             link.break_()
 
     def _silence(self) -> None:
@@ -352,24 +370,35 @@ def _silent() -> Iterator[None]:
         logging.disable(before)
 
 
-def run_world(seed: int, checksums: bool = True) -> World:
-    """One seed's world, run to its end.
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Lets torch compute in this thread only: worlds have small tensors."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def run_world(seed: int, **options: Any) -> World:
+    """One seed's world, run to its end; `options` as of `World`.
 
     Raises:
         Violation: naming the guarantee that broke, the seed, and the world's last events.
     """
     try:
-        return World(random.Random(seed), checksums).run()
+        return World(random.Random(seed), **options).run()
     except Violation as violation:
-        violation.add_note(f"seed {seed}, its last events:\n" + "\n".join(trace(seed, checksums)[-60:]))
+        violation.add_note(f"seed {seed}, its last events:\n" + "\n".join(trace(seed, **options)[-60:]))
         raise
 
 
-def trace(seed: int, checksums: bool = True) -> list[str]:
+def trace(seed: int, **options: Any) -> list[str]:
     """All events of one seed's world, up to the violation if there is one."""
     lines: list[str] = []
     with suppress(Violation):
-        World(random.Random(seed), checksums, lines).run()
+        World(random.Random(seed), trace=lines, **options).run()
     return lines
 
 
@@ -378,47 +407,44 @@ class Explored:
     """Results of the worlds of some seeds."""
 
     worlds: int = 0
-    events: int = 0
     commits: int = 0
     seen: Seen = field(default_factory=dict)
     visits: Counter[tuple[str, str, str, str]] = field(default_factory=Counter)
+    damages: Counter[str] = field(default_factory=Counter)
+    """Damaged frames by kind of damage."""
     violations: dict[int, str] = field(default_factory=dict)
     """Violations by seed: what broke, and the trace."""
-    cpu_seconds: float = 0.0
 
     def add(self, other: "Explored") -> None:
         """Adds the results of other worlds."""
         self.worlds += other.worlds
-        self.events += other.events
         self.commits += other.commits
         self.visits += other.visits
+        self.damages += other.damages
         self.violations |= other.violations
-        self.cpu_seconds += other.cpu_seconds
         for transition, actions in other.seen.items():
             self.seen.setdefault(transition, set()).update(actions)
 
 
-def explore(seeds: Sequence[int]) -> Explored:
+def explore(seeds: Sequence[int], **options: Any) -> Explored:
     """Runs these seeds' worlds, in this process."""
     explored = Explored()
-    started = time.process_time()
     # A world is full of cycles; looking for garbage after each few hundred objects would take a third of the time.
+    gc.collect()
+    gc.freeze()
     gc.disable()
-    for number, seed in enumerate(seeds):
-        if number % 100 == 0:
-            gc.collect()
-            gc.freeze()
-        try:
-            world = run_world(seed)
-        except Violation as violation:
-            explored.violations[seed] = "\n".join((str(violation), *violation.__notes__))
-            continue
-        explored.worlds += 1
-        explored.events += world.events
-        explored.commits += len(world.commits)
-        explored.visits.update(world.observer.seen.keys())
-        for transition, actions in world.observer.seen.items():
-            explored.seen.setdefault(transition, set()).update(actions)
-    gc.enable()
-    explored.cpu_seconds = time.process_time() - started
+    try:
+        for number, seed in enumerate(seeds):
+            if number % 20 == 0:
+                gc.collect()
+            try:
+                world = run_world(seed, **options)
+            except Violation as violation:
+                explored.violations[seed] = "\n".join((str(violation), *violation.__notes__))
+                continue
+            seen = world.observer.seen
+            explored.add(Explored(1, len(world.commits), seen, Counter(seen.keys()), world.damages))
+    finally:
+        gc.enable()
+        gc.unfreeze()
     return explored

@@ -6,7 +6,7 @@ from typing import Any
 from kvrelay.transfer.protocol.events import Failed, LinkLost, LinkUp, Renewed, SendFinish, SendFrame, State, Tell
 from kvrelay.transfer.protocol.messages import Ack, Finish, Grant, Offer, Push, ToAttempt
 from kvrelay.transfer.protocol.table import ReceiveAttempt, SendAttempt
-from support.simulated_blocks import Violation
+from support.simulation.blocks import Violation
 
 Seen = dict[tuple[str, str, str, str], set[str]]
 """Names of the actions, by (machine, state, event, next state)."""

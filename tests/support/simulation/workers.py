@@ -1,40 +1,43 @@
-"""The processes of a simulated hand-off: the real coordinators, with simulated engines, clocks, streams and links."""
+"""The processes of a simulated hand-off: the product's coordinators, with simulated engines, clocks and streams."""
 
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
+from torch import Tensor
+
 from kvrelay.decode_worker.kv_receiver import KVReceiver
-from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.states import StatesShape
 from kvrelay.prefill_worker.kv_sender import KVSender
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import TransferConfig
+from kvrelay.transfer.links.links import LinkLimits, LinkManager, LinkTimeouts
 from kvrelay.transfer.protocol.endpoint import Endpoint, EndpointContext, TransferStats
 from kvrelay.transfer.protocol.handshake import LocalWorker
 from kvrelay.transfer.protocol.messages import Code, Key
 from kvrelay.transfer.protocol.peers import NEWS_SECONDS, Peer, PeerTable
 from support.late_writes import LateWrites
-from support.simulated_blocks import BLOCK, LAYERS, STATES, Blocks, Hold, Violation
-from support.simulated_links import SimulatedFrames, SimulatedLinks, SimulatedStates, Stream
+from support.simulation.blocks import BLOCK, FLOATS, LAYERS, STATES, Blocks, Hold, Violation, states_of
+from support.simulation.links import SimulatedFrames, Stream
 
 FIRST_TOKEN = 77
-LAYOUT = KVLayout(layers=LAYERS, kv_heads=16, head_dim=128, block_size=BLOCK, dtype="float32")
 SHAPE = StatesShape(LAYERS, STATES.hidden_size)
 TICK_LATE = 0.1
 """Seconds by which a process may look at its deadlines too late."""
 
 
-def config_of(frame_layers: int, max_links: int, state_tokens: int) -> TransferConfig:
+def config_of(frame_layers: int, max_links: int, state_tokens: int, checksum: bool) -> TransferConfig:
     """Frames of so many layers of one block, or of several blocks; room for the hidden states of so many tokens."""
     return TransferConfig(
         states_bytes=state_tokens * STATES.token_bytes,
-        frame_bytes=frame_layers * LAYOUT.block_bytes // LAYERS,
+        frame_bytes=frame_layers * FLOATS.block_bytes // LAYERS,
         lease_seconds=2.0,
         grant_timeout_seconds=4.0,
         prefill_timeout_seconds=8.0,
         transfer_timeout_seconds=4.0,
         frame_timeout_seconds=0.5,
         max_links=max_links,
+        checksum=checksum,
     )
 
 
@@ -49,7 +52,8 @@ class Process:
         self.id = WorkerId(name, f"{name}#{incarnation}")
         states = world.states if isinstance(self, DecodeProcess) else None
         self.peer = Peer(self.id, f"{name}:1", ("simulated",), states)
-        self.blocks = Blocks(self.id.incarnation, blocks)
+        self.blocks = Blocks(self.id.incarnation, world.layout, blocks)
+        self.frames = SimulatedFrames(self.blocks, world.config.checksum)
         self.dead = self.engine_ended = False
         self.frozen = self.skew = 0.0
         self.begun: set[Key] = set()
@@ -57,10 +61,11 @@ class Process:
         self.reported: set[Key] = set()
         self._posted = 0.0
         self._ticking = False
-        self.links = SimulatedLinks(self, world.config.max_links)
+        transports, limits = {"simulated": SimpleNamespace(scope="")}, LinkLimits(world.config.max_links, 0)
+        self.links = LinkManager(transports, limits, LinkTimeouts(0.5, 0.5), "auto", self)
         self.peers = PeerTable()
         self.context = EndpointContext(
-            LocalWorker(self.id, LAYOUT, "model", states=states, states_shape=SHAPE),
+            LocalWorker(self.id, world.layout, "model", states=states, states_shape=SHAPE),
             self.peers,
             world.config,
             self,
@@ -143,7 +148,7 @@ class PrefillProcess(Process):
         super().__init__(world, name, incarnation, blocks)
         self.kept: dict[Key, list[int]] = {}
         """Tokens whose hidden states are known, by attempt: the first one and the end."""
-        self.endpoint = self.sender = KVSender(self.context, SimulatedFrames(), self, self._connect)
+        self.endpoint = self.sender = KVSender(self.context, self.frames, self, self._connect)
 
     def begin(self, key: Key, right: "DecodeProcess", tokens: int) -> None:
         """The prompt's first step starts as soon as it has blocks."""
@@ -211,7 +216,7 @@ class PrefillProcess(Process):
             if first > known[1]:
                 known[0] = first
             known[1] = end
-            self.sender.keep(key, first, SimulatedStates.of([(key, token) for token in range(first, end)]))
+            self.sender.keep(key, first, states_of(key, first, end))
 
     def _fill(self, key: Key, hold: Hold, first: int, end: int) -> None:
         for number in range(first, end):
@@ -249,7 +254,7 @@ class DecodeProcess(Process):
 
     def __init__(self, world: Any, name: str, incarnation: int, blocks: int) -> None:
         super().__init__(world, name, incarnation, blocks)
-        self.endpoint = self.receiver = KVReceiver(self.context, SimulatedFrames(), self)
+        self.endpoint = self.receiver = KVReceiver(self.context, self.frames, self)
 
     def expect(self, key: Key, left: PrefillProcess, tokens: int) -> None:
         def expected() -> None:
@@ -288,8 +293,8 @@ class DecodeProcess(Process):
         if hold is not None:
             cached = int(world.random() * (tokens // BLOCK + 1)) if world.random() < 0.2 else 0
             hold.have_tokens = cached * BLOCK
-            for number, block in enumerate(hold.blocks):
-                self.blocks.fill(block, *((key, number) if number < cached else ("stale",)))
+            for number, block in enumerate(hold.blocks[:cached]):
+                self.blocks.fill(block, key, number)
         answer(hold)
 
     def release(self, reservation: Hold) -> None:
@@ -297,7 +302,7 @@ class DecodeProcess(Process):
         self.world.post(0.0, self, self.receiver.blocks_freed)
 
     def imported(
-        self, key: Key, reservation: Hold, first_token: int, stats: TransferStats, states: SimulatedStates | None
+        self, key: Key, reservation: Hold, first_token: int, stats: TransferStats, states: Tensor | None
     ) -> None:
         world = self.world
         if key in world.commits:
@@ -305,25 +310,25 @@ class DecodeProcess(Process):
         if first_token != FIRST_TOKEN:
             raise Violation("commit", f"{key} is committed with token {first_token}")
         world.commits.add(key)
-        self.blocks.check_tokens(reservation)
+        self.blocks.check_tokens(reservation, self.world.tokens[reservation.owner[0]])
         self._check_states(key, states)
         self.report(key, "imported")
         world.post(world.random() * 1.5, self, self._decoded, reservation)
 
-    def _check_states(self, key: Key, states: SimulatedStates | None) -> None:
+    def _check_states(self, key: Key, states: Tensor | None) -> None:
         """The hidden states that came are those of this very attempt; all of them, unless there was too little room."""
         world, tokens = self.world, self.world.tokens[key[0]]
         left, _ = world.router.placed[key]
         kept = left.kept.get(key, [0, 0])
         first = tokens if states is None else tokens - len(states)
-        if states is not None and list(states.stamps) != [(key, token) for token in range(first, tokens)]:
-            raise Violation("token", f"{key}: hidden states from {first} on are {list(states.stamps)}")
+        if states is not None and not states.equal(states_of(key, first, tokens)):
+            raise Violation("token", f"{key}: hidden states from {first} on are others")
         expected = kept[0] if world.states is not None and kept[1] == tokens else tokens
         if first != expected and world.roomy:
             raise Violation("lost", f"{key}: hidden states from {first} on, computed from {expected} on")
 
     def _decoded(self, reservation: Hold) -> None:
-        self.blocks.check_tokens(reservation)
+        self.blocks.check_tokens(reservation, self.world.tokens[reservation.owner[0]])
         self.release(reservation)
 
     def import_failed(self, key: Key, code: Code, message: str) -> None:
