@@ -40,8 +40,7 @@ def anyio_backend() -> str:
 
 
 LONGEST = (
-    "tests/cluster/test_cluster_ray.py",
-    "tests/cluster/test_ray_death.py",
+    "tests/cluster/ray/test_ray_cluster.py",
     "tests/faults/test_router_faults.py",
     "tests/faults/test_drains.py",
     "tests/nemesis/test_nemesis.py",
@@ -53,7 +52,7 @@ LONGEST = (
     "tests/faults/test_kills.py",
     "tests/faults/test_pair_cycles.py",
     "tests/engine/test_gpu_runner.py",
-    "tests/test_gpu_benchmark.py",
+    "tests/benchmarks/test_benchmarks.py",
     "tests/transfer/test_transfer_contract.py",
     "tests/transfer/test_simulation.py",
     "tests/kernels/test_cpu_library.py",
@@ -64,7 +63,7 @@ LONGEST = (
     "tests/test_packaging.py",
     "tests/metrics/test_scrapes.py",
     "tests/metrics/test_traces.py",
-    "tests/operators/test_doctor.py",
+    "tests/cli/test_doctor.py",
     "tests/third_party/test_docs.py",
     "tests/faults/test_fuzz.py",
     "tests/faults/test_released_blocks.py",

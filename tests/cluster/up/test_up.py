@@ -59,8 +59,6 @@ try:
 except ClusterError as error:
     sys.exit("\\n".join(error.lines))
 """
-
-
 STUCK = """
 import ctypes, subprocess, sys
 import ray

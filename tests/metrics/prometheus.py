@@ -26,7 +26,7 @@ def program(name: str) -> str:
     """The path of `prometheus` or `promtool`; skips the test without it."""
     found = shutil.which(name, path=os.environ.get("PROMETHEUS_BIN")) or shutil.which(name)
     if found is None:
-        pytest.skip(f"{name} is not here; tests/support/prometheus.py says how to get it")
+        pytest.skip(f"{name} is not here; tests/metrics/prometheus.py says how to get it")
     return found
 
 
