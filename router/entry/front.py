@@ -439,6 +439,7 @@ class Call:
                 if begun() or (len(self.ticket.places) == 1 and not self.ticket.begun):
                     raise
             await self._in_time(self.ticket.again(place), request.first_token_seconds)
+            await self._turn()  # many may get places at once
 
     @asynccontextmanager
     async def _noting_failure(self, trace: RequestTrace) -> AsyncIterator[None]:
