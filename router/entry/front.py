@@ -438,7 +438,10 @@ class Call:
             except QueueOverflow:
                 if begun() or (len(self.ticket.places) == 1 and not self.ticket.begun):
                     raise
+            finally:
+                del scope  # it has a reference to this task, whose exception has one to this frame
             await self._in_time(self.ticket.again(place), request.first_token_seconds)
+            await self._turn()  # many may get places at once
 
     @asynccontextmanager
     async def _noting_failure(self, trace: RequestTrace) -> AsyncIterator[None]:
@@ -472,7 +475,8 @@ async def together(works: AsyncIterator[Coroutine[Any, Any, None]]) -> None:
     """Runs all works to their ends, each as soon as it is there; the first one that fails ends the others, and its
     exception is raised. They are ended a few at a time, since there may be a thousand."""
     running: dict[asyncio.Task[None], None] = {}
-    over: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+    failures: list[BaseException] = []
+    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def begin(work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name="completion")
@@ -481,9 +485,10 @@ async def together(works: AsyncIterator[Coroutine[Any, Any, None]]) -> None:
 
     def ended(task: asyncio.Task[None]) -> None:
         del running[task]
-        error = None if task.cancelled() else task.exception()
-        if not over.done() and (error is not None or not running):
-            over.set_result(error)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            failures.append(error)
+        if not over.done() and (failures or not running):
+            over.set_result(None)
 
     async def begin_all() -> None:
         async for work in works:
@@ -491,18 +496,18 @@ async def together(works: AsyncIterator[Coroutine[Any, Any, None]]) -> None:
 
     begin(begin_all())
     try:
-        error = await over
+        await over
     finally:
         await _end(running)
-    if error is not None:
-        raise error
+    if failures:
+        raise failures.pop(0)  # no variable keeps it: it has a reference to this frame
 
 
 async def _end(tasks: Collection[asyncio.Task[None]]) -> None:
     """Cancels tasks, which leave the collection at their end, ENDED_AT_ONCE at a time; all at once if the caller itself
     is cancelled."""
     at_once = ENDED_AT_ONCE
-    cancelled: asyncio.CancelledError | None = None
+    cancelled: list[asyncio.CancelledError] = []
     while tasks:
         ending = list(itertools.islice(tasks, at_once))
         for task in ending:
@@ -510,9 +515,10 @@ async def _end(tasks: Collection[asyncio.Task[None]]) -> None:
         try:
             await asyncio.wait(ending)
         except asyncio.CancelledError as error:
-            cancelled, at_once = error, len(tasks)
-    if cancelled is not None:
-        raise cancelled
+            cancelled.append(error)
+            at_once = len(tasks)
+    if cancelled:
+        raise cancelled.pop()
 
 
 def _describe(request: CheckedRequest, trace: RequestTrace) -> None:

@@ -20,6 +20,7 @@ the first token that comes after that moment, or when the first gathered one has
 import asyncio
 import math
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -261,20 +262,20 @@ NOTHING = Taken([], FINISH_REASON_UNSPECIFIED, [], [])
 class Whole(Protocol):
     """The attempt, as its parts see it."""
 
-    tokens: AttemptTokens
-
     def on_event(self, part: "Part", event: RequestEvent) -> None: ...
 
     def on_lost(self, part: "Part") -> None: ...
-
-    def wake(self) -> None: ...
 
 
 @dataclass(slots=True)
 class Part:
     """Listens to the worker's stream, and counts as one of its requests and suspects while it is one there."""
 
-    attempt: Whole
+    attempt: "weakref.ref[Whole]"
+    """The attempt, which keeps its parts: with a reference back, only the garbage collector would free both, and all
+    that a session is, which takes it a tenth of a second where many have ended."""
+    tokens: AttemptTokens
+    """Those of the attempt."""
     stream: WorkerStream
     phase: Phase
     next_index: int
@@ -352,19 +353,21 @@ class Part:
 
     def on_token(self, index: int, token: int, now: float) -> None:
         # Nearly all tokens take the short way: what else is to be done was done for the first ones.
-        if self._plain and index == self.next_index and self.attempt.tokens.append(index, token, now):
+        if self._plain and index == self.next_index and self.tokens.append(index, token, now):
             self.next_index = index + 1
         else:
-            self.attempt.on_event(self, RequestEvent(first_index=index, token_ids=[token]))
+            self.on_event(RequestEvent(first_index=index, token_ids=[token]))
 
     def on_event(self, event: RequestEvent) -> None:
-        self.attempt.on_event(self, event)
+        if (attempt := self.attempt()) is not None:
+            attempt.on_event(self, event)
 
     def on_lost(self) -> None:
-        self.attempt.on_lost(self)
+        if (attempt := self.attempt()) is not None:
+            attempt.on_lost(self)
 
     def on_doubt(self) -> None:
-        self.attempt.wake()
+        self.tokens.wake()
 
 
 PREFILL_LOST_SECONDS = 1.0
@@ -424,15 +427,12 @@ class Attempt:
         self._expected = tuple(expected)
         self._begun = not suspect_tokens
         """Whether the workers may compute the request: a suspect, once each of them has taken it."""
-        if decode is prefill:
-            self._prefill = Part(self, prefill, PHASE_COLOCATED, self._base, suspect_tokens, on_trial)
-            self._decode: Part | None = None
-        else:
-            self._prefill = Part(self, prefill, PHASE_PREFILL, self._base, suspect_tokens, on_trial)
-            second = self._base + 1
-            self._decode = (
-                None if decode is None else Part(self, decode, PHASE_DECODE, second, suspect_tokens, on_trial)
-            )
+
+        def part(stream: WorkerStream, phase: Phase, first: int) -> Part:
+            return Part(weakref.ref(self), self.tokens, stream, phase, first, suspect_tokens, on_trial)
+
+        self._prefill = part(prefill, PHASE_COLOCATED if decode is prefill else PHASE_PREFILL, self._base)
+        self._decode = None if decode in (None, prefill) else part(decode, PHASE_DECODE, self._base + 1)
 
     # Towards the workers.
 
