@@ -8,7 +8,7 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_messages import INVALID
+from test_handoff_messages import INVALID
 
 from kvrelay.decode_worker.reservation_queue import ReservationQueue
 from kvrelay.engine.kv.layout import KVLayout
