@@ -27,7 +27,7 @@ from support.handoff import (
     SENDER,
     Ends,
     ReceivingHost,
-    StandInReservation,
+    StandInHold,
     blocks_of,
     content,
     digest,
@@ -85,9 +85,7 @@ class _ReportingHost(ReceivingHost):
         self._connection = connection
         self.lengths: dict[Key, int] = {}
 
-    def imported(
-        self, key: Key, reservation: StandInReservation, first_token: int, stats: TransferStats, states: Any
-    ) -> None:
+    def imported(self, key: Key, reservation: StandInHold, first_token: int, stats: TransferStats, states: Any) -> None:
         self._connection.send((key, digest(content(self._pool, reservation.hold.blocks, self.lengths[key]))))
         self.release(reservation)
 

@@ -21,7 +21,7 @@ def contents(message: RelayResponse) -> list[tuple[int, int]]:
     return [*((slot, index) for slot, index, _ in plain), *events]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.one_of(st.tuples(st.integers(0, REQUESTS - 1), st.booleans()), st.none()), max_size=60))
 async def test_each_requests_tokens_come_in_order_whatever_form_they_have(
     course: list[tuple[int, bool] | None],
