@@ -53,7 +53,7 @@ LONGEST = (
     "tests/faults/test_pair_cycles.py",
     "tests/engine/test_gpu_runner.py",
     "tests/benchmarks/test_benchmarks.py",
-    "tests/transfer/test_transfer_contract.py",
+    "tests/transfer/test_transports.py",
     "tests/transfer/test_simulation.py",
     "tests/kernels/test_cpu_library.py",
     "tests/kernels/test_cpu_attention.py",

@@ -84,6 +84,7 @@ def test_a_failed_server_ends_in_time_and_says_why(tmp_path: Path) -> None:
     assert "stop with 0.5 s" in text
 
 
+@pytest.mark.more
 def test_a_real_worker_ends_in_time_while_its_model_loads(tmp_path: Path) -> None:
     """The module that is run in production; its native kernels and its weights load in threads."""
     path = tmp_path / "config.json"

@@ -8,7 +8,7 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_messages import INVALID
+from test_handoff_messages import INVALID
 
 from kvrelay.decode_worker.reservation_queue import ReservationQueue
 from kvrelay.engine.kv.layout import KVLayout
@@ -196,6 +196,7 @@ WRONG: dict[str, Push | Finish] = {
     "from token 2 G on": Push("r", 1, 1, 0, 2**31, 16, BLOCK_BYTES),
     "half a block": Push("r", 1, 1, 0, 0, 7, 7 * LAYOUT.token_bytes),
     "other bytes than tokens": Push("r", 1, 1, 0, 0, 16, BLOCK_BYTES + 1),
+    "no first block": Push("r", 1, 1, 0, 16, 4, 4 * LAYOUT.token_bytes),
     "the second frame first": Push("r", 1, 1, 1, 0, 16, BLOCK_BYTES),
     "the second half first": Push("r", 1, 1, 0, 0, 16, LAYER_BYTES * 2, 1, 2),
     "half of the layers, and all bytes": Push("r", 1, 1, 0, 0, 16, BLOCK_BYTES, 0, 2),
