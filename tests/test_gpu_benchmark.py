@@ -30,6 +30,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=560, check=False, env=dict(os.environ))
 
 
+@pytest.mark.more
 @pytest.mark.timeout(600)  # half a minute of the interpreter on a core of its own
 def test_a_dry_run_checks_every_kernel_the_engine_and_a_link(tmp_path: Path) -> None:
     done = run("--dry-run", "--out", str(tmp_path / "gpu.json"))
@@ -48,13 +49,14 @@ def test_a_dry_run_checks_every_kernel_the_engine_and_a_link(tmp_path: Path) -> 
     )
 
 
-def test_an_unknown_section_is_refused() -> None:
-    done = run("--only", "kernels,engines")
-    assert done.returncode == 2
-    assert "--only has engines; allowed: environment, kernels, attention, engine, links" in done.stderr
-
-
+@pytest.mark.more
 def test_without_a_gpu_the_environment_is_wrong() -> None:
     done = run("--only", "environment")
     assert ("SOMETHING IS WRONG" in done.stdout) == (done.returncode == 1)
     assert done.returncode == 1 or '"gpus": 0' not in done.stdout
+
+
+def test_an_unknown_section_is_refused() -> None:
+    done = run("--only", "kernels,engines")
+    assert done.returncode == 2
+    assert "--only has engines; allowed: environment, kernels, attention, engine, links" in done.stderr
