@@ -2,16 +2,8 @@
 
 from typing import Any
 
+from siege_up import EXIT_SECONDS, FREEZE_SECONDS, SERVING_SECONDS, Fate, Foreground, foreground
 from siege_witness import Given, Measure, Witness, none_of
-
-from support.ray_deaths import (
-    EXIT_SECONDS,
-    FREEZE_SECONDS,
-    SERVING_SECONDS,
-    Fate,
-    Foreground,
-    foreground,
-)
 
 KILL, FREEZE = "kill", "freeze"
 

@@ -124,6 +124,10 @@ class RouterServer:
         budget, token_bytes = RetryBudget(), self._tokenizer.token_bytes
         pacer = Pacer(config.coalesce_ms / 1000)
         metrics = RouterMetrics(config.name, model_name(config.model), config.classes)
+        options = {name: getattr(config, name) for name in ("tool_parser", "reasoning_parser", "chat_template")}
+        self._lanes = Lanes({"folder": str(folder), "max_message_bytes": config.max_message_bytes, **options})
+        chats = chats_of(self._tokenizer, config.tool_parser, config.reasoning_parser)
+        read = reading(folder, self._tokenizer, chats, self._lanes)
         dispatch = Dispatch(
             config,
             self.registry,
@@ -136,16 +140,13 @@ class RouterServer:
             token_bytes,
             metrics,
             lengths,
+            turns=read.turns,
         )
         self._spans = (
             SpanExport(config.name, config.otlp_endpoint, config.trace_share) if config.otlp_endpoint else None
         )
         self._policy = policy
         traffic = TrafficMeter(LatencyTargets(config.ttft_target_seconds, config.tpot_target_seconds))
-        options = {name: getattr(config, name) for name in ("tool_parser", "reasoning_parser", "chat_template")}
-        self._lanes = Lanes({"folder": str(folder), "max_message_bytes": config.max_message_bytes, **options})
-        chats = chats_of(self._tokenizer, config.tool_parser, config.reasoning_parser)
-        read = reading(folder, self._tokenizer, chats, self._lanes)
         self._callers = Callers(config)
         self._watching: asyncio.Task[None] | None = None
         self._front = Front(dispatch, self._callers, observer, read, traffic, self._spans)

@@ -19,6 +19,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+pytest_plugins = ["support.scenes"]
+
 # Every process of the tests has it: internal calls need one.
 os.environ["KVRELAY_JOIN_TOKEN"] = "the-join-token-of-the-tests"
 
@@ -30,27 +32,29 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
 
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """The event loop of tests that are coroutines, which have the marker `anyio`."""
+    return "asyncio"
+
+
 LONGEST = (
-    "tests/cluster/test_cluster_ray.py",
-    "tests/cluster/test_ray_death.py",
+    "tests/cluster/ray/test_ray_cluster.py",
     "tests/faults/test_router_faults.py",
     "tests/faults/test_drains.py",
-    "tests/faults/test_desired.py",
-    "tests/faults/test_role_switch.py",
     "tests/nemesis/test_nemesis.py",
     "tests/faults/test_routers.py",
-    "tests/faults/test_supervisor_replacement.py",
-    "tests/faults/test_links.py",
+    "tests/faults/test_supervised.py",
+    "tests/faults/test_broken_links.py",
     "tests/faults/test_router_streams.py",
-    "tests/faults/test_freezes.py",
     "tests/faults/test_corruption.py",
     "tests/faults/test_kills.py",
     "tests/faults/test_pair_cycles.py",
     "tests/engine/runner/test_gpu_runner.py",
-    "tests/test_gpu_benchmark.py",
+    "tests/benchmarks/test_benchmarks.py",
     "tests/transfer/test_transfer_contract.py",
-    "tests/transfer/test_transfer_simulation.py",
-    "tests/faults/test_structured_kills.py",
+    "tests/transfer/test_simulation.py",
     "tests/kernels/test_cpu_library.py",
     "tests/kernels/test_cpu_attention.py",
     "tests/kernels/test_paged_attention.py",
@@ -58,7 +62,7 @@ LONGEST = (
     "tests/test_packaging.py",
     "tests/metrics/test_scrapes.py",
     "tests/metrics/test_traces.py",
-    "tests/operators/test_doctor.py",
+    "tests/cli/test_doctor.py",
     "tests/third_party/test_docs.py",
     "tests/faults/test_fuzz.py",
     "tests/faults/test_released_blocks.py",

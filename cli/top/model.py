@@ -62,7 +62,8 @@ class Model:
         self.routers = {url: RouterView(url) for url in urls}
         self._goodput = goodput
         self._fleets: dict[str, dict[str, Any]] = {}
-        self._ended: dict[str, OrderedDict[tuple[str, float], dict[str, Any]]] = {url: OrderedDict() for url in urls}
+        self.ended: dict[str, OrderedDict[tuple[str, float], dict[str, Any]]] = {url: OrderedDict() for url in urls}
+        """What has become of each router's latest requests, by the request's name and the time of its arrival."""
         """The requests of each router by id and receipt (one that was refused has the client's id, or none), in the
         order in which they ended. A router tells each new connection again what it has told an earlier one."""
         self._rates: dict[tuple[str, ...], Rate] = {}
@@ -125,7 +126,7 @@ class Model:
 
     def _keep(self, url: str, lives: Iterable[dict[str, Any]]) -> None:
         """Keeps those of the window, and the latest MOST_DECISIONS of the router."""
-        ended = self._ended[url]
+        ended = self.ended[url]
         router = self.routers[url].name or url
         ended.update(((life["id"], life["received"]), {**life, "router": router}) for life in lives)
         oldest = time.time() - WINDOW_SECONDS
@@ -164,9 +165,7 @@ class Model:
 
     def _requests(self, now: float) -> dict[str, Any]:
         """Figures of the caller's requests that ended within the window."""
-        lives = [
-            life for ended in self._ended.values() for life in ended.values() if _end(life) >= now - WINDOW_SECONDS
-        ]
+        lives = [life for ended in self.ended.values() for life in ended.values() if _end(life) >= now - WINDOW_SECONDS]
         # The routers keep so many; with more traffic the window is shorter.
         seconds = min(WINDOW_SECONDS, now - min((_end(life) for life in lives), default=now)) or 1.0
         seconds = max(seconds, 1.0)
@@ -203,7 +202,7 @@ class Model:
             for url, fleet in self._fleets.items()
             for life in fleet["lives"]
         ]
-        ended = (life for each in self._ended.values() for life in each.values())
+        ended = (life for each in self.ended.values() for life in each.values())
         lives = sorted([*ended, *running], key=lambda life: -float(life["received"]))
         return [_decision(life) for life in lives[:MOST_DECISIONS]]
 

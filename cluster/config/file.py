@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -125,13 +126,19 @@ def _line_number(root: yaml.Node | None, path: Sequence[str]) -> int | None:
 def _suggestion(path: Sequence[str]) -> str:
     """The nearest keys of the same section, the same key of another section, or all keys of the section."""
     *section, key = path
-    sections = dict(_keys(schema()))
+    sections = _sections()
     known = next((keys for name, keys in sections.items() if _same(name, section)), [])
     near = difflib.get_close_matches(key, known, n=2, cutoff=0.7)
     near = near or [".".join((*name, key)) for name, keys in sections.items() if key in keys and ANY not in name][:3]
     if near:
         return f"; did you mean {' or '.join(near)}?"
     return f"; allowed: {', '.join(known)}" if known else ""
+
+
+@cache
+def _sections() -> dict[tuple[str, ...], list[str]]:
+    """The keys of every section, by the section's path."""
+    return dict(_keys(schema()))
 
 
 def _same(name: Sequence[str], path: Sequence[str]) -> bool:

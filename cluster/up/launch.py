@@ -260,7 +260,7 @@ class Cluster:
         while True:
             startup: Startup = self._ask(self._supervisor.startup)
             self._report.progress(startup.members)
-            _check_failures(startup)
+            check_failures(startup)
             everyone = all(member.state == MEMBER_STATE_READY for member in startup.members)
             if startup.ready and everyone and all(serves(router, self.state.router_tls) for router in startup.routers):
                 return startup
@@ -307,7 +307,13 @@ def _check_reachable(address: str) -> None:
         raise RunError(f"--address {address}: {error.strerror or error}") from None
 
 
-def _check_failures(startup: "Startup") -> None:
+def check_failures(startup: "Startup") -> None:
+    """Ends a start that can't succeed.
+
+    Raises:
+        UsageError: members have ended because of their configuration; a line for each.
+        RunError: a member has ended MOST_FAILURES times.
+    """
     if hopeless := [f"{member.name}: {member.reason}" for member in startup.members if member.hopeless]:
         raise UsageError(*hopeless)
     for member in startup.members:

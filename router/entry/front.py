@@ -8,11 +8,12 @@ A face turns the one kind of exception that is left, `RequestError`, into its ow
 """
 
 import asyncio
+import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -46,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+ENDED_AT_ONCE = 2
+"""Completions of a call that end together when one of them has failed, or the client is gone: each takes the event loop
+for some tenths of a millisecond."""
 END_SECONDS = 1.0
 """Seconds for calls to end on their workers when the router is to end."""
 
@@ -321,7 +325,7 @@ class Call:
         front, grant = self._front, self._grant
         meter = front.limits.request(grant.key, grant.limits)
         trace.tenant = grant.tenant
-        with self._noting_failure(trace):
+        async with self._noting_failure(trace):
             front.check_model(request.model)
             front._callers.check_claim(request.tenant, grant.tenant)
             holder, classes = self.ticket.holder, front.config.classes
@@ -356,7 +360,7 @@ class Call:
     async def _turn(self) -> None:
         """Returns when the event loop has time for the call: to check a prompt and begin a completion takes about a
         millisecond, and so does to end one."""
-        await self._front._reading.turns.take(self.ticket.holder)
+        await self._front._dispatch.turns.take(self.ticket.holder)
 
     async def _in_time(self, waiting: Coroutine[Any, Any, T], seconds: float) -> T:
         """
@@ -404,8 +408,9 @@ class Call:
         self._front.requests.begin(trace)
         self._front.traffic.begin(trace)
         try:
-            with self._noting_failure(trace), self.ticket.lent(place):
-                finish_reason = await self._run(request, trace, sink, place)
+            async with self._noting_failure(trace):
+                with self.ticket.lent(place):
+                    finish_reason = await self._run(request, trace, sink, place)
         finally:
             meter.generated(trace.generated_tokens)
         outcome = FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower()
@@ -435,21 +440,28 @@ class Call:
                     raise
             await self._in_time(self.ticket.again(place), request.first_token_seconds)
 
-    @contextmanager
-    def _noting_failure(self, trace: RequestTrace) -> Iterator[None]:
+    @asynccontextmanager
+    async def _noting_failure(self, trace: RequestTrace) -> AsyncIterator[None]:
         try:
             yield
-        except RequestError as error:
-            self._note_end(trace, error.outcome, str(error))
+        except (Exception, asyncio.CancelledError) as error:
+            outcome = self._outcome_of(error)
+            try:
+                await self._turn()  # many may fail at once, or be left by their client
+            finally:
+                self._note_end(trace, outcome, str(error) if isinstance(error, RequestError) else "")
             raise
-        except asyncio.CancelledError:
-            late = time.monotonic() >= self._deadline
-            ended = "deadline" if late else "unavailable" if self._front._ending else "cancelled"
-            self._note_end(trace, "exhausted" if self.ticket.displaced else cast(Outcome, ended))
-            raise
-        except Exception:
-            self._note_end(trace, "internal")
-            raise
+
+    def _outcome_of(self, error: Exception | asyncio.CancelledError) -> Outcome:
+        if isinstance(error, RequestError):
+            return error.outcome
+        if not isinstance(error, asyncio.CancelledError):
+            return "internal"
+        if self.ticket.displaced:
+            return "exhausted"
+        if time.monotonic() >= self._deadline:
+            return "deadline"
+        return "unavailable" if self._front._ending else "cancelled"
 
     def _note_end(self, trace: RequestTrace, outcome: Outcome, failure: str = "") -> None:
         self.ended.append(Ended(trace, outcome, failure))
@@ -458,14 +470,49 @@ class Call:
 
 async def together(works: AsyncIterator[Coroutine[Any, Any, None]]) -> None:
     """Runs all works to their ends, each as soon as it is there; the first one that fails ends the others, and its
-    exception is raised."""
+    exception is raised. They are ended a few at a time, since there may be a thousand."""
+    running: dict[asyncio.Task[None], None] = {}
+    over: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+
+    def begin(work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name="completion")
+        running[task] = None
+        task.add_done_callback(ended)
+
+    def ended(task: asyncio.Task[None]) -> None:
+        del running[task]
+        error = None if task.cancelled() else task.exception()
+        if not over.done() and (error is not None or not running):
+            over.set_result(error)
+
+    async def begin_all() -> None:
+        async for work in works:
+            begin(work)
+
+    begin(begin_all())
     try:
-        async with asyncio.TaskGroup() as group:
-            async for work in works:
-                group.create_task(work, name="completion")
-    except BaseExceptionGroup as errors:
-        failures = errors.subgroup(RequestError)
-        raise (failures or errors).exceptions[0] from None
+        error = await over
+    finally:
+        await _end(running)
+    if error is not None:
+        raise error
+
+
+async def _end(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Cancels tasks, which leave the collection at their end, ENDED_AT_ONCE at a time; all at once if the caller itself
+    is cancelled."""
+    at_once = ENDED_AT_ONCE
+    cancelled: asyncio.CancelledError | None = None
+    while tasks:
+        ending = list(itertools.islice(tasks, at_once))
+        for task in ending:
+            task.cancel()
+        try:
+            await asyncio.wait(ending)
+        except asyncio.CancelledError as error:
+            cancelled, at_once = error, len(tasks)
+    if cancelled is not None:
+        raise cancelled
 
 
 def _describe(request: CheckedRequest, trace: RequestTrace) -> None:

@@ -226,11 +226,15 @@ class LeastWork:
         self._ahead_tokens = ahead_tokens
         self._turn = 0
         self._last_turn: dict[WorkerId, int] = {}
+        self._known: list[tuple[WorkerId, int]] = []
+        """The workers that were seen last, each with the tokens that its KV pool holds."""
 
     def place(self, demand: Demand, workers: Sequence[WorkerView]) -> Placement | NoPlace:
         """Decides by the workers' state now. Who follows the decision calls `take`."""
-        self._last_turn = {worker.id: self._last_turn[worker.id] for worker in workers if worker.id in self._last_turn}
-        self._index.keep((worker.id, worker.kv_tokens) for worker in workers)
+        if (known := [(worker.id, worker.kv_tokens) for worker in workers]) != self._known:
+            self._known = known
+            self._last_turn = {each: self._last_turn[each] for each, _ in known if each in self._last_turn}
+            self._index.keep(known)
         groups = _preferred(demand, workers)
         for group in groups:
             chosen = self._choose(demand, group)

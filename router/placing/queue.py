@@ -12,6 +12,7 @@ only takes what the workers keep for holders of little.
 """
 
 import asyncio
+import heapq
 import itertools
 import time
 from bisect import insort
@@ -64,6 +65,10 @@ class _Waiter:
     displaced: bool = False
     passed: int = 0
     """Tokens of requests that went before it while it had no place."""
+    found: Placement | NoPlace | None = None
+    """The latest decision about it."""
+    found_at: int = -1
+    """Number of changes of the workers' state before that decision."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -81,6 +86,7 @@ class _Tenant:
 
     shares: Shares[str] = field(default_factory=Shares)
     lines: defaultdict[str, list[_Waiter]] = field(default_factory=lambda: defaultdict(list))
+    """Its requests in order, by class; without classes of which none waits."""
 
     def __len__(self) -> int:
         return sum(map(len, self.lines.values()))
@@ -106,14 +112,17 @@ class PlacementQueue:
         """Waiter that is called and has not tried yet."""
         self._passing: list[_Waiter] = []
         """Waiters that `_next` overtakes."""
+        self._waiting = 0
+        self._changes = 0
+        """Number of changes of the workers' state that were told."""
 
     def __len__(self) -> int:
         """Requests that wait."""
-        return len(self._again) + sum(map(len, self._tenants.values()))
+        return self._waiting
 
     def demands(self) -> list[Demand]:
         """The demands of the requests that wait, in turn."""
-        return [waiter.demand for waiter in self._in_turn()]
+        return [waiter.demand for waiter in self._in_turn(len(self._tenants))]
 
     async def place(
         self,
@@ -142,7 +151,7 @@ class PlacementQueue:
         waiter = _Waiter(demand, claim, next(self._numbers), first)
         self._add(waiter)
         try:
-            self.wake()
+            self._look()
             if not (first or waiter.called.is_set()) and len(self) > self._max_waiting:
                 self._displace(claim.tenant)
             if on_wait is not None and not waiter.called.is_set():
@@ -155,35 +164,55 @@ class PlacementQueue:
                     if waiter.displaced:
                         raise QueueFull
                     passing, self._passing, self._next = self._passing, [], None
-                    place = self._decide(demand)
+                    place = self._try(waiter)
                     if isinstance(place, Placement):
                         self._charge(waiter, passing)
                         return start(place)
                     if place is NoPlace.NO_WORKERS:
                         return place
-                    self.wake()
+                    self._look()
         except TimeoutError:
             return NoPlace.NO_CAPACITY
         finally:
             if not waiter.displaced:
                 self._remove(waiter)
-            self.wake()
+            self._look()
 
     def wake(self) -> None:
         """The workers' state has changed: a request may have a place now."""
-        if self._next is not None:
-            return
-        passing: list[_Waiter] = []
-        held = False
-        for waiter in itertools.islice(self._in_turn(), LOOK_AHEAD):
-            place = self._decide(waiter.demand)
-            passes = isinstance(place, Placement) and place.passes
-            if passes or not (held or place is NoPlace.NO_CAPACITY):
+        self._changes += 1
+        self._look()
+
+    def _look(self) -> None:
+        """Calls the first request that has a place.
+
+        What was decided since the latest change of the workers' state is not decided again, unless a request would
+        pass others by it: the state may have changed without a word yet.
+        """
+        while self._next is None:
+            passing: list[_Waiter] = []
+            held = known = False
+            for waiter in itertools.islice(self._in_turn(LOOK_AHEAD), LOOK_AHEAD):
+                fresh = waiter.found_at != self._changes
+                place = self._try(waiter) if fresh else waiter.found
+                passes = isinstance(place, Placement) and place.passes
+                if passes or not (held or place is NoPlace.NO_CAPACITY):
+                    break
+                known = known or not fresh
+                held = held or waiter.held
+                passing.append(waiter)
+            else:
+                return
+            if not known or passes:
                 self._next, self._passing = waiter, [] if passes else passing
                 waiter.called.set()
-                return
-            held = held or waiter.held
-            passing.append(waiter)
+            else:
+                self._changes += 1
+
+    def _try(self, waiter: _Waiter) -> Placement | NoPlace:
+        """Decides about a request by the workers' state now."""
+        waiter.found, waiter.found_at = self._decide(waiter.demand), self._changes
+        return waiter.found
 
     def used(self, claim: Claim, tokens: int) -> None:
         """A request has generated so many tokens more than was expected of it when it got its place, or less where this
@@ -192,10 +221,14 @@ class PlacementQueue:
         if claim.tenant in self._tenants:
             self._tenants[claim.tenant].shares.charge(claim.service_class, tokens / claim.class_weight)
 
-    def _in_turn(self) -> Iterator[_Waiter]:
-        """The waiting requests in order: the first of each line, then the second of each."""
+    def _in_turn(self, most: int) -> Iterator[_Waiter]:
+        """The waiting requests in order: the first of each line, then the second of each.
+
+        Args:
+            most: tenants that matter; only the requests of so many are among them.
+        """
         yield from self._again
-        tenants = sorted(self._tenants, key=self._shares.__getitem__)
+        tenants = heapq.nsmallest(most, self._tenants, key=self._shares.__getitem__)
         lines = [
             tenant.lines[name]
             for tenant in map(self._tenants.__getitem__, tenants)
@@ -205,6 +238,7 @@ class PlacementQueue:
             yield from filter(None, row)
 
     def _add(self, waiter: _Waiter) -> None:
+        self._waiting += 1
         if waiter.first:
             self._again.insert(0, waiter)
             return
@@ -220,6 +254,7 @@ class PlacementQueue:
     def _remove(self, waiter: _Waiter) -> None:
         if self._next is waiter:
             self._next, self._passing = None, []
+        self._waiting -= 1
         if waiter.first:
             self._again.remove(waiter)
             return
@@ -250,7 +285,7 @@ class PlacementQueue:
         most = max(self._tenants, key=lambda name: len(self._tenants[name]))
         if len(self._tenants[most]) <= len(self._tenants[tenant]):
             raise QueueFull
-        last = max(itertools.chain(*self._tenants[most].lines.values()), key=lambda waiter: waiter.order)
+        last = max((line[-1] for line in self._tenants[most].lines.values()), key=lambda waiter: waiter.order)
         self._remove(last)
         last.displaced = True
         last.called.set()

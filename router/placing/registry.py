@@ -44,6 +44,9 @@ class _Worker:
     dialed: bool = False
     """Whether an attempt to connect has ended."""
     task: asyncio.Task[None] | None = field(default=None, repr=False)
+    view: WorkerView | None = field(default=None, repr=False)
+    """The latest view of it, made of `facts`."""
+    facts: tuple[object, ...] = field(default=(), repr=False)
 
     @property
     def takes_requests(self) -> bool:
@@ -306,22 +309,32 @@ class WorkerRegistry:
             return WorkerView(worker.id, worker.role, ready=False)
         ours, theirs = self._model, stream.serving
         same = ours is not None and theirs is not None and ours.fingerprint == theirs.fingerprint
+        ready = worker.takes_requests and same
+        avoided = self._health.avoids(worker.id)
+        bad_peers = self._health.bad_peers(worker.id) if worker.role == "prefill" else frozenset()
+        # Each placement looks at all workers, and changes one or two of them.
+        counts = stream.changes, stream.requests, stream.suspects
+        facts = stream, counts, worker.compatibility, ready, avoided, bad_peers
+        if worker.view is not None and worker.facts == facts:
+            return worker.view
+        worker.facts = facts
         blocks = None if stream.last_load is None else stream.last_load.blocks
-        return WorkerView(
+        worker.view = WorkerView(
             worker.id,
             worker.role,
-            ready=worker.takes_requests and same,
+            ready=ready,
             outstanding_tokens=stream.outstanding_tokens,
             pending_tokens=stream.pending_tokens,
             running=stream.running,
             kv_tokens=0 if blocks is None else blocks.total * blocks.size,
             capacity=_capacity(stream, worker.role) if worker.role != "prefill" else None,
             compatibility=worker.compatibility,
-            avoided=self._health.avoids(worker.id),
-            bad_peers=self._health.bad_peers(worker.id) if worker.role == "prefill" else frozenset(),
+            avoided=avoided,
+            bad_peers=bad_peers,
             requests=stream.requests,
             suspects=stream.suspects,
         )
+        return worker.view
 
     def _settles(self) -> bool:
         """Whether a worker is connected, and no attempt to connect to another one is the first one."""

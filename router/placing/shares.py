@@ -13,7 +13,7 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 _KEPT = 64
 """Keys that may be remembered without need."""
-ROUND_SECONDS = 0.002
+ROUND_SECONDS = 0.001
 """Time of one round of the event loop, in seconds, in which work of a millisecond may begin."""
 WOKEN = 8
 """Waiting tasks that go on in one round, of which those wait again for whose work there is no time in it."""

@@ -1,6 +1,7 @@
 """The router's end of a relay: one gRPC stream to one incarnation of a worker carries all requests placed there."""
 
 import asyncio
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -25,12 +26,26 @@ from kvrelay.internal.v1.worker_pb2 import (
     Submit,
 )
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
+from kvrelay.router.placing.shares import ROUND_SECONDS
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.options import HELLO_SECONDS
 
 END_SECONDS = 0.1
 """A process that ends closes its connections and the port that it listens at one after another."""
+
+
+TOKENS_AT_ONCE = 64
+"""Tokens between two looks at the clock."""
+
+
+async def _pause(since: float) -> float:
+    """Lets others have their turn on the event loop if ROUND_SECONDS have passed since the monotonic time `since`;
+    returns from when on to count again."""
+    if time.monotonic() - since < ROUND_SECONDS:
+        return since
+    await asyncio.sleep(0)
+    return time.monotonic()
 
 
 class Listener(Protocol):
@@ -107,6 +122,8 @@ class WorkerStream:
         """The worker's latest load report. A worker reports every change, soon."""
         self.heard = 0.0
         """Monotonic time of its latest message. A worker whose engine computes sends some."""
+        self.changes = 0
+        """Number of changes of `last_load`, and of what it doesn't account for."""
         self._submits = 0
         self.outstanding_tokens = 0
         """Tokens to compute of the live submits that `last_load` doesn't account for."""
@@ -259,7 +276,7 @@ class WorkerStream:
                         self.model = response.hello.model
                     if not len(response.slots) == len(response.indices) == len(response.token_ids):
                         return "the worker sent lists of different lengths"
-                    self._deliver(response)
+                    await self._deliver(response)
                     if first:
                         self._on_change()
             return "the worker ended the stream"
@@ -277,27 +294,37 @@ class WorkerStream:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reading side of the same call reports why
 
-    def _deliver(self, response: RelayResponse) -> None:
+    async def _deliver(self, response: RelayResponse) -> None:
+        """Gives a message's parts to their listeners; others have their turn on the event loop now and then, since a
+        message may have tokens of hundreds of requests."""
         if response.HasField("load"):
             self.last_load = response.load
+            self.changes += 1
             while self._unseen and next(iter(self._unseen.values())).number <= response.submits_seen:
                 self._account_for(next(iter(self._unseen)))
             self._on_load()
         if response.slots:
-            # One look at the clock for all of them: there may be tens of thousands a second.
+            # One look at the clock for many of them: there may be tens of thousands a second.
             now, by_slot = time.monotonic(), self._by_slot
-            for slot, index, token in zip(response.slots, response.indices, response.token_ids, strict=True):
-                if (listener := by_slot.get(slot)) is not None:
-                    listener.on_token(index, token, now)
+            tokens = zip(response.slots, response.indices, response.token_ids, strict=True)
+            while part := list(itertools.islice(tokens, TOKENS_AT_ONCE)):
+                for slot, index, token in part:
+                    if (listener := by_slot.get(slot)) is not None:
+                        listener.on_token(index, token, now)
+                now = await _pause(now)
+        now = time.monotonic()
         for event in response.events:
             found = self._listeners.get((event.request_id, event.attempt))
             if found is not None:
                 found[1].on_event(event)
+                now = await _pause(now)
         for prompt in response.foreign:
             self._on_foreign(self.worker, prompt, self.block_size)
+            now = await _pause(now)
 
     def _count(self, unseen: Unseen, sign: int) -> None:
         """Adds a submit to the sums, or takes it away from them."""
+        self.changes += 1
         self.outstanding_tokens += sign * unseen.new_tokens
         if unseen.decodes:
             self.unseen_requests += sign

@@ -8,6 +8,7 @@ from kvrelay.router.placing.health import FleetHealth
 from kvrelay.router.placing.placement import Demand, LeastWork, why_waiting
 from kvrelay.router.placing.queue import PlacementQueue
 from kvrelay.router.placing.registry import WorkerRegistry
+from kvrelay.router.placing.shares import Turns
 from kvrelay.router.placing.usual import CompletionRate, UsualLengths
 from kvrelay.router.records.metrics import RouterMetrics
 from kvrelay.router.session.budget import RetryBudget
@@ -33,6 +34,8 @@ class Dispatch:
     lengths: UsualLengths = field(default_factory=UsualLengths)
     """Usual lengths of completions."""
     rate: CompletionRate = field(default_factory=CompletionRate)
+    turns: Turns = field(default_factory=Turns)
+    """Turns of work that takes the event loop for long, by holder."""
 
     def full(self, text: str, kind: type[Exhausted] = Exhausted) -> Exhausted:
         """The error of a request that found no room: it says when there may be some."""

@@ -220,7 +220,8 @@ class Output:
         return finish_reason
 
     async def wait(self, attempt: Attempt, *, proven: bool) -> None:
-        """Waits until the attempt has something for the session.
+        """Waits until the attempt has something for the session, and it is its turn: one message of a worker may have
+        something for hundreds.
 
         Args:
             proven: whether the session has nothing to note about plain tokens, so that `relay` may send them.
@@ -235,6 +236,7 @@ class Output:
             await attempt.wait()
         finally:
             self._open = None
+        await self._dispatch.turns.take(self._request.claim.tenant)
         if self._defect is not None:
             raise self._defect
 

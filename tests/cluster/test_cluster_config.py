@@ -1,7 +1,6 @@
 """A cluster's configuration: a line for each mistake, defaults that fit one machine, the options of each process."""
 
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,14 @@ import pytest
 import yaml
 
 from kvrelay.cluster.config.file import Override, dump, load
-from kvrelay.cluster.config.options import MEMBER, ClusterConfig, RouterSection, schema
+from kvrelay.cluster.config.options import MEMBER, ClusterConfig, schema
 from kvrelay.cluster.errors import UsageError
 from kvrelay.engine.config import EngineConfig
-from kvrelay.router.config import RouterConfig, RouterOptions, ServiceClass
+from kvrelay.router.config import RouterConfig, ServiceClass
 from kvrelay.rpc.identity import WORKER_ROLES
+
+JOINED = {"ray": {"address": "auto"}}
+"""A Ray cluster that others started."""
 
 
 def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = None) -> list[str]:
@@ -29,77 +31,76 @@ def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = 
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("engine: {block_sizes: 8}", "line 1: engine.block_sizes: unknown key; did you mean block_size?"),
+        ("engine: {block_sizes: 8}", "engine.block_sizes: unknown key; did you mean block_size?"),
         (
             "prefill: {engine: {blocksize: 8}}",
-            "line 1: prefill.engine.blocksize: unknown key; did you mean block_size?",
+            "prefill.engine.blocksize: unknown key; did you mean block_size?",
         ),
-        ("grpc_port: 1", "line 1: grpc_port: unknown key; did you mean router.grpc_port?"),
+        ("grpc_port: 1", "grpc_port: unknown key; did you mean router.grpc_port?"),
         (
             "heartbeat: {zzz: 1}",
-            "line 1: heartbeat.zzz: unknown key; allowed: suspect_seconds, dead_seconds, step_suspect_seconds, "
+            "heartbeat.zzz: unknown key; allowed: suspect_seconds, dead_seconds, step_suspect_seconds, "
             "step_dead_seconds",
         ),
-        ("engine: {block_size: 17}", "line 1: engine.block_size is 17; allowed: auto, or a power of two from 8 to 128"),
+        ("engine: {block_size: 17}", "engine.block_size is 17; allowed: auto, or a power of two from 8 to 128"),
         (
             "decode: {engine: {block_size: 9}}",
-            "line 1: decode.engine.block_size is 9; allowed: auto, or a power of two from 8 to 128",
+            "decode.engine.block_size is 9; allowed: auto, or a power of two from 8 to 128",
         ),
         (
             "engine: {kv_memory_bytes: 8 EiBs}",
-            "line 1: engine.kv_memory_bytes is '8 EiBs'; allowed: auto, 1 or more bytes, or text such as 8GiB",
+            "engine.kv_memory_bytes is '8 EiBs'; allowed: auto, 1 or more bytes, or text such as 8GiB",
         ),
         (
             "engine: {max_batch_tokens: 64, block_size: 128}",
-            "line 1: engine.max_batch_tokens is 64; allowed: at least block_size (128)",
+            "engine.max_batch_tokens is 64; allowed: at least block_size (128)",
         ),
         (
             "prefill: {gpus: 8}",
-            "line 1: prefill.gpus is 8; allowed: auto, or 0 to 1: a worker computes on one GPU (no tensor parallelism "
+            "prefill.gpus is 8; allowed: auto, or 0 to 1: a worker computes on one GPU (no tensor parallelism "
             "yet); more replicas use more",
         ),
         (
             "ray: {gpus: 3}",
-            "line 1: ray.gpus is 3; allowed: auto, or at most 2, the number of workers: each computes on one GPU",
+            "ray.gpus is 3; allowed: auto, or at most 2, the number of workers: each computes on one GPU",
         ),
         (
             "decode: {gpus: 0, engine: {device: cuda}}",
-            "line 1: decode.engine.device is 'cuda'; allowed: auto or cpu for workers without a GPU (gpus is 0)",
+            "decode.engine.device is 'cuda'; allowed: auto or cpu for workers without a GPU (gpus is 0)",
         ),
-        (
-            "colocated: {replicas: 1}\nprefill: {replicas: 1}",
-            "decode.replicas is 0; allowed: at least 1 with prefill workers, which hand their KV over to decode "
-            "workers; or prefill.replicas 0",
-        ),
-        ("router: {grpc_port: 65536}", "line 1: router.grpc_port is 65536; allowed: at most 65535"),
-        ("transfer: {gpu_frame_bytes: 1}", "line 1: transfer.gpu_frame_bytes is 1; allowed: at least 65536"),
+        ("router: {grpc_port: 65536}", "router.grpc_port is 65536; allowed: at most 65535"),
+        ("transfer: {gpu_frame_bytes: 1}", "transfer.gpu_frame_bytes is 1; allowed: at least 65536"),
         (
             "transfer: {gpu_buffer_bytes: 1000}",
-            "line 1: transfer.gpu_buffer_bytes is 1000; allowed: 134217728 (two of gpu_frame_bytes) or more",
+            "transfer.gpu_buffer_bytes is 1000; allowed: 134217728 (two of gpu_frame_bytes) or more",
         ),
-        ("transfer: {frame_bytes: 1}", "line 1: transfer.frame_bytes is 1; allowed: at least 65536"),
-        ("model: {dtype: int3}", "line 1: model.dtype is 'int3'; allowed: 'auto', 'float32', 'bfloat16' or 'float16'"),
-        ("prefill: {replicas: -1}", "line 1: prefill.replicas is -1; allowed: at least 0"),
-        ("prefill: {cpus: .nan}", "line 1: prefill.cpus is nan; allowed: a finite number"),
-        ("prefill: {replicas: 0}", "line 1: prefill.replicas is 0; allowed: at least 1, unless colocated.replicas is"),
-        ("engine: 5", "line 1: engine is 5; allowed: a mapping of keys to values"),
+        ("transfer: {frame_bytes: 1}", "transfer.frame_bytes is 1; allowed: at least 65536"),
+        ("model: {dtype: int3}", "model.dtype is 'int3'; allowed: 'auto', 'float32', 'bfloat16' or 'float16'"),
+        ("prefill: {replicas: -1}", "prefill.replicas is -1; allowed: at least 0"),
+        ("prefill: {cpus: .nan}", "prefill.cpus is nan; allowed: a finite number"),
+        ("prefill: {replicas: 0}", "prefill.replicas is 0; allowed: at least 1, unless colocated.replicas is"),
+        ("engine: 5", "engine is 5; allowed: a mapping of keys to values"),
         (
             "heartbeat: {dead_seconds: 1}",
-            "line 1: heartbeat.dead_seconds is 1.0; allowed: at least suspect_seconds (1.5)",
+            "heartbeat.dead_seconds is 1.0; allowed: at least suspect_seconds (1.5)",
         ),
-        ("ray: {namespace: ''}", "line 1: ray.namespace is ''; allowed: at least 1 character"),
+        ("ray: {namespace: ''}", "ray.namespace is ''; allowed: at least 1 character"),
+        ("ray: {address: host}", "ray.address is 'host'; allowed: local, auto or HOST:PORT"),
+        ("engine: [", "expected the node content, but found '<stream end>'"),
+        ("router: {replicas: 0}", "router.replicas is 0; allowed: at least 1"),
         (
-            "ray: {address: auto}\ndecode: {cpus: 0}",
-            "line 2: decode.cpus is 0.0; allowed: more than 0, unless gpus or resources are",
+            "router: {replicas: 2, grpc_port: 65535}",
+            "router.grpc_port is 65535; allowed: up to 65534 for 2 routers",
         ),
-        ("ray: {address: host}", "line 1: ray.address is 'host'; allowed: local, auto or HOST:PORT"),
-        ("- a\n- b", "holds a list; allowed: a mapping of sections"),
-        ("engine: {}\nengine: {}", "line 2: key 'engine' is given twice"),
-        ("engine: [", "line 1: expected the node content, but found '<stream end>'"),
+        ("router: {replicas: 2, port_step: -1}", "router.port_step is -1; allowed: at least 0"),
+        (
+            "router: {replicas: 2, port_step: 0, http_port: 0}",
+            "router.port_step is 0; allowed: 1 or more, since the routers would share ports that are not chosen",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_with_key_value_and_what_is_allowed(tmp_path: Path, text: str, line: str) -> None:
-    assert mistakes(tmp_path, text) == [line]
+    assert mistakes(tmp_path, text) == [f"line 1: {line}"]
 
 
 @pytest.mark.parametrize(
@@ -112,6 +113,14 @@ def test_a_mistake_is_one_line_with_key_value_and_what_is_allowed(tmp_path: Path
                 "line 7: router.classes.batch.zzz: unknown key; allowed: weight, first_token_timeout_seconds",
             ],
         ),
+        (
+            "colocated: {replicas: 1}\nprefill: {replicas: 1}",
+            ["decode.replicas is 0; allowed: at least 1 with prefill workers, which hand their KV over to decode "],
+        ),
+        ("ray: {address: auto}\ndecode: {cpus: 0}", ["line 2: decode.cpus is 0.0; allowed: more than 0, unless gpus "]),
+        ("- a\n- b", ["holds a list; allowed: a mapping of sections"]),
+        ("engine: {}\nengine: {}", ["line 2: key 'engine' is given twice"]),
+        ("model: {dtype: x}\nprefill: {replicas: -1}\nengines: {}", ["line 1: ", "line 2: ", "line 3: "]),
         ("ray:\n  topology_labels:\n    - a\n    - 3", ["line 4: ray.topology_labels.1 is 3; allowed: a valid string"]),
         (
             "prefill: &same\n  replicas: 1\n  gpus: 8\ndecode:\n  <<: *same\n  gpus: 9",
@@ -122,23 +131,26 @@ def test_a_mistake_is_one_line_with_key_value_and_what_is_allowed(tmp_path: Path
         ),
     ],
 )
-def test_a_mistake_is_told_with_its_line(tmp_path: Path, text: str, lines: list[str]) -> None:
+def test_all_mistakes_are_told_at_once_with_their_lines(tmp_path: Path, text: str, lines: list[str]) -> None:
     found = mistakes(tmp_path, text)
     assert all(one.startswith(line) for one, line in zip(found, lines, strict=True)), found
 
 
 def test_a_key_that_is_misspelled_anywhere_is_told_with_its_line_and_what_is_allowed(tmp_path: Path) -> None:
     lines = dump(ClusterConfig.model_validate({"router": {"classes": {"chat": {}}}})).splitlines()
-    named = [index for index, line in enumerate(lines) if re.fullmatch(r" *[a-z_]+:.*", line) and "chat:" not in line]
-    assert len(named) > 100
-    for index in named:
-        wrong = [line.replace(":", "_zz:", 1) if at == index else line for at, line in enumerate(lines)]
-        (found,) = [line for line in mistakes(tmp_path, "\n".join(wrong)) if "unknown key" in line]
-        assert re.fullmatch(rf"line {index + 1}: [\w.]+_zz: unknown key; (did you mean|allowed:) .+", found)
-
-
-def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
-    assert len(mistakes(tmp_path, "model: {dtype: x}\nprefill: {replicas: -1}\nengines: {}")) == 3
+    keys = {
+        index: len(line) - len(line.lstrip())
+        for index, line in enumerate(lines)
+        if re.fullmatch(r" *[a-z_]+:.*", line) and "chat:" not in line
+    }
+    assert len(keys) > 100
+    for depth in set(keys.values()):  # what is below a misspelled key isn't looked at
+        wrong = [line.replace(":", "_zz:", 1) if keys.get(at) == depth else line for at, line in enumerate(lines)]
+        found = [line for line in mistakes(tmp_path, "\n".join(wrong)) if "unknown key" in line]
+        pattern = re.compile(r"line (\d+): [\w.]+_zz: unknown key; (?:did you mean|allowed:) .+")
+        told = [pattern.fullmatch(line) for line in found]
+        assert all(told), found
+        assert sorted(int(each[1]) - 1 for each in told if each) == [at for at in keys if keys[at] == depth]
 
 
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
@@ -200,6 +212,7 @@ def test_workers_get_the_options_of_their_role() -> None:
             "transfer": {"lease_seconds": 2},
             "prefill": {"replicas": 2, "engine": {"kv_memory_bytes": 1000, "max_batch_tokens": 64}},
             "decode": {"threads": 5},
+            "scaling": {"ttft_target_seconds": 0.4, "tpot_target_seconds": 0.05},
         }
     )
     workers = {worker.name: worker for worker in config.worker_configs(cores=9)}
@@ -212,7 +225,7 @@ def test_workers_get_the_options_of_their_role() -> None:
     assert workers["worker-1"].engine.kv_memory_bytes == 1000
     assert workers["worker-2"].engine.kv_memory_bytes == EngineConfig().kv_memory_bytes
     assert [worker.engine.threads for worker in workers.values()] == [3, 3, 5]
-    assert config.router_configs() == [RouterConfig(model="/m")]
+    assert config.router_configs() == [RouterConfig(model="/m", ttft_target_seconds=0.4, tpot_target_seconds=0.05)]
 
 
 @pytest.mark.parametrize(
@@ -268,7 +281,7 @@ def test_gpus_that_are_not_there_are_refused_on_this_machine_only(given: dict[st
         (1, {"prefill": {"gpus": 1}, "decode": {"replicas": 2}}, [1.0, 0.5, 0.5]),
         (0, {"engine": {"memory_part": 0.2}}, [0.2, 0.2]),
         (2, {"prefill": {"gpus": 1, "engine": {"device": "cpu"}}, "decode": {"gpus": 1}}, [1.0, 1.0]),
-        (0, {"ray": {"address": "auto"}}, [0, 0]),  # each by the CPUs that it gets of its node
+        (0, JOINED, [0, 0]),  # each by the CPUs that it gets of its node
     ],
 )
 def test_workers_of_one_machine_divide_its_memory(present: float, given: dict[str, Any], parts: list[float]) -> None:
@@ -299,13 +312,10 @@ def test_a_worker_that_is_added_later_has_what_the_others_have(
         assert (engine.device, engine.memory_part) == ("auto" if gpus else "cpu", part)
 
 
-def test_a_worker_on_cpus_can_be_added_where_all_others_have_gpus() -> None:
-    given = {"prefill": {"gpus": 1}, "decode": {"gpus": 1}, "colocated": {"gpus": 0}}
+def test_a_worker_can_be_added_on_cpus_but_not_without_the_gpu_that_it_asks_for() -> None:
+    given: dict[str, Any] = {"prefill": {"gpus": 1}, "decode": {"gpus": 1}, "colocated": {"gpus": 0}}
     engine = ClusterConfig.model_validate(given).with_gpus(2).worker_config("worker-9", "colocated").engine
     assert (engine.device, engine.memory_part) == ("cpu", 1.0)
-
-
-def test_a_worker_that_would_lack_its_gpu_is_not_startable() -> None:
     gpu = {"gpus": 1, "engine": {"device": "cuda"}}
     given = {"prefill": gpu, "decode": gpu, "colocated": {"gpus": 0, "engine": {"device": "cuda"}}}
     config = ClusterConfig.model_validate(given).with_gpus(2)
@@ -317,7 +327,7 @@ def test_one_port_of_metrics_is_for_one_process_on_a_machine() -> None:
     ports = {"worker_port": 9400, "router_port": 9500}
     given = {"colocated": {"replicas": 1}, "metrics": ports, "router": {"port_step": 0}}
     here = ClusterConfig.model_validate(given)
-    joined = ClusterConfig.model_validate({**given, "ray": {"address": "auto"}})
+    joined = ClusterConfig.model_validate({**given, **JOINED})
     assert here.startable("colocated", 0) == here.startable("router", 0) == ""
     assert here.startable("decode", 1) == (
         "metrics.worker_port is 9400; allowed: 0 or null, since 2 processes on one machine would share it"
@@ -339,7 +349,7 @@ def test_one_port_of_metrics_is_for_one_process_on_a_machine() -> None:
     ],
 )
 def test_routers_differ_by_name_and_port(section: dict[str, Any], ports: list[int]) -> None:
-    config = ClusterConfig.model_validate({"router": section, "ray": {"address": "auto"}, "drain_seconds": 7})
+    config = ClusterConfig.model_validate({"router": section, **JOINED, "drain_seconds": 7})
     routers = config.router_configs()
     assert [router.grpc_port for router in routers] == ports
     assert [router.name for router in routers] == [f"router-{index}" for index in range(len(ports))]
@@ -357,37 +367,25 @@ def test_routers_on_one_machine_share_their_ports_or_have_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "expected"),
+    ("cores", "given", "threads"),
     [
-        ("{replicas: 0}", "router.replicas is 0; allowed: at least 1"),
-        ("{replicas: 2, grpc_port: 65535}", "router.grpc_port is 65535; allowed: up to 65534 for 2 routers"),
-        ("{replicas: 2, port_step: -1}", "router.port_step is -1; allowed: at least 0"),
-        (
-            "{replicas: 2, port_step: 0, http_port: 0}",
-            "router.port_step is 0; allowed: 1 or more, since the routers would share ports that are not chosen",
-        ),
+        (2, {"colocated": {"replicas": 1}}, [2]),
+        (2, {"colocated": {"replicas": 2}}, [1, 1]),
+        (2, {"colocated": {"replicas": 5}}, [1] * 5),
+        (64, {"colocated": {"replicas": 3}}, [21] * 3),
+        (64, {**JOINED, "prefill": {"cpus": 3.5}, "decode": {"cpus": 0, "resources": {"big": 1}}}, [3, 1]),
     ],
 )
-def test_ports_that_routers_cannot_have(tmp_path: Path, section: str, expected: str) -> None:
-    (line,) = mistakes(tmp_path, f"router: {section}")
-    assert line.endswith(expected)
-
-
-@pytest.mark.parametrize(("cores", "workers", "threads"), [(2, 1, 2), (2, 2, 1), (2, 5, 1), (64, 3, 21)])
-def test_workers_on_one_machine_share_its_cores(cores: int, workers: int, threads: int) -> None:
-    config = ClusterConfig.model_validate({"colocated": {"replicas": workers}})
-    assert {worker.engine.threads for worker in config.worker_configs(cores=cores)} == {threads}
-
-
-def test_workers_on_a_ray_cluster_take_the_cpus_that_they_reserve() -> None:
-    decode = {"cpus": 0, "resources": {"big": 1}}
-    config = ClusterConfig.model_validate({"ray": {"address": "auto"}, "prefill": {"cpus": 3.5}, "decode": decode})
-    assert [worker.engine.threads for worker in config.worker_configs(cores=64)] == [3, 1]
+def test_workers_share_the_machines_cores_or_take_the_cpus_that_they_reserve(
+    cores: int, given: dict[str, Any], threads: list[int]
+) -> None:
+    workers = ClusterConfig.model_validate(given).worker_configs(cores=cores)
+    assert [worker.engine.threads for worker in workers] == threads
 
 
 def test_resources_are_what_the_sections_reserve() -> None:
     prefill = {"replicas": 2, "cpus": 4, "gpus": 1, "resources": {"big": 0.5}}
-    config = ClusterConfig.model_validate({"prefill": prefill, "decode": {"cpus": 2}, "ray": {"address": "auto"}})
+    config = ClusterConfig.model_validate({"prefill": prefill, "decode": {"cpus": 2}, **JOINED})
     assert config.bundle("prefill") == {"CPU": 4, "GPU": 1, "big": 0.5}
     assert config.bundle("decode") == {"CPU": 2}
     assert config.bundle(None) == {"CPU": 1}
@@ -410,23 +408,9 @@ def test_a_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
     assert yaml.safe_load(dump(load())).keys() == ClusterConfig.model_fields.keys()
 
 
-def test_the_router_section_has_the_routers_options_and_its_resources() -> None:
-    options = {field.name for field in fields(RouterConfig)} - {field.name for field in fields(RouterOptions)}
-    own = {"name", "model", "supervisor", "advertised_host", "drain_seconds", "security", "share_port", "metrics_port"}
-    assert options == own | {"ttft_target_seconds", "tpot_target_seconds"}
-    shared = {field.name for field in fields(RouterOptions)}
-    assert {field.name for field in fields(RouterSection)} == shared | {"replicas", "port_step", "cpus", "resources"}
-
-
 def test_every_key_is_documented() -> None:
     document = schema()
     sections = [document, *document["$defs"].values()]
     for section in sections:
         for key, field in section["properties"].items():
             assert field.get("description") or "$ref" in field, key
-
-
-def test_routers_get_the_targets_of_scaling() -> None:
-    config = ClusterConfig.model_validate({"scaling": {"ttft_target_seconds": 0.4, "tpot_target_seconds": 0.05}})
-    (router,) = config.router_configs()
-    assert (router.ttft_target_seconds, router.tpot_target_seconds) == (0.4, 0.05)

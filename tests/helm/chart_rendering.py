@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from kvrelay.cluster.config.file import load
@@ -15,6 +16,11 @@ HELM = Path(__file__).parents[2] / "helm"
 CHART = HELM / "kvrelay"
 PROFILES = sorted(CHART.glob("values-*.yaml"))
 EXAMPLES = [*sorted((HELM / "examples").glob("*.yaml")), *PROFILES]
+SHAPES = [
+    pytest.param(None, id="defaults"),
+    *(pytest.param(path, id=path.stem, marks=() if path.stem == "gpu-rdma" else pytest.mark.more) for path in EXAMPLES),
+]
+"""Cases of tests that hold for every values file: the defaults, and each example."""
 
 Object = dict[str, Any]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from chart_rendering import (
     CHART,
-    EXAMPLES,
+    SHAPES,
     Rendered,
     container,
     containers,
@@ -18,7 +18,7 @@ from chart_rendering import (
 HEADER = {"apiVersion", "kind", "metadata"}
 
 
-@pytest.fixture(params=[None, *EXAMPLES], ids=lambda path: "defaults" if path is None else path.stem)
+@pytest.fixture(params=SHAPES)
 def values(request: pytest.FixtureRequest) -> Path | None:
     return request.param
 
@@ -50,10 +50,13 @@ def resource(group: str) -> str:
     return "kvrelay_router" if group == "router" else "kvrelay_worker"
 
 
-def test_every_parameter_of_ray_is_text(rendered):
+def test_every_parameter_of_ray_is_text_and_the_head_takes_no_work(rendered):
     spec = rendered.cluster["spec"]
     for group in [spec["headGroupSpec"], *spec["workerGroupSpecs"]]:
         assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+    parameters = spec["headGroupSpec"]["rayStartParams"]
+    assert parameters["num-cpus"] == parameters["num-gpus"] == "0"
+    assert "resources" not in parameters
 
 
 def test_groups_agree_with_the_configuration(rendered, tmp_path):
@@ -88,12 +91,6 @@ def test_every_actor_fits_a_pod_of_its_group_and_routers_no_other(rendered, tmp_
                 assert resource(name) not in custom_resources(elsewhere)
 
 
-def test_the_head_takes_no_work(rendered):
-    parameters = rendered.cluster["spec"]["headGroupSpec"]["rayStartParams"]
-    assert parameters["num-cpus"] == parameters["num-gpus"] == "0"
-    assert "resources" not in parameters
-
-
 def test_gpus_are_the_same_for_kubernetes_ray_and_kvrelay(rendered, tmp_path):
     config = rendered.config(tmp_path)
     for name, group in rendered.groups.items():
@@ -101,13 +98,6 @@ def test_gpus_are_the_same_for_kubernetes_ray_and_kvrelay(rendered, tmp_path):
         workers = custom_resources(group)[resource(name)]
         gpus = 0 if name == "router" else config.role(name).gpus * workers
         assert int(limits.get("nvidia.com/gpu", "0")) == gpus == int(group["rayStartParams"]["num-gpus"])
-
-
-def test_requests_equal_limits(rendered):
-    for template in rendered.templates.values():
-        for item in template["spec"]["containers"]:
-            assert item["resources"]["requests"] == item["resources"]["limits"]
-            assert item["resources"]["limits"].keys() >= {"cpu", "memory"}
 
 
 def test_the_service_reaches_the_router_and_nothing_else(rendered, tmp_path):
@@ -120,21 +110,16 @@ def test_the_service_reaches_the_router_and_nothing_else(rendered, tmp_path):
     assert "publishNotReadyAddresses" not in service
 
 
-def test_ready_means_that_the_routers_health_service_says_so(rendered, tmp_path):
-    config = rendered.config(tmp_path)
-    probe = container(rendered.templates["router"], "ray-worker")["readinessProbe"]
-    assert probe["httpGet"] == {"path": "/ready", "port": config.router.http_port, "scheme": "HTTP"}
-    assert config.router.host != "127.0.0.1"
-
-
-def test_ray_containers_have_probes_that_need_no_program_in_the_image(rendered):
+def test_probes_need_no_program_in_the_image_and_the_routers_asks_its_health_service(rendered, tmp_path):
+    router = rendered.config(tmp_path).router
+    assert router.host != "127.0.0.1"
     health = {"path": "/api/healthz", "port": 52365}
     for group, template in rendered.templates.items():
         ray = template["spec"]["containers"][0]  # KubeRay takes the first one for Ray's
         assert ray["name"] == ("ray-head" if group == "headgroup" else "ray-worker")
         assert ray["livenessProbe"]["httpGet"] == health
-        if group != "router":
-            assert ray["readinessProbe"]["httpGet"] == health
+        ready = {"path": "/ready", "port": router.http_port, "scheme": "HTTP"} if group == "router" else health
+        assert ray["readinessProbe"]["httpGet"] == ready
 
 
 def test_the_launcher_is_a_driver_beside_the_head(rendered):
@@ -154,14 +139,6 @@ def test_the_launcher_is_a_driver_beside_the_head(rendered):
     assert volume["configMap"]["name"] == rendered.name
 
 
-def test_every_mount_has_its_volume(rendered):
-    for spec, item in containers(rendered):
-        volumes = {volume["name"] for volume in spec.get("volumes", [])}
-        mounts = item.get("volumeMounts", [])
-        assert {mount["name"] for mount in mounts} <= volumes
-        assert len({mount["mountPath"] for mount in mounts}) == len(mounts)
-
-
 def test_the_router_and_all_workers_see_the_model(rendered, tmp_path):
     path = rendered.config(tmp_path).model.path
     if not path.startswith("/"):
@@ -174,13 +151,6 @@ def test_the_router_and_all_workers_see_the_model(rendered, tmp_path):
         (mount,) = [mount for mount in item["volumeMounts"] if mount["name"] == "model"]
         assert path.startswith(mount["mountPath"] + "/")
         assert mount["readOnly"] is True
-
-
-def test_shared_memory_is_memory_with_a_limit(rendered):
-    for template in rendered.templates.values():
-        (volume,) = [item for item in template["spec"]["volumes"] if item["name"] == "shared-mem"]
-        assert volume["emptyDir"]["medium"] == "Memory"
-        assert volume["emptyDir"]["sizeLimit"]
 
 
 def test_every_container_of_ray_has_the_token_from_a_secret(rendered):
@@ -198,8 +168,24 @@ def test_every_container_of_ray_has_the_token_from_a_secret(rendered):
         assert "value" not in variables["RAY_AUTH_TOKEN"]
 
 
-def test_nothing_runs_as_root_or_can_become_it(rendered):
+def test_pods_have_their_resources_shared_memory_and_the_labels_that_kuberay_selects_by(rendered):
+    for template in rendered.templates.values():
+        for item in template["spec"]["containers"]:
+            assert item["resources"]["requests"] == item["resources"]["limits"]
+            assert item["resources"]["limits"].keys() >= {"cpu", "memory"}
+        (volume,) = [item for item in template["spec"]["volumes"] if item["name"] == "shared-mem"]
+        assert volume["emptyDir"]["medium"] == "Memory"
+        assert volume["emptyDir"]["sizeLimit"]
+        labels = template["metadata"]["labels"]
+        assert not labels.keys() & {"app.kubernetes.io/name", "app.kubernetes.io/created-by"}
+        assert not [key for key in labels if key.startswith("ray.io/")]
+
+
+def test_every_mount_has_its_volume_and_nothing_runs_as_root_or_can_become_it(rendered):
     for spec, item in containers(rendered):
+        mounts = item.get("volumeMounts", [])
+        assert {mount["name"] for mount in mounts} <= {volume["name"] for volume in spec.get("volumes", [])}
+        assert len({mount["mountPath"] for mount in mounts}) == len(mounts)
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["runAsUser"] > 0
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -216,13 +202,6 @@ def test_only_the_autoscaler_gets_an_api_token(rendered):
         assert spec["serviceAccountName"] == account["metadata"]["name"]
         wanted = group == "headgroup" and rendered.cluster["spec"]["enableInTreeAutoscaling"]
         assert spec["automountServiceAccountToken"] is wanted
-
-
-def test_pods_keep_the_labels_that_kuberay_selects_by(rendered):
-    for template in rendered.templates.values():
-        labels = template["metadata"]["labels"]
-        assert not labels.keys() & {"app.kubernetes.io/name", "app.kubernetes.io/created-by"}
-        assert not [key for key in labels if key.startswith("ray.io/")]
 
 
 def test_policies_let_the_pods_talk_and_clients_call(rendered, tmp_path):
@@ -262,7 +241,7 @@ def test_what_actors_log_is_printed_in_every_pod(rendered):
             assert [mount["name"] for mount in each["volumeMounts"] if mount["mountPath"] == "/tmp/ray"] == ["ray-logs"]
 
 
-def test_an_older_kubernetes_lets_the_logs_container_outlive_the_drain(render):
+def test_an_older_kubernetes_lets_the_logs_container_outlive_the_drain_and_it_can_be_left_out(render):
     for template in render(kubernetes="1.28").templates.values():
         assert "initContainers" not in template["spec"]
         item = container(template, "logs")
@@ -273,12 +252,9 @@ def test_an_older_kubernetes_lets_the_logs_container_outlive_the_drain(render):
         if "lifecycle" in template["spec"]["containers"][0]:
             *_, drain = template["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
             assert float(drain) <= float(seconds) < template["spec"]["terminationGracePeriodSeconds"]
-
-
-@pytest.mark.parametrize("version", ["1.28", "1.29"])
-def test_the_logs_container_can_be_left_out(render, version):
-    rendered = render(kubernetes=version, actorLogs={"enabled": False})
-    assert "logs" not in [item["name"] for _, item in containers(rendered)]
+    for version in ("1.28", "1.29"):
+        without = render(kubernetes=version, actorLogs={"enabled": False})
+        assert "logs" not in [item["name"] for _, item in containers(without)]
 
 
 def test_pods_drain_before_they_end_and_have_the_time_for_it(rendered, tmp_path):

@@ -8,10 +8,10 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
-from chart_rendering import CHART, EXAMPLES, Object, Rendered
+from chart_rendering import CHART, SHAPES, Object, Rendered
 
 FIELDS = json.loads((Path(__file__).parent / "kuberay_fields.json").read_text())
-VERSIONS = ("1.27", "1.33", "1.37")
+VERSIONS = [pytest.param("1.27", marks=pytest.mark.more), pytest.param("1.33", marks=pytest.mark.more), "1.37"]
 NATIVE_SIDECARS = "1.29"
 """Version of Kubernetes from which on the chart makes the same objects."""
 CUSTOM = {"RayCluster", "PodMonitor", "PrometheusRule", "HTTPRoute", "GRPCRoute"}
@@ -36,7 +36,7 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
-@pytest.fixture(params=[None, *EXAMPLES, "everything"], ids=lambda value: getattr(value, "stem", value))
+@pytest.fixture(params=[*SHAPES, "everything"])
 def values(request: pytest.FixtureRequest) -> dict[str, Any]:
     return EVERYTHING if request.param == "everything" else {"values": request.param}
 

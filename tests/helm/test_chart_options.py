@@ -1,6 +1,7 @@
 """The effect of single values of the chart."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from chart_rendering import (
     ray_containers,
 )
 
+pytestmark = pytest.mark.more
 EXAMPLE = {path.stem: path for path in EXAMPLES}
 
 
@@ -226,11 +228,8 @@ def test_whole_cpus_are_rays_and_the_forward_passs(render, tmp_path, cpus):
         assert rendered.groups[role]["rayStartParams"]["num-cpus"] == str(whole)
         assert worker(rendered, role)["resources"]["limits"]["cpu"] == str(cpu)
         assert configs[role].engine.threads == whole
-
-
-def test_threads_can_be_chosen(render, tmp_path):
     (prefill, decode) = render(prefill={"threads": 1}).config(tmp_path).worker_configs()
-    assert (prefill.engine.threads, decode.engine.threads) == (1, 2)
+    assert (prefill.engine.threads, decode.engine.threads) == (1, 2), "they can be chosen"
 
 
 def test_every_section_of_the_configuration_can_be_given(render, tmp_path):
@@ -251,10 +250,7 @@ def test_every_section_of_the_configuration_can_be_given(render, tmp_path):
     assert (config.heartbeat.step_dead_seconds, config.drain_seconds) == (60, 7.5)
     assert (config.scaling.enabled, config.scaling.ttft_target_seconds) == (True, 0.5)
     assert (config.router.max_requests, config.ray.namespace) == (7, "blue")
-
-
-def test_a_path_that_looks_like_something_else_stays_a_path(render, tmp_path):
-    for path in ("1e3", "yes", "# a: 'b' \""):
+    for path in ("1e3", "yes", "# a: 'b' \""):  # which look like something else
         assert render(model={"path": path}).config(tmp_path).model.path == path
 
 
@@ -291,15 +287,12 @@ def test_images(render):
     assert {item["imagePullPolicy"] for _, item in containers(rendered)} == {"Always"}
 
 
-def test_an_existing_secret_is_used_by_everyone(render):
+def test_an_existing_secret_is_used_by_everyone_and_authentication_can_be_switched_off(render):
     rendered = render(auth={"existingSecret": "mine"})
     assert rendered.cluster["spec"]["authOptions"] == {"mode": "token", "secretName": "mine"}
     for template in rendered.templates.values():
         for item in ray_containers(template):
             assert environment(item)["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"]["name"] == "mine"
-
-
-def test_authentication_can_be_switched_off(render):
     rendered = render(auth={"enabled": False})
     assert "authOptions" not in rendered.cluster["spec"]
     for template in rendered.templates.values():
@@ -359,12 +352,7 @@ def test_names_fit_what_kuberay_derives_from_them(render):
 
 def test_the_notes_say_how_to_reach_it(helm, tmp_path):
     """helm prints notes only when it installs, so here they are rendered as a template."""
-    chart = tmp_path / "chart"
-    for source in CHART.rglob("*"):
-        if source.is_file():
-            target = chart / source.relative_to(CHART)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(source.read_bytes())
+    chart = Path(shutil.copytree(CHART, tmp_path / "chart"))
     text = (CHART / "templates" / "NOTES.txt").read_text()
     (chart / "templates" / "notes.yaml").write_text(
         '{{ define "notes" }}' + text + '{{ end }}\nnotes: {{ include "notes" . | quote }}\n'

@@ -13,6 +13,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -282,7 +283,21 @@ async def _run(cluster: Supervised, chaos: Chaos, doors: Doors, seconds: float, 
     return report
 
 
+def end_on_signals() -> None:
+    """Makes SIGTERM and SIGINT an exit that ends the cluster's processes; the latter also where the shell has told this
+    process to ignore it."""
+
+    def end(number: int, _: object) -> None:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, end)
+
+
 def main() -> int:
+    end_on_signals()
     parser = argparse.ArgumentParser(description="Chaos under load; a report as JSON.")
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=random.randrange(2**31))

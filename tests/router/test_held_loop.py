@@ -10,12 +10,13 @@ from typing import Any
 import grpc
 import pytest
 
+from kvrelay.internal.v1.worker_pb2 import RelayResponse, RequestEvent
 from kvrelay.router.request.sampling import MAX_LOGPROBS, MAX_PROMPT_VALUES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH
 from support.costly import CONTEXT, METHODS, PATHS, Bodies, messages, probed
 from support.http_calls import serving, token_at
-from support.router_fakes import FakeWorker, Job, run
+from support.router_fakes import FakeWorker, Job, run, until
 
 LIMIT = 4 * 2**20
 LAG_SECONDS = 0.020
@@ -160,3 +161,41 @@ def test_a_thousand_prompts_do_not_hold_the_loop(tmp_path: Path, prompt: list[ob
             await check_holds(iter([("prompts", send)]))
 
     run(test, 120)
+
+
+def test_a_thousand_completions_that_end_at_once_do_not_hold_the_loop(tmp_path: Path) -> None:
+    """By one message of their worker, or since the client has gone."""
+    count, submitted = 500, list[Job]()
+
+    async def collect(job: Job) -> None:
+        submitted.append(job)
+
+    async def test() -> None:
+        worker = FakeWorker("colocated-0", "colocated", collect, max_context=CONTEXT)
+        async with serving(tmp_path, worker) as (cluster, http):
+
+            async def all_submitted() -> "asyncio.Task[tuple[int, Any]]":
+                submitted.clear()
+                body = {"prompt": [[5]] * count, "max_tokens": 1}
+                call = asyncio.create_task(http.post("/v1/completions", body))
+                await until(lambda: len(submitted) == count, "the workers have all prompts", 30)
+                return call
+
+            async def end_by_message() -> None:
+                call = await all_submitted()
+                keys = [(job.submit.request_id, job.submit.attempt) for job in submitted]
+                last = {"first_index": 0, "token_ids": [token_at(0)], "finish_reason": FINISH_REASON_LENGTH}
+                events = [RequestEvent(request_id=name, attempt=attempt, **last) for name, attempt in keys]
+                submitted[0].stream.put_nowait(RelayResponse(events=events))
+                status, answered = await call
+                assert status == 200, answered
+                assert len(answered["choices"]) == count
+
+            async def end_by_client() -> None:
+                call = await all_submitted()
+                call.cancel()
+                await until(lambda: cluster.router._front.running == 0, "no completion is left", 30)
+
+            await check_holds(iter([("a message", end_by_message), ("the client", end_by_client)]))
+
+    run(test, 180)

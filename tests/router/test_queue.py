@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.router.placing.placement import Demand, NoPlace, Placement
-from kvrelay.router.placing.queue import NO_CLAIM, OVERTAKEN, Claim, PlacementQueue, QueueFull
+from kvrelay.router.placing.queue import LOOK_AHEAD, NO_CLAIM, OVERTAKEN, Claim, PlacementQueue, QueueFull
 from kvrelay.rpc.identity import WorkerId
 
 PLACE = Placement(WorkerId("p", "i"), WorkerId("d", "i"))
@@ -282,5 +282,51 @@ def test_no_order_of_events_gives_capacity_twice_or_leaves_a_request_behind(seed
         await asyncio.gather(*tasks.values(), return_exceptions=True)
         assert set(order) - cancelled <= set(line.placed)
         assert len(line.queue) == 0
+
+    run(test)
+
+
+def test_a_request_that_comes_or_goes_costs_no_new_look_at_the_others() -> None:
+    """Only a change of the workers' state does, and then at a few of them."""
+
+    async def test() -> None:
+        line = Line(free=1, max_waiting=2000)
+        decided: list[Demand] = []
+        decide = line.budget.decide
+
+        def counted(demand: Demand) -> Placement | NoPlace:
+            decided.append(demand)
+            return decide(demand)
+
+        line.queue = PlacementQueue(counted, 2000)
+        tasks = [line.ask(str(number), 3) for number in range(1000)]
+        await settle()
+        assert len(line.queue) == 1000
+        assert len(decided) == LOOK_AHEAD
+        line.free(1)
+        assert len(decided) == 2 * LOOK_AHEAD
+        for task in tasks[:500]:
+            task.cancel()
+        await settle()
+        assert len(line.queue) == 500
+        assert len(decided) <= 2 * LOOK_AHEAD + 500, "each that is new among the first is looked at once"
+        line.free(3 * 500)
+        await asyncio.gather(*tasks[500:])
+        assert line.placed == [str(number) for number in range(500, 1000)]
+
+    run(test)
+
+
+def test_one_that_comes_after_a_change_without_a_word_passes_nobody() -> None:
+    async def test() -> None:
+        line = Line(free=0)
+        first = line.ask("first", 3)
+        await settle()
+        line.budget.free = 3
+        second = line.ask("second", 3)
+        await settle()
+        assert line.placed == ["first"]
+        line.free(3)
+        await asyncio.gather(first, second)
 
     run(test)

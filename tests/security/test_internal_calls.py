@@ -17,7 +17,6 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_PREFILL,
     ROLE_ROUTER,
     AttendRequest,
-    GetStatusRequest,
     Member,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
@@ -69,9 +68,14 @@ class Supervisor:
         return {member.name: (member.incarnation, member.address) for member in found}
 
     def status(self, credentials: Credentials, **call: Any) -> Any:
+        return self.ask("GetStatus", credentials, **call)
+
+    def ask(self, method: str, credentials: Credentials, **call: Any) -> Any:
+        """The answer to a question of the operator."""
         with credentials.blocking_channel(self.address, "supervisor") as channel:
             given = {"metadata": credentials.metadata, "timeout": SECONDS, **call}
-            return SupervisorServiceStub(channel).GetStatus(GetStatusRequest(), **given)
+            request = getattr(supervisor_pb2, f"{method}Request")()
+            return getattr(SupervisorServiceStub(channel), method)(request, **given)
 
     def attend(self, credentials: Credentials, sent: Member, **call: Any) -> Any:
         """The answer to one heartbeat."""
@@ -112,24 +116,20 @@ def refusal(call: Any) -> grpc.RpcError:
 
 @pytest.mark.parametrize(
     "metadata",
-    [(), ((TOKEN_KEY, "wrong-wrong-wrong-wrong"),), ((TOKEN_KEY, ""),)],
-    ids=["none", "wrong", "empty"],
+    [(), ((TOKEN_KEY, "wrong-wrong-wrong-wrong"),), ((TOKEN_KEY, ""),), "twice"],
+    ids=["none", "wrong", "empty", "the right one twice"],
 )
 def test_a_stranger_can_not_take_a_workers_name(plain: Supervisor, metadata: Any) -> None:
     before = plain.members()
     stranger = Credentials("worker", "")
+    if metadata == "twice":
+        metadata = plain.secrets.credentials("worker").metadata * 2
     taking = member(incarnation="stranger")
     error = refusal(lambda: plain.attend(stranger, taking, metadata=metadata))
     assert error.code() is grpc.StatusCode.UNAUTHENTICATED
     assert "join token" in error.details()
     assert refusal(lambda: plain.status(stranger, metadata=metadata)).code() is grpc.StatusCode.UNAUTHENTICATED
     assert plain.members() == before == {"prefill-0": ("real", "10.0.0.1:5")}
-
-
-def test_the_right_token_twice_is_no_token(plain: Supervisor) -> None:
-    right = plain.secrets.credentials("operator")
-    error = refusal(lambda: plain.status(right, metadata=right.metadata * 2))
-    assert error.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_the_token_is_in_no_log(plain: Supervisor) -> None:
@@ -140,34 +140,30 @@ def test_the_token_is_in_no_log(plain: Supervisor) -> None:
     assert "another-wrong-token" not in logged
 
 
-@pytest.mark.parametrize("part", ["supervisor", "operator"])
-def test_a_part_can_not_attend_that_is_no_member(mutual: Supervisor, part: Part) -> None:
-    before = mutual.members()
-    error = refusal(lambda: mutual.attend(mutual.secrets.credentials(part), member(incarnation="wrong part")))
-    assert error.code() is grpc.StatusCode.PERMISSION_DENIED
-    assert part in error.details()
-    assert mutual.members() == before
-
-
 @pytest.mark.parametrize(
     ("part", "sent"),
-    [("router", member(incarnation="a router's")), ("worker", member("router-0", ROLE_ROUTER, "a worker's"))],
+    [
+        ("supervisor", member(incarnation="no member")),
+        ("operator", member(incarnation="no member")),
+        ("router", member(incarnation="a router's")),
+        ("worker", member("router-0", ROLE_ROUTER, "a worker's")),
+    ],
 )
 def test_a_member_attends_in_its_own_role_only(mutual: Supervisor, part: Part, sent: Member) -> None:
     before = mutual.members()
     error = refusal(lambda: mutual.attend(mutual.secrets.credentials(part), sent))
     assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert part in error.details()
     assert mutual.members() == before
 
 
-def test_a_worker_can_not_ask_for_the_status(mutual: Supervisor) -> None:
-    error = refusal(lambda: mutual.status(mutual.secrets.credentials("worker")))
-    assert error.code() is grpc.StatusCode.PERMISSION_DENIED
-
-
-def test_a_certificate_needs_the_token_too(mutual: Supervisor) -> None:
-    error = refusal(lambda: mutual.status(mutual.secrets.credentials("operator"), metadata=()))
-    assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+def test_only_the_operator_may_ask_and_a_certificate_needs_the_token_too(mutual: Supervisor) -> None:
+    worker, operator = mutual.secrets.credentials("worker"), mutual.secrets.credentials("operator")
+    for method in ("GetStatus", "Describe"):
+        error = refusal(lambda method=method: mutual.ask(method, worker))
+        assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+        error = refusal(lambda method=method: mutual.ask(method, operator, metadata=()))
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_another_authority_and_plaintext_are_refused(mutual: Supervisor, tmp_path: Path) -> None:

@@ -4,13 +4,15 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from tap import Strangers, Tap, WatchedTransport
 
 from kvrelay.rpc.certificates import CertificateFiles
+from kvrelay.rpc.security import Part
 from kvrelay.transfer.config import Encrypt, TransferConfig
 from kvrelay.transfer.frames.checks import ChecksumKind, FrameCheck
 from kvrelay.transfer.protocol.events import Frame
@@ -18,10 +20,9 @@ from kvrelay.transfer.protocol.messages import Code
 from kvrelay.transfer.transports.base import LinkError
 from kvrelay.transfer.transports.link_key import LinkKey
 from kvrelay.transfer.transports.registry import available_transports
-from support.handoff import HOST, blocks_of, pair, prompt, raw
+from support.handoff import HOST, Pair, blocks_of, pair, prompt, raw
 from support.link_process import beside
 from support.secrets import secrets_in
-from support.tap import Strangers, Tap, WatchedTransport
 
 WAIT = 10.0
 COUNT = 300
@@ -104,23 +105,16 @@ def test_a_listener_without_the_key_learns_nothing_to_use() -> None:
 
 
 @pytest.mark.parametrize("kind", ["tcp", "shm"])
-def test_strangers_at_a_links_port_are_refused_and_cost_no_hand_off(kind: str) -> None:
+async def test_strangers_at_a_links_port_are_refused_and_cost_no_hand_off(kind: str) -> None:
     strangers = Strangers(kind, 90)
-
-    async def test() -> None:
-        ends = [available_transports(HOST, kind) for _ in range(2)]
-        watched = [{kind: WatchedTransport(end[kind], strangers.change)} for end in ends]
-        async with pair(transports=(watched[0], watched[1])) as world:
-            raw(world.source).random_(0, 256)
-            world.announce(("r", 1), prompt(COUNT))
-            world.compute(("r", 1), blocks_of(COUNT))
-            await world.settled(("r", 1))
-            world.check_equal(("r", 1), blocks_of(COUNT), COUNT)
-            assert world.sender.epoch("d-incarnation") == 1, "the first link came up"
-            assert len(strangers.callers) == 90
-            assert await asyncio.to_thread(strangers.all_refused, WAIT)
-
-    asyncio.run(test())
+    ends = [available_transports(HOST, kind) for _ in range(2)]
+    watched = [{kind: WatchedTransport(end[kind], strangers.change)} for end in ends]
+    async with pair(transports=(watched[0], watched[1])) as world:
+        raw(world.source).random_(0, 256)
+        await hand_over(world)
+        assert world.sender.epoch("d-incarnation") == 1, "the first link came up"
+        assert len(strangers.callers) == 90
+        assert await asyncio.to_thread(strangers.all_refused, WAIT)
 
 
 def test_a_link_that_is_given_up_stops_listening_at_once() -> None:
@@ -141,8 +135,16 @@ def test_a_link_that_is_given_up_stops_listening_at_once() -> None:
         done()
 
 
-async def handed_over(
-    encrypt: Encrypt, kind: str, certificates: list[CertificateFiles | None], tap: Tap | None
+async def hand_over(world: Pair, chunk_blocks: int = 4) -> None:
+    """One hand-off, which must arrive whole."""
+    world.announce(("r", 1), prompt(COUNT))
+    world.compute(("r", 1), blocks_of(COUNT), chunk_blocks)
+    await world.settled(("r", 1))
+    world.check_equal(("r", 1), blocks_of(COUNT), COUNT)
+
+
+async def marked(
+    encrypt: Encrypt, kind: str, certificates: Sequence[CertificateFiles | None], tap: Tap | None = None
 ) -> None:
     """One hand-off of KV that is full of MARKER."""
     ends = [available_transports(HOST, kind, encrypt=encrypt, certificates=mine) for mine in certificates]
@@ -151,18 +153,21 @@ async def handed_over(
     async with pair(TransferConfig(encrypt=encrypt), transports=(ends[0], ends[1])) as world:
         source = raw(world.source).reshape(-1)
         source.copy_(torch.frombuffer(bytearray(MARKER * (len(source) // len(MARKER))), dtype=torch.uint8))
-        world.announce(("r", 1), prompt(COUNT))
-        world.compute(("r", 1), blocks_of(COUNT), chunk_blocks=7)
-        await world.settled(("r", 1))
-        world.check_equal(("r", 1), blocks_of(COUNT), COUNT)
+        await hand_over(world, chunk_blocks=7)
+
+
+def certificates_in(folder: Path, part: Part = "worker") -> CertificateFiles | None:
+    """Certificates of one part, by the authority of this folder."""
+    folder.mkdir(exist_ok=True)
+    return secrets_in(folder, "mutual").credentials(part).certificates
 
 
 @pytest.mark.parametrize(("encrypt", "readable"), [("none", True), ("integrity", True), ("full", False)])
-def test_only_full_encryption_hides_kv_on_the_wire(encrypt: Encrypt, readable: bool, tmp_path: Path) -> None:
-    certificates = secrets_in(tmp_path, "mutual").credentials("worker").certificates if encrypt == "full" else None
+async def test_only_full_encryption_hides_kv_on_the_wire(encrypt: Encrypt, readable: bool, tmp_path: Path) -> None:
+    certificates = certificates_in(tmp_path) if encrypt == "full" else None
     tap = Tap()
     try:
-        asyncio.run(handed_over(encrypt, "tcp", [certificates, certificates], tap))
+        await marked(encrypt, "tcp", [certificates, certificates], tap)
     finally:
         tap.close()
     assert len(tap.forth) > COUNT * 384, "all of the KV went by"
@@ -170,27 +175,17 @@ def test_only_full_encryption_hides_kv_on_the_wire(encrypt: Encrypt, readable: b
 
 
 @pytest.mark.parametrize("kind", ["shm", "gloo"])
-def test_other_transports_carry_macs_too(kind: str) -> None:
-    asyncio.run(handed_over("integrity", kind, [None, None], None))
+async def test_other_transports_carry_macs_too(kind: str) -> None:
+    await marked("integrity", kind, [None, None])
 
 
-def test_a_worker_of_another_authority_gets_no_encrypted_link(tmp_path: Path) -> None:
-    mine, theirs = (secrets_in(folder(tmp_path, name), "mutual").credentials("worker") for name in ("a", "b"))
+@pytest.mark.parametrize(("authority", "part"), [("other", "worker"), ("same", "router")])
+async def test_a_worker_of_another_authority_and_a_router_get_no_encrypted_link(
+    tmp_path: Path, authority: str, part: Part
+) -> None:
+    ends = certificates_in(tmp_path / "same"), certificates_in(tmp_path / authority, part)
     with pytest.raises(AssertionError, match=r"(?i)certificate|has closed|alert"):
-        asyncio.run(handed_over("full", "tcp", [mine.certificates, theirs.certificates], None))
-
-
-def test_a_router_gets_no_encrypted_link(tmp_path: Path) -> None:
-    secrets = secrets_in(tmp_path, "mutual")
-    ends = [secrets.credentials(part).certificates for part in ("router", "worker")]
-    with pytest.raises(AssertionError, match=r"(?i)certificate|has closed|alert"):
-        asyncio.run(handed_over("full", "tcp", ends, None))
-
-
-def folder(parent: Path, name: str) -> Path:
-    path = parent / name
-    path.mkdir()
-    return path
+        await marked("full", "tcp", ends)
 
 
 @pytest.mark.parametrize(("mac_key", "caught"), [(None, False), (b"k" * 32, True)], ids=["none", "integrity"])
@@ -209,42 +204,31 @@ def test_a_change_with_a_recomputed_checksum_is_caught_by_a_mac(mac_key: bytes |
         assert not there.same(there.of(changed), forged)
 
 
-@pytest.mark.parametrize("name", ["gloo", "nixl", "nccl"])
-def test_transports_that_can_not_encrypt_say_so(name: str, tmp_path: Path) -> None:
-    certificates = secrets_in(tmp_path, "mutual").credentials("worker").certificates
-    with pytest.raises(
-        ValueError, match=rf"'{name}', .*: transfer.encrypt is 'full', but it can't encrypt; allowed: auto, shm, tcp"
-    ):
-        available_transports(HOST, name, gpu=True, encrypt="full", certificates=certificates)
-
-
-@pytest.mark.parametrize("name", ["nccl", "nixl"])
-def test_transports_of_gpu_memory_that_can_not_authenticate_say_so(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"'{name}', .*transfer.encrypt is 'integrity', but it"):
-        available_transports(HOST, name, gpu=True, encrypt="integrity")
+@pytest.mark.parametrize(
+    ("name", "encrypt", "said"),
+    [(name, "full", "'full', but it can't encrypt; allowed: auto, shm, tcp") for name in ("gloo", "nixl", "nccl")]
+    + [(name, "integrity", "'integrity', but it") for name in ("nccl", "nixl")],
+)
+def test_transports_that_can_not_protect_enough_say_so(name: str, encrypt: Encrypt, said: str, tmp_path: Path) -> None:
+    certificates = certificates_in(tmp_path) if encrypt == "full" else None
+    with pytest.raises(ValueError, match=rf"'{name}', .*transfer.encrypt is {said}"):
+        available_transports(HOST, name, gpu=True, encrypt=encrypt, certificates=certificates)
 
 
 @pytest.mark.parametrize(("encrypt", "left_out"), [("none", set()), ("integrity", set()), ("full", {"gloo", "nixl"})])
 def test_auto_offers_only_transports_that_protect_enough(encrypt: Encrypt, left_out: set[str], tmp_path: Path) -> None:
-    certificates = secrets_in(tmp_path, "mutual").credentials("worker").certificates
     everything = set(available_transports(HOST))
-    offered = set(available_transports(HOST, encrypt=encrypt, certificates=certificates))
+    offered = set(available_transports(HOST, encrypt=encrypt, certificates=certificates_in(tmp_path)))
     assert offered == everything - left_out
-
-
-def test_encryption_without_certificates_is_a_mistake() -> None:
     with pytest.raises(ValueError, match=r"security\.tls mutual"):
         available_transports(HOST, encrypt="full")
 
 
-def test_workers_that_protect_differently_are_not_paired() -> None:
-    async def test() -> None:
-        async with pair(TransferConfig(encrypt="integrity"), receiver_config=TransferConfig()) as world:
-            world.announce(("r", 1), prompt(COUNT))
-            world.compute(("r", 1), blocks_of(COUNT))
-            await world.ends.until(lambda: ("r", 1) in world.ends.export_failed)
-            code, text = world.ends.export_failed["r", 1]
-            assert code is Code.INCOMPATIBLE
-            assert "encrypt" in text
-
-    asyncio.run(test())
+async def test_workers_that_protect_differently_are_not_paired() -> None:
+    async with pair(TransferConfig(encrypt="integrity"), receiver_config=TransferConfig()) as world:
+        world.announce(("r", 1), prompt(COUNT))
+        world.compute(("r", 1), blocks_of(COUNT))
+        await world.ends.until(lambda: ("r", 1) in world.ends.export_failed)
+        code, text = world.ends.export_failed["r", 1]
+        assert code is Code.INCOMPATIBLE
+        assert "encrypt" in text

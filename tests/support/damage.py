@@ -1,6 +1,6 @@
-"""Damages frames in a worker of the hash model, as rules in the variable FRAME_DAMAGE say.
+"""Damages frames in a worker of the hash model, as rules say.
 
-    FRAME_DAMAGE="sent,index=0,request=one,attempt=1,times=1:corrupt(3);sent,share=0.01,seed=7:skip"
+    sent,index=0,request=one,attempt=1,times=1:corrupt(3);sent,share=0.01,seed=7:skip
 
 place     side       action        effect
 --------- ---------- ------------- ---------------------------------------------------------------------
@@ -31,9 +31,9 @@ from kvrelay.transfer.frames.frames import PoolFrames
 from kvrelay.transfer.links.endpoint_loop import HandoffSetup
 from kvrelay.transfer.protocol.events import Frame
 from kvrelay.transfer.protocol.messages import Key, Push
+from kvrelay.transfer.transports.base import Pending
 from kvrelay.worker.handoff import HandoffRole
 
-VARIABLE = "FRAME_DAMAGE"
 PLACES = ("sent,", "arrived,")
 _RULE = re.compile(r"(sent|arrived)((?:,[a-z]+=[^,:;]+)*):([a-z]+)(?:\(([0-9]+)\))?")
 
@@ -73,7 +73,7 @@ def parse(text: str) -> list[Rule]:
     rules = []
     for part in filter(None, text.split(";")):
         match = _RULE.fullmatch(part)
-        assert match is not None, f"{VARIABLE}: {part!r}"
+        assert match is not None, f"a rule of damage: {part!r}"
         conditions = dict(pair.split("=", 1) for pair in match[2].split(",")[1:])
         times, share = int(conditions.pop("times", "1000000")), float(conditions.pop("share", "1"))
         drawn = f"{conditions.pop('seed', '0')} {part}"
@@ -85,9 +85,9 @@ def parse(text: str) -> list[Rule]:
 class DamagedFrames(PoolFrames):
     """The jobs of a worker, some of which go through a `DamagedLink`."""
 
-    def __init__(self, inner: PoolFrames) -> None:
+    def __init__(self, inner: PoolFrames, rules: Sequence[Rule]) -> None:
         vars(self).update(vars(inner))
-        self._rules = parse(os.environ[VARIABLE])
+        self._rules = rules
 
     def _rule(self, place: str, key: Key, frame: Frame) -> Rule | None:
         return next((rule for rule in self._rules if rule.applies(place, key, frame.index)), None)
@@ -124,13 +124,13 @@ class DamagedFrames(PoolFrames):
         return job if rule is None else DamagedJob(job, rule, frame.nbytes)
 
 
-def damaged(role: type[HandoffRole]) -> type[HandoffRole]:
-    """A subclass of `role` whose frames are damaged."""
+def damaged(role: type[HandoffRole], rules: Sequence[Rule]) -> type[HandoffRole]:
+    """A subclass of `role` whose frames are damaged as `rules` say."""
 
     class Damaged(role):  # type: ignore[misc, valid-type]  # a mixin over a value
         def make_setup(self) -> HandoffSetup:
             setup = super().make_setup()
-            return replace(setup, frames=DamagedFrames(setup.frames))
+            return replace(setup, frames=DamagedFrames(setup.frames, rules))
 
     return Damaged
 
@@ -141,6 +141,8 @@ class DamagedJob:
     def __init__(self, job: Any, rule: Rule, nbytes: int) -> None:
         self.key = job.key
         self.written = job.written
+        self.done = job.done
+        self.fail = job.fail
         self._job = job
         self._rule = rule
         self._nbytes = nbytes
@@ -154,113 +156,51 @@ class DamagedJob:
             return None
         return self._job.begin(DamagedLink(link, self._rule, self._nbytes), buffer)
 
-    def done(self, buffer: Tensor) -> None:
-        self._job.done(buffer)
-
-    def fail(self, message: str) -> None:
-        self._job.fail(message)
-
 
 class DamagedLink:
-    """A link for one frame."""
+    """A link for one frame, which is damaged in its buffer: on the link its bytes are the same as out of a pool."""
+
+    stream = None
+    lender = None
 
     def __init__(self, link: Any, rule: Rule, nbytes: int) -> None:
+        self.mac_key = link.mac_key
         self._link = link
         self._rule = rule
         self._nbytes = nbytes
-        self.mac_key = link.mac_key
-        self.lender = None
-        """Lender of the pool's memory; none, because a frame is damaged in its buffer, not in the pool."""
-        self.stream = None if link.stream is None else DamagedStream(link.stream, rule, nbytes)
 
-    def send(self, data: Tensor) -> Any:
-        if self._rule.action == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self._rule.action == "lose":
-            return Nothing()
-        spoil(self._rule, lambda at: flip(data.numpy(), at), self._nbytes)
-        sends = [self._link.send(data) for _ in range(2 if self._rule.action == "duplicate" else 1)]
-        return sends[0] if len(sends) == 1 else Both(sends)
+    def send(self, data: Tensor) -> Pending:
+        action = self._rule.action
 
-    def recv(self, into: Tensor) -> Any:
+        def begin() -> list[Pending]:
+            if action == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return [self._link.send(data) for _ in range({"lose": 0, "duplicate": 2}.get(action, 1))]
+
+        self._spoil(data)
+        # Where other frames are sent while they are waited for, this one must not overtake those before it.
+        begun = begin() if self._link.stream is None else None
+
+        def wait(timeout: float) -> None:
+            for pending in begin() if begun is None else begun:
+                pending.wait(timeout)
+
+        return Pending(wait)
+
+    def recv(self, into: Tensor) -> Pending:
         pending = self._link.recv(into)
 
-        def arrived() -> None:
-            spoil(self._rule, lambda at: flip(into.numpy(), at), self._nbytes)
+        def wait(timeout: float) -> None:
+            pending.wait(timeout)
+            self._spoil(into)
 
-        return Then(pending, arrived)
+        return Pending(wait)
 
-
-class DamagedStream:
-    """The stream of such a link. Runs come in order, so a position in the frame is a position in a run."""
-
-    def __init__(self, stream: Any, rule: Rule, nbytes: int) -> None:
-        self._stream = stream
-        self._rule = rule
-        self._nbytes = nbytes
-        self._at = 0
-        self._sent = bytearray()
-
-    def write(self, runs: Sequence[memoryview], deadline: float) -> None:
-        if self._rule.action == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        data = bytearray(b"".join(runs))
-        self._spoil(data, len(data))
-        self._sent += data
-        if self._rule.action != "lose":
-            self._stream.write([memoryview(data)], deadline)
-        if self._rule.action == "duplicate" and len(self._sent) > self._nbytes:  # the checksum comes last
-            self._stream.write([memoryview(self._sent)], deadline)
-
-    def read(self, runs: Sequence[memoryview], deadline: float) -> None:
-        self._stream.read(runs, deadline)
-        for run in runs:
-            self._spoil(run, len(run))
-
-    def _spoil(self, data: Any, length: int) -> None:
-        start, self._at = self._at, self._at + length
-
-        def flip_here(at: int) -> None:
-            if start <= at < start + length:
-                flip(data, at - start)
-
-        spoil(self._rule, flip_here, self._nbytes)
-
-
-def spoil(rule: Rule, flip_at: Callable[[int], None], nbytes: int) -> None:
-    """Calls `flip_at` for every position of the frame that the rule damages."""
-    amount = min(rule.amount, nbytes)
-    if rule.action == "corrupt":
-        for number in range(amount):
-            flip_at(nbytes * number // amount)
-    elif rule.action == "truncate":
-        for position in range(nbytes - amount, nbytes):
-            flip_at(position)
-
-
-def flip(data: Any, at: int) -> None:
-    data[at] ^= 1 << (at % 8)
-
-
-class Nothing:
-    def wait(self, timeout: float) -> None:
-        """Returns at once: nothing is transferred."""
-
-
-@dataclass
-class Both:
-    parts: list[Any]
-
-    def wait(self, timeout: float) -> None:
-        for part in self.parts:
-            part.wait(timeout)
-
-
-@dataclass
-class Then:
-    pending: Any
-    call: Callable[[], None]
-
-    def wait(self, timeout: float) -> None:
-        self.pending.wait(timeout)
-        self.call()
+    def _spoil(self, data: Tensor) -> None:
+        amount, nbytes = min(self._rule.amount, self._nbytes), self._nbytes
+        places = {
+            "corrupt": [nbytes * number // amount for number in range(amount)],
+            "truncate": range(nbytes - amount, nbytes),
+        }
+        for at in places.get(self._rule.action, ()):
+            data[at] ^= 1 << (at % 8)

@@ -92,6 +92,6 @@ def _main(module: str, arguments: list[str], environment: dict[str, str], stderr
     # It was read when the server of forks imported it.
     from kvrelay.transfer import failpoints
 
-    failpoints._armed = failpoints.parse(environment.get(failpoints.VARIABLE, ""))
+    failpoints.arm(failpoints.parse(environment.get(failpoints.VARIABLE, "")))
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

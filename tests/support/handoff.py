@@ -1,4 +1,6 @@
-"""Two workers' halves of a hand-off in one process, over real gRPC: a sending side and a receiving side."""
+"""The hand-off's two halves over real gRPC and real links: a sending and a receiving side, with hosts in the place of
+their workers. Both are in this process (`pair`), or one is in another (`support.handoff_process`).
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -8,6 +10,7 @@ from typing import Any
 
 import grpc
 import torch
+import xxhash
 
 from kvrelay.decode_worker.handoff_service import HandoffService
 from kvrelay.decode_worker.kv_receiver import KVReceiver
@@ -27,6 +30,7 @@ from kvrelay.transfer.protocol.peers import Peer, PeerTable
 from kvrelay.transfer.transports.base import Transport
 from kvrelay.transfer.transports.registry import available_transports, entries
 from support.access import credentials
+from support.damage import DamagedFrames, parse
 from support.fake_transport import FakeTransport
 
 HOST = "127.0.0.1"
@@ -64,6 +68,10 @@ def content(pool: KVPool, blocks: Sequence[int], tokens: int, first: int = 0) ->
     if tokens > first:
         pool.read(blocks, first, tokens - first, out)
     return out
+
+
+def digest(data: torch.Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(data.numpy().data)
 
 
 @dataclass(eq=False)
@@ -187,24 +195,42 @@ class ReceivingHost:
 
 
 @dataclass
-class Pair:
-    """A prefill side and a decode side."""
+class SendingSide:
+    """A prefill side."""
 
     client: HandoffClient
-    service: HandoffService
     source: KVPool
-    target: KVPool
     ends: Ends
     sending: SendingHost
-    receiving: ReceivingHost
-    server: grpc.aio.Server
-    port: int
     peers: PeerTable
     """Table of the sender's peers."""
 
     @property
     def sender(self) -> KVSender:
         return self.client.sender
+
+    def compute(self, key: Key, blocks: Sequence[int], chunk_blocks: int = 4) -> None:
+        """The prompt is computed, chunk by chunk, and then the first token is sampled."""
+        for start in range(0, len(blocks) - 1, chunk_blocks):
+            self.sender.progress(key, self.sending.hold(blocks[start : min(start + chunk_blocks, len(blocks) - 1)]))
+        self.sender.finished(key, FIRST_TOKEN, self.sending.hold(blocks))
+
+    async def sent(self, key: Key) -> bool:
+        """Waits until the sender has reported how the hand-off ended, and holds nothing; whether it arrived."""
+        ends = self.ends
+        await ends.until(lambda: (key in ends.exported or key in ends.export_failed) and not self.sending.leaked)
+        return key in ends.exported
+
+
+@dataclass
+class Pair(SendingSide):
+    """A prefill side and a decode side."""
+
+    service: HandoffService
+    target: KVPool
+    receiving: ReceivingHost
+    server: grpc.aio.Server
+    port: int
 
     @property
     def receiver(self) -> KVReceiver:
@@ -220,27 +246,46 @@ class Pair:
         self.receiving.have[key] = have
         self.receiver.expect(key, SENDER, tokens)
 
-    def compute(self, key: Key, blocks: Sequence[int], chunk_blocks: int = 4) -> None:
-        """The prompt is computed, chunk by chunk, and then the first token is sampled."""
-        for start in range(0, len(blocks) - 1, chunk_blocks):
-            self.sender.progress(key, self.sending.hold(blocks[start : min(start + chunk_blocks, len(blocks) - 1)]))
-        self.sender.finished(key, FIRST_TOKEN, self.sending.hold(blocks))
-
     async def settled(self, *keys: Key) -> None:
         """Waits until both ends have reported how these hand-offs ended, and nothing is held any more."""
         ends = self.ends
         for key in keys:
             await ends.until(lambda key=key: key in ends.exported or key in ends.export_failed)
             await ends.until(lambda key=key: key in ends.imported or key in ends.import_failed)
-        await ends.until(lambda: not self.sending.leaked and not self.receiving.leaked)
+        await self.released()
 
-    def check_equal(self, key: Key, blocks: Sequence[int], count: int) -> None:
-        """The committed KV of `count` tokens is that of `blocks` in the source pool."""
+    async def released(self) -> None:
+        """Waits until nothing is held any more."""
+        await self.ends.until(lambda: not self.sending.leaked and not self.receiving.leaked)
+
+    async def fails(self, key: Key, tokens: Sequence[int], blocks: Sequence[int] | None = None) -> tuple[Code, str]:
+        """Hands a prompt over; returns why that failed at the sender, before anything was reserved."""
+        self.announce(key, tokens)
+        self.compute(key, blocks_of(len(tokens)) if blocks is None else blocks)
+        assert not await self.sent(key)
+        assert not self.receiving.reservations
+        return self.ends.export_failed[key]
+
+    async def arrives(
+        self, key: Key, count: int, blocks: Sequence[int] | None = None, have: int = 0, chunk_blocks: int = 4
+    ) -> None:
+        """Hands the KV of `count` tokens over, checks that it arrived, and frees it."""
+        blocks = blocks_of(count) if blocks is None else blocks
+        self.announce(key, prompt(count), have)
+        self.compute(key, blocks, chunk_blocks)
+        await self.settled(key)
+        self.check_equal(key, blocks, count, have)
+        self.reuse(key)
+
+    def check_equal(self, key: Key, blocks: Sequence[int], count: int, have: int = 0) -> None:
+        """The committed KV of the tokens from `have` on is that of `blocks` in the source pool, and was sent; that of
+        the tokens before was not."""
         assert key in self.ends.imported, self.ends.import_failed.get(key)
         reservation, first_token, stats = self.ends.imported[key]
+        there = reservation.hold.blocks
         assert first_token == FIRST_TOKEN
-        assert torch.equal(content(self.source, blocks, count), content(self.target, reservation.hold.blocks, count))
-        assert self.ends.exported[key].nbytes == stats.nbytes
+        assert torch.equal(content(self.source, blocks, count, have), content(self.target, there, count, have))
+        assert stats.nbytes == self.ends.exported[key].nbytes == (count - have) * self.source.layout.token_bytes
 
     def reuse(self, key: Key) -> None:
         """Frees the blocks of a committed hand-off."""
@@ -260,10 +305,15 @@ def setup(
     transports: Mapping[str, Transport],
     states: StatesLayout | None = None,
     shape: StatesShape | None = SHAPE,
+    damage: str = "",
 ) -> HandoffSetup:
-    """The hand-off setup of a worker of the model "fingerprint", which wants `states` and can keep those of `shape`."""
+    """The hand-off setup of a worker of the model "fingerprint", which wants `states` and can keep those of `shape`;
+    `damage` are rules of `support.damage`."""
     local = LocalWorker(worker, pool.layout, "fingerprint", states=states, states_shape=shape)
-    return HandoffSetup(local, PoolFrames(pool, config.checksum), peers, config, transports, credentials("worker"))
+    frames = PoolFrames(pool, config.checksum)
+    if damage:
+        frames = DamagedFrames(frames, parse(damage))
+    return HandoffSetup(local, frames, peers, config, transports, credentials("worker"))
 
 
 @dataclass
@@ -299,6 +349,26 @@ async def serving(
 
 
 @asynccontextmanager
+async def sending(
+    peer: Peer,
+    source: KVPool,
+    config: TransferConfig,
+    transports: Mapping[str, Transport] | None = None,
+    shape: StatesShape | None = SHAPE,
+    damage: str = "",
+) -> AsyncIterator[SendingSide]:
+    """Starts a sending side that knows `peer` as a member, and stops it."""
+    peers, ends = PeerTable([peer]), Ends()
+    transports = available_transports(HOST, config.transport) if transports is None else transports
+    host = SendingHost(ends)
+    client = HandoffClient(setup(SENDER, source, peers, config, transports, shape=shape, damage=damage), host)
+    try:
+        yield SendingSide(client, source, ends, host, peers)
+    finally:
+        await client.close()
+
+
+@asynccontextmanager
 async def pair(
     config: TransferConfig | None = None,
     *,
@@ -311,17 +381,18 @@ async def pair(
     target: KVPool | None = None,
     states: StatesLayout | None = None,
     shape: StatesShape | None = SHAPE,
+    damage: str = "",
 ) -> AsyncIterator[Pair]:
-    """Starts both sides on loopback, and stops them. By default each offers every transport of this machine."""
+    """Starts both sides on loopback, and stops them. By default each offers every transport of this machine.
+
+    `damage` are rules for the sender's frames, see `support.damage`.
+    """
     config = config or TransferConfig()
-    ends = Ends()
-    sending, receiving = SendingHost(ends), ReceivingHost(ends, blocks)
     source, target = source or KVPool(layout, blocks), target or KVPool(receiver_layout or layout, blocks)
     here, there = transports or (available_transports(HOST), available_transports(HOST))
+    receiving = ReceivingHost(Ends(), blocks)
     async with serving(receiving, target, receiver_config or config, there, states) as right:
-        peers = PeerTable([Peer(RECEIVER, f"{HOST}:{right.port}", tuple(entries(there)), states)])
-        client = HandoffClient(setup(SENDER, source, peers, config, here, shape=shape), sending)
-        try:
-            yield Pair(client, right.service, source, target, ends, sending, receiving, right.server, right.port, peers)
-        finally:
-            await client.close()
+        peer = Peer(RECEIVER, f"{HOST}:{right.port}", tuple(entries(there)), states)
+        async with sending(peer, source, config, here, shape, damage) as left:
+            receiving.ends = left.ends
+            yield Pair(**vars(left), **vars(right), target=target, receiving=receiving)

@@ -11,14 +11,12 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-import xxhash
 
 from kvrelay.engine.kv.pool import KVPool
-from kvrelay.prefill_worker.handoff_client import HandoffClient
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.protocol.endpoint import TransferStats
 from kvrelay.transfer.protocol.messages import Code, Key
-from kvrelay.transfer.protocol.peers import Peer, PeerTable
+from kvrelay.transfer.protocol.peers import Peer
 from kvrelay.transfer.transports.registry import available_transports, entries
 from support.forks import quick_start
 from support.handoff import (
@@ -29,20 +27,17 @@ from support.handoff import (
     SENDER,
     Ends,
     ReceivingHost,
-    SendingHost,
     StandInReservation,
+    blocks_of,
     content,
+    digest,
     raw,
+    sending,
     serving,
-    setup,
 )
 
 START_SECONDS = 60.0
 BLOCKS = 256
-
-
-def digest(data: torch.Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(data.numpy().data)
 
 
 @dataclass
@@ -162,16 +157,13 @@ def receiving_process(config: TransferConfig) -> Iterator[ReceivingProcess]:
 async def _sending_side(
     connection: Connection, config: TransferConfig, peer: Peer, key: Key, tokens: Sequence[int]
 ) -> None:
-    blocks = list(range(LAYOUT.blocks_for(len(tokens))))
+    blocks = blocks_of(len(tokens))
     pool = KVPool(LAYOUT, len(blocks))
     raw(pool).fill_(1)
-    host = SendingHost(Ends())
-    transports = available_transports(HOST, config.transport)
-    client = HandoffClient(setup(SENDER, pool, PeerTable([peer]), config, transports), host)
-    client.sender.begin(key, RECEIVER, tokens)
-    client.sender.progress(key, host.hold(blocks[: len(blocks) // 2]))
-    await _commands(connection, lambda _: client.sender.finished(key, FIRST_TOKEN, host.hold(blocks)))
-    await client.close()
+    async with sending(peer, pool, config) as side:
+        side.sender.begin(key, RECEIVER, tokens)
+        side.sender.progress(key, side.sending.hold(blocks[: len(blocks) // 2]))
+        await _commands(connection, lambda _: side.sender.finished(key, FIRST_TOKEN, side.sending.hold(blocks)))
 
 
 @contextlib.contextmanager

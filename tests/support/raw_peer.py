@@ -10,8 +10,7 @@ from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.protocol.handshake import LocalWorker
 from kvrelay.transfer.protocol.messages import SERVICE, Message, decode, encode
 from support.access import METADATA
-from support.fake_transport import FakeTransport
-from support.handoff import LAYOUT, RECEIVER, SENDER, Pair, pair
+from support.handoff import LAYOUT, RECEIVER, SENDER, Pair, prompt
 
 CONFIG = TransferConfig(frame_timeout_seconds=2.0)
 PATIENCE_SECONDS = 10.0
@@ -50,21 +49,12 @@ async def raw_peer(world: Pair) -> AsyncIterator[RawPeer]:
         peer.call.cancel()
 
 
-@asynccontextmanager
-async def fake_pair() -> AsyncIterator[Pair]:
-    fake = {"fake": FakeTransport()}
-    async with pair(CONFIG, transports=(fake, fake)) as world:
-        yield world
-
-
 async def still_works(world: Pair) -> None:
     """Checks that a hand-off still arrives; it takes a second attempt if the raw peer has dialled epoch 1."""
-    ends = world.ends
     for attempt in (1, 2):
         key = ("still works", attempt)
-        world.announce(key, list(range(20)))
+        world.announce(key, prompt(20))
         world.compute(key, [0, 1])
-        await ends.until(lambda key=key: key in ends.exported or key in ends.export_failed)
-        if key in ends.exported:
+        if await world.sent(key):
             return
-    raise AssertionError(f"no hand-off works any more: {ends.export_failed}")
+    raise AssertionError(f"no hand-off works any more: {world.ends.export_failed}")

@@ -197,11 +197,11 @@ class TextChoice:
         if not self._form.echo:
             return
         await asyncio.sleep(0)
-        prompt = list(self._prompt.submit(()).token_ids)
+        prompt = self._prompt.submit(()).token_ids
         parts = []
         for start in range(0, len(prompt), PART_TOKENS):
             await asyncio.sleep(0)
-            parts.append(b"".join([self._tokenizer.token_bytes[at] for at in prompt[start : start + PART_TOKENS]]))
+            parts.append(self._tokenizer.token_bytes.join(prompt[start : start + PART_TOKENS]))
         self._echo = b"".join(parts).decode(errors="replace")
         if self._logprobs is not None:
             await self._logprobs.add_prompt(prompt, prompt_logprobs)

@@ -1,0 +1,168 @@
+"""Each benchmark runs to its end at a tiny size, and its figures are sound."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(FOLDER))
+
+from ratio_simulator import A100_OPT_66B, Phase, Simulation, traffic  # noqa: E402  # after the path
+
+from kvrelay.cluster.scaling.config import ScalingConfig  # noqa: E402
+from support.checkpoints import make_checkpoint  # noqa: E402
+
+
+def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(FOLDER / script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=560, check=False, env=dict(os.environ))
+
+
+def printed(script: str, *arguments: object) -> list[dict[str, Any]]:
+    """The objects that a benchmark prints, one a line."""
+    done = run(script, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+# GPUs, dry.
+
+KERNELS = {
+    *("add_rmsnorm", "silu_mul", "rope_kv_write", "w8_gemv", "w4_gemv", "sample", "paged_decode"),
+    *("kv_gather", "kv_scatter", "kv_checksum", "kv_frame_read", "kv_frame_sum"),
+}
+
+
+@pytest.mark.more
+@pytest.mark.timeout(600)  # half a minute of the interpreter on a core of its own
+def test_a_dry_run_checks_every_kernel_the_engine_and_a_link(tmp_path: Path) -> None:
+    done = run("gpu.py", "--dry-run", "--out", tmp_path / "gpu.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all results are sound" in done.stdout
+    results = json.loads((tmp_path / "gpu.json").read_text())
+    assert (results["dry_run"], results["gpu"]) == (True, None)
+    assert {row["case"] for row in results["kernels"]} == KERNELS
+    assert [row["case"] for row in results["attention"]] == ["triton", "triton"]
+    assert [row.get("prompt", row.get("batch")) for row in results["engine"]] == [16, 40, 1, 2]
+    assert all(row["sound"] for name in ("kernels", "attention", "links") for row in results[name])
+    # Nothing is timed, so nothing is claimed.
+    figures = ("share", "median_s", "ttft_s", "tpot_s", "gb_per_s")
+    assert not any(
+        name in row for name in ("kernels", "attention", "engine", "links") for row in results[name] for name in figures
+    )
+
+
+@pytest.mark.more
+def test_an_unknown_section_is_refused_and_an_environment_without_a_gpu_is_wrong() -> None:
+    done = run("gpu.py", "--only", "kernels,engines")
+    assert done.returncode == 2
+    assert "--only has engines; allowed: environment, kernels, attention, engine, links" in done.stderr
+    done = run("gpu.py", "--only", "environment")
+    assert ("SOMETHING IS WRONG" in done.stdout) == (done.returncode == 1)
+    assert done.returncode == 1 or '"gpus": 0' not in done.stdout
+
+
+# The engine alone.
+
+
+@pytest.mark.more
+def test_a_share_of_the_read_bandwidth_is_a_share(tmp_path: Path) -> None:
+    """The weights are large enough not to stay in the caches of a core, and the threads are more than one."""
+    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "tie_word_embeddings": False}
+    model = make_checkpoint(tmp_path / "model", "llama", dtype="bfloat16", **shape)
+    share = printed("offline.py", model, "--threads", "2", "--cells", "decode_1")[-1].get("bandwidth")
+    if share is None:
+        pytest.skip("the caches of this CPU may hold half of 120 MB of weights")
+    assert 0 < share <= 1
+
+
+def test_each_cell_has_its_figures(tmp_path: Path) -> None:
+    tiny = make_checkpoint(tmp_path / "tiny", "llama", dtype="bfloat16")
+    options = ["--quantization", "int8", "--threads", "1", "--cpu", "--cells", "prefill_512,decode_1"]
+    load, prefill, decode = printed("offline.py", tiny, *options)
+    assert load["load_s"] >= 0
+    assert (prefill["cell"], decode["cell"]) == ("prefill_512", "decode_1")
+    assert prefill["tokens_per_s"] > 0
+    assert decode["tokens_per_s"] > 0
+    assert 0 < decode["outside_forward"] < 1
+
+
+@pytest.mark.more
+def test_a_quick_run_of_guesses_has_all_figures(tmp_path: Path) -> None:
+    tiny, out = make_checkpoint(tmp_path / "tiny", "llama", dtype="bfloat16"), tmp_path / "out.json"
+    done = run("speculation.py", "--quick", "--model", tiny, "--draft", tiny, "--out", out)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    methods = {"off", "again", "ngram", "suffix", "draft", "always"}
+    assert {cell: set(rows) for cell, rows in result["cells"].items()} == dict.fromkeys(
+        ("continue", "greedy", "long", "edit", "batch_8", "batch_32"), methods
+    )
+    # The draft model is the model itself here.
+    assert result["cells"]["continue"]["draft"]["accepted"] > 0.5
+    for rates in (result["acceptance"]["draft"][name] for name in ("1", "0.8")):
+        assert {name: round(rate, 3) for name, rate in rates.items()} == dict.fromkeys(rates, 1.0)
+
+
+# Placement on conversations.
+
+BLOCK = 512
+SHARE_ASKED = 0.9
+
+
+def conversations(path: Path, count: int) -> Path:
+    """A trace in which conversations of one to eight turns run side by side; each turn adds a few blocks. Half of them
+    begin with a block that all of these share."""
+    rng = random.Random(7)
+    fresh = iter(range(1, 10**6))
+    rows: list[dict[str, Any]] = []
+    for _ in range(count):
+        blocks = [0] if rng.random() < 0.5 else [next(fresh)]
+        at = rng.uniform(0, 600_000)
+        for _ in range(rng.randint(1, 8)):
+            blocks = [*blocks, *(next(fresh) for _ in range(rng.randint(1, 8)))]
+            rows.append({"timestamp": at, "input_length": BLOCK * len(blocks), "hash_ids": blocks})
+            at += rng.uniform(5_000, 60_000)
+    rows.sort(key=lambda row: row["timestamp"])
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_conversations_hit_nine_tenths_of_what_one_endless_cache_would(tmp_path: Path) -> None:
+    """Nearly every token that some worker has computed is found there again, at any load."""
+    trace = conversations(tmp_path / "trace.jsonl", 150)
+    results = printed("placement.py", trace, "--workers", "2", "8", "--cache", "100000000", "--busy", "0.8")
+    near = [result for result in results if result["placement"] == "near its cache"]
+    assert [result["workers"] for result in near] == [2, 8]
+    assert min(result["of_best_possible"] for result in near) >= SHARE_ASKED, near
+    by_load = [result for result in results if result["placement"] == "by load only"]
+    assert max(result["of_best_possible"] for result in by_load) < SHARE_ASKED, "the trace tells the two apart"
+
+
+# The policy of scaling in the simulated cluster: it follows the traffic, and leaves it alone.
+
+CONFIG = ScalingConfig(enabled=True, ttft_target_seconds=2.0, tpot_target_seconds=0.1)
+LONG_PROMPTS, LONG_COMPLETIONS = (14.0, 640, 32), (12.0, 32, 128)
+
+
+def test_the_split_follows_traffic_that_flips() -> None:
+    parts = [Phase(15.0, *LONG_PROMPTS), Phase(35.0, *LONG_COMPLETIONS), Phase(30.0, *LONG_PROMPTS)]
+    jobs = traffic(parts, seed=3)
+    run = Simulation(jobs, A100_OPT_66B, (4, 4), CONFIG, 100.0).run()
+    assert run.attained(CONFIG, 0, 15) > 0.95
+    assert run.attained(CONFIG, 30, 50) > 0.9, "within 15 s of the flip to long completions"
+    assert run.attained(CONFIG, 65, 80) > 0.9, "within 15 s of the flip back"
+    assert all(job.last is not None for job in jobs), "every request ends"
+    decode_heavy = next(sample for sample in run.samples if sample.time >= 45)
+    prefill_heavy = next(sample for sample in run.samples if sample.time >= 75)
+    assert decode_heavy.decode > 4 >= prefill_heavy.decode
+    assert len(run.decisions) <= 5
+    static = Simulation(traffic(parts, seed=3), A100_OPT_66B, (4, 4), replace(CONFIG, enabled=False), 100.0).run()
+    assert not static.decisions
+    assert run.goodput(CONFIG, 80) > static.goodput(CONFIG, 80)

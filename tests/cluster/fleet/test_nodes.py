@@ -1,0 +1,163 @@
+"""Placement of members: each role is spread over the nodes, and workers are near those that they hand KV over to."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay.cluster.fleet.nodes import Node, Wish, preferred
+from kvrelay.rpc.identity import MemberRole
+from support.ray_commands import ENVIRONMENT, KVRELAY
+
+GPU = {"GPU": 1.0}
+RACK = "kvrelay.io/rack"
+MOVED_SECONDS = 120.0
+"""Seconds until a lost node's member serves elsewhere, on a busy machine; Ray takes 15 s to give the node up."""
+
+
+def placed(order: list[MemberRole], nodes: Mapping[str, Mapping[str, str]], gpus: int = 8) -> dict[str, str | None]:
+    """The nodes of members that come in this order; nodes are given by their labels."""
+    roles: dict[str, MemberRole] = {f"worker-{number}": role for number, role in enumerate(order)}
+    places: dict[str, str | None] = {}
+    for name, role in roles.items():
+        taken = Counter(places.values())
+        present = [Node(node, labels, {"GPU": gpus - taken[node]}) for node, labels in nodes.items()]
+        known = {other: node for other, node in places.items() if node is not None}
+        places[name] = preferred(Wish(role, GPU, roles, (RACK,)), present, known)
+    return places
+
+
+@given(st.lists(st.sampled_from(["prefill", "decode"]), min_size=1, max_size=16), st.integers(1, 4))
+def test_each_role_is_spread_over_the_nodes(order: list[MemberRole], count: int) -> None:
+    places = placed(order, {f"node-{number}": {} for number in range(count)}, gpus=16)
+    for role in set(order):
+        used = Counter(places[f"worker-{number}"] for number, each in enumerate(order) if each == role)
+        assert None not in used
+        assert max(used.values()) - min((used[f"node-{number}"] for number in range(count)), default=0) <= 1
+
+
+def test_partners_share_a_node_or_a_rack() -> None:
+    two = placed(["prefill", "prefill", "decode", "decode"], {"a": {}, "b": {}})
+    assert sorted(map(str, two.values())) == ["a", "a", "b", "b"]
+    racks = {"a": {RACK: "1"}, "b": {RACK: "2"}, "c": {RACK: "2"}, "d": {RACK: "1"}}
+    one_each = placed(["prefill", "decode", "prefill", "decode"], racks, gpus=1)
+    rack = {name: racks[str(node)][RACK] for name, node in one_each.items()}
+    assert rack["worker-0"] == rack["worker-1"] != rack["worker-2"] == rack["worker-3"]
+
+
+def test_without_room_there_is_no_preference() -> None:
+    assert placed(["prefill"], {"a": {}}, gpus=0) == {"worker-0": None}
+
+
+NODES = """
+import asyncio, json
+from kvrelay.cluster.ray import environment as rayenv
+rayenv.prepare()
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
+from kvrelay.cluster.fleet.nodes import Wish
+from kvrelay.cluster.ray import reservations as module
+from kvrelay.cluster.ray.reservations import Reservations
+
+module.OWN_SECONDS = 3
+RACK = "kvrelay.io/rack"
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+racks = {cluster.add_node(num_cpus=2, labels={RACK: rack}).node_id: rack for rack in ("one", "two")}
+ray.init(cluster.address, log_to_driver=False, configure_logging=False)
+cluster.wait_for_nodes()
+roles = {"worker-0": "prefill", "worker-1": "prefill", "worker-2": "decode", "worker-3": "decode", "worker-4": "decode"}
+
+async def main():
+    reservations = Reservations("test")
+    wishes = {name: Wish(role, {"CPU": 1.0}, roles, (RACK,)) for name, role in roles.items()}
+    four = [name for name in roles if name != "worker-4"]
+    await asyncio.gather(*(reservations.reserve(name, wishes[name], lambda: True) for name in four))
+    tables = placement_group_table().values()
+    found = {table["name"].removeprefix("test/"): racks[table["bundles_to_node_id"][0]] for table in tables}
+    waiting = asyncio.create_task(reservations.reserve("worker-4", wishes["worker-4"], lambda: True))
+    while not (waits := reservations.waits_for("worker-4")):
+        await asyncio.sleep(0.1)
+    await asyncio.to_thread(reservations.release, "worker-3")
+    await waiting
+    after = reservations.waits_for("worker-4")
+    other = Wish("prefill", {"CPU": 1.0}, roles, (), RACK)  # no rack is named as the role: after a while it takes any
+    await asyncio.to_thread(reservations.release, "worker-0")
+    taken = await reservations.reserve("worker-0", other, lambda: True)
+    print(json.dumps({"racks": found, "waits": waits, "after": after, "taken": taken is not None}))
+
+asyncio.run(main())
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.more
+@pytest.mark.cluster
+@pytest.mark.timeout(400)
+def test_on_a_ray_cluster_of_several_nodes() -> None:
+    output = subprocess.check_output([sys.executable, "-c", NODES], env=ENVIRONMENT, text=True, timeout=360)
+    found = json.loads(output.splitlines()[-1])
+    for role in (("worker-0", "worker-1"), ("worker-2", "worker-3")):
+        assert {found["racks"][name] for name in role} == {"one", "two"}
+    assert found["waits"] == "a node of the Ray cluster with 1 CPU free"
+    assert found["after"] == ""
+    assert found["taken"]
+
+
+LOST_NODE = """
+import json, os, subprocess, sys, time
+from pathlib import Path
+from kvrelay.cluster.ray import environment as rayenv
+rayenv.prepare()
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
+from kvrelay.cluster.state import ClusterState
+from kvrelay.cluster.asking.status import as_json, get_status
+
+folder, kvrelay = Path(os.environ["KVRELAY_STATE_DIR"]), sys.argv[1]
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]
+ray.init(cluster.address, log_to_driver=False, configure_logging=False)
+cluster.wait_for_nodes()
+options = ["--address", cluster.address, "--grpc-port", "0", "--http-port", "0", "--drain-seconds", "1"]
+subprocess.run([kvrelay, "up", "--detach", *options], check=True, stdout=sys.stderr)
+
+def workers():
+    status = as_json(get_status(ClusterState(**json.loads((folder / "cluster.json").read_text()))))
+    return {worker["name"]: worker for worker in status["workers"]}
+
+before = workers()
+places = {
+    table["name"].removeprefix("kvrelay/"): table["bundles_to_node_id"][0] for table in placement_group_table().values()
+}
+lost, node = next((name, node) for node in nodes for name in before if places[name] == node.node_id)
+begun = time.monotonic()
+cluster.remove_node(node, allow_graceful=False)
+while time.monotonic() - begun < float(sys.argv[2]):
+    now = workers().get(lost, {})
+    if now.get("state") == "ready" and now["incarnation"] != before[lost]["incarnation"]:
+        print(json.dumps({"lost": lost, "seconds": time.monotonic() - begun}))
+        break
+    time.sleep(0.2)
+subprocess.run([kvrelay, "down"], check=True, stdout=sys.stderr)
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.more
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_the_members_of_a_lost_node_are_started_on_another(tmp_path: Path) -> None:
+    environment = ENVIRONMENT | {"KVRELAY_STATE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", LOST_NODE, KVRELAY, str(MOVED_SECONDS)]
+    output = subprocess.check_output(command, env=environment, text=True, timeout=500)
+    assert json.loads(output.splitlines()[-1])["seconds"] < MOVED_SECONDS

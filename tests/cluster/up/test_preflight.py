@@ -1,0 +1,116 @@
+"""Mistakes that are found before Ray is started."""
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvrelay.cluster.config.options import ClusterConfig
+from kvrelay.cluster.errors import UsageError
+from kvrelay.cluster.up.preflight import check, check_checkpoint, check_port
+from kvrelay.models import resolve
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(resolve("pico"), tmp_path / "model"))
+
+
+def config(**sections: dict[str, object]) -> ClusterConfig:
+    return ClusterConfig.model_validate({"router": {"grpc_port": 0, "http_port": None}, **sections})
+
+
+def test_a_model_is_found_by_name_or_folder_and_files_become_absolute(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert check(config()).model.path == str(resolve("pico"))
+    monkeypatch.chdir(checkpoint.parent)
+    Path("keys").write_text(f"a {'0' * 64}\n")
+    router = {"grpc_port": 0, "http_port": None, "api_keys": "keys"}
+    checked = check(config(model={"path": "./model"}, router=router))
+    assert checked.model.path == str(checkpoint)
+    assert checked.router.api_keys == str(checkpoint.parent / "keys")
+    joined = config(ray={"address": "auto"}, model={"path": "/there"})
+    assert check(joined) == joined, "folders and ports of other machines are not checked"
+
+
+def test_an_instruction_set_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_INSTRUCTION_SET", "sse2")
+    with pytest.raises(UsageError, match=r"KVRELAY_INSTRUCTION_SET is 'sse2'; allowed here:"):
+        check(config())
+
+
+@pytest.mark.parametrize("path", ["/nope", "", "pico2"])
+def test_a_model_that_is_not_there(path: str) -> None:
+    with pytest.raises(UsageError, match=f"{path!r}.*neither a folder nor a bundled model"):
+        check(config(model={"path": path}))
+
+
+def changed(folder: Path, **values: object) -> None:
+    """Changes the model's configuration."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: changed(folder, model_type="mamba"), r"model_type.*'mamba'.*llama"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+            r"pytorch_model\.bin.*pickle",
+        ),
+        (lambda folder: changed(folder, intermediate_size=8), r"tensor model\.layers\.0\.mlp.*shape.*expected"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 100), r"model\.safetensors"),
+    ],
+    ids=["an unknown architecture", "a missing file", "a pickle", "another shape", "a file cut short"],
+)
+def test_a_checkpoint_that_cannot_be_loaded_is_refused_with_what_is_wrong(
+    checkpoint: Path, damage: Callable[[Path], None], said: str
+) -> None:
+    damage(checkpoint)
+    with pytest.raises(UsageError, match=said) as caught:
+        check_checkpoint(checkpoint)
+    assert len(caught.value.lines) == 1
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(UsageError) as caught:
+            check(config(router={"grpc_port": port, "http_port": None}))
+        assert caught.value.lines == [f"grpc_port {port}: already in use on 127.0.0.1"]
+        assert caught.value.code == 2
+        with pytest.raises(UsageError, match=f"http_port {port}: already in use"):
+            check(config(router={"grpc_port": 0, "http_port": port}))
+        with pytest.raises(UsageError, match=f"grpc_port {port}: already in use"):
+            check(config(router={"grpc_port": port - 1, "http_port": None, "replicas": 2}))
+    check_port("grpc_port", "127.0.0.1", port)
+
+
+def test_a_host_that_is_not_this_machines_is_named() -> None:
+    with pytest.raises(UsageError, match=r"grpc_port 0: .* on 203\.0\.113\.1"):
+        check_port("grpc_port", "203.0.113.1", 0)
+    with pytest.raises(UsageError, match=r"host no such host"):
+        check_port("grpc_port", "no such host", 0)
+
+
+@pytest.mark.parametrize(
+    ("section", "options", "said"),
+    [
+        ("router", {"api_keys": "missing"}, "router: api_keys missing: No such file"),
+        ("router", {"tls_certificate": "missing", "tls_key": "k"}, "router: certificate: missing: No such file"),
+        ("security", {"join_token_path": "missing"}, "security: join_token_path missing: No such file"),
+        ("security", {"tls": "mutual", "certificates": "nowhere"}, "security: certificate: nowhere/supervisor.crt"),
+    ],
+)
+def test_a_missing_secret_is_named_before_ray_starts(section: str, options: dict[str, str], said: str) -> None:
+    router = {"grpc_port": 0, "http_port": None, **(options if section == "router" else {})}
+    security = options if section == "security" else {}
+    with pytest.raises(UsageError, match=said):
+        check(config(router=router, security=security))

@@ -1,0 +1,124 @@
+"""Hundreds of seeded worlds: whatever fails or is damaged, in whatever order, no guarantee of the hand-off breaks.
+
+A seed that breaks one is printed with its last events. `KVRELAY_SEED=n pytest -s` on this file runs that one world and
+prints all of its events.
+"""
+
+import multiprocessing
+import os
+import random
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.simulation.damage import DAMAGES
+from support.simulation.specification import Transition, specified
+from support.simulation.world import Explored, World, explore, run_world, trace
+
+SEEDS, MORE_SEEDS, MANY_SEEDS = 500, 6000, 100_000
+NOISY_SEEDS, MORE_NOISY_SEEDS = 300, 3000
+NOISE = 0.3
+"""Share of the frames that are damaged in a noisy world."""
+SLICE = 500
+SEED = os.environ.get("KVRELAY_SEED")
+
+pytestmark = pytest.mark.timeout(1800)
+many_seeds = pytest.mark.skipif(SEED is not None, reason="needs more than one seed")
+
+
+def run_seeds(seeds: Sequence[int], noise: float | None = None) -> Explored:
+    """Runs the worlds of `seeds`; more than a slice of them in two processes."""
+    if len(seeds) <= SLICE:
+        return explore(seeds, noise=noise)
+    whole = Explored()
+    slices = [seeds[start : start + SLICE] for start in range(0, len(seeds), SLICE)]
+    with ProcessPoolExecutor(min(2, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
+        for part in pool.map(partial(explore, noise=noise), slices):
+            whole.add(part)
+    return whole
+
+
+def check(explored: Explored) -> None:
+    """Checks for violations, and for transitions and actions that `kvrelay.transfer.protocol.table` doesn't have."""
+    first = "\n\n".join(text for _, text in sorted(explored.violations.items())[:3])
+    assert not explored.violations, f"seeds {sorted(explored.violations)[:20]}\n{first}"
+    table = specified()
+    for transition, actions in explored.seen.items():
+        _, state, _, after = transition
+        if actions or state != after:
+            assert transition in table, f"{transition} returns {actions}"
+            assert actions <= table[transition], f"{transition} returns {actions - table[transition]}, too"
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(SEEDS), pytest.param(range(SEEDS, MORE_SEEDS), marks=pytest.mark.more)], ids=["some", "more"]
+)
+def test_no_interleaving_breaks_a_guarantee_or_leaves_the_table(seeds: Sequence[int]) -> None:
+    if SEED is not None:
+        seeds = [int(SEED)]
+        print("\n".join(trace(int(SEED))))
+    explored = run_seeds(seeds)
+    check(explored)
+    assert explored.commits > explored.worlds or SEED is not None, "worlds in which little is committed prove little"
+
+
+@many_seeds
+@pytest.mark.parametrize(
+    "seeds",
+    [range(NOISY_SEEDS), pytest.param(range(NOISY_SEEDS, MORE_NOISY_SEEDS), marks=pytest.mark.more)],
+    ids=["some", "more"],
+)
+def test_no_damage_is_committed(seeds: Sequence[int]) -> None:
+    """Bytes that differ from those that the sender read never become KV or hidden states, and nothing leaks."""
+    explored = run_seeds(seeds, noise=NOISE)
+    check(explored)
+    assert explored.damages.keys() == {damage.__name__ for damage in DAMAGES}
+    assert min(explored.damages.values()) > len(seeds) // 20
+    assert explored.commits > len(seeds) // 2
+
+
+@many_seeds
+@pytest.mark.slow
+def test_many_worlds_walk_every_row_of_the_table() -> None:
+    """Live states: every transition; states that are over: every event in at least one of them."""
+    explored = run_seeds(range(MANY_SEEDS))
+    check(explored)
+    table = specified()
+    over = {"committed", "failed", "cancelled"}
+
+    def joined(transitions: Iterable[Transition]) -> set[Transition]:
+        """Takes the states that are over as one."""
+        return {
+            (machine, "over" if state in over else state, event, "over" if state in over else after)
+            for machine, state, event, after in transitions
+        }
+
+    assert not joined(table) - joined(explored.visits)
+    returned = {name for actions in explored.seen.values() for name in actions}
+    assert {name for actions in table.values() for name in actions} == returned
+
+
+@many_seeds
+def test_a_world_without_checksums_commits_wrong_kv() -> None:
+    """The simulation notices what a missing protection lets through, and nothing breaks with the protection."""
+    broken = explore(range(100), checksums=False).violations
+    assert broken
+    assert all(text.startswith("token: ") for text in broken.values())
+    for seed in broken:
+        run_world(seed)
+
+
+def test_the_same_seed_is_the_same_world() -> None:
+    for seed in (3, 176, 405):
+        assert trace(seed) == trace(seed)
+        assert trace(seed)
+
+
+@settings(max_examples=150)
+@given(st.randoms(use_true_random=False))
+def test_hypothesis_finds_no_shorter_way_to_break_a_guarantee(rng: random.Random) -> None:
+    World(rng).run()
