@@ -36,14 +36,14 @@ from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, Constraint
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.handoff import HandoffRole
 from kvrelay.worker.relay.requests import request_of
-from kvrelay.worker.role import Role
 from kvrelay.worker.server import RoleFactory, WorkerServer
+from kvrelay.worker.worker import ColocatedRole
 from support.access import METADATA
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
 from support.hash_runner import hash_spec
 
 SECONDS = 10.0
-ROLES: dict[WorkerRole, RoleFactory] = {"colocated": Role, "prefill": PrefillRole, "decode": DecodeRole}
+ROLES: dict[WorkerRole, RoleFactory] = {"colocated": ColocatedRole, "prefill": PrefillRole, "decode": DecodeRole}
 
 
 @pytest.fixture(scope="module")
