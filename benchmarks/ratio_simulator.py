@@ -17,10 +17,20 @@ from dataclasses import dataclass, field
 from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.cluster.scaling.forecast import Split
 from kvrelay.cluster.scaling.policy import Decision, Policy
-from kvrelay.cluster.scaling.signals import WINDOW_SECONDS, Meter, PoolRole, RouterReport, WorkerReport
+from kvrelay.cluster.scaling.signals import WINDOW_SECONDS, Meter, PoolRole
+from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_READY,
+    MEMBER_STATE_STARTING,
+    ROLE_DECODE,
+    ROLE_PREFILL,
+    ROLE_ROUTER,
+    Member,
+    MemberStatus,
+)
+from kvrelay.internal.v1.worker_pb2 import Load, Promised, Requests, Traffic
 from kvrelay.router.placing.placement import DecodeCapacity, Demand, LeastWork, Placement, WorkerView
 from kvrelay.router.placing.prefixes import PrefixIndex
-from kvrelay.rpc.identity import WorkerId
+from kvrelay.rpc.identity import ROLES, WorkerId
 
 BEAT_SECONDS = 0.5
 BLOCK = 16
@@ -385,8 +395,7 @@ class Simulation:
         queued = (0, len(self._queue)) if full else (len(self._queue), 0)
         while self._young and (self._young[0].first or 0.0) < self._now - WINDOW_SECONDS:
             self._young.popleft()
-        router = RouterReport(
-            WorkerId("router-0", "0"),
+        traffic = Traffic(
             **self._totals,
             unqueued_seconds=self._unqueued,
             young_tokens=sum(job.tokens for job in self._young),
@@ -395,7 +404,8 @@ class Simulation:
             queued_streams=queued[1],
             queued_tokens=tokens,
         )
-        signals = self._meter.observe(workers, [router], self._now)
+        router = MemberStatus(member=Member(name="router-0", role=ROLE_ROUTER), load=Load(traffic=traffic))
+        signals = self._meter.observe([*workers, router], self._now)
         decision = self._policy.decide(signals, self._desired, workers, self._now)
         if decision is not None and self._config.enabled:
             self._decisions.append((self._now, decision))
@@ -412,22 +422,22 @@ class Simulation:
         demand = Demand(tokens, self._queue[0].completion - self._queue[0].tokens)
         return not any(self._capacity(worker).fits(demand) for worker in decodes)
 
-    def _report(self, worker: Worker) -> WorkerReport:
-        free = self._capacity(worker)
-        slots = self._table.max_streams
-        if worker.role == "decode" and worker.jobs:
-            slots = min(slots, int(min(len(worker.jobs), slots) * free.total / max(1, worker.held())))
-        return WorkerReport(
-            worker.id,
-            worker.role,
-            worker.ready,
-            requests=len(worker.jobs) + len(worker.promised),
-            slots=slots,
+    def _report(self, worker: Worker) -> MemberStatus:
+        most, roles = self._table.max_streams, [ROLE_PREFILL, ROLE_DECODE]
+        running = min(len(worker.jobs), most)
+        load = Load(
+            requests=Requests(waiting=len(worker.jobs) - running, running=running, free_slots=most - running),
+            promised=Promised(requests=len(worker.promised)),
             pending_tokens=worker.pending,
             computed_tokens=worker.computed,
             steps=worker.steps,
             step_seconds=worker.step_seconds,
         )
+        if worker.role == "decode":
+            load.blocks.total, load.blocks.held = self._capacity(worker).total, worker.held()
+        state = MEMBER_STATE_READY if worker.ready else MEMBER_STATE_STARTING
+        member = Member(name=worker.id.name, role=ROLES[worker.role], state=state, roles=roles)
+        return MemberStatus(member=member, load=load)
 
     def _follow(self, decision: Decision) -> None:
         moved = sum(1 if move.role == "prefill" else -1 for move in decision.moves)

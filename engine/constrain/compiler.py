@@ -229,8 +229,8 @@ class LlMatcher:
         self._following = following
         self._lane = lane
         self._tokens = list(tokens)
-        self._number = next(following.numbers)
-        self._parent = -1 if parent is None else parent._number
+        self.number = next(following.numbers)
+        self._parent = -1 if parent is None else parent.number
         self._known = 0 if parent is None else len(tokens) - 1
         """Tokens that the lane's matcher has taken."""
         self._sent = 0
@@ -240,9 +240,9 @@ class LlMatcher:
         self._queued = False
         self._mask: NDArray[np.int32] | None = None
         self._error: ConstraintError | None = None
-        self._trusted_from: int = 0 if parent is None else parent._trusted_from
+        self.trusted_from: int = 0 if parent is None else parent.trusted_from
         self._awaited = False
-        weakref.finalize(self, _drop, self._number, self._seen).atexit = False
+        weakref.finalize(self, _drop, self.number, self._seen).atexit = False
         with following.lanes.lock:
             self._submit()
 
@@ -271,7 +271,7 @@ class LlMatcher:
             if self._error is not None:
                 raise self._error
             if self._mask is None:
-                raise RuntimeError(f"matcher {self._number} is done without a mask")
+                raise RuntimeError(f"matcher {self.number} is done without a mask")
             return self._mask
 
     def after(self, token: int) -> "LlMatcher | None":
@@ -293,7 +293,7 @@ class LlMatcher:
             limit = max(LEAST_SECONDS, self._allowed - self.used)
             message: Message = {
                 "op": "follow",
-                "matcher": self._number,
+                "matcher": self.number,
                 "parent": -1 if whole else self._parent,
                 "at": known,
                 "tokens": self._tokens[known:],
@@ -315,7 +315,7 @@ class LlMatcher:
             self._known, self._parent = self._sent, -1
             if answer["error"] and self._lane is lanes.fast:
                 # Perhaps it was only too much for this lane.
-                lanes.fast.dropped.append(self._number)
+                lanes.fast.dropped.append(self.number)
                 self._lane, self._known = lanes.slow, 0
                 self._submit()
                 return
@@ -359,13 +359,13 @@ class LlMatcher:
     @property
     def _trusted(self) -> bool:
         """Whether its masks come in time."""
-        return len(self._tokens) >= self._trusted_from
+        return len(self._tokens) >= self.trusted_from
 
     def _wait(self, seconds: float) -> bool:
         """Whether the mask is there within `seconds`. With the lock."""
         if self._done or self._following.lanes.ready.wait_for(lambda: self._done, seconds):
             return True
-        self._trusted_from = len(self._tokens) + DISTRUST
+        self.trusted_from = len(self._tokens) + DISTRUST
         return False
 
     def _submit(self) -> None:

@@ -26,12 +26,12 @@ from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
 from kvrelay.prefill_worker.role import PrefillRole
 from kvrelay.rpc.identity import WorkerRole
 from kvrelay.worker.config import WorkerConfig
-from kvrelay.worker.role import Role
 from kvrelay.worker.server import RoleFactory, WorkerServer
+from kvrelay.worker.worker import ColocatedRole
 from support.access import METADATA
 
 SECONDS = 10.0
-ROLES: dict[WorkerRole, RoleFactory] = {"colocated": Role, "prefill": PrefillRole, "decode": DecodeRole}
+ROLES: dict[WorkerRole, RoleFactory] = {"colocated": ColocatedRole, "prefill": PrefillRole, "decode": DecodeRole}
 
 
 class Router:

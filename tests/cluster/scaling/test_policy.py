@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.cluster.scaling.forecast import Split, forecast
 from kvrelay.cluster.scaling.policy import CONFIRM_SECONDS, GAIN, GROW_SECONDS, Decision, Policy
-from kvrelay.cluster.scaling.signals import PoolRole, Signals, StepCost, WorkerReport
-from kvrelay.rpc.identity import WorkerId
+from kvrelay.cluster.scaling.signals import PoolRole, Signals, StepCost
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY, ROLE_DECODE, ROLE_PREFILL, Member, MemberStatus
+from kvrelay.internal.v1.worker_pb2 import Load, Requests
+from kvrelay.rpc.identity import ROLES
 
 CONFIG = ScalingConfig(enabled=True, ttft_target_seconds=1.0, tpot_target_seconds=0.1)
 TICK = 0.5
@@ -65,9 +67,13 @@ class Cluster:
         for number in range(count - len(present)):
             self.roles[f"{role}-{len(self.roles)}-{number}"] = role
 
-    def workers(self) -> list[WorkerReport]:
+    def workers(self) -> list[MemberStatus]:
+        both, state = [ROLE_PREFILL, ROLE_DECODE], MEMBER_STATE_READY
         return [
-            WorkerReport(WorkerId(name, "i"), role, True, requests=number)
+            MemberStatus(
+                member=Member(name=name, incarnation="i", role=ROLES[role], state=state, roles=both),
+                load=Load(requests=Requests(running=number)),
+            )
             for number, (name, role) in enumerate(self.roles.items())
         ]
 
@@ -113,7 +119,7 @@ def test_one_bad_look_is_not_enough() -> None:
 def test_those_with_least_to_do_are_moved() -> None:
     cluster = Cluster()
     (decision, *_) = cluster.run(FULL_PREFILL, 5)
-    decodes = [worker.id.name for worker in Cluster().workers() if worker.role == "decode"]
+    decodes = [worker.member.name for worker in Cluster().workers() if worker.member.role == ROLE_DECODE]
     assert [move.worker for move in decision.moves] == decodes[: len(decision.moves)]
 
 
@@ -124,7 +130,9 @@ def test_those_with_least_to_do_are_moved() -> None:
 )
 def test_nothing_is_decided_where_nothing_can_be_done(signals: Signals, split: Split, movable: bool) -> None:
     policy = Policy(CONFIG)
-    workers = [replace(worker, movable=movable) for worker in Cluster().workers()]
+    workers = Cluster().workers()
+    for worker in workers:
+        worker.member.roles[:] = worker.member.roles if movable else [worker.member.role]
     assert not any(policy.decide(signals, split, workers, tick * TICK) for tick in range(60))
 
 

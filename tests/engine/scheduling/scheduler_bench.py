@@ -189,13 +189,13 @@ class Bench:
         self.pool.check_integrity()
         self.prefix.check_integrity()
         live = [sequence for sequence in self.sequences if not sequence.ended]
-        load = self.scheduler.load()
-        assert load.free + load.cached + load.held == load.total
-        assert load.waiting + load.running == len(live)
-        assert load.running == sum(sequence.status is Status.RUNNING for sequence in live)
-        assert load.running <= self.config.max_sequences + self.config.max_sequences // SPARE_SHARE
-        assert load.pending_tokens == sum(sequence.num_tokens - sequence.num_computed for sequence in live)
-        assert self.scheduler.has_work == bool(live)
+        scheduler, pool = self.scheduler, self.pool
+        assert pool.free + pool.cached + pool.held == pool.total
+        assert scheduler.waiting + scheduler.running == len(live)
+        assert scheduler.running == sum(sequence.status is Status.RUNNING for sequence in live)
+        assert scheduler.running <= self.config.max_sequences + self.config.max_sequences // SPARE_SHARE
+        assert scheduler.pending_tokens == sum(sequence.num_tokens - sequence.num_computed for sequence in live)
+        assert scheduler.has_work == bool(live)
         for sequence in live:
             assert sequence.num_computed < sequence.num_tokens
             assert sequence.status is not Status.PREEMPTED or sequence.scheduled == 0, "it waits for what is in flight"

@@ -70,7 +70,7 @@ def test_rows_never_outnumber_the_budget() -> None:
         bench.add(bench.request((number,), 20))
     for _ in range(12):
         bench.step()
-    assert bench.scheduler.load().running == SIZE
+    assert bench.scheduler.running == SIZE
 
 
 def test_the_head_of_the_queue_blocks_the_rest() -> None:
@@ -220,7 +220,7 @@ def test_nobody_starves_while_others_keep_coming(max_sequences: int, blocks: int
         if reservation is not None:
             bench.receive(reservation, request)
             bench.resume(request, reservation)
-        if bench.scheduler.load().waiting < 6:
+        if bench.scheduler.waiting < 6:
             bench.add(bench.request(numbers(4, number), 6))
         bench.step()
         if old.ended:

@@ -25,8 +25,8 @@ UNNAMED_SECONDS = 30.0
 """Seconds for Ray to free the name of a killed actor or of a removed placement group."""
 
 
-class Reservations:
-    """Reservations of Ray's resources for one cluster's members."""
+class PlacementGroups:
+    """PlacementGroups of Ray's resources for one cluster's members."""
 
     def __init__(self, namespace: str) -> None:
         self._prefix = f"{namespace}/"
