@@ -46,17 +46,18 @@ def on_cpu(folder: Path, asked: Sequence[Request], **options: Any) -> list[list[
 
 @interpreted
 @pytest.mark.parametrize(
-    ("architecture", "kv_dtype"),
+    ("architecture", "kv_dtype", "layers"),
     [
-        ("llama", "auto"),
-        pytest.param("mistral", "int8", marks=pytest.mark.more),
-        pytest.param("qwen2", "auto", marks=pytest.mark.more),
-        pytest.param("qwen3", "int8", marks=pytest.mark.more),
+        ("llama", "auto", 1),
+        pytest.param("llama", "auto", 2, marks=pytest.mark.more),
+        pytest.param("mistral", "int8", 2, marks=pytest.mark.more),
+        pytest.param("qwen2", "auto", 2, marks=pytest.mark.more),
+        pytest.param("qwen3", "int8", 2, marks=pytest.mark.more),
     ],
 )
-def test_tokens_equal_the_cpus(model_of: ModelOf, architecture: str, kv_dtype: CacheDtype) -> None:
+def test_tokens_equal_the_cpus(model_of: ModelOf, architecture: str, kv_dtype: CacheDtype, layers: int) -> None:
     """Chunked prompts, mixed steps, decode a step ahead, windows; greedy and drawn; once, more sequences than rows."""
-    folder = model_of(architecture, num_hidden_layers=2)
+    folder = model_of(architecture, num_hidden_layers=layers)
     likely = on_cpu(folder, requests_of((7, greedy(3))))[0]
     stop = frozenset({likely[1], 5})
     asked = requests_of(

@@ -164,6 +164,7 @@ def test_another_text_is_noticed() -> None:
         assert batches.seconds(400) < 0.5 * plain * 400
 
 
+@pytest.mark.more
 def test_what_a_step_costs_is_known_while_all_have_guesses() -> None:
     """Guesses pay on a slow machine as on a fast one, and not when it becomes fast but for them."""
     runner = Priced()
