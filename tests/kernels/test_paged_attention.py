@@ -81,7 +81,14 @@ def definitions() -> list[object]:
     return [*few, *(pytest.param(*case, marks=more) for case in many)]
 
 
-@pytest.mark.parametrize(("attend", "shape", "tokens", "window", "dtype"), definitions(), ids=str)
+def named(value: object) -> str:
+    """A test's name is the same in each process, which a function's address isn't."""
+    if isinstance(value, partial):
+        return f"{value.func.__name__} {value.keywords}"
+    return getattr(value, "__name__", str(value))
+
+
+@pytest.mark.parametrize(("attend", "shape", "tokens", "window", "dtype"), definitions(), ids=named)
 def test_equals_its_definition(
     device: torch.device,
     attend: Attend,

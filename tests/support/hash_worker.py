@@ -5,7 +5,8 @@ engine step, so that a fault can hit during a step. HASH_NEWS_SECONDS delays mem
 HASH_FETCH_SECONDS is what a copy of hidden states takes.
 
 Environment variables: HASH_LAG is the runner's lag: with 1, a step's KV is there only when its result is asked for, and
-is given to the hand-off before. HASH_BEAT_SECONDS is the time between two heartbeats. HASH_ORDERS names the file of the
+is given to the hand-off before. HASH_BEAT_SECONDS is the time between two heartbeats. HASH_LOAD_SECONDS
+is the time that its model takes to load. HASH_ORDERS names the file of the
 orders, which have failpoints and damage to frames (`support.damage`), too. CHAOS_DESK routes links through proxies
 (`support.detours`).
 
@@ -59,6 +60,7 @@ NEWS_SECONDS = "HASH_NEWS_SECONDS"
 BEAT_SECONDS = "HASH_BEAT_SECONDS"
 STATES = "HASH_STATES"
 FETCH_SECONDS = "HASH_FETCH_SECONDS"
+LOAD_SECONDS = "HASH_LOAD_SECONDS"
 MAX_CONTEXT = 4096
 # 1 KiB per token, so that a link needs some time to send a frame.
 WORKER_LAYOUT = KVLayout(layers=2, kv_heads=4, head_dim=16, block_size=8, dtype="float32")
@@ -91,6 +93,9 @@ class SlowHashRunner(HashRunner):
 
 def build(folder: Path, dtype: Dtype, config: EngineConfig, loaded: Callable[[float], None]) -> tuple[Engine, Runner]:
     """Replaces `build_engine` for the hash model, with WORKER_LAYOUT's block size."""
+    if LOAD_SECONDS in os.environ:
+        print("loading", file=sys.stderr, flush=True)
+        time.sleep(float(os.environ[LOAD_SECONDS]))
     config = config.on("cpu")
     layout = INT8_LAYOUT if config.kv_dtype == "int8" else WORKER_LAYOUT
     blocks = (config.kv_memory_bytes or KV_BYTES) // layout.block_bytes

@@ -217,14 +217,6 @@ async def test_a_link_whose_other_end_never_opens_ends_by_itself() -> None:
         assert ends.log == [("not sent", 1)]
 
 
-async def test_a_hundred_links_up_and_down_leave_no_thread() -> None:
-    async with ends_with(opened=False) as ends:
-        for epoch in range(1, 101):
-            ends.open("a", epoch)
-            await ends.cross(epoch, epoch=epoch)
-            assert threading.active_count() < 20
-
-
 class StuckTransport(FakeTransport):
     """Links whose close blocks, like a group's destructor that waits for a lost peer."""
 
