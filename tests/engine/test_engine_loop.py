@@ -294,7 +294,7 @@ def test_nothing_grows_with_requests_served() -> None:
     reports_until_idle(engine)
     assert engine.step() == []
     assert live() == before
-    assert len(engine.scheduler.prefix) <= engine.scheduler.load().total
+    assert len(engine.scheduler.prefix) <= engine.scheduler.prefix.pool.total
 
 
 def test_code_that_decides_needs_no_torch() -> None:
