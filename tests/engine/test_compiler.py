@@ -172,6 +172,23 @@ def test_a_mask_that_takes_too_much_time_ends_its_request_only() -> None:
         assert len(walk(sound, 4)) > 0
 
 
+def test_no_step_waits_for_the_masks_of_a_costly_constraint() -> None:
+    """Not even for the first ones of another completion; those of others are waited for as ever."""
+    ambiguous = Constraint("grammar", 'start: a\na: a a | a a a | "x" | ""')
+    with compiling() as scene:
+        grammar, sound = scene.compile(ambiguous, REGEX)
+        walk(sound.matcher([]), 4)
+        walk(grammar.matcher([]), 100)
+        assert grammar.costly
+        assert not sound.costly
+        matcher = grammar.matcher([])
+        for _ in range(8):
+            if matcher.ready(surely=True) or matcher.ready():
+                matcher.mask(0)
+            token = next(each for each in allowed(matcher.mask(30)) if each != EOS)
+            matcher.push(token)
+
+
 def test_a_schema_that_compiles_does_not_fail_by_size_later(scene: Scene) -> None:
     """1,000 optional properties, and a completion that has some of them."""
     properties = {f"k{number}": {"type": "integer"} for number in range(1000)}
