@@ -220,7 +220,7 @@ class LlMatcher:
         """
         self.used: float = 0.0 if parent is None else parent.used
         """Seconds of CPU time that its masks took."""
-        self._made: int = 0 if parent is None else parent._made
+        self.made: int = 0 if parent is None else parent.made
         """Number of these masks."""
         self._grammar = grammar
         self._constraint = grammar.constraint
@@ -311,9 +311,9 @@ class LlMatcher:
             self._queued = False
             again = self._known > 0 and self._parent < 0
             self.used += answer["seconds"] + (answer["made"] if again else 0.0)
-            self._made += 1
+            self.made += 1
             self._known, self._parent = self._sent, -1
-            self._grammar.costly |= self.used > COSTLY_SECONDS + COSTLY_TOKEN_SECONDS * self._made
+            self._grammar.costly |= self.used > COSTLY_SECONDS + COSTLY_TOKEN_SECONDS * self.made
             if self._lane is lanes.fast and (answer["error"] or self._grammar.costly):
                 lanes.fast.dropped.append(self.number)
                 self._lane, self._known = lanes.slow, 0
