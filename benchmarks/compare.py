@@ -42,7 +42,6 @@ def engines(model: Path, peers: Path, gguf: Path, args: argparse.Namespace) -> d
         OWN: Engine(command, own, ("kvrelay", "torch")),
         "vllm": peer("vllm", vllm, model, "vllm", "torch"),
         "llama_cpp": peer("llama_cpp", other, gguf, "llama-cpp-python"),
-        "transformers": peer("transformers", other, model, "transformers", "torch"),
     }
 
 
@@ -51,7 +50,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="folder of a checkpoint")
     parser.add_argument("--peers", type=Path, required=True, help="folder that peers/setup.sh made")
     parser.add_argument("--gguf", type=Path, help="the checkpoint as peers/gguf_file.py converts it; made if not given")
-    parser.add_argument("--engines", default="kvrelay,vllm,llama_cpp,transformers")
+    parser.add_argument("--engines", default="kvrelay,vllm,llama_cpp")
     parser.add_argument("--quantization", choices=GGUF, default="none", help="of kvrelay and llama.cpp")
     parser.add_argument("--cells", help="of the grid; all unless given")
     parser.add_argument("--threads", type=int, default=2)

@@ -38,26 +38,24 @@ done
 python=${PYTHON:-python3}
 test="$python -m pytest -q -p no:cacheprovider --override-ini addopts="
 # Kernels' tests run on the GPU where there is one; those that only compile, or are of the CPU's kernels, are left out.
-kernels="tests/kernels/test_elementwise_kernels.py tests/kernels/test_paged_decode.py tests/kernels/test_flash_prefill.py
- tests/kernels/test_kv_gather.py tests/kernels/test_kv_checksum.py tests/kernels/test_quant_gemv.py
- tests/kernels/test_quant_matmul.py tests/kernels/test_sample_kernel.py tests/kernels/test_launch.py
- tests/kernels/test_kv_frame.py"
-few="tests/kernels/test_kv_gather.py tests/kernels/test_kv_checksum.py tests/kernels/test_paged_decode.py
- tests/kernels/test_flash_prefill.py"
+kernels="tests/kernels/test_elementwise_kernels.py tests/kernels/test_paged_attention.py tests/kernels/test_kv_gather.py
+ tests/kernels/test_kv_checksum.py tests/kernels/test_kv_frame.py tests/kernels/test_quant_gemv.py
+ tests/kernels/test_quant_matmul.py tests/kernels/test_sample_kernel.py"
+few="tests/kernels/test_kv_gather.py tests/kernels/test_kv_checksum.py tests/kernels/test_paged_attention.py"
 # What the steps import: all of the project's dependencies but Ray and the command line's.
 modules="aiohttp aiohttp_cors cryptography google.protobuf grpc grpc_health grpc_reflection hypothesis jinja2 msgpack numpy
  prometheus_client pydantic pytest pytest_timeout safetensors tokenizers transformers triton xxhash yaml"
 missing="import importlib.util as u, sys; m = [n for n in sys.argv[1:] if not (u.find_spec(n.split(\".\")[0]) and u.find_spec(n))];
  print(\"missing modules:\", *m); sys.exit(len(m))"
-links="tests/transfer/test_transfer_gpu.py tests/transfer/test_transfer_settle.py"
+links="tests/transfer/test_transports.py tests/transfer/test_gpu_frames.py"
 
 names=() ; declare -A limit command
 step() { names+=("$1"); limit[$1]=$2; command[$1]=${3//$'\n'/}; }
 step environment 30 "nvidia-smi; $python -c '$missing' $modules && $python benchmarks/gpu.py --only environment"
 step kernels 220 "$test $kernels tests/kernels/test_far_blocks.py -k 'not compiled'"
-step engine 220 "$test tests/engine/test_gpu_engine.py tests/engine/test_gpu_runner.py tests/engine/test_gpu_pool.py -k 'gpu or bytes'"
-step links 100 "$test $links"
-step pair 180 "$test tests/e2e/test_gpu_pair.py -m 'gpu or slow'"
+step engine 220 "$test tests/engine/runner/test_gpu_engine.py tests/engine/runner/test_gpu_runner.py tests/engine/kv/test_pool.py -k 'gpu or bytes'"
+step links 100 "$test $links -k 'nccl or gpu_frames'"
+step pair 180 "$test tests/e2e/test_recovery.py -m ''"
 step sanitizer 200 "compute-sanitizer --error-exitcode 9 $test $few -k 'not compiled and not on_a_gpu and not every'"
 step gpu_kernels 280 "$python benchmarks/gpu.py --only kernels,attention --seconds 255 --out $out/gpu_kernels.json"
 step gpu_engine 270 "$python benchmarks/gpu.py --only engine,links --seconds 245 --out $out/gpu_engine.json"

@@ -1,6 +1,6 @@
 """Does the ratio of prefill to decode workers follow the traffic? Eight workers, traffic that flips and flips back.
 
-    python benchmarks/ratio.py [--seconds 50] [--splits 2] [--simulate] [--out FILE] [--picture FILE]
+    python benchmarks/ratio.py [--seconds 50] [--splits 2] [--simulate] [--out FILE]
 
 Three phases of `--seconds`: 20 input tokens for each output token, then 1 for 4, then as at the start. Requests come at
 random times, whatever the answers do. Goodput is requests a second that met both targets, time to first token and mean
@@ -16,23 +16,18 @@ in the next one.
 import argparse
 import asyncio
 import json
-import math
-import os
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ratio_cluster import Answer, Cluster, Observation, cluster
-from ratio_costs import A100_OPT_66B
-from ratio_picture import picture
-from ratio_simulator import Job, Phase, Run, Simulation, traffic
-from turns import end_on_signal
+from ratio_cluster import cluster, run, set_split
+from ratio_simulator import A100_OPT_66B, Job, Phase, Simulation, traffic
+from turns import end_on_signal, own_setting, save
 
 from kvrelay.cluster.scaling.config import ScalingConfig
+from support.supervised import Supervised
 
 WORKERS = 8
 TARGETS = ScalingConfig(enabled=True, ttft_target_seconds=2.0, tpot_target_seconds=0.1)
@@ -85,25 +80,21 @@ def figures(jobs: Sequence[Job], parts: Sequence[Phase]) -> dict[str, Any]:
     }
 
 
-def simulated(
-    parts: Sequence[Phase], split: tuple[int, int], *, enabled: bool, seed: int
-) -> tuple[Run, dict[str, Any]]:
-    """A run of the simulator, and its figures."""
+def simulated(parts: Sequence[Phase], split: tuple[int, int], *, enabled: bool, seed: int) -> dict[str, Any]:
+    """The figures of a run of the simulator."""
     total = sum(phase.seconds for phase in parts)
     config = replace(TARGETS, enabled=enabled)
-    run = Simulation(traffic(parts, seed), A100_OPT_66B, split, config, total + DRAIN_SECONDS).run()
-    found = figures(run.jobs, parts)
+    done = Simulation(traffic(parts, seed), A100_OPT_66B, split, config, total + DRAIN_SECONDS).run()
+    found = figures(done.jobs, parts)
     if enabled:
-        found["decisions"] = [{"time": at, "reason": decision.reason} for at, decision in run.decisions]
-    return run, found
+        found["decisions"] = [{"time": at, "reason": decision.reason} for at, decision in done.decisions]
+    return found
 
 
-def real(running: Cluster, parts: Sequence[Phase], seed: int) -> tuple[list[Job], list[Observation], dict[str, Any]]:
-    """A run of real processes, and its figures."""
-    total, before = sum(phase.seconds for phase in parts), len(running.status().scaling.decisions)
-    began = datetime.now(UTC).timestamp()
-    answers: list[Answer]
-    answers, seen = asyncio.run(running.run(traffic(parts, seed), total))
+def real(running: Supervised, parts: Sequence[Phase], seed: int) -> dict[str, Any]:
+    """The figures of a run of real processes."""
+    before, began = len(running.status().scaling.decisions), datetime.now(UTC).timestamp()
+    answers = asyncio.run(run(running, traffic(parts, seed)))
     jobs = [answer.job for answer in answers]
     found = figures(jobs, parts)
     errors = [answer.error for answer in answers if answer.error]
@@ -111,7 +102,7 @@ def real(running: Cluster, parts: Sequence[Phase], seed: int) -> tuple[list[Job]
     decisions = list(running.status().scaling.decisions)[before:]
     if decisions:
         found["decisions"] = [{"time": round(each.time - began, 1), "reason": each.reason} for each in decisions]
-    return jobs, seen, found
+    return found
 
 
 def main() -> None:
@@ -123,18 +114,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--simulate", action="store_true", help="without real processes")
     parser.add_argument("--out", type=Path, help="file for the results")
-    parser.add_argument("--picture", type=Path, help="SVG file for the picture of the real run")
     args = parser.parse_args()
     end_on_signal()
     parts, start = phases(args.seconds), (WORKERS // 2, WORKERS // 2)
     result: dict[str, Any] = {
         "setting": {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "cores": os.cpu_count(),
-            "machine": platform.processor() or platform.machine(),
-            "load": os.getloadavg()[0],
-            "python": platform.python_version(),
-            "grpcio": version("grpcio"),
+            **own_setting("grpcio"),
             "phases": [asdict(phase) for phase in parts],
             "targets": {"ttft_seconds": TARGETS.ttft_target_seconds, "tpot_seconds": TARGETS.tpot_target_seconds},
             "seed": args.seed,
@@ -146,36 +131,25 @@ def main() -> None:
         result.setdefault(kind, {})[name] = found
         print(json.dumps({"kind": kind, "split": name, **found}), flush=True)
         if args.out is not None:
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+            save(args.out, result)
 
     statics = {}
     for prefill in range(1, WORKERS):
         split = prefill, WORKERS - prefill
-        _, found = simulated(parts, split, enabled=False, seed=args.seed)
+        found = simulated(parts, split, enabled=False, seed=args.seed)
         statics[split] = found["goodput"]
         note("simulated", f"{split[0]}:{split[1]}", found)
-    _, found = simulated(parts, start, enabled=True, seed=args.seed)
-    note("simulated", "policy", found)
+    note("simulated", "policy", simulated(parts, start, enabled=True, seed=args.seed))
     if args.simulate:
         return
     best = sorted(statics, key=lambda split: -statics[split])[: args.splits]
-    runs: dict[str, list[Job]] = {}
     with cluster(start, TARGETS) as running:
-        runs["policy"], seen, found = real(running, parts, args.seed)
-        note("real", "policy", found)
+        note("real", "policy", real(running, parts, args.seed))
     if best:
         with cluster(start, replace(TARGETS, enabled=False)) as running:
             for split in best:
-                running.set_split(split[0])
-                name = f"{split[0]}:{split[1]}"
-                runs[name], _, found = real(running, parts, args.seed)
-                note("real", name, found)
-    if args.picture is not None:
-        goods = {
-            name: [job.arrival for job in jobs if job.good(TARGETS) and math.isfinite(job.ttft)]
-            for name, jobs in runs.items()
-        }
-        args.picture.write_text(picture(seen, goods, [phase.seconds for phase in parts]))
+                set_split(running, split[0])
+                note("real", f"{split[0]}:{split[1]}", real(running, parts, args.seed))
 
 
 if __name__ == "__main__":

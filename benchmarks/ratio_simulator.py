@@ -14,17 +14,77 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ratio_costs import BLOCK, CostTable
-
 from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.cluster.scaling.forecast import Split
-from kvrelay.cluster.scaling.policy import Decision, Outlook, Policy
-from kvrelay.cluster.scaling.signals import WINDOW_SECONDS, Meter, PoolRole, RouterReport, WorkerReport
+from kvrelay.cluster.scaling.policy import Decision, Policy
+from kvrelay.cluster.scaling.signals import WINDOW_SECONDS, Meter, PoolRole
+from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_READY,
+    MEMBER_STATE_STARTING,
+    ROLE_DECODE,
+    ROLE_PREFILL,
+    ROLE_ROUTER,
+    Member,
+    MemberStatus,
+)
+from kvrelay.internal.v1.worker_pb2 import Load, Promised, Requests, Traffic
 from kvrelay.router.placing.placement import DecodeCapacity, Demand, LeastWork, Placement, WorkerView
 from kvrelay.router.placing.prefixes import PrefixIndex
-from kvrelay.rpc.identity import WorkerId
+from kvrelay.rpc.identity import ROLES, WorkerId
 
 BEAT_SECONDS = 0.5
+BLOCK = 16
+"""Tokens in a block of KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Costs of a step on one worker, in seconds, and sizes of the worker."""
+
+    prefill_fixed: float
+    """Seconds of any prefill step."""
+    prefill_token: float
+    prefill_square: float
+    """Seconds for each square of a prompt's tokens in the step."""
+    decode_fixed: float
+    decode_context: float
+    """Seconds for each token of context."""
+    decode_stream: float
+    kv_tokens: int
+    """Size of a worker's KV pool in tokens."""
+    max_streams: int
+    """Streams that one worker runs."""
+    max_chunk: int = 512
+    """Tokens in one step."""
+    handoff: float = 0.05
+    """Seconds from a prompt's last step to its stream on decode."""
+    switch: float = 2.0
+    """Seconds that a worker takes to change its role."""
+    start: float = 20.0
+    """Seconds until a new worker serves."""
+
+    def prefill(self, lengths: Sequence[int]) -> float:
+        """Seconds of a step with these chunks."""
+        squares = sum(length * length for length in lengths)
+        return self.prefill_fixed + self.prefill_token * sum(lengths) + self.prefill_square * squares
+
+    def decode(self, streams: int, context: int) -> float:
+        """Seconds of a step with so many streams, and tokens of all their contexts."""
+        return self.decode_fixed + self.decode_context * context + self.decode_stream * streams
+
+
+A100_OPT_66B = CostTable(
+    # DistServe (OSDI 2024), simdistserve/estimators/profile_data at commit 82831f16, Apache-2.0: OPT-66B on two
+    # A100-80GB, its own engine; decode with fewer than 95 streams; 11,600 tokens of KV.
+    prefill_fixed=43.05881e-3,
+    prefill_token=0.27422929e-3,
+    prefill_square=2.2478e-8,
+    decode_fixed=48.288015e-3,
+    decode_context=0.94243e-6,
+    decode_stream=0.1275502e-3,
+    kv_tokens=11_600,
+    max_streams=16,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +179,6 @@ class Sample:
     time: float
     prefill: int
     decode: int
-    waiting: int
-    """Requests in the router's queue."""
-    outlook: Outlook | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,8 +395,7 @@ class Simulation:
         queued = (0, len(self._queue)) if full else (len(self._queue), 0)
         while self._young and (self._young[0].first or 0.0) < self._now - WINDOW_SECONDS:
             self._young.popleft()
-        router = RouterReport(
-            WorkerId("router-0", "0"),
+        traffic = Traffic(
             **self._totals,
             unqueued_seconds=self._unqueued,
             young_tokens=sum(job.tokens for job in self._young),
@@ -348,12 +404,13 @@ class Simulation:
             queued_streams=queued[1],
             queued_tokens=tokens,
         )
-        signals = self._meter.observe(workers, [router], self._now)
+        router = MemberStatus(member=Member(name="router-0", role=ROLE_ROUTER), load=Load(traffic=traffic))
+        signals = self._meter.observe([*workers, router], self._now)
         decision = self._policy.decide(signals, self._desired, workers, self._now)
         if decision is not None and self._config.enabled:
             self._decisions.append((self._now, decision))
             self._follow(decision)
-        self._samples.append(Sample(self._now, signals.prefill, signals.decode, len(self._queue), self._policy.outlook))
+        self._samples.append(Sample(self._now, signals.prefill, signals.decode))
         self._at(self._now + BEAT_SECONDS, self._beat)
 
     def _full(self) -> bool:
@@ -365,22 +422,22 @@ class Simulation:
         demand = Demand(tokens, self._queue[0].completion - self._queue[0].tokens)
         return not any(self._capacity(worker).fits(demand) for worker in decodes)
 
-    def _report(self, worker: Worker) -> WorkerReport:
-        free = self._capacity(worker)
-        slots = self._table.max_streams
-        if worker.role == "decode" and worker.jobs:
-            slots = min(slots, int(min(len(worker.jobs), slots) * free.total / max(1, worker.held())))
-        return WorkerReport(
-            worker.id,
-            worker.role,
-            worker.ready,
-            requests=len(worker.jobs) + len(worker.promised),
-            slots=slots,
+    def _report(self, worker: Worker) -> MemberStatus:
+        most, roles = self._table.max_streams, [ROLE_PREFILL, ROLE_DECODE]
+        running = min(len(worker.jobs), most)
+        load = Load(
+            requests=Requests(waiting=len(worker.jobs) - running, running=running, free_slots=most - running),
+            promised=Promised(requests=len(worker.promised)),
             pending_tokens=worker.pending,
             computed_tokens=worker.computed,
             steps=worker.steps,
             step_seconds=worker.step_seconds,
         )
+        if worker.role == "decode":
+            load.blocks.total, load.blocks.held = self._capacity(worker).total, worker.held()
+        state = MEMBER_STATE_READY if worker.ready else MEMBER_STATE_STARTING
+        member = Member(name=worker.id.name, role=ROLES[worker.role], state=state, roles=roles)
+        return MemberStatus(member=member, load=load)
 
     def _follow(self, decision: Decision) -> None:
         moved = sum(1 if move.role == "prefill" else -1 for move in decision.moves)

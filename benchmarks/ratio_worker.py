@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests")]
 
-from ratio_costs import A100_OPT_66B, BLOCK, CostTable  # noqa: E402  # from this folder
+from ratio_simulator import A100_OPT_66B, BLOCK, CostTable  # noqa: E402  # from this folder
 
 from kvrelay.decode_worker.role import DecodeRole  # noqa: E402
 from kvrelay.engine.build import engine_on  # noqa: E402

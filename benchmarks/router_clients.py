@@ -9,17 +9,22 @@ import asyncio
 import itertools
 import json
 import struct
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from kvrelay.v1.inference_pb2 import GenerateRequest, GenerateResponse, SamplingParams, TokenIds
+from support.hostile import GENERATE, PREFACE, call_fields, frame
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RESET, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 ACK = END_STREAM = 1
 END_HEADERS = 4
 LARGEST_WINDOW = 2**31 - 1
+REQUEST_HEADERS = call_fields(GENERATE)
 TEXT, LAST = b'"text":"', b"data: [DONE]\n\n"
 
 PromptOf = Callable[[int], list[int]]
@@ -75,8 +80,8 @@ class GrpcConnection(asyncio.Protocol):
         if not isinstance(transport, asyncio.Transport):
             raise TypeError(transport)
         self._transport = transport
-        transport.write(PREFACE + _frame(SETTINGS, 0, 0, struct.pack(">HI", 4, LARGEST_WINDOW)))
-        transport.write(_frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", LARGEST_WINDOW - 65535)))
+        transport.write(PREFACE + frame(SETTINGS, 0, 0, struct.pack(">HI", 4, LARGEST_WINDOW)))
+        transport.write(frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", LARGEST_WINDOW - 65535)))
         for place in self._waiting:
             self._begin(place, first=True)
 
@@ -107,7 +112,7 @@ class GrpcConnection(asyncio.Protocol):
                 del buffer[: 5 + size]
                 self._course.take(number, len(message.token_ids))
         elif kind in (SETTINGS, PING) and not flags & ACK:
-            self._transport.write(_frame(kind, ACK, 0, payload if kind == PING else b""))
+            self._transport.write(frame(kind, ACK, 0, payload if kind == PING else b""))
         elif kind in (RESET, GOAWAY):
             self._fail(f"frame {kind} of stream {stream}: {payload!r}")
         if kind in (DATA, HEADERS) and flags & END_STREAM:
@@ -127,7 +132,7 @@ class GrpcConnection(asyncio.Protocol):
         body = request.SerializeToString()
         message = b"\x00" + len(body).to_bytes(4, "big") + body
         self._transport.write(
-            _frame(HEADERS, END_HEADERS, stream, _REQUEST_HEADERS) + _frame(DATA, END_STREAM, stream, message)
+            frame(HEADERS, END_HEADERS, stream, REQUEST_HEADERS) + frame(DATA, END_STREAM, stream, message)
         )
 
     def _fail(self, why: str) -> None:
@@ -204,25 +209,3 @@ async def crowd(face: str, address: str, course: Course, connections: int) -> No
     finally:
         for transport, _ in opened:
             transport.abort()
-
-
-def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
-
-
-def _literal(name: str, value: str) -> bytes:
-    """A header that is not indexed, in HPACK."""
-    return b"\x00" + b"".join(bytes((len(text),)) + text.encode() for text in (name, value))
-
-
-_REQUEST_HEADERS = b"".join(
-    _literal(name, value)
-    for name, value in (
-        (":method", "POST"),
-        (":scheme", "http"),
-        (":path", "/kvrelay.v1.InferenceService/Generate"),
-        (":authority", "router"),
-        ("content-type", "application/grpc"),
-        ("te", "trailers"),
-    )
-)

@@ -23,7 +23,6 @@ import asyncio
 import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -33,8 +32,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +39,7 @@ import grpc
 import psutil
 from router_clients import Course, crowd
 from router_echo import HOST, MODEL, TOKEN, prompt_of
+from turns import own_setting, save, spread
 
 from kvrelay.rpc.security import TOKEN_VARIABLE
 from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams, TokenIds
@@ -56,6 +54,10 @@ PORTS = 29317, 29318
 """Ports of gRPC and HTTP that several routers share."""
 CONNECTIONS = 8
 """Connections that the gRPC client opens to each router."""
+
+
+CASE = ("face", "offered", "coalesce_ms", "routers")
+TIMES = (("held_ms", "p50"), ("held_ms", "p99"), ("added_ms", "p99"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,32 +201,13 @@ def medians(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Medians of the runs of each case, and their ranges."""
     cases = defaultdict(list)
     for each in runs:
-        cases[each["face"], each["offered"], each["coalesce_ms"], each["routers"]].append(each)
-    found = []
-    for (face, rate, coalesce_ms, routers), group in cases.items():
-        row: dict[str, Any] = {"face": face, "offered": rate, "coalesce_ms": coalesce_ms, "routers": routers}
-        figures = {
-            "tokens_per_second": [each["tokens_per_second"] for each in group],
-            "router_us_per_token": [each["router_us_per_token"] for each in group],
-            "tokens_per_message": [each["tokens_per_message"] for each in group],
-            "held_ms_p50": [each["held_ms"]["p50"] for each in group],
-            "held_ms_p99": [each["held_ms"]["p99"] for each in group],
-            "added_ms_p99": [each["added_ms"]["p99"] for each in group],
-        }
-        for name, values in figures.items():
-            row[name] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
-        found.append(row)
-    return found
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("kvrelay", "grpcio", "protobuf", "aiohttp", "uvloop"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "none"
-    return found
+        flat = {**each, **{f"{kind}_{share}": each[kind][share] for kind, share in TIMES}}
+        cases[tuple(each[name] for name in CASE)].append(flat)
+    figures = ("tokens_per_second", "router_us_per_token", "tokens_per_message", *map("_".join, TIMES))
+    return [
+        dict(zip(CASE, case, strict=True)) | {name: spread([each[name] for each in group]) for name in figures}
+        for case, group in cases.items()
+    ]
 
 
 def main() -> None:
@@ -246,18 +229,9 @@ def main() -> None:
         runs.append(run(case, args))
         print(json.dumps(runs[-1]), flush=True)
     if args.out is not None:
-        results = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-            "load_at_end": round(os.getloadavg()[0], 2),
-            "versions": versions(),
-            "streams": args.streams,
-            "tokens_per_request": args.tokens,
-            "cases": medians(runs),
-            "runs": runs,
-        }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(results, indent=2) + "\n")
+        results = own_setting("grpcio", "protobuf", "aiohttp", "uvloop")
+        results |= {"streams": args.streams, "tokens_per_request": args.tokens}
+        save(args.out, results | {"cases": medians(runs), "runs": runs})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ its own, which the machine gives less of its cores than the cluster. ROW is one 
     deadlines  requests with random deadlines, on asyncio and uvloop
     kv         one tenant asks for four times the KV that there is
     tenant     one tenant at its worst: prompts, slow bodies, streams, viewers, grammars
-    partial    partial messages, connections and handshakes, with and without TLS and keys; the limit of descriptors
     deaths     each process of `kvrelay up` is killed, or frozen
     keys       a key is removed by each edit of the file
 """
@@ -41,7 +40,6 @@ ROWS: dict[str, Callable[[Given], list[Measure]]] = {
     "deadlines": siege_rows.deadlines,
     "kv": siege_rows.kv,
     "tenant": siege_rows.tenant,
-    "partial": siege_rows.partial,
     "deaths": siege_deaths.deaths,
     "keys": siege_rows.keys,
 }
@@ -63,7 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("rows", nargs="*", metavar="ROW", help="by default all")
     parser.add_argument("--seconds", type=float, default=60.0, help="of an attack")
     parser.add_argument("--count", type=int, default=10_000, help="of requests in fuzz and deadlines")
-    parser.add_argument("--clients", type=int, default=1000, help="in partial")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--only", default="", help="a part of the row, by a piece of its name")
     parser.add_argument("--json", type=Path, help="file for the results; rows that it has and that don't run stay")
@@ -80,13 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in args.rows or ROWS:
             folder = (args.folder or Path(temporary)) / row
             began = time.monotonic()
-            given = Given(folder, args.seconds, args.count, args.clients, args.seed, args.only)
+            given = Given(folder, args.seconds, args.count, args.seed, args.only)
             measures = ROWS[row](given)
             print(shown(row, measures), flush=True)
             missed |= not all(each.ok for each in measures)
             results[row] = {
                 "seconds": round(time.monotonic() - began, 1),
-                "options": {"seconds": args.seconds, "count": args.count, "clients": args.clients, "seed": args.seed},
+                "options": {"seconds": args.seconds, "count": args.count, "seed": args.seed},
                 "measures": [each.plain() for each in measures],
                 "holds": all(each.ok for each in measures),
             }

@@ -18,12 +18,10 @@ import grpc
 import psutil
 import siege_router
 
-from kvrelay.client import Client, KvrelayError, Tls
+from kvrelay.client import Client, KvrelayError
 from kvrelay.router.doors.sockets import raise_limit
-from kvrelay.rpc.certificates import dns_name
 from support.hash_worker import MODULE, STEP_SECONDS, WORKER_LAYOUT
 from support.processes import START_SECONDS, free_port, wait_until
-from support.secrets import secrets_in
 from support.supervised import Supervised, all_ready, supervised
 
 WITNESS, ATTACKER = "witness", "attacker"
@@ -49,21 +47,13 @@ class Besieged:
     http: str
     """Address of the router's HTTP, as host:port."""
     keys: Path | None
-    authority: Path | None
-    """The certificate that signed the router's; None without TLS."""
     pids: dict[str, int] = field(default_factory=dict)
     """Process ids of all members when the siege began."""
 
     @property
-    def tls(self) -> Tls | None:
-        return None if self.authority is None else Tls(ca=self.authority, server_name=dns_name("router"))
-
-    @property
     def reach(self) -> dict[str, Any]:
-        """Addresses and authority with which a process of `siege_load.py` calls the router; its key is not among
-        them."""
-        authority = None if self.authority is None else str(self.authority)
-        return {"grpc": self.grpc, "http": self.http, "authority": authority}
+        """Addresses with which a process of `siege_load.py` calls the router; its key is not among them."""
+        return {"grpc": self.grpc, "http": self.http, "authority": None}
 
     @property
     def router(self) -> psutil.Process:
@@ -119,7 +109,6 @@ def besieged(
     model: str = "hash",
     loop: str = "uvloop",
     kv_bytes: int = 64 * MIB,
-    tls: bool = False,
     keys: bool = True,
     **router: Any,
 ) -> Iterator[Besieged]:
@@ -130,8 +119,7 @@ def besieged(
         loop: the router's event loop: asyncio or uvloop.
         kv_bytes: memory for KV of each worker; a token of the hash model takes 1 KiB.
         keys: whether callers need a key: WITNESS, or ATTACKER.
-        router: further options of the router; `descriptors`, how many it may open; and `caller`, a
-            key with which to ask whether it serves.
+        router: further options of the router; and `caller`, a key with which to ask whether it serves.
     """
     raise_limit()
     shutil.rmtree(folder, ignore_errors=True)
@@ -139,16 +127,12 @@ def besieged(
     grpc_port = free_port()
     http_port = next(port for port in iter(free_port, None) if port != grpc_port)
     options: dict[str, Any] = {"model": "pico", "grpc_port": grpc_port, "http_port": http_port, **router}
-    key_file = authority = None
+    key_file = None
     caller = options.pop("caller", WITNESS if keys else None)
     if keys:
         key_file = folder / "api_keys"
         key_file.write_text(key_lines(WITNESS, ATTACKER))
         options["api_keys"] = str(key_file)
-    if tls:
-        made = secrets_in(folder, "mutual").folder / "certificates"
-        authority = made / "ca.crt"
-        options |= {"tls_certificate": str(made / "router.crt"), "tls_key": str(made / "router.key")}
     # Without a prefix cache, so that a real model's tokens don't depend on what was asked before.
     engine: dict[str, Any] = {"kv_memory_bytes": kv_bytes, "threads": 1, "prefix_cache": model == "hash"}
     if model == "hash":
@@ -165,16 +149,15 @@ def besieged(
     environment = {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         siege_router.LOOP: loop,
-        siege_router.DESCRIPTORS: str(options.pop("descriptors", "")),
         STEP_SECONDS: str(HASH_STEP),
     }
     with mock.patch.dict(os.environ, environment), supervised(folder, members) as cluster:
         all_ready(cluster)
-        found = Besieged(cluster, f"127.0.0.1:{grpc_port}", f"127.0.0.1:{http_port}", key_file, authority)
+        found = Besieged(cluster, f"127.0.0.1:{grpc_port}", f"127.0.0.1:{http_port}", key_file)
         found.pids = cluster.pids()
 
         def answered() -> bool:
-            with Client(found.grpc, timeout=10, api_key=caller, tls=found.tls) as client:
+            with Client(found.grpc, timeout=10, api_key=caller) as client:
                 try:
                     return bool(client.complete([5, 6], max_tokens=2).token_ids)
                 except KvrelayError:

@@ -4,12 +4,11 @@
 
 Each turn that holds the loop for longer than NOTED_SECONDS is a line of FOLDER/NAME.holds: when it ended, on the
 monotonic clock, and for how long the loop was held, both in seconds. The environment variable SIEGE_LOOP names the
-event loop: `asyncio` or `uvloop`; SIEGE_DESCRIPTORS, how many files it may open.
+event loop: `asyncio` or `uvloop`.
 """
 
 import asyncio
 import os
-import resource
 import sys
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ from kvrelay.router import __main__ as router
 from kvrelay.rpc.serve import LoopFactory
 from support.clock import Clock
 
-LOOP, DESCRIPTORS = "SIEGE_LOOP", "SIEGE_DESCRIPTORS"
+LOOP = "SIEGE_LOOP"
 TICK_SECONDS = 0.002
 NOTED_SECONDS = 0.005
 
@@ -57,8 +56,6 @@ def loop() -> LoopFactory | None:
 
 
 if __name__ == "__main__":
-    if descriptors := os.environ.get(DESCRIPTORS):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (int(descriptors), int(descriptors)))
     router.RouterProcess = NotingRouter  # type: ignore[misc]  # what `run` makes
     made = loop()
     router.fast_loop = lambda: made

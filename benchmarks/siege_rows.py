@@ -4,7 +4,6 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,7 @@ OVERSUBSCRIPTION = 4.0
 GAP_SECONDS = 1.0
 SERVED = 0.99
 GAP_FACTOR = 2.0
-GROWTH_MIB = 64.0
-CLOSED_SECONDS = 30.0
-DESCRIPTORS = 200
-NEW_CLIENT_SECONDS = 5.0
 KEY_SECONDS = 1.0
-STRANGERS = "127.0.0.9"
-"""Address of the clients that don't finish: without keys, an address is what has shares."""
-PARTIAL = ("Generate", "Check", "body", "header", "preface", "nothing", "handshake")
 LOOPS = ("asyncio", "uvloop")
 
 
@@ -193,80 +185,6 @@ def tenant(given: Given) -> list[Measure]:
                 none_of(f"{part}wrong tokens", witness.wrong(seen)),
             ]
         return [*measures, *alive_and_whole(place)]
-
-
-def partial(given: Given) -> list[Measure]:
-    measures: list[Measure] = []
-    for secured in (False, True):
-        where = "tls and keys" if secured else "open"
-        kinds = [kind for kind in PARTIAL if given.only in f"{where} {kind}" and (secured or kind != "handshake")]
-        if not kinds:
-            continue
-        with besieged(given.folder / where, tls=secured, keys=secured) as place:
-            witness = Witness(place, rate=2.0)
-            with witness.beside() as seen:
-                for kind in kinds:
-                    measures += _unfinished(place, given, kind, f"{where}, {kind}: ")
-            measures += [*witness.measures(seen, f"{where}: "), *alive_and_whole(place, f"{where}: ")]
-    if given.only in "descriptors":
-        measures += _descriptors(given)
-    return measures
-
-
-def _unfinished(place: Besieged, given: Given, kind: str, part: str) -> list[Measure]:
-    before = most = place.router.memory_info().rss
-    with loading("partial", place, what=kind, count=given.clients, source=STRANGERS) as attack:
-        deadline = time.monotonic() + 2 * CLOSED_SECONDS
-        while attack.running and time.monotonic() < deadline:
-            most = max(most, place.router.memory_info().rss)
-            time.sleep(0.05)
-        said = attack.finish()
-    return [
-        at_most(f"{part}the router grew", (most - before) / MIB, GROWTH_MIB, "MiB", before=round(before / MIB)),
-        at_most(f"{part}all closed after", max(said["closed"], default=0.0), CLOSED_SECONDS, "s", open=said["open"]),
-        none_of(f"{part}never closed", ["a connection"] * said["open"]),
-    ]
-
-
-def _descriptors(given: Given) -> list[Measure]:
-    """Clients that never finish take all descriptors; new ones of both faces are timed."""
-    measures = []
-    with besieged(given.folder / "descriptors", keys=False, descriptors=DESCRIPTORS) as place:
-        for kind in ("header", "preface"):
-            with loading("partial", place, what=kind, count=300, source=STRANGERS) as attack:
-                _settled(place.router.num_fds)
-                for path in ("/v1/models", "/kvrelay.v1.InferenceService/GetModelInfo"):
-                    took = _served_within(place, path)
-                    face = "gRPC" if "Service/" in path else "HTTP"
-                    measures.append(
-                        at_most(f"descriptors, {kind}: a new client of {face}", took, NEW_CLIENT_SECONDS, "s")
-                    )
-                attack.finish()
-        measures += alive_and_whole(place, "descriptors: ")
-    return measures
-
-
-def _settled(count: Callable[[], int]) -> None:
-    """Returns when a count hasn't changed for a second, or after ten."""
-    deadline = time.monotonic() + 10
-    last, since = count(), time.monotonic()
-    while time.monotonic() < min(deadline, since + 1.0):
-        time.sleep(0.05)
-        if (now := count()) != last:
-            last, since = now, time.monotonic()
-
-
-def _served_within(place: Besieged, path: str) -> float:
-    """Seconds until a client that tries again and again is served; at most some."""
-    started = time.monotonic()
-    while (took := time.monotonic() - started) < 4 * NEW_CLIENT_SECONDS:
-        try:
-            if send(place, path, b"") in ("200", "OK"):
-                return time.monotonic() - started
-        except OSError:
-            pass  # it was closed at once
-        time.sleep(0.05)
-    return took
 
 
 def keys(given: Given) -> list[Measure]:

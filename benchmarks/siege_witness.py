@@ -42,8 +42,6 @@ class Given:
     """Seconds of an attack."""
     count: int
     """Number of fuzzed requests, and of random deadlines."""
-    clients: int
-    """Number of clients that begin requests and don't finish them."""
     seed: int
     only: str
     """A piece of the names of the parts that are run; empty: all."""

@@ -82,14 +82,14 @@ def scattered(pool: KVPool, count: int, seed: int) -> Hold:
 def setup(
     worker: WorkerId, pool: KVPool, peers: PeerTable, config: TransferConfig, transports: Mapping[str, Transport]
 ) -> HandoffSetup:
-    local = LocalWorker(worker, LAYOUT, "-", pool.tensor.is_cuda)
+    local = LocalWorker(worker, LAYOUT, "-")
     return HandoffSetup(local, PoolFrames(pool, config.checksum), peers, config, transports, CREDENTIALS)
 
 
-def offered(config: TransferConfig, folder: str, gpu: bool) -> dict[str, Transport]:
+def offered(config: TransferConfig, folder: str) -> dict[str, Transport]:
     """The transports of one end; `folder` has its certificates."""
     files = part_files(Path(folder), "worker") if config.encrypt == "full" else None
-    return available_transports(HOST, config.transport, gpu, config.encrypt, files)
+    return available_transports(HOST, config.transport, encrypt=config.encrypt, certificates=files)
 
 
 class Sending:
@@ -144,24 +144,20 @@ def bare_group(folder: str, rank: int) -> ProcessGroupGloo:
     return ProcessGroupGloo(FileStore(str(Path(folder) / "store"), 2), rank, 2, options)
 
 
-def receiver(
-    there: Connection, folder: str, largest: int, configs: Sequence[TransferConfig], device: str, core: int | None
-) -> None:
+def receiver(there: Connection, folder: str, largest: int, configs: Sequence[TransferConfig], core: int | None) -> None:
     """The process of the decode side, and of the bare group's rank 1."""
     torch.set_num_threads(1)
     if core is not None:
         os.sched_setaffinity(0, {core})
-    asyncio.run(_receive(there, folder, largest, configs, device))
+    asyncio.run(_receive(there, folder, largest, configs))
 
 
-async def _receive(
-    there: Connection, folder: str, largest: int, configs: Sequence[TransferConfig], device: str
-) -> None:
-    pool = KVPool(LAYOUT, LAYOUT.blocks_for(largest // LAYOUT.token_bytes), device)
+async def _receive(there: Connection, folder: str, largest: int, configs: Sequence[TransferConfig]) -> None:
+    pool = KVPool(LAYOUT, LAYOUT.blocks_for(largest // LAYOUT.token_bytes))
     host = Receiving(there, pool)
     services, servers, ports = [], [], []
     for config in configs:
-        transports = offered(config, folder, pool.tensor.is_cuda)
+        transports = offered(config, folder)
         members = PeerTable([Peer(PREFILL, address="")])
         services.append(HandoffService(setup(DECODE, pool, members, config, transports), host))
         servers.append(CREDENTIALS.server())
@@ -194,10 +190,9 @@ class PrefillSide:
         largest: int,
         configs: Sequence[TransferConfig],
         ports: list[int],
-        device: str,
     ) -> None:
         self._here = here
-        self._pool = KVPool(LAYOUT, LAYOUT.blocks_for(largest // LAYOUT.token_bytes), device)
+        self._pool = KVPool(LAYOUT, LAYOUT.blocks_for(largest // LAYOUT.token_bytes))
         self._pool.tensor.view(torch.uint8).random_(0, 256)
         self._group = bare_group(folder, 0)
         self._data = torch.zeros(largest, dtype=torch.uint8).random_(0, 256)
@@ -206,7 +201,7 @@ class PrefillSide:
         self._count = 0
         self._clients = []
         for config, port in zip(configs, ports, strict=True):
-            transports = offered(config, folder, self._pool.tensor.is_cuda)
+            transports = offered(config, folder)
             peers = PeerTable([Peer(DECODE, f"{HOST}:{port}", tuple(entries(transports)))])
             self._clients.append(HandoffClient(setup(PREFILL, self._pool, peers, config, transports), self._host))
 
@@ -301,16 +296,14 @@ async def measure(
     return cells
 
 
-def throughput(
-    sizes: Sequence[int], repeats: int, frame_bytes: int, transport: str, pin: bool, device: str = "cpu"
-) -> list[dict[str, Any]]:
+def throughput(sizes: Sequence[int], repeats: int, frame_bytes: int, transport: str, pin: bool) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     if pin:
         os.sched_setaffinity(0, cores[:1])
     on = TransferConfig(frame_bytes=frame_bytes, transport=transport)
     configs = {"checksums on": on, "checksums off": replace(on, checksum=False)}
-    for encrypt in ENCRYPTED.get(transport, ()) if device == "cpu" else ():
+    for encrypt in ENCRYPTED.get(transport, ()):
         configs[encrypt] = replace(on, encrypt=encrypt)
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -318,14 +311,14 @@ def throughput(
         certificates.make(Path(folder), 365, keep_authority=False)
         process = context.Process(
             target=receiver,
-            args=(there, folder, max(sizes), list(configs.values()), device, cores[-1] if pin else None),
+            args=(there, folder, max(sizes), list(configs.values()), cores[-1] if pin else None),
             daemon=True,
         )
         process.start()
         there.close()
 
         async def run() -> list[dict[str, Any]]:
-            sender = PrefillSide(here, folder, max(sizes), list(configs.values()), here.recv(), device)
+            sender = PrefillSide(here, folder, max(sizes), list(configs.values()), here.recv())
             cells = await measure(sender, configs, sizes, repeats, [os.getpid(), process.pid or 0])
             await sender.close()
             return cells
@@ -366,17 +359,6 @@ def exposed(model: Path, lengths: Sequence[int], repeats: int) -> list[dict[str,
     return cells
 
 
-def gpu_parts(sizes: Sequence[int], repeats: int, frame_bytes: int) -> list[dict[str, Any]]:
-    """Throughput between two KV pools on the first GPU, by NCCL, or the reason why it can't be measured."""
-    try:
-        available_transports(HOST, "nccl", gpu=True)
-    except ValueError as error:
-        skipped = {"part": "nccl", "skipped": str(error)}
-        print(json.dumps(skipped))
-        return [skipped]
-    return throughput(sizes, repeats, frame_bytes, "nccl", False, "cuda:0")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="bytes; multiples of 32 KiB")
@@ -395,7 +377,6 @@ def main() -> None:
     for transport in args.transports if args.sizes else ():
         cells += throughput(args.sizes, args.repeats, args.frame_bytes, transport, args.pin)
     cells += exposed(args.model, args.tokens, args.repeats) if args.model is not None else []
-    cells += gpu_parts(args.sizes or SIZES, args.repeats, args.frame_bytes)
     if args.out is not None:
         pinned = {"frame_bytes": args.frame_bytes, "pinned": args.pin, "cells": cells}
         save(args.out, own_setting("torch", "grpcio", "xxhash") | pinned)

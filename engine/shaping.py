@@ -83,14 +83,16 @@ class Shaping:
         if matcher is None and self.matcher is not None:
             return None
         shaping = copy(self)
-        shaping._completion = self._completion.copy()
-        shaping._index = self._index.copy()
-        shaping._counts = self._counts.copy()
-        shaping._ids = self._ids.copy()
+        shaping.part()
         shaping.matcher = None
         shaping.push(token)
         shaping.matcher = matcher
         return shaping
+
+    def part(self) -> None:
+        """Copies what changes with each token: a shallow copy then shares nothing of it with its original."""
+        self._completion, self._index = self._completion.copy(), self._index.copy()
+        self._counts, self._ids = self._counts.copy(), self._ids.copy()
 
     def seen(self) -> tuple[Ids, Values]:
         """The token ids that have a penalty, and how often the completion has each."""

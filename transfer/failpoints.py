@@ -32,6 +32,7 @@ import random
 import re
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
@@ -144,7 +145,13 @@ def _rule(text: str) -> Rule:
     return Rule(place, conditions, cast(Action, action), number, share, times, chance)
 
 
-_armed = parse(os.environ.get(VARIABLE, ""))
+_armed: Sequence[Rule] = parse(os.environ.get(VARIABLE, ""))
+
+
+def arm(rules: Sequence[Rule]) -> None:
+    """Puts these rules in the place of those that were armed."""
+    global _armed
+    _armed = rules
 
 
 def failpoint(place: str, key: tuple[str, int], **values: object) -> None:

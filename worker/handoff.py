@@ -47,9 +47,12 @@ class HandoffRole(Role, ABC):
     """A role that hands KV over to, or takes it from, workers of `peer_role`."""
 
     peer_role: RoleNumber
+    takes_states = False
+    """Whether hidden states of prompts come from other workers."""
 
     def __init__(self, worker: Worker) -> None:
-        super().__init__(worker)
+        super().__init__(worker.local(takes_states=self.takes_states), worker.config.transfer)
+        self.worker = worker
         self.peers = PeerTable()
         self.setup = self.make_setup()
         self.transports = entries(self.setup.transports)

@@ -24,7 +24,7 @@ PACE_DECAY = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class LoadReading:
     """The engine's load at one moment."""
 
     load: Load
@@ -79,7 +79,7 @@ class LoadReports:
         self._given_tokens += len(request.tokens)
         self._given_blocks += self._room.wanted(request, len(request.tokens))
 
-    def update(self, reading: Reading, *, tell: bool = False) -> bool:
+    def update(self, reading: LoadReading, *, tell: bool = False) -> bool:
         """Takes a new reading; with `tell` the routers get it at once. Returns whether blocks were freed."""
         freed = reading.load.blocks.held < self._latest.load.blocks.held
         self._latest = reading
@@ -108,22 +108,23 @@ class LoadReports:
         self._taken_tokens += len(request.tokens)
         self._taken_blocks += self._room.wanted(request, len(request.tokens))
 
-    def read(self) -> Reading:
+    def read(self) -> LoadReading:
         """The engine's load now."""
         self._note_pace()
-        load = self._engine.scheduler.load(SOON_SECONDS / self._pace if self._pace else 0.0)
+        scheduler = self._engine.scheduler
+        pool, use = scheduler.prefix.pool, scheduler.use(SOON_SECONDS / self._pace if self._pace else 0.0)
         read = Load(
-            blocks=Blocks(total=load.total, free=load.free, cached=load.cached, held=load.held, size=self._block_size),
-            requests=Requests(waiting=load.waiting, running=load.running, free_slots=load.free_slots),
-            pending_tokens=load.pending_tokens,
+            blocks=Blocks(total=pool.total, free=pool.free, cached=pool.cached, held=pool.held, size=self._block_size),
+            requests=Requests(waiting=scheduler.waiting, running=scheduler.running, free_slots=scheduler.free_slots()),
+            pending_tokens=scheduler.pending_tokens,
             computed_tokens=self._engine.computed_tokens,
             steps=self._engine.steps,
             step_seconds=self._engine.step_seconds,
-            growth_blocks=load.use.growth,
-            ending=Promised(requests=load.use.ending_requests, blocks=load.use.ending),
-            holdings=[Holding(holder=holder, blocks=blocks) for holder, blocks in load.use.largest()],
+            growth_blocks=use.growth,
+            ending=Promised(requests=use.ending_requests, blocks=use.ending),
+            holdings=[Holding(holder=holder, blocks=blocks) for holder, blocks in use.largest()],
         )
-        return Reading(read, self._taken_tokens, self._taken_blocks)
+        return LoadReading(read, self._taken_tokens, self._taken_blocks)
 
     def _note_pace(self) -> None:
         engine = self._engine

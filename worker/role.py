@@ -1,7 +1,7 @@
 """Roles: what a worker does with its requests besides computing them."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
@@ -9,41 +9,29 @@ from kvrelay.engine.request import Request
 from kvrelay.engine.scheduling.progress import Progress
 from kvrelay.internal.v1.describe_pb2 import Description
 from kvrelay.internal.v1.supervisor_pb2 import Member
-from kvrelay.internal.v1.worker_pb2 import PHASE_COLOCATED, Failure, Phase, Promised, Submit
+from kvrelay.internal.v1.worker_pb2 import Failure, Phase, Promised, Submit
+from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.protocol.endpoint import Endpoint
 from kvrelay.transfer.protocol.handshake import LocalWorker
-
-if TYPE_CHECKING:
-    from kvrelay.worker.worker import Worker
 
 Key = tuple[str, int]
 
 
 class Role:
-    """Behaviour of a worker besides computing its requests; this one, the co-located role, adds nothing.
+    """Behaviour of a worker besides computing its requests.
 
-    The prefill and the decode role extend it by their side of the hand-off. Every method runs on the event loop, except
-    `on_step`, which runs on the engine thread.
+    The co-located role adds nothing; the prefill and the decode role add their side of the hand-off. Every method runs
+    on the event loop, except `on_step`, which runs on the engine thread.
     """
 
-    phases: tuple[Phase, ...] = (PHASE_COLOCATED,)
+    phases: tuple[Phase, ...]
     """Phases of the requests that this role takes."""
     transports: Sequence[str] = ()
     """Transports of this worker as the membership lists them, best first."""
-    takes_states = False
-    """Whether hidden states of prompts come from other workers."""
 
-    def __init__(self, worker: "Worker") -> None:
-        self.worker = worker
-        self.local = LocalWorker(
-            worker.id,
-            worker.layout,
-            worker.spec.fingerprint,
-            worker.pool.tensor.is_cuda,
-            worker.states if self.takes_states and worker.config.transfer.states_bytes else None,
-            worker.states_shape,
-        )
-        self.compatibility = self.local.digest(worker.config.transfer)
+    def __init__(self, local: LocalWorker, transfer: TransferConfig) -> None:
+        self.local = local
+        self.compatibility = local.digest(transfer)
         """Digest of all that two workers must have in common. A co-located one has it too: routers compare whole
         groups."""
 
@@ -55,7 +43,7 @@ class Role:
 
     def submit(self, request: Request, submit: Submit) -> None:
         """Takes a request of one of `phases`."""
-        self.worker.compute(request)
+        raise NotImplementedError
 
     def cancel(self, key: Key, cause: Failure.Cause = Failure.CAUSE_UNSPECIFIED) -> None:
         """Ends the role's part of a request; the worker ends the engine's part. Unknown keys are allowed.

@@ -53,7 +53,7 @@ from kvrelay.worker.hooks import WorkerHooks
 from kvrelay.worker.metrics import WorkerMetrics
 from kvrelay.worker.relay_service import RelayService
 from kvrelay.worker.role import Role
-from kvrelay.worker.worker import Worker
+from kvrelay.worker.worker import ColocatedRole, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ Build = Callable[[Path, Dtype, EngineConfig, Callable[[float], None]], tuple[Eng
 
 
 RoleFactory = Callable[[Worker], Role]
-COLOCATED: Mapping[WorkerRole, RoleFactory] = MappingProxyType({"colocated": Role})
+COLOCATED: Mapping[WorkerRole, RoleFactory] = MappingProxyType({"colocated": ColocatedRole})
 REBIND_SECONDS = 5.0
 """Seconds for which a worker with a port of its own tries to bind it again, in another role."""
 

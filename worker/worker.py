@@ -23,6 +23,7 @@ from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.engine.states import StatesLayout
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.internal.v1.worker_pb2 import (
+    PHASE_COLOCATED,
     WAIT_PREEMPTED,
     WAIT_ROW,
     WAIT_TURN,
@@ -39,10 +40,11 @@ from kvrelay.models import model_name, resolve
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId, context_limit
 from kvrelay.rpc.log import reason
+from kvrelay.transfer.protocol.handshake import LocalWorker
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
 from kvrelay.worker.hooks import WorkerHooks
-from kvrelay.worker.load import LoadReports, Reading
+from kvrelay.worker.load import LoadReading, LoadReports
 from kvrelay.worker.relay.events import PlainToken, event_of
 from kvrelay.worker.relay.fences import Fences
 from kvrelay.worker.relay.foreign_prompts import ForeignPrompts
@@ -163,6 +165,17 @@ class Worker:
         self._constraints.close()
 
     # For the role.
+
+    def local(self, *, takes_states: bool = False) -> LocalWorker:
+        """This worker, as it introduces itself to its peers; with `takes_states`, hidden states may come from them."""
+        return LocalWorker(
+            self.id,
+            self.layout,
+            self.spec.fingerprint,
+            self.pool.tensor.is_cuda,
+            self.states if takes_states and self.config.transfer.states_bytes else None,
+            self.states_shape,
+        )
 
     def request(self, key: Key) -> Request | None:
         """The live request of this key."""
@@ -477,12 +490,12 @@ class Worker:
         """Reads the load again, after the commands that were posted before, and sends it to the routers."""
         self._thread.post(lambda: self.post_to_loop(partial(self._set_load, self._loads.read(), tell=True)))
 
-    def _set_load(self, reading: Reading, *, tell: bool = False) -> None:
+    def _set_load(self, reading: LoadReading, *, tell: bool = False) -> None:
         """Sends the load at once if blocks were freed: whoever waits for them should not wait for a heartbeat."""
         if self._loads.update(reading, tell=tell):
             self._hooks.load_changed()
 
-    def _deliver(self, events: Sequence[RequestEvent | PlainToken], reading: Reading) -> None:
+    def _deliver(self, events: Sequence[RequestEvent | PlainToken], reading: LoadReading) -> None:
         self._set_load(reading)
         for event in events:
             if isinstance(event, RequestEvent):
@@ -506,6 +519,19 @@ class Worker:
         # Tokens go first. The role may end a hand-off before this thread goes on, and with it the request.
         self.post_to_loop(self._deliver, events, self._loads.read())
         self.role.on_step(progress)
+
+
+class ColocatedRole(Role):
+    """The co-located role: it computes each request to its end."""
+
+    phases = (PHASE_COLOCATED,)
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker.local(), worker.config.transfer)
+        self._worker = worker
+
+    def submit(self, request: Request, submit: Submit) -> None:
+        self._worker.compute(request)
 
 
 def _nothing() -> None:

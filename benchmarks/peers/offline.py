@@ -1,8 +1,7 @@
 """Time another engine on the grid of `benchmarks/offline.py`; prints one JSON line per cell, as that does.
 
-    DIR/vllm/bin/python  benchmarks/peers/offline.py vllm         MODEL
-    DIR/other/bin/python benchmarks/peers/offline.py transformers MODEL
-    DIR/other/bin/python benchmarks/peers/offline.py llama_cpp    MODEL.gguf
+    DIR/vllm/bin/python  benchmarks/peers/offline.py vllm      MODEL
+    DIR/other/bin/python benchmarks/peers/offline.py llama_cpp MODEL.gguf
 
 Every engine gets the same prompts, in bfloat16 (llama.cpp in what its file has), and the best of as many tries as
 kvrelay: three of a prefill, two of a batch. llama.cpp's Python binding evaluates one sequence, so it has no batches.
@@ -48,30 +47,6 @@ def vllm(path: str, threads: int, clock: Clock) -> Seconds:
     return seconds
 
 
-def transformers(path: str, threads: int, clock: Clock) -> Seconds:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
-
-    def seconds(batch: int, length: int, out: int) -> float:
-        ids = torch.tensor(prompts(batch, length))
-        start = clock()
-        with torch.inference_mode():
-            model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=out,
-                min_new_tokens=out,
-                do_sample=False,
-                pad_token_id=1,
-            )
-        return clock() - start
-
-    return seconds
-
-
 def llama_cpp(path: str, threads: int, clock: Clock) -> Seconds:
     from llama_cpp import Llama
 
@@ -92,7 +67,7 @@ def llama_cpp(path: str, threads: int, clock: Clock) -> Seconds:
     return seconds
 
 
-ENGINES = {"vllm": vllm, "transformers": transformers, "llama_cpp": llama_cpp}
+ENGINES = {"vllm": vllm, "llama_cpp": llama_cpp}
 
 
 def rate(seconds: Seconds, cell: str) -> float:

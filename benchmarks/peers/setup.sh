@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the virtual environments that other engines run in, under DIR: DIR/vllm (vLLM's CPU build, NIXL) and DIR/other
-# (transformers, llama.cpp's Python binding, which is compiled: some 15 minutes).
+# (llama.cpp's Python binding, which is compiled: some 15 minutes).
 set -euo pipefail
 dir=${1:?usage: setup.sh DIR}
 mkdir -p "$dir"
@@ -17,6 +17,6 @@ fi
 if [ ! -x "$dir/other/bin/python" ]; then
   python3 -m venv "$dir/other"
   "$dir/other/bin/pip" install -q torch==2.13.0
-  "$dir/other/bin/pip" install -q transformers tokenizers safetensors gguf numpy llama-cpp-python
+  "$dir/other/bin/pip" install -q safetensors gguf numpy llama-cpp-python
 fi
 echo "the peers' environments are in $dir"

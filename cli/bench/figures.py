@@ -14,26 +14,27 @@ from itertools import accumulate
 
 import numpy as np
 
-from kvrelay.cli.bench.load import Sample
+from kvrelay.cli.bench.load import Request
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el", "ttft_scheduled", "e2el_scheduled")
 
 
-def values(samples: Sequence[Sample]) -> dict[str, list[float]]:
+def values(requests: Sequence[Request]) -> dict[str, list[float]]:
     """Each of LATENCIES of the completed requests, in seconds."""
-    done = [sample for sample in samples if sample.reply.ok]
+    begun = [(request, request.ttft, request.latency) for request in requests if request.ok]
+    done = [(request, ttft, latency) for request, ttft, latency in begun if ttft is not None and latency is not None]
     return {
-        "ttft": [sample.ttft for sample in done],
-        "tpot": [sample.tpot for sample in done if sample.tpot is not None],
-        "itl": [gap for sample in done for gap in sample.itls],
-        "e2el": [sample.latency for sample in done],
-        "ttft_scheduled": [sample.late + sample.ttft for sample in done],
-        "e2el_scheduled": [sample.late + sample.latency for sample in done],
+        "ttft": [ttft for _, ttft, _ in done],
+        "tpot": [request.tpot for request, _, _ in done if request.tpot is not None],
+        "itl": [gap for request, _, _ in done for gap in request.itls],
+        "e2el": [latency for _, _, latency in done],
+        "ttft_scheduled": [request.late + ttft for request, ttft, _ in done],
+        "e2el_scheduled": [request.late + latency for request, _, latency in done],
     }
 
 
 def figures(
-    samples: Sequence[Sample], duration: float, goodput: Mapping[str, float], percentiles: Sequence[float]
+    requests: Sequence[Request], duration: float, goodput: Mapping[str, float], percentiles: Sequence[float]
 ) -> dict[str, float]:
     """All figures of one run.
 
@@ -41,25 +42,25 @@ def figures(
         duration: seconds from the start to the last answer.
         goodput: limits in milliseconds by ttft, tpot or e2el; without them, goodput is not reported.
     """
-    done = [sample for sample in samples if sample.reply.ok]
-    prompt = sum(sample.reply.prompt_tokens for sample in done)
-    output = sum(sample.reply.output_tokens for sample in done)
+    done = [request for request in requests if request.ok]
+    prompt = sum(request.prompt_tokens for request in done)
+    output = sum(request.output_tokens for request in done)
     found: dict[str, float] = {
         "duration": duration,
         "completed": len(done),
-        "failed": len(samples) - len(done),
+        "failed": len(requests) - len(done),
         "total_input_tokens": prompt,
         "total_output_tokens": output,
-        "total_cached_tokens": sum(sample.reply.cached_tokens for sample in done),
+        "total_cached_tokens": sum(request.cached_tokens for request in done),
         "request_throughput": len(done) / duration,
         "output_throughput": output / duration,
         "total_token_throughput": (prompt + output) / duration,
-        "max_concurrent_requests": _most_at_once(samples),
-        "max_late_ms": 1e3 * max((sample.late for sample in samples), default=0.0),
+        "max_concurrent_requests": _most_at_once(requests),
+        "max_late_ms": 1e3 * max((request.late for request in requests), default=0.0),
     }
     if goodput:
-        found["request_goodput"] = sum(good(sample, goodput) for sample in done) / duration
-    for name, each in values(samples).items():
+        found["request_goodput"] = sum(good(request, goodput) for request in done) / duration
+    for name, each in values(requests).items():
         milliseconds = 1e3 * np.asarray(each if each else [0.0])
         found[f"mean_{name}_ms"] = float(np.mean(milliseconds))
         found[f"median_{name}_ms"] = float(np.median(milliseconds))
@@ -69,14 +70,14 @@ def figures(
     return found
 
 
-def good(sample: Sample, limits: Mapping[str, float]) -> bool:
+def good(request: Request, limits: Mapping[str, float]) -> bool:
     """Whether a completed request keeps all limits, in milliseconds. The tpot of a single token counts as 0."""
-    measured = {"ttft": sample.ttft, "tpot": sample.tpot or 0.0, "e2el": sample.latency}
-    return all(1e3 * measured[name] <= limit for name, limit in limits.items())
+    measured = {"ttft": request.ttft, "tpot": request.tpot, "e2el": request.latency}
+    return all(1e3 * (measured[name] or 0.0) <= limit for name, limit in limits.items())
 
 
-def _most_at_once(samples: Sequence[Sample]) -> int:
+def _most_at_once(requests: Sequence[Request]) -> int:
     """Most requests in flight at one moment."""
-    changes = [change for sample in samples for change in ((sample.sent, 1), (sample.ended, -1))]
+    changes = [change for request in requests for change in ((request.sent, 1), (request.ended, -1))]
     # Of changes at one moment, ends come first.
     return max(accumulate(change for _, change in sorted(changes)), default=0)

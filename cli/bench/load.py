@@ -11,44 +11,63 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any, ClassVar
 
 from kvrelay.cli.bench.faces import Face, Reply, Sampling
 from kvrelay.cli.bench.workload import Ask
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One measured request. Times are in seconds since the benchmark's start."""
+class Request:
+    """One measured request. Times are in seconds."""
 
-    index: int
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "use_attribute_docstrings": True}
+
     scheduled: float
-    """Time at which it was due; in a closed loop, at which it was sent."""
+    """Time at which it was due, since the start of its run; in a closed loop, at which it was sent."""
     sent: float
+    """Time at which it was sent, since the start of its run."""
     ended: float
-    """Time at which its answer was complete, or at which it had failed."""
+    """Time at which its answer was complete, or at which it had failed, since the start of its run."""
+    ttft: float | None
+    """Time from sending to the first message; null if none came."""
+    latency: float | None
+    """Time from sending to the last message; null if none came."""
+    itls: list[float]
+    """Times between each two messages."""
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
     wanted_tokens: int
-    reply: Reply
+    """Completion tokens that were asked for."""
+    ok: bool
+    error: str
+    stages: dict[str, float] | None
+    """The router's timeline of the request, over gRPC only."""
 
-    @property
-    def ttft(self) -> float:
-        """Seconds from sending to the first message."""
-        return self.reply.arrivals[0]
-
-    @property
-    def latency(self) -> float:
-        """Seconds from sending to the last message."""
-        return self.reply.arrivals[-1]
-
-    @property
-    def itls(self) -> list[float]:
-        """Seconds between each two messages."""
-        return [later - earlier for earlier, later in pairwise(self.reply.arrivals)]
+    @classmethod
+    def of(cls, reply: Reply, wanted: int, scheduled: float, sent: float, ended: float) -> "Request":
+        """The record of a reply; the times are since the start of the run."""
+        return cls(
+            scheduled,
+            sent,
+            ended,
+            reply.arrivals[0] if reply.arrivals else None,
+            reply.arrivals[-1] if reply.arrivals else None,
+            [later - earlier for earlier, later in pairwise(reply.arrivals)],
+            reply.prompt_tokens,
+            reply.cached_tokens,
+            reply.output_tokens,
+            wanted,
+            reply.ok,
+            reply.error,
+            reply.stages,
+        )
 
     @property
     def tpot(self) -> float | None:
         """Seconds per token after the first; None for a single token."""
-        more = self.reply.output_tokens - 1
-        return (self.latency - self.ttft) / more if more > 0 else None
+        return sum(self.itls) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     @property
     def late(self) -> float:
@@ -57,7 +76,7 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Progress:
+class Tally:
     """The progress of a benchmark, in requests."""
 
     sent: int = 0
@@ -65,11 +84,11 @@ class Progress:
     failed: int = 0
 
 
-Watch = Callable[[Progress], object]
+Watch = Callable[[Tally], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Schedule:
     """The requests that `drive` sends, their times and their limits."""
 
     asks: Sequence[Ask]
@@ -83,35 +102,35 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Driven:
-    """The measurements of one load."""
+    """The measurements of one schedule."""
 
-    samples: list[Sample]
-    """One sample for each request that has ended, in the order of the requests."""
+    requests: list[Request]
+    """The requests that have ended, in the order in which they were due."""
     duration: float
     """Seconds from the start to the last answer."""
     interrupted: bool = False
-    """Whether it was cancelled: requests that weren't done then have no sample."""
+    """Whether it was cancelled: requests that weren't done then are missing."""
 
 
-async def drive(face: Face, load: Load, watch: Watch) -> Driven:
+async def drive(face: Face, schedule: Schedule, watch: Watch) -> Driven:
     """Sends all requests, and waits for all answers. If the calling task is cancelled, what is done by then counts.
 
     Args:
         watch: called after each change.
     """
-    progress = Progress()
-    gate = asyncio.Semaphore(load.concurrency) if load.concurrency else None
+    progress = Tally()
+    gate = asyncio.Semaphore(schedule.concurrency) if schedule.concurrency else None
     began = time.perf_counter()
 
-    async def one(index: int) -> Sample:
-        ask = load.asks[index]
+    async def one(index: int) -> Request:
+        ask = schedule.asks[index]
         if gate is not None:
             await gate.acquire()
         try:
             sent = time.perf_counter() - began
             progress.sent += 1
             watch(progress)
-            reply = await face.send(ask, replace(load.sampling, seed=(load.sampling.seed + index) % 2**63))
+            reply = await face.send(ask, replace(schedule.sampling, seed=(schedule.sampling.seed + index) % 2**63))
             ended = time.perf_counter() - began
         finally:
             if gate is not None:
@@ -119,15 +138,15 @@ async def drive(face: Face, load: Load, watch: Watch) -> Driven:
         progress.done += 1
         progress.failed += not reply.ok
         watch(progress)
-        due = sent if load.times is None else load.times[index]
-        return Sample(index, min(due, sent), sent, ended, ask.output_tokens, reply)
+        due = sent if schedule.times is None else schedule.times[index]
+        return Request.of(reply, ask.output_tokens, min(due, sent), sent, ended)
 
-    tasks: list[asyncio.Task[Sample]] = []
+    tasks: list[asyncio.Task[Request]] = []
     interrupted = False
     try:
         async with asyncio.TaskGroup() as group:
-            for index in range(len(load.asks)):
-                if load.times is not None and (wait := began + load.times[index] - time.perf_counter()) > 0:
+            for index in range(len(schedule.asks)):
+                if schedule.times is not None and (wait := began + schedule.times[index] - time.perf_counter()) > 0:
                     await asyncio.sleep(wait)
                 tasks.append(group.create_task(one(index), name=f"request {index}"))
     except asyncio.CancelledError:
@@ -136,5 +155,5 @@ async def drive(face: Face, load: Load, watch: Watch) -> Driven:
             raise
         task.uncancel()
         interrupted = True
-    samples = [each.result() for each in tasks if not each.cancelled()]
-    return Driven(samples, time.perf_counter() - began, interrupted)
+    requests = [each.result() for each in tasks if not each.cancelled()]
+    return Driven(requests, time.perf_counter() - began, interrupted)

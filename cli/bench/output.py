@@ -47,7 +47,7 @@ class Bars:
         """Begins another run's bar."""
         task = self._progress.add_task(name or "requests", total=count, note="")
 
-        def show(progress: load.Progress) -> None:
+        def show(progress: load.Tally) -> None:
             flying = progress.sent - progress.done
             failed = f"[red]{progress.failed} failed[/] " if progress.failed else ""
             self._progress.update(task, completed=progress.done, note=f"{failed}{flying} in flight")

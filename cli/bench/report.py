@@ -6,9 +6,10 @@ from pathlib import Path
 
 from kvrelay.cli.bench import charts
 from kvrelay.cli.bench.charts import Bar, Series
-from kvrelay.cli.bench.figures import LATENCIES
+from kvrelay.cli.bench.figures import LATENCIES, values
+from kvrelay.cli.bench.load import Request
 from kvrelay.cli.bench.output import TITLES, errors, name_of, summary
-from kvrelay.cli.bench.result import Request, Result, Run
+from kvrelay.cli.bench.result import Result, Run
 from kvrelay.cluster.errors import UsageError
 
 STYLE = """
@@ -119,20 +120,14 @@ def _run(result: Result, run: Run) -> str:
         for name, value in summary(run, goodput)
     )
     failures = "".join(f'<p class="failed">{escape(line)}</p>' for line in errors(run))
-    done = [request for request in run.requests if request.ok and request.ttft is not None and request.latency]
-    ttft = [1e3 * (request.ttft or 0.0) for request in done]
-    waited = [1e3 * (request.sent - request.scheduled + (request.ttft or 0.0)) for request in done]
-    itl = [1e3 * gap for request in done for gap in request.itls]
-    tpot = [
-        1e3 * ((request.latency or 0.0) - (request.ttft or 0.0)) / (request.output_tokens - 1)
-        for request in done
-        if request.output_tokens > 1
-    ]
+    done = [request for request in run.requests if request.ok]
+    found = {name: [1e3 * each for each in seconds] for name, seconds in values(run.requests).items()}
+    first = [("from sending", found["ttft"]), ("from its arrival", found["ttft_scheduled"])]
     figures = [
-        charts.histogram("Time to first token", ttft, "ms"),
-        charts.histogram("Time per output token", tpot, "ms"),
-        charts.histogram("Between two messages", itl, "ms"),
-        charts.cdf("First token: share of requests", [("from sending", ttft), ("from its arrival", waited)], "ms"),
+        charts.histogram("Time to first token", found["ttft"], "ms"),
+        charts.histogram("Time per output token", found["tpot"], "ms"),
+        charts.histogram("Between two messages", found["itl"], "ms"),
+        charts.cdf("First token: share of requests", first, "ms"),
         charts.lines("Requests in flight", [_in_flight(run.requests)], "seconds", "requests"),
         _tokens_per_second(done),
     ]

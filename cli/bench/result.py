@@ -12,62 +12,12 @@ from typing import Any, ClassVar
 
 from pydantic import TypeAdapter
 
-from kvrelay.cli.bench.load import Sample
+from kvrelay.cli.bench.load import Request
 from kvrelay.cluster.errors import UsageError
 
 FORMAT = "kvrelay.bench/1"
 PACKAGES = ("kvrelay", "kvrelay-client", "grpcio", "protobuf", "aiohttp", "numpy")
 STRICT: dict[str, Any] = {"extra": "forbid", "use_attribute_docstrings": True}
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One measured request. Times are in seconds."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
-
-    scheduled: float
-    """Time at which it was due, since the start of its run."""
-    sent: float
-    """Time at which it was sent, since the start of its run."""
-    ended: float
-    """Time at which its answer was complete, or at which it had failed, since the start of its run."""
-    ttft: float | None
-    """Time from sending to the first message; null if none came."""
-    latency: float | None
-    """Time from sending to the last message; null if none came."""
-    itls: list[float]
-    """Times between each two messages."""
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    wanted_tokens: int
-    """Completion tokens that were asked for."""
-    ok: bool
-    error: str
-    stages: dict[str, float] | None
-    """The router's timeline of the request, over gRPC only."""
-
-    @classmethod
-    def of(cls, sample: Sample) -> "Request":
-        """The entry for one sample."""
-        reply = sample.reply
-        begun = bool(reply.arrivals)
-        return cls(
-            sample.scheduled,
-            sample.sent,
-            sample.ended,
-            sample.ttft if begun else None,
-            sample.latency if begun else None,
-            sample.itls,
-            reply.prompt_tokens,
-            reply.cached_tokens,
-            reply.output_tokens,
-            sample.wanted_tokens,
-            reply.ok,
-            reply.error,
-            reply.stages,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from kvrelay.cli.bench import result as results
 from kvrelay.cli.bench.arrivals import offsets
 from kvrelay.cli.bench.faces import Face, Sampling
 from kvrelay.cli.bench.figures import figures
-from kvrelay.cli.bench.load import Load, Progress, Watch, drive
+from kvrelay.cli.bench.load import Schedule, Tally, Watch, drive
 from kvrelay.cli.bench.options import ArrivalOptions, BenchOptions
 from kvrelay.cli.bench.workload import Ask, asks
 from kvrelay.cluster.errors import RunError
@@ -76,7 +76,7 @@ def _points(bench: Bench) -> list[tuple[str, ArrivalOptions]]:
 async def _warm_up(options: BenchOptions, face: Face, found: Sequence[Ask], watch: WatchRun) -> None:
     if not options.warmup:
         return
-    follow, progress = watch("warm-up", options.warmup), Progress()
+    follow, progress = watch("warm-up", options.warmup), Tally()
     sampling = _sampling(options)
     for at in range(options.warmup):
         reply = await face.send(found[at % len(found)], sampling)
@@ -91,18 +91,18 @@ async def _warm_up(options: BenchOptions, face: Face, found: Sequence[Ask], watc
 async def _run(
     options: BenchOptions, arrival: ArrivalOptions, face: Face, found: Sequence[Ask], watch: Watch
 ) -> results.Run:
-    load = Load(
+    schedule = Schedule(
         found,
         _times(arrival, found, options.seed),
         arrival.concurrency,
         _sampling(options),
     )
-    driven = await drive(face, load, watch)
+    driven = await drive(face, schedule, watch)
     return results.Run(
         arrival.request_rate if math.isfinite(arrival.request_rate) else None,
         arrival.concurrency,
-        figures(driven.samples, driven.duration, options.goodput, options.percentiles),
-        [results.Request.of(sample) for sample in driven.samples],
+        figures(driven.requests, driven.duration, options.goodput, options.percentiles),
+        driven.requests,
         driven.interrupted,
     )
 

@@ -6,39 +6,28 @@ import urllib.request
 from dataclasses import asdict
 from typing import Any
 
-from kvrelay.cli.doctor.cluster_checks import (
-    Clocks,
-    Formats,
-    Members,
-    Pairs,
-    Pools,
-    Protection,
-    Reachable,
-    Transports,
-    Versions,
-)
+from kvrelay.cli.doctor import cluster_checks, machine_checks
 from kvrelay.cli.doctor.finding import WRONG, Check, Examined, Finding, Reached
-from kvrelay.cli.doctor.machine_checks import Certificates, Disks, Gpus, Limits, Rdma
 from kvrelay.cluster.asking.status import get_descriptions, get_status, serves
 from kvrelay.cluster.state import ClusterState
 
-CHECKS: tuple[Check, ...] = (
-    Members(),
-    Versions(),
-    Pairs(),
-    Formats(),
-    Clocks(),
-    Limits(),
-    Transports(),
-    Protection(),
-    Certificates(),
-    Gpus(),
-    Rdma(),
-    Pools(),
-    Disks(),
-    Reachable(),
-)
-"""All checks, in the order in which they are shown."""
+CHECKS: dict[str, Check] = {
+    "members": cluster_checks.members,
+    "versions": cluster_checks.versions,
+    "pairs": cluster_checks.pairs,
+    "formats": cluster_checks.formats,
+    "clocks": cluster_checks.clocks,
+    "limits": machine_checks.limits,
+    "transports": cluster_checks.transports,
+    "protection": cluster_checks.protection,
+    "certificates": machine_checks.certificates,
+    "GPUs": machine_checks.gpus,
+    "RDMA": machine_checks.rdma,
+    "KV pools": cluster_checks.pools,
+    "disks": machine_checks.disks,
+    "reachable": cluster_checks.reachable,
+}
+"""All checks by their names, in the order in which they are shown."""
 
 CONNECT_SECONDS = 5.0
 
@@ -56,7 +45,7 @@ def examine(state: ClusterState) -> Examined:
 
 def diagnose(cluster: Examined) -> dict[str, list[Finding]]:
     """The findings of each check, by its name; checks that find nothing are left out."""
-    found = {check.name: list(check.run(cluster)) for check in CHECKS}
+    found = {name: list(check(cluster)) for name, check in CHECKS.items()}
     return {name: findings for name, findings in found.items() if findings}
 
 

@@ -1,8 +1,8 @@
 """Findings, the checks that make them, and the cluster as all checks see it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Literal
 
 from kvrelay.cluster.state import ClusterState
 from kvrelay.internal.v1.describe_pb2 import Description
@@ -66,13 +66,8 @@ class Examined:
         return found
 
 
-class Check(Protocol):
-    """Looks at one side of a cluster. A check that has nothing to look at finds nothing."""
-
-    name: ClassVar[str]
-
-    def run(self, cluster: Examined) -> Iterator[Finding]:
-        """The findings of this check, good ones included."""
+Check = Callable[[Examined], Iterator[Finding]]
+"""Looks at one side of a cluster: gives its findings, good ones included, and none if there is nothing to look at."""
 
 
 def size(nbytes: float) -> str:

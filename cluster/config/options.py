@@ -125,7 +125,7 @@ class ClusterConfig(Section):
         for role in WORKER_ROLES:
             self._engine(role)
             self._require_resources(role)
-            self._require_device(role)
+            self.require_device(role)
         workers = self._count(WORKER_ROLES)
         allowed = f"auto, or at most {workers}, the number of workers: each computes on one GPU"
         require(self.ray.gpus == AUTO or self.ray.gpus <= workers, "ray.gpus", self.ray.gpus, allowed)
@@ -140,7 +140,7 @@ class ClusterConfig(Section):
         allowed = "at least 1 with prefill workers, which hand their KV over to decode workers; or prefill.replicas 0"
         require(decode > 0 or prefill == 0, "decode.replicas", decode, allowed)
 
-    def _require_device(self, role: WorkerRole, replicas: int | None = None) -> None:
+    def require_device(self, role: WorkerRole, replicas: int | None = None) -> None:
         """Refuses workers that are to compute on a GPU and have none; `replicas`: of the role, if they are others."""
         section = self.role(role)
         device = self._engine(role).device
@@ -219,7 +219,7 @@ class ClusterConfig(Section):
             update={role: self.role(role).model_copy(update={"gpus": amount}) for role, amount in gpus.items()}
         )
         for role in gpus:
-            fitted._require_device(role)
+            fitted.require_device(role)
         return fitted
 
     def members(self) -> dict[str, MemberRole]:
@@ -240,7 +240,7 @@ class ClusterConfig(Section):
                 self._require_metrics_port("router_port", others + 1)
             else:
                 self._require_metrics_port("worker_port", others + 1)
-                self._require_device(role, replicas=1)
+                self.require_device(role, replicas=1)
         except ValueError as error:
             return str(error)
         return ""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvrelay.cluster.errors import listed
+from kvrelay.internal.v1.supervisor_pb2 import Refusal
 from kvrelay.rpc.identity import MemberRole
 
 MOST_MEMBERS = 1024
@@ -37,21 +38,10 @@ class Stage(Enum):
         return self in (Stage.LEAVE, Stage.RETURN)
 
 
-class Code(Enum):
-    """Reason why a command is refused; as `kvrelay.internal.v1.Refusal.Code`."""
-
-    INVALID = "invalid"
-    UNKNOWN_MEMBER = "unknown_member"
-    UNSAFE = "unsafe"
-    BUSY = "busy"
-    NOT_RECORDED = "not_recorded"
-    UNSUPPORTED = "unsupported"
-
-
 class Refused(ValueError):
     """A command can't be followed; nothing has changed."""
 
-    def __init__(self, code: Code, message: str) -> None:
+    def __init__(self, code: "Refusal.Code", message: str) -> None:
         super().__init__(message)
         self.code = code
 
@@ -162,7 +152,7 @@ def scaled(desired: Desired, seen: Mapping[str, Seen], counts: Mapping[MemberRol
     for role, count in counts.items():
         least = 1 if role == "router" else 0
         if not least <= count <= MOST_MEMBERS:
-            raise Refused(Code.INVALID, f"{role} is {count}; allowed: {least} to {MOST_MEMBERS}")
+            raise Refused(Refusal.CODE_INVALID, f"{role} is {count}; allowed: {least} to {MOST_MEMBERS}")
         present = desired.counted(role)
         for _ in range(count - len(present)):
             members[new_name(members, role)] = Wanted(role, desired.fresh_config)
@@ -206,12 +196,14 @@ def with_role(desired: Desired, seen: Mapping[str, Seen], name: str, role: Membe
     if wanted.role == role:
         return desired
     if "router" in (wanted.role, role):
-        raise Refused(Code.INVALID, f"role of {name} is {wanted.role}; a worker can't become a router, nor the reverse")
+        raise Refused(
+            Refusal.CODE_INVALID, f"role of {name} is {wanted.role}; a worker can't become a router, nor the reverse"
+        )
     if wanted.stage.ends:
-        raise Refused(Code.BUSY, f"{name} is about to end")
+        raise Refused(Refusal.CODE_BUSY, f"{name} is about to end")
     if now.roles and role not in now.roles:
         able = ", ".join(sorted(now.roles))
-        raise Refused(Code.INVALID, f"role is {role}; allowed: {able}, which the process of {name} can take")
+        raise Refused(Refusal.CODE_INVALID, f"role is {role}; allowed: {able}, which the process of {name} can take")
     if not force:
         _check_spared(desired, seen, name, f"`scale {wanted.role}=...` starts another one")
     members = dict(desired.members)
@@ -250,7 +242,7 @@ def rolled_back(desired: Desired, how: Rolling) -> Desired:
         Refused: there is none, or nothing would be served for a while.
     """
     if not desired.previous:
-        raise Refused(Code.INVALID, "there is no configuration before the present one")
+        raise Refused(Refusal.CODE_INVALID, "there is no configuration before the present one")
     target = desired.previous
     members = {}
     for name, wanted in desired.members.items():
@@ -278,7 +270,7 @@ def restarted(desired: Desired, names: Collection[str], how: Rolling, restart_id
     for name in names or [name for name, wanted in members.items() if wanted.stage is not Stage.LEAVE]:
         wanted = _known(desired, name)
         if wanted.stage is Stage.LEAVE:
-            raise Refused(Code.BUSY, f"{name} is about to end")
+            raise Refused(Refusal.CODE_BUSY, f"{name} is about to end")
         if not wanted.replaces:
             members[name] = _rolled(wanted, how)
     return _without_gap(desired.having(members, restart_id=restart_id), how)
@@ -331,7 +323,8 @@ def _check_spared(desired: Desired, seen: Mapping[str, Seen], name: str, instead
     later = serving((each, "") for each in planned) or not serving((each, "") for each in (*planned, role))
     if not spared(desired, seen, name) or not (later or role == "router"):
         raise Refused(
-            Code.UNSAFE, f"{name}: without this {role} member no request can be served; {instead}, --force does it now"
+            Refusal.CODE_UNSAFE,
+            f"{name}: without this {role} member no request can be served; {instead}, --force does it now",
         )
 
 
@@ -341,13 +334,15 @@ def _stays(wanted: Wanted) -> bool:
 
 def _check_no_successor(name: str, wanted: Wanted) -> None:
     if wanted.replaces:
-        raise Refused(Code.BUSY, f"{name} is about to take the place of {wanted.replaces}; name that one, or wait")
+        raise Refused(
+            Refusal.CODE_BUSY, f"{name} is about to take the place of {wanted.replaces}; name that one, or wait"
+        )
 
 
 def _check_not_halted(desired: Desired) -> None:
     if desired.halted:
         raise Refused(
-            Code.BUSY,
+            Refusal.CODE_BUSY,
             f"a rolling change has stopped: {desired.halted}; `upgrade` again, or `upgrade --rollback`, first",
         )
 
@@ -371,7 +366,7 @@ def _without_gap(desired: Desired, how: Rolling) -> Desired:
     for name, wanted in desired.members.items():
         if wanted.stage is Stage.CYCLE and desired.count(wanted.role) == 1 and not how.gaps:
             raise Refused(
-                Code.UNSAFE,
+                Refusal.CODE_UNSAFE,
                 f"{name} is the only {wanted.role} member and has a port of its own, so it would end before its "
                 f"successor starts. `scale {wanted.role}=2` first; --in-place does it with a gap",
             )
@@ -380,7 +375,7 @@ def _without_gap(desired: Desired, how: Rolling) -> Desired:
 
 def _known(desired: Desired, name: str) -> Wanted:
     if name not in desired.members:
-        raise Refused(Code.UNKNOWN_MEMBER, f"{name} is no member; there are {listed(sorted(desired.members))}")
+        raise Refused(Refusal.CODE_UNKNOWN_MEMBER, f"{name} is no member; there are {listed(sorted(desired.members))}")
     return desired.members[name]
 
 

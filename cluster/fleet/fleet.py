@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from kvrelay.cluster.fleet import desired as changes
-from kvrelay.cluster.fleet.desired import Code, Desired, Refused, Rolling, Seen, Stage, Wanted
-from kvrelay.cluster.fleet.keepers import Keepers, Progress
+from kvrelay.cluster.fleet.desired import Desired, Refused, Rolling, Seen, Stage, Wanted
+from kvrelay.cluster.fleet.keepers import Keepers, MemberStart
 from kvrelay.cluster.fleet.reconcile import Drain, Start, advance, reconcile, settled
 from kvrelay.cluster.fleet.replacement import Launcher, Plan
 from kvrelay.cluster.membership.membership import Membership
@@ -18,6 +18,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_UNSPECIFIED,
     ConfigRecord,
     DesiredMember,
+    Refusal,
     Role,
     SupervisorRecord,
 )
@@ -113,9 +114,9 @@ class Fleet:
         try:
             why = await asyncio.to_thread(self._launcher.lacks_room, self._text(self.desired), present, counts)
         except (OSError, ValueError) as error:
-            raise Refused(Code.INVALID, str(error)) from None
+            raise Refused(Refusal.CODE_INVALID, str(error)) from None
         if why:
-            raise Refused(Code.INVALID, why)
+            raise Refused(Refusal.CODE_INVALID, why)
 
         def change(desired: Desired) -> Desired:
             for role, count in counts.items():
@@ -123,7 +124,7 @@ class Fleet:
                 others = sum(counts.get(each, desired.count(each)) for each in kind) - 1
                 why = self._launcher.startable(self._text(desired), role, others)
                 if count > desired.count(role) and why:
-                    raise Refused(Code.INVALID, why)
+                    raise Refused(Refusal.CODE_INVALID, why)
             return changes.scaled(desired, self.seen(), counts)
 
         return await self._change("scale", change)
@@ -146,7 +147,7 @@ class Fleet:
             # What it takes from the present configuration is the same in all that the cluster has had.
             text = await self._launcher.upgrade(self._text(self.desired), config)
         except ValueError as error:
-            raise Refused(Code.INVALID, str(error)) from None
+            raise Refused(Refusal.CODE_INVALID, str(error)) from None
 
         def change(desired: Desired) -> Desired:
             present = self._text(desired)
@@ -218,7 +219,7 @@ class Fleet:
         """Whether every member serves as desired, and nothing is to change any more."""
         return settled(self.desired, self.seen())
 
-    def progress(self) -> list[Progress]:
+    def progress(self) -> list[MemberStart]:
         """The progress of every member that is to stay."""
         return self._keepers.progress()
 
@@ -262,7 +263,7 @@ class Fleet:
                 return before.revision
             if not await self._save():
                 self.desired = before
-                raise Refused(Code.NOT_RECORDED, "the supervisor's record can't be written now; see its log")
+                raise Refused(Refusal.CODE_NOT_RECORDED, "the supervisor's record can't be written now; see its log")
             logger.info("desired state changed", extra={"command": command, "revision": self.desired.revision})
             revision = self.desired.revision
         self._changed()

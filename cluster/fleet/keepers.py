@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from kvrelay.cluster.fleet.replacement import Backoff, Ended, Launcher, Plan
+from kvrelay.cluster.fleet.replacement import Backoff, Launcher, Plan, ProcessEnd
 from kvrelay.cluster.membership.membership import Membership
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY, MEMBER_STATE_UNSPECIFIED, Member, MemberState
 
@@ -24,8 +24,8 @@ END_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """Progress of one expected member."""
+class MemberStart:
+    """How far the start of an expected member is."""
 
     name: str
     state: MemberState = MEMBER_STATE_UNSPECIFIED
@@ -46,7 +46,7 @@ class _Keeper:
     """State of one name that is kept running."""
 
     def __init__(self, name: str) -> None:
-        self.progress = Progress(name)
+        self.progress = MemberStart(name)
         self.served = False
         """Whether it was ready once: if it ends later, the configuration is not the reason."""
         self.leaving = asyncio.Event()
@@ -167,7 +167,7 @@ class Keepers:
         """The reason why a member can't be expected to serve without help; empty if it can."""
         return self._keepers[name].trouble if name in self._keepers else ""
 
-    def progress(self) -> list[Progress]:
+    def progress(self) -> list[MemberStart]:
         """The progress of every member that is to stay."""
         self.note()
         return [keeper.progress for keeper in self._keepers.values() if not keeper.leaving.is_set()]
@@ -191,17 +191,17 @@ class Keepers:
                         break
                 ended = await self._launcher.run(name, self._plan(name), self._address)
             except OSError as error:  # of the machine, such as a full disk: the line below says it
-                ended = Ended(str(error))
+                ended = ProcessEnd(str(error))
             except Exception as error:
                 logger.exception("can't be kept running", extra={"member": name})
-                ended = Ended(f"{type(error).__name__}: {error}")
+                ended = ProcessEnd(f"{type(error).__name__}: {error}")
             else:
                 self._lost(name)
             if keeper.leaving.is_set() or not start:
                 break
             hopeless = ended.mistake and not keeper.served
             failures = keeper.progress.failures + 1
-            keeper.progress = Progress(name, failures=failures, reason=ended.reason, hopeless=hopeless)
+            keeper.progress = MemberStart(name, failures=failures, reason=ended.reason, hopeless=hopeless)
             if hopeless:
                 logger.error("cannot start", extra={"member": name, "reason": ended.reason})
                 self._changed()

@@ -12,7 +12,7 @@ LONG_LIFE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ProcessEnd:
     """The end of one process of a member."""
 
     reason: str = ""
@@ -74,7 +74,7 @@ class Launcher(Protocol):
     async def adopt(self, name: str) -> bool:
         """Finds a process that an earlier supervisor has started, for `run` to watch; False if none runs."""
 
-    async def run(self, name: str, plan: Plan, supervisor: str) -> Ended:
+    async def run(self, name: str, plan: Plan, supervisor: str) -> ProcessEnd:
         """Returns when the member's process has ended. Starts one first, unless one was just adopted.
 
         Args:

@@ -74,7 +74,8 @@ def write(folder: Path, prefix: str = "") -> None:
 
 def _overview(make: Panels) -> Dashboard:
     failed = "|".join(("unavailable", "deadline", "internal"))
-    requests = make.increase(table.REQUESTS)
+    requests, tokens = make.increase(table.REQUESTS), make.increase(table.COMPLETION_TOKENS)
+    deaths = make.value(table.DEATHS)
     bad = requests.replace("}[", f', outcome=~"{failed}"}}[')
     return Dashboard(
         "overview",
@@ -84,10 +85,8 @@ def _overview(make: Panels) -> Dashboard:
             Row(
                 "Now",
                 [
-                    Panel(
-                        "Ready", [Query(make.value(table.READY))], "short", table.READY.help, "stat", thresholds=GOOD
-                    ),
-                    Panel("Requests per second", [Query(f"sum({requests})")], "reqps", table.REQUESTS.help, "stat"),
+                    make.stat(table.READY, "Ready", make.value(table.READY), thresholds=GOOD),
+                    make.stat(table.REQUESTS, "Requests per second", f"sum({requests})", "reqps"),
                     Panel(
                         "Failed share",
                         [Query(f"sum({bad}) / (sum({requests}) > 0) or vector(0)")],
@@ -96,28 +95,9 @@ def _overview(make: Panels) -> Dashboard:
                         "stat",
                         thresholds=((None, "green"), (0.01, "orange"), (0.05, "red")),
                     ),
-                    Panel(
-                        "Tokens per second",
-                        [Query(f"sum({make.increase(table.COMPLETION_TOKENS)})")],
-                        "short",
-                        table.COMPLETION_TOKENS.help,
-                        "stat",
-                    ),
-                    Panel(
-                        "Waiting requests",
-                        [Query(f"sum({make.value(table.QUEUE_REQUESTS)})")],
-                        "short",
-                        table.QUEUE_REQUESTS.help,
-                        "stat",
-                    ),
-                    Panel(
-                        "Members lost, 1 h",
-                        [Query(f"sum(increase({make.value(table.DEATHS)}[1h]))")],
-                        "short",
-                        table.DEATHS.help,
-                        "stat",
-                        thresholds=BAD,
-                    ),
+                    make.stat(table.COMPLETION_TOKENS, "Tokens per second", f"sum({tokens})"),
+                    make.stat(table.QUEUE_REQUESTS, "Waiting requests", f"sum({make.value(table.QUEUE_REQUESTS)})"),
+                    make.stat(table.DEATHS, "Members lost, 1 h", f"sum(increase({deaths}[1h]))", thresholds=BAD),
                 ],
             ),
             Row(
@@ -351,16 +331,8 @@ def _laid_out(rows: Sequence[Row]) -> list[dict[str, Any]]:
     top = 0
     for row in rows:
         place = {"x": 0, "y": top, "w": COLUMNS, "h": 1}
-        panels.append(
-            {
-                "id": len(panels) + 1,
-                "type": "row",
-                "title": row.title,
-                "gridPos": place,
-                "collapsed": False,
-                "panels": [],
-            }
-        )
+        head = {"id": len(panels) + 1, "type": "row", "title": row.title, "gridPos": place}
+        panels.append(head | {"collapsed": False, "panels": []})
         top += 1
         stats = row.panels[0].kind == "stat"
         count = len(row.panels) if stats else min(4, -(-len(row.panels) // -(-len(row.panels) // 4)))

@@ -9,6 +9,7 @@ from kvrelay.rpc.metrics.family import COMMON, Family
 QUANTILES = (0.5, 0.95, 0.99)
 UNITS = {"seconds": "s", "bytes": "decbytes", "boolean": "short"}
 """Grafana's names of units, where a bare number isn't best."""
+Thresholds = Sequence[tuple[float | None, str]]
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
@@ -33,7 +34,7 @@ class Panel:
     stacked: bool = False
     most: float | None = None
     """Upper end of the scale."""
-    thresholds: Sequence[tuple[float | None, str]] = field(default=((None, "green"),))
+    thresholds: Thresholds = field(default=((None, "green"),))
     """Lower bounds and colours of a `stat`; the first colour has no bound."""
 
     def json(self, number: int, place: dict[str, int]) -> dict[str, Any]:
@@ -108,6 +109,12 @@ class Panels:
         """A gauge's value, summed over the other labels."""
         query = Query(f"sum{_by(by)} ({self.value(family, **given)})", _legend(by))
         return Panel(title, [query], UNITS.get(family.unit, "short"), family.help, stacked=stacked)
+
+    def stat(
+        self, family: Family, title: str, query: str, unit: str = "short", thresholds: Thresholds = ((None, "green"),)
+    ) -> Panel:
+        """One number, with the family's help as its description."""
+        return Panel(title, [Query(query)], unit, family.help, "stat", thresholds=thresholds)
 
     def share(self, title: str, part: str, whole: str, description: str) -> Panel:
         """One sum as a share of another one."""

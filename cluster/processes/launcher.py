@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from psutil import Process
 from pydantic import TypeAdapter, ValidationError
 
-from kvrelay.cluster.fleet.replacement import Ended, Plan
+from kvrelay.cluster.fleet.replacement import Plan, ProcessEnd
 from kvrelay.cluster.fleet.room import ROUTER_BYTES, lacks_memory, worker_bytes
 from kvrelay.cluster.processes import processes
 from kvrelay.machine.options import Mistake, require
@@ -168,7 +168,7 @@ class ProcessLauncher:
         self._running[name] = process
         return True
 
-    async def run(self, name: str, plan: Plan, supervisor: str) -> Ended:
+    async def run(self, name: str, plan: Plan, supervisor: str) -> ProcessEnd:
         """Returns when the member's process has ended; starts one first, unless one was just adopted."""
         process = self._running.get(name)
         if process is None or not processes.alive(process):
@@ -240,14 +240,14 @@ class ProcessLauncher:
         """The file that a member's process is started with. Its command line has this path, which no other's has."""
         return self._folder / f"{name}.json"
 
-    def _ended(self, name: str) -> Ended:
+    def _ended(self, name: str) -> ProcessEnd:
         child = self._children.pop(name, None)
         code = None if child is None else child.wait()
         if code is None:
-            return Ended("its process has ended")  # an adopted one is somebody else's child
+            return ProcessEnd("its process has ended")  # an adopted one is somebody else's child
         if code < 0:
-            return Ended(f"killed by {signal.Signals(-code).name}")
-        return Ended(f"exit code {code}: {self._last_line(name)}", mistake=code == USAGE_CODE)
+            return ProcessEnd(f"killed by {signal.Signals(-code).name}")
+        return ProcessEnd(f"exit code {code}: {self._last_line(name)}", mistake=code == USAGE_CODE)
 
     def _last_line(self, name: str) -> str:
         """The last line of the process's log."""

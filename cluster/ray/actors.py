@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 import ray
 import ray.util
 
-from kvrelay.cluster.fleet.replacement import Ended
+from kvrelay.cluster.fleet.replacement import ProcessEnd
 from kvrelay.cluster.ray import metrics as ray_metrics
 from kvrelay.cluster.ray.node_drain import Registration
 from kvrelay.machine.options import AUTO
@@ -69,7 +69,7 @@ class ServerActor(Generic[ServerT]):
         self._node = Registration(name)
         self._started: Future[ServerT] = Future()
         self._stopping: Future[float] = Future()
-        self._ended: Future[Ended] = Future()
+        self._ended: Future[ProcessEnd] = Future()
         self._deadline = self.deadline_type()
         threading.Thread(target=self._run, name="server", daemon=True).start()
 
@@ -82,7 +82,7 @@ class ServerActor(Generic[ServerT]):
             ended = asyncio.run(self._serve())
         except Exception as error:
             logger.exception("server failed")
-            ended = Ended(f"{type(error).__name__}: {error}")
+            ended = ProcessEnd(f"{type(error).__name__}: {error}")
         if not self._started.done():
             self._started.set_exception(RuntimeError(ended.reason or "it was stopped"))
         self._ended.set_result(ended)
@@ -90,14 +90,14 @@ class ServerActor(Generic[ServerT]):
             # Nobody else may end a process that was cut off.
             self._deadline.set(REPORT_SECONDS, FAILED_CODE)
 
-    async def _serve(self) -> Ended:
+    async def _serve(self) -> ProcessEnd:
         """Runs the server until it is asked to stop, fails, or its node is about to stop (`node_drain`)."""
         if self._node.requested:
-            return Ended(LEAVING)
+            return ProcessEnd(LEAVING)
         try:
             server = self._make()
         except ValueError as error:
-            return Ended(str(error), mistake=True)
+            return ProcessEnd(str(error), mistake=True)
         exporting = asyncio.create_task(ray_metrics.export(server.metrics))
         running = asyncio.create_task(_run(server, self._started))
         stopping, leaving = asyncio.wrap_future(self._stopping), asyncio.create_task(self._node.wait())
@@ -106,10 +106,10 @@ class ServerActor(Generic[ServerT]):
             await asyncio.wait((running, stopping, leaving), return_when=asyncio.FIRST_COMPLETED)
             if stopping.done():
                 grace = stopping.result()
-                return Ended()
+                return ProcessEnd()
             if leaving.done():
                 grace = self.drain_seconds
-                return Ended(LEAVING)
+                return ProcessEnd(LEAVING)
             return running.result()
         finally:
             running.cancel()
@@ -118,7 +118,7 @@ class ServerActor(Generic[ServerT]):
             exporting.cancel()
             self._node.done()
 
-    def watch(self, seconds: float) -> Ended | None:
+    def watch(self, seconds: float) -> ProcessEnd | None:
         """The way in which the server has ended; None if it hasn't within `seconds`."""
         try:
             return self._ended.result(seconds)
@@ -202,10 +202,10 @@ def _router(config: RouterConfig) -> Server:
     return RouterServer(config)
 
 
-async def _run(server: ServerT, started: "Future[ServerT]") -> Ended:
+async def _run(server: ServerT, started: "Future[ServerT]") -> ProcessEnd:
     try:
         await server.start()
     except (ValueError, OSError) as error:
-        return Ended(str(error), mistake=True)
+        return ProcessEnd(str(error), mistake=True)
     started.set_result(server)
-    return Ended(str(await server.failed()))
+    return ProcessEnd(str(await server.failed()))

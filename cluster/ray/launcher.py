@@ -20,11 +20,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from kvrelay.cluster.config.options import ClusterConfig
 from kvrelay.cluster.fleet.nodes import Wish
-from kvrelay.cluster.fleet.replacement import Ended, Plan
+from kvrelay.cluster.fleet.replacement import Plan, ProcessEnd
 from kvrelay.cluster.fleet.room import ROUTER_BYTES, fitting, lacks_memory, worker_bytes
 from kvrelay.cluster.processes import processes
 from kvrelay.cluster.ray.actors import CONCURRENCY, WATCH_SECONDS, RouterActor, WorkerActor
-from kvrelay.cluster.ray.reservations import UNNAMED_SECONDS, Reservations
+from kvrelay.cluster.ray.placement_groups import UNNAMED_SECONDS, PlacementGroups
 from kvrelay.router.config import RouterConfig
 from kvrelay.rpc.identity import ROLES, MemberRole
 from kvrelay.rpc.serve import EXIT_SECONDS, STOP_SECONDS
@@ -53,7 +53,7 @@ class RayLauncher:
         self._adopted: set[str] = set()
         self._stopped: set[str] = set()
         """Names for which the present `run` starts nothing more."""
-        self._reservations = Reservations(self._namespace)
+        self._groups = PlacementGroups(self._namespace)
 
     def members(self, config: str) -> dict[str, MemberRole]:
         """The members that `ClusterConfig.members` gives: roles by name."""
@@ -95,7 +95,7 @@ class RayLauncher:
             bundle = options.bundle(None if role == "router" else role)
             if not bundle:
                 continue
-            most = present[role] + fitting(bundle, self._reservations.free())
+            most = present[role] + fitting(bundle, self._groups.free())
             if wanted[role] > most:
                 needed = ", ".join(f"{amount:g} {resource}" for resource, amount in bundle.items())
                 return f"{role} is {wanted[role]}; allowed: at most {most}. Each reserves {needed} on a node of Ray"
@@ -119,7 +119,7 @@ class RayLauncher:
         self._adopted.add(name)
         return True
 
-    async def run(self, name: str, plan: Plan, supervisor: str) -> Ended:
+    async def run(self, name: str, plan: Plan, supervisor: str) -> ProcessEnd:
         """Starts the member's actor in its placement group, unless one was adopted; returns when it has ended."""
         self._stopped.discard(name)
         if name in self._adopted:
@@ -130,9 +130,9 @@ class RayLauncher:
             bundle = config.bundle(None if plan.role == "router" else plan.role)
             nodes = config.ray
             wish = Wish(plan.role, bundle, plan.roles, nodes.topology_labels, nodes.role_label)
-            group = await self._reservations.reserve(name, wish, lambda: name not in self._stopped)
+            group = await self._groups.reserve(name, wish, lambda: name not in self._stopped)
             if group is None:
-                return Ended()
+                return ProcessEnd()
             self._actors[name] = self._create(name, plan, supervisor, group)
         ended = await _watch(self._actors[name])
         # Not if this task is cancelled: members outlive the supervisor.
@@ -141,7 +141,7 @@ class RayLauncher:
 
     def waits_for(self, name: str) -> str:
         """The resources that its reservation waits for."""
-        return self._reservations.waits_for(name)
+        return self._groups.waits_for(name)
 
     async def stop(self, name: str, grace: float) -> None:
         """Gives the member `grace` seconds to finish, ends its actor, and gives its reservation back."""
@@ -153,7 +153,7 @@ class RayLauncher:
             except (RayError, TimeoutError) as error:
                 logger.info("killed", extra={"member": name, "reason": str(error) or "it did not stop in time"})
             ray.kill(actor)
-        await asyncio.to_thread(self._reservations.release, name)
+        await asyncio.to_thread(self._groups.release, name)
 
     async def kill(self, name: str) -> None:
         """Ends the member's process at once, a frozen one too: Ray itself would wait for it for 5 s and longer."""
@@ -253,7 +253,7 @@ def actor_options(namespace: str, name: str) -> dict[str, Any]:
 
 def _kill_process(actor: Any) -> None:
     """Sends SIGKILL to the process of an actor, on whichever node it is. Asks Ray's GCS."""
-    entry = ray._private.state.actors(actor._actor_id.hex())
+    entry = ray._private.state.actors(actor._actor_id.hex())  # noqa: SLF001  # Ray has no public way to the pid
     if entry["State"] != "ALIVE":
         return
     node, pid = entry["Address"]["NodeID"], int(entry["Pid"])
@@ -275,19 +275,19 @@ def _kill_own(pid: int) -> None:
         processes.send(signal.SIGKILL, [process])
 
 
-async def _watch(actor: Any) -> Ended:
+async def _watch(actor: Any) -> ProcessEnd:
     """Returns when the actor has ended."""
     while True:
         try:
-            ended: Ended | None = await actor.watch.remote(WATCH_SECONDS)
+            ended: ProcessEnd | None = await actor.watch.remote(WATCH_SECONDS)
         except ActorUnavailableError as error:
             # The connection is lost, or Ray's control plane is away. Heartbeats tell whether the process lives.
             logger.warning("can't be watched now", extra={"actor": repr(actor), "reason": _why(error)})
             await asyncio.sleep(RETRY_SECONDS)
         except RayTaskError as error:
-            return Ended(f"{type(error.cause).__name__}: {error.cause}")
+            return ProcessEnd(f"{type(error.cause).__name__}: {error.cause}")
         except RayError as error:
-            return Ended(_why(error))
+            return ProcessEnd(_why(error))
         else:
             if ended is not None:
                 return ended

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.cluster.scaling.forecast import HORIZON_SECONDS, Forecast, Split, forecast
-from kvrelay.cluster.scaling.signals import PoolRole, Signals, WorkerReport
+from kvrelay.cluster.scaling.signals import POOLS, PoolRole, Signals, requests_of
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY, ROLE_DECODE, ROLE_PREFILL, MemberStatus
 
 GAIN = 0.1
 """Share of the forecast's cost that a change of roles must be expected to take away."""
@@ -83,12 +84,12 @@ class Policy:
         """Direction of the last change: 1 towards prefill, -1 towards decode."""
         self._reversals: deque[float] = deque()
 
-    def decide(self, signals: Signals, desired: Split, workers: Sequence[WorkerReport], now: float) -> Decision | None:
+    def decide(self, signals: Signals, desired: Split, statuses: Sequence[MemberStatus], now: float) -> Decision | None:
         """The change that is due now; None for none. The caller changes the desired state accordingly.
 
         Args:
             desired: the split that the cluster is to have.
-            workers: reports of the workers of both roles.
+            statuses: of all members.
             now: seconds on a clock that never goes back.
         """
         split = Split(signals.prefill, signals.decode)
@@ -98,7 +99,7 @@ class Policy:
         self.outlook = outlook = self._look(signals, split)
         if self._is_changing(split, desired, now):
             return None
-        return self._moved(outlook, workers, now) or self._resized(signals, outlook, now)
+        return self._moved(outlook, statuses, now) or self._resized(signals, outlook, now)
 
     def _look(self, signals: Signals, split: Split) -> Outlook:
         present = forecast(signals, split, self.config)
@@ -129,7 +130,7 @@ class Policy:
             self._wanted = self._short = self._calm = None
         return False
 
-    def _moved(self, outlook: Outlook, workers: Sequence[WorkerReport], now: float) -> Decision | None:
+    def _moved(self, outlook: Outlook, statuses: Sequence[MemberStatus], now: float) -> Decision | None:
         """Roles are changed if a target will be missed and that helps."""
         missed = outlook.now.missed
         better = outlook.then.cost < (1 - GAIN) * outlook.now.cost
@@ -141,7 +142,7 @@ class Policy:
             self._wanted = outlook.best, now
         if now - self._wanted[1] < CONFIRM_SECONDS or now - self._changed < self._wait(direction, now):
             return None
-        moves = _moves(outlook, workers)
+        moves = _moves(outlook, statuses)
         if not moves:
             return None
         if self._direction == -direction:
@@ -212,14 +213,17 @@ class Policy:
         return now - self._changed >= self.config.cooldown_seconds
 
 
-def _moves(outlook: Outlook, workers: Sequence[WorkerReport]) -> tuple[Move, ...]:
+def _moves(outlook: Outlook, statuses: Sequence[MemberStatus]) -> tuple[Move, ...]:
     """The workers that change their role: the ones with the least to do."""
     count = outlook.best.prefill - outlook.split.prefill
-    donor: PoolRole = "decode" if count > 0 else "prefill"
-    taker: PoolRole = "prefill" if count > 0 else "decode"
-    able = [worker for worker in workers if worker.role == donor and worker.ready and worker.movable]
-    able.sort(key=lambda worker: (worker.requests, worker.pending_tokens, worker.id.name))
-    return tuple(Move(worker.id.name, taker) for worker in able[: abs(count)])
+    donor, taker = (ROLE_DECODE, ROLE_PREFILL) if count > 0 else (ROLE_PREFILL, ROLE_DECODE)
+    able = [
+        status
+        for status in statuses
+        if status.member.role == donor and status.member.state == MEMBER_STATE_READY and taker in status.member.roles
+    ]
+    able.sort(key=lambda status: (requests_of(status.load), status.load.pending_tokens, status.member.name))
+    return tuple(Move(status.member.name, POOLS[taker]) for status in able[: abs(count)])
 
 
 def _after(split: Split, moves: Sequence[Move]) -> Split:

@@ -18,15 +18,11 @@ from kvrelay.cluster.membership.membership import Membership
 from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.cluster.scaling.forecast import Split
 from kvrelay.cluster.scaling.policy import Decision, Policy
-from kvrelay.cluster.scaling.signals import Meter, PoolRole, RouterReport, Signals, WorkerReport
+from kvrelay.cluster.scaling.signals import Meter, Signals
 from kvrelay.internal.v1.supervisor_pb2 import (
-    MEMBER_STATE_READY,
-    ROLE_DECODE,
-    ROLE_PREFILL,
     ROLE_ROUTER,
     MemberStatus,
     PoolSize,
-    Role,
     Scaling,
     ScalingDecision,
 )
@@ -38,8 +34,6 @@ TICK_SECONDS = 0.5
 """Seconds between two decisions, as between two reports of members."""
 KEPT = 20
 """Number of decisions that `kvrelay status` shows."""
-POOLS: dict[Role, PoolRole] = {ROLE_PREFILL: "prefill", ROLE_DECODE: "decode"}
-
 
 DecisionKind = Literal["roles", "workers", "refused"]
 DECISION_KINDS: tuple[DecisionKind, ...] = get_args(DecisionKind)
@@ -86,16 +80,14 @@ class Scaler:
         """Looks at the cluster once, and changes it if the policy says so."""
         self._reconfigure()
         statuses = self._membership.statuses()
-        workers = [_worker_report(status) for status in statuses if status.member.role in POOLS]
-        routers = [status for status in statuses if status.member.role == ROLE_ROUTER]
-        self._note_queues(routers)
+        self._note_queues([status for status in statuses if status.member.role == ROLE_ROUTER])
         now = self._clock()
-        signals = self._signals = self._meter.observe(workers, map(_router_report, routers), now)
+        signals = self._signals = self._meter.observe(statuses, now)
         fleet = self._fleet
         if fleet is None or fleet.desired.rolling:
             return
         desired = Split(fleet.desired.count("prefill"), fleet.desired.count("decode"))
-        decision = self._policy.decide(signals, desired, workers, now)
+        decision = self._policy.decide(signals, desired, statuses, now)
         if decision is not None and self._config.enabled:
             await self._follow(fleet, decision)
 
@@ -149,7 +141,7 @@ class Scaler:
     def _note_queues(self, routers: Sequence[MemberStatus]) -> None:
         queued, before, now = self._queued, self._queue_seconds, {}
         for status in routers:
-            router, traffic = _id(status), status.load.traffic
+            router, traffic = WorkerId(status.member.name, status.member.incarnation), status.load.traffic
             now[router] = traffic.prefill_queue_seconds, traffic.decode_queue_seconds
             prefill, decode = before.get(router, now[router])
             queued.prefill_queue_seconds += max(0.0, now[router][0] - prefill)
@@ -157,47 +149,3 @@ class Scaler:
         self._queue_seconds = now
         queued.prefill_queue = sum(status.load.traffic.queued_prompts for status in routers)
         queued.decode_queue = sum(status.load.traffic.queued_streams for status in routers)
-
-
-def _id(status: MemberStatus) -> WorkerId:
-    return WorkerId(status.member.name, status.member.incarnation)
-
-
-def _worker_report(status: MemberStatus) -> WorkerReport:
-    member, load = status.member, status.load
-    slots = load.requests.running + load.requests.free_slots
-    if load.requests.running and load.blocks.held:
-        slots = min(slots, load.requests.running * load.blocks.total // load.blocks.held)
-    return WorkerReport(
-        _id(status),
-        POOLS[member.role],
-        member.state == MEMBER_STATE_READY,
-        movable={ROLE_PREFILL, ROLE_DECODE} <= set(member.roles),
-        requests=load.requests.waiting + load.requests.running + load.promised.requests,
-        slots=slots,
-        pending_tokens=load.pending_tokens,
-        computed_tokens=load.computed_tokens,
-        steps=load.steps,
-        step_seconds=load.step_seconds,
-    )
-
-
-def _router_report(status: MemberStatus) -> RouterReport:
-    traffic = status.load.traffic
-    return RouterReport(
-        _id(status),
-        requests=traffic.requests,
-        prompt_tokens=traffic.prompt_tokens,
-        cached_tokens=traffic.cached_tokens,
-        completion_tokens=traffic.completion_tokens,
-        first_tokens=traffic.first_tokens,
-        ttft_attained=traffic.ttft_attained,
-        unqueued_seconds=traffic.unqueued_seconds,
-        streams=traffic.streams,
-        tpot_attained=traffic.tpot_attained,
-        young_tokens=traffic.young_tokens,
-        young_ended=traffic.young_ended,
-        queued_prompts=traffic.queued_prompts,
-        queued_streams=traffic.queued_streams,
-        queued_tokens=traffic.queued_tokens,
-    )

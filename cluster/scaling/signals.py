@@ -1,15 +1,25 @@
 """The signals for the policy: measured over the last seconds from the totals that members report. No I/O.
 
-Routers and workers report totals since their start, so a lost report loses nothing, and a member that starts again is
-recognized by its incarnation. A total's growth over the window, divided by the window, is a rate.
+Reports are the supervisor's own (`MemberStatus`). Routers and workers report totals since their start, so a lost report
+loses nothing, and a member that starts again is recognized by its incarnation. A total's growth over the window,
+divided by the window, is a rate.
 """
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from kvrelay.rpc.identity import WorkerId
+from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_READY,
+    ROLE_DECODE,
+    ROLE_PREFILL,
+    ROLE_ROUTER,
+    Member,
+    MemberStatus,
+    Role,
+)
+from kvrelay.internal.v1.worker_pb2 import Load, Traffic
 
 WINDOW_SECONDS = 4.0
 """Seconds over which rates are taken: enough to average bursts, few enough to see a change of the traffic soon."""
@@ -25,62 +35,20 @@ PRIOR = 2.0
 PoolRole = Literal["prefill", "decode"]
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerReport:
-    """A worker's figures. Totals are since its start."""
-
-    id: WorkerId
-    role: PoolRole
-    ready: bool
-    """Whether it takes requests."""
-    movable: bool = True
-    """Whether its process can take the other role."""
-    requests: int = 0
-    """Number of requests that wait and run there."""
-    slots: int = 0
-    """Number of requests that it could run beside each other; fewer where their KV needs all blocks."""
-    pending_tokens: int = 0
-    computed_tokens: int = 0
-    """Total of tokens that it has computed."""
-    steps: int = 0
-    """Total of steps."""
-    step_seconds: float = 0.0
-    """Total of the seconds that steps took."""
+POOLS: dict[Role, PoolRole] = {ROLE_PREFILL: "prefill", ROLE_DECODE: "decode"}
 
 
-@dataclass(frozen=True, slots=True)
-class RouterReport:
-    """A router's figures. Totals are since its start."""
+def requests_of(load: Load) -> int:
+    """Requests that wait and run on a worker, or are on their way to it."""
+    return load.requests.waiting + load.requests.running + load.promised.requests
 
-    id: WorkerId
-    requests: int = 0
-    """Total of requests that were accepted."""
-    prompt_tokens: int = 0
-    """Total of the tokens of their prompts."""
-    cached_tokens: int = 0
-    """Total of prompt tokens found in prefix caches."""
-    completion_tokens: int = 0
-    """Total of completion tokens of the requests that have ended."""
-    first_tokens: int = 0
-    """Total of first tokens sent."""
-    ttft_attained: int = 0
-    """Total of first tokens within their target."""
-    unqueued_seconds: float = 0.0
-    """Total of seconds from arrival to first token, without the time in queues."""
-    streams: int = 0
-    """Total of requests with two tokens or more that have ended."""
-    tpot_attained: int = 0
-    """Total of streams within their target."""
-    young_tokens: int = 0
-    """Tokens, so far, of the requests whose first token was sent within the last WINDOW_SECONDS."""
-    young_ended: int = 0
-    """Number of these young requests that have ended already."""
-    queued_prompts: int = 0
-    """Requests that wait now for prefill workers, in the router."""
-    queued_streams: int = 0
-    """Requests that wait now for capacity on decode workers, in the router."""
-    queued_tokens: int = 0
-    """Prompt tokens of the requests in both queues."""
+
+def slots_of(load: Load) -> int:
+    """Requests that a worker could run beside each other; fewer where their KV needs all blocks."""
+    slots = load.requests.running + load.requests.free_slots
+    if load.requests.running and load.blocks.held:
+        slots = min(slots, load.requests.running * load.blocks.total // load.blocks.held)
+    return slots
 
 
 class StepCost(NamedTuple):
@@ -181,7 +149,7 @@ class _Fit:
 class _Totals:
     """The growth of one member's totals, of one incarnation after another."""
 
-    id: WorkerId
+    incarnation: str
     last: Mapping[str, float]
 
 
@@ -200,26 +168,28 @@ class Meter:
     _stream_tokens: float | None = None
     _ended_tokens: float = 0.0
 
-    def observe(self, workers: Iterable[WorkerReport], routers: Iterable[RouterReport], now: float) -> Signals:
+    def observe(self, statuses: Iterable[MemberStatus], now: float) -> Signals:
         """The signals at `now`, in seconds on a clock that never goes back."""
-        workers, routers = list(workers), list(routers)
+        statuses = list(statuses)
+        workers = [status for status in statuses if status.member.role in POOLS]
+        routers = [status for status in statuses if status.member.role == ROLE_ROUTER]
         elapsed = 0.0 if self._last is None else max(0.0, now - self._last)
         self._last = now
         grown = self._grown(workers, routers, elapsed)
         self._growth.append((now, grown))
         while self._growth[0][0] <= now - self.window:
             self._growth.popleft()
-        return self._signals(workers, routers, now)
+        return self._signals(workers, [status.load.traffic for status in routers])
 
-    def _grown(self, workers: list[WorkerReport], routers: list[RouterReport], elapsed: float) -> dict[str, float]:
+    def _grown(self, workers: list[MemberStatus], routers: list[MemberStatus], elapsed: float) -> dict[str, float]:
         """The growth of each total since the last tick, summed over the members."""
         grown: dict[str, float] = {"elapsed": elapsed}
         samples: dict[PoolRole, list[tuple[int, int, float]]] = {"prefill": [], "decode": []}
         for worker in workers:
-            new = self._new(worker.id, worker, _WORKER_TOTALS)
+            new = self._new(worker.member, worker.load, _WORKER_TOTALS)
             if (steps := int(new["steps"])) > 0 and new["step_seconds"] > 0.0:
-                samples[worker.role].append((steps, int(new["computed_tokens"]), new["step_seconds"]))
-            if worker.role == "decode":
+                samples[POOLS[worker.member.role]].append((steps, int(new["computed_tokens"]), new["step_seconds"]))
+            if worker.member.role == ROLE_DECODE:
                 grown["decoded"] = grown.get("decoded", 0.0) + new["computed_tokens"]
         for role, taken in samples.items():
             if taken:  # what an idle role's steps cost stays known
@@ -227,22 +197,22 @@ class Meter:
             for sample in taken:
                 self._fits[role].add(*sample)
         for router in routers:
-            for name, amount in self._new(router.id, router, _ROUTER_TOTALS).items():
+            for name, amount in self._new(router.member, router.load.traffic, _ROUTER_TOTALS).items():
                 grown[name] = grown.get(name, 0.0) + amount
-        present = {worker.id.name for worker in workers} | {router.id.name for router in routers}
+        present = {status.member.name for status in (*workers, *routers)}
         self._seen = {name: totals for name, totals in self._seen.items() if name in present}
         return grown
 
-    def _new(self, member: WorkerId, report: WorkerReport | RouterReport, names: tuple[str, ...]) -> dict[str, float]:
+    def _new(self, member: Member, report: Load | Traffic, names: tuple[str, ...]) -> dict[str, float]:
         """A member's growth since its last report; nothing with its first one, whose totals may be old."""
         totals = {name: float(getattr(report, name)) for name in names}
         before = self._seen.get(member.name)
-        self._seen[member.name] = _Totals(member, totals)
-        if before is None or before.id != member:
+        self._seen[member.name] = _Totals(member.incarnation, totals)
+        if before is None or before.incarnation != member.incarnation:
             return dict.fromkeys(names, 0.0)
         return {name: max(0.0, value - before.last[name]) for name, value in totals.items()}
 
-    def _signals(self, workers: list[WorkerReport], routers: list[RouterReport], now: float) -> Signals:
+    def _signals(self, workers: list[MemberStatus], routers: list[Traffic]) -> Signals:
         total = {name: sum(grown.get(name, 0.0) for _, grown in self._growth) for name in (*_ROUTER_TOTALS, "decoded")}
         seconds = sum(grown["elapsed"] for _, grown in self._growth)
         requests, ended = total["requests"], total["streams"]
@@ -254,31 +224,32 @@ class Meter:
         if total["decoded"]:
             # Tokens generated per request ended: if none has ended yet, requests are at least that long.
             self._stream_tokens = total["decoded"] / max(ended, 1.0)
-        prefills = [worker for worker in workers if worker.role == "prefill" and worker.ready]
-        decodes = [worker for worker in workers if worker.role == "decode" and worker.ready]
+        ready = [worker for worker in workers if worker.member.state == MEMBER_STATE_READY]
+        slots = [slots_of(worker.load) for worker in ready if worker.member.role == ROLE_DECODE]
+        of_prefill = [worker.load for worker in workers if worker.member.role == ROLE_PREFILL]
         first, streams = total["first_tokens"], total["streams"]
         return Signals(
-            prefill=len(prefills),
-            decode=len(decodes),
+            prefill=len(ready) - len(slots),
+            decode=len(slots),
             arrivals=requests / seconds if seconds else 0.0,
             arrivals_counted=int(requests),
             prompt_tokens=self._prompt,
-            backlog_tokens=sum(worker.pending_tokens for worker in workers if worker.role == "prefill")
+            backlog_tokens=sum(load.pending_tokens for load in of_prefill)
             + sum(router.queued_tokens for router in routers),
             chunk_tokens=self._fits["prefill"].largest,
             prefill_step=self._fits["prefill"].cost(),
-            streams=sum(worker.requests for worker in workers if worker.role == "decode"),
+            streams=sum(requests_of(worker.load) for worker in workers if worker.member.role == ROLE_DECODE),
             queued_streams=sum(router.queued_streams for router in routers),
             stream_tokens=self._stream_tokens,
             young_tokens=self._young_tokens(routers, total),
-            stream_slots=sum(worker.slots for worker in decodes) / len(decodes) if decodes else 0.0,
+            stream_slots=sum(slots) / len(slots) if slots else 0.0,
             decode_step=self._fits["decode"].cost(),
             unqueued_seconds=self._unqueued,
             ttft_attained=total["ttft_attained"] / first if first else None,
             tpot_attained=total["tpot_attained"] / streams if streams else None,
         )
 
-    def _young_tokens(self, routers: list[RouterReport], total: Mapping[str, float]) -> float:
+    def _young_tokens(self, routers: list[Traffic], total: Mapping[str, float]) -> float:
         """The old ones tell little: long requests that began before a change of the traffic end long after it."""
         if total["streams"]:
             self._ended_tokens = total["completion_tokens"] / total["streams"]
@@ -287,8 +258,14 @@ class Meter:
 
 
 _WORKER_TOTALS = ("computed_tokens", "steps", "step_seconds")
-_ROUTER_TOTALS = tuple(
-    entry.name
-    for entry in fields(RouterReport)
-    if entry.name != "id" and not entry.name.startswith(("queued_", "young_"))
+_ROUTER_TOTALS = (
+    "requests",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "first_tokens",
+    "ttft_attained",
+    "unqueued_seconds",
+    "streams",
+    "tpot_attained",
 )

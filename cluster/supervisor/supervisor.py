@@ -20,7 +20,7 @@ import grpc
 from annotated_types import Interval
 
 from kvrelay.cluster.fleet.fleet import Fleet, to_record
-from kvrelay.cluster.fleet.keepers import Progress
+from kvrelay.cluster.fleet.keepers import MemberStart
 from kvrelay.cluster.fleet.replacement import Launcher
 from kvrelay.cluster.membership.inquiry import Inquiry
 from kvrelay.cluster.membership.membership import HeartbeatConfig, InvalidMember, Membership, ready_http, ready_routers
@@ -113,7 +113,7 @@ class Startup:
     """host:port of the public gRPC of each router that is ready, in the order of their names."""
     http: tuple[str, ...]
     """host:port of their HTTP, of those that have one."""
-    members: list[Progress]
+    members: list[MemberStart]
 
 
 class WrongPart(ValueError):

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from kvrelay.cluster.config.options import ClusterConfig
 from kvrelay.cluster.errors import ClusterError, RunError
-from kvrelay.cluster.fleet.keepers import Progress
+from kvrelay.cluster.fleet.keepers import MemberStart
 from kvrelay.cluster.processes import processes
 from kvrelay.cluster.ray import environment as rayenv
 from kvrelay.cluster.secrets import Secured
@@ -50,7 +50,7 @@ class Event:
     phase: str = ""
     """The present step of the whole cluster."""
     progress: Sequence[dict[str, Any]] | None = None
-    """One Progress for each member."""
+    """One MemberStart for each member."""
     state: dict[str, Any] | None = None
     """The ClusterState, without the owner."""
     ready: dict[str, str] | None = None
@@ -78,7 +78,7 @@ class Told:
         """The present step of the whole cluster."""
         self.tell(Event(phase=text))
 
-    def progress(self, members: Sequence[Progress]) -> None:
+    def progress(self, members: Sequence[MemberStart]) -> None:
         """The progress of each member."""
         self.tell(Event(progress=[asdict(member) for member in members]))
 

@@ -24,7 +24,7 @@ from typing import Any
 from kvrelay.cluster import secrets, state
 from kvrelay.cluster.config.options import ClusterConfig
 from kvrelay.cluster.errors import ERROR_PREFIX, ClusterError, RunError, UsageError
-from kvrelay.cluster.fleet.keepers import Progress
+from kvrelay.cluster.fleet.keepers import MemberStart
 from kvrelay.cluster.fleet.replacement import Backoff
 from kvrelay.cluster.processes import processes
 from kvrelay.cluster.processes.silence import Silence
@@ -281,7 +281,7 @@ class Owner:
             if event.phase:
                 self._report.phase(event.phase)
             if event.progress is not None:
-                self._report.progress([Progress(**member) for member in event.progress])
+                self._report.progress([MemberStart(**member) for member in event.progress])
             if event.state is not None:
                 trouble = self.state.trouble
                 self.state = ClusterState(**event.state)

@@ -8,7 +8,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from kvrelay.cluster.fleet.keepers import Progress
+from kvrelay.cluster.fleet.keepers import MemberStart
 from kvrelay.cluster.fleet.member_progress import WORDS
 
 FRAMES_PER_SECOND = 12.5
@@ -20,7 +20,7 @@ class Reporting(Protocol):
     def phase(self, text: str) -> None:
         """The present step of the whole cluster."""
 
-    def progress(self, members: Sequence[Progress]) -> None:
+    def progress(self, members: Sequence[MemberStart]) -> None:
         """The progress of each member."""
 
 
@@ -49,7 +49,7 @@ class Report:
             self._spinner.update(text=Text(text))
             self._live.start()
 
-    def progress(self, members: Sequence[Progress]) -> None:
+    def progress(self, members: Sequence[MemberStart]) -> None:
         """Shows the progress of each member."""
         words = {member.name: _word(member) for member in members}
         if self._spinner is not None:
@@ -67,5 +67,5 @@ class Report:
         self._live.stop()
 
 
-def _word(member: Progress) -> str:
+def _word(member: MemberStart) -> str:
     return f"waits for {member.waits_for}" if member.waits_for else WORDS.get(member.state, "lost")

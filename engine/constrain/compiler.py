@@ -37,6 +37,9 @@ LEAST_SECONDS = 0.05
 """Smallest CPU time for a job, in seconds."""
 DISTRUST = 32
 """Number of tokens after a late mask for which a row is planned only once its mask is there."""
+COSTLY_SECONDS, COSTLY_TOKEN_SECONDS = 0.01, 0.0005
+"""CPU seconds of the masks of one completion, and for each of its masks, beyond which its constraint is costly. Usual
+masks take less than a tenth of that."""
 MAX_MESSAGE_CHARACTERS = 300
 
 
@@ -132,7 +135,7 @@ class ConstraintCompiler:
         if answer["bytes"] > most:
             text = f"the {constraint.kind} takes {answer['bytes']} bytes when it is compiled; allowed: {most}"
             raise ConstraintError(f"{text}, half of engine.constraint_bytes")
-        return LlGrammar(constraint, self._following, slow=answer["seconds"] > SLOW_COMPILE_SECONDS)
+        return LlGrammar(constraint, self._following, costly=answer["seconds"] > SLOW_COMPILE_SECONDS)
 
     def forget(self, constraint: Constraint, future: "asyncio.Future[LlGrammar]") -> None:
         """Forgets a constraint's outcome, which may be another one the next time."""
@@ -195,42 +198,38 @@ class _Following:
 class LlGrammar:
     """Implements `Grammar`. Its compiled form is in the lanes."""
 
-    def __init__(self, constraint: Constraint, following: _Following, *, slow: bool) -> None:
-        """`slow`: its matchers begin in the slow lane."""
+    def __init__(self, constraint: Constraint, following: _Following, *, costly: bool) -> None:
         self.constraint = constraint
-        self._following = following
-        self._slow = slow
+        self.following = following
+        self.costly = costly
+        """Whether its masks take much CPU time. They are made in the slow lane, beside all else of the machine, and no
+        step waits for one."""
 
     def matcher(self, tokens: Sequence[int]) -> "LlMatcher":
         """See `Grammar.matcher`."""
-        lanes = self._following.lanes
-        return LlMatcher(self.constraint, self._following, lanes.slow if self._slow else lanes.fast, tokens)
+        return LlMatcher(self, tokens)
 
 
 class LlMatcher:
     """Implements `Matcher`, and `Job`. A lane has the library's matcher."""
 
-    def __init__(
-        self,
-        constraint: Constraint,
-        following: _Following,
-        lane: Lane,
-        tokens: Sequence[int],
-        parent: "LlMatcher | None" = None,
-    ) -> None:
+    def __init__(self, grammar: LlGrammar, tokens: Sequence[int], parent: "LlMatcher | None" = None) -> None:
         """
         Args:
-            lane: that begins with it.
             parent: has taken all of `tokens` but the last, and its mask is there.
         """
         self.used: float = 0.0 if parent is None else parent.used
         """Seconds of CPU time that its masks took."""
-        self._constraint = constraint
-        self._following = following
-        self._lane = lane
+        self.made: int = 0 if parent is None else parent.made
+        """Number of these masks."""
+        self._grammar = grammar
+        self._constraint = grammar.constraint
+        self._following = following = grammar.following
+        lanes = following.lanes
+        self._lane: Lane = lanes.slow if grammar.costly else lanes.fast
         self._tokens = list(tokens)
-        self._number = next(following.numbers)
-        self._parent = -1 if parent is None else parent._number
+        self.number = next(following.numbers)
+        self._parent = -1 if parent is None else parent.number
         self._known = 0 if parent is None else len(tokens) - 1
         """Tokens that the lane's matcher has taken."""
         self._sent = 0
@@ -240,9 +239,9 @@ class LlMatcher:
         self._queued = False
         self._mask: NDArray[np.int32] | None = None
         self._error: ConstraintError | None = None
-        self._trusted_from: int = 0 if parent is None else parent._trusted_from
+        self.trusted_from: int = 0 if parent is None else parent.trusted_from
         self._awaited = False
-        weakref.finalize(self, _drop, self._number, self._seen).atexit = False
+        weakref.finalize(self, _drop, self.number, self._seen).atexit = False
         with following.lanes.lock:
             self._submit()
 
@@ -271,7 +270,7 @@ class LlMatcher:
             if self._error is not None:
                 raise self._error
             if self._mask is None:
-                raise RuntimeError(f"matcher {self._number} is done without a mask")
+                raise RuntimeError(f"matcher {self.number} is done without a mask")
             return self._mask
 
     def after(self, token: int) -> "LlMatcher | None":
@@ -281,7 +280,7 @@ class LlMatcher:
                 return None
             if self._mask is None or not int(self._mask[token // 32]) >> token % 32 & 1:
                 return None
-        return LlMatcher(self._constraint, self._following, self._lane, [*self._tokens, token], self)
+        return LlMatcher(self._grammar, [*self._tokens, token], self)
 
     # As a job. On the lane's thread.
 
@@ -293,7 +292,7 @@ class LlMatcher:
             limit = max(LEAST_SECONDS, self._allowed - self.used)
             message: Message = {
                 "op": "follow",
-                "matcher": self._number,
+                "matcher": self.number,
                 "parent": -1 if whole else self._parent,
                 "at": known,
                 "tokens": self._tokens[known:],
@@ -312,13 +311,16 @@ class LlMatcher:
             self._queued = False
             again = self._known > 0 and self._parent < 0
             self.used += answer["seconds"] + (answer["made"] if again else 0.0)
+            self.made += 1
             self._known, self._parent = self._sent, -1
-            if answer["error"] and self._lane is lanes.fast:
-                # Perhaps it was only too much for this lane.
-                lanes.fast.dropped.append(self._number)
+            self._grammar.costly |= self.used > COSTLY_SECONDS + COSTLY_TOKEN_SECONDS * self.made
+            if self._lane is lanes.fast and (answer["error"] or self._grammar.costly):
+                lanes.fast.dropped.append(self.number)
                 self._lane, self._known = lanes.slow, 0
-                self._submit()
-                return
+                if answer["error"]:
+                    # Perhaps it was only too much for this lane.
+                    self._submit()
+                    return
             if answer["error"]:
                 what = "the completion so far doesn't obey the constraint"
                 what = what if answer["disobeys"] else "the constraint became too costly to follow"
@@ -359,13 +361,13 @@ class LlMatcher:
     @property
     def _trusted(self) -> bool:
         """Whether its masks come in time."""
-        return len(self._tokens) >= self._trusted_from
+        return not self._grammar.costly and len(self._tokens) >= self.trusted_from
 
     def _wait(self, seconds: float) -> bool:
         """Whether the mask is there within `seconds`. With the lock."""
         if self._done or self._following.lanes.ready.wait_for(lambda: self._done, seconds):
             return True
-        self._trusted_from = len(self._tokens) + DISTRUST
+        self.trusted_from = len(self._tokens) + DISTRUST
         return False
 
     def _submit(self) -> None:

@@ -3,7 +3,8 @@
     lane      jobs                                     limits of a job
     compile   constraints, the shortest text first     CPU time
     fast      masks, the cheapest matcher first        work that takes some 10 ms, CPU time
-    slow      masks whose limits were exceeded there   CPU time
+    slow      masks whose limits were exceeded there,  CPU time
+              and those of costly constraints
 
 A thread for each lane gives it one job after the other. A lane that is lost is begun again, and what it had is made
 again as it is needed.

@@ -53,7 +53,7 @@ class Hold:
         """
         if self.released:
             raise IntegrityError(f"hold of {self.owner!r} was extended after its release")
-        fresh = self._pool._take(count)
+        fresh = self._pool.take(count)
         if fresh is None:
             return False
         self.blocks += fresh
@@ -63,7 +63,7 @@ class Hold:
         """Drops the references, the last block's first, so that a prefix is evicted from its end. Idempotent."""
         if not self.released:
             self.released = True
-            self._pool._give_back(self)
+            self._pool.give_back(self)
             self.blocks = []
 
     def __repr__(self) -> str:
@@ -132,7 +132,7 @@ class BlockPool:
 
         Takes free blocks first, then evicts the least recently used cached ones.
         """
-        blocks = self._take(count)
+        blocks = self.take(count)
         return None if blocks is None else self._register(blocks, owner)
 
     def share(self, blocks: Sequence[int], owner: str) -> Hold:
@@ -201,7 +201,8 @@ class BlockPool:
             leaked = ", ".join(f"{hold.owner} {list(hold.blocks)}" for hold in self._holds)
             raise IntegrityError(f"no request is left, and blocks are held: {leaked}")
 
-    def _take(self, count: int) -> list[int] | None:
+    def take(self, count: int) -> list[int] | None:
+        """Blocks for a hold, each with one reference; None if too few are free or cached. For this module only."""
         if count < 0:
             raise ValueError(f"count is {count}; it must be at least 0")
         if count > self.available:
@@ -227,7 +228,8 @@ class BlockPool:
         self._holds[hold] = None
         return hold
 
-    def _give_back(self, hold: Hold) -> None:
+    def give_back(self, hold: Hold) -> None:
+        """Takes the references of a hold that is released. For this module only."""
         del self._holds[hold]
         refs = self._refs
         for block in reversed(hold.blocks):

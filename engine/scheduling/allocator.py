@@ -37,7 +37,7 @@ class Allocator:
 
     @property
     def reservations(self) -> int:
-        """Reservations that were neither resumed nor released."""
+        """PlacementGroups that were neither resumed nor released."""
         self._reserved = [(hold, request) for hold, request in self._reserved if not hold.released]
         return len(self._reserved)
 

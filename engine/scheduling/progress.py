@@ -1,14 +1,13 @@
 """Reports of a scheduler to the rest of its worker."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvrelay.engine.kv.blocks import Hold
 from kvrelay.engine.kv.writes import KVWrites
 from kvrelay.engine.plan import TokenLogprobs
 from kvrelay.engine.request import FinishReason
-from kvrelay.engine.scheduling.room import Use
 from kvrelay.engine.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -51,24 +50,6 @@ class Progress(NamedTuple):
     (`Runner.fetch`). None if it asks for none."""
     state_places: tuple[int, ...] = ()
     """Places in `states` of the layers that leave with the KV."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """Work that an engine has to do. Blocks: free + cached + held == total."""
-
-    total: int
-    free: int
-    cached: int
-    held: int
-    waiting: int
-    running: int
-    pending_tokens: int
-    """Tokens that the waiting and running sequences have yet to compute."""
-    free_slots: int = 0
-    """Number of further reservations that would be granted if there are free blocks."""
-    use: Use = field(default_factory=Use)
-    """Blocks of the pool that the requests take, and are expected to take."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,8 +54,8 @@ from kvrelay.engine.scheduling.planning import (
     tables_of,
     with_output,
 )
-from kvrelay.engine.scheduling.progress import EngineLoad, OnStart, Progress, Reservation
-from kvrelay.engine.scheduling.room import victim
+from kvrelay.engine.scheduling.progress import OnStart, Progress, Reservation
+from kvrelay.engine.scheduling.room import Use, victim
 from kvrelay.engine.sequence import Sequence, Status
 from kvrelay.engine.speculate.speculation import Speculation
 from kvrelay.engine.states import StatesLayout
@@ -148,7 +148,7 @@ class Scheduler:
         """
         self._check(request)
         few = sum([one.holder == request.holder for one in self._live.values()]) < self._most.spare
-        if not self._free_slots(self._most.spare if request.holder and few else 0):
+        if not self.free_slots(self._most.spare if request.holder and few else 0):
             return None
         hold = self._allocator.reserve(request, passing=passing)
         if hold is None:
@@ -220,18 +220,29 @@ class Scheduler:
         """Whether a sequence that has its KV has to wait until another one ends."""
         return len(self._running) + len(self._ready) > self._rows
 
-    def load(self, soon_tokens: float = 0) -> EngineLoad:
-        """The work that the engine has to do. Sequences that lack no more than `soon_tokens` are expected to end
-        soon.
-        """
-        pool = self._pool
-        pending = sum([len(sequence.tokens) - sequence.num_computed for sequence in self._live.values()])
-        counts = len(self._waiting) + len(self._ready), len(self._running), pending, self._free_slots()
-        return EngineLoad(pool.total, pool.free, pool.cached, pool.held, *counts, self._allocator.use(soon_tokens))
+    @property
+    def waiting(self) -> int:
+        """Number of sequences that wait for blocks or for a row."""
+        return len(self._waiting) + len(self._ready)
 
-    def _free_slots(self, spare: int = 0) -> int:
-        """How many more reservations may be granted: a few more than rows, so that no row waits for a transfer; and
-        `spare` ones."""
+    @property
+    def running(self) -> int:
+        """Number of sequences that run."""
+        return len(self._running)
+
+    @property
+    def pending_tokens(self) -> int:
+        """Number of tokens that the waiting and running sequences have yet to compute."""
+        return sum([len(sequence.tokens) - sequence.num_computed for sequence in self._live.values()])
+
+    def use(self, soon_tokens: float) -> Use:
+        """Blocks of the pool that the sequences take, and are expected to take. Those that lack no more than
+        `soon_tokens` are expected to end soon."""
+        return self._allocator.use(soon_tokens)
+
+    def free_slots(self, spare: int = 0) -> int:
+        """How many more reservations may be granted, if there are blocks: a few more than rows, so that no row waits
+        for a transfer; and `spare` ones."""
         used = len(self._running) + len(self._ready) + self._allocator.reservations
         return max(0, self._rows + max(1, self._rows // 8) + spare - used)
 

@@ -148,7 +148,8 @@ class Speculation:
         self.counts = Counts()
         self._clock = clock
         self._config = config
-        self._proposer = proposer
+        self.proposer = proposer
+        """Finds the guesses."""
         self._accounts: defaultdict[int, Account] = defaultdict(Account)
         """Accounts by size class: the number of binary digits of the number of sequences."""
         self._flights: deque[Flight] = deque()
@@ -167,14 +168,14 @@ class Speculation:
     @property
     def layers(self) -> tuple[int, ...]:
         """Layers whose inputs every step should keep, as `Proposer.layers`."""
-        return self._proposer.layers
+        return self.proposer.layers
 
     def states(self, runner: Runner) -> StatesLayout | None:
         """The hidden states of a prompt that it guesses from, as `runner` yields them; None if it needs none."""
-        if not self._proposer.layers or runner.states_shape is None:
+        if not self.proposer.layers or runner.states_shape is None:
             return None
         width = runner.states_shape.hidden_size
-        return StatesLayout(self._proposer.layers, width, runner.spec.dtype, self._proposer.last_state)
+        return StatesLayout(self.proposer.layers, width, runner.spec.dtype, self.proposer.last_state)
 
     def take_states(self, sequence: Sequence, states: "Tensor") -> None:
         """A sequence has come whose KV another worker computed, and with it hidden states of its last tokens.
@@ -183,12 +184,12 @@ class Speculation:
             states: [n, layers, hidden] as `states` says.
         """
         start = sequence.num_computed - len(states)
-        self._proposer.observe([Computed(sequence.handle, sequence.tokens, start, states)])
+        self.proposer.observe([Computed(sequence.handle, sequence.tokens, start, states)])
 
     def warm_up(self) -> None:
         """Runs what would make the first guesses slow. Call it before there are sequences."""
-        self._proposer.warm_up()
-        self._proposer.forget(WARM_UP.handle)
+        self.proposer.warm_up()
+        self.proposer.forget(WARM_UP.handle)
 
     def holds_back(self, sequence: Sequence) -> bool:
         """Whether a sequence shouldn't compute a token that isn't known yet: drafts can only follow a known one."""
@@ -216,7 +217,7 @@ class Speculation:
             if count > 0:
                 wants.append(Want(sequence.handle, sequence.request, sequence.tokens, count))
                 room -= count
-        guesses = self._proposer.propose(wants) if wants else []
+        guesses = self.proposer.propose(wants) if wants else []
         found = {want.handle: guess for want, guess in zip(wants, guesses, strict=True) if guess}
         # Without a guess, nothing is lost by running ahead.
         self._vain.update([sequence.handle for sequence in sequences])
@@ -272,7 +273,7 @@ class Speculation:
         """Forgets a sequence, which has ended."""
         self._vain.discard(sequence.handle)
         self._depths.pop(sequence.handle, None)
-        self._proposer.forget(sequence.handle)
+        self.proposer.forget(sequence.handle)
 
     def _observe(self, plan: StepPlan, kept: Items[bool], sequences: Items[Sequence], states: "Tensor") -> bool:
         """Hands the hidden states of the tokens that were kept to the proposer; whether that has read prompts."""
@@ -283,7 +284,7 @@ class Speculation:
             if has and not (sequence.ended or sequence.handoff):
                 states_here = states[end - length : end, : len(self.layers)]
                 computed.append(Computed(sequence.handle, sequence.tokens, start, states_here))
-        return self._proposer.observe(computed)
+        return self.proposer.observe(computed)
 
     def _learn(self, drafts: Items[bool], kept: Items[bool], sequences: Items[Sequence]) -> None:
         """Counts the drafts, and sets how long the next chains are."""

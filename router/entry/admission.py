@@ -93,7 +93,7 @@ class Ticket:
         """Places that it may have; fewer after the queue had no room for one of its completions."""
         self._own: Place | None = None
         """First place of the ticket, while no completion uses it."""
-        self._end = end
+        self._end: Callable[[], object] = end
         self._admission = admission
         self._size = size
         self._prompts = 0
@@ -149,8 +149,13 @@ class Ticket:
     def give_way(self) -> None:
         """Ends the call."""
         self.displaced = True
+        end = self._end
         self._admission.remove(self)
-        self._end()
+        end()
+
+    def close(self) -> None:
+        """The call has ended. Forgets how to end it: that has a reference to all that the call is."""
+        self._end = _nothing
 
     def _set(self, nbytes: int) -> None:
         if not self.displaced:
@@ -285,6 +290,7 @@ class Admission:
             self._uncount(place)
         self.add_bytes(ticket.holder, -ticket.nbytes)
         ticket.nbytes = 0
+        ticket.close()
         tickets = self._tickets[ticket.holder]
         del tickets[ticket]
         if not tickets:
@@ -412,6 +418,10 @@ class Admission:
                 min(waiting, key=lambda ticket: ticket.arrived).give_way()
                 return True
         return False
+
+
+def _nothing() -> None:
+    """Ends nothing."""
 
 
 def _gives_way(ticket: Ticket) -> bool:

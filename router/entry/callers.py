@@ -235,7 +235,7 @@ class Callers:
             return Grant(names[0])
         return Grant()
 
-    def check_claim(self, claimed: str, tenant: str) -> None:
+    def check_tenant(self, claimed: str, tenant: str) -> None:
         """Checks the tenant that a request itself names: it may say no more than is known.
 
         Raises:

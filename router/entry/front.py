@@ -32,7 +32,7 @@ from kvrelay.router.errors import (
     Unavailable,
 )
 from kvrelay.router.records.requests import Requests
-from kvrelay.router.records.spans import Asked, Ended, SpanExport
+from kvrelay.router.records.spans import Asked, EndedCompletion, SpanExport
 from kvrelay.router.records.traffic import TrafficMeter
 from kvrelay.router.request.reading import Asking, PackedRequest, Plan, Reading
 from kvrelay.router.request.validation import CheckedRequest, completions
@@ -78,11 +78,11 @@ class Front:
         spans: SpanExport | None = None,
     ) -> None:
         self.tokenizer = reading.tokenizer
-        self._reading = reading
+        self.reading = reading
         self.requests = Requests()
         self.traffic = traffic
-        self._dispatch = dispatch
-        self._callers = callers
+        self.dispatch = dispatch
+        self.callers = callers
         self._observer = observer
         self._spans = spans
         self.limits = KeyLimits()
@@ -90,11 +90,11 @@ class Front:
         self._admission = Admission(self.config.max_requests, self.config.max_queued_bytes)
         self._calls: set[asyncio.Task[Any]] = set()
         self._draining = False
-        self._ending = False
+        self.ending = False
 
     @property
     def config(self) -> RouterOptions:
-        return self._dispatch.config
+        return self.dispatch.config
 
     @property
     def running(self) -> int:
@@ -104,7 +104,7 @@ class Front:
     @property
     def ready(self) -> bool:
         """Whether a request that is sent now finds workers."""
-        return not self._draining and self._dispatch.registry.complete
+        return not self._draining and self.dispatch.registry.complete
 
     @property
     def model(self) -> ModelInfo:
@@ -112,7 +112,7 @@ class Front:
         Raises:
             Unavailable: no worker has told it yet.
         """
-        model = self._dispatch.registry.model
+        model = self.dispatch.registry.model
         if model is None:
             raise Unavailable("no worker is ready yet")
         return model
@@ -128,7 +128,7 @@ class Front:
         Raises:
             Unauthenticated: it has not shown who it is.
         """
-        return self._callers.grant(caller.identity).tenant
+        return self.callers.grant(caller.identity).tenant
 
     def holder(self, caller: Caller) -> str:
         """Who has a share of what is scarce: the caller's tenant, or its address where nobody is authenticated.
@@ -136,8 +136,8 @@ class Front:
         Raises:
             Unauthenticated: it has not shown who it is.
         """
-        grant = self._callers.grant(caller.identity)
-        return f"tenant {grant.tenant}" if self._callers.authenticated else caller.host
+        grant = self.callers.grant(caller.identity)
+        return f"tenant {grant.tenant}" if self.callers.authenticated else caller.host
 
     def check_model(self, name: str) -> None:
         """Checks the model that a request names; empty is the served one.
@@ -158,7 +158,7 @@ class Front:
         self._draining = True
         if self._calls:
             await asyncio.wait(self._calls, timeout=grace)
-        self._ending = True
+        self.ending = True
         for task in self._calls:
             task.cancel()
         if self._calls:
@@ -173,7 +173,7 @@ class Front:
             name: name of the request, unless its body has one.
             session: session key in place of the request's own.
         """
-        return Asking(kind, tenant, self._dispatch.registry.model, self.config.served_model_name, name, session)
+        return Asking(kind, tenant, self.dispatch.registry.model, self.config.served_model_name, name, session)
 
     @contextmanager
     def call(self, caller: Caller, size: int, deadline: float = math.inf) -> Iterator["Call"]:
@@ -192,7 +192,7 @@ class Front:
         try:
             if self._draining:
                 raise self._shutting_down()
-            grant = self._callers.grant(caller.identity)
+            grant = self.callers.grant(caller.identity)
             admit = self._admission.admit(self.holder(caller), size, task.cancel, grant.key, grant.limits.concurrent)
             with admit as ticket:
                 yield Call(self, grant, ticket, deadline, caller.context)
@@ -203,7 +203,7 @@ class Front:
             if ticket is not None and ticket.displaced and not task.uncancel():
                 text = "the request gave way to another client's; the router's max_requests, or max_queued_bytes, is"
                 raise Exhausted(f"{text} used up, and this client has most of it") from None
-            if self._ending and not task.uncancel():
+            if self.ending and not task.uncancel():
                 raise self._shutting_down() from None
             raise
         except Exception:
@@ -218,14 +218,14 @@ class Front:
         its first completion."""
         received = time.monotonic()
         call: Call | None = None
-        ended: list[Ended] = []
+        ended: list[EndedCompletion] = []
         try:
             with self.call(caller, size, deadline) as call:
                 ended = call.ended
                 yield call
         except RequestError as error:
             if not ended:
-                ended.append(Ended(RequestTrace(received, context=caller.context), error.outcome, str(error)))
+                ended.append(EndedCompletion(RequestTrace(received, context=caller.context), error.outcome, str(error)))
                 self.note_end(ended[0])
             raise
         finally:
@@ -233,7 +233,7 @@ class Front:
                 asked = None if call is None else call.asked
                 self._spans.add(caller.context, received, asked, ended)
 
-    def note_end(self, ended: "Ended") -> None:
+    def note_end(self, ended: "EndedCompletion") -> None:
         """Notes in log and metrics how a completion ended."""
         trace, outcome, now = ended.trace, ended.outcome, time.monotonic()
         if ended.failure:
@@ -255,12 +255,12 @@ class Front:
         if ended.failure:
             fields["reason"] = ended.failure
         logger.info("request ended", extra=fields)
-        self._dispatch.metrics.ended(record)
+        self.dispatch.metrics.ended(record)
         if self._observer is not None:
             self._observer(record)
 
     def _shutting_down(self) -> Unavailable:
-        return Unavailable(f"{self._dispatch.config.name} is shutting down")
+        return Unavailable(f"{self.dispatch.config.name} is shutting down")
 
 
 class Call:
@@ -268,7 +268,7 @@ class Call:
 
     def __init__(self, front: Front, grant: Grant, ticket: Ticket, deadline: float, context: TraceContext) -> None:
         self.ticket = ticket
-        self.ended: list[Ended] = []
+        self.ended: list[EndedCompletion] = []
         """The completions that have ended, in that order."""
         self.chat = False
         """Whether the prompt was made of a chat's messages."""
@@ -293,7 +293,7 @@ class Call:
         """
         front = self._front
         asking = front.asking(kind, self._grant.tenant, name, session)
-        reading = front._reading.read(data, asking, self.ticket.holder)
+        reading = front.reading.read(data, asking, self.ticket.holder)
         return await self._in_time(reading, front.config.first_token_timeout_seconds)
 
     async def generate(
@@ -327,11 +327,11 @@ class Call:
         trace.tenant = grant.tenant
         async with self._noting_failure(trace):
             front.check_model(request.model)
-            front._callers.check_claim(request.tenant, grant.tenant)
+            front.callers.check_tenant(request.tenant, grant.tenant)
             holder, classes = self.ticket.holder, front.config.classes
             claim, service = claim_of(request.slo_class, request.priority, grant, holder, classes)
             if checked is None:
-                checked = await front._reading.check(request, front.asking(tenant=grant.tenant))
+                checked = await front.reading.check(request, front.asking(tenant=grant.tenant))
             trace.service = claim.service_class
             seconds = service.first_token_timeout_seconds or front.config.first_token_timeout_seconds
             checked = replace(checked, claim=claim, first_token_seconds=seconds, shown=shown)
@@ -360,7 +360,7 @@ class Call:
     async def _turn(self) -> None:
         """Returns when the event loop has time for the call: to check a prompt and begin a completion takes about a
         millisecond, and so does to end one."""
-        await self._front._dispatch.turns.take(self.ticket.holder)
+        await self._front.dispatch.turns.take(self.ticket.holder)
 
     async def _in_time(self, waiting: Coroutine[Any, Any, T], seconds: float) -> T:
         """
@@ -421,7 +421,7 @@ class Call:
 
     async def _run(self, request: CheckedRequest, trace: RequestTrace, sink: Sink, place: Place) -> FinishReason:
         """Runs a session; again if it had to give way before it began, and its call goes on."""
-        dispatch = self._front._dispatch
+        dispatch = self._front.dispatch
 
         def begun() -> bool:
             return trace.submitted is not None or trace.resumed_tokens > 0
@@ -438,7 +438,10 @@ class Call:
             except QueueOverflow:
                 if begun() or (len(self.ticket.places) == 1 and not self.ticket.begun):
                     raise
+            finally:
+                del scope  # it has a reference to this task, whose exception has one to this frame
             await self._in_time(self.ticket.again(place), request.first_token_seconds)
+            await self._turn()  # many may get places at once
 
     @asynccontextmanager
     async def _noting_failure(self, trace: RequestTrace) -> AsyncIterator[None]:
@@ -461,10 +464,10 @@ class Call:
             return "exhausted"
         if time.monotonic() >= self._deadline:
             return "deadline"
-        return "unavailable" if self._front._ending else "cancelled"
+        return "unavailable" if self._front.ending else "cancelled"
 
     def _note_end(self, trace: RequestTrace, outcome: Outcome, failure: str = "") -> None:
-        self.ended.append(Ended(trace, outcome, failure))
+        self.ended.append(EndedCompletion(trace, outcome, failure))
         self._front.note_end(self.ended[-1])
 
 
@@ -472,7 +475,8 @@ async def together(works: AsyncIterator[Coroutine[Any, Any, None]]) -> None:
     """Runs all works to their ends, each as soon as it is there; the first one that fails ends the others, and its
     exception is raised. They are ended a few at a time, since there may be a thousand."""
     running: dict[asyncio.Task[None], None] = {}
-    over: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+    failures: list[BaseException] = []
+    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def begin(work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name="completion")
@@ -481,9 +485,10 @@ async def together(works: AsyncIterator[Coroutine[Any, Any, None]]) -> None:
 
     def ended(task: asyncio.Task[None]) -> None:
         del running[task]
-        error = None if task.cancelled() else task.exception()
-        if not over.done() and (error is not None or not running):
-            over.set_result(error)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            failures.append(error)
+        if not over.done() and (failures or not running):
+            over.set_result(None)
 
     async def begin_all() -> None:
         async for work in works:
@@ -491,18 +496,18 @@ async def together(works: AsyncIterator[Coroutine[Any, Any, None]]) -> None:
 
     begin(begin_all())
     try:
-        error = await over
+        await over
     finally:
         await _end(running)
-    if error is not None:
-        raise error
+    if failures:
+        raise failures.pop(0)  # no variable keeps it: it has a reference to this frame
 
 
 async def _end(tasks: Collection[asyncio.Task[None]]) -> None:
     """Cancels tasks, which leave the collection at their end, ENDED_AT_ONCE at a time; all at once if the caller itself
     is cancelled."""
     at_once = ENDED_AT_ONCE
-    cancelled: asyncio.CancelledError | None = None
+    cancelled: list[asyncio.CancelledError] = []
     while tasks:
         ending = list(itertools.islice(tasks, at_once))
         for task in ending:
@@ -510,9 +515,10 @@ async def _end(tasks: Collection[asyncio.Task[None]]) -> None:
         try:
             await asyncio.wait(ending)
         except asyncio.CancelledError as error:
-            cancelled, at_once = error, len(tasks)
-    if cancelled is not None:
-        raise cancelled
+            cancelled.append(error)
+            at_once = len(tasks)
+    if cancelled:
+        raise cancelled.pop()
 
 
 def _describe(request: CheckedRequest, trace: RequestTrace) -> None:

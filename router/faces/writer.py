@@ -53,6 +53,7 @@ class Writer(Generic[MessageT]):
             except self._gone as error:
                 raise asyncio.CancelledError from error
             finally:
+                self._writing = None
                 self._alarm.set(math.inf)
 
     def close(self) -> None:

@@ -95,86 +95,92 @@ class FleetHealth:
     """Health of all workers and pairs of one router."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._pairs: Avoidance[Pair] = Avoidance(clock)
-        self._workers: Avoidance[WorkerId] = Avoidance(clock)
+        self.pairs: Avoidance[Pair] = Avoidance(clock)
+        self.workers: Avoidance[WorkerId] = Avoidance(clock)
         self._streaks: dict[WorkerId, int] = {}
         self._attempts = 0
 
     def avoids(self, worker: WorkerId) -> bool:
         """Whether new requests should avoid the worker as a whole."""
-        return worker in self._workers
+        return worker in self.workers
 
     def bad_peers(self, worker: WorkerId) -> frozenset[WorkerId]:
         """Decode workers to which this prefill worker should not hand over."""
         return frozenset(
-            decode for prefill, decode in self._pairs.failed if prefill == worker and (prefill, decode) in self._pairs
+            decode for prefill, decode in self.pairs.failed if prefill == worker and (prefill, decode) in self.pairs
         )
 
-    def begin(self, prefill: WorkerId, decode: WorkerId | None) -> "Trial":
+    def begin(self, prefill: WorkerId, decode: WorkerId | None) -> "Evidence":
         """An attempt begins on these workers; the same worker twice, or no decode worker, means no hand-off."""
         self._attempts += 1
-        return Trial(self, self._attempts, prefill, decode)
+        return Evidence(self, self._attempts, prefill, decode)
 
     def keep(self, workers: Collection[WorkerId]) -> None:
         """Forgets all other workers: an incarnation that has left never comes back."""
-        self._workers.keep(lambda worker: worker in workers)
-        self._pairs.keep(lambda pair: pair[0] in workers and pair[1] in workers)
+        self.workers.keep(lambda worker: worker in workers)
+        self.pairs.keep(lambda pair: pair[0] in workers and pair[1] in workers)
         self._streaks = {worker: streak for worker, streak in self._streaks.items() if worker in workers}
 
-    def _fail_pair(self, pair: Pair, attempt: int) -> None:
-        self._pairs.fail(pair, attempt, self._attempts)
+    def fail_pair(self, pair: Pair, attempt: int) -> None:
+        """The attempt's hand-off between these two has failed."""
+        self.pairs.fail(pair, attempt, self._attempts)
         for side, worker in enumerate(pair):
-            if sum(failed[side] == worker for failed in self._pairs.failed) >= PEERS:
-                self._workers.fail(worker, attempt, self._attempts)
+            if sum(failed[side] == worker for failed in self.pairs.failed) >= PEERS:
+                self.workers.fail(worker, attempt, self._attempts)
 
-    def _fail_worker(self, worker: WorkerId, attempt: int) -> None:
+    def fail_worker(self, worker: WorkerId, attempt: int) -> None:
+        """The attempt was returned by the worker, or found it silent."""
         self._streaks[worker] = self._streaks.get(worker, 0) + 1
         if self._streaks[worker] >= STREAK:
-            self._workers.fail(worker, attempt, self._attempts)
+            self.workers.fail(worker, attempt, self._attempts)
+
+    def finish(self, worker: WorkerId) -> None:
+        """The worker has done its part of an attempt to the end."""
+        self._streaks.pop(worker, None)
 
 
-class Trial:
-    """One attempt, as evidence about its workers. `end` must be called when the attempt is over."""
+class Evidence:
+    """What one attempt shows about its workers. `end` must be called when the attempt is over."""
 
     def __init__(self, health: FleetHealth, number: int, prefill: WorkerId, decode: WorkerId | None) -> None:
         self._health = health
         self._number = number
         self._workers = sorted({prefill, decode or prefill})
         self._pair: Pair | None = None if decode is None or decode == prefill else (prefill, decode)
-        self.doubtful = any(worker in health._workers for worker in self._workers) or (
-            self._pair is not None and self._pair in health._pairs
+        self.doubtful = any(worker in health.workers for worker in self._workers) or (
+            self._pair is not None and self._pair in health.pairs
         )
         """Whether the attempt uses what should be avoided, for want of anything better."""
         for worker in self._workers:
-            health._workers.begin(worker, number)
+            health.workers.begin(worker, number)
         if self._pair is not None:
-            health._pairs.begin(self._pair, number)
+            health.pairs.begin(self._pair, number)
 
     def delivered(self) -> None:
         """The worker that generates has sent a token: it works, and so does the way to it."""
         for worker in self._workers:
-            self._health._workers.succeed(worker, self._number)
+            self._health.workers.succeed(worker, self._number)
         if self._pair is not None:
-            self._health._pairs.succeed(self._pair, self._number)
+            self._health.pairs.succeed(self._pair, self._number)
 
     def finished(self) -> None:
         """The attempt has sent all of its tokens."""
         for worker in self._workers:
-            self._health._streaks.pop(worker, None)
+            self._health.finish(worker)
 
     def handoff_failed(self) -> None:
         """The hand-off between the two workers failed. With several peers, one of the two must be at fault."""
         if self._pair is not None:
-            self._health._fail_pair(self._pair, self._number)
+            self._health.fail_pair(self._pair, self._number)
 
     def failed(self, workers: Iterable[WorkerId]) -> None:
         """These workers returned the request, or were silent."""
         for worker in workers:
-            self._health._fail_worker(worker, self._number)
+            self._health.fail_worker(worker, self._number)
 
     def end(self) -> None:
         """The attempt is over."""
         for worker in self._workers:
-            self._health._workers.end(worker, self._number)
+            self._health.workers.end(worker, self._number)
         if self._pair is not None:
-            self._health._pairs.end(self._pair, self._number)
+            self._health.pairs.end(self._pair, self._number)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
 
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY, MemberState
+from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.router.placing.prefixes import Expectation, PrefixIndex
 from kvrelay.rpc.compatibility import rank
 from kvrelay.rpc.identity import WorkerId, WorkerRole
@@ -109,6 +111,10 @@ class WorkerView:
     role: WorkerRole
     ready: bool
     """Takes new requests: in state ready, connected, and with the cluster's model."""
+    state: MemberState = MEMBER_STATE_READY
+    """By the membership."""
+    report: Load = field(default_factory=Load, repr=False, compare=False)
+    """Its latest report of its load, empty before the first one. Not to be changed."""
     outstanding_tokens: int = 0
     """Tokens to compute of the requests from this router that the worker's report doesn't account for."""
     pending_tokens: int = 0
@@ -131,7 +137,7 @@ class WorkerView:
     """Attempts among `requests` that are suspects there (`router/session/suspects.py`)."""
 
     @property
-    def load(self) -> int:
+    def work(self) -> int:
         """Tokens of work before a new request, in tokens of prefill. What requests may yet generate doesn't count: few
         get as far as their `max_tokens`."""
         return self.outstanding_tokens + self.pending_tokens + RUNNING_TOKENS * self.running
@@ -329,11 +335,11 @@ class LeastWork:
         costs = {}
         for worker in (*group.prefills, *group.decodes, *group.colocated):
             new = max(1, demand.prompt_tokens - self._index.find(worker.id, demand.chain))
-            work = new // TRANSFER_SHARE if handed and worker.role == "decode" else new
+            own = new // TRANSFER_SHARE if handed and worker.role == "decode" else new
             costs[worker.id] = (
                 int(worker.id in demand.avoid),
                 int((worker.requests if demand.on_trial else worker.suspects) > 0),
-                worker.load + WORK_WEIGHT * work,
+                worker.work + WORK_WEIGHT * own,
                 self._order(demand.key, worker.id),
             )
         return costs

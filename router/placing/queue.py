@@ -4,11 +4,11 @@
     consumer    the first request that has a place, in this order
     leaves too  a request whose client is gone, whose time limit has passed, or for which there are no workers left
 
-Tenants have shares by their weights, in tokens, and the classes of service of a tenant have shares of its share. Within
-a class, the smallest priority goes first, then the oldest request. A request that has no place yet is passed by others
-that have one, until these have got OVERTAKEN times its own tokens; from then on it holds back all of those behind it.
-So a large prompt stops small ones for a while only, and waits for a bounded number of them. It holds nobody back who
-only takes what the workers keep for holders of little.
+Tenants have shares by their weights, in tokens, at least LEAST_TOKENS for each request, and the classes of service of
+a tenant have shares of its share. Within a class, the smallest priority goes first, then the oldest request. A request
+that has no place yet is passed by others that have one, until these have got OVERTAKEN times its own tokens; from then
+on it holds back all of those behind it. So a large prompt stops small ones for a while only, and waits for a bounded
+number of them. It holds nobody back who only takes what the workers keep for holders of little.
 """
 
 import asyncio
@@ -27,6 +27,9 @@ from kvrelay.router.placing.shares import Shares
 T = TypeVar("T")
 
 OVERTAKEN = 4
+LEAST_TOKENS = 32
+"""Tokens that a placed request counts as at least in its tenant's share: each one, however short, is also work for
+those that hand its KV over. A tenant's many tiny prompts would go before another's few usual ones otherwise."""
 LOOK_AHEAD = 8
 """Number of requests that are tried in search of one that has a place."""
 
@@ -274,7 +277,8 @@ class PlacementQueue:
         for other in passing:
             other.passed += waiter.demand.prompt_tokens
         if not waiter.first:
-            self.used(waiter.claim, waiter.demand.prompt_tokens + waiter.demand.expected_tokens)
+            tokens = waiter.demand.prompt_tokens + waiter.demand.expected_tokens
+            self.used(waiter.claim, max(LEAST_TOKENS, tokens))
 
     def _displace(self, tenant: str) -> None:
         """Refuses the last request of the tenant that has most of them.

@@ -59,17 +59,6 @@ class _Worker:
         return self.listed and self.state in (MEMBER_STATE_READY, MEMBER_STATE_SUSPECT)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    """State of a worker as the router knows it, for people."""
-
-    view: WorkerView
-    state: MemberState
-    load: Load
-    """Latest load report of the worker; empty before the first one."""
-    suspected: bool
-
-
 class WorkerRegistry:
     """Follows the membership: keeps a stream to each worker that is ready, and connects again after a loss.
 
@@ -131,17 +120,8 @@ class WorkerRegistry:
         return self._settled and complete(self.view())
 
     def view(self) -> list[WorkerView]:
-        """The workers as a placement policy sees them now."""
+        """The workers as a placement policy, or a person, sees them now."""
         return [self._view(worker) for worker in self._workers.values()]
-
-    def statuses(self) -> list[WorkerStatus]:
-        """The workers as a person wants to see them."""
-        found = []
-        for worker in self._workers.values():
-            load = None if worker.stream is None else worker.stream.last_load
-            suspected = worker.state == MEMBER_STATE_SUSPECT
-            found.append(WorkerStatus(self._view(worker), worker.state, load or Load(), suspected))
-        return found
 
     def doubts(self, workers: Iterable[WorkerId]) -> bool:
         """Whether one of the workers is gone, suspected or stops, by the membership or by its own word."""
@@ -306,7 +286,7 @@ class WorkerRegistry:
     def _view(self, worker: _Worker) -> WorkerView:
         stream = worker.stream
         if stream is None:
-            return WorkerView(worker.id, worker.role, ready=False)
+            return WorkerView(worker.id, worker.role, ready=False, state=worker.state)
         ours, theirs = self._model, stream.serving
         same = ours is not None and theirs is not None and ours.fingerprint == theirs.fingerprint
         ready = worker.takes_requests and same
@@ -314,19 +294,21 @@ class WorkerRegistry:
         bad_peers = self._health.bad_peers(worker.id) if worker.role == "prefill" else frozenset()
         # Each placement looks at all workers, and changes one or two of them.
         counts = stream.changes, stream.requests, stream.suspects
-        facts = stream, counts, worker.compatibility, ready, avoided, bad_peers
+        facts = stream, counts, worker.state, worker.compatibility, ready, avoided, bad_peers
         if worker.view is not None and worker.facts == facts:
             return worker.view
         worker.facts = facts
-        blocks = None if stream.last_load is None else stream.last_load.blocks
+        report = stream.last_load or Load()
         worker.view = WorkerView(
             worker.id,
             worker.role,
             ready=ready,
+            state=worker.state,
+            report=report,
             outstanding_tokens=stream.outstanding_tokens,
             pending_tokens=stream.pending_tokens,
             running=stream.running,
-            kv_tokens=0 if blocks is None else blocks.total * blocks.size,
+            kv_tokens=report.blocks.total * report.blocks.size,
             capacity=_capacity(stream, worker.role) if worker.role != "prefill" else None,
             compatibility=worker.compatibility,
             avoided=avoided,

@@ -16,7 +16,7 @@ RECENT = 200
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedRequest:
     """A request that has ended."""
 
     number: int
@@ -50,7 +50,7 @@ class Requests:
 
     def __init__(self) -> None:
         self._running: dict[int, RequestTrace] = {}
-        self._recent: deque[Ended] = deque(maxlen=RECENT)
+        self._recent: deque[EndedRequest] = deque(maxlen=RECENT)
         self._numbers = itertools.count(1)
         self._links: dict[tuple[str, str], LinkUse] = {}
 
@@ -62,7 +62,7 @@ class Requests:
         """A request has ended; one that has not begun here is not kept."""
         if self._running.pop(id(trace), None) is None:
             return
-        self._recent.append(Ended(next(self._numbers), trace, outcome, now))
+        self._recent.append(EndedRequest(next(self._numbers), trace, outcome, now))
         self._add(self._links, trace)
 
     def find(self, request_id: str) -> RequestTrace | None:
@@ -73,7 +73,7 @@ class Requests:
         """A tenant's running requests, the latest last, up to `most` of them."""
         return [trace for trace in self._running.values() if trace.tenant == tenant][-most:]
 
-    def recent(self, tenant: str, after: int = 0) -> list[Ended]:
+    def recent(self, tenant: str, after: int = 0) -> list[EndedRequest]:
         """A tenant's requests that have ended, the latest last, with a number above `after`."""
         return [ended for ended in self._recent if ended.trace.tenant == tenant and ended.number > after]
 

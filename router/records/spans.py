@@ -57,7 +57,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedCompletion:
     """A completion that has ended."""
 
     trace: RequestTrace
@@ -118,7 +118,9 @@ class SpanExport:
         closing.start()
         await asyncio.to_thread(closing.join, CLOSE_SECONDS)
 
-    def add(self, context: TraceContext, received: float, asked: Asked | None, ended: Sequence[Ended]) -> None:
+    def add(
+        self, context: TraceContext, received: float, asked: Asked | None, ended: Sequence[EndedCompletion]
+    ) -> None:
         """Makes the spans of a call that has ended.
 
         Args:
@@ -227,7 +229,7 @@ def _asked(asked: Asked) -> Attributes:
     return attributes
 
 
-def _ended(ended: Sequence[Ended], received: float) -> Attributes:
+def _ended(ended: Sequence[EndedCompletion], received: float) -> Attributes:
     """Figures of all completions of a call."""
     traces = [each.trace for each in ended]
     usages = [trace.usage() for trace in traces]

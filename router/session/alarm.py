@@ -6,6 +6,10 @@ import time
 from collections.abc import Callable
 
 
+def _nobody() -> None:
+    """Called in place of a callback that is forgotten."""
+
+
 class Alarm:
     """Calls `ring` on the event loop when its time has come.
 
@@ -14,7 +18,7 @@ class Alarm:
     """
 
     def __init__(self, ring: Callable[[], object]) -> None:
-        self._ring = ring
+        self._ring: Callable[[], object] = ring
         self._at = math.inf
         self._timer: asyncio.Handle | None = None
         self._fires_at = math.inf
@@ -27,7 +31,8 @@ class Alarm:
             self._start_timer()
 
     def close(self) -> None:
-        """Never rings again."""
+        """Never rings again, and forgets whom it would call, which has a reference to it."""
+        self._ring = _nobody
         self._at = math.inf
         if self._timer is not None:
             self._timer.cancel()

@@ -20,10 +20,10 @@ the first token that comes after that moment, or when the first gathered one has
 import asyncio
 import math
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvrelay.internal.v1.worker_pb2 import (
@@ -263,7 +263,11 @@ NOTHING = Taken([], FINISH_REASON_UNSPECIFIED, [], [])
 class Part:
     """Listens to the worker's stream, and counts as one of its requests and suspects while it is one there."""
 
-    attempt: "Attempt"
+    attempt: "weakref.ref[Attempt]"
+    """The attempt, which keeps its parts: with a reference back, only the garbage collector would free both, and all
+    that a session is, which takes it a tenth of a second where many have ended."""
+    tokens: AttemptTokens
+    """Those of the attempt."""
     stream: WorkerStream
     phase: Phase
     next_index: int
@@ -290,17 +294,8 @@ class Part:
     """Whether the part is one of `stream.requests`."""
     _suspect: bool = False
     """Whether the part is one of `stream.suspects`."""
-    on_event: Callable[[RequestEvent], None] = field(init=False)
-    """Called with what the worker sends, except for the tokens of `on_token`."""
-    on_lost: Callable[[], None] = field(init=False)
-    """Called when the stream is lost."""
-    on_doubt: Callable[[], None] = field(init=False)
-    """Called when the worker has become a suspect."""
 
     def __post_init__(self) -> None:
-        attempt = self.attempt
-        self.on_event, self.on_lost = partial(attempt.on_event, self), partial(attempt.on_lost, self)
-        self.on_doubt = attempt.tokens.wake
         self.stream.requests += 1
         self._suspect = self.suspect_tokens > 0
         self.stream.suspects += self._suspect
@@ -350,10 +345,21 @@ class Part:
 
     def on_token(self, index: int, token: int, now: float) -> None:
         # Nearly all tokens take the short way: what else is to be done was done for the first ones.
-        if self._plain and index == self.next_index and self.attempt.tokens.append(index, token, now):
+        if self._plain and index == self.next_index and self.tokens.append(index, token, now):
             self.next_index = index + 1
         else:
             self.on_event(RequestEvent(first_index=index, token_ids=[token]))
+
+    def on_event(self, event: RequestEvent) -> None:
+        if (attempt := self.attempt()) is not None:
+            attempt.on_event(self, event)
+
+    def on_lost(self) -> None:
+        if (attempt := self.attempt()) is not None:
+            attempt.on_lost(self)
+
+    def on_doubt(self) -> None:
+        self.tokens.wake()
 
 
 PREFILL_LOST_SECONDS = 1.0
@@ -413,15 +419,12 @@ class Attempt:
         self._expected = tuple(expected)
         self._begun = not suspect_tokens
         """Whether the workers may compute the request: a suspect, once each of them has taken it."""
-        if decode is prefill:
-            self._prefill = Part(self, prefill, PHASE_COLOCATED, self._base, suspect_tokens, on_trial)
-            self._decode: Part | None = None
-        else:
-            self._prefill = Part(self, prefill, PHASE_PREFILL, self._base, suspect_tokens, on_trial)
-            second = self._base + 1
-            self._decode = (
-                None if decode is None else Part(self, decode, PHASE_DECODE, second, suspect_tokens, on_trial)
-            )
+
+        def part(stream: WorkerStream, phase: Phase, first: int) -> Part:
+            return Part(weakref.ref(self), self.tokens, stream, phase, first, suspect_tokens, on_trial)
+
+        self._prefill = part(prefill, PHASE_COLOCATED if decode is prefill else PHASE_PREFILL, self._base)
+        self._decode = None if decode in (None, prefill) else part(decode, PHASE_DECODE, self._base + 1)
 
     # Towards the workers.
 

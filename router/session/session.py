@@ -49,7 +49,7 @@ from kvrelay.router.errors import (
     Superseded,
     Unavailable,
 )
-from kvrelay.router.placing.health import Trial
+from kvrelay.router.placing.health import Evidence
 from kvrelay.router.placing.placement import NoPlace, Placement
 from kvrelay.router.placing.queue import QueueFull
 from kvrelay.router.request.validation import CheckedRequest
@@ -103,8 +103,8 @@ class Session:
         self._avoid: frozenset[WorkerId] = frozenset()
         self._tried = self._avoid
         self._suspicion = Suspicion()
-        self._trial: Trial | None = None
-        """Health trial of the current attempt: evidence about its workers."""
+        self._evidence: Evidence | None = None
+        """What the current attempt shows about its workers."""
         self._alarm = Alarm(self._wake_attempt)
         self._following: Attempt | None = None
         self._proven: Attempt | None = None
@@ -130,7 +130,7 @@ class Session:
             self._dispatch.pacer.end(self._request.claim.tenant)
             self._alarm.close()
             attempt.close()
-            self._end_trial()
+            self._end_evidence()
             self._needs.ended()
 
     def _wake_attempt(self) -> None:
@@ -196,7 +196,7 @@ class Session:
             suspect_tokens=self._suspicion.tokens_left(trace.completion_tokens),
             on_trial=on_trial,
         )
-        self._trial = self._dispatch.health.begin(placement.prefill, placement.decode)
+        self._evidence = self._dispatch.health.begin(placement.prefill, placement.decode)
         self._output.progress = now = time.monotonic()
         first_seconds = max(MIN_SUBMIT_SECONDS, min(self._token_limit(), self._deadline) - now)
         attempt.submit(first_seconds, self._dispatch.config.idle_timeout_seconds, self._needs.expected_tokens())
@@ -221,16 +221,16 @@ class Session:
     def _note_success(self, attempt: Attempt, *, finished: bool) -> None:
         if attempt is self._proven and not finished:
             return
-        if self._trial is not None and attempt.delivered:
-            self._trial.delivered()
+        if self._evidence is not None and attempt.delivered:
+            self._evidence.delivered()
             if finished:
-                self._trial.finished()
+                self._evidence.finished()
         if finished or not self._suspicion.tokens_left(self._trace.completion_tokens):
             self._proven = attempt if attempt.delivered else None
 
-    def _end_trial(self) -> None:
-        if self._trial is not None:
-            self._trial.end()
+    def _end_evidence(self) -> None:
+        if self._evidence is not None:
+            self._evidence.end()
 
     async def _wait(self, attempt: Attempt) -> None:
         """Waits for the attempt's next event or the earliest limit; acts on a limit that has passed."""
@@ -344,7 +344,7 @@ class Session:
         Raises:
             RequestError: it has waited for long enough.
         """
-        self._end_trial()
+        self._end_evidence()
         self._trace.turned_away += 1
         logger.info("request waits for a trial", extra=self._trace.log_fields | {"reason": failure.message})
         self._trace.delayed("wait", failure.message)
@@ -361,17 +361,17 @@ class Session:
         The router could not have known, so the retry is outside the budget. Retries over what is known to fail are not,
         so a cluster without a working way doesn't retry without limit.
         """
-        trial, registry = self._trial, self._dispatch.registry
-        if trial is None:
+        evidence, registry = self._evidence, self._dispatch.registry
+        if evidence is None:
             return False
         if failure.cause == Failure.CAUSE_DRAINING:
             registry.drains(failure.blamed)
         elif failure.handoff:
-            trial.handoff_failed()
+            evidence.handoff_failed()
         elif failure.code in (Failure.CODE_RETRY, Failure.CODE_INTERNAL) and not failure.lost:
-            trial.failed(failure.reporters)
-        trial.end()
-        return (failure.handoff or failure.silent) and not trial.doubtful
+            evidence.failed(failure.reporters)
+        evidence.end()
+        return (failure.handoff or failure.silent) and not evidence.doubtful
 
     async def _judge(self, failed: Attempt) -> None:
         """Suspects the request if a worker was lost that may have been computing it.

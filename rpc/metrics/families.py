@@ -15,469 +15,268 @@ from kvrelay.rpc.metrics.labels import (
     TENANT,
 )
 
+PARTS: dict[str, Part] = {"router": "router", "worker": "worker", "transfer": "worker", "supervisor": "supervisor"}
+"""The part whose processes record a metric, by the first word of its name."""
 FAMILIES: list[Family] = []
 """All of them, in the order of the page."""
 
 
-def _family(
-    part: Part, name: str, kind: Kind, unit: str, help: str, *labels: Label, **more: tuple[float, ...]
-) -> Family:
-    family = Family(part, f"kvrelay_{name}", kind, help, unit, labels, **more)
+def _family(name: str, help: str, *labels: Label, unit: str = "", buckets: tuple[float, ...] = ()) -> Family:
+    """Adds a metric. Its name says which part records it, its kind (`_total`: a counter), and its unit, unless that is
+    given; with buckets it is a histogram."""
+    stem = name.removesuffix("_total")
+    kind: Kind = "histogram" if buckets else "counter" if stem != name else "gauge"
+    part = PARTS[stem.partition("_")[0]]
+    family = Family(part, f"kvrelay_{name}", kind, help, unit or stem.rpartition("_")[2], labels, buckets)
     FAMILIES.append(family)
     return family
 
 
 # Routers.
 
-REQUESTS = _family(
-    "router", "router_requests_total", "counter", "requests", "Completions that have ended.", OUTCOME, CLASS
-)
-TENANT_REQUESTS = _family(
-    "router", "router_tenant_requests_total", "counter", "requests", "Completions that have ended, by tenant.", TENANT
-)
+REQUESTS = _family("router_requests_total", "Completions that have ended.", OUTCOME, CLASS)
+TENANT_REQUESTS = _family("router_tenant_requests_total", "Completions that have ended, by tenant.", TENANT)
 TENANT_TOKENS = _family(
-    "router",
     "router_tenant_tokens_total",
-    "counter",
-    "tokens",
     "Tokens of prompts and of completions, by tenant.",
     TENANT,
     Label("kind", ("prompt", "completion")),
 )
-TTFT = _family(
-    "router",
-    "router_ttft_seconds",
-    "histogram",
-    "seconds",
-    "From a request's arrival to its first token (TTFT).",
-    CLASS,
-    buckets=SECONDS,
-)
+TTFT = _family("router_ttft_seconds", "From a request's arrival to its first token (TTFT).", CLASS, buckets=SECONDS)
 TPOT = _family(
-    "router",
     "router_tpot_seconds",
-    "histogram",
-    "seconds",
     "Mean time between two tokens of a completion after its first (TPOT).",
     CLASS,
     buckets=SHORT_SECONDS,
 )
 ITL = _family(
-    "router",
     "router_itl_seconds",
-    "histogram",
-    "seconds",
     "Time between two messages with tokens of one completion (ITL). While the router has many streams, a message may "
     "have several tokens.",
     buckets=SHORT_SECONDS,
 )
 E2E = _family(
-    "router",
     "router_e2e_seconds",
-    "histogram",
-    "seconds",
     "From a request's arrival to its last message, of requests that were not refused.",
     CLASS,
     buckets=SECONDS,
 )
 QUEUE = _family(
-    "router",
     "router_queue_seconds",
-    "histogram",
-    "seconds",
     "Waited in the router for workers with capacity, of requests that were placed.",
     CLASS,
     buckets=SECONDS,
 )
 QUEUE_REQUESTS = _family(
-    "router",
     "router_queue_requests",
-    "gauge",
-    "requests",
     "Requests that wait in the router: for workers with capacity, or for workers without another request on trial.",
     Label("queue", ("capacity", "trial")),
 )
-RUNNING_REQUESTS = _family(
-    "router", "router_running_requests", "gauge", "requests", "Calls in the router that don't wait in its queues."
-)
-PROMPT_TOKENS = _family("router", "router_prompt_tokens_total", "counter", "tokens", "Tokens of prompts.")
-CACHED_TOKENS = _family(
-    "router", "router_cached_tokens_total", "counter", "tokens", "Tokens of prompts that were found in prefix caches."
-)
-COMPLETION_TOKENS = _family(
-    "router", "router_completion_tokens_total", "counter", "tokens", "Tokens of completions, sent by this router."
-)
+RUNNING_REQUESTS = _family("router_running_requests", "Calls in the router that don't wait in its queues.")
+PROMPT_TOKENS = _family("router_prompt_tokens_total", "Tokens of prompts.")
+CACHED_TOKENS = _family("router_cached_tokens_total", "Tokens of prompts that were found in prefix caches.")
+COMPLETION_TOKENS = _family("router_completion_tokens_total", "Tokens of completions, sent by this router.")
 REQUEST_PROMPT = _family(
-    "router",
-    "router_request_prompt_tokens",
-    "histogram",
-    "tokens",
-    "Tokens of the prompt of a completion that was placed.",
-    buckets=TOKENS,
+    "router_request_prompt_tokens", "Tokens of the prompt of a completion that was placed.", buckets=TOKENS
 )
 REQUEST_COMPLETION = _family(
-    "router",
-    "router_request_completion_tokens",
-    "histogram",
-    "tokens",
-    "Tokens of a completion that was placed.",
-    buckets=TOKENS,
+    "router_request_completion_tokens", "Tokens of a completion that was placed.", buckets=TOKENS
 )
-ATTEMPTS = _family("router", "router_attempts_total", "counter", "attempts", "Placements of requests on workers.")
+ATTEMPTS = _family("router_attempts_total", "Placements of requests on workers.")
 ATTEMPT_FAILURES = _family(
-    "router",
     "router_attempt_failures_total",
-    "counter",
-    "attempts",
     "Placements that failed, by what the router or the worker says of it.",
     ATTEMPT_REASON,
+    unit="attempts",
 )
-CONNECTIONS = _family("router", "router_connections", "gauge", "connections", "Open connections of clients.", FACE)
+CONNECTIONS = _family("router_connections", "Open connections of clients.", FACE)
 CLOSED_CONNECTIONS = _family(
-    "router",
     "router_closed_connections_total",
-    "counter",
-    "connections",
     "Connections that the router closed or refused: before their first request, in a request's headers or body, idle "
     "HTTP, for the limit of their address, or to make room.",
     FACE,
     Label("reason", ("first", "header", "request", "idle", "address", "descriptors")),
 )
-RETRIES = _family("router", "router_retries_total", "counter", "attempts", "Placements after a failed one.")
-MIGRATIONS = _family(
-    "router", "router_migrations_total", "counter", "attempts", "Placements of requests whose worker drains."
-)
-RESUMES = _family(
-    "router",
-    "router_resumes_total",
-    "counter",
-    "requests",
-    "Calls that continue a request whose earlier call was lost.",
-)
+RETRIES = _family("router_retries_total", "Placements after a failed one.", unit="attempts")
+MIGRATIONS = _family("router_migrations_total", "Placements of requests whose worker drains.", unit="attempts")
+RESUMES = _family("router_resumes_total", "Calls that continue a request whose earlier call was lost.", unit="requests")
 FENCES = _family(
-    "router",
     "router_fences_total",
-    "counter",
-    "requests",
     "Calls that ended because their client continues the request by a later one.",
+    unit="requests",
 )
 PREDICTION_ERROR = _family(
-    "router",
     "router_prediction_error_tokens",
-    "histogram",
-    "tokens",
     "Difference between the prompt tokens that placement expected in the worker's prefix cache and those that were "
     "there.",
     buckets=(0.0, *TOKENS),
 )
 API_KEY_MISTAKES = _family(
-    "router",
     "router_api_key_mistakes",
-    "gauge",
-    "lines",
     "Lines of the file of API keys that can't be read and grant nothing; 1 if it is gone or holds no key, so that "
     "nobody may call.",
+    unit="lines",
 )
 READY_WORKERS = _family(
-    "router",
-    "router_ready_workers",
-    "gauge",
-    "workers",
-    "Workers that take requests from this router.",
-    Label("role", WORKER_ROLES),
+    "router_ready_workers", "Workers that take requests from this router.", Label("role", WORKER_ROLES)
 )
 
 # Workers.
 
 KV_BLOCKS = _family(
-    "worker",
     "worker_kv_blocks",
-    "gauge",
-    "blocks",
     "Blocks of the KV pool: free; cached, which the prefix cache gives up when needed; held by requests, leases and "
     "reservations.",
     Label("state", ("free", "cached", "held")),
 )
 WORKER_REQUESTS = _family(
-    "worker",
     "worker_requests",
-    "gauge",
-    "requests",
     "Requests in the engine, and those that a decode worker expects the KV of (promised).",
     Label("state", ("waiting", "running", "promised")),
 )
-PENDING_TOKENS = _family(
-    "worker",
-    "worker_pending_tokens",
-    "gauge",
-    "tokens",
-    "Tokens of the engine's requests that are still to be computed.",
-)
-COMPUTED_TOKENS = _family(
-    "worker", "worker_computed_tokens_total", "counter", "tokens", "Tokens computed, drafts among them."
-)
-PREFIX_QUERIES = _family(
-    "worker",
-    "worker_prefix_queried_tokens_total",
-    "counter",
-    "tokens",
-    "Tokens that were looked up in the prefix cache.",
-)
-PREFIX_HITS = _family(
-    "worker", "worker_prefix_hit_tokens_total", "counter", "tokens", "Tokens that were found in the prefix cache."
-)
-EVICTIONS = _family(
-    "worker", "worker_kv_evictions_total", "counter", "blocks", "Cached blocks that were given to requests."
-)
-PREEMPTIONS = _family(
-    "worker", "worker_preemptions_total", "counter", "requests", "Requests that gave their blocks up and start over."
-)
+PENDING_TOKENS = _family("worker_pending_tokens", "Tokens of the engine's requests that are still to be computed.")
+COMPUTED_TOKENS = _family("worker_computed_tokens_total", "Tokens computed, drafts among them.")
+PREFIX_QUERIES = _family("worker_prefix_queried_tokens_total", "Tokens that were looked up in the prefix cache.")
+PREFIX_HITS = _family("worker_prefix_hit_tokens_total", "Tokens that were found in the prefix cache.")
+EVICTIONS = _family("worker_kv_evictions_total", "Cached blocks that were given to requests.", unit="blocks")
+PREEMPTIONS = _family("worker_preemptions_total", "Requests that gave their blocks up and start over.", unit="requests")
 LAUNCHES = _family(
-    "worker",
     "worker_launches_total",
-    "counter",
-    "steps",
     "Steps that were launched: as captured graphs, in one or several pieces, or kernel by kernel (always so on a CPU).",
     Label("mode", ("graph", "kernels")),
+    unit="steps",
 )
 DRAFTS = _family(
-    "worker",
     "worker_draft_tokens_total",
-    "counter",
-    "tokens",
     "Guessed tokens that steps checked, and those of them that were kept because the model chose the same.",
     Label("event", ("proposed", "accepted")),
 )
-DRAFT_STEPS = _family(
-    "worker", "worker_draft_steps_total", "counter", "steps", "Decode steps that checked guessed tokens."
-)
-DRAFT_STEP_TOKENS = _family(
-    "worker", "worker_draft_step_tokens_total", "counter", "tokens", "Tokens that these steps yielded."
-)
+DRAFT_STEPS = _family("worker_draft_steps_total", "Decode steps that checked guessed tokens.")
+DRAFT_STEP_TOKENS = _family("worker_draft_step_tokens_total", "Tokens that these steps yielded.")
 DRAFT_SECONDS = _family(
-    "worker",
     "worker_draft_step_seconds_total",
-    "counter",
-    "seconds",
     "Time of the decode steps with guessed tokens, that of guessing included (on a CPU, CPU time of the engine's "
     "thread): as it was, and as their tokens would have taken without, by steps without guesses. The difference "
     "was saved. Steps count once one without guesses was measured.",
     Label("case", ("with_guesses", "without")),
 )
 STEP_SECONDS = _family(
-    "worker",
     "worker_step_seconds",
-    "histogram",
-    "seconds",
     "Time of a step. It is a prefill step if every row is a part of a prompt, a decode step if every row is one token.",
     STEP,
     buckets=SHORT_SECONDS,
 )
-BATCH_SEQUENCES = _family(
-    "worker", "worker_batch_sequences", "histogram", "sequences", "Sequences of a step.", buckets=ROWS
-)
-BATCH_TOKENS = _family("worker", "worker_batch_tokens", "histogram", "tokens", "Tokens of a step.", buckets=TOKENS)
+BATCH_SEQUENCES = _family("worker_batch_sequences", "Sequences of a step.", buckets=ROWS)
+BATCH_TOKENS = _family("worker_batch_tokens", "Tokens of a step.", buckets=TOKENS)
 PREFILL_QUEUE = _family(
-    "worker",
-    "worker_prefill_queue_seconds",
-    "histogram",
-    "seconds",
-    "From a prompt's arrival at the worker to its first step.",
-    buckets=SECONDS,
+    "worker_prefill_queue_seconds", "From a prompt's arrival at the worker to its first step.", buckets=SECONDS
 )
-PREFILL = _family(
-    "worker",
-    "worker_prefill_seconds",
-    "histogram",
-    "seconds",
-    "From a prompt's first step to its first token.",
-    buckets=SECONDS,
-)
+PREFILL = _family("worker_prefill_seconds", "From a prompt's first step to its first token.", buckets=SECONDS)
 DECODE_QUEUE = _family(
-    "worker",
     "worker_decode_queue_seconds",
-    "histogram",
-    "seconds",
     "From the commit of a request's KV to its first step on the decode worker.",
     buckets=SECONDS,
 )
 REQUEST_FAILURES = _family(
-    "worker",
     "worker_request_failures_total",
-    "counter",
-    "requests",
     "Requests that the worker gave back to a router.",
     Label("code", ("invalid", "retry", "internal", "full", "fenced")),
+    unit="requests",
 )
 
 # The hand-off, as each of its two workers sees it.
 
-SENT_BYTES = _family("worker", "transfer_sent_bytes_total", "counter", "bytes", "KV that was sent and acknowledged.")
-RECEIVED_BYTES = _family(
-    "worker", "transfer_received_bytes_total", "counter", "bytes", "KV that was received and verified."
-)
-SENT_STATES = _family(
-    "worker",
-    "transfer_sent_states_bytes_total",
-    "counter",
-    "bytes",
-    "Hidden states of prompts that were sent with their KV.",
-)
+SENT_BYTES = _family("transfer_sent_bytes_total", "KV that was sent and acknowledged.")
+RECEIVED_BYTES = _family("transfer_received_bytes_total", "KV that was received and verified.")
+SENT_STATES = _family("transfer_sent_states_bytes_total", "Hidden states of prompts that were sent with their KV.")
 RECEIVED_STATES = _family(
-    "worker",
-    "transfer_received_states_bytes_total",
-    "counter",
-    "bytes",
-    "Hidden states of prompts that were received with their KV and verified.",
+    "transfer_received_states_bytes_total", "Hidden states of prompts that were received with their KV and verified."
 )
 TRANSFER = _family(
-    "worker",
     "transfer_duration_seconds",
-    "histogram",
-    "seconds",
     "Time of a hand-off. Prefill worker: from the first frame to the acknowledgement. Decode worker: from the grant of "
     "its blocks to the commit.",
     buckets=SECONDS,
 )
 EXPOSED = _family(
-    "worker",
     "transfer_exposed_seconds",
-    "histogram",
-    "seconds",
     "The part of a hand-off that no computation hid: from the end of prefill on.",
     buckets=SECONDS,
 )
 HANDOFF_FAILURES = _family(
-    "worker", "transfer_failures_total", "counter", "attempts", "Hand-offs that failed at this end.", HANDOFF_REASON
+    "transfer_failures_total", "Hand-offs that failed at this end.", HANDOFF_REASON, unit="attempts"
 )
 CHECKSUM_FAILURES = _family(
-    "worker",
     "transfer_checksum_failures_total",
-    "counter",
-    "frames",
     "Frames whose bytes were not those that the sender read. No token is ever computed from them.",
+    unit="frames",
 )
 FENCED_MESSAGES = _family(
-    "worker",
-    "transfer_fenced_messages_total",
-    "counter",
-    "messages",
-    "Messages of earlier attempts, links or incarnations, which were dropped.",
+    "transfer_fenced_messages_total", "Messages of earlier attempts, links or incarnations, which were dropped."
 )
-LEASES = _family(
-    "worker", "transfer_leases", "gauge", "attempts", "Hand-offs in progress, each with a lease on blocks or about to."
-)
+LEASES = _family("transfer_leases", "Hand-offs in progress, each with a lease on blocks or about to.", unit="attempts")
 LEASES_EXPIRED = _family(
-    "worker",
     "transfer_leases_expired_total",
-    "counter",
-    "attempts",
     "Hand-offs that were ended because a lease or another deadline of theirs had passed.",
+    unit="attempts",
 )
 IN_PLACE_BYTES = _family(
-    "worker",
     "transfer_in_place_bytes_total",
-    "counter",
-    "bytes",
     "KV sent over nixl from where it lay in the pool, without a copy to a link's buffer before.",
 )
 LINKS_ENDED = _family(
-    "worker",
     "transfer_links_ended_total",
-    "counter",
-    "links",
     "Links to other workers that have ended: they broke, could not be made, or were closed for want of use.",
+    unit="links",
 )
 
 # The supervisor.
 
-MEMBERS = _family(
-    "supervisor",
-    "supervisor_members",
-    "gauge",
-    "members",
-    "Members by role and state.",
-    MEMBER_ROLE,
-    Label("state", STATES),
-)
-READY = _family(
-    "supervisor",
-    "supervisor_ready",
-    "gauge",
-    "boolean",
-    "1 if a router and workers that can serve a request are ready.",
-)
+MEMBERS = _family("supervisor_members", "Members by role and state.", MEMBER_ROLE, Label("state", STATES))
+READY = _family("supervisor_ready", "1 if a router and workers that can serve a request are ready.", unit="boolean")
 HEARTBEAT_AGE = _family(
-    "supervisor",
     "supervisor_heartbeat_age_seconds",
-    "gauge",
-    "seconds",
     "Time since the last heartbeat of a member.",
     Label("member", bound="the members of the cluster"),
 )
 DEATHS = _family(
-    "supervisor",
     "supervisor_deaths_total",
-    "counter",
-    "members",
     "Members that ended without having been asked to, or were declared dead.",
     MEMBER_ROLE,
+    unit="members",
 )
 REPLACEMENTS = _family(
-    "supervisor",
-    "supervisor_replacements_total",
-    "counter",
-    "members",
-    "Members that came back as another incarnation.",
-    MEMBER_ROLE,
+    "supervisor_replacements_total", "Members that came back as another incarnation.", MEMBER_ROLE, unit="members"
 )
 INCARNATION_FENCES = _family(
-    "supervisor",
     "supervisor_fences_total",
-    "counter",
-    "heartbeats",
     "Heartbeats of incarnations that were declared dead or replaced; their processes are told to end.",
+    unit="heartbeats",
 )
-DRAINS = _family(
-    "supervisor", "supervisor_drains_total", "counter", "members", "Members that have begun to drain.", MEMBER_ROLE
-)
+DRAINS = _family("supervisor_drains_total", "Members that have begun to drain.", MEMBER_ROLE, unit="members")
 ROLE_CHANGES = _family(
-    "supervisor",
     "supervisor_role_changes_total",
-    "counter",
-    "members",
     "Members that have changed their role, by the new one.",
     MEMBER_ROLE,
+    unit="members",
 )
 PRESSURE = _family(
-    "supervisor",
     "supervisor_pressure_ratio",
-    "gauge",
-    "ratio",
     "Latency predicted for the next 20 s over its target: above 1, targets are missed. 0 while too little is known.",
     POOL,
 )
 ATTAINED = _family(
-    "supervisor",
     "supervisor_attained_ratio",
-    "gauge",
-    "ratio",
     "Share of the last seconds' requests that met the target of scaling. 1 without requests.",
     Label("latency", ("ttft", "tpot")),
 )
 POOL_QUEUE_SECONDS = _family(
-    "supervisor",
     "supervisor_queue_seconds_total",
-    "counter",
-    "seconds",
     "Time that requests have waited for workers of a role, in the routers and on the workers.",
     POOL,
 )
 SCALING_DECISIONS = _family(
-    "supervisor",
     "supervisor_scaling_decisions_total",
-    "counter",
-    "decisions",
     "Decisions of scaling: to give workers another role, to change their number, or either but refused.",
     Label("kind", ("roles", "workers", "refused")),
 )

@@ -14,8 +14,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(FOLDER))
 
-from ratio_costs import A100_OPT_66B  # noqa: E402  # after the path
-from ratio_simulator import Phase, Simulation, traffic  # noqa: E402
+from ratio_simulator import A100_OPT_66B, Phase, Simulation, traffic  # noqa: E402  # after the path
 
 from kvrelay.cluster.scaling.config import ScalingConfig  # noqa: E402
 from support.checkpoints import make_checkpoint  # noqa: E402
@@ -60,6 +59,7 @@ def test_a_dry_run_checks_every_kernel_the_engine_and_a_link(tmp_path: Path) -> 
     )
 
 
+@pytest.mark.more
 def test_an_unknown_section_is_refused_and_an_environment_without_a_gpu_is_wrong() -> None:
     done = run("gpu.py", "--only", "kernels,engines")
     assert done.returncode == 2
@@ -94,6 +94,7 @@ def test_each_cell_has_its_figures(tmp_path: Path) -> None:
     assert 0 < decode["outside_forward"] < 1
 
 
+@pytest.mark.more
 def test_a_quick_run_of_guesses_has_all_figures(tmp_path: Path) -> None:
     tiny, out = make_checkpoint(tmp_path / "tiny", "llama", dtype="bfloat16"), tmp_path / "out.json"
     done = run("speculation.py", "--quick", "--model", tiny, "--draft", tiny, "--out", out)
@@ -165,10 +166,3 @@ def test_the_split_follows_traffic_that_flips() -> None:
     static = Simulation(traffic(parts, seed=3), A100_OPT_66B, (4, 4), replace(CONFIG, enabled=False), 100.0).run()
     assert not static.decisions
     assert run.goodput(CONFIG, 80) > static.goodput(CONFIG, 80)
-
-
-def test_steady_traffic_changes_nothing() -> None:
-    parts = [Phase(60.0, *LONG_PROMPTS)]
-    run = Simulation(traffic(parts, seed=4), A100_OPT_66B, (5, 3), CONFIG, 60.0).run()
-    assert len(run.decisions) <= 1, [decision.reason for _, decision in run.decisions]
-    assert run.attained(CONFIG, 0, 50) > 0.95

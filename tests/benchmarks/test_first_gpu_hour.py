@@ -34,7 +34,7 @@ def test_every_test_of_a_kernel_that_can_run_on_a_gpu_does() -> None:
         for file in kernels.glob("test_*.py")
         if re.search(r"^def test\w*\([^)]*\bdevice\b|\bDEVICE\b|mark\.gpu\b", file.read_text(), re.MULTILINE)
     }
-    assert len(on_gpus) > 10
+    assert len(on_gpus) > 8
     assert on_gpus <= set(re.findall(r"tests/kernels/(\w+\.py)", SCRIPT.read_text()))
 
 

@@ -32,7 +32,6 @@ class Nowhere:
         pytest.param(["fuzz", "--only", "uvloop", "--count", "150"], marks=pytest.mark.more),
         pytest.param(["deadlines", "--only", "asyncio", "--count", "150"], marks=pytest.mark.more),
         pytest.param(["keys"], marks=pytest.mark.more),
-        pytest.param(["partial", "--only", "tls and keys, handshake", "--clients", "200"], marks=pytest.mark.more),
     ],
     ids=lambda arguments: arguments[0],
 )

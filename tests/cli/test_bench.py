@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from kvrelay.cli.bench.arrivals import offsets
 from kvrelay.cli.bench.faces import HttpFace, Reply, Target
 from kvrelay.cli.bench.figures import figures
-from kvrelay.cli.bench.load import Sample
+from kvrelay.cli.bench.load import Request
 from kvrelay.cli.bench.options import (
     ArrivalOptions,
     Arrivals,
@@ -141,17 +141,17 @@ async def test_a_wait_for_one_s_turn_counts_from_the_scheduled_arrival() -> None
 
 
 def test_figures_are_those_of_vllm_bench_serve() -> None:
-    def sample(index: int, scheduled: float, sent: float, arrivals: tuple[float, ...], tokens: int) -> Sample:
-        return Sample(index, scheduled, sent, sent + arrivals[-1], tokens, Reply(True, "", arrivals, 10, tokens, 4))
+    def request(scheduled: float, sent: float, arrivals: tuple[float, ...], tokens: int) -> Request:
+        return Request.of(Reply(True, "", arrivals, 10, tokens, 4), tokens, scheduled, sent, sent + arrivals[-1])
 
-    samples = [
-        sample(0, 0.0, 0.0, (0.1, 0.2, 0.4), 4),
-        sample(1, 0.5, 1.0, (0.3,), 1),
-        Sample(2, 1.4, 1.4, 1.45, 9, Reply(error="refused")),  # fails before it has begun
-        Sample(3, 1.5, 1.5, 1.6, 9, Reply(error="reset", arrivals=(0.1,))),
-        Sample(4, 1.7, 1.7, 1.8, 9, Reply(error="500")),
+    requests = [
+        request(0.0, 0.0, (0.1, 0.2, 0.4), 4),
+        request(0.5, 1.0, (0.3,), 1),
+        Request.of(Reply(error="refused"), 9, 1.4, 1.4, 1.45),  # fails before it has begun
+        Request.of(Reply(error="reset", arrivals=(0.1,)), 9, 1.5, 1.5, 1.6),
+        Request.of(Reply(error="500"), 9, 1.7, 1.7, 1.8),
     ]
-    found = figures(samples, 2.0, {"ttft": 200.0, "tpot": 101.0}, (50.0, 90.0))
+    found = figures(requests, 2.0, {"ttft": 200.0, "tpot": 101.0}, (50.0, 90.0))
     assert (found["completed"], found["failed"]) == (2, 3)
     assert found["mean_ttft_ms"] == pytest.approx(200)
     assert found["std_ttft_ms"] == pytest.approx(100)

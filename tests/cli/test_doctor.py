@@ -15,19 +15,10 @@ import pytest
 from click.testing import Result
 from command import call
 
-from kvrelay.cli.doctor.cluster_checks import (
-    Clocks,
-    Members,
-    Pairs,
-    Pools,
-    Protection,
-    Reachable,
-    Transports,
-    Versions,
-)
-from kvrelay.cli.doctor.examine import CHECKS, diagnose, examine, well
+from kvrelay.cli.doctor.cluster_checks import clocks, members, pairs, pools, protection, reachable, transports, versions
+from kvrelay.cli.doctor.examine import diagnose, examine, well
 from kvrelay.cli.doctor.finding import Check, Examined, Reached
-from kvrelay.cli.doctor.machine_checks import Certificates, Disks, Gpus, Limits, Rdma
+from kvrelay.cli.doctor.machine_checks import certificates, disks, gpus, limits, rdma
 from kvrelay.client import AsyncClient
 from kvrelay.cluster.membership.inquiry import ANSWER_SECONDS
 from kvrelay.cluster.state import ClusterState, save
@@ -145,41 +136,41 @@ def test_a_healthy_cluster_has_no_trouble() -> None:
 @pytest.mark.parametrize(
     ("check", "prefill", "severity", "words"),
     [
-        (Versions(), pairing(versions={"kvrelay": "0.2.0"}), "warning", "differs: 0.1.0: decode-0; 0.2.0: prefill-0"),
-        (Clocks(), pairing(heard_unix=NOW + 5, told_unix=NOW + 5.01), "warning", "prefill-0's is the furthest ahead"),
-        (Clocks(), pairing(heard_unix=NOW - 5, told_unix=NOW - 4.9), "warning", "prefill-0's behind"),
-        (Transports(), pairing(""), "error", "no transport"),
-        (Protection(), pairing(checksum=False), "error", "damaged KV would become wrong tokens"),
-        (Protection(), pairing(host="other"), "note", "not encrypted"),
-        (Pools(), pairing(context_limit=CONTEXT_LIMIT_POOL), "warning", "it limits contexts to 4096 tokens"),
-        (Pools(), pairing(max_context=100), "warning", "differs between workers: 100: prefill-0; 4096: decode-0"),
-        (Limits(), pairing(amounts=amount("open files", 1, 1024)), "warning", "may open 1024 files"),
-        (Limits(), pairing(amounts=amount("open files", 1000, 1024)), "error", "1000 of 1024 open files"),
-        (Limits(), pairing(amounts=amount("memory", 95, 100)), "warning", "of its control group"),
-        (Limits(), pairing(amounts=amount("shared memory", 0, 2**20)), "warning", "1.0 MiB of /dev/shm"),
+        (versions, pairing(versions={"kvrelay": "0.2.0"}), "warning", "differs: 0.1.0: decode-0; 0.2.0: prefill-0"),
+        (clocks, pairing(heard_unix=NOW + 5, told_unix=NOW + 5.01), "warning", "prefill-0's is the furthest ahead"),
+        (clocks, pairing(heard_unix=NOW - 5, told_unix=NOW - 4.9), "warning", "prefill-0's behind"),
+        (transports, pairing(""), "error", "no transport"),
+        (protection, pairing(checksum=False), "error", "damaged KV would become wrong tokens"),
+        (protection, pairing(host="other"), "note", "not encrypted"),
+        (pools, pairing(context_limit=CONTEXT_LIMIT_POOL), "warning", "it limits contexts to 4096 tokens"),
+        (pools, pairing(max_context=100), "warning", "differs between workers: 100: prefill-0; 4096: decode-0"),
+        (limits, pairing(amounts=amount("open files", 1, 1024)), "warning", "may open 1024 files"),
+        (limits, pairing(amounts=amount("open files", 1000, 1024)), "error", "1000 of 1024 open files"),
+        (limits, pairing(amounts=amount("memory", 95, 100)), "warning", "of its control group"),
+        (limits, pairing(amounts=amount("shared memory", 0, 2**20)), "warning", "1.0 MiB of /dev/shm"),
         (
-            Limits(),
+            limits,
             pairing(rdma_ports=ports(), amounts=amount("locked memory", -1, 65536)),
             "warning",
             "RDMA has to lock its buffers",
         ),
-        (Disks(), pairing(amounts=amount("disk /", 99, 100)), "error", "1 bytes of 100 bytes are free"),
-        (Certificates(), pairing(certificates=[CertificateEnd(file="w.crt", expires_unix=1)]), "error", "w.crt ended"),
+        (disks, pairing(amounts=amount("disk /", 99, 100)), "error", "1 bytes of 100 bytes are free"),
+        (certificates, pairing(certificates=[CertificateEnd(file="w.crt", expires_unix=1)]), "error", "w.crt ended"),
         (
-            Certificates(),
+            certificates,
             pairing(certificates=[CertificateEnd(file="w.crt", expires_unix=time.time() + 5.5 * DAY)]),
             "warning",
             "in 5 days",
         ),
-        (Gpus(), pairing(device="cuda", gpus=gpu(unreachable=[1])), "note", "can't reach the memory of GPU 1"),
-        (Gpus(), pairing(gpus=gpu()), "warning", "computes on the CPU, though it has a GPU"),
-        (Rdma(), pairing(rdma_ports=ports("DOWN")), "warning", "DOWN"),
-        (Rdma(), pairing(rdma_ports=ports(gid="")), "warning", "without a GID"),
-        (Rdma(), pairing(rdma_ports=ports(), gpus=gpu()), "warning", "nvidia_peermem is not loaded"),
+        (gpus, pairing(device="cuda", gpus=gpu(unreachable=[1])), "note", "can't reach the memory of GPU 1"),
+        (gpus, pairing(gpus=gpu()), "warning", "computes on the CPU, though it has a GPU"),
+        (rdma, pairing(rdma_ports=ports("DOWN")), "warning", "DOWN"),
+        (rdma, pairing(rdma_ports=ports(gid="")), "warning", "without a GID"),
+        (rdma, pairing(rdma_ports=ports(), gpus=gpu()), "warning", "nvidia_peermem is not loaded"),
     ],
 )
 def test_each_trouble_is_found(check: Check, prefill: Description, severity: str, words: str) -> None:
-    findings = list(check.run(cluster(prefill)))
+    findings = list(check(cluster(prefill)))
     assert any(found.severity == severity and words in found.found for found in findings), findings
     if severity in ("warning", "error"):
         assert not well(diagnose(cluster(prefill)))
@@ -187,19 +178,19 @@ def test_each_trouble_is_found(check: Check, prefill: Description, severity: str
 
 def test_clocks_are_compared_with_one_another() -> None:
     ahead, behind = ({"heard_unix": NOW + by + 0.01, "told_unix": NOW + by + 0.02} for by in (0.7, -0.7))
-    (close,) = Clocks().run(cluster(pairing(**ahead)))
+    (close,) = clocks(cluster(pairing(**ahead)))
     assert (close.severity, close.found[:21]) == ("ok", "at most 0.700 s apart")
-    (far,) = Clocks().run(cluster(pairing(**ahead), described(**behind)))
+    (far,) = clocks(cluster(pairing(**ahead), described(**behind)))
     assert (far.severity, far.found[:21]) == ("warning", "at most 1.400 s apart")
-    assert list(Clocks().run(Examined(ClusterState(None, "test"), None))) == []
+    assert list(clocks(Examined(ClusterState(None, "test"), None))) == []
 
 
 def test_memory_errors_of_a_gpu_and_slow_links_between_gpus_are_found() -> None:
     broken = [Gpu(index=0, name="H", driver="1", ecc_errors=3)]
-    assert any(found.severity == "error" for found in Gpus().run(cluster(pairing(device="cuda", gpus=broken))))
+    assert any(found.severity == "error" for found in gpus(cluster(pairing(device="cuda", gpus=broken))))
     missing = [TransportState(name="nccl", missing="NCCL is 2.20")]
     both = cluster(pairing("tcp", device="cuda", transports=missing), described("cuda"))
-    (pair, *_) = Transports().run(both)
+    (pair, *_) = transports(both)
     assert (pair.severity, pair.advice) == ("warning", "nccl: NCCL is 2.20")
 
 
@@ -210,18 +201,17 @@ def test_members_that_are_dead_silent_or_unpaired_are_found() -> None:
     assert answers is not None
     status.members[0].member.state = MEMBER_STATE_DEAD
     answers.members[1].ClearField("description")
-    found = {finding.subject: finding for finding in Members().run(examined)}
+    found = {finding.subject: finding for finding in members(examined)}
     assert (found["prefill-0"].severity, found["prefill-0"].found) == ("error", "is dead")
     assert (found["decode-0"].severity, found["decode-0"].found) == ("warning", "did not describe itself in time")
     status.members[0].member.state = MEMBER_STATE_READY
     status.members[0].member.compatibility = "other"
-    assert any(finding.severity == "error" for finding in Pairs().run(examined))
-    assert all(each for each in Reachable().run(cluster(reached=(Reached("page", ""),))))
-    assert [each.severity for each in Reachable().run(cluster(reached=(Reached("page", "refused"),)))] == ["warning"]
+    assert any(finding.severity == "error" for finding in pairs(examined))
+    assert all(each for each in reachable(cluster(reached=(Reached("page", ""),))))
+    assert [each.severity for each in reachable(cluster(reached=(Reached("page", "refused"),)))] == ["warning"]
 
 
-def test_checks_have_names_of_their_own_and_bear_a_lost_supervisor() -> None:
-    assert len({check.name for check in CHECKS}) == len(CHECKS)
+def test_every_check_bears_a_lost_supervisor() -> None:
     findings = diagnose(Examined(ClusterState(None, "test"), None))
     assert [found.severity for found in findings["members"]] == ["error"]
 

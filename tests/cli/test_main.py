@@ -193,6 +193,8 @@ def test_the_configuration_is_shown_checked_and_described(tmp_path: Path) -> Non
     schema = json.loads(call("config", "schema").stdout)
     assert schema["additionalProperties"] is False
     assert schema["properties"].keys() == yaml.safe_load(shown.stdout).keys()
+    file.write_text("engine: {block_sizes: 8}\n")
+    fails(2, r"engine\.block_sizes: unknown key; did you mean block_size\?", "config", "show", "--config", file)
 
 
 def test_ctrl_c_leaves_no_trace_while_a_command_is_imported(tmp_path: Path) -> None:

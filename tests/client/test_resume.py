@@ -51,7 +51,7 @@ async def two_routers(folder: Path) -> AsyncIterator[tuple[FakeCluster, list[Rou
 
 def user_of(routers: list[RouterServer]) -> RouterServer:
     """The router that has a stream."""
-    (router,) = (router for router in routers if router._front.running)
+    (router,) = (router for router in routers if router.running)
     return router
 
 

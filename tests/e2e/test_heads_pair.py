@@ -21,7 +21,7 @@ ENGINE = {"block_size": 16, "max_batch_tokens": 64, "kv_memory_bytes": 8 * 2**20
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["medusa", "eagle3"])
 def test_guesses_behind_a_hand_off_are_those_of_a_co_located_worker(tmp_path: Path, method: str) -> None:
-    """The workers are processes here; `tests/engine/test_heads.py` compares the guesses token by token."""
+    """The workers are processes here; `tests/engine/speculate/test_heads.py` compares the guesses token by token."""
     model = make_checkpoint(tmp_path / "model", "llama", dtype="float32", num_hidden_layers=8)
     hidden = COMMON["hidden_size"]
     tensors = medusa_tensors(3, 1, hidden, VOCAB_SIZE) if method == "medusa" else eagle_tensors(hidden, VOCAB_SIZE, 200)

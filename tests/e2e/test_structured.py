@@ -1,32 +1,36 @@
 """Completions that obey a constraint, end to end, on the bundled model."""
 
 import http.client
+import itertools
 import json
 import random
 import re
+import signal
 import statistics
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from itertools import pairwise
 from typing import Any
 
 import jsonschema
 import pytest
 
-from kvrelay.client import Client, InvalidRequest
+from kvrelay.client import Client, Completion, InvalidRequest
 from support.processes import ProcessCluster, free_port, process_cluster
 from support.schemas import random_schema
 
 ENGINE = {"max_batch_tokens": 64, "kv_memory_bytes": 8 * 2**20, "threads": 1, "constraint_seconds": 0.25}
 HTTP_PORT = free_port()
+AT_ONCE = 6
+PROMPT = "def value():\n    return "
 AMBIGUOUS = 'start: a\na: a a | a a a | "x" | ""'
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
     folder, router = tmp_path_factory.mktemp("structured"), {"http_port": HTTP_PORT}
-    with process_cluster(folder, "pico", worker={"engine": ENGINE}, router=router) as cluster:
+    with process_cluster(folder, "pico", decode=2, worker={"engine": ENGINE}, router=router) as cluster:
         yield cluster
 
 
@@ -113,6 +117,7 @@ def ambiguous(client: Client, seed: int) -> str:
     return str(refused.value)
 
 
+@pytest.mark.more
 def test_grammars_that_take_much_time_end_by_their_budget_and_hold_up_no_other_stream(client: Client) -> None:
     """The stream runs over gRPC. With eight grammars it had 120 ms from token to token at the median, and 1.4 s at
     most."""
@@ -162,3 +167,46 @@ def test_a_grammar_that_ends_its_library_ends_no_worker(client: Client) -> None:
     with pytest.raises(InvalidRequest, match="its library ended"):
         client.complete("x", grammar=chain)
     assert client.complete("x", choice=["a"]).text == "a"
+
+
+# Decode workers die while completions obey schemas: each is valid, and equal to the one without a death.
+
+
+def ask_by_schema(client: Client, seed: int) -> tuple[dict[str, Any], Completion]:
+    schema = random_schema(random.Random(seed))
+    options = {"repetition_penalty": 1.1} if seed % 2 else {}
+    return schema, client.complete(PROMPT, json_schema=schema, seed=seed, temperature=1.0, timeout=120, **options)
+
+
+def wait_for_half(asked: Collection[Future[Any]]) -> None:
+    """Returns when half of the answers are there."""
+    for _ in itertools.islice(as_completed(asked, timeout=120), len(asked) // 2):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("rounds", "each"),
+    [
+        (2, 8),
+        pytest.param(20, 50, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+    ],
+)
+def test_schemas_are_obeyed_through_kills(cluster: ProcessCluster, client: Client, rounds: int, each: int) -> None:
+    done: dict[int, Completion] = {}
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for turn in range(rounds):
+            asked = {pool.submit(ask_by_schema, client, seed): seed for seed in range(turn * each, (turn + 1) * each)}
+            wait_for_half(asked)
+            victim = f"decode-{turn % 2}"
+            cluster.processes[victim].popen.send_signal(signal.SIGKILL)
+            cluster.replace(victim)
+            for future, seed in asked.items():
+                schema, completion = future.result(timeout=120)
+                assert completion.finish_reason == "stop"
+                jsonschema.validate(json.loads(completion.text), schema)
+                done[seed] = completion
+        moved = [seed for seed, completion in done.items() if completion.timeline.retries]
+        assert moved
+        for seed in moved:
+            assert ask_by_schema(client, seed)[1].token_ids == done[seed].token_ids
+    cluster.wait_idle()

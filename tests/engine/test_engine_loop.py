@@ -1,8 +1,11 @@
 """The engine's loop on the hash model: right tokens, alone or handed over, whatever the runner does."""
 
 import dataclasses
+import gc
 import itertools
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,55 +15,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from kvrelay.engine.build import engine_on
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.constrain.grammar import Constraint, MaskNotReadyError
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.kv.blocks import BlockPool
-from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.kv.writes import KVWrites
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.scheduling.progress import Progress
-from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.sequence import Sequence as EngineSequence
 from support.hash_runner import GREEDY, LAYOUT, HashRunner, expected_tokens, hash_spec, kv_bytes
+from support.serving import reports_of, tokens_of
 
 CONFIG = EngineConfig(block_size=LAYOUT.block_size, max_batch_tokens=32, max_sequences=8)
 
 
-class Worker:
-    """An engine on the hash model with everything it needs."""
+def hash_engine(blocks: int, config: EngineConfig = CONFIG, *, ahead: bool = False) -> Engine:
+    """An engine on the hash model.
 
-    def __init__(self, blocks: int, config: EngineConfig = CONFIG, *, ahead: bool = False) -> None:
-        """
-        Args:
-            ahead: the runner has a lag of 1, so the engine plans a step ahead.
-        """
-        self.blocks = BlockPool(blocks)
-        self.runner = HashRunner(blocks, spec=hash_spec(blocks * LAYOUT.block_size), lag=int(ahead))
-        prefix = PrefixIndex(self.blocks, config.block_size, b"hash", enabled=config.prefix_cache)
-        self.scheduler = Scheduler(config, prefix, self.runner.spec, self.runner.lag)
-        self.engine = Engine(self.scheduler, self.runner)
+    Args:
+        ahead: the runner has a lag of 1, so the engine plans a step ahead.
+    """
+    runner = HashRunner(blocks, spec=hash_spec(blocks * LAYOUT.block_size), lag=int(ahead))
+    return engine_on(runner, config)
 
-    def run(self, most: int = 10_000) -> dict[str, list[int]]:
-        """Steps until idle; the tokens of each request."""
-        heard: dict[str, list[int]] = {}
-        scored = Scored()
-        for _ in range(most):
-            if not self.engine.has_work:
-                return heard
-            for report in self.engine.step():
-                assert report.error is None
-                if report.sequence.lifetime.committed is None:
-                    scored.check(report)
-                if report.token is not None:
-                    heard.setdefault(report.sequence.request.request_id, []).append(report.token)
-        raise AssertionError(f"not idle after {most} steps")
 
-    def check_idle(self) -> None:
-        self.blocks.check_integrity()
-        assert self.blocks.owners() == {}
-        assert self.blocks.free + self.blocks.cached == self.blocks.total
+def check_idle(*engines: Engine) -> None:
+    for engine in engines:
+        assert not engine.has_work
+        engine.scheduler.check_integrity(idle=True)
 
 
 def request(name: str, tokens: tuple[int, ...], max_tokens: int, sampling: SamplingParams = GREEDY) -> Request:
@@ -83,20 +66,27 @@ def expected_of(tokens: tuple[int, ...], max_tokens: int, sampling: SamplingPara
     return expected_tokens(tokens, max_tokens, sampling=sampling)
 
 
-class Scored:
-    """Checks that each log-probability that was asked for comes once."""
+def served(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
+    """The tokens of each request; each log-probability that was asked for comes once."""
+    heard = reports_of(engine, requests)
+    for asked in requests:
+        scored = 1
+        for report in heard[asked.request_id]:
+            assert (report.logprobs is not None) == (report.token is not None and asked.sampling.logprobs is not None)
+            if report.prompt_logprobs:
+                assert report.prompt_first == scored
+                scored += len(report.prompt_logprobs)
+            if report.token is not None and asked.sampling.prompt_logprobs is not None:
+                assert scored == asked.prompt_tokens
+    return tokens_of(heard)
 
-    def __init__(self) -> None:
-        self._next: dict[str, int] = {}
 
-    def check(self, report: Progress) -> None:
-        asked = report.sequence.request
-        assert (report.logprobs is not None) == (report.token is not None and asked.sampling.logprobs is not None)
-        if report.prompt_logprobs:
-            assert report.prompt_first == self._next.get(asked.request_id, 1)
-            self._next[asked.request_id] = report.prompt_first + len(report.prompt_logprobs)
-        if report.token is not None and asked.sampling.prompt_logprobs is not None:
-            assert self._next.get(asked.request_id, 1) == asked.prompt_tokens
+def reports_until_idle(engine: Engine) -> list[Progress]:
+    reports: list[Progress] = []
+    while engine.has_work:
+        reports += engine.step()
+    check_idle(engine)
+    return reports
 
 
 @settings(max_examples=25, deadline=None)
@@ -104,18 +94,15 @@ class Scored:
 def test_every_request_gets_its_tokens(batch: list[Asked], prefix_cache: bool, ahead: bool) -> None:
     """Preempted requests are among them; their tokens depend on earlier ones through more than the model."""
     config = EngineConfig(block_size=8, max_batch_tokens=32, max_sequences=4, prefix_cache=prefix_cache)
-    worker = Worker(14, config, ahead=ahead)
-    for number, asked in enumerate(batch):
-        worker.scheduler.add(request(str(number), *asked))
-    heard = worker.run()
+    requests = [request(str(number), *asked) for number, asked in enumerate(batch)]
+    heard = served(hash_engine(14, config, ahead=ahead), requests)
     assert heard == {str(number): expected_of(*asked) for number, asked in enumerate(batch)}
-    worker.check_idle()
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_step_that_runs_by_itself_is_reported_before_its_kv_is_there(ahead: bool) -> None:
     """The report says once how far each sequence reaches; the KV is there when the step's tokens are."""
-    worker = Worker(64, ahead=ahead)
+    engine = hash_engine(64, ahead=ahead)
     reached: dict[str, list[int]] = {"0": [], "1": []}
     steps: list[KVWrites] = []
 
@@ -125,16 +112,16 @@ def test_a_step_that_runs_by_itself_is_reported_before_its_kv_is_there(ahead: bo
         for sequence in sequences:
             reached[sequence.request.request_id].append(sequence.reach)
 
-    worker.engine.on_launch = on_launch
+    engine.on_launch = on_launch
     for name, length in (("0", 75), ("1", 9)):
-        worker.scheduler.add(request(name, tuple(range(length)), 3), handoff=name == "0")
-    while worker.engine.has_work:
-        for report in worker.engine.step():
+        engine.scheduler.add(request(name, tuple(range(length)), 3), handoff=name == "0")
+    while engine.has_work:
+        for report in engine.step():
             if report.hold is not None:
                 report.hold.release()
     assert reached == ({"0": [32, 64, 75], "1": [9, 10, 11]} if ahead else {"0": [], "1": []})
     assert all(step.ended for step in steps)
-    worker.check_idle()
+    check_idle(engine)
 
 
 class Ascending:
@@ -179,15 +166,13 @@ def test_constrained_requests_obey_planned_ahead_preempted_or_not(lengths: list[
         (14, False, 0.6),
         (14, True, 0.6),
     ):
-        worker = Worker(blocks, ahead=ahead)
+        requests = []
         for number, length in enumerate(lengths):
             tokens = tuple(range(length))
-            worker.scheduler.add(
-                Request(str(number), 1, tokens, length, constrained, grammar=Ascending(0, late, number))
-            )
-            worker.scheduler.add(request(f"plain {number}", tokens, 20))
-        found.append(worker.run())
-        worker.check_idle()
+            grammar = Ascending(0, late, number)
+            requests.append(Request(str(number), 1, tokens, length, constrained, grammar=grammar))
+            requests.append(request(f"plain {number}", tokens, 20))
+        found.append(served(hash_engine(blocks, ahead=ahead), requests))
     assert all(tokens == found[0] for tokens in found)
     for number, length in enumerate(lengths):
         assert found[0][f"plain {number}"] == expected_tokens(range(length), 20)
@@ -197,43 +182,37 @@ def test_constrained_requests_obey_planned_ahead_preempted_or_not(lengths: list[
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_mask_that_never_comes_holds_up_its_own_row_only(ahead: bool) -> None:
     """The others get a token in each step."""
-    worker = Worker(64, ahead=ahead)
+    engine = hash_engine(64, ahead=ahead)
     sampling = SamplingParams(max_tokens=9, constraint=Constraint("regex", "ascending"))
     stuck = [
-        worker.scheduler.add(Request(f"stuck {number}", 1, (1, 2), 2, sampling, grammar=Ascending(0, late=1.0)))
+        engine.scheduler.add(Request(f"stuck {number}", 1, (1, 2), 2, sampling, grammar=Ascending(0, late=1.0)))
         for number in range(3)
     ]
-    worker.scheduler.add(request("plain", (1, 2), 30))
-    heard = [worker.engine.step() for _ in range(30)]
+    engine.scheduler.add(request("plain", (1, 2), 30))
+    heard = [engine.step() for _ in range(30)]
     assert [report.token for reports in heard for report in reports] == expected_tokens((1, 2), 30)
-    assert worker.engine.step() == []
+    assert engine.step() == []
     for sequence in stuck:
-        worker.scheduler.cancel(sequence.request.key)
-    while worker.engine.has_work:
-        worker.engine.step()
-    worker.check_idle()
+        engine.scheduler.cancel(sequence.request.key)
+    reports_until_idle(engine)
 
 
 def test_a_request_that_leaves_no_token_fails_alone() -> None:
-    worker = Worker(40, ahead=True)
+    engine = hash_engine(40, ahead=True)
     narrow = SamplingParams(max_tokens=200, temperature=0.0, constraint=Constraint("regex", "ascending"))
-    bad = worker.scheduler.add(Request("bad", 1, (1, 2), 2, narrow, grammar=Ascending(235)))
-    good = worker.scheduler.add(request("good", (1, 2), 60))
-    reports: list[Progress] = []
-    while worker.engine.has_work:
-        reports += worker.engine.step()
-    (error,) = [report for report in reports if report.error is not None]
+    bad = engine.scheduler.add(Request("bad", 1, (1, 2), 2, narrow, grammar=Ascending(235)))
+    good = engine.scheduler.add(request("good", (1, 2), 60))
+    (error,) = [report for report in reports_until_idle(engine) if report.error is not None]
     assert (error.sequence, error.refused) == (bad, True)
     assert "no token is left" in str(error.error)
     assert good.tokens[2:] == expected_tokens((1, 2), 60)
-    worker.check_idle()
 
 
 @settings(max_examples=20, deadline=None)
 @given(batch=st.lists(asked_of, min_size=1, max_size=4), ahead=st.booleans())
 def test_a_handed_over_request_gets_the_same_tokens(batch: list[Asked], ahead: bool) -> None:
     """The two engines exchange only bytes: chunks leave as they are computed, each in its frame."""
-    prefill, decode = Worker(14, ahead=ahead), Worker(14, ahead=ahead)
+    prefill, decode = hash_engine(14, ahead=ahead), hash_engine(14, ahead=ahead)
     size = LAYOUT.block_size
 
     def ship(report: Progress, asked: Request) -> None:
@@ -256,75 +235,74 @@ def test_a_handed_over_request_gets_the_same_tokens(batch: list[Asked], ahead: b
         prefill.scheduler.add(asked, handoff=True)
         reservations[asked.request_id] = decode.scheduler.reserve(asked)
         sent[asked.request_id] = reservations[asked.request_id].have_tokens
-        while prefill.engine.has_work:
-            for report in prefill.engine.step():
+        while prefill.has_work:
+            for report in prefill.step():
                 ship(report, asked)
                 if report.hold is not None:
                     heard[asked.request_id] = [report.token]
                     decode.scheduler.resume(asked, report.token, reservations[asked.request_id].hold)
                     report.hold.release()
-        for name, tokens_heard in decode.run().items():
-            heard[name] += tokens_heard
+        while decode.has_work:
+            for report in decode.step():
+                assert report.error is None
+                heard[report.sequence.request.request_id].append(report.token)
     assert heard == {
         str(number): expected_of(tokens, max_tokens + 1, sampling)
         for number, (tokens, max_tokens, sampling) in enumerate(batch)
     }
-    prefill.check_idle()
-    decode.check_idle()
-
-
-def test_an_idle_engine_does_nothing() -> None:
-    worker = Worker(4)
-    assert not worker.engine.has_work
-    assert worker.engine.step() == []
-    assert worker.runner.steps == 0
+    check_idle(prefill, decode)
 
 
 def test_a_failed_row_ends_one_sequence_only() -> None:
-    worker = Worker(16)
-    good, bad = worker.scheduler.add(request("good", (1, 2), 6)), worker.scheduler.add(request("bad", (3, 4), 6))
-    run = worker.runner.run
+    engine = hash_engine(16)
+    good, bad = engine.scheduler.add(request("good", (1, 2), 6)), engine.scheduler.add(request("bad", (3, 4), 6))
+    run = engine.runner.run
 
     def fail_late(plan: StepPlan) -> StepOutput:
         if plan.generated.max() == 3 and bad.handle in plan.handles:
             return dataclasses.replace(run(plan), nonfinite=(plan.handles.index(bad.handle),))
         return run(plan)
 
-    worker.runner.run = fail_late
-    reports: list[Progress] = []
-    while worker.engine.has_work:
-        reports += worker.engine.step()
-    errors = [report for report in reports if report.error is not None]
+    engine.runner.run = fail_late
+    errors = [report for report in reports_until_idle(engine) if report.error is not None]
     assert [(report.sequence, report.error) for report in errors] == [(bad, "the model's logits are not finite")]
     assert good.tokens[2:] == expected_tokens((1, 2), 6)
-    worker.check_idle()
 
 
 def test_any_other_failure_of_the_runner_comes_out() -> None:
-    worker = Worker(4)
-    worker.scheduler.add(request("r", (1,), 2))
+    engine = hash_engine(4)
+    engine.scheduler.add(request("r", (1,), 2))
 
     def fail(plan: StepPlan) -> StepOutput:
         raise RuntimeError("the device is gone")
 
-    worker.runner.run = fail
+    engine.runner.run = fail
     with pytest.raises(RuntimeError, match="the device is gone"):
-        worker.engine.step()
+        engine.step()
 
 
 def test_nothing_grows_with_requests_served() -> None:
-    worker = Worker(32)
-    generator = np.random.default_rng(5)
+    def live() -> int:
+        gc.collect()
+        return sum(isinstance(thing, EngineSequence | Request) for thing in gc.get_objects())
+
+    engine, generator, before = hash_engine(32), np.random.default_rng(5), live()
     for number in range(600):
         tokens = tuple(generator.integers(0, 3, generator.integers(1, 60)).tolist())
-        worker.scheduler.add(request(str(number), tokens, 3))
-        worker.engine.step()
-    worker.run()
-    worker.check_idle()
-    scheduler = worker.scheduler
-    kept = (scheduler._live, scheduler._waiting, scheduler._ready, scheduler._running, scheduler._allocator._reserved)
-    assert [len(container) for container in kept] == [0] * 5
-    assert len(scheduler.prefix) <= worker.blocks.total
+        engine.scheduler.add(request(str(number), tokens, 3))
+        engine.step()
+    reports_until_idle(engine)
+    assert engine.step() == []
+    assert live() == before
+    assert len(engine.scheduler.prefix) <= engine.scheduler.prefix.pool.total
+
+
+def test_code_that_decides_needs_no_torch() -> None:
+    """Neither by itself nor through a package that it imports."""
+    modules = ("engine.engine", "engine.kv.blocks", "engine.kv.prefix", "engine.scheduling.scheduler")
+    imports = ", ".join(f"kvrelay.{name}" for name in (*modules, "engine.models.reading.checkpoint", "models"))
+    code = f"import sys, {imports}; kvrelay.models.resolve('pico'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, cwd="/", check=False).returncode == 0
 
 
 # The hash model itself.

@@ -141,10 +141,6 @@ def test_an_older_pytorch_is_refused(monkeypatch: pytest.MonkeyPatch, installed:
     assert installed == [], "nothing is activated in vain"
 
 
-def test_triton_is_the_default() -> None:
-    assert [one.name for one in choose_prefill(EngineConfig().prefill_attention, shapes())] == ["triton"]
-
-
 def test_a_draft_model_has_triton(tmp_path: Path) -> None:
     """The draft's heads may have another size than those of the served model, which was asked for another kernel."""
     assert (
@@ -152,18 +148,12 @@ def test_a_draft_model_has_triton(tmp_path: Path) -> None:
     )
 
 
-def test_other_names_are_refused() -> None:
+def test_other_names_are_refused_and_removed_ones_with_what_to_write() -> None:
     with pytest.raises(ValueError, match="is 'cudnn'; allowed: auto, triton, varlen_attn, flashinfer"):
         EngineConfig(prefill_attention="cudnn")  # type: ignore[arg-type]  # that is the point
-
-
-@pytest.mark.parametrize(
-    ("option", "instead"), [("gluon", "varlen_attn, flashinfer or auto"), ("flash_attn", "varlen_attn")]
-)
-def test_what_was_removed_is_refused_with_what_to_write(option: str, instead: str) -> None:
-    text = f"Input should be {instead}; {option} was removed"
-    with pytest.raises(ValidationError, match=text):
-        TypeAdapter(EngineConfig).validate_python({"prefill_attention": option})
+    for option, instead in (("gluon", "varlen_attn, flashinfer or auto"), ("flash_attn", "varlen_attn")):
+        with pytest.raises(ValidationError, match=f"Input should be {instead}; {option} was removed"):
+            TypeAdapter(EngineConfig).validate_python({"prefill_attention": option})
 
 
 def test_auto_considers_what_can_be_had(installed: list[str]) -> None:

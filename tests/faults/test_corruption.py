@@ -1,12 +1,10 @@
 """Frames that arrive wrong, twice, or not at all: no token comes from their bytes."""
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from support.faults import ALL_TRANSPORTS, CHUNK, Scene, over, scene
+from support.faults import CHUNK, Scene
 from support.hash_worker import STEP_SECONDS
 
 RETRIED = {
@@ -34,6 +32,7 @@ ALONE = {
 """Faults in which a frame's bytes never arrive. If it was announced, the next frame is taken for it, or its timeout
 ends the wait. If it was not announced, the count of frames shows it."""
 
+EVERYWHERE = pytest.mark.also_over(more=["tcp", "int8", "states"], slow=["gloo"])
 COMPANY = 6
 """Requests beside each one that fails, since the router's budget is one retry for five requests."""
 
@@ -53,31 +52,44 @@ that fail."""
 AT_ONCE = 12
 
 
-@pytest.fixture(scope="module", params=[*ALL_TRANSPORTS, "int8", "states"])
-def it(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    rules = []
-    for name, text in (RETRIED | SURVIVED | ALONE).items():
-        place, action = text.split(":")
-        rules.append(f"{place},request={name},attempt=1,times=1:{action}")
-    with scene(tmp_path_factory.mktemp("corruption"), rules, **over(request.param)) as it:
-        yield it
+FEW = ("one bit", "gap", "thread fails", "another in its place")
+"""Faults in `make test`."""
 
 
-@pytest.mark.parametrize("name", RETRIED)
+def named(faults: dict[str, str]) -> pytest.MarkDecorator:
+    marks = {name: () if name in FEW else pytest.mark.more for name in faults}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
+
+
+def order(it: Scene, name: str) -> None:
+    """Has the fault hit the first attempt of the request of its name."""
+    place, action = {**RETRIED, **SURVIVED, **ALONE}[name].split(":")
+    it.order(f"{place},request={name},attempt=1,times=1:{action}")
+
+
+@EVERYWHERE
+@named(RETRIED)
 def test_a_wrong_frame_is_rejected(it: Scene, name: str) -> None:
+    order(it, name)
     assert it.ask_in_company(name, COMPANY).timeline.retries == 1
     it.settle(3)
 
 
-@pytest.mark.parametrize("name", SURVIVED)
+@EVERYWHERE
+@named(SURVIVED)
 def test_a_frame_that_comes_twice_or_never_costs_no_attempt(it: Scene, name: str) -> None:
+    order(it, name)
     done = it.ask_in_company(name, COMPANY)
-    assert done.timeline.retries == 0, "\n".join(line["reason"] for line in it.failures())
+    assert done.timeline.retries == 0, "\n".join(
+        line["reason"] for router in it.routers for line in it.failures(router)
+    )
     it.settle(4)
 
 
-@pytest.mark.parametrize("name", ALONE)
+@EVERYWHERE
+@named(ALONE)
 def test_a_frame_that_stays_out_is_noticed_and_the_link_made_anew(it: Scene, name: str) -> None:
+    order(it, name)
     done = it.ask(name)
     assert done.timeline.retries == 1
     assert done.timeline.total_seconds < 3, "noticed by what came after it, or by the frame's own limit"
@@ -87,14 +99,14 @@ def test_a_frame_that_stays_out_is_noticed_and_the_link_made_anew(it: Scene, nam
 
 
 @pytest.mark.parametrize("requests", [200, pytest.param(2000, marks=pytest.mark.slow)])
-def test_no_client_sees_that_one_transfer_in_twenty_fails(tmp_path: Path, requests: int) -> None:
+def test_no_client_sees_that_one_transfer_in_twenty_fails(it: Scene, requests: int) -> None:
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
     rules = [f"{place},seed={seed},after={FIRST},tries={TRIES}:{action}" for place, action in FAILING.items()]
-    with scene(tmp_path, rules, variables={STEP_SECONDS: 0.0}) as it:
-        names = [f"{seed} {number}" for number in range(requests)]
-        retries = sum(done.timeline.retries for done in it.ask_all(names, 2 * CHUNK, 8, AT_ONCE))
-        # One that is lost may take others on its link along.
-        expected = requests * 0.047
-        assert abs(retries - expected) < 4 * (2 * expected) ** 0.5, f"{retries} transfers failed"
-        it.settle(3)
+    it.order(*rules, **{STEP_SECONDS: 0.0})
+    names = [f"{seed} {number}" for number in range(requests)]
+    retries = sum(done.timeline.retries for done in it.ask_all(names, 2 * CHUNK, 8, AT_ONCE))
+    # One that is lost may take others on its link along.
+    expected = requests * 0.047
+    assert abs(retries - expected) < 4 * (2 * expected) ** 0.5, f"{retries} transfers failed"
+    it.settle(3)

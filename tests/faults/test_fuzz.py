@@ -3,7 +3,6 @@
 The longer variants (`-m slow`) try more of the same.
 """
 
-import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -31,7 +30,7 @@ from kvrelay.v1.inference_pb2 import (
     TokenizeRequest,
 )
 from support.access import METADATA
-from support.faults import Scene, scene
+from support.faults import Scene
 from support.fuzz import damaged, protobufs
 from support.hash_runner import hash_spec
 from support.hash_worker import MAX_CONTEXT, WORKER_LAYOUT
@@ -72,13 +71,6 @@ SUBMIT = Submit(
     prompt_tokens=3,
     sampling=Sampling(max_tokens=4, temperature=1.0, top_p=1.0, seed=7),
 )
-
-
-@pytest.fixture(scope="module")
-def it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    with scene(tmp_path_factory.mktemp("fuzz"), prefill=1, decode=1, losses=True) as it:
-        it.ask("first")
-        yield it
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +114,7 @@ def either(kind: type[Message], sound: Message) -> st.SearchStrategy[bytes]:
 @pytest.mark.parametrize("method", PUBLIC)
 def test_the_public_api_answers_any_bytes(it: Scene, method: str, amount: settings) -> None:
     def send(request: bytes) -> None:
-        status = call(it.cluster.router, f"/kvrelay.v1.InferenceService/{method}", [request])
+        status = call(it.cluster.addresses["router-0"], f"/kvrelay.v1.InferenceService/{method}", [request])
         assert status in REFUSALS | {"OK"}, (status, request)
 
     fuzzed(amount, either(type(PUBLIC[method]), PUBLIC[method]), send)
@@ -191,8 +183,7 @@ def test_a_decode_worker_survives_any_control_stream(it: Scene, amount: settings
         assert it.cluster.processes["decode-0"].popen.poll() is None, stream
 
     fuzzed(amount, streams, send)
-    it.signal("prefill-0", signal.SIGKILL)
-    it.replace("prefill-0")
+    it.restart("prefill-0")
 
 
 @pytest.mark.parametrize("amount", AMOUNTS)
@@ -213,6 +204,7 @@ def test_the_supervisor_survives_any_heartbeat(it: Scene, amount: settings) -> N
         assert it.cluster.processes["supervisor"].popen.poll() is None, requests
 
     fuzzed(amount, st.lists(beats, min_size=1, max_size=4), send)
+    it.restart("supervisor")  # it has heard of members that nobody else knows
 
 
 @pytest.mark.parametrize("amount", AMOUNTS)

@@ -28,8 +28,14 @@ def token_at(index: int) -> int:
     return 40 + index
 
 
-@pytest.mark.parametrize("secured", [False, True], ids=["open", "tls and keys"])
-@pytest.mark.parametrize("kind", ["Generate", "health", "http"])
+@pytest.mark.parametrize(
+    ("kind", "secured"),
+    [
+        pytest.param(kind, secured, marks=() if (kind, secured) == ("Generate", True) else pytest.mark.more)
+        for kind in ("Generate", "health", "http")
+        for secured in (False, True)
+    ],
+)
 def test_unfinished_requests_hold_little_memory_and_end(tmp_path: Path, kind: str, secured: bool) -> None:
     """The clients have no key."""
     raise_limit()
@@ -73,6 +79,7 @@ def test_unfinished_requests_hold_little_memory_and_end(tmp_path: Path, kind: st
     run(test, 120)
 
 
+@pytest.mark.more
 def test_many_handshakes_at_once_do_not_end_a_router(tmp_path: Path) -> None:
     raise_limit()
     folder = secrets_in(tmp_path, "mutual").folder / "certificates"

@@ -1,26 +1,14 @@
 """A repeated prompt is found in the cache of its worker; without prefill workers, decode computes prompts itself."""
 
 import signal
-from collections.abc import Iterator
-
-import pytest
 
 from kvrelay.client import Client, Completion
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
-from support.faults import Scene, oracle, prompt_of, scene
+from support.faults import Scene, oracle, prompt_of
 from support.processes import wait_until
 
 LONG = 1500
 OUT = 4
-KV = 16 * 2**20
-
-
-@pytest.fixture(scope="module")
-def it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    with scene(
-        tmp_path_factory.mktemp("near"), prefill=3, decode=2, routers=2, losses=True, engine={"kv_memory_bytes": KV}
-    ) as it:
-        yield it
 
 
 def ask(it: Scene, prompt: list[int], client: Client | None = None, **options: str) -> Completion:
@@ -32,7 +20,7 @@ def ask(it: Scene, prompt: list[int], client: Client | None = None, **options: s
 
 
 def test_from_the_second_time_on_a_long_prompt_hits(it: Scene) -> None:
-    for number in range(5):
+    for number in range(3):
         prompt = prompt_of(f"long {number}", LONG)
         answers = [ask(it, prompt) for _ in range(4)]
         hits = [answer.usage.cached_tokens for answer in answers]
@@ -66,6 +54,5 @@ def test_decode_computes_prompts_itself_when_no_prefill_worker_is_left(it: Scene
         timeline = ask(it, prompt_of(f"alone {number}", LONG)).timeline
         assert timeline.prefill_worker == timeline.decode_worker
         assert timeline.prefill_worker.startswith("decode")
-    for name in it.prefills:
-        it.cluster.replace(name)
+    it.cluster.replace(*it.prefills)
     assert ask(it, prompt_of("handed over", LONG)).timeline.prefill_worker.startswith("prefill")

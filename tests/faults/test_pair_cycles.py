@@ -75,7 +75,10 @@ async def cycles(transport: str, count: int) -> list[Size]:
 
 @pytest.mark.parametrize(
     ("transport", "cycles"),
-    [("shm", 500), *(pytest.param(name, 1000, marks=pytest.mark.slow) for name in ("shm", "tcp", "gloo"))],
+    [
+        pytest.param("shm", 500, marks=pytest.mark.more),
+        *(pytest.param(name, 1000, marks=pytest.mark.slow) for name in ("shm", "tcp", "gloo")),
+    ],
 )
 def test_hundreds_of_pairs_leave_nothing_behind(transport: str, cycles: int) -> None:
     """The cycles run in a process of their own, so that nothing else changes its memory."""

@@ -1,47 +1,43 @@
 """Faults of workers that the router answers for: no client sees an error that its own request hasn't caused."""
 
 import signal
-from pathlib import Path
 
 import pytest
 
 from kvrelay.client import InternalError
-from support.faults import asking, scene, until
+from support.faults import Scene, asking, until
 from support.hash_worker import STEP_SECONDS
 from support.processes import wait_until
 
-CLIENTS = 60
+CLIENTS = 40
 
 
-@pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
-def test_twenty_streams_at_a_time_while_a_worker_freezes(tmp_path: Path, role: str) -> None:
-    with scene(tmp_path, losses=True, variables={STEP_SECONDS: 0.01}) as it:
-        frozen = f"{role}-0"
-        with asking(it, "beside the frozen one", CLIENTS) as done:
-            until(lambda: it.held(frozen), "it works", 30)
-            it.signal(frozen, signal.SIGSTOP)
-        retries = sum(completion.timeline.retries for completion in done)
-        print(f"{retries} retries of {CLIENTS} requests")
-        assert retries > 0
-        it.settle(10, but=[frozen])
+@pytest.mark.parametrize("role", ["prefill", pytest.param("decode", marks=pytest.mark.more)])
+def test_twenty_streams_at_a_time_while_a_worker_freezes(it: Scene, role: str) -> None:
+    it.order(**{STEP_SECONDS: 0.01})
+    frozen = f"{role}-0"
+    with asking(it, "beside the frozen one", CLIENTS) as done:
+        until(lambda: it.held(frozen), "it works", 30)
+        it.signal(frozen, signal.SIGSTOP)
+    retries = sum(completion.timeline.retries for completion in done)
+    print(f"{retries} retries of {CLIENTS} requests")
+    assert retries > 0
+    it.settle(10, but=[frozen])
 
 
 @pytest.mark.parametrize(
-    ("place", "routers"),
+    "place",
     [
-        ("decode.before_commit", 1),
-        ("prefill.after_chunk,chunk=1", 2),
-        pytest.param("prefill.before_offer", 1, marks=pytest.mark.slow),
-        pytest.param("prefill.after_chunk,chunk=1", 1, marks=pytest.mark.slow),
+        "decode.before_commit",
+        pytest.param("prefill.after_chunk,chunk=1", marks=pytest.mark.more),
+        pytest.param("prefill.before_offer", marks=pytest.mark.slow),
     ],
 )
-def test_a_request_that_ends_its_workers_ends_two_and_fails_alone(tmp_path: Path, place: str, routers: int) -> None:
-    role = place.partition(".")[0]
-    counts = {"prefill": 2, "decode": 2, "routers": routers, role: 4}
+def test_a_request_that_ends_its_workers_ends_two_and_fails_alone(it: Scene, place: str) -> None:
     # Workers that get no CPU for a while are no part of this.
-    calm = {"suspect_seconds": 30.0, "dead_seconds": 60.0}
-    rules = [f"{place},request=poison:kill"]
-    with scene(tmp_path, rules, losses=True, supervisor=calm, **counts) as it:  # type: ignore[arg-type]  # counts
+    it.restart("supervisor", suspect_seconds=30.0, dead_seconds=60.0)
+    with it.cluster.more(place.partition(".")[0], 2):
+        it.order(f"{place},request=poison:kill")
         it.may_fail.add("poison")
         with asking(it, "innocent", CLIENTS) as done:
             # Not by heartbeats: all may be over before one of them tells of a running request.

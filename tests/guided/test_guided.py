@@ -15,7 +15,7 @@ MEMORY_MIB = 2048
 pytest.importorskip("atheris", reason="atheris has no wheel for this platform or Python")
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("target", ["control", "outline", "public", "submit", "heartbeat"])
 def test_no_bytes_break_a_reader(target: str) -> None:
     options = [f"-max_total_time={SECONDS}", f"-rss_limit_mb={MEMORY_MIB}", "-max_len=2048"]

@@ -99,21 +99,39 @@ def test_it_waits_for_ray_and_starts_kvrelay_once(world, launcher):
     assert world.starts == ["up --config /etc/kvrelay/config.yaml --address auto --detach"]
 
 
-def test_it_leaves_a_running_kvrelay_alone(world, launcher):
+def test_it_leaves_a_kvrelay_alone_that_runs_that_is_slow_to_answer_or_serves_without_its_supervisor(world, launcher):
+    def checks(count: int) -> None:
+        before = world.calls.count("sleep 30")
+        world.wait(lambda: world.calls.count("sleep 30") >= before + count)
+
     world.set("running")
     world.set("gcs")
-    world.wait(lambda: world.calls.count("sleep 30") >= 5)
+    checks(5)
+    world.set("flaky", "\n" * 2)
+    world.wait(lambda: (world.folder / "flaky").read_text() == "")
+    checks(1)
+    world.set("unsupervised")
+    world.clear("running")
+    checks(5)
+    assert "down" not in world.calls
     assert world.starts == []
+    world.clear("unsupervised")
+    world.wait(lambda: len(world.starts) == 1)
 
 
-def test_it_starts_kvrelay_again_on_a_new_cluster(world, launcher):
+def test_it_ends_what_a_lost_one_left_before_it_starts_anew_also_on_a_new_cluster(world, launcher):
     world.set("gcs")
+    world.wait(lambda: world.calls[-1:] == ["sleep 30"])
+    assert world.calls[world.calls.index(world.starts[0]) - 1] == "down"
+    world.clear("running")
+    world.wait(lambda: len(world.starts) == 2)
+    assert world.calls.count("down") == 2
     world.wait(lambda: (world.folder / "running").exists())
     world.clear("gcs")
     world.clear("running")
     world.wait(lambda: "sleep 5" in world.calls[-2:])
     world.set("gcs")
-    world.wait(lambda: len(world.starts) == 2)
+    world.wait(lambda: len(world.starts) == 3)
     world.wait(lambda: world.calls[-1] == "sleep 30")
 
 
@@ -132,36 +150,6 @@ def test_it_waits_longer_after_each_failed_start_and_never_ends(world, launcher)
     last = max(index for index, call in enumerate(world.calls) if call == world.starts[0])
     failed = [index for index, call in enumerate(world.calls[:last]) if call.startswith("up ")][-1]
     assert world.calls[failed + 1] == "sleep 5"
-
-
-def test_it_ends_what_a_lost_supervisor_left_before_it_starts_anew(world, launcher):
-    world.set("gcs")
-    world.wait(lambda: world.calls[-1:] == ["sleep 30"])
-    assert world.calls[world.calls.index(world.starts[0]) - 1] == "down"
-    world.clear("running")
-    world.wait(lambda: len(world.starts) == 2)
-    assert world.calls.count("down") == 2
-
-
-def test_it_does_not_restart_a_supervisor_that_is_slow_to_answer(world, launcher):
-    world.set("running")
-    world.set("gcs")
-    world.wait(lambda: "sleep 30" in world.calls)
-    world.set("flaky", "\n" * 2)
-    world.wait(lambda: (world.folder / "flaky").read_text() == "")
-    world.wait(lambda: world.calls[-1] == "sleep 30")
-    assert "down" not in world.calls
-    assert world.starts == []
-
-
-def test_it_leaves_a_kvrelay_that_serves_without_its_supervisor_alone(world, launcher):
-    world.set("unsupervised")
-    world.set("gcs")
-    world.wait(lambda: world.calls.count("sleep 30") >= 5)
-    assert "down" not in world.calls
-    assert world.starts == []
-    world.clear("unsupervised")
-    world.wait(lambda: len(world.starts) == 1)
 
 
 def test_a_signal_ends_it(world, launcher):

@@ -94,7 +94,7 @@ def test_modules_that_images_and_pods_run_exist(render):
         assert found.submodule_search_locations is None or importlib.util.find_spec(f"{module}.__main__")
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_wheels_are_built_from_what_is_sent_to_docker(tmp_path):
     """The context, without what is ignored, in a fresh folder; then the RUN line of the stage `wheels` there."""
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout

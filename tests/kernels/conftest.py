@@ -1,8 +1,8 @@
 """Kernel tests run on a GPU where there is one, else in Triton's interpreter, with the same code and assertions.
 
-The default run has each property once, and compiles one representative launch of each kernel for every architecture.
-Tests of the native CPU kernels that use `kernels` or `team_of` run on each instruction set that the CPU has.
-The marker `slow` is for more shapes and for all other launches.
+`make test` has each property once, and compiles one representative launch of each kernel for one architecture. The
+marker `more` is for other shapes, launches and architectures. Tests of the native CPU kernels that use `kernels` or
+`team_of` run on each instruction set that the CPU has.
 """
 
 import ctypes
@@ -50,7 +50,14 @@ def compiler() -> Iterator[Compiler]:
         yield compiler
 
 
-@pytest.fixture(scope="module", params=INSTRUCTION_SETS, ids=lambda each: each.name)
+def instruction_sets() -> list[object]:
+    """All sets, marked but for the best one that this CPU has and the oldest, which differs most from it."""
+    best = next((each for each in INSTRUCTION_SETS if each.needed <= cpu_features()), None)
+    marks = [() if each in (best, INSTRUCTION_SETS[-1]) else pytest.mark.more for each in INSTRUCTION_SETS]
+    return [pytest.param(each, id=each.name, marks=mark) for each, mark in zip(INSTRUCTION_SETS, marks, strict=True)]
+
+
+@pytest.fixture(scope="module", params=instruction_sets())
 def kernels(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """The native CPU kernels for each instruction set that this CPU has; those for the others are only compiled."""
     instructions: InstructionSet = request.param

@@ -158,25 +158,14 @@ def check_native(step: Step, kernels: ctypes.CDLL, threads: int = 2, scale: floa
     step.check(native(step, kernels, threads), tiled=tiled, scale=scale)
 
 
-any_rows = given(
+@settings(max_examples=15, deadline=None)
+@given(
     st.sampled_from(["float32", "int8"]),
     st.lists(st.tuples(st.integers(0, 400), st.sampled_from([1, 1, 2, 7, 16, 130, 150])), min_size=1, max_size=6),
     st.sampled_from([0, 1, 20, 140]),
     st.sampled_from([(4, 2), (3, 3), (6, 1)]),
     st.integers(0, 2**16),
 )
-
-
-@settings(max_examples=15, deadline=None)
-@any_rows
-def test_any_mixture_of_rows(
-    kernels: ctypes.CDLL, dtype: KVDtype, rows: Rows, window: int, heads: tuple[int, int], seed: int
-) -> None:
-    check_native(Step(Shape(*heads, dim=16, window=window), rows, seed, dtype), kernels)
-
-
-@settings(max_examples=15, deadline=None)
-@any_rows
 def test_any_mixture_of_rows_in_torch(
     dtype: KVDtype, rows: Rows, window: int, heads: tuple[int, int], seed: int
 ) -> None:
@@ -190,6 +179,9 @@ any_shape = given(
     st.integers(1, 9),
     st.sampled_from([1, 3, 8, 16, 32]),
     st.sampled_from([0, 1, 20, 140, 300]),
+    st.lists(
+        st.tuples(st.integers(0, 600), st.sampled_from([1, 1, 2, 3, 7, 17, 65, 130, 200])), min_size=1, max_size=6
+    ),
     st.sampled_from(["float32", "bfloat16", "int8"]),
     st.integers(1, 4),
     st.integers(0, 2**16),
@@ -203,22 +195,21 @@ def check_shape(
     group: int,
     block: int,
     window: int,
+    rows: Rows,
     dtype: KVDtype,
     threads: int,
     seed: int,
 ) -> None:
-    shape = Shape(group * kv_heads, kv_heads, dim, block, window)
-    random = np.random.default_rng(seed)
-    rows = [(int(random.integers(600)), int(random.choice([1, 1, 2, 3, 17, 65, 200]))) for _ in range(4)]
-    step = Step(shape, rows, seed, dtype)
-    check_native(step, kernels, threads)
+    check_native(Step(Shape(group * kv_heads, kv_heads, dim, block, window), rows, seed, dtype), kernels, threads)
 
 
-test_any_shape = settings(max_examples=12, deadline=None)(any_shape(check_shape))
-test_many_shapes = pytest.mark.slow(settings(max_examples=150, deadline=None)(any_shape(check_shape)))
+test_any_shape_and_mixture_of_rows = settings(max_examples=20, deadline=None)(any_shape(check_shape))
+test_many_shapes = pytest.mark.more(settings(max_examples=150, deadline=None)(any_shape(check_shape)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", *(pytest.param(each, marks=pytest.mark.more) for each in ("float32", "int8"))]
+)
 def test_a_long_context(kernels: ctypes.CDLL, dtype: KVDtype) -> None:
     step = Step(Shape(9, 3, 64, 16, 3000), [(9000, 1), (7777, 70), (5, 1)], 7, dtype)
     check_native(step, kernels, 3)

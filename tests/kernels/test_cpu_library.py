@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from kvrelay.kernels.cpu.passes import PassArgs
 from kvrelay.kernels.cpu.program import Program, Team
 from kvrelay.kernels.cpu.sample import ROW, SampleArgs
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
-from support.paged import PagedSequences
+from support.paged import logits_by
 
 needs_kernels = pytest.mark.skipif(library() is None, reason="no native kernels here")
 OPTIONS = EngineConfig(kv_memory_bytes=2**22, threads=1)
@@ -106,6 +107,15 @@ def test_arguments_are_laid_out_as_the_kernels_read_them() -> None:
         assert kernels.kvrelay_args_bytes(index) == size, index
 
 
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """The kernels are looked for anew, in the test and after it."""
+    library.cache_clear()
+    yield
+    library.cache_clear()
+
+
+@pytest.mark.usefixtures("forgotten")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -123,32 +133,18 @@ def test_without_kernels_torch_runs_the_model_and_it_is_said_once(
 ) -> None:
     folder = make_checkpoint(tmp_path, "qwen3")
     tokens = random.Random(0).choices(range(VOCAB_SIZE), k=50)
-
-    def logits() -> torch.Tensor:
-        runner = build_cpu_runner(folder, "float32", OPTIONS)
-        kinds.append(type(runner.model))
-        sequences = PagedSequences(runner)
-        sequence = sequences.add(tokens)
-        sequences.compute((sequence, 50))
-        return sequence.logits[0]
-
-    kinds: list[type] = []
     monkeypatch.delenv(module.VARIABLE, raising=False)
-    expected = logits()
-    module.library.cache_clear()
-    try:
-        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-            patch.setattr(module, *change)
-            torch.testing.assert_close(logits(), expected, atol=1e-4, rtol=0)
-            logits()
-    finally:
-        module.library.cache_clear()
-    assert kinds[1:] == [Decoder, Decoder]
-    if library() is not None:
-        assert kinds[0] is NativeDecoder
-    said = [record.getMessage() for record in caplog.records if "no native CPU kernels" in record.getMessage()]
-    assert len(said) == 1
-    assert message in said[0]
+    native = build_cpu_runner(folder, "float32", OPTIONS)
+    assert isinstance(native.model, Decoder if library() is None else NativeDecoder)
+    library.cache_clear()
+    monkeypatch.setattr(module, *change)
+    for _ in range(2):
+        with caplog.at_level(logging.WARNING):
+            plain = build_cpu_runner(folder, "float32", OPTIONS)
+        assert type(plain.model) is Decoder
+    torch.testing.assert_close(logits_by(plain, tokens), logits_by(native, tokens), atol=1e-4, rtol=0)
+    (said,) = [record.getMessage() for record in caplog.records if "no native CPU kernels" in record.getMessage()]
+    assert message in said
 
 
 def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -213,7 +209,7 @@ def cpu_with(monkeypatch: pytest.MonkeyPatch, *sets: str) -> None:
     monkeypatch.setattr(module, "cpu_features", lambda: frozenset().union(*had))
 
 
-def test_the_best_prebuilt_kernels_that_the_cpu_can_run_are_taken(
+def test_the_best_prebuilt_kernels_that_the_cpu_can_run_are_taken_and_none_of_other_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {each.name: tmp_path / module._prebuilt_name(each) for each in module.INSTRUCTION_SETS}
@@ -224,20 +220,12 @@ def test_the_best_prebuilt_kernels_that_the_cpu_can_run_are_taken(
         assert module.prebuilt(tmp_path) == files[name]
     cpu_with(monkeypatch, "avx512")
     assert module.prebuilt(tmp_path) == files["avx512"]
-    assert (
-        module.prebuilt(tmp_path, next(each for each in module.INSTRUCTION_SETS if each.name == "avx2"))
-        == files["avx2"]
-    )
+    avx2 = next(each for each in module.INSTRUCTION_SETS if each.name == "avx2")
+    assert module.prebuilt(tmp_path, avx2) == files["avx2"]
     assert module.prebuilt(tmp_path, module.INSTRUCTION_SETS[0]) is None
-    cpu_with(monkeypatch)
-    assert module.prebuilt(tmp_path) is None
-
-
-def test_prebuilt_kernels_of_other_sources_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu_with(monkeypatch, "avx2")
-    (tmp_path / module._prebuilt_name(module.INSTRUCTION_SETS[-1])).touch()
-    assert module.prebuilt(tmp_path) is not None
     monkeypatch.setattr(module, "_source_bytes", lambda: b"changed")
+    assert module.prebuilt(tmp_path) is None
+    cpu_with(monkeypatch)
     assert module.prebuilt(tmp_path) is None
 
 
@@ -262,26 +250,23 @@ assert found is not None and library.library() is not None
 
 
 @needs_kernels
+@pytest.mark.usefixtures("forgotten")
 def test_kernels_are_compiled_where_the_prebuilt_ones_can_t_be_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     damaged = tmp_path / "damaged.so"
     damaged.write_bytes(b"no library")
-    built = build(instructions=module.named_set())
     monkeypatch.setattr(module, "prebuilt", lambda **_: damaged)
-    module.library.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING):
-            kernels = library()
-    finally:
-        module.library.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        kernels = library()
     assert kernels is not None
-    assert kernels._name == str(built)
+    assert kernels._name == str(build(instructions=module.named_set()))
     (said,) = [record.getMessage() for record in caplog.records if record.name == module.__name__]
     assert "damaged.so" in said
 
 
 @needs_kernels
+@pytest.mark.usefixtures("forgotten")
 def test_the_variable_names_the_instruction_set(
     tmp_path: Path, few_sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,25 +275,21 @@ def test_the_variable_names_the_instruction_set(
     monkeypatch.setattr(module, "SOURCES", few_sources)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(module.VARIABLE, "avx2")
-    library.cache_clear()
-    try:
-        kernels = library()
-        assert kernels is not None
-        assert module.instruction_set(kernels) == "avx2"
-        allowed = ", ".join(each.name for each in module.INSTRUCTION_SETS if each.needed <= features)
-        for each in module.INSTRUCTION_SETS:
-            monkeypatch.setenv(module.VARIABLE, each.name)
-            if each.needed <= features:
-                assert module.named_set() is each
-                continue
-            lacks = ", ".join(sorted(each.needed - features))
-            library.cache_clear()
-            with pytest.raises(ValueError, match=rf"{each.name}.*no {lacks}; allowed here: {allowed}$"):
-                library()
-        monkeypatch.setenv(module.VARIABLE, "sse2")
-        with pytest.raises(ValueError, match=rf"^{module.VARIABLE} is 'sse2'; allowed here: {allowed}$"):
-            library()
-    finally:
+    kernels = library()
+    assert kernels is not None
+    assert module.instruction_set(kernels) == "avx2"
+    allowed = ", ".join(each.name for each in module.INSTRUCTION_SETS if each.needed <= features)
+    for each in module.INSTRUCTION_SETS:
+        monkeypatch.setenv(module.VARIABLE, each.name)
+        if each.needed <= features:
+            assert module.named_set() is each
+            continue
+        lacks = ", ".join(sorted(each.needed - features))
         library.cache_clear()
+        with pytest.raises(ValueError, match=rf"{each.name}.*no {lacks}; allowed here: {allowed}$"):
+            library()
+    monkeypatch.setenv(module.VARIABLE, "sse2")
+    with pytest.raises(ValueError, match=rf"^{module.VARIABLE} is 'sse2'; allowed here: {allowed}$"):
+        library()
     monkeypatch.setenv(module.VARIABLE, "")
     assert module.named_set() is None

@@ -1,7 +1,8 @@
 """Each CPU operation against its definition in `kernels/reference.py`."""
 
 import math
-from types import ModuleType
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,58 +26,57 @@ def close(found: Tensor, expected: Tensor, scale: float = 1.0) -> None:
     torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
 
 
+def rotations(rows: int, half_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Angles, and cosines and sines of them as `rope` takes them."""
+    angles = normal(rows, 1, half_dim, seed=9)
+    return angles, angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), -1)
+
+
+ARGUMENTS: dict[str, Callable[[int, torch.dtype], tuple[Any, ...]]] = {
+    "rms_norm": lambda rows, dtype: (normal(rows, 96, dtype=dtype), normal(96, dtype=dtype), 1e-5),
+    "rms_norm of heads": lambda rows, dtype: (
+        normal(rows, 10, 16, dtype=dtype)[:, :6],
+        normal(6, 16, dtype=dtype),
+        1e-5,
+    ),
+    "add_rms_norm": lambda rows, dtype: (
+        *(normal(rows, 96, dtype=dtype, seed=seed) for seed in range(2)),
+        normal(96, dtype=dtype),
+        1e-5,
+    ),
+    "rope": lambda rows, dtype: (normal(rows, 9, 32, dtype=dtype)[:, :6], *rotations(rows, 16)[1:]),
+    "silu_mul": lambda rows, dtype: (normal(rows, 2 * 56, dtype=dtype),),
+}
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("rows", ROWS)
-class TestOps:
-    @pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (33, 7), (256, 1), (704, 256)])
-    @pytest.mark.parametrize("bias", [False, True])
-    def test_linear(self, rows: int, dtype: torch.dtype, inputs: int, outputs: int, bias: bool) -> None:
-        weight = normal(outputs, inputs, dtype=dtype) / math.sqrt(inputs)
-        offset = normal(outputs, dtype=dtype) if bias else None
-        x = normal(rows, inputs, dtype=dtype)
-        close(ops.linear(weight.clone(), offset)(x), reference.linear(weight, offset)(x), scale=4)
-
-    def test_rms_norm(self, rows: int, dtype: torch.dtype) -> None:
-        x, weight = normal(rows, 96, dtype=dtype), normal(96, dtype=dtype)
-        close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
-
-    def test_rms_norm_with_a_weight_per_head(self, rows: int, dtype: torch.dtype) -> None:
-        x, weight = normal(rows, 10, 16, dtype=dtype)[:, :6], normal(6, 16, dtype=dtype)
-        close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), scale=2)
-
-    def test_add_rms_norm(self, rows: int, dtype: torch.dtype) -> None:
-        x, residual, weight = (
-            normal(*shape, dtype=dtype, seed=i) for i, shape in enumerate([(rows, 96)] * 2 + [(96,)])
-        )
-        expected = reference.add_rms_norm(x, residual, weight, 1e-5)
-        kept = residual.clone()
-        for found, wanted in zip(ops.add_rms_norm(x, residual, weight, 1e-5), expected, strict=True):
-            close(found, wanted)
-        assert torch.equal(residual, kept)
-
-    def test_rope(self, rows: int, dtype: torch.dtype) -> None:
-        x = normal(rows, 9, 32, dtype=dtype)[:, :6]
-        angles = normal(rows, 1, 16, seed=3)
-        cos, sin = angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), -1)
-        found = ops.rope(x, cos, sin)
-        close(found, reference.rope(x, cos, sin))
-        close(found.float().norm(dim=-1), x.float().norm(dim=-1), scale=1 if dtype == torch.float32 else 5e3)
-
-    def test_silu_mul(self, rows: int, dtype: torch.dtype) -> None:
-        x = normal(rows, 2 * 56, dtype=dtype)
-        close(ops.silu_mul(x), reference.silu_mul(x))
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_operation_equals_its_definition_and_keeps_all_but_x(name: str, dtype: torch.dtype) -> None:
+    operation = name.split()[0]
+    for rows in ROWS:
+        given = ARGUMENTS[name](rows, dtype)
+        before = [each.clone() if isinstance(each, Tensor) else each for each in given]
+        found = getattr(ops, operation)(*given)
+        for each, kept in zip(given[1:], before[1:], strict=True):
+            assert torch.equal(each, kept) if isinstance(each, Tensor) else each == kept
+        expected = getattr(reference, operation)(*before)
+        for each, wanted in zip(*([x] if isinstance(x, Tensor) else x for x in (found, expected)), strict=True):
+            close(each, wanted, scale=2 if name.endswith("heads") else 1)
 
 
-@pytest.mark.parametrize("module", [reference, ops])
-def test_a_backend_has_every_operation(module: ModuleType) -> None:
-    for name in ("linear", "embed", "rms_norm", "add_rms_norm", "rope", "silu_mul"):
-        assert callable(getattr(module, name))
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (33, 7), (256, 1), (704, 256)])
+def test_linear(dtype: torch.dtype, inputs: int, outputs: int) -> None:
+    weight = normal(outputs, inputs, dtype=dtype) / math.sqrt(inputs)
+    for offset in (None, normal(outputs, dtype=dtype)):
+        product = ops.linear(weight.clone(), offset)
+        for rows in ROWS:
+            x = normal(rows, inputs, dtype=dtype)
+            close(product(x), reference.linear(weight, offset)(x), scale=4)
 
 
 def test_rotations_agree_with_complex_numbers() -> None:
-    x = normal(5, 3, 8)
-    angles = normal(5, 1, 4, seed=9)
-    cos, sin = angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), -1)
+    x, (angles, cos, sin) = normal(5, 3, 8), rotations(5, 4)
     turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angles), angles)
     close(reference.rope(x, cos, sin), torch.cat((turned.real, turned.imag), -1))
 

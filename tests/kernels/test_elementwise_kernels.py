@@ -1,22 +1,26 @@
 """Norm, gate, and the write of rotated KV: equal their definitions, and compile for GPUs that this machine lacks."""
 
+import gc
 import os
+import weakref
 
 import pytest
 import torch
 from torch import Tensor
-from triton_compile import ARCHITECTURES, Compiler
+from triton_compile import Compiler, each_architecture
 
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.kernels import reference
 from kvrelay.kernels.kv_codes import SCALE, dequantize
 from kvrelay.kernels.ops import Feeds
-from kvrelay.kernels.triton import add_rmsnorm, silu_mul
-from kvrelay.kernels.triton.embed import embed
+from kvrelay.kernels.triton.add_rmsnorm import Norms
+from kvrelay.kernels.triton.embed import Embed
 from kvrelay.kernels.triton.paged import PagedKV
 from kvrelay.kernels.triton.rope_kv_write import rope_kv_write
+from kvrelay.kernels.triton.silu_mul import SiluMul
 
+more = pytest.mark.more
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # The interpreter truncates when it converts to bfloat16, so only the tests of compilation use that type.
 DTYPES = (torch.float32, torch.float16)
@@ -34,32 +38,43 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [0, 1, 7])
-@pytest.mark.parametrize("columns", [1, 64, 130, 4096])
-class TestNorm:
-    def test_norm(self, rows: int, columns: int, dtype: torch.dtype) -> None:
-        x, weight = normal(rows, columns, dtype=dtype), normal(columns, dtype=dtype, seed=1)
-        close(add_rmsnorm.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
-
-    def test_sum_and_norm(self, rows: int, columns: int, dtype: torch.dtype) -> None:
-        x, residual = (normal(rows, columns, dtype=dtype, seed=seed) for seed in range(2))
-        weight = normal(columns, dtype=dtype, seed=1)
-        expected, total = reference.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
-        found, kept = add_rmsnorm.add_rms_norm(x, residual, weight, 1e-5)
+@pytest.mark.parametrize("columns", [1, 130, pytest.param(4096, marks=more)])
+def test_norms(columns: int, dtype: torch.dtype) -> None:
+    """The launches differ in rows, eps, and where rows begin; most repeat one before. Rows may lie apart."""
+    norms = Norms()
+    for rows, offset, apart, eps in (
+        (0, 0, 0, 1e-5),
+        (7, 0, 0, 1e-5),
+        (7, 0, 0, 1e-5),
+        (2, 0, 0, 1e-5),
+        (2, 1, 0, 1e-5),
+        (2, 0, 0, 2e-3),
+        (5, 0, 3, 1e-5),
+        (3, 0, 3, 1e-5),
+    ):
+        x = normal(rows * (columns + apart) + offset, dtype=dtype, seed=rows)[offset:]
+        x = x.view(rows, columns + apart)[:, :columns]
+        weight, residual = normal(columns, dtype=dtype, seed=1), normal(rows, columns, dtype=dtype, seed=2)
+        close(norms.rms_norm(x, weight, eps), reference.rms_norm(x, weight, eps))
+        expected, total = reference.add_rms_norm(x.clone(), residual.clone(), weight, eps)
+        found, kept = norms.add_rms_norm(x, residual, weight, eps)
         close(found, expected)
         assert torch.equal(kept, total)
 
 
-def test_norm_takes_rows_that_lie_apart() -> None:
-    x, weight = normal(5, 96)[:, :64], normal(64)
-    close(add_rmsnorm.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "inner"), [(0, 4), (1, 1), (3, 112), (2, 1500), (5, 2048)])
-def test_gate(rows: int, inner: int, dtype: torch.dtype) -> None:
-    gate_up = normal(rows, 2 * inner, dtype=dtype) * 4
-    close(silu_mul.silu_mul(gate_up), reference.silu_mul(gate_up))
+@pytest.mark.parametrize("inner", [112, 1500, *(pytest.param(inner, marks=more) for inner in (1, 2048))])
+def test_gate(inner: int, dtype: torch.dtype) -> None:
+    """Repeated launches are among these, and keep nothing alive."""
+    gate = SiluMul()
+    for rows in (3, 3, 5, 0, 1):
+        x = normal(rows, 2 * inner, dtype=dtype) * 4
+        out = gate(x)
+        close(out, reference.silu_mul(x))
+    gone = weakref.ref(x), weakref.ref(out)
+    del x, out
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
 
 
 def embed_inputs(tokens: int, columns: int, half_dim: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -72,25 +87,20 @@ def embed_inputs(tokens: int, columns: int, half_dim: int, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("tokens", "columns", "half_dim"), [(0, 8, 4), (1, 64, 8), (5, 2500, 40)])
-def test_embed(tokens: int, columns: int, half_dim: int, dtype: torch.dtype) -> None:
-    """Tokens of the step, tokens that the step before has sampled, and one that it couldn't sample."""
-    given = embed_inputs(tokens, columns, half_dim, dtype)
-    feeds = Feeds(torch.tensor([-1, 2, 0, -1, 1], device=DEVICE)[:tokens], torch.tensor([4, -1, 9], device=DEVICE))
-    for fed in (None, feeds):
-        for found, expected in zip(embed(feeds=fed, **given), reference.embed(feeds=fed, **given), strict=True):
-            assert found.shape == expected.shape
-            close(found, expected)
-
-
-def test_embed_refuses_what_does_not_fit() -> None:
-    given = embed_inputs(2, 8, 4, torch.float32)
-    with pytest.raises(ValueError, match=r"positions is \[1\]; allowed: \[2\]"):
-        embed(feeds=None, **given | {"positions": given["positions"][:1]})
-    with pytest.raises(ValueError, match=r"feeds.rows is torch.int32; allowed: torch.int64"):
-        embed(feeds=Feeds(given["tokens"].int(), given["tokens"]), **given)
-    with pytest.raises(ValueError, match=r"tokens, table and frequencies are "):
-        embed(feeds=None, **given | {"table": given["table"][0]})
+@pytest.mark.parametrize(("columns", "half_dim"), [(64, 8), (2500, 40)])
+def test_embed(columns: int, half_dim: int, dtype: torch.dtype) -> None:
+    """Tokens of the step, tokens that the step before has sampled, and one that it couldn't sample; repeated launches,
+    too."""
+    whole, embed = embed_inputs(5, columns, half_dim, dtype), Embed()
+    rows, sampled = torch.tensor([-1, 2, 0, -1, 1], device=DEVICE), torch.tensor([4, -1, 9], device=DEVICE)
+    for tokens in (5, 0, 1, 4):
+        given = whole | {name: whole[name][:tokens] for name in ("tokens", "positions")}
+        for fed in (None, Feeds(rows[:tokens], sampled)):
+            for found, expected in zip(embed(feeds=fed, **given), reference.embed(feeds=fed, **given), strict=True):
+                assert found.shape == expected.shape
+                close(found, expected)
+    with pytest.raises(ValueError, match=r"positions is \[2\]; allowed: \[4\]"):
+        embed(feeds=None, **given | {"positions": given["positions"][:2]})
 
 
 BLOCK = 8
@@ -129,13 +139,16 @@ class Rope:
         return self.kv[self.slots >= 0]
 
 
-HEADS = [(4, 2), (3, 3), (6, 1), pytest.param((32, 8), marks=pytest.mark.slow)]
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize(("tokens", "dim"), [(1, 16), (7, 24), pytest.param(3, 128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("tokens", "dim", "heads", "norm"),
+    [
+        (7, 24, (4, 2), True),
+        (1, 16, (6, 1), False),
+        *(pytest.param(7, 24, heads, norm, marks=more) for heads in ((3, 3), (32, 8)) for norm in (False, True)),
+        pytest.param(3, 128, (4, 2), True, marks=more),
+    ],
+)
 def test_rope_and_kv_write(tokens: int, dim: int, heads: tuple[int, int], norm: bool, dtype: torch.dtype) -> None:
     case = Rope(tokens, heads, dim, norm, dtype)
     pool = case.pool(dtype)
@@ -189,30 +202,35 @@ def test_what_does_not_fit_is_refused(change: object, message: str) -> None:
         rope_kv_write(**given)
 
 
-def test_norm_and_gate_refuse_what_does_not_fit() -> None:
+def test_norm_gate_and_embedding_refuse_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match=r"weight is \[5\]; allowed: \[4\]"):
-        add_rmsnorm.rms_norm(normal(2, 4), normal(5), 1e-5)
+        Norms().rms_norm(normal(2, 4), normal(5), 1e-5)
     with pytest.raises(ValueError, match=r"residual is torch\.float16; allowed: torch\.float32"):
-        add_rmsnorm.add_rms_norm(normal(2, 4), normal(2, 4).half(), normal(4), 1e-5)
+        Norms().add_rms_norm(normal(2, 4), normal(2, 4).half(), normal(4), 1e-5)
     with pytest.raises(ValueError, match=r"x is .*unit stride"):
-        add_rmsnorm.rms_norm(normal(4, 2).T, normal(4), 1e-5)
+        Norms().rms_norm(normal(4, 2).T, normal(4), 1e-5)
     with pytest.raises(ValueError, match=r"gate_up is"):
-        silu_mul.silu_mul(normal(2, 3))
+        SiluMul()(normal(2, 3))
+    given = embed_inputs(2, 8, 4, torch.float32)
+    with pytest.raises(ValueError, match=r"feeds.rows is torch.int32; allowed: torch.int64"):
+        Embed()(feeds=Feeds(given["tokens"].int(), given["tokens"]), **given)
+    with pytest.raises(ValueError, match=r"tokens, table and frequencies are "):
+        Embed()(feeds=None, **given | {"table": given["table"][0]})
 
 
 def launch_norms(columns: int) -> None:
     x = torch.zeros(4, columns, dtype=torch.bfloat16)
-    add_rmsnorm.rms_norm(x, x[0], 1e-5)
-    add_rmsnorm.add_rms_norm(x, x.clone(), x[0], 1e-5)
+    Norms().rms_norm(x, x[0], 1e-5)
+    Norms().add_rms_norm(x, x.clone(), x[0], 1e-5)
 
 
 def launch_embed() -> None:
     longs, table = torch.zeros(4, dtype=torch.int64), torch.zeros(16, 4096, dtype=torch.bfloat16)
-    embed(longs, Feeds(longs, longs), longs, table, torch.zeros(64))
+    Embed()(longs, Feeds(longs, longs), longs, table, torch.zeros(64))
 
 
 def launch_gate() -> None:
-    silu_mul.silu_mul(torch.zeros(4, 2 * 14336, dtype=torch.bfloat16))
+    SiluMul()(torch.zeros(4, 2 * 14336, dtype=torch.bfloat16))
 
 
 def launch_rope(dim: int, norm: bool, kv: torch.dtype) -> None:
@@ -232,8 +250,8 @@ MORE_LAUNCHES = [
 ]
 
 
-@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.more)])
+@each_architecture
 def test_compiled(compiler: Compiler, architecture: int, more: bool) -> None:
     """The kernels spill nothing, and their programs are so small that a multiprocessor runs as many as it can."""
     launches = [*(MORE_LAUNCHES if more else LAUNCHES)]

@@ -45,7 +45,7 @@ def far(device: torch.device) -> Iterator[Tensor]:
 @pytest.fixture
 def cases(far: Tensor, device: torch.device) -> tuple[Sequences, PagedKV, Tensor]:
     """Sequences in a small pool, and the same KV in the last blocks of the large one, with its block tables."""
-    near = make_sequences((2 * KV_HEADS, KV_HEADS, DIM), CONTEXTS, [20, 65], block_size=BLOCK_SIZE, device=device)
+    near = make_sequences((2 * KV_HEADS, KV_HEADS, DIM), CONTEXTS, [8, 5], block_size=BLOCK_SIZE, device=device)
     held = near.kv.pool
     offset = BLOCKS - len(held)
     far[offset:] = held
@@ -76,7 +76,7 @@ def test_decode(cases: tuple[Sequences, PagedKV, Tensor]) -> None:
     assert torch.equal(decode(near, far, tables), decode(near, near.kv, near.block_tables))
 
 
-@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("tma", [False, pytest.param(True, marks=pytest.mark.more)])
 def test_prefill(cases: tuple[Sequences, PagedKV, Tensor], tma: bool) -> None:
     near, far, tables = cases
     tile = Tile(32, 32, 4, 2, tma=tma)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_codes import normal, random_codes
+from test_cpu_linear import normal, random_codes
 
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.sampling.native import NativeSampler

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from triton_compile import ARCHITECTURES, Compiler
+from triton_compile import Compiler, each_architecture
 
 from kvrelay.kernels.reference import kv_checksum
 from kvrelay.kernels.triton import kv_checksum as kernel
@@ -40,46 +40,29 @@ def test_the_definition_is_the_formula_on_plain_integers() -> None:
         assert kv_checksum(data) == total % 2**64
 
 
-BYTES = st.binary(min_size=1, max_size=4096)
-
-
-@given(data=BYTES, draw=st.data())
-def test_a_flipped_bit_changes_it(data: bytes, draw: st.DataObject) -> None:
-    bit = draw.draw(st.integers(0, 8 * len(data) - 1))
-    flipped = bytearray(data)
-    flipped[bit // 8] ^= 1 << bit % 8
-    assert kv_checksum(flipped) != kv_checksum(data)
-
-
-@given(data=BYTES, draw=st.data())
+@given(data=st.binary(min_size=1, max_size=4096), draw=st.data())
 def test_any_change_within_a_word_changes_it(data: bytes, draw: st.DataObject) -> None:
+    """A flipped bit is such a change."""
     first = draw.draw(st.integers(0, (len(data) - 1) // 8)) * 8
     size = min(8, len(data) - first)
     word = draw.draw(st.binary(min_size=size, max_size=size).filter(lambda word: word != data[first : first + size]))
     assert kv_checksum(data[:first] + word + data[first + size :]) != kv_checksum(data)
 
 
-@given(data=st.binary(min_size=32, max_size=4096), size=st.sampled_from([1, 8, 16]), draw=st.data())
-def test_swapped_parts_change_it(data: bytes, size: int, draw: st.DataObject) -> None:
+@given(
+    data=st.one_of(st.binary(min_size=32, max_size=4096), st.integers(4, 500).map(bytes)),
+    size=st.sampled_from([1, 8, 16]),
+    draw=st.data(),
+)
+def test_parts_that_are_moved_cut_off_or_added_change_it(data: bytes, size: int, draw: st.DataObject) -> None:
+    """Swapped parts, blocks that are shifted as a whole, truncation, and zeros at the end."""
     parts = [data[first : first + size] for first in range(0, len(data), size)]
     a, b = (draw.draw(st.integers(0, len(parts) - 1)) for _ in range(2))
     parts[a], parts[b] = parts[b], parts[a]
-    swapped = b"".join(parts)
-    assert (kv_checksum(swapped) != kv_checksum(data)) == (swapped != data)
-
-
-@given(data=st.one_of(BYTES, st.integers(1, 500).map(bytes)), draw=st.data())
-def test_truncation_and_appended_zeros_change_it(data: bytes, draw: st.DataObject) -> None:
-    kept = draw.draw(st.integers(0, len(data) - 1))
-    assert kv_checksum(data[:kept]) != kv_checksum(data)
-    assert kv_checksum(data + bytes(draw.draw(st.integers(1, 64)))) != kv_checksum(data)
-
-
-@given(data=BYTES, rotation=st.integers(1, 600))
-def test_shifted_blocks_change_it(data: bytes, rotation: int) -> None:
-    shift = rotation * 8 % len(data)
-    shifted = data[shift:] + data[:shift]
-    assert (kv_checksum(shifted) != kv_checksum(data)) == (shifted != data)
+    shift = draw.draw(st.integers(1, 600)) * 8 % len(data)
+    kept, zeros = draw.draw(st.integers(0, len(data) - 1)), draw.draw(st.integers(1, 64))
+    for changed in (b"".join(parts), data[shift:] + data[:shift], data[:kept], data + bytes(zeros)):
+        assert (kv_checksum(changed) != kv_checksum(data)) == (changed != data)
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -93,8 +76,8 @@ def launch_blank(length: int) -> None:
     kernel.kv_checksum(torch.zeros(length, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("length", [pytest.param(1, marks=pytest.mark.slow), 1001])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("length", [pytest.param(1, marks=pytest.mark.more), 1001])
+@each_architecture
 def test_compiled(compiler: Compiler, architecture: int, length: int) -> None:
     (compiled,) = compiler.compile(architecture, launch_blank, length)
     compiled.check_fits()

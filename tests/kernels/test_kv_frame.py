@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from triton_compile import ARCHITECTURES, Compiler
+from triton_compile import Compiler, each_architecture
 
 from kvrelay.engine.kv.layout import KVLayout, LayerPart
 from kvrelay.engine.kv.pool import KVPool
@@ -57,8 +57,14 @@ def check(plane: int, part: LayerPart, device: torch.device) -> None:
     assert number(total) == digest
 
 
-@pytest.mark.parametrize("part", PARTS, ids=["all layers", "some layers"])
-@pytest.mark.parametrize("plane", PLANES)
+@pytest.mark.parametrize(
+    ("plane", "part"),
+    [
+        (PLANES[1], PARTS[1]),
+        (PLANES[-1], PARTS[0]),
+        *(pytest.param(plane, part, marks=pytest.mark.more) for plane in PLANES for part in PARTS),
+    ],
+)
 def test_equals_its_definition(device: torch.device, plane: int, part: LayerPart) -> None:
     check(plane, part, device)
 
@@ -110,8 +116,8 @@ def launch_blank(way: Way) -> None:
     kv_frame(way, pool, torch.zeros(2, dtype=torch.int64), frame, torch.zeros(1, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("way", ["write", pytest.param("read", marks=pytest.mark.slow), "sum"])
+@each_architecture
+@pytest.mark.parametrize("way", ["write", *(pytest.param(way, marks=pytest.mark.more) for way in ("read", "sum"))])
 def test_compiled(compiler: Compiler, way: Way, architecture: int) -> None:
     (kernel,) = compiler.compile(architecture, launch_blank, way)
     kernel.check_fits()

@@ -1,4 +1,4 @@
-"""Frames read from the pool and written into it equal their definition, and those of `KVPool`."""
+"""Frames read from the pool and written into it equal their definition; `KVPool` copies them by these kernels."""
 
 import random
 import re
@@ -7,10 +7,8 @@ from typing import Literal
 import pytest
 import torch
 from torch import Tensor
-from triton_compile import ARCHITECTURES, Compiler
+from triton_compile import Compiler, each_architecture
 
-from kvrelay.engine.kv.layout import KVLayout
-from kvrelay.engine.kv.pool import KVPool
 from kvrelay.kernels import reference
 from kvrelay.kernels.triton.kv_gather import kv_gather, kv_scatter
 
@@ -70,24 +68,6 @@ def test_equals_its_definition(
     assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
 
 
-@pytest.mark.parametrize("order", ["NHD", "HND"])
-def test_frames_are_those_of_the_pool(device: torch.device, order: Order) -> None:
-    layout = KVLayout(LAYERS, kv_heads=2, head_dim=32, block_size=8, dtype="float16", order=order)
-    pools = [KVPool(layout, BLOCKS, device) for _ in range(2)]
-    pools[0].tensor.copy_(make_pool(order, 2, 8, 32, torch.float16, device).nan_to_num(1.0, 2.0, 3.0))
-    table, tokens = [7, 3, 5, 0, 1], 21
-    frames = [torch.zeros(tokens * layout.token_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    size = pools[0].read(table, 8, tokens, frames[0])
-    blocks = torch.tensor(table[1:4], device=device)
-    assert kv_gather(pools[0].tensor, blocks, tokens, frames[1], order) == size
-    assert torch.equal(*frames)
-    for pool in pools:
-        pool.tensor.fill_(5.0)
-    pools[0].write(table, 8, tokens, frames[0])
-    kv_scatter(pools[1].tensor, blocks, tokens, frames[0], order)
-    assert torch.equal(pools[0].tensor, pools[1].tensor)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -120,10 +100,10 @@ def launch_blank(order: Order, scatter: bool) -> None:
     copy(pool, torch.zeros(2, dtype=torch.int64), 20, frame, order)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@each_architecture
 @pytest.mark.parametrize(
     ("order", "scatter"),
-    [("HND", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("HND", False), ("NHD", True)))],
+    [("HND", True), *(pytest.param(*case, marks=pytest.mark.more) for case in (("HND", False), ("NHD", True)))],
 )
 def test_compiled(compiler: Compiler, order: Order, scatter: bool, architecture: int) -> None:
     (kernel,) = compiler.compile(architecture, launch_blank, order, scatter)
@@ -138,7 +118,8 @@ def launch_least(order: Order) -> None:
     kv_gather(pool, torch.zeros(1, dtype=torch.int64), 1, torch.zeros(64, dtype=torch.uint8), order)
 
 
-@pytest.mark.parametrize("order", [pytest.param("NHD", marks=pytest.mark.slow), "HND"])
+@pytest.mark.more
+@pytest.mark.parametrize("order", ["NHD", "HND"])
 def test_arguments_of_1_compile(compiler: Compiler, order: Order) -> None:
     """The compiler makes them constants, the interpreter doesn't."""
     compiler.compile(90, launch_least, order)[0].check_fits()

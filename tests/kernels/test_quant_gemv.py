@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from triton_compile import ARCHITECTURES, Compiler
+from triton_compile import Compiler, each_architecture
 
 from kvrelay.kernels import codes
 from kvrelay.kernels.codes import CodedWeight
@@ -64,12 +64,15 @@ SHAPES = [
     (1, 256, False, torch.float16),
     (1, 256, False, torch.float32),
     (70, 1024, True, torch.float16),
-    pytest.param(130, 1280, True, torch.float16, marks=pytest.mark.slow),
-    pytest.param(130, 1280, True, torch.float32, marks=pytest.mark.slow),
+    pytest.param(130, 1280, True, torch.float16, marks=pytest.mark.more),
+    pytest.param(130, 1280, True, torch.float32, marks=pytest.mark.more),
 ]
 
 
-@pytest.mark.parametrize(("bits", "group"), [(8, 0), (4, 32), (4, 64), (4, 128), (4, 256)])
+@pytest.mark.parametrize(
+    ("bits", "group"),
+    [(8, 0), (4, 64), *(pytest.param(4, group, marks=pytest.mark.more) for group in (32, 128, 256))],
+)
 @pytest.mark.parametrize(("outputs", "inputs", "bias", "dtype"), SHAPES, ids=str)
 def test_product(bits: int, group: int, outputs: int, inputs: int, dtype: torch.dtype, bias: bool) -> None:
     weight = held(bits, group, outputs, inputs, dtype)
@@ -129,8 +132,8 @@ def launch(bits: int, outputs: int, inputs: int) -> None:
     QuantGemv(weight, None, processors=132)(x)
 
 
-@pytest.mark.parametrize("outputs", [4096, pytest.param(28672, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("outputs", [4096, pytest.param(28672, marks=pytest.mark.more)])
+@each_architecture
 def test_compiled(compiler: Compiler, architecture: int, outputs: int) -> None:
     """Weights go through a pipeline of asynchronous copies to the tensor cores."""
     for launched in [compiler.start(architecture, launch, bits, outputs, 4096) for bits in (8, 4)]:

@@ -16,9 +16,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pytest
+
 SHARED_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """Largest shared memory of a program, in bytes, by architecture (CUDA C++ programming guide)."""
 ARCHITECTURES = tuple(SHARED_LIMITS)
+each_architecture = pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(each, marks=pytest.mark.more if each != 90 else ()) for each in ARCHITECTURES],
+)
+"""Marks a test that compiles for each architecture: for that of an H100 in `make test` already."""
 SECONDS = 170
 """Timeout of a compilation."""
 PROCESSES = 2
@@ -39,7 +46,6 @@ class Compiled:
     """Shared memory of a program, in bytes."""
     ttgir: str
     ptx: str
-    cubin: bytes
 
     def check_fits(self, stack: int = 0) -> None:
         """Fails if registers are spilled, but for `stack` bytes, or if the architecture has less shared memory."""
@@ -63,11 +69,6 @@ class Compiled:
             if re.search(pattern, self.ptx):
                 return name
         return ""
-
-    @property
-    def sass(self) -> str:
-        """The machine code, in the order in which the instructions are issued."""
-        return _dump(self.cubin, "-sass")
 
     @property
     def stages(self) -> int:
@@ -168,25 +169,20 @@ def _describe(kernel: Any, architecture: int) -> Compiled:
         shared=kernel.metadata.shared,
         ttgir=kernel.asm["ttgir"],
         ptx=kernel.asm["ptx"],
-        cubin=kernel.asm["cubin"],
     )
 
 
 def _resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its local memory."""
-    text = _dump(cubin, "--dump-resource-usage")
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", text)
-    assert found, text
-    registers, stack, local = map(int, found.groups())
-    return registers, stack + local
-
-
-def _dump(cubin: bytes, what: str) -> str:
-    """The output of `cuobjdump` for compiled code."""
+    """Registers of a thread, and bytes of its local memory, by `cuobjdump`."""
     from triton.backends import nvidia
 
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True, timeout=60).stdout
+        command = [tool, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", text)
+    assert found, text
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expressions import KNOWN, dashboards, graphs, mistakes, queries, recorded, rule_groups
+from prometheus import promtool
 
 from kvrelay.cluster.grafana.dashboards import RAY_PREFIX
 from kvrelay.cluster.grafana.dashboards import dashboards as made
 from kvrelay.rpc.metrics.families import FAMILIES
-from support.expressions import KNOWN, dashboards, graphs, mistakes, queries, recorded, rule_groups
-from support.prometheus import promtool
 
 RULES = [rule for group in rule_groups() for rule in group["rules"]]
 ROOT = Path(__file__).parents[2]

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from expressions import RULES, dashboards, queries, rule_groups
+from prometheus import prometheus, promtool
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.client import Client
 from kvrelay.cluster.asking.status import as_json
 from kvrelay.rpc.metrics.families import BUILD_NAME, FAMILIES
-from support.expressions import RULES, dashboards, queries, rule_groups
 from support.faults import ENGINE, OUT, PROMPT, TRANSFER, Scene, prompt_of
 from support.hash_worker import MODULE, STEP_SECONDS, WORKER_LAYOUT
 from support.processes import process_cluster, wait_until
-from support.prometheus import prometheus, promtool
 
 SECONDS = 30.0
 REQUESTS = 6
@@ -190,7 +190,7 @@ def test_what_a_router_refuses_and_what_clients_give_up_is_counted(watched: Watc
     watched.scene.settle(SECONDS)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_prometheus_that_scrapes_the_cluster_answers_every_query(watched: Watched, tmp_path: Path) -> None:
     for path in RULES.glob("*.yaml"):
         (tmp_path / path.name).write_text(path.read_text().replace("interval: 30s", "interval: 1s"))

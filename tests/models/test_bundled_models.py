@@ -2,8 +2,6 @@
 
 import ast
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,7 +139,7 @@ def test_the_card_quotes_the_training_record(name: str) -> None:
     assert "$" not in card
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["pico-draft", pytest.param("pico", marks=pytest.mark.more)])
 def test_the_recorded_bits_per_byte_hold_for_the_weights(name: str) -> None:
     """Measured on every 16th window of the held-out files of this Python, whose version has slightly other files."""
     texts = [text for path, text in train.library_files().items() if train.is_held_out(path)]
@@ -173,11 +171,6 @@ def test_resolve_names_the_value_and_what_is_allowed(value: str) -> None:
 def test_resolve_refuses_a_folder_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json"):
         models.resolve(str(tmp_path))
-
-
-def test_names_need_no_torch() -> None:
-    code = "import sys; from kvrelay import models; models.resolve('pico'); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_an_interrupted_training_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from nemesis.ground import Ground, Inject
 LOAD = Path(__file__).parents[2] / "benchmarks" / "siege_load.py"
 SECONDS = 8.0
 """Seconds that an attack lasts."""
+START_SECONDS = 120.0
+"""Seconds within which the clients' process says that it has started. The machine gives it less than the cluster."""
 END_SECONDS = 30.0
 LONG = {"prompts": (1500, 1500), "counts": (2000, 2000), "at_once": 30, "distinct": 0}
 """Streams that want four times the KV of both decode workers."""
@@ -33,7 +35,7 @@ def attacked(kind: str, **options: Any) -> Inject:
         )
         try:
             if client.stdout is not None:
-                await asyncio.wait_for(client.stdout.readline(), END_SECONDS)
+                await asyncio.wait_for(client.stdout.readline(), START_SECONDS)
             await asyncio.sleep(SECONDS)
             # It ends when its standard input does. How soon is no promise of the cluster.
             if client.stdin is not None:

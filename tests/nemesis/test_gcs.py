@@ -3,31 +3,26 @@
 import asyncio
 import contextlib
 import importlib.util
-import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from kvrelay.client import AsyncClient
-from kvrelay.cluster.processes.processes import Process, alive
 from nemesis.load import Stream, ask, draw
 from support.processes import free_port, wait_until
+from support.ray_commands import KVRELAY, START_SECONDS, World, cluster_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
 
-BIN = Path(sys.executable).parent
-MARK = "NEMESIS_RAY"
 KINDS = 6
 """Requests that are asked again and again; their first answers are the right ones."""
 EVERY_SECONDS = 0.4
@@ -35,7 +30,6 @@ BEFORE, WITHOUT = 4.0, 20.0
 """Seconds of load: until the GCS is killed, and without it. With Redis it goes on until the cluster was scaled."""
 SCALED_SECONDS = 30.0
 """Seconds from the return of the GCS until the supervisor has followed a command."""
-START_SECONDS = 240.0
 
 
 def redis_server() -> str | None:
@@ -49,20 +43,12 @@ def redis_server() -> str | None:
 
 
 @dataclass
-class RayCluster:
-    """A Ray head with kvrelay on it. Every process of it has MARK in its environment."""
+class RayCluster(World):
+    """A Ray head with kvrelay on it."""
 
-    folder: Path
-    redis: bool
-    environment: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        hidden = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
-        self.environment = {name: value for name, value in os.environ.items() if name not in hidden}
-        self.environment |= {MARK: str(self.folder), "KVRELAY_STATE_DIR": str(self.folder / "state")}
-        self.environment["RAY_worker_niceness"] = "0"  # as `kvrelay up` and the chart do
-        self.port = free_port()
-        self._redis: subprocess.Popen[bytes] | None = None
+    redis: bool = False
+    """Whether the GCS keeps what it knows in Redis."""
+    _redis: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         if self.redis:
@@ -75,64 +61,34 @@ class RayCluster:
                 cwd=self.folder,
             )
             self.environment["RAY_REDIS_ADDRESS"] = f"127.0.0.1:{port}"
-        options = {"port": self.port, "include-dashboard": "false", "num-cpus": 4, "temp-dir": self.folder / "ray"}
+        port = free_port()
+        options = {"port": port, "include-dashboard": "false", "num-cpus": 4, "temp-dir": self.folder / "ray"}
         # Ray waits for 15 s only for agents that choose their own ports, which a busy machine starts more slowly.
         agents = ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent", "metrics-export")
         options |= {f"{name}-port": free_port() for name in (*agents, "ray-client-server")}
-        self.call("ray", "start", "--head", "--no-monitor", *(f"--{name}={value}" for name, value in options.items()))
-        config = self.folder / "kvrelay.yaml"
-        # In float32, so that a token doesn't depend on what else is in its batch.
-        engine = "engine: {kv_memory_bytes: 33554432, prefix_cache: false}"
-        config.write_text(f"drain_seconds: 2\nmodel: {{dtype: float32}}\n{engine}\n")
-        self.call(
-            "kvrelay",
-            "up",
-            "--grpc-port",
-            "0",
-            "--http-port",
-            "0",
-            "--address",
-            f"127.0.0.1:{self.port}",
-            "--detach",
-            "--config",
-            str(config),
-        )
-
-    def call(self, program: str, *arguments: str) -> str:
+        ray = [str(Path(KVRELAY).parent / "ray"), "start", "--head", "--no-monitor"]
         done = subprocess.run(
-            [BIN / program, *arguments],
+            [*ray, *(f"--{name}={value}" for name, value in options.items())],
             env=self.environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=START_SECONDS,
         )
-        assert done.returncode == 0, f"{program} {arguments}: {done.stdout[-2000:]} {done.stderr[-2000:]}"
-        return done.stdout
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        config = self.folder / "kvrelay.yaml"
+        # In float32, so that a token doesn't depend on what else is in its batch.
+        engine = "engine: {kv_memory_bytes: 33554432, prefix_cache: false}"
+        config.write_text(f"drain_seconds: 2\nmodel: {{dtype: float32}}\n{engine}\n")
+        self.up("--address", f"127.0.0.1:{port}", "--config", str(config))
 
-    def status(self) -> dict[str, Any]:
-        return dict(json.loads(self.call("kvrelay", "status", "--json")))
+    def incarnations(self) -> dict[str, str]:
+        return {worker["name"]: worker["incarnation"] for worker in self.status()["workers"]}
 
-    def worker(self, name: str) -> dict[str, Any]:
-        return next(worker for worker in self.status()["workers"] if worker["name"] == name)
+    def gcs(self) -> psutil.Process:
+        return psutil.Process(cluster_processes(Path(self.environment["KVRELAY_STATE_DIR"]))["gcs_server"][0])
 
-    def processes(self) -> list[Process]:
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get(MARK) == str(self.folder) and alive(process):
-                    found.append(process)
-        return found
-
-    def gcs(self) -> tuple[int, list[str], dict[str, str]]:
-        """Pid, command line and environment of the GCS."""
-        for process in self.processes():
-            command = process.cmdline()
-            if command and command[0].endswith("gcs_server"):
-                return process.pid, command, process.environ()
-        raise AssertionError("there is no gcs_server")
-
-    def log(self) -> str:
+    def supervisors_log(self) -> str:
         """The last lines of the supervisor's log."""
         logs = (self.folder / "ray").glob("session_*/logs/worker-*.err")
         return next((text[-3000:] for path in logs if "will be replaced" in (text := path.read_text())), "no log")
@@ -155,7 +111,7 @@ def ray(request: pytest.FixtureRequest) -> Iterator[RayCluster]:
         pytest.skip("redis-server is not installed")
     # Not in pytest's folder: the path of Ray's sockets may have 107 bytes.
     with tempfile.TemporaryDirectory(prefix="kvr", ignore_cleanup_errors=True) as folder:
-        cluster = RayCluster(Path(folder), request.param)
+        cluster = RayCluster(Path(folder), redis=request.param)
         try:
             cluster.start()
             yield cluster
@@ -179,25 +135,25 @@ async def load(address: str, over: asyncio.Event) -> list[Stream]:
 
 
 def test_requests_are_served_while_the_gcs_is_gone(ray: RayCluster) -> None:
-    router = str(ray.status()["router"])
-    pid, command, variables = ray.gcs()
-    nothing = subprocess.DEVNULL
+    gcs, nothing = ray.gcs(), subprocess.DEVNULL
+    command, variables = gcs.cmdline(), gcs.environ()
 
     async def run() -> list[Stream]:
         over = asyncio.Event()
-        running = asyncio.create_task(load(router, over))
+        running = asyncio.create_task(load(ray.remembered()["router"], over))
         await asyncio.sleep(BEFORE)
-        os.kill(pid, signal.SIGKILL)
+        gcs.kill()
         await asyncio.sleep(WITHOUT)
         if ray.redis:
             await asyncio.create_subprocess_exec(*command, env=variables, stdout=nothing, stderr=nothing)
             returned = time.monotonic()
-            await asyncio.to_thread(ray.call, "kvrelay", "scale", "decode=2", "--timeout", f"{START_SECONDS:g}")
+            scaled = await asyncio.to_thread(ray.call, "scale", "decode=2", seconds=START_SECONDS)
+            assert scaled.returncode == 0, scaled.stderr
             assert time.monotonic() - returned < SCALED_SECONDS
         over.set()
         return await running
 
-    before = {worker["name"]: worker["incarnation"] for worker in ray.status()["workers"]}
+    before = ray.incarnations()
     streams = asyncio.run(run())
     right = {stream.name: stream.tokens for stream in streams[:KINDS]}
     assert len(streams) > KINDS + (BEFORE + WITHOUT) / EVERY_SECONDS / 2
@@ -205,15 +161,15 @@ def test_requests_are_served_while_the_gcs_is_gone(ray: RayCluster) -> None:
         assert (stream.error, stream.retries) == ("", 0)
         assert stream.tokens == right[stream.name]
         assert len(stream.tokens) == stream.count
-    present = {worker["name"]: worker["incarnation"] for worker in ray.status()["workers"]}
+    present = ray.incarnations()
     assert before.items() <= present.items()
     assert len(present) - len(before) == ray.redis
     if ray.redis:
-        lost = ray.worker("worker-1")
+        lost = ray.member("worker-1")
         os.kill(lost["pid"], signal.SIGKILL)
 
         def replaced() -> bool:
-            worker = ray.worker("worker-1")
-            return bool(worker["state"] == "ready" and worker["incarnation"] != lost["incarnation"])
+            worker = ray.member("worker-1")
+            return bool(worker.get("state") == "ready" and worker["incarnation"] != lost["incarnation"])
 
-        wait_until(replaced, lambda: f"the lost worker is replaced: {ray.log()}", START_SECONDS)
+        wait_until(replaced, lambda: f"the lost worker is replaced: {ray.supervisors_log()}", START_SECONDS)

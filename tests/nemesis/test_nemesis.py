@@ -20,7 +20,9 @@ SEED = int(os.environ.get("KVRELAY_SEED", random.randrange(2**31)))
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("seconds", [20, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seconds", [pytest.param(20, marks=pytest.mark.more), pytest.param(120, marks=pytest.mark.slow)]
+)
 def test_faults_break_no_promise(tmp_path: Path, seconds: int) -> None:
     report = run(tmp_path, seconds, SEED)
     assert report.requests["complete"] > seconds // 2, report.requests

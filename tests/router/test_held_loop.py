@@ -1,6 +1,7 @@
 """The router's event loop: no request holds it, whichever of its fields is large, right or wrong."""
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -199,3 +200,51 @@ def test_a_thousand_completions_that_end_at_once_do_not_hold_the_loop(tmp_path: 
             await check_holds(iter([("a message", end_by_message), ("the client", end_by_client)]))
 
     run(test, 180)
+
+
+def test_completions_leave_nothing_to_the_garbage_collector(tmp_path: Path) -> None:
+    """It would hold the loop for a tenth of a second for a thousand of them: each is more than a hundred objects."""
+    count = 200
+
+    async def wait(job: Job) -> None:
+        """Answers two tokens; or nothing if more are asked for."""
+        if job.submit.sampling.max_tokens == 2:
+            job.send(0, (token_at(0),))
+            job.send(1, (token_at(1),), FINISH_REASON_LENGTH)
+
+    async def test() -> None:
+        worker = FakeWorker("colocated-0", "colocated", wait, max_context=CONTEXT)
+        async with serving(tmp_path, worker) as (cluster, http):
+
+            async def end() -> None:
+                status, _ = await http.post("/v1/completions", {"prompt": [[5]] * count, "max_tokens": 2})
+                assert status == 200
+
+            async def leave() -> None:
+                call = asyncio.create_task(http.post("/v1/completions", {"prompt": [[5]] * count, "max_tokens": 9}))
+                await until(lambda: len(worker.jobs) == count, "the workers have all prompts", 30)
+                call.cancel()
+
+            async def fail() -> None:
+                body = {"prompt": [[5]] * count + [[10**6]] + [[5]] * count, "max_tokens": 9}
+                status, _ = await http.post("/v1/completions", body)
+                assert status == 400
+
+            for each in (end, leave, fail):
+                for _ in range(2):  # what is made once is no garbage of a completion
+                    await until(lambda: cluster.router._front.running == 0, "no completion is left", 30)
+                    await asyncio.sleep(0.1)
+                    worker.jobs.clear()
+                    gc.collect()
+                    gc.disable()
+                    try:
+                        await each()
+                        await until(lambda: cluster.router._front.running == 0, "no completion is left", 30)
+                        await asyncio.sleep(0.1)
+                        worker.jobs.clear()
+                        found = gc.collect()
+                    finally:
+                        gc.enable()
+                assert found < count, f"{each.__name__} leaves {found} objects"
+
+    run(test, 120)

@@ -26,7 +26,7 @@ def token_at(index: int) -> int:
 
 def crowded(cluster: FakeCluster) -> None:
     """The router behaves as with many streams."""
-    cluster.router._front._dispatch.pacer.streams.update(dict.fromkeys((HERE, "other"), MANY))
+    cluster.router._front.dispatch.pacer.streams.update(dict.fromkeys((HERE, "other"), MANY))
 
 
 async def messages(client: AsyncClient, **options: int) -> list[tuple[float, tuple[int, ...]]]:
@@ -51,7 +51,7 @@ def test_all_tokens_come_in_order_and_in_fewer_messages_if_there_are_many_stream
             assert len(seen[-1][1]) or seen[-2][1], "the end brings what has gathered"
             if many:
                 assert len(seen) < TOTAL / 2
-            left = cluster.router._front._dispatch.pacer.streams
+            left = cluster.router._front.dispatch.pacer.streams
             assert left == Counter(dict.fromkeys((HERE, "other"), MANY) if many else {}), "counted while it runs"
 
     run(test)

@@ -81,7 +81,7 @@ def test_only_ready_workers_of_the_right_role_and_the_least_loaded_of_them(
     def cost(option: list[WorkerView]) -> tuple[int, int]:
         sent = demand.prompt_tokens // TRANSFER_SHARE if len(option) == 2 else 0
         avoided = sum(worker.id in demand.avoid for worker in option)
-        return avoided, sum(worker.load for worker in option) + WORK_WEIGHT * sent
+        return avoided, sum(worker.work for worker in option) + WORK_WEIGHT * sent
 
     assert cost(chosen) == min(map(cost, options))
     assert complete(workers) or not demand.decode_tokens
@@ -246,7 +246,7 @@ def test_load_is_what_runs_and_what_is_to_compute_not_what_may_be_generated() ->
         view = WorkerView(
             stream.worker, "decode", True, stream.outstanding_tokens, stream.pending_tokens, stream.running
         )
-        return view.load
+        return view.work
 
     def decode(number: int, max_tokens: int) -> Submit:
         sampling = Sampling(max_tokens=max_tokens)

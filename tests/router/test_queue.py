@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.router.placing.placement import Demand, NoPlace, Placement
-from kvrelay.router.placing.queue import LOOK_AHEAD, NO_CLAIM, OVERTAKEN, Claim, PlacementQueue, QueueFull
+from kvrelay.router.placing.queue import LEAST_TOKENS, LOOK_AHEAD, NO_CLAIM, OVERTAKEN, Claim, PlacementQueue, QueueFull
 from kvrelay.rpc.identity import WorkerId
 
 PLACE = Placement(WorkerId("p", "i"), WorkerId("d", "i"))
@@ -108,25 +108,38 @@ def test_tenants_get_their_shares_however_much_each_asks_for(weights: list[int],
         line = Line(free=0, max_waiting=10**6)
         got = dict.fromkeys(range(len(weights)), 0)
         tasks = []
-        most = 0
+        total, most = 240 * LEAST_TOKENS, 0
         for tenant, weight in enumerate(weights):
-            size = rng.choice([1, 3, 8])
+            size = LEAST_TOKENS * rng.choice([1, 3, 8])
             most = max(most, size)
-            for number in range(240 // size):
+            for number in range(total // size):
                 claim = Claim(str(tenant), weight)
                 tasks.append(line.ask(f"{tenant} {size} {number}", size, claim=claim))
         await settle()
-        line.free(240)
+        line.free(total)
         await settle(500)
         for name in line.placed:
             tenant, size, _ = map(int, name.split())
             got[tenant] += size
         for tenant, weight in enumerate(weights):
-            due = 240 * weight / sum(weights)
+            due = total * weight / sum(weights)
             assert abs(got[tenant] - due) <= most * (1 + weight), (got, weights)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(test)
+
+
+def test_many_tiny_prompts_of_a_tenant_let_another_ones_pass() -> None:
+    async def test() -> None:
+        line = Line(free=0)
+        tasks = [line.ask(f"tiny {number}", 2, claim=Claim("a")) for number in range(40)]
+        tasks += [line.ask(f"usual {number}", 30, claim=Claim("b")) for number in range(3)]
+        await settle()
+        line.free(1000)
+        await asyncio.gather(*tasks)
+        assert line.placed.index("usual 2") <= 6
 
     run(test)
 

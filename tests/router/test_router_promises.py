@@ -17,8 +17,8 @@ from kvrelay.router.placing.placement import WorkerView
 from kvrelay.router.server import RouterServer
 from kvrelay.rpc.identity import ROLES, WorkerRole
 from kvrelay.worker.config import WorkerConfig
-from kvrelay.worker.role import Role
 from kvrelay.worker.server import WorkerServer
+from kvrelay.worker.worker import ColocatedRole
 from support.checkpoints import make_checkpoint
 from support.router_fakes import FakeCluster, FakeWorker, fake_cluster, run, second_router, silent, until
 
@@ -37,7 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def real_worker(checkpoint: Path, role: WorkerRole) -> AsyncIterator[WorkerServer]:
     engine = EngineConfig(kv_memory_bytes=2**20, max_batch_tokens=64, threads=1)
     config = WorkerConfig(f"{role}-0", role, str(checkpoint), engine=engine)
-    server = WorkerServer(config, {"decode": DecodeRole, "colocated": Role})
+    server = WorkerServer(config, {"decode": DecodeRole, "colocated": ColocatedRole})
     await server.start()
     try:
         yield server

@@ -84,11 +84,13 @@ def test_a_failed_server_ends_in_time_and_says_why(tmp_path: Path) -> None:
     assert "stop with 0.5 s" in text
 
 
+@pytest.mark.more
 def test_a_real_worker_ends_in_time_while_its_model_loads(tmp_path: Path) -> None:
-    """The module that is run in production; its native kernels and its weights load in threads."""
+    """The server that is run in production; its native kernels and its weights load in threads."""
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"name": "colocated-0", "role": "colocated", "model": "pico"}))
-    process = Process("support.slow_worker", ["--config", str(path)], tmp_path / "log")
+    path.write_text(json.dumps({"name": "prefill-0", "role": "prefill", "model": "pico"}))
+    slow = {"HASH_LOAD_SECONDS": str(FOR_EVER)}
+    process = Process("support.hash_worker", ["--config", str(path)], tmp_path / "log", slow)
     wait_until(lambda: "loading" in process.log.read_text(), "it loads", 60)
     code, seconds = ended(process)
     assert code == 0

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tap import Strangers, Tap, WatchedTransport
 
 from kvrelay.rpc.certificates import CertificateFiles
 from kvrelay.rpc.security import Part
@@ -22,7 +23,6 @@ from kvrelay.transfer.transports.registry import available_transports
 from support.handoff import HOST, Pair, blocks_of, pair, prompt, raw
 from support.link_process import beside
 from support.secrets import secrets_in
-from support.tap import Strangers, Tap, WatchedTransport
 
 WAIT = 10.0
 COUNT = 300

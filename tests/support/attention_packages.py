@@ -1,5 +1,5 @@
-"""Stand-ins for FlashInfer and PyTorch's varlen_attn: what kvrelay calls, with the parameters that the packages have
-(FlashInfer 0.6.18, PyTorch 2.13), computed by the definition in float64.
+"""Stand-ins for FlashInfer and PyTorch's varlen_attn, computed by the definition in float64: FlashInfer's with the
+parameters that kvrelay gives (of FlashInfer 0.6.18), PyTorch's with all that it has (of PyTorch 2.13).
 """
 
 import sys
@@ -28,21 +28,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, table: list[int], contex
 class BatchPrefillWithPagedKVCacheWrapper:
     """A stand-in for FlashInfer's wrapper."""
 
-    def __init__(
-        self,
-        float_workspace_buffer: Tensor,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        qo_indptr_buf: Tensor | None = None,
-        paged_kv_indptr_buf: Tensor | None = None,
-        paged_kv_indices_buf: Tensor | None = None,
-        paged_kv_last_page_len_buf: Tensor | None = None,
-        custom_mask_buf: Tensor | None = None,
-        mask_indptr_buf: Tensor | None = None,
-        backend: str = "auto",
-        jit_args: list[Any] | None = None,
-        jit_kwargs: dict[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
         assert float_workspace_buffer.dtype == torch.uint8
         self._hnd = kv_layout == "HND"
         self._plan: dict[str, Any] = {}
@@ -57,32 +43,12 @@ class BatchPrefillWithPagedKVCacheWrapper:
         num_kv_heads: int,
         head_dim_qk: int,
         page_size: int,
-        head_dim_vo: int | None = None,
-        custom_mask: Tensor | None = None,
-        packed_custom_mask: Tensor | None = None,
+        *,
         causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
         sm_scale: float | None = None,
         window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
         q_data_type: str | torch.dtype = "float16",
         kv_data_type: str | torch.dtype | None = None,
-        o_data_type: str | torch.dtype | None = None,
-        non_blocking: bool = True,
-        prefix_len_ptr: Tensor | None = None,
-        token_pos_in_items_ptr: Tensor | None = None,
-        token_pos_in_items_len: int = 0,
-        max_item_len_ptr: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        seq_lens_q: Tensor | None = None,
-        block_tables: Tensor | None = None,
-        max_token_per_sequence: int | None = None,
-        max_sequence_kv: int | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
     ) -> None:
         for each in (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len):
             assert each.dtype == torch.int32
@@ -92,37 +58,23 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert sm_scale is None or sm_scale == head_dim_qk**-0.5
         self._plan = {key: value for key, value in locals().items() if key != "self"}
 
-    def run(
-        self,
-        q: Tensor,
-        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
-        *args: Any,
-        q_scale: Any = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-    ) -> Tensor:
+    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
         plan = self._plan
-        keys, values = paged_kv_cache if isinstance(paged_kv_cache, tuple) else paged_kv_cache.unbind(1)
+        keys, values = paged_kv_cache
         if self._hnd:
             keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         assert keys.shape[1:] == (plan["page_size"], plan["num_kv_heads"], plan["head_dim_qk"])
         assert q.shape == (int(plan["qo_indptr"][-1]), plan["num_qo_heads"], plan["head_dim_qk"])
         assert q.dtype == plan["q_data_type"]
         assert keys.dtype == plan["kv_data_type"]
-        result = torch.empty_like(q) if out is None else out
         tokens, pages = plan["qo_indptr"].tolist(), plan["paged_kv_indptr"].tolist()
         for row, last in enumerate(plan["paged_kv_last_page_len"].tolist()):
             assert 1 <= last <= plan["page_size"]
             table = plan["paged_kv_indices"][pages[row] : pages[row + 1]].tolist()
             context = (len(table) - 1) * plan["page_size"] + last
             mine = slice(tokens[row], tokens[row + 1])
-            result[mine] = attend(q[mine], keys, values, table, context, plan["window_left"] + 1).to(q.dtype)
-        return result
+            out[mine] = attend(q[mine], keys, values, table, context, plan["window_left"] + 1).to(q.dtype)
+        return out
 
 
 def varlen_attn_out(

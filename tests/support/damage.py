@@ -1,6 +1,6 @@
-"""Damages frames in a worker of the hash model, as rules in the variable FRAME_DAMAGE say.
+"""Damages frames in a worker of the hash model, as rules say.
 
-    FRAME_DAMAGE="sent,index=0,request=one,attempt=1,times=1:corrupt(3);sent,share=0.01,seed=7:skip"
+    sent,index=0,request=one,attempt=1,times=1:corrupt(3);sent,share=0.01,seed=7:skip
 
 place     side       action        effect
 --------- ---------- ------------- ---------------------------------------------------------------------
@@ -21,7 +21,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,6 @@ from kvrelay.transfer.protocol.messages import Key, Push
 from kvrelay.transfer.transports.base import Pending
 from kvrelay.worker.handoff import HandoffRole
 
-VARIABLE = "FRAME_DAMAGE"
 PLACES = ("sent,", "arrived,")
 _RULE = re.compile(r"(sent|arrived)((?:,[a-z]+=[^,:;]+)*):([a-z]+)(?:\(([0-9]+)\))?")
 
@@ -74,7 +73,7 @@ def parse(text: str) -> list[Rule]:
     rules = []
     for part in filter(None, text.split(";")):
         match = _RULE.fullmatch(part)
-        assert match is not None, f"{VARIABLE}: {part!r}"
+        assert match is not None, f"a rule of damage: {part!r}"
         conditions = dict(pair.split("=", 1) for pair in match[2].split(",")[1:])
         times, share = int(conditions.pop("times", "1000000")), float(conditions.pop("share", "1"))
         drawn = f"{conditions.pop('seed', '0')} {part}"
@@ -86,9 +85,9 @@ def parse(text: str) -> list[Rule]:
 class DamagedFrames(PoolFrames):
     """The jobs of a worker, some of which go through a `DamagedLink`."""
 
-    def __init__(self, inner: PoolFrames, rules: str) -> None:
+    def __init__(self, inner: PoolFrames, rules: Sequence[Rule]) -> None:
         vars(self).update(vars(inner))
-        self._rules = parse(rules)
+        self._rules = rules
 
     def _rule(self, place: str, key: Key, frame: Frame) -> Rule | None:
         return next((rule for rule in self._rules if rule.applies(place, key, frame.index)), None)
@@ -125,13 +124,13 @@ class DamagedFrames(PoolFrames):
         return job if rule is None else DamagedJob(job, rule, frame.nbytes)
 
 
-def damaged(role: type[HandoffRole]) -> type[HandoffRole]:
-    """A subclass of `role` whose frames are damaged."""
+def damaged(role: type[HandoffRole], rules: Sequence[Rule]) -> type[HandoffRole]:
+    """A subclass of `role` whose frames are damaged as `rules` say."""
 
     class Damaged(role):  # type: ignore[misc, valid-type]  # a mixin over a value
         def make_setup(self) -> HandoffSetup:
             setup = super().make_setup()
-            return replace(setup, frames=DamagedFrames(setup.frames, os.environ[VARIABLE]))
+            return replace(setup, frames=DamagedFrames(setup.frames, rules))
 
     return Damaged
 

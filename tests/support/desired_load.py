@@ -20,6 +20,8 @@ class Load:
     def __init__(self, router: str, tokens: int = TOKENS) -> None:
         self.failures: list[str] = []
         """Descriptions of what went wrong: errors, and wrong tokens."""
+        self.resumes = 0
+        """Times that a stream went on over another router."""
         self.done = 0
         """Requests that are over."""
         self._router = router
@@ -65,6 +67,7 @@ class Load:
             for chunk in client.generate(prompt, timeout=CLIENT_SECONDS, **options):
                 tokens += chunk.token_ids
                 self._running.add(name)
+                self.resumes += 0 if chunk.timeline is None else chunk.timeline.resumes
             if tokens != oracle(prompt, self._tokens, seed):
                 self.failures.append(f"{name}: wrong tokens")
         except KvrelayError as error:

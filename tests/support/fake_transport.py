@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from kvrelay.transfer.protocol.ports import SENDER
-from kvrelay.transfer.transports.base import Link, LinkError, Rendezvous
+from kvrelay.transfer.transports.base import Link, LinkError, Pending, Rendezvous
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,6 @@ class Fault:
     its place; drop: it never arrives; delay: it arrives late; fail: the link breaks at both ends."""
     seconds: float = 0.0
     """Seconds of a delay."""
-
-
-Queue = deque[tuple[float, int, torch.Tensor]]
-"""Frames on their way: arrival time, number on the link, bytes."""
 
 
 class FakeTransport:
@@ -83,13 +79,18 @@ class _Wire:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.queues: tuple[Queue, ...] = (deque(), deque())
+        self.queues: tuple[deque[tuple[float, int, torch.Tensor]], ...] = (deque(), deque())
+        """Frames on their way from each end: arrival time, number on the link, bytes."""
         self.broken: str | None = None
 
     def break_(self, reason: str) -> None:
         with self.changed:
             self.broken = self.broken or reason
             self.changed.notify_all()
+
+    def check(self) -> None:
+        if self.broken is not None:
+            raise LinkError(f"fake: {self.broken}")
 
 
 class FakeLink:
@@ -109,7 +110,7 @@ class FakeLink:
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def send(self, data: torch.Tensor) -> "FakePending":
+    def send(self, data: torch.Tensor) -> Pending:
         fault = self._transport.fault() if self._sent and self._rank == SENDER else None
         number, self._sent = self._sent, self._sent + 1
         data = data.clone()
@@ -124,53 +125,35 @@ class FakeLink:
                 data = data[: len(data) // 2]
             case Fault("replay"):
                 data = before
-        arrives = time.monotonic() + (fault.seconds if fault is not None and fault.kind == "delay" else 0.0)
-        with self._wire.changed:
-            if fault is None or fault.kind != "drop":
+        if fault is None or fault.kind != "drop":
+            with self._wire.changed:
+                arrives = time.monotonic() + (0.0 if fault is None else fault.seconds)
                 self._wire.queues[self._rank].append((arrives, number, data))
                 self._wire.changed.notify_all()
-        return FakePending(self._wire, None, None, number)
+        return Pending(lambda timeout: self._wire.check())
 
-    def recv(self, into: torch.Tensor) -> "FakePending":
+    def recv(self, into: torch.Tensor) -> Pending:
         number, self._received = self._received, self._received + 1
-        return FakePending(self._wire, self._wire.queues[1 - self._rank], into, number)
+        queue, changed = self._wire.queues[1 - self._rank], self._wire.changed
+
+        def receive(deadline: float) -> None:
+            with changed:
+                # The number of a dropped frame never arrives.
+                while not queue or queue[0][0] > time.monotonic() or queue[0][1] != number:
+                    self._wire.check()
+                    if time.monotonic() > deadline:
+                        raise LinkError("fake: nothing arrived in time")
+                    changed.wait(0.005)
+                self._wire.check()
+                data = queue.popleft()[2]
+            if data.numel() != into.numel():
+                raise LinkError(f"fake: {data.numel()} bytes arrived; {into.numel()} were expected")
+            into.copy_(data)
+
+        return Pending.in_wait(receive)
 
     def abort(self) -> None:
         self._wire.break_("the other end has closed")
 
     def close(self) -> None:
         self.abort()
-
-
-class FakePending:
-    """A send, or (with `queue` and `into`) a receive."""
-
-    def __init__(self, wire: _Wire, queue: Queue | None, into: torch.Tensor | None, number: int) -> None:
-        self._wire = wire
-        self._queue = queue
-        self._into = into
-        self._number = number
-
-    def wait(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        with self._wire.changed:
-            data = self._next()
-            while data is None and self._queue is not None:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise LinkError(f"fake: nothing arrived within {timeout} s")
-                self._wire.changed.wait(min(left, 0.005))
-                data = self._next()
-        if data is None or self._into is None:
-            return
-        if data.numel() != self._into.numel():
-            raise LinkError(f"fake: {data.numel()} bytes arrived; {self._into.numel()} were expected")
-        self._into.copy_(data)
-
-    def _next(self) -> torch.Tensor | None:
-        """The data for this receive, if it has arrived; the number of a dropped frame never arrives."""
-        if self._wire.broken is not None:
-            raise LinkError(f"fake: {self._wire.broken}")
-        if not self._queue or self._queue[0][0] > time.monotonic() or self._queue[0][1] != self._number:
-            return None
-        return self._queue.popleft()[2]

@@ -1,8 +1,10 @@
-"""A small cluster on the hash model, armed with failpoints, and clients whose every token is judged.
+"""A small cluster on the hash model with faults, and clients whose every token is judged.
 
-with scene(folder, ["prefill.after_finish,request=one,attempt=1:kill"]) as it:
+with scene(folder) as it:
+    it.order("prefill.after_finish,request=one,attempt=1:kill")
     assert it.ask("one").timeline.retries == 1
     it.settle(3, but=it.ended())
+    it.heal()  # for the next test
 """
 
 import json
@@ -26,15 +28,14 @@ from kvrelay.client import Client, Completion, KvrelayError
 from kvrelay.client.messages import Chunk, completion
 from kvrelay.client.sync import ChunkStream
 from kvrelay.engine.request import SamplingParams
-from kvrelay.transfer import failpoints
-from support import damage
+from support import orders
 from support.chaos import Chaos, Proxy
 from support.detours import DESK, HOSTS
 from support.drawn import sampling_options, seed_of
 from support.hash_runner import VOCAB_SIZE, Case, tokens_of_all
 from support.hash_worker import BEAT_SECONDS, MODULE, STATES, STEP_SECONDS, WORKER_LAYOUT
 from support.history import Asked, History, violations
-from support.processes import ProcessCluster, process_cluster, wait_until
+from support.processes import START_SECONDS, ProcessCluster, process_cluster, wait_until
 
 CHUNK = 64
 PROMPT = 3 * CHUNK + 50
@@ -59,12 +60,14 @@ KV_DTYPE = os.environ.get("FAULTS_KV_DTYPE", "auto")
 WITH_STATES = float(os.environ.get("FAULTS_STATES", "0"))
 """Hidden states in every scene: with 1, those of prompts are handed over, too."""
 CLIENT_SECONDS = 90.0
+IDLE_SECONDS = 10.0
+"""Seconds within which a healed cluster is idle."""
 AT_ONCE = 20
 """Requests that `asking` runs at once."""
-TRANSPORTS = ("shm", "tcp")
-"""Transports that `auto` picks: between workers on one machine, and on two."""
+MORE_TCP = pytest.param("tcp", marks=pytest.mark.more)
 SLOW_GLOO = pytest.param("gloo", marks=pytest.mark.slow)
-ALL_TRANSPORTS = (*TRANSPORTS, SLOW_GLOO)
+ALL_TRANSPORTS = ("auto", MORE_TCP, SLOW_GLOO)
+"""Transports of a scene; between workers of one machine, `auto` is shm."""
 
 
 def over(kind: str) -> dict[str, dict[str, Any]]:
@@ -147,9 +150,18 @@ class Scene:
 
     cluster: ProcessCluster
     client: Client
+    orders: Path
+    """File of the workers' orders."""
+    rules: Sequence[str] = ()
+    variables: Mapping[str, float] = field(default_factory=dict)
+    """Orders that hold unless a test gives others: rules, and numbers by variable."""
     chaos: Chaos | None = None
     losses: bool = False
     """Whether workers or links are lost here, so that the router's retry budget doesn't bound the retries."""
+    turn: int = 0
+    """Number of the present test: workers keep prompts in their caches, so another test has other ones."""
+    began: float = field(default_factory=time.monotonic)
+    """Time at which the present test began, on the monotonic clock."""
     history: History = field(default_factory=History)
     may_fail: set[str] = field(default_factory=set)
     """Requests that may end with an error."""
@@ -157,15 +169,40 @@ class Scene:
     """Routers that were frozen: what they log when they wake is about requests that have ended elsewhere."""
     _lines_judged: dict[str, int] = field(default_factory=dict)
     """Lines of each router's log that were judged already."""
+    _hit: set[str] = field(default_factory=set)
+    """Members that got a signal or other options in this test."""
+
+    def order(self, *rules: str, **variables: float) -> None:
+        """Gives orders to all workers, in the place of those before: rules, and numbers by variable."""
+        orders.give(self.orders, [*self.rules, *rules], {**self.variables, **variables})
+
+    def heal(self) -> None:
+        """Makes the cluster as it was at its start, for the next test: orders and links, and members in the place of
+        those that were hit. Checks that it is idle then."""
+        self.order()
+        if self.chaos is not None:
+            self.chaos.clear()
+        if "supervisor" in self._hit or self.cluster.processes["supervisor"].popen.poll() is not None:
+            self._restart_supervisor()
+        members = [name for name in self.cluster.processes if name != "supervisor"]
+        gone = [name for name in members if name in self._hit or self.cluster.processes[name].popen.poll() is not None]
+        for name in gone:
+            self.cluster.processes[name].popen.kill()
+        if gone:
+            self.cluster.replace(*gone)
+        self.cluster.wait_idle(IDLE_SECONDS)
+        for known in (self._hit, self.frozen, self.may_fail, self._lines_judged):
+            known.clear()
+        self.history, self.turn, self.began = History(), self.turn + 1, time.monotonic()
 
     # Clients.
 
-    def begin(self, name: str, length: int = PROMPT, count: int = OUT) -> Running:
-        """Sends a request of this name, which runs until it ends or is cancelled."""
-        prompt, seed = prompt_of(name, length), seed_of(name)
+    def begin(self, name: str, length: int = PROMPT, count: int = OUT, client: Client | None = None) -> Running:
+        """Sends a request of this name, by default with the scene's client. It runs until it ends or is cancelled."""
+        prompt, seed = prompt_of(f"{name} of test {self.turn}", length), seed_of(name)
         self.history.add(name, "invoke", prompt=tuple(prompt), count=count, seed=seed)
         options = sampling_options(seed) | {"max_tokens": count, "ignore_eos": True, "request_id": name}
-        return Running(name, self.client.generate(prompt, timeout=CLIENT_SECONDS, **options), self.history)
+        return Running(name, (client or self.client).generate(prompt, timeout=CLIENT_SECONDS, **options), self.history)
 
     def ask(self, name: str, length: int = PROMPT, count: int = OUT) -> Completion:
         """A whole request."""
@@ -203,8 +240,30 @@ class Scene:
         self._lines_judged.pop(name, None)
         assert self.ask_in_company(f"after the replacement of {name} at {time.monotonic():.3f}").timeline.retries == 0
 
+    def restart(self, *names: str, **options: Any) -> None:
+        """Kills processes, and starts them with other options until the end of the test."""
+        if "supervisor" in names:
+            self._hit.add("supervisor")
+            self._restart_supervisor(**options)
+            return
+        for name in names:
+            self.signal(name, signal.SIGKILL)
+        self.cluster.replace(*names, **options)
+
+    def _restart_supervisor(self, **options: Any) -> None:
+        self.cluster.restart_supervisor(**options)
+        alive = [name for name, process in self.cluster.processes.items() if process.popen.poll() is None]
+        members = [name for name in alive if name != "supervisor" and name not in self._hit]
+        wait_until(lambda: all(map(self.cluster.is_ready, members)), "the supervisor has heard of all", START_SECONDS)
+
     def signal(self, name: str, number: signal.Signals) -> None:
+        self._hit.add(name)
         self.cluster.processes[name].popen.send_signal(number)
+
+    def serving(self) -> str:
+        """The only decode worker that reports held blocks; waits until there is one."""
+        (name,) = wait_until(lambda: [name for name in self.decodes if self.held(name)], "one decodes")
+        return str(name)
 
     def held(self, name: str) -> int:
         """Blocks that a worker reports as held."""
@@ -217,9 +276,11 @@ class Scene:
         return self.chaos.link(prefill, decode)
 
     def log(self, name: str) -> list[dict[str, Any]]:
-        """A process's log so far, a dict for each line; `at` is its time on this process's monotonic clock."""
-        lines = self.cluster.processes[name].log.read_text().splitlines()
-        return [_log_line(line) for line in lines if line.startswith("{")]
+        """A process's log since the test began, a dict for each line; `at` is its time on this process's monotonic
+        clock."""
+        text = self.cluster.processes[name].log.read_text()
+        lines = [_log_line(line) for line in text.splitlines() if line.startswith("{")]
+        return [line for line in lines if line["at"] > self.began]
 
     @property
     def routers(self) -> list[str]:
@@ -236,7 +297,7 @@ class Scene:
         self.cluster.wait_idle(seconds, but)
         self._record_retries()
         history, self.history = self.history, History()
-        found = violations(history, oracle_of_all, may_fail=self.may_fail, budget=not self.losses)
+        found = violations(history, oracle_of_all, may_fail=self.may_fail, budget=not (self.losses or self._hit or but))
         assert not found, "\n".join(found)
         ended = [name for name in self.ended() if name not in but]
         assert not ended, [self.cluster.processes[name].log.read_text()[-2000:] for name in ended]
@@ -272,7 +333,7 @@ def scene(
     """A cluster on the hash model.
 
     Args:
-        rules: of `kvrelay.transfer.failpoints` and `support.damage`; every worker is armed with all of them.
+        rules: of `kvrelay.transfer.failpoints` and `support.damage`, which hold in all tests; every worker has all.
         chaos: whether links run through proxies.
         losses: whether workers or links are lost here, so that the router's retry budget doesn't bound the retries.
         variables: numbers by variable of `support.hash_worker`.
@@ -282,9 +343,9 @@ def scene(
     if unknown := options.keys() - {"engine", "decode_engine", "transfer", "worker", "router", "supervisor"}:
         raise TypeError(f"scene has no options {', '.join(sorted(unknown))}")
     times = {STEP_SECONDS: 0.002, BEAT_SECONDS: 0.5, STATES: WITH_STATES, **(variables or {})}
-    environment = {name: str(value) for name, value in times.items()}
-    for variable, of_damage in ((failpoints.VARIABLE, False), (damage.VARIABLE, True)):
-        environment[variable] = ";".join(rule for rule in rules if rule.startswith(damage.PLACES) == of_damage)
+    environment = {name: str(value) for name, value in times.items()} | {orders.VARIABLE: str(folder / "orders.json")}
+    folder.mkdir(parents=True, exist_ok=True)
+    orders.give(folder / "orders.json", rules, times)
     engine = {**ENGINE, "kv_dtype": KV_DTYPE, **options.get("engine", {})}
     decode_engine = {**engine, **options.get("decode_engine", {})}
     roles: dict[str, dict[str, Any]] = {"prefill": {}, "decode": {"engine": decode_engine}}
@@ -313,7 +374,8 @@ def scene(
                 supervisor=options.get("supervisor"),
             )
         )
-        yield Scene(cluster, stack.enter_context(Client(cluster.router)), proxies, losses)
+        client = stack.enter_context(Client(cluster.router))
+        yield Scene(cluster, client, folder / "orders.json", rules, times, proxies, losses)
 
 
 def oracle(prompt: Sequence[int], count: int, seed: int | None = None) -> list[int]:

@@ -9,11 +9,13 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 PRELOADED = (
     "support.hash_worker",
@@ -26,11 +28,30 @@ PRELOADED = (
 )
 
 
+END_SECONDS = 30.0
+
+
 def quick_start() -> BaseContext:
     """A context whose processes start in milliseconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     return context
+
+
+@contextmanager
+def spawned(target: Callable[..., object], *arguments: Any) -> Iterator[tuple[BaseProcess, Connection]]:
+    """Calls `target(connection, *arguments)` in a process that is always ended: that process, and the other end."""
+    context = quick_start()
+    here, there = context.Pipe()
+    process: BaseProcess = context.Process(target=target, args=(there, *arguments), daemon=True)  # type: ignore[attr-defined]  # of every context
+    process.start()
+    there.close()
+    try:
+        yield process, here
+    finally:
+        here.close()
+        process.kill()
+        process.join(END_SECONDS)
 
 
 class Forked:
@@ -92,6 +113,6 @@ def _main(module: str, arguments: list[str], environment: dict[str, str], stderr
     # It was read when the server of forks imported it.
     from kvrelay.transfer import failpoints
 
-    failpoints._armed = failpoints.parse(environment.get(failpoints.VARIABLE, ""))
+    failpoints.arm(failpoints.parse(environment.get(failpoints.VARIABLE, "")))
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

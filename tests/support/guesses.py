@@ -62,15 +62,15 @@ class HashHeads(HashGuesses):
 
     def __init__(self, layout: KVLayout = LAYOUT) -> None:
         super().__init__(layout)
-        self._known: dict[int, tuple[int, int]] = {}
+        self.known: dict[int, tuple[int, int]] = {}
         """Tokens whose states came, by handle: the first one and the end."""
 
     def observe(self, computed: Sequence[Computed]) -> bool:
         for handle, tokens, start, states in computed:
             expected = hash_states(tokens[start : start + len(states)], start, self.layers)
             assert torch.equal(states, expected), f"hidden states of tokens from {start} on are others"
-            first, end = self._known.get(handle, (start, start))
-            self._known[handle] = (first if first <= start <= end else start, start + len(states))
+            first, end = self.known.get(handle, (start, start))
+            self.known[handle] = (first if first <= start <= end else start, start + len(states))
         return False
 
     def propose(self, wants: Sequence[Want]) -> list[list[int]]:
@@ -78,10 +78,10 @@ class HashHeads(HashGuesses):
 
     def forget(self, handle: int) -> None:
         super().forget(handle)
-        self._known.pop(handle, None)
+        self.known.pop(handle, None)
 
     def _has(self, want: Want) -> bool:
-        first, end = self._known.get(want.handle, (0, 0))
+        first, end = self.known.get(want.handle, (0, 0))
         return first < len(want.request.tokens) and end == len(want.tokens) - 1
 
 
@@ -91,7 +91,7 @@ class Recorded:
     def __init__(self, engine: Engine) -> None:
         assert engine.scheduler.speculation is not None
         self.guesses: dict[tuple[str, int], list[int]] = {}
-        self._proposer = engine.scheduler.speculation._proposer
+        self._proposer = engine.scheduler.speculation.proposer
         self._propose = self._proposer.propose
         self._proposer.propose = self.propose  # type: ignore[method-assign]  # watched
 

@@ -30,7 +30,7 @@ from kvrelay.transfer.protocol.peers import Peer, PeerTable
 from kvrelay.transfer.transports.base import Transport
 from kvrelay.transfer.transports.registry import available_transports, entries
 from support.access import credentials
-from support.damage import DamagedFrames
+from support.damage import DamagedFrames, parse
 from support.fake_transport import FakeTransport
 
 HOST = "127.0.0.1"
@@ -76,16 +76,15 @@ def digest(data: torch.Tensor) -> int:
 
 @dataclass(eq=False)
 class StandInHold:
-    """A hold that counts its releases."""
+    """A hold that counts its releases; a reservation is its own hold."""
 
     blocks: list[int]
+    have_tokens: int = 0
     releases: int = 0
 
-
-@dataclass(eq=False)
-class StandInReservation:
-    hold: StandInHold
-    have_tokens: int = 0
+    @property
+    def hold(self) -> "StandInHold":
+        return self
 
 
 @dataclass
@@ -94,7 +93,7 @@ class Ends:
 
     exported: dict[Key, TransferStats] = field(default_factory=dict)
     export_failed: dict[Key, tuple[Code, str]] = field(default_factory=dict)
-    imported: dict[Key, tuple[StandInReservation, int, TransferStats]] = field(default_factory=dict)
+    imported: dict[Key, tuple[StandInHold, int, TransferStats]] = field(default_factory=dict)
     import_failed: dict[Key, tuple[Code, str]] = field(default_factory=dict)
     states: dict[Key, torch.Tensor | None] = field(default_factory=dict)
     """Hidden states that came with an import."""
@@ -143,41 +142,32 @@ class ReceivingHost:
         self.blocks = blocks
         self.need: dict[Key, int] = {}
         self.have: dict[Key, int] = {}
-        self.reservations: dict[Key, StandInReservation] = {}
-        self.gate: asyncio.Event | None = None
+        self.reservations: dict[Key, StandInHold] = {}
         self.on_free: Callable[[], None] | None = None
         """Function that is called when blocks are free again."""
         self.waited: set[Key] = set()
         """Attempts that have waited for blocks."""
-        self._tasks: set[asyncio.Task[None]] = set()
 
-    def reserve(self, key: Key, answer: Callable[[StandInReservation | None], None], *, passing: bool) -> None:
-        task = asyncio.create_task(self._reserve(key, answer, passing))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def reserve(self, key: Key, answer: Callable[[StandInHold | None], None], *, passing: bool) -> None:
+        asyncio.get_running_loop().call_soon(self._answer, key, answer, passing)
 
     def waits(self, key: Key) -> None:
         self.waited.add(key)
 
-    async def _reserve(self, key: Key, answer: Callable[[StandInReservation | None], None], passing: bool) -> None:
-        if self.gate is not None:
-            await self.gate.wait()
+    def _answer(self, key: Key, answer: Callable[[StandInHold | None], None], passing: bool) -> None:
         reservation = None
         if not passing and len(self.free) >= self.need[key]:
             taken, self.free = self.free[: self.need[key]], self.free[self.need[key] :]
-            reservation = StandInReservation(StandInHold(taken), self.have.get(key, 0))
-            self.reservations[key] = reservation
+            reservation = self.reservations[key] = StandInHold(taken, self.have.get(key, 0))
         answer(reservation)
 
-    def release(self, reservation: StandInReservation) -> None:
+    def release(self, reservation: StandInHold) -> None:
         reservation.hold.releases += 1
         self.free += reservation.hold.blocks
         if self.on_free is not None:
             self.on_free()
 
-    def imported(
-        self, key: Key, reservation: StandInReservation, first_token: int, stats: TransferStats, states: Any
-    ) -> None:
+    def imported(self, key: Key, reservation: StandInHold, first_token: int, stats: TransferStats, states: Any) -> None:
         self.ends.imported[key] = (reservation, first_token, stats)
         self.ends.states[key] = states
 
@@ -258,10 +248,10 @@ class Pair(SendingSide):
         """Waits until nothing is held any more."""
         await self.ends.until(lambda: not self.sending.leaked and not self.receiving.leaked)
 
-    async def fails(self, key: Key, tokens: Sequence[int], blocks: Sequence[int] | None = None) -> tuple[Code, str]:
+    async def fails(self, key: Key, tokens: Sequence[int]) -> tuple[Code, str]:
         """Hands a prompt over; returns why that failed at the sender, before anything was reserved."""
         self.announce(key, tokens)
-        self.compute(key, blocks_of(len(tokens)) if blocks is None else blocks)
+        self.compute(key, blocks_of(len(tokens)))
         assert not await self.sent(key)
         assert not self.receiving.reservations
         return self.ends.export_failed[key]
@@ -310,7 +300,9 @@ def setup(
     """The hand-off setup of a worker of the model "fingerprint", which wants `states` and can keep those of `shape`;
     `damage` are rules of `support.damage`."""
     local = LocalWorker(worker, pool.layout, "fingerprint", states=states, states_shape=shape)
-    frames = DamagedFrames(PoolFrames(pool, config.checksum), damage) if damage else PoolFrames(pool, config.checksum)
+    frames = PoolFrames(pool, config.checksum)
+    if damage:
+        frames = DamagedFrames(frames, parse(damage))
     return HandoffSetup(local, frames, peers, config, transports, credentials("worker"))
 
 

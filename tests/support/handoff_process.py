@@ -18,7 +18,7 @@ from kvrelay.transfer.protocol.endpoint import TransferStats
 from kvrelay.transfer.protocol.messages import Code, Key
 from kvrelay.transfer.protocol.peers import Peer
 from kvrelay.transfer.transports.registry import available_transports, entries
-from support.forks import quick_start
+from support.forks import spawned
 from support.handoff import (
     FIRST_TOKEN,
     HOST,
@@ -27,7 +27,7 @@ from support.handoff import (
     SENDER,
     Ends,
     ReceivingHost,
-    StandInReservation,
+    StandInHold,
     blocks_of,
     content,
     digest,
@@ -52,25 +52,10 @@ class SideProcess:
             os.kill(self.process.pid, number)
 
 
-@contextlib.contextmanager
-def _spawned(side: Callable[..., Any], *arguments: Any) -> Iterator[SideProcess]:
-    """Runs the coroutine `side(connection, *arguments)` in another process, and always ends that."""
-    context = quick_start()
-    here, there = context.Pipe()
-    process = context.Process(target=_run, args=(side, there, *arguments), daemon=True)
-    process.start()
-    there.close()
-    try:
-        yield SideProcess(process, here)
-    finally:
-        here.close()
-        process.kill()
-        process.join(START_SECONDS)
-
-
-def _run(side: Callable[..., Any], *arguments: Any) -> None:
+def _run(connection: Connection, side: Callable[..., Any], *arguments: Any) -> None:
+    """Runs the coroutine `side(connection, *arguments)`."""
     torch.set_num_threads(1)
-    asyncio.run(side(*arguments))
+    asyncio.run(side(connection, *arguments))
 
 
 async def _commands(connection: Connection, handle: Callable[[Any], None]) -> None:
@@ -100,9 +85,7 @@ class _ReportingHost(ReceivingHost):
         self._connection = connection
         self.lengths: dict[Key, int] = {}
 
-    def imported(
-        self, key: Key, reservation: StandInReservation, first_token: int, stats: TransferStats, states: Any
-    ) -> None:
+    def imported(self, key: Key, reservation: StandInHold, first_token: int, stats: TransferStats, states: Any) -> None:
         self._connection.send((key, digest(content(self._pool, reservation.hold.blocks, self.lengths[key]))))
         self.release(reservation)
 
@@ -145,10 +128,10 @@ class ReceivingProcess(SideProcess):
 @contextlib.contextmanager
 def receiving_process(config: TransferConfig) -> Iterator[ReceivingProcess]:
     """Starts a receiving side, and always ends it."""
-    with _spawned(_receiving_side, config) as side:
-        if not side.connection.poll(START_SECONDS):
+    with spawned(_run, _receiving_side, config) as (process, connection):
+        if not connection.poll(START_SECONDS):
             raise AssertionError("the receiving process did not start")
-        yield ReceivingProcess(side.process, side.connection, side.connection.recv())
+        yield ReceivingProcess(process, connection, connection.recv())
 
 
 # The sending side.
@@ -169,5 +152,5 @@ async def _sending_side(
 @contextlib.contextmanager
 def sending_process(config: TransferConfig, peer: Peer, key: Key, tokens: Sequence[int]) -> Iterator[SideProcess]:
     """Starts a side that offers `tokens` and sends half of them; any object sent to it lets it finish."""
-    with _spawned(_sending_side, config, peer, key, list(tokens)) as side:
-        yield side
+    with spawned(_run, _sending_side, config, peer, key, list(tokens)) as (process, connection):
+        yield SideProcess(process, connection)

@@ -1,10 +1,14 @@
 """A worker on the hash model, of either role, which it can change: `python -m support.hash_worker --config FILE`.
 
-Environment variables: HASH_STEP_SECONDS is the least duration of an engine step, so that a fault can hit during a step.
-HASH_LAG is the runner's lag: with 1, a step's KV is there only when its result is asked for, and is given to the
-hand-off before. HASH_NEWS_SECONDS delays every membership change for this worker. HASH_BEAT_SECONDS is the time between
-two heartbeats.
-CHAOS_DESK routes links through proxies (`support.detours`), and FRAME_DAMAGE damages frames (`support.damage`).
+Numbers that are orders (`support.orders`) or environment variables: HASH_STEP_SECONDS is the least duration of an
+engine step, so that a fault can hit during a step. HASH_NEWS_SECONDS delays membership changes for this worker.
+HASH_FETCH_SECONDS is what a copy of hidden states takes.
+
+Environment variables: HASH_LAG is the runner's lag: with 1, a step's KV is there only when its result is asked for, and
+is given to the hand-off before. HASH_BEAT_SECONDS is the time between two heartbeats. HASH_LOAD_SECONDS
+is the time that its model takes to load. HASH_ORDERS names the file of the
+orders, which have failpoints and damage to frames (`support.damage`), too. CHAOS_DESK routes links through proxies
+(`support.detours`).
 
 With `speculation` on, whatever the method, half of its guesses are right (`support.guesses`). With HASH_STATES=1 it
 guesses only behind prompts whose hidden states it has, and a wrong one ends it.
@@ -16,11 +20,12 @@ import asyncio
 import os
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -36,15 +41,17 @@ from kvrelay.prefill_worker.role import PrefillRole
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.identity import WorkerRole
 from kvrelay.rpc.serve import main
+from kvrelay.transfer import failpoints
 from kvrelay.worker import server as worker_server
 from kvrelay.worker import worker as worker_module
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.handoff import HandoffRole
 from kvrelay.worker.server import WorkerServer
-from support import damage
+from support import damage, orders
 from support.detours import DESK, detoured
 from support.guesses import HashGuesses, HashHeads
 from support.hash_runner import HashRunner, hash_spec
+from support.orders import OrderedRules, Orders
 
 MODULE = "support.hash_worker"
 STEP_SECONDS = "HASH_STEP_SECONDS"
@@ -53,11 +60,15 @@ NEWS_SECONDS = "HASH_NEWS_SECONDS"
 BEAT_SECONDS = "HASH_BEAT_SECONDS"
 STATES = "HASH_STATES"
 FETCH_SECONDS = "HASH_FETCH_SECONDS"
+LOAD_SECONDS = "HASH_LOAD_SECONDS"
 MAX_CONTEXT = 4096
 # 1 KiB per token, so that a link needs some time to send a frame.
 WORKER_LAYOUT = KVLayout(layers=2, kv_heads=4, head_dim=16, block_size=8, dtype="float32")
 # As many bytes in int8, so that hash models of both have the same KV bytes and yield the same tokens.
 INT8_LAYOUT = replace(WORKER_LAYOUT, head_dim=62, dtype="int8")
+LOOK_SECONDS = 0.02
+"""Seconds between two looks at whether a membership change was held back for long enough."""
+ORDERS = Orders()
 KV_BYTES = 8 * 2**20
 """Size in bytes of a KV pool whose configured size is `auto`."""
 ROLES: dict[WorkerRole, type[HandoffRole]] = {"prefill": PrefillRole, "decode": DecodeRole}
@@ -66,26 +77,25 @@ ROLES: dict[WorkerRole, type[HandoffRole]] = {"prefill": PrefillRole, "decode": 
 class SlowHashRunner(HashRunner):
     """A hash runner with slow steps. Drafts make them slower, so that no stream is faster than without."""
 
-    step_seconds = 0.0
-    fetch_seconds = 0.0
-    """Seconds that a copy of hidden states takes; with a lag, on a thread of its own."""
-
     def fetch(
         self, states: Tensor, places: tuple[int, ...], dtype: FloatDtype, then: Callable[[Tensor], object]
     ) -> None:
         def late(copy: Tensor) -> None:
-            time.sleep(self.fetch_seconds)
+            time.sleep(ORDERS.number(FETCH_SECONDS))  # with a lag, on a thread of its own
             then(copy)
 
         super().fetch(states, places, dtype, late)
 
     def run(self, plan: StepPlan) -> StepOutput:
-        time.sleep(self.step_seconds * max(Counter(plan.handles).values()))
+        time.sleep(ORDERS.number(STEP_SECONDS) * max(Counter(plan.handles).values()))
         return super().run(plan)
 
 
 def build(folder: Path, dtype: Dtype, config: EngineConfig, loaded: Callable[[float], None]) -> tuple[Engine, Runner]:
     """Replaces `build_engine` for the hash model, with WORKER_LAYOUT's block size."""
+    if LOAD_SECONDS in os.environ:
+        print("loading", file=sys.stderr, flush=True)
+        time.sleep(float(os.environ[LOAD_SECONDS]))
     config = config.on("cpu")
     layout = INT8_LAYOUT if config.kv_dtype == "int8" else WORKER_LAYOUT
     blocks = (config.kv_memory_bytes or KV_BYTES) // layout.block_bytes
@@ -93,20 +103,29 @@ def build(folder: Path, dtype: Dtype, config: EngineConfig, loaded: Callable[[fl
     if folder.name != "pico":  # as if it had other weights, though the tokens are the same
         spec = replace(spec, fingerprint=f"{spec.fingerprint}-{folder.name}")
     runner = SlowHashRunner(blocks, layout, spec, lag=int(os.environ.get(LAG, "0")))
-    runner.step_seconds = float(os.environ.get(STEP_SECONDS, "0"))
-    runner.fetch_seconds = float(os.environ.get(FETCH_SECONDS, "0"))
     loaded(1.0)
     proposer = HashHeads if float(os.environ.get(STATES, "0")) else HashGuesses
     guesses = None if config.speculation.method == "off" else proposer(WORKER_LAYOUT)
     return engine_on(runner, config, guesses), runner
 
 
-def late(role: type[HandoffRole], seconds: float) -> type[HandoffRole]:
-    """A subclass of `role` that gets membership changes `seconds` late."""
+def late(role: type[HandoffRole]) -> type[HandoffRole]:
+    """A subclass of `role` that gets membership changes as late as is ordered."""
 
     class Late(role):  # type: ignore[misc, valid-type]  # a mixin over a value
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.held_back: deque[tuple[float, list[Member]]] = deque()
+
         def members_changed(self, members: Sequence[Member]) -> None:
-            asyncio.get_running_loop().call_later(seconds, super().members_changed, list(members))
+            self.held_back.append((time.monotonic(), list(members)))
+            self.look()
+
+        def look(self) -> None:
+            while self.held_back and time.monotonic() - self.held_back[0][0] >= ORDERS.number(NEWS_SECONDS):
+                super().members_changed(self.held_back.popleft()[1])
+            if self.held_back:
+                asyncio.get_running_loop().call_later(LOOK_SECONDS, self.look)
 
     return Late
 
@@ -119,15 +138,16 @@ def armed(role: type[HandoffRole]) -> type[HandoffRole]:
     """A subclass of `role` that does what the environment says."""
     if DESK in os.environ:
         role = detoured(role)
-    if os.environ.get(damage.VARIABLE):
-        role = damage.damaged(role)
-    if NEWS_SECONDS in os.environ:
-        role = late(role, float(os.environ[NEWS_SECONDS]))
+    if orders.VARIABLE in os.environ:
+        damages = OrderedRules(ORDERS, damage.parse, lambda rule: rule.startswith(damage.PLACES))
+        role = late(damage.damaged(role, damages))
     return role
 
 
 if __name__ == "__main__":
     worker_module.CHECK_SECONDS = 0.0
+    if orders.VARIABLE in os.environ:
+        failpoints.arm(OrderedRules(ORDERS, failpoints.parse, lambda rule: not rule.startswith(damage.PLACES)))
     if BEAT_SECONDS in os.environ:
         beat = float(os.environ[BEAT_SECONDS])
         worker_server.HeartbeatClient = partial(HeartbeatClient, interval=beat)  # type: ignore[misc, assignment]  # a class

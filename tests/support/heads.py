@@ -29,21 +29,26 @@ def medusa_tensors(heads: int, blocks: int, hidden: int, vocab: int, seed: int =
 
 def write_medusa(folder: Path, tensors: dict[str, Tensor], *, pickled: bool = False, **config: object) -> Path:
     """Writes a folder of Medusa heads, and returns it."""
+    return _write(folder, tensors, config, "medusa_lm_head.pt" if pickled else "medusa_lm_head.safetensors")
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, object], name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    if pickled:
-        torch.save(tensors, folder / "medusa_lm_head.pt")
+    if name.endswith(".safetensors"):
+        save_file(tensors, folder / name)
     else:
-        save_file(tensors, folder / "medusa_lm_head.safetensors")
+        torch.save(tensors, folder / name)
     return folder
 
 
-def eagle_tensors(
-    hidden: int, vocab: int, draft_vocab: int, *, heads: int = 4, kv_heads: int = 2, inner: int = 96, seed: int = 0
-) -> dict[str, Tensor]:
+HEADS, KV_HEADS, INNER = 4, 2, 96
+
+
+def eagle_tensors(hidden: int, vocab: int, draft_vocab: int, *, seed: int = 0) -> dict[str, Tensor]:
     """The tensors of an EAGLE-3 checkpoint, without an embedding, for a model of the same width."""
     noise = torch.Generator().manual_seed(seed)
-    dim = hidden // heads
+    dim = hidden // HEADS
 
     def draw(outputs: int, inputs: int) -> Tensor:
         return 1.5 * torch.randn(outputs, inputs, generator=noise) / inputs**0.5
@@ -61,28 +66,28 @@ def eagle_tensors(
         "midlayer.hidden_norm.weight": norm(),
         "midlayer.input_layernorm.weight": norm(),
         "midlayer.post_attention_layernorm.weight": norm(),
-        "midlayer.self_attn.q_proj.weight": draw(heads * dim, 2 * hidden),
-        "midlayer.self_attn.k_proj.weight": draw(kv_heads * dim, 2 * hidden),
-        "midlayer.self_attn.v_proj.weight": draw(kv_heads * dim, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": draw(hidden, heads * dim),
-        "midlayer.mlp.gate_proj.weight": draw(inner, hidden),
-        "midlayer.mlp.up_proj.weight": draw(inner, hidden),
-        "midlayer.mlp.down_proj.weight": draw(hidden, inner),
+        "midlayer.self_attn.q_proj.weight": draw(HEADS * dim, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": draw(KV_HEADS * dim, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": draw(KV_HEADS * dim, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": draw(hidden, HEADS * dim),
+        "midlayer.mlp.gate_proj.weight": draw(INNER, hidden),
+        "midlayer.mlp.up_proj.weight": draw(INNER, hidden),
+        "midlayer.mlp.down_proj.weight": draw(hidden, INNER),
         "norm.weight": norm(),
         "lm_head.weight": draw(draft_vocab, hidden),
     }
 
 
-def eagle_config(tensors: dict[str, Tensor], vocab: int, *, heads: int = 4, kv_heads: int = 2) -> dict[str, object]:
+def eagle_config(tensors: dict[str, Tensor], vocab: int) -> dict[str, object]:
     """The fields of its config.json."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_size": len(tensors["norm.weight"]),
-        "intermediate_size": len(tensors["midlayer.mlp.gate_proj.weight"]),
+        "intermediate_size": INNER,
         "num_hidden_layers": 1,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
         "rms_norm_eps": 1e-5,
         "vocab_size": vocab,
         "draft_vocab_size": len(tensors["lm_head.weight"]),
@@ -91,13 +96,7 @@ def eagle_config(tensors: dict[str, Tensor], vocab: int, *, heads: int = 4, kv_h
 
 def write_eagle(folder: Path, tensors: dict[str, Tensor], config: dict[str, object], *, pickled: bool = False) -> Path:
     """Writes a folder of an EAGLE-3 checkpoint, and returns it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    if pickled:
-        torch.save(tensors, folder / "pytorch_model.bin")
-    else:
-        save_file(tensors, folder / "model.safetensors")
-    return folder
+    return _write(folder, tensors, config, "pytorch_model.bin" if pickled else "model.safetensors")
 
 
 def handed_over(
@@ -140,17 +139,3 @@ def wanted_by(engine: Engine) -> StatesLayout:
     wanted = engine.scheduler.speculation.states(engine.runner)
     assert wanted is not None
     return wanted
-
-
-def run(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
-    """Runs them to their ends; the tokens of each, by request id."""
-    for request in requests:
-        engine.scheduler.add(request)
-    heard: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    while engine.has_work:
-        for report in engine.step():
-            assert report.error is None
-            if report.token is not None:
-                heard[report.sequence.request.request_id].append(report.token)
-    engine.scheduler.check_integrity(idle=True)
-    return heard

@@ -61,6 +61,15 @@ class History:
         """Records an event of now; `at` if it was learnt of later."""
         self.events.append(Event(request, kind, time.monotonic() if at is None else at, **fields))
 
+    def longest_silence(self, prefix: str = "", since: Kind = "invoke") -> float:
+        """Longest time in seconds between two events of one request whose name begins so, its first one `since`."""
+        longest, last = 0.0, dict[str, float]()
+        for event in sorted(self.events, key=lambda event: event.at):
+            if event.request.startswith(prefix) and (event.kind == since or event.request in last):
+                longest = max(longest, event.at - last.get(event.request, event.at))
+                last[event.request] = event.at
+        return longest
+
 
 def violations(history: History, oracle: Oracle, *, may_fail: Collection[str] = (), budget: bool = True) -> list[str]:
     """Violations in the record, in words: everything that must not be.

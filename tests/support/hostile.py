@@ -77,7 +77,7 @@ class PartialCall:
         self._reader, self._writer = await asyncio.open_connection(
             host, int(port), ssl=self._tls, local_addr=(self._source, 0)
         )
-        self._writer.write(hello() + frame(_HEADERS, _END_HEADERS, 1, _fields(self._path, self._more)))
+        self._writer.write(hello() + frame(_HEADERS, _END_HEADERS, 1, call_fields(self._path, self._more)))
         self._send(b"\x00" + self._size.to_bytes(4, "big"))
         self._reading = asyncio.create_task(self._read())
         return self
@@ -138,7 +138,7 @@ class PartialCall:
         self._changed.set()
 
 
-def _fields(path: str, more: Sequence[tuple[str, str]] = ()) -> bytes:
+def call_fields(path: str, more: Sequence[tuple[str, str]] = ()) -> bytes:
     """The headers of a call, without compression."""
 
     def text(value: str) -> bytes:

@@ -49,7 +49,9 @@ class Launch:
 
 
 class Launches(TorchDispatchMode):
-    """Records all operations of its context."""
+    """Records all operations of its context, but those of replayed graphs."""
+
+    _replaying = False
 
     def __init__(self, reads: bool = True) -> None:
         """Without `reads`, an operation that waits for the device fails."""
@@ -92,7 +94,7 @@ class Launches(TorchDispatchMode):
         if not self._reads and not self._in_kernel and func in READS:
             raise AssertionError(f"{func} waits for the device")
         result = func(*args, **options)
-        if not self._in_kernel:
+        if not self._in_kernel and not Launches._replaying:
             found = tensors(result)
             self.all.append(Launch(str(func), lambda: func(*args, **options), tensors((args, options)), found))
         return result
@@ -147,4 +149,8 @@ class RecordedGraph:
 
     def replay(self) -> None:
         self.graphs.replayed.append(self.launches)
-        self.launches.replay()
+        Launches._replaying = True
+        try:
+            self.launches.replay()
+        finally:
+            Launches._replaying = False

@@ -13,7 +13,7 @@ import torch
 from kvrelay.transfer.protocol.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.base import Link, Rendezvous, Transport
 from kvrelay.transfer.transports.registry import available_transports
-from support.forks import quick_start
+from support.forks import spawned
 
 TIMEOUT = 30.0
 HOST = "127.0.0.1"
@@ -75,20 +75,12 @@ class LinkedProcess:
 @contextlib.contextmanager
 def linked_process(name: str, behaviour: Behaviour, sizes: list[int]) -> Iterator[LinkedProcess]:
     """Starts a process that sends frames of `sizes`, and then aborts the link or does nothing; always ends it."""
-    context = quick_start()
-    here, there = context.Pipe()
-    process = context.Process(target=_other_end, args=(there, name, behaviour, sizes), daemon=True)
-    process.start()
-    try:
-        link = dial(here, transport_named(name), RECEIVER, TIMEOUT)
+    with spawned(_other_end, name, behaviour, sizes) as (process, connection):
+        link = dial(connection, transport_named(name), RECEIVER, TIMEOUT)
         try:
             yield LinkedProcess(link, process)
         finally:
             link.close()
-    finally:
-        process.kill()
-        process.join(TIMEOUT)
-        here.close()
 
 
 def meetings(timeout: float) -> tuple[Rendezvous, Rendezvous]:

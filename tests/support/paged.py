@@ -3,13 +3,16 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.runner.cpu import CpuRunner
+from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -50,6 +53,23 @@ class PagedSequences:
         for (sequence, count), rows in zip(work, logits.split([count for _, count in work]), strict=True):
             sequence.logits.append(rows.clone())
             sequence.computed += count
+
+
+def logits_of(folder: Path, tokens: Sequence[int], dtype: Dtype = "float32", **options: Any) -> torch.Tensor:
+    """Logits [tokens, vocabulary] of a checkpoint on the CPU, in one step.
+
+    Args:
+        options: of `EngineConfig`.
+    """
+    return logits_by(build_cpu_runner(folder, dtype, EngineConfig(kv_memory_bytes=2**22, threads=1, **options)), tokens)
+
+
+def logits_by(runner: CpuRunner, tokens: Sequence[int]) -> torch.Tensor:
+    """Logits [tokens, vocabulary], in one step."""
+    sequences = PagedSequences(runner)
+    sequence = sequences.add(tokens)
+    sequences.compute((sequence, len(sequence.tokens)))
+    return sequence.logits[0]
 
 
 def make_plan(

@@ -141,8 +141,10 @@ class ProcessCluster:
         self.supervisor = self.router = ""
         """Addresses of the supervisor and the router; of several routers, with commas between."""
         self._folder = folder
+        self.addresses: dict[str, str] = {}
+        """Addresses of routers, by name."""
         self.started: dict[str, tuple[Any, ...]] = {}
-        """Arguments that each process was started with, by its name."""
+        """Arguments that each process was first started with, by its name."""
 
     @property
     def workers(self) -> dict[str, Process]:
@@ -156,24 +158,66 @@ class ProcessCluster:
         path.write_text(json.dumps(config))
         arguments, log = ["--config", str(path)], self._folder / f"{name}.log"
         self.processes[name] = Process(module, arguments, log, variables, forked=True)
-        self.started[name] = module, config, variables
+        self.started.setdefault(name, (module, config, variables))
         return self.processes[name]
 
-    def replace(self, name: str) -> None:
-        """Starts a new incarnation of a member that has ended; waits until it is ready and the routers reach it."""
-        self.start_again(name)
-        wait_until(self.reached, "the routers have reached it", START_SECONDS)
+    def replace(self, *names: str, **options: Any) -> None:
+        """As `start_again`; waits until the routers reach the members, too."""
+        self.start_again(*names, **options)
+        wait_until(self.reached, "the routers have reached them", START_SECONDS)
 
-    def start_again(self, name: str) -> None:
-        """Starts a new incarnation of a member that has ended; waits until it is ready."""
-        self.processes[name].popen.communicate(timeout=STOP_SECONDS)
-        self.start(name, *self.started[name]).address()
+    def start_again(self, *names: str, **options: Any) -> None:
+        """Starts new incarnations of members that have ended or end now; waits until they are ready.
 
-        def ready() -> bool:
-            member = self.member(name).member
-            return member.state == MEMBER_STATE_READY and member.pid == self.processes[name].pid
+        Args:
+            options: in the place of those that the members were first started with.
+        """
+        for name in names:
+            self.processes[name].popen.communicate(timeout=STOP_SECONDS)
+            module, config, variables = self.started[name]
+            self.start(name, module, config | options, variables)
+        for name in names:
+            self.processes[name].address()
+            wait_until(lambda name=name: self.is_ready(name), f"{name} ready again", START_SECONDS)  # type: ignore[misc]  # bound at once
 
-        wait_until(ready, f"{name} ready again", START_SECONDS)
+    def is_ready(self, name: str) -> bool:
+        """Whether the supervisor takes the member for ready, in its latest incarnation."""
+        member = self.member(name).member
+        return member.state == MEMBER_STATE_READY and member.pid == self.processes[name].pid
+
+    def restart_supervisor(self, **options: Any) -> None:
+        """Kills the supervisor unless it has ended, and starts another one at its port."""
+        self.processes["supervisor"].popen.kill()
+        self.processes["supervisor"].popen.communicate()
+        module, config, variables = self.started["supervisor"]
+        port = int(self.supervisor.rpartition(":")[2])
+        address = self.start("supervisor", module, {**config, "port": port, **options}, variables).address()
+        assert address == self.supervisor
+
+    @contextmanager
+    def more(self, kind: str, count: int = 1, **options: Any) -> Iterator[list[str]]:
+        """Further routers or workers of a role, for the block; yields their names. They are ready, and routers have
+        reached workers.
+
+        Args:
+            options: of them, in the place of those of the first one of their kind.
+        """
+        module, config, variables = self.started[f"{kind}-0"]
+        first = sum(name.startswith(kind) for name in self.processes)
+        names = [f"{kind}-{first + number}" for number in range(count)]
+        own = {"grpc_port": 0} if kind == "router" else {}
+        try:
+            for name in names:
+                self.start(name, module, {**config, **own, **options, "name": name}, variables)
+            for name in names:
+                self.addresses[name] = self.processes[name].address()
+                wait_until(lambda name=name: self.is_ready(name), f"{name} ready", START_SECONDS)  # type: ignore[misc]  # bound at once
+            wait_until(self.reached, "the routers have reached every worker", START_SECONDS)
+            yield names
+        finally:
+            for name in names:
+                self.processes.pop(name).stop()
+                del self.started[name]
 
     def reached(self) -> bool:
         """Whether every live router has a stream to every ready worker; before, it places requests elsewhere."""
@@ -206,7 +250,8 @@ class ProcessCluster:
         )
 
     def member(self, name: str) -> MemberStatus:
-        return next(status for status in self.status().members if status.member.name == name)
+        """What the supervisor says of a member; empty if it doesn't know it."""
+        return next((status for status in self.status().members if status.member.name == name), MemberStatus())
 
     def wait_idle(self, seconds: float = 5.0, but: Collection[str] = ()) -> None:
         """Waits until no live worker, except `but`, has a request or holds or misses a block."""
@@ -288,12 +333,13 @@ def process_cluster(
                 options |= {**(worker or {}), **(roles or {}).get(role, {})}
                 cluster.start(f"{role}-{index}", modules[role], options, variables)
         # A router that is replaced must be found where it was, if clients know several.
-        fronts = []
         for index in range(routers):
             port = 0 if routers == 1 else free_port()
             options = {"name": f"router-{index}", "grpc_port": port, "http_port": None, **common, **(router or {})}
-            fronts.append(cluster.start(f"router-{index}", "kvrelay.router", options))
-        cluster.router = ",".join(front.address() for front in fronts)
+            cluster.start(f"router-{index}", "kvrelay.router", options)
+        for index in range(routers):
+            cluster.addresses[f"router-{index}"] = cluster.processes[f"router-{index}"].address()
+        cluster.router = ",".join(cluster.addresses.values())
         for process in cluster.workers.values():
             process.address()
         wait_until(lambda: cluster.status().ready, "cluster ready", START_SECONDS)

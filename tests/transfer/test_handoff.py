@@ -38,7 +38,7 @@ without_nixl = pytest.mark.skipif(nixl_missing() is not None, reason=f"nixl: {ni
 @pytest.mark.parametrize("kind", TRANSPORTS)
 async def test_kv_arrives_and_every_byte_is_counted(kind: str, layout: KVLayout) -> None:
     """What the decode worker has already isn't sent again."""
-    async with pair(SMALL_FRAMES, layout=layout, transports=links_of(kind)) as world:
+    async with pair(SMALL_FRAMES, layout=layout, transports=links_of(kind), blocks=64) as world:
         raw(world.source).random_(0, 256)
         for number, count in enumerate(LENGTHS):
             blocks = list(range(layout.blocks_for(count)))

@@ -35,18 +35,6 @@ async def half_sent(world: Pair, key: tuple[str, int] = KEY) -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("there", [prompt(41), [*prompt(39), 1]], ids=["longer", "another token"])
-async def test_another_prompt_under_the_same_key_is_refused_before_any_allocation(there: list[int]) -> None:
-    async with pair(CONFIG) as world:
-        world.expect(KEY, prompt(40))
-        world.sender.begin(KEY, RECEIVER, there)
-        world.compute(KEY, blocks_of(len(there)))
-        assert not await world.sent(KEY)
-        assert world.ends.export_failed[KEY][0] is Code.MANIFEST
-        assert not world.receiving.reservations
-
-
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("change", "field"),
     [

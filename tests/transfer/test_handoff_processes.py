@@ -10,7 +10,7 @@ import grpc
 import psutil
 import pytest
 import torch
-from test_messages import mutated
+from test_handoff_messages import mutated
 
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.transfer.config import TransferConfig

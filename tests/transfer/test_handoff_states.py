@@ -100,13 +100,6 @@ async def test_they_arrive_with_the_kv(kind: str, dtype: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_who_needs_the_last_token_gets_the_last_token() -> None:
-    async with pair(CONFIG, states=replace(STATES, last=True)) as world:
-        for count in (1, 40, 200):
-            await arrives(world, f"{count}", states_of(count), count - 1, count - 1)
-
-
-@pytest.mark.anyio
 async def test_behind_a_gap_they_begin_anew() -> None:
     """A preempted sequence may find blocks of another one; what doesn't reach the prompt's end is of no use."""
     async with pair(CONFIG, states=STATES) as world:

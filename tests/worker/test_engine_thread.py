@@ -10,6 +10,8 @@ import pytest
 from kvrelay.engine.scheduling.progress import Progress
 from kvrelay.worker.engine_thread import EngineThread
 
+pytestmark = pytest.mark.anyio
+
 
 class ScriptedEngine:
     """An engine with `work` steps to do; each reports the thread it ran on."""
@@ -118,31 +120,25 @@ def test_a_pause_once_makes_no_step_a_slow_one(monkeypatch: pytest.MonkeyPatch) 
     assert slow == pytest.approx([0.0, 0.1, 0.1, 0.2, 0.2, 5.0], rel=0.01)
 
 
-def test_a_call_returns_and_raises_to_its_caller_only(started: Started) -> None:
+async def test_a_call_returns_and_raises_to_its_caller_only(started: Started) -> None:
     def fail() -> None:
         raise KeyError("the caller's mistake")
 
-    async def main() -> None:
-        assert await started.thread.call(threading.current_thread) is not threading.current_thread()
-        with pytest.raises(KeyError, match="the caller's mistake"):
-            await started.thread.call(fail)
-        assert await started.thread.call(lambda: 42) == 42
-
-    asyncio.run(asyncio.wait_for(main(), 10))
+    assert await started.thread.call(threading.current_thread) is not threading.current_thread()
+    with pytest.raises(KeyError, match="the caller's mistake"):
+        await started.thread.call(fail)
+    assert await started.thread.call(lambda: 42) == 42
     assert started.failures.empty()
 
 
-def test_a_caller_may_give_up(started: Started) -> None:
+async def test_a_caller_may_give_up(started: Started) -> None:
     release = threading.Event()
 
-    async def main() -> None:
-        abandoned = asyncio.create_task(started.thread.call(lambda: release.wait(5)))
-        await asyncio.sleep(0)
-        abandoned.cancel()
-        release.set()
-        assert await started.thread.call(lambda: "next") == "next"
-
-    asyncio.run(asyncio.wait_for(main(), 10))
+    abandoned = asyncio.create_task(started.thread.call(lambda: release.wait(5)))
+    await asyncio.sleep(0)
+    abandoned.cancel()
+    release.set()
+    assert await started.thread.call(lambda: "next") == "next"
 
 
 def test_a_failing_step_ends_the_thread_and_is_reported_once() -> None:

@@ -2,13 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 import pytest
-from test_worker_server import checkpoint, relay, submit, worker
 
+from kvrelay.engine.request import Request
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
@@ -18,15 +17,11 @@ from kvrelay.worker import worker as worker_module
 from kvrelay.worker.engine_thread import EngineEndedError
 from kvrelay.worker.server import WorkerServer
 from support.access import METADATA
+from support.relays import SECONDS, Built, relay, submit, until, worker
 
-__all__ = ["checkpoint"]
-SECONDS = 10.0
+pytestmark = pytest.mark.anyio
 
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not condition():  # noqa: ASYNC110  # the condition may be about anything
-            await asyncio.sleep(0.005)
+FORGOTTEN = Request("forgotten by the test", 1, (1, 2, 3), 3)
 
 
 def heartbeat(server: WorkerServer) -> Member:
@@ -35,120 +30,95 @@ def heartbeat(server: WorkerServer) -> Member:
     return member
 
 
-def test_a_drained_worker_returns_its_streams_as_migrations(checkpoint: Path) -> None:
-    async def test() -> None:
-        async with worker(checkpoint) as server, relay(server) as router:
-            await router.send(submit=submit("long", sampling={"max_tokens": 400, "top_p": 1.0, "ignore_eos": True}))
-            await router.event()
-            stopping = asyncio.create_task(server.stop(0.0))
-            failure = (await router.last()).failure
-            assert (failure.code, failure.cause) == (Failure.CODE_RETRY, Failure.CAUSE_DRAINING)
-            assert [ref.name for ref in failure.blamed] == ["colocated-0"]
-            await stopping
-
-    asyncio.run(test())
+async def test_a_drained_worker_returns_its_streams_as_migrations(server: WorkerServer) -> None:
+    async with relay(server) as router:
+        await router.send(submit=submit("long", sampling={"max_tokens": 400, "top_p": 1.0, "ignore_eos": True}))
+        await router.event()
+        stopping = asyncio.create_task(server.stop(0.0))
+        failure = (await router.last()).failure
+        assert (failure.code, failure.cause) == (Failure.CODE_RETRY, Failure.CAUSE_DRAINING)
+        assert [ref.name for ref in failure.blamed] == ["colocated-0"]
+        await stopping
 
 
-def test_a_step_that_does_not_return_shows_in_the_heartbeat(checkpoint: Path) -> None:
-    async def test() -> None:
-        async with worker(checkpoint) as server, relay(server) as router:
-            engine, release = server.worker._engine, threading.Event()
-            step = engine.step
-            engine.step = lambda: (release.wait(SECONDS) and step()) or []  # type: ignore[method-assign, func-returns-value]
-            await router.send(submit=submit("stuck"))
-            await until(lambda: heartbeat(server).step_age_seconds > 0.2)
-            engine.step = step  # type: ignore[method-assign]
-            release.set()
-            await router.last()
-            await until(lambda: heartbeat(server).step_age_seconds == 0)
-            assert heartbeat(server).slow_step_seconds > 0
-
-    asyncio.run(test())
+async def test_a_step_that_does_not_return_shows_in_the_heartbeat(checkpoint: Path) -> None:
+    built, release = Built(), threading.Event()
+    async with worker(checkpoint, built=built) as server, relay(server) as router:
+        step = built.engine.step
+        built.engine.step = lambda: (release.wait(SECONDS) and step()) or []  # type: ignore[method-assign, func-returns-value]
+        await router.send(submit=submit("stuck"))
+        await until(lambda: heartbeat(server).step_age_seconds > 0.2)
+        release.set()
+        await router.last()
+        await until(lambda: heartbeat(server).step_age_seconds == 0)
+        assert heartbeat(server).slow_step_seconds > 0
 
 
-def test_an_engine_that_raises_fails_its_worker_and_what_waits_for_it(checkpoint: Path) -> None:
-    async def test() -> None:
-        async with worker(checkpoint) as server, relay(server) as router:
+async def test_an_engine_that_raises_fails_its_worker_and_what_waits_for_it(checkpoint: Path) -> None:
+    built, answers = Built(), list[object]()
 
-            def broken() -> None:
-                raise RuntimeError("broken by the test")
+    def broken() -> None:
+        raise RuntimeError("broken by the test")
 
-            server.worker._engine.step = broken  # type: ignore[assignment, method-assign]
-            await router.send(submit=submit("first"))
-            assert "broken" in str(await asyncio.wait_for(server.failed(), SECONDS))
-            assert heartbeat(server).failed
-            with pytest.raises(EngineEndedError):
-                await asyncio.wait_for(server.worker._thread.call(lambda: None), SECONDS)
-            stopping = asyncio.create_task(server.stop(30.0))
-            failure = (await router.last()).failure
-            assert (failure.code, failure.cause) == (Failure.CODE_RETRY, Failure.CAUSE_PEER_LOST)
-            await asyncio.wait_for(stopping, SECONDS)
+    async with worker(checkpoint, built=built) as server, relay(server) as router:
+        built.engine.step = broken  # type: ignore[assignment, method-assign]
+        await router.send(submit=submit("first"))
+        assert "broken" in str(await asyncio.wait_for(server.failed(), SECONDS))
+        assert heartbeat(server).failed
+        server.worker.reserve(FORGOTTEN, answers.append, passing=False)
+        await until(lambda: answers)
+        assert isinstance(answers[0], EngineEndedError)
+        stopping = asyncio.create_task(server.stop(30.0))
+        failure = (await router.last()).failure
+        assert (failure.code, failure.cause) == (Failure.CODE_RETRY, Failure.CAUSE_PEER_LOST)
+        await asyncio.wait_for(stopping, SECONDS)
 
-    asyncio.run(test())
 
-
-def test_a_relay_without_hello_is_ended(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_relay_without_hello_is_ended(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_service, "HELLO_SECONDS", 0.2)
     assert options.HELLO_SECONDS == 5.0
-
-    async def test() -> None:
-        async with worker(checkpoint) as server, grpc.aio.insecure_channel(server.address) as channel:
-            call = WorkerServiceStub(channel).Relay(metadata=METADATA)
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await asyncio.wait_for(call.read(), SECONDS)
-            assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-
-    asyncio.run(test())
+    async with worker(checkpoint) as server, grpc.aio.insecure_channel(server.address) as channel:
+        call = WorkerServiceStub(channel).Relay(metadata=METADATA)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await asyncio.wait_for(call.read(), SECONDS)
+        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-def test_only_the_router_that_submitted_a_request_can_cancel_it(checkpoint: Path) -> None:
-    async def test() -> None:
-        async with worker(checkpoint) as server, relay(server) as owner, relay(server) as other:
-            await owner.send(submit=submit("mine"))
-            await other.send(cancel={"request_id": "mine", "attempt": 1})
-            assert not (await owner.last()).HasField("failure"), "another router's cancel ended it"
-
-    asyncio.run(test())
+async def test_only_the_router_that_submitted_a_request_can_cancel_it(server: WorkerServer) -> None:
+    async with relay(server) as owner, relay(server) as other:
+        await owner.send(submit=submit("mine"))
+        await other.send(cancel={"request_id": "mine", "attempt": 1})
+        assert not (await owner.last()).HasField("failure"), "another router's cancel ended it"
 
 
-def test_blocks_that_nobody_gave_back_end_an_idle_worker(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_blocks_that_nobody_gave_back_end_an_idle_worker(
+    server: WorkerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker_module, "CHECK_SECONDS", 0.0)
-
-    async def test() -> None:
-        async with worker(checkpoint) as server, relay(server) as router:
-            pool = server.worker._engine.scheduler._pool
-            await server.worker._thread.call(lambda: pool.allocate(2, "forgotten by the test"))
-            await router.send(submit=submit("last"))
-            await router.last()
-            assert "forgotten by the test" in str(await asyncio.wait_for(server.failed(), SECONDS))
-
-    asyncio.run(test())
+    async with relay(server) as router:
+        server.worker.reserve(FORGOTTEN, lambda reservation: None, passing=False)
+        await router.send(submit=submit("last"))
+        await router.last()
+        assert "forgotten by the test" in str(await asyncio.wait_for(server.failed(), SECONDS))
 
 
-def test_a_co_located_worker_has_a_digest_too(checkpoint: Path) -> None:
+async def test_a_co_located_worker_has_a_digest_too(checkpoint: Path) -> None:
     """Routers prefer one group of equal digests, so one without would not be used beside prefill and decode workers."""
-
-    async def test() -> None:
-        async with worker(checkpoint) as server:
-            assert heartbeat(server).compatibility
-
-    asyncio.run(test())
+    async with worker(checkpoint) as server:
+        assert heartbeat(server).compatibility
 
 
-def test_who_waits_for_blocks_hears_of_a_cancel_that_no_step_follows(checkpoint: Path) -> None:
-    async def test() -> None:
-        async with worker(checkpoint) as server, relay(server) as router:
-            release, reports = threading.Event(), list[object]()
-            server.worker.post_to_engine(lambda: release.wait(SECONDS))
-            server.worker.role.on_step = reports.append  # type: ignore[assignment, method-assign]
-            await router.send(submit=submit("only"))
-            await until(lambda: server.worker._live)
-            await router.send(cancel={"request_id": "only", "attempt": 1})
-            await until(lambda: not server.worker._live)
-            # The engine's thread takes up the request and its end together.
-            release.set()
-            await until(lambda: reports)
-            assert reports == [()]
-            assert server.worker._engine.steps == 0
-
-    asyncio.run(test())
+async def test_who_waits_for_blocks_hears_of_a_cancel_that_no_step_follows(checkpoint: Path) -> None:
+    built, release, reports = Built(), threading.Event(), list[object]()
+    async with worker(checkpoint, built=built) as server, relay(server) as router:
+        server.worker.post_to_engine(lambda: release.wait(SECONDS))
+        server.worker.role.on_step = reports.append  # type: ignore[assignment, method-assign]
+        await router.send(submit=submit("only"))
+        await until(lambda: server.worker.request(("only", 1)))
+        await router.send(cancel={"request_id": "only", "attempt": 1})
+        await until(lambda: not server.worker.request(("only", 1)))
+        # The engine's thread takes up the request and its end together.
+        release.set()
+        await until(lambda: reports)
+        assert reports == [()]
+        assert built.engine.steps == 0

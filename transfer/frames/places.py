@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,29 +14,40 @@ from kvrelay.transfer.protocol.events import Frame
 from kvrelay.transfer.transports.base import Lender
 
 
-class FrameBuffer(Protocol):
+class FrameBuffer:
     """Where a frame's bytes lie at one end: in the layout of this pool (`PoolFrame`), or another, which the receiver
-    converts from (`ConvertedFrame`) or the sender to (`NarrowedFrame`); or beside the pool (`StatesFrame`)."""
+    converts from (`ConvertedFrame`) or the sender to (`NarrowedFrame`); or beside the pool (`StatesFrame`).
+
+    This class is for frames that go through a buffer, in host memory: they can't be accessed in place, and no GPU
+    copies or checks them.
+    """
 
     def runs(self) -> list[memoryview] | None:
         """The whole blocks in place, for links that carry memory; None if the frame can't be accessed like that."""
+        return None
 
     def tail(self) -> "FrameBuffer | None":
         """The part that `runs` leaves out: a partial last block."""
+        return None
 
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        raise NotImplementedError
 
     def read(self, out: Tensor) -> None:
         """Copies the frame into the beginning of `out` (uint8)."""
+        raise RuntimeError("a received frame can only be written")
 
     def write(self, data: Tensor) -> None:
         """Copies the frame from the beginning of `data` (uint8) into the blocks."""
+        raise RuntimeError("a frame to send can only be read")
 
     def queues(self, data: Tensor, check: FrameCheck) -> bool:
         """Whether a GPU copies and checks the frame, so that `begin_read` can be used, and `lend` only queues."""
+        return False
 
     def begin_read(self, data: Tensor, check: FrameCheck) -> None:
         """Queues on a GPU a copy of the frame and its trailer into `data`, in one pass; see `settle`."""
+        raise RuntimeError("no GPU copies this frame")
 
     def lend(self, lender: Lender, data: Tensor, check: FrameCheck) -> list[Tensor] | None:
         """Memory to send in order to send the frame from where it lies: runs of the pool, and the end of `data`, into
@@ -45,6 +55,7 @@ class FrameBuffer(Protocol):
 
         If `queues`, it only queues on a GPU; see `settle`.
         """
+        return None
 
     def settle(self) -> None:
         """Waits for what this thread has queued on its current stream."""
@@ -55,9 +66,10 @@ class FrameBuffer(Protocol):
         Returns whether the frame is intact; if it isn't, its bytes are in the blocks all the same. Returns None, and
         does nothing, if this frame can't be copied and verified in one pass.
         """
+        return None
 
 
-class PoolFrame:
+class PoolFrame(FrameBuffer):
     """A frame in the blocks of a pool that has the sender's layout."""
 
     def __init__(self, pool: KVPool, table: Sequence[int], frame: Frame) -> None:
@@ -131,7 +143,7 @@ class PoolFrame:
         return intact
 
 
-class OtherFrame:
+class OtherFrame(FrameBuffer):
     """Common part of frames whose layout on the link isn't that of this pool: they go through a buffer."""
 
     def __init__(self, pool: KVPool, wire: KVLayout, table: Sequence[int], frame: Frame) -> None:
@@ -143,33 +155,6 @@ class OtherFrame:
 
     def nbytes(self) -> int:
         return self._frame.nbytes
-
-    def runs(self) -> list[memoryview] | None:
-        return None
-
-    def tail(self) -> FrameBuffer | None:
-        return None
-
-    def read(self, out: Tensor) -> None:
-        raise RuntimeError("a received frame can only be written")
-
-    def write(self, data: Tensor) -> None:
-        raise RuntimeError("a frame to send can only be read")
-
-    def queues(self, data: Tensor, check: FrameCheck) -> bool:
-        return False
-
-    def begin_read(self, data: Tensor, check: FrameCheck) -> None:
-        raise RuntimeError("a frame of another layout is converted by what it is copied with")
-
-    def lend(self, lender: Lender, data: Tensor, check: FrameCheck) -> list[Tensor] | None:
-        return None
-
-    def settle(self) -> None:
-        """Does nothing, because nothing was queued."""
-
-    def write_checked(self, data: Tensor, check: FrameCheck) -> bool | None:
-        return None
 
 
 class ConvertedFrame(OtherFrame):

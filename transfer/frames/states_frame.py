@@ -7,12 +7,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvrelay.transfer.frames.checks import FrameCheck
-from kvrelay.transfer.transports.base import Lender
+from kvrelay.transfer.frames.places import FrameBuffer
 
 
-class StatesFrame:
-    """One frame; implements `kvrelay.transfer.frames.places.FrameBuffer`."""
+class StatesFrame(FrameBuffer):
+    """One frame of hidden states."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         """`parts` are the frame's bytes in order: contiguous tensors."""
@@ -23,9 +22,6 @@ class StatesFrame:
 
     def runs(self) -> list[memoryview]:
         return [memoryview(part.numpy().data) for part in self._parts]
-
-    def tail(self) -> None:
-        """`runs` leaves nothing out."""
 
     def read(self, out: Tensor) -> None:
         for part, framed in self._pieces(out):
@@ -41,18 +37,3 @@ class StatesFrame:
         for part in self._parts:
             yield part.numpy(), rest[: len(part)]
             rest = rest[len(part) :]
-
-    def queues(self, data: Tensor, check: FrameCheck) -> bool:
-        return False
-
-    def begin_read(self, data: Tensor, check: FrameCheck) -> None:
-        raise RuntimeError("no GPU copies what lies in host memory")
-
-    def lend(self, lender: Lender, data: Tensor, check: FrameCheck) -> None:
-        """Returns None, because the frame doesn't lie in the pool that is lent."""
-
-    def settle(self) -> None:
-        """Does nothing, because nothing was queued."""
-
-    def write_checked(self, data: Tensor, check: FrameCheck) -> None:
-        """Returns None: the caller writes the frame and checks it apart."""

@@ -216,7 +216,7 @@ class NativeDecoder:
         self._qkv = _buffer(arena, capacity, heads + 2 * config.kv_heads * config.head_dim)
         self._heads = _buffer(arena, capacity, heads)
         self._inner = _buffer(arena, capacity, config.intermediate_size)
-        self._workspace = arena.take(max(linear.workspace_bytes for linear in self._linears()))
+        self._workspace = arena.take(max(linear.workspace_bytes for linear in self.linears()))
         steps: list[tuple[str, ctypes.Structure]] = [(EMBED, self._embed())]
         parts = []
         for index, layer in enumerate(layers):
@@ -242,7 +242,8 @@ class NativeDecoder:
         self._layer_steps = [step for part in parts for step in part]
         self._choosing = None
 
-    def _linears(self) -> Iterator[PackedLinear]:
+    def linears(self) -> Iterator[PackedLinear]:
+        """The packed weights: four of each layer, and the head."""
         for layer in self._layers:
             yield from map(_packed, (layer.qkv, layer.output, layer.gate_up, layer.down))
         yield self._head

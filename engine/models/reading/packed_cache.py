@@ -117,7 +117,8 @@ def packed_path(weights: str, team: Team) -> Path:
     Args:
         weights: what they are made of and how; the kernels, which are this CPU's, and the way of quantizing are added.
     """
-    digest = hashlib.sha256(f"{weights} {Path(team.library._name).name} ".encode())
+    library = team.library._name  # noqa: SLF001  # ctypes has no other name for it
+    digest = hashlib.sha256(f"{weights} {Path(library).name} ".encode())
     digest.update(Path(codes.__file__).read_bytes())
     return user_cache() / "packed" / f"{digest.hexdigest()[:24]}{SUFFIX}"
 

@@ -190,7 +190,7 @@ class HttpRunner(web.AppRunner):
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
             loop=asyncio.get_running_loop(),
-            **made._kwargs,
+            **made._kwargs,  # noqa: SLF001  # aiohttp has no public way to them
         )
 
 

@@ -34,7 +34,7 @@ from kvrelay.router.faces.page.view import about, fleet
 from kvrelay.router.placing.registry import WorkerRegistry
 from kvrelay.router.placing.shares import Seats
 from kvrelay.router.records.life import Life, life
-from kvrelay.router.records.requests import RECENT, Ended
+from kvrelay.router.records.requests import RECENT, EndedRequest
 from kvrelay.router.request.reading import Plan
 from kvrelay.router.request.validation import CheckedRequest
 from kvrelay.router.session.output import AwaitedSink
@@ -280,7 +280,7 @@ class _Run:
             await asyncio.sleep(LIFE_SECONDS)
 
 
-async def _jsons(requests: list[Ended]) -> AsyncIterator[bytes]:
+async def _jsons(requests: list[EndedRequest]) -> AsyncIterator[bytes]:
     """The JSON of each request. Others have the event loop after every few that nobody has asked for before."""
     for number, ended in enumerate(requests, 1):
         yield ended.json

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from importlib.metadata import version
 
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_SUSPECT
 from kvrelay.router.entry.front import Front
-from kvrelay.router.placing.registry import WorkerRegistry, WorkerStatus
+from kvrelay.router.placing.placement import WorkerView
+from kvrelay.router.placing.registry import WorkerRegistry
 from kvrelay.router.records.life import Life, life
 from kvrelay.rpc.identity import state_name
 
@@ -88,7 +90,7 @@ def fleet(front: Front, registry: WorkerRegistry, tenant: str, now: float) -> Fl
     return Fleet(
         front.ready,
         front.running,
-        tuple(sorted((_worker(status) for status in registry.statuses()), key=lambda worker: worker.name)),
+        tuple(sorted((_worker(view) for view in registry.view()), key=lambda worker: worker.name)),
         tuple(
             LinkShown(*pair, used[pair].nbytes, used[pair].transfers, sending.get(pair, 0))
             if pair in used
@@ -99,14 +101,14 @@ def fleet(front: Front, registry: WorkerRegistry, tenant: str, now: float) -> Fl
     )
 
 
-def _worker(status: WorkerStatus) -> WorkerShown:
-    view, load = status.view, status.load
+def _worker(view: WorkerView) -> WorkerShown:
+    load = view.report
     return WorkerShown(
         view.id.name,
         view.role,
-        state_name(status.state),
+        state_name(view.state),
         view.ready,
-        status.suspected,
+        view.state == MEMBER_STATE_SUSPECT,
         view.avoided,
         load.requests.running,
         load.requests.waiting,

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from kvrelay.cluster.fleet import desired as changes
 from kvrelay.cluster.fleet import room
 from kvrelay.cluster.fleet.desired import (
-    Code,
     Desired,
     MemberRole,
     Refused,
@@ -24,6 +23,7 @@ from kvrelay.cluster.fleet.desired import (
 )
 from kvrelay.cluster.fleet.reconcile import Drain, Start, advance, reconcile, settled
 from kvrelay.cluster.fleet.replacement import LONG_LIFE_SECONDS, MOST_SECONDS, Backoff
+from kvrelay.internal.v1.supervisor_pb2 import Refusal
 from kvrelay.rpc.identity import ROLES, WORKER_ROLES
 
 STEPS_TO_SETTLE = 400
@@ -144,7 +144,7 @@ def command(it: World, draw: random.Random) -> bool:
             case "rollback":
                 it.desired = changes.rolled_back(desired, Rolling({"router"}))
     except Refused as refused:
-        if refused.code not in (Code.UNSAFE, Code.BUSY, Code.INVALID):
+        if refused.code not in (Refusal.CODE_UNSAFE, Refusal.CODE_BUSY, Refusal.CODE_INVALID):
             raise
         assert it.desired is desired
     return kind == "role" and it.desired is not desired
@@ -218,7 +218,7 @@ def test_a_successor_that_does_not_come_up_halts_the_upgrade_and_a_rollback_undo
     assert it.processes == before, "the old ones serve on"
     with pytest.raises(Refused) as refused:
         changes.restarted(it.desired, [], Rolling(), "again")
-    assert refused.value.code is Code.BUSY
+    assert refused.value.code == Refusal.CODE_BUSY
     added = changes.scaled(it.desired, it.seen(), {"decode": 3})
     assert [wanted.config for wanted in added.members.values() if wanted.stage is Stage.SERVE] == [1]
     it.desired = changes.rolled_back(it.desired, Rolling({"router"}))
@@ -270,7 +270,7 @@ def test_the_only_member_at_an_address_ends_only_if_that_is_wanted() -> None:
     it.settle()
     with pytest.raises(Refused, match=r"router-0 is the only router member .* `scale router=2` first") as refused:
         changes.upgraded(it.desired, "two", {}, Rolling({"router"}))
-    assert refused.value.code is Code.UNSAFE
+    assert refused.value.code == Refusal.CODE_UNSAFE
     for how, counts in ((Rolling({"router"}, gaps=True), {}), (Rolling(), {}), (Rolling({"router"}), {"router": 2})):
         assert changes.upgraded(it.desired, "two", counts, how).rolling  # type: ignore[arg-type]  # literals
 
@@ -308,7 +308,7 @@ def test_what_cannot_be_done_is_refused(change: Callable[[World], Desired], code
     it = world(1, 1, 1)
     with pytest.raises(Refused) as refused:
         change(it)
-    assert refused.value.code is Code[code]
+    assert refused.value.code == Refusal.Code.Value(f"CODE_{code}")
 
 
 def test_a_pool_scales_to_zero_and_back() -> None:

@@ -63,8 +63,8 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 from kvrelay.cluster.fleet.nodes import Wish
-from kvrelay.cluster.ray import reservations as module
-from kvrelay.cluster.ray.reservations import Reservations
+from kvrelay.cluster.ray import placement_groups as module
+from kvrelay.cluster.ray.placement_groups import PlacementGroups
 
 module.OWN_SECONDS = 3
 RACK = "kvrelay.io/rack"
@@ -75,21 +75,21 @@ cluster.wait_for_nodes()
 roles = {"worker-0": "prefill", "worker-1": "prefill", "worker-2": "decode", "worker-3": "decode", "worker-4": "decode"}
 
 async def main():
-    reservations = Reservations("test")
+    groups = PlacementGroups("test")
     wishes = {name: Wish(role, {"CPU": 1.0}, roles, (RACK,)) for name, role in roles.items()}
     four = [name for name in roles if name != "worker-4"]
-    await asyncio.gather(*(reservations.reserve(name, wishes[name], lambda: True) for name in four))
+    await asyncio.gather(*(groups.reserve(name, wishes[name], lambda: True) for name in four))
     tables = placement_group_table().values()
     found = {table["name"].removeprefix("test/"): racks[table["bundles_to_node_id"][0]] for table in tables}
-    waiting = asyncio.create_task(reservations.reserve("worker-4", wishes["worker-4"], lambda: True))
-    while not (waits := reservations.waits_for("worker-4")):
+    waiting = asyncio.create_task(groups.reserve("worker-4", wishes["worker-4"], lambda: True))
+    while not (waits := groups.waits_for("worker-4")):
         await asyncio.sleep(0.1)
-    await asyncio.to_thread(reservations.release, "worker-3")
+    await asyncio.to_thread(groups.release, "worker-3")
     await waiting
-    after = reservations.waits_for("worker-4")
+    after = groups.waits_for("worker-4")
     other = Wish("prefill", {"CPU": 1.0}, roles, (), RACK)  # no rack is named as the role: after a while it takes any
-    await asyncio.to_thread(reservations.release, "worker-0")
-    taken = await reservations.reserve("worker-0", other, lambda: True)
+    await asyncio.to_thread(groups.release, "worker-0")
+    taken = await groups.reserve("worker-0", other, lambda: True)
     print(json.dumps({"racks": found, "waits": waits, "after": after, "taken": taken is not None}))
 
 asyncio.run(main())

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.cluster.scaling.forecast import Split, forecast
 from kvrelay.cluster.scaling.policy import CONFIRM_SECONDS, GAIN, GROW_SECONDS, Decision, Policy
-from kvrelay.cluster.scaling.signals import PoolRole, Signals, StepCost, WorkerReport
-from kvrelay.rpc.identity import WorkerId
+from kvrelay.cluster.scaling.signals import PoolRole, Signals, StepCost
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY, ROLE_DECODE, ROLE_PREFILL, Member, MemberStatus
+from kvrelay.internal.v1.worker_pb2 import Load, Requests
+from kvrelay.rpc.identity import ROLES
 
 CONFIG = ScalingConfig(enabled=True, ttft_target_seconds=1.0, tpot_target_seconds=0.1)
 TICK = 0.5
@@ -38,6 +40,7 @@ FULL_PREFILL = replace(CALM, arrivals=50.0, arrivals_counted=200, backlog_tokens
 FULL_DECODE = replace(
     CALM, arrivals=16.0, arrivals_counted=64, prompt_tokens=50.0, streams=600.0, stream_tokens=400.0, young_tokens=400.0
 )
+UNKNOWN = replace(FULL_PREFILL, decode_step=None)
 FULL = replace(FULL_PREFILL, arrivals=200.0, arrivals_counted=800, streams=800.0, young_tokens=400.0)
 
 
@@ -64,9 +67,13 @@ class Cluster:
         for number in range(count - len(present)):
             self.roles[f"{role}-{len(self.roles)}-{number}"] = role
 
-    def workers(self) -> list[WorkerReport]:
+    def workers(self) -> list[MemberStatus]:
+        both, state = [ROLE_PREFILL, ROLE_DECODE], MEMBER_STATE_READY
         return [
-            WorkerReport(WorkerId(name, "i"), role, True, requests=number)
+            MemberStatus(
+                member=Member(name=name, incarnation="i", role=ROLES[role], state=state, roles=both),
+                load=Load(requests=Requests(running=number)),
+            )
             for number, (name, role) in enumerate(self.roles.items())
         ]
 
@@ -112,21 +119,21 @@ def test_one_bad_look_is_not_enough() -> None:
 def test_those_with_least_to_do_are_moved() -> None:
     cluster = Cluster()
     (decision, *_) = cluster.run(FULL_PREFILL, 5)
-    decodes = [worker.id.name for worker in Cluster().workers() if worker.role == "decode"]
+    decodes = [worker.member.name for worker in Cluster().workers() if worker.member.role == ROLE_DECODE]
     assert [move.worker for move in decision.moves] == decodes[: len(decision.moves)]
 
 
-def test_no_worker_that_cannot_take_the_role_is_moved() -> None:
+@pytest.mark.parametrize(
+    ("signals", "split", "movable"),
+    [(FULL_PREFILL, HALVES, False), (FULL_PREFILL, Split(5, 3), True), (UNKNOWN, HALVES, True)],
+    ids=["no worker can take the role", "a change is under way", "not everything is known"],
+)
+def test_nothing_is_decided_where_nothing_can_be_done(signals: Signals, split: Split, movable: bool) -> None:
     policy = Policy(CONFIG)
-    workers = [replace(worker, movable=False) for worker in Cluster().workers()]
-    decisions = [policy.decide(FULL_PREFILL, Split(4, 4), workers, tick * TICK) for tick in range(40)]
-    assert not any(decisions)
-
-
-def test_nothing_is_decided_while_a_change_is_under_way() -> None:
-    policy, workers = Policy(CONFIG), Cluster().workers()
-    found = [policy.decide(FULL_PREFILL, Split(5, 3), workers, tick * TICK) for tick in range(40)]
-    assert not any(found)
+    workers = Cluster().workers()
+    for worker in workers:
+        worker.member.roles[:] = worker.member.roles if movable else [worker.member.role]
+    assert not any(policy.decide(signals, split, workers, tick * TICK) for tick in range(60))
 
 
 def test_the_way_back_takes_longer_each_time() -> None:
@@ -235,6 +242,8 @@ def test_a_forecast_gets_better_with_more_of_the_role_that_is_short() -> None:
         pressures = [getattr(forecast(signals, split, CONFIG), role) for split in splits]
         assert pressures == sorted(pressures, reverse=True)
         assert pressures[0] > 1.0
+    with pytest.raises(ValueError, match="needs the cost"):
+        forecast(UNKNOWN, HALVES, CONFIG)
 
 
 AMOUNT = st.sampled_from([0.0, 1e-9, 0.01, 1.0, 30.0, 4000.0, 1e6])
@@ -271,13 +280,6 @@ def test_whatever_is_measured_the_policy_bears_it(seen: Signals, split: Split) -
     assert (outlook is None) == (0 in (seen.prefill, seen.decode) or not seen.complete)
     if outlook is not None:
         assert all(math.isfinite(each) and each >= 0 for each in (outlook.now.prefill, outlook.now.decode))
-
-
-def test_nothing_is_forecast_before_everything_is_known() -> None:
-    unknown = replace(FULL_PREFILL, decode_step=None)
-    assert Cluster().run(unknown, 30) == []
-    with pytest.raises(ValueError, match="needs the cost"):
-        forecast(unknown, Split(4, 4), CONFIG)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.fleet.desired import Code, Refused
+from kvrelay.cluster.fleet.desired import Refused
 from kvrelay.cluster.membership.membership import Membership
 from kvrelay.cluster.scaling import scaler as scaler_module
 from kvrelay.cluster.scaling.config import ScalingConfig
@@ -19,6 +19,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_PREFILL,
     ROLE_ROUTER,
     Member,
+    Refusal,
     Role,
     Scaling,
 )
@@ -39,7 +40,7 @@ class FakeFleet:
 
     async def set_role(self, name: str, role: MemberRole) -> int:
         if self.refuses:
-            raise Refused(Code.BUSY, f"{name} is about to end")
+            raise Refused(Refusal.CODE_BUSY, f"{name} is about to end")
         self.roles[name] = role
         return 1
 

@@ -101,28 +101,24 @@ class BadStore:
         self.saved.append(record.membership.generation)
 
 
-def test_a_store_that_fails_or_hangs_is_waited_for_briefly_and_writes_in_order(
+async def test_a_store_that_fails_or_hangs_is_waited_for_briefly_and_writes_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(record_module, "SAVE_SECONDS", 0.2)
-
-    async def test() -> None:
-        store = BadStore()
-        recorder = Recorder(store)
-        assert await recorder.save(record(1))
-        assert await recorder.save(record(1))
-        assert store.saved == [1], "equal ones are written once"
-        store.error = OSError(28, "No space left on device")
-        assert not await recorder.save(record(2))
-        store.error = None
-        store.free.clear()
-        started = asyncio.get_running_loop().time()
-        for _ in range(3):
-            assert not await recorder.save(record(3))
-        assert asyncio.get_running_loop().time() - started < 3
-        store.free.set()
-        assert await recorder.save(record(4))
-        assert store.saved in ([1, 3, 4], [1, 4])
-        recorder.close()
-
-    asyncio.run(asyncio.wait_for(test(), 30))
+    store = BadStore()
+    recorder = Recorder(store)
+    assert await recorder.save(record(1))
+    assert await recorder.save(record(1))
+    assert store.saved == [1], "equal ones are written once"
+    store.error = OSError(28, "No space left on device")
+    assert not await recorder.save(record(2))
+    store.error = None
+    store.free.clear()
+    started = asyncio.get_running_loop().time()
+    for _ in range(3):
+        assert not await recorder.save(record(3))
+    assert asyncio.get_running_loop().time() - started < 3
+    store.free.set()
+    assert await recorder.save(record(4))
+    assert store.saved in ([1, 3, 4], [1, 4])
+    recorder.close()

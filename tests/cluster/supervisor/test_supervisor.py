@@ -16,7 +16,7 @@ import pytest
 from kvrelay.cluster.asking.status import as_json, get_status
 from kvrelay.cluster.fleet import replacement
 from kvrelay.cluster.fleet.member_progress import progress
-from kvrelay.cluster.fleet.replacement import Ended, Plan
+from kvrelay.cluster.fleet.replacement import Plan, ProcessEnd
 from kvrelay.cluster.state import ClusterState
 from kvrelay.cluster.supervisor.supervisor import SupervisorConfig, SupervisorServer
 from kvrelay.internal.v1.supervisor_pb2 import (
@@ -191,7 +191,7 @@ class FakeLauncher:
     def __init__(self, hopeless: str = "") -> None:
         self.hopeless = hopeless
         self.calls: list[str] = []
-        self.lives: dict[str, asyncio.Future[Ended]] = {}
+        self.lives: dict[str, asyncio.Future[ProcessEnd]] = {}
         self.count = 0
         self.waits: dict[str, str] = {}
         self.broken = ""
@@ -219,7 +219,7 @@ class FakeLauncher:
     async def adopt(self, name: str) -> bool:
         return False
 
-    async def run(self, name: str, plan: Plan, supervisor: str) -> Ended:
+    async def run(self, name: str, plan: Plan, supervisor: str) -> ProcessEnd:
         if name in self.waits:
             await until(lambda: name not in self.waits, "its resources are free")
         self.count += 1
@@ -227,7 +227,7 @@ class FakeLauncher:
         if name == self.broken:
             raise RuntimeError("a defect")
         if name == self.hopeless:
-            return Ended("model /nope: no such folder", mistake=True)
+            return ProcessEnd("model /nope: no such folder", mistake=True)
         assert name not in self.lives, "two processes of one name"
         life = self.lives[name] = asyncio.get_running_loop().create_future()
         fake = FakeMember(supervisor, name, ROLES[plan.role], f"{name}#{self.count}")
@@ -243,13 +243,13 @@ class FakeLauncher:
 
     async def stop(self, name: str, grace: float) -> None:
         self.calls.append(f"stop {name}")
-        await self._end(name, Ended())
+        await self._end(name, ProcessEnd())
 
     async def kill(self, name: str) -> None:
         self.calls.append(f"kill {name}")
-        await self._end(name, Ended("killed"))
+        await self._end(name, ProcessEnd("killed"))
 
-    async def _end(self, name: str, ended: Ended) -> None:
+    async def _end(self, name: str, ended: ProcessEnd) -> None:
         if name in self.lives:
             self.lives[name].set_result(ended)
             await until(lambda: name not in self.lives, f"{name} has ended")
@@ -263,7 +263,7 @@ async def test_a_process_that_ended_is_replaced_by_a_new_incarnation(monkeypatch
             await until(lambda: server.membership.ready, "ready")
             before = server.membership.present("decode-0")
             assert before is not None
-            launcher.lives["decode-0"].set_result(Ended("killed by signal 9"))
+            launcher.lives["decode-0"].set_result(ProcessEnd("killed by signal 9"))
             await until(lambda b=before: server.membership.present("decode-0") != b, "replaced")
             assert launcher.calls.count("run decode-0") == lives + 1
         (progress,) = [entry for entry in server.startup().members if entry.name == "decode-0"]
@@ -276,7 +276,7 @@ async def test_what_a_member_waits_for_is_told() -> None:
     async with supervisor(launcher) as server:
         await until(lambda: server.membership.ready, "ready")
         launcher.waits["decode-0"] = "a node with 1 GPU free"
-        launcher.lives["decode-0"].set_result(Ended("killed by signal 9"))
+        launcher.lives["decode-0"].set_result(ProcessEnd("killed by signal 9"))
         await until(lambda: server.fleet is not None and server.fleet.waits() == launcher.waits, "told")
         status = await server.GetStatus(GetStatusRequest(), None)  # type: ignore[arg-type]  # its context isn't used
         words = {member.name: member.text for member in progress(status)}

@@ -65,7 +65,7 @@ def changed(folder: Path, **values: object) -> None:
             lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
             r"pytorch_model\.bin.*pickle",
         ),
-        (lambda folder: changed(folder, intermediate_size=8), r"tensor model\.layers\.0\.mlp.*shape.*expected"),
+        (lambda folder: changed(folder, intermediate_size=1408), r"tensor model\.layers\.0\.mlp.*shape.*expected"),
         (lambda folder: os.truncate(folder / "model.safetensors", 100), r"model\.safetensors"),
     ],
     ids=["an unknown architecture", "a missing file", "a pickle", "another shape", "a file cut short"],

@@ -17,7 +17,7 @@ import pytest
 from kvrelay.cluster.errors import UsageError
 from kvrelay.cluster.processes.processes import alive, find
 from kvrelay.cluster.processes.silence import SILENT_SECONDS
-from kvrelay.cluster.supervisor.supervisor import Progress, Startup
+from kvrelay.cluster.supervisor.supervisor import MemberStart, Startup
 from kvrelay.cluster.up.launch import check_failures
 from support.processes import wait_until
 
@@ -59,8 +59,6 @@ try:
 except ClusterError as error:
     sys.exit("\\n".join(error.lines))
 """
-
-
 STUCK = """
 import ctypes, subprocess, sys
 import ray
@@ -202,8 +200,11 @@ def test_a_ray_that_hangs_ends_the_step_in_time(
 
 
 def test_a_hopeless_member_ends_the_start_with_its_reason() -> None:
-    members = [Progress("router-0"), Progress("prefill-0", failures=1, reason="kv_memory_bytes is 1000", hopeless=True)]
+    members = [
+        MemberStart("router-0"),
+        MemberStart("prefill-0", failures=1, reason="kv_memory_bytes is 1000", hopeless=True),
+    ]
     with pytest.raises(UsageError) as caught:
         check_failures(Startup(False, (), (), members))
     assert caught.value.lines == ["prefill-0: kv_memory_bytes is 1000"]
-    check_failures(Startup(False, (), (), [Progress("prefill-0", failures=2, reason="killed")]))
+    check_failures(Startup(False, (), (), [MemberStart("prefill-0", failures=2, reason="killed")]))

@@ -167,10 +167,10 @@ class World:
         """Whether no message is lost, doubled or reordered in a stream, and no frame is damaged, whatever else
         fails."""
         for _ in range(expected):
-            self.post(random_() * 2.0, self.router, faults[int(random_() * len(faults))])
+            self.post(random_() * 2.0, self.router, self._fail, faults[int(random_() * len(faults))])
         if self.hostile or (not self.calm and random_() < 0.1):
             for _ in range(int(random_() * 12)):
-                self.post(random_() * 1.5, self.router, self._break)
+                self.post(random_() * 1.5, self.router, self._fail, self._break)
 
     def _new(self, kind: type[Process], name: str, incarnation: int) -> Process:
         process = kind(self, name, incarnation, 5 + int(self.random() * 6))
@@ -212,8 +212,7 @@ class World:
         """Runs to the end: until nothing is under way any more."""
         Observer.current = self.observer
         with ExitStack() as patched:
-            patched.enter_context(_silent())
-            patched.enter_context(_one_thread())
+            patched.enter_context(_quiet())
             patched.enter_context(mock.patch.object(links, "LinkThread", SimulatedThread))
             patched.enter_context(mock.patch.object(kv_sender, "SendAttempt", ObservedSendAttempt))
             patched.enter_context(mock.patch.object(kv_receiver, "ReceiveAttempt", ObservedReceiveAttempt))
@@ -260,9 +259,17 @@ class World:
         self.damages[damage.__name__] += 1
         return damage
 
-    def _any(self) -> Any:
+    def _fail(self, fault: Callable[[Any], None]) -> None:
+        """Something happens to a process that lives, if one does."""
         living = [process for process in self.prefills + self.decodes if not process.dead]
-        return self.pick(living) if living else None
+        if living:
+            fault(self.pick(living))
+
+    def _streams_of(self, process: Any) -> list[Stream]:
+        return [each for each in self.streams if process in (each.left.process, each.right.process)]
+
+    def _links_of(self, process: Any) -> list[Link]:
+        return [link for link in self.dialled.values() if process in [end.process for end in link.ends]]
 
     def _replace(self, process: Any) -> None:
         """The supervisor starts another incarnation; peers and router hear of it, each in its time."""
@@ -276,24 +283,18 @@ class World:
             self.post(self.random() * 0.5, other, lambda other=other: other.members(self._peers_of(other)))
         self.router.lost(process)
 
-    def _crash(self) -> None:
-        process = self._any()
-        if process is None:
-            return
+    def _crash(self, process: Any) -> None:
         self.say(f"{process} crashes")
         process.dead = True
-        for stream in self.streams:
-            if process in (stream.left.process, stream.right.process) and self.random() < 0.8:
+        for stream in self._streams_of(process):
+            if self.random() < 0.8:
                 stream.cut()
-        for link in self.dialled.values():
-            if process in [end.process for end in link.ends] and self.random() < 0.8:
+        for link in self._links_of(process):
+            if self.random() < 0.8:
                 link.break_()
         self.post(self.random() * 0.5, self.router, self._replace, process)
 
-    def _freeze(self) -> None:
-        process = self._any()
-        if process is None:
-            return
+    def _freeze(self, process: Any) -> None:
         seconds = (0.3, 1.5, 3.0, 6.0)[int(self.random() * 4)]
         self.say(f"{process} is frozen for {seconds}")
         # Never earlier: what is kept until then would be overtaken.
@@ -301,84 +302,62 @@ class World:
         if seconds > 1.0 and self.random() < 0.6:
             self.post(0.8, self.router, self._replace, process)
 
-    def _jump(self) -> None:
-        process = self._any()
-        if process is None:
-            return
+    def _jump(self, process: Any) -> None:
         seconds = (0.5, 2.5, 9.0)[int(self.random() * 3)]
         self.say(f"{process}'s clock jumps by {seconds}")
         process.skew += seconds
 
-    def _stream(self) -> Stream | None:
-        streams = [stream for stream in self.streams if not stream.left.over]
-        return self.pick(streams) if streams else None
-
-    def _cut(self) -> None:
-        stream = self._stream()
-        if stream is not None:
+    def _cut(self, process: Any) -> None:
+        for stream in self._streams_of(process)[-1:]:
             self.say(f"the stream {stream.left.process} to {stream.right.process} is cut")
             stream.cut()
 
-    def _break(self) -> None:
-        links = [link for link in self.dialled.values() if not link.broken]
+    def _break(self, process: Any) -> None:
+        links = [link for link in self._links_of(process) if not link.broken]
         if links:
             link = self.pick(links)
             self.say(f"the link of {link.ends[0].process} breaks")
             link.break_()
 
-    def _silence(self) -> None:
-        stream = self._stream()
-        if stream is not None:
+    def _silence(self, process: Any) -> None:
+        for stream in self._streams_of(process)[-1:]:
             side = stream.left if self.random() < 0.5 else stream.right
             stream.silenced.add(side)
             self.say(f"the messages of {side.process} are swallowed")
 
-    def _forget(self) -> None:
+    def _forget(self, process: Any) -> None:
         """A restarted supervisor sends a membership without one of the members, and later the whole one."""
-        process = self._any()
-        if process is None:
-            return
         peers = self._peers_of(process)
         self.say(f"{process} gets a membership without {peers[-1]}")
         process.members(peers[:-1])
         self.post(self.random(), process, lambda: process.members(self._peers_of(process)))
 
-    def _end_engine(self) -> None:
+    def _end_engine(self, process: Any) -> None:
         """The engine thread of a worker ends; the process follows a moment later."""
-        process = self._any()
-        if process is None:
-            return
         self.say(f"the engine of {process} ends")
         process.engine_ended = True
         self.post(1.0 + self.random(), process, process.endpoint.end_pairs, Code.DRAINING)
         self.post(0.5, self.router, self._replace, process)
 
-    def _cancel(self) -> None:
+    def _cancel(self, process: Any) -> None:
+        """A client cancels, whatever its processes do."""
         request = self.pick(sorted(self.tokens))
         self.say(f"the client cancels {request}")
         self.router.client_cancels(request)
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
-    """Turns log lines off: in these worlds almost everything fails."""
-    before = logging.root.manager.disable
+def _quiet() -> Iterator[None]:
+    """Turns log lines off, as in these worlds almost everything fails, and lets torch compute in this thread only, as
+    their tensors are small."""
+    level, threads = logging.root.manager.disable, torch.get_num_threads()
     logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Lets torch compute in this thread only: worlds have small tensors."""
-    before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        logging.disable(level)
+        torch.set_num_threads(threads)
 
 
 def run_world(seed: int, **options: Any) -> World:

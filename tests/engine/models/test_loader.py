@@ -1,0 +1,270 @@
+"""Checkpoints on disk: what loads, what is refused with which words, and what tells two of them apart."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvrelay.engine.attention.torch import TorchAttention
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.models.fast.decoder import Decoder
+from kvrelay.engine.models.fast.loader import load_weights
+from kvrelay.engine.models.reading import checkpoint, hashes
+from kvrelay.engine.models.reading.checkpoint import Checkpoint, expected_tensors
+from kvrelay.engine.models.reading.config import read_config
+from kvrelay.engine.runner.cpu import build_cpu_runner
+from kvrelay.kernels import reference
+from kvrelay.kernels.cpu import ops
+from support.checkpoints import make_checkpoint
+from support.paged import logits_by, logits_of
+
+OPTIONS = EngineConfig(kv_memory_bytes=2**20, threads=1)
+TOKENS = range(20)
+GATE = "model.layers.1.mlp.gate_proj.weight"
+Damage = Callable[[Path], object]
+
+
+@pytest.fixture
+def original(model_of: Callable[..., Path]) -> Path:
+    return model_of("llama")
+
+
+@pytest.fixture
+def sharded(model_of: Callable[..., Path]) -> Path:
+    return model_of("llama", max_shard_size="100KB")
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    """A copy to spoil."""
+    return Path(shutil.copytree(original, tmp_path / "model"))
+
+
+def spoil(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_expected_tensors_are_what_transformers_writes(model_of: Callable[..., Path]) -> None:
+    biases = {"attention_bias": True, "mlp_bias": True}
+    variants = [
+        ("llama", biases),
+        ("mistral", {}),
+        ("qwen2", {}),
+        ("qwen2", {"tie_word_embeddings": False}),
+        ("qwen3", {}),
+    ]
+    for architecture, overrides in variants:
+        folder = model_of(architecture, **overrides)
+        found = {name: entry.shape for name, entry in Checkpoint(folder).tensors.items()}
+        assert expected_tensors(read_config(folder)) == found
+
+
+def test_shards_load_as_one_file_does(original: Path, sharded: Path) -> None:
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    expected = logits_of(original, TOKENS)
+    assert torch.equal(logits_of(sharded, TOKENS), expected)
+
+
+def test_every_weight_type_loads_into_every_run_type(model_of: Callable[..., Path]) -> None:
+    """`auto` is the checkpoint's type, but not float16."""
+    expected = None
+    for stored, auto in (("float16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")):
+        checkpoint = model_of("llama", dtype=stored)
+        for run in ("float32", "bfloat16", "float16", "auto"):
+            runner = build_cpu_runner(checkpoint, run, OPTIONS)
+            assert runner.spec.dtype == (auto if run == "auto" else run)
+            assert runner.pool.tensor.dtype == getattr(torch, runner.spec.dtype)
+            found = logits_by(runner, TOKENS)
+            expected = found if expected is None else expected
+            assert (found - expected).std() < 0.05 * expected.std()
+
+
+def test_progress_grows_to_one(original: Path) -> None:
+    shares: list[float] = []
+    build_cpu_runner(original, "float32", OPTIONS, shares.append)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert len(shares) > 10
+
+
+def test_the_models_operations_on_cpu_are_the_reference_ones(original: Path) -> None:
+    """The same model in plain torch yields the same logits."""
+    config, checkpoint = read_config(original), Checkpoint(original)
+    runner = build_cpu_runner(original, "float32", OPTIONS)
+    fast = logits_by(runner, TOKENS)
+    runner.attention = TorchAttention(runner.pool, config.traits.windows)
+    for backend in (reference, ops):
+        runner.model = Decoder(config, load_weights(checkpoint, config, torch.float32, backend.linear), backend)
+        torch.testing.assert_close(fast, logits_by(runner, TOKENS), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "extra"),
+    [("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"), ("qwen2", "lm_head.weight")],
+    ids=["leftover of an old exporter", "head of a tied model"],
+)
+def test_tensors_that_change_nothing_do_no_harm(tmp_path: Path, architecture: str, extra: str) -> None:
+    folder = make_checkpoint(tmp_path, architecture)
+    expected = logits_of(folder, TOKENS)
+    spoil(folder, lambda tensors: tensors.update({extra: tensors["model.embed_tokens.weight"].clone()}))
+    assert torch.equal(logits_of(folder, TOKENS), expected)
+
+
+def changed(change: Callable[[dict[str, Tensor]], object]) -> Damage:
+    """Damage to the tensors of the only file."""
+    return lambda folder: spoil(folder, change)
+
+
+def with_content(content: bytes) -> Damage:
+    return lambda folder: (folder / "model.safetensors").write_bytes(content)
+
+
+def with_index(weight_map: object) -> Damage:
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def with_name(name: str) -> Damage:
+    return lambda folder: (folder / "model.safetensors").rename(folder / name)
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def with_overlapping_tensors(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    header[GATE] |= {"data_offsets": header[GATE.replace("gate", "up")]["data_offsets"]}
+    path.write_bytes(data[:8] + json.dumps(header).encode().ljust(length) + data[8 + length :])
+
+
+def with_a_tensor_in_two_shards(folder: Path) -> None:
+    first, second = map(load_file, shards := sorted(folder.glob("*.safetensors"))[:2])
+    name = next(iter(first))
+    save_file(second | {name: first[name]}, shards[1])
+
+
+FOREIGN = "model.layers.0.self_attn.q_norm.weight"
+NO_FILE = r"model\.safetensors: not a safetensors file"
+REFUSED: dict[str, tuple[Damage, str]] = {
+    "missing tensor": (changed(lambda found: found.pop(GATE)), rf"tensor {GATE} \[112, 64\] is missing"),
+    "other shape": (
+        changed(lambda found: found.update({GATE: torch.zeros(112, 63)})),
+        rf"tensor {GATE} has shape \[112, 63\]; expected: \[112, 64\]",
+    ),
+    "integers": (
+        changed(lambda found: found.update({GATE: torch.zeros(112, 64, dtype=torch.int8)})),
+        rf"tensor {GATE} has dtype I8; allowed: F32, F16, BF16",
+    ),
+    "another architecture's tensor": (
+        changed(lambda found: found.update({FOREIGN: torch.ones(16)})),
+        rf"doesn't have: {FOREIGN}",
+    ),
+    "pickled": (with_name("pytorch_model.bin"), r"pytorch_model\.bin: a pickled checkpoint"),
+    "pickled, of Meta": (with_name("consolidated.00.pth"), r"consolidated\.00\.pth: a pickled checkpoint"),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        r"has neither model\.safetensors nor model\.safetensors\.index\.json",
+    ),
+    "empty": (with_content(b""), NO_FILE),
+    "no header": (with_content(b"short"), NO_FILE),
+    "long header": (with_content(struct.pack("<Q", 2**40) + b"{}"), NO_FILE),
+    "list as header": (with_content(struct.pack("<Q", 2) + b"[]"), NO_FILE),
+    "header of no text": (with_content(struct.pack("<Q", 4) + b"\xff\xff\xff\xff"), NO_FILE),
+    "tensor without fields": (with_content(struct.pack("<Q", 9) + b'{"a": {}}'), NO_FILE),
+    "cut short": (cut_short, NO_FILE + ", or cut short"),
+    "overlap": (with_overlapping_tensors, NO_FILE),
+    "empty index": (with_index({}), "weight_map is {}"),
+    "list as index": (with_index(["model.safetensors"]), "weight_map is"),
+    "index of another folder": (with_index({GATE: "../model.safetensors"}), "allowed: files in the same folder"),
+    "index of a missing tensor": (
+        with_index({"model.layers.9.x": "model.safetensors"}),
+        r"tensor model\.layers\.9\.x is missing",
+    ),
+}
+"""Damage to a checkpoint of one file, and what its refusal says."""
+
+
+@pytest.mark.parametrize(("damage", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_loaded_is_refused_with_the_reason(folder: Path, damage: Damage, message: str) -> None:
+    damage(folder)
+    with pytest.raises(ValueError, match=message):
+        build_cpu_runner(folder, "float32", OPTIONS)
+
+
+def test_shards_that_are_missing_or_overlap_are_refused(sharded: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(sharded, tmp_path / "model"))
+    with_a_tensor_in_two_shards(folder)
+    with pytest.raises(ValueError, match=r"tensor \S+ is in model-00001-of-\d+\.safetensors too"):
+        build_cpu_runner(folder, "float32", OPTIONS)
+    shard = min(folder.glob("*.safetensors"))
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"{shard.name}: no such file"):
+        build_cpu_runner(folder, "float32", OPTIONS)
+
+
+def test_the_fingerprint_tells_types_and_configs_apart_and_not_folders(
+    original: Path, folder: Path, model_of: Callable[..., Path]
+) -> None:
+    own = Checkpoint(original).fingerprint()
+    assert Checkpoint(folder).fingerprint() == own
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("10000.0", "20000.0"))
+    other_type = model_of("llama", dtype="bfloat16")
+    assert len({own, Checkpoint(folder).fingerprint(), Checkpoint(other_type).fingerprint()}) == 3
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder in which hashes are kept, which begins empty; files that were just written count as old."""
+    monkeypatch.setattr(hashes, "user_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr(hashes, "FRESH_SECONDS", 0.0)
+    return tmp_path / "cache" / "hashes"
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_changed_byte_of_any_tensor_changes_the_fingerprint(folder: Path, kept: Path, data: st.DataObject) -> None:
+    """The hashes may have been kept or not, and the weights be loaded or only hashed."""
+    before = Checkpoint(folder).fingerprint()
+    entries = Checkpoint(folder).tensors
+    entry = entries[data.draw(st.sampled_from(sorted(entries)))]
+    changed = bytearray(entry.path.read_bytes())
+    changed[data.draw(st.integers(entry.begin, entry.end - 1))] ^= 1
+    with entry.path.open("r+b") as file:  # in place: the same inode and size
+        file.write(changed)
+    loaded = build_cpu_runner(folder, "float32", OPTIONS).spec.fingerprint
+    assert loaded != before
+    assert loaded == Checkpoint(folder).fingerprint()
+    shutil.rmtree(kept)
+    assert loaded == Checkpoint(folder).fingerprint()
+
+
+def test_a_second_start_reads_only_what_changed(folder: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = build_cpu_runner(folder, "float32", OPTIONS).spec.fingerprint
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "hash_range", lambda *_: pytest.fail("read again"))
+        patch.setattr(checkpoint, "hash_bytes", lambda *_: pytest.fail("hashed again"))
+        assert build_cpu_runner(folder, "float32", OPTIONS).spec.fingerprint == first
+        assert Checkpoint(folder).fingerprint() == first
+    (record,) = kept.iterdir()
+    for damage in (b"", b"[]", b"{", record.read_bytes()[:-2], b'{"state": [], "hashes": {}}'):
+        record.write_bytes(damage)
+        assert Checkpoint(folder).fingerprint() == first
+    shutil.rmtree(kept)
+    kept.parent.rmdir()
+    kept.parent.write_text("no folder")
+    assert Checkpoint(folder).fingerprint() == first

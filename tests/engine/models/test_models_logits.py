@@ -1,0 +1,144 @@
+"""Logits equal those of transformers, however a sequence is cut into chunks and batched with others."""
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
+from support.checkpoints import ARCHITECTURES, LLAMA3_ROPE, VOCAB_SIZE
+from support.paged import PagedSequence, PagedSequences
+
+BLOCK = 16
+TILE = 64
+"""Tokens of a prefill tile of the native kernels."""
+TOLERANCE = 1e-4
+LENGTH = 300
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{architecture: (architecture, {}) for architecture in ARCHITECTURES},
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": PLAIN_ROPE}),
+    "llama-linear-rope": ("llama", {"rope_parameters": LINEAR_ROPE, "num_key_value_heads": 4}),
+    "llama-llama3-blend": ("llama", {"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 0.1, "factor": 3.0}}),
+    "mistral-no-window": ("mistral", {"sliding_window": None, "num_key_value_heads": 1}),
+    "mistral-window-1": ("mistral", {"sliding_window": 1}),
+    "mistral-window-past-a-tile": ("mistral", {"sliding_window": 150}),
+    "qwen2-no-window": ("qwen2", {"use_sliding_window": False, "tie_word_embeddings": False}),
+    "qwen3-windows-and-biases": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 33, "max_window_layers": 2, "attention_bias": True},
+    ),
+}
+
+
+class Case:
+    """A runner and the logits that transformers gives for one long prompt, of which tests take beginnings."""
+
+    def __init__(self, folder: Path) -> None:
+        self.runner: CpuRunner = build_cpu_runner(
+            folder, "float32", EngineConfig(block_size=BLOCK, kv_memory_bytes=8 * 2**20, threads=1)
+        )
+        self.prompts = [random.Random(seed).choices(range(VOCAB_SIZE), k=LENGTH) for seed in range(3)]
+        # In float32, the oracle itself is wrong by up to 9e-5.
+        oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+        with torch.inference_mode():
+            self.expected = [oracle(torch.tensor([prompt])).logits[0] for prompt in self.prompts]
+
+    def check(self, sequence: PagedSequence, prompt: int = 0) -> None:
+        """The sequence is a beginning of prompt number `prompt`, and all of its logits are right."""
+        logits = torch.cat(sequence.logits)
+        assert len(logits) == sequence.computed
+        torch.testing.assert_close(logits.double(), self.expected[prompt][: len(logits)], atol=TOLERANCE, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def case_of(model_of: Callable[..., Path]) -> Callable[[str], Case]:
+    @cache
+    def make(variant: str) -> Case:
+        architecture, overrides = VARIANTS[variant]
+        return Case(model_of(architecture, **overrides))
+
+    return make
+
+
+@pytest.fixture(params=VARIANTS)
+def case(request: pytest.FixtureRequest, case_of: Callable[[str], Case]) -> Case:
+    # Whatever was in the pool before must not show.
+    case = case_of(request.param)
+    case.runner.pool.tensor.fill_(torch.nan)
+    return case
+
+
+@pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, TILE - 1, TILE, TILE + 1, 2 * TILE + 1, LENGTH])
+def test_prefill_in_one_step(case: Case, length: int) -> None:
+    sequences = PagedSequences(case.runner)
+    sequence = sequences.add(case.prompts[0][:length])
+    sequences.compute((sequence, length))
+    case.check(sequence)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, TILE, 2 * TILE + 2])
+def test_prefill_in_equal_chunks(case: Case, chunk: int) -> None:
+    sequences = PagedSequences(case.runner)
+    sequence = sequences.add(case.prompts[0][: 100 if chunk < BLOCK - 1 else LENGTH])
+    while sequence.left:
+        sequences.compute((sequence, min(chunk, sequence.left)))
+    case.check(sequence)
+
+
+def test_decode_after_prefill(case: Case) -> None:
+    sequences = PagedSequences(case.runner)
+    sequence = sequences.add(case.prompts[0])
+    sequences.compute((sequence, LENGTH - 40))
+    while sequence.left:
+        sequences.compute((sequence, 1))
+    case.check(sequence)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_mixed_batches(case: Case, seed: int) -> None:
+    """Sequences come and go, each at its own pace: decode rows, chunks and whole prompts in one step."""
+    choose = random.Random(seed)
+    sequences = PagedSequences(case.runner, seed)
+    waiting = [(prompt, choose.choice([1, 7, BLOCK, 60, 150, LENGTH])) for prompt in [0, 1, 2] * 4]
+    running: list[tuple[int, PagedSequence]] = []
+    done: list[tuple[int, PagedSequence]] = []
+    while waiting or running:
+        for _ in range(min(len(waiting), choose.choice([0, 1, 3]))):
+            prompt, length = waiting.pop()
+            running.append((prompt, sequences.add(case.prompts[prompt][:length])))
+        choose.shuffle(running)
+        work = [
+            (s, min(s.left, choose.choice([1, 1, 1, 1, 5, BLOCK, 90]))) for _, s in running if choose.random() < 0.8
+        ]
+        if work:
+            sequences.compute(*work)
+        done += [entry for entry in running if not entry[1].left]
+        running = [entry for entry in running if entry[1].left]
+    assert len(done) == 12
+    for prompt, sequence in done:
+        case.check(sequence, prompt)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_bfloat16_is_close_to_float32(architecture: str, model_of: Callable[..., Path]) -> None:
+    """bfloat16 carries 8 bits: logits agree to a few percent of their spread, in chunks and decode as well."""
+    folder = model_of(architecture, dtype="bfloat16")
+    case = Case(folder)
+    options = EngineConfig(block_size=BLOCK, kv_memory_bytes=8 * 2**20, threads=1)
+    runner = build_cpu_runner(folder, "auto", options)
+    assert runner.spec.dtype == "bfloat16"
+    sequences = PagedSequences(runner)
+    sequence = sequences.add(case.prompts[0])
+    for count in (100, 1, 1, 130, 1, 67):
+        sequences.compute((sequence, count))
+    error = torch.cat(sequence.logits) - case.expected[0]
+    assert error.std() < 0.04 * case.expected[0].std()

@@ -1,0 +1,241 @@
+"""The runner: a plan in, tokens out."""
+
+import gc
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.plan import StepOutput
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
+from kvrelay.kernels.cpu.library import library
+from support.checkpoints import ARCHITECTURES, EOS, VOCAB_SIZE, make_tokenizer
+from support.paged import GREEDY, PagedSequence, PagedSequences, make_plan
+
+OPTIONS = EngineConfig(kv_memory_bytes=4 * 2**20, threads=1)
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def folder(request: pytest.FixtureRequest, model_of: Callable[..., Path]) -> Path:
+    return model_of(request.param)
+
+
+@pytest.fixture
+def llama(model_of: Callable[..., Path]) -> Path:
+    return model_of("llama")
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB_SIZE), k=length)
+
+
+def step(
+    runner: CpuRunner,
+    work: Sequence[tuple[PagedSequence, int, SamplingParams]],
+    generated: Sequence[int] | None = None,
+) -> StepOutput:
+    """Runs one step and appends what it yields."""
+    out = runner.launch(make_plan(work, generated)).result()
+    for (sequence, count, _), token in zip(work, out.tokens, strict=True):
+        sequence.computed += count
+        if token is not None:
+            sequence.tokens.append(token)
+    return out
+
+
+def generate(runner: CpuRunner, tokens: list[int], count: int, params: SamplingParams = GREEDY) -> list[int]:
+    """One sequence alone, its prompt in one step."""
+    sequence = PagedSequences(runner).add(tokens, extra=count)
+    while len(sequence.tokens) < len(tokens) + count:
+        step(runner, [(sequence, sequence.left, params)])
+    return sequence.tokens[len(tokens) :]
+
+
+def test_greedy_tokens_equal_transformers(folder: Path) -> None:
+    runner = build_cpu_runner(folder, "float32", OPTIONS)
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    greedy = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+    for length in (1, 15, 16, 17, 80):
+        with torch.inference_mode():
+            ids = torch.tensor([prompt(length)])
+            # Without a mask, transformers takes every pad token in the prompt for padding.
+            whole = oracle.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)[0].tolist()
+        assert generate(runner, prompt(length), 24) == whole[length:]
+
+
+@pytest.mark.parametrize(
+    "params", [GREEDY, SamplingParams(temperature=1.0, top_p=0.95, seed=11)], ids=["greedy", "drawn"]
+)
+def test_batching_and_chunking_change_no_token(folder: Path, params: SamplingParams) -> None:
+    runner = build_cpu_runner(folder, "float32", OPTIONS)
+    prompts = [prompt(length, seed=length) for length in (1, 9, 16, 33, 70, 100)]
+    alone = [generate(runner, tokens, 20, params) for tokens in prompts]
+    choose = random.Random(1)
+    sequences = PagedSequences(runner, seed=1)
+    running = [sequences.add(tokens, extra=20) for tokens in prompts]
+    while work := [s for s, tokens in zip(running, prompts, strict=True) if len(s.tokens) < len(tokens) + 20]:
+        choose.shuffle(work)
+        step(runner, [(s, min(s.left, choose.choice([1, 8, 30])), params) for s in work[: choose.randint(1, 6)]])
+    assert [s.tokens[len(tokens) :] for s, tokens in zip(running, prompts, strict=True)] == alone
+
+
+def test_a_sequence_that_goes_on_elsewhere_draws_the_same_tokens(llama: Path) -> None:
+    params = SamplingParams(temperature=1.0, seed=3)
+    here, there = (build_cpu_runner(llama, "float32", OPTIONS) for _ in range(2))
+    whole = generate(here, prompt(40), 30, params)
+    assert len(set(whole)) > 15
+    assert generate(there, prompt(40) + whole[:13], 17, params) == whole[13:]
+    assert generate(there, prompt(40), 30, SamplingParams(temperature=1.0, seed=4)) != whole
+
+
+def test_only_rows_that_catch_up_yield_tokens(llama: Path) -> None:
+    runner = build_cpu_runner(llama, "float32", OPTIONS)
+    sequences = PagedSequences(runner)
+    chunk, last = sequences.add(prompt(40)), sequences.add(prompt(20))
+    assert step(runner, [(chunk, 10, GREEDY)]).tokens == (None,)
+    tokens = step(runner, [(chunk, 10, GREEDY), (last, 20, GREEDY)]).tokens
+    assert tokens[0] is None
+    assert isinstance(tokens[1], int)
+
+
+def test_a_row_that_is_not_finite_fails_by_its_handle_and_hurts_no_other(llama: Path) -> None:
+    runner = build_cpu_runner(llama, "float32", OPTIONS)
+    expected = generate(runner, prompt(20), 5)
+    sequences = PagedSequences(runner)
+    sound, spoiled = sequences.add(prompt(20), extra=5), sequences.add(prompt(20), extra=5)
+    step(runner, [(sound, 20, GREEDY), (spoiled, 20, GREEDY)])
+    runner.pool.tensor[spoiled.blocks[0], 0, 0, 3] = torch.nan
+    plan = make_plan([(sound, 1, GREEDY), (spoiled, 1, GREEDY)])
+    assert runner.launch(plan).result().nonfinite == (1,)
+    # The sound row can be planned again; the spoiled one's blocks go to a new sequence, not wiped.
+    runner.pool.tensor[spoiled.blocks] = torch.nan
+    heir = PagedSequence(prompt(20), spoiled.blocks)
+    step(runner, [(sound, 1, GREEDY), (heir, 20, GREEDY)])
+    while len(heir.tokens) < 25:
+        step(runner, [(sequence, 1, GREEDY) for sequence in (sound, heir)])
+    assert sound.tokens[20:25] == expected
+    assert heir.tokens[20:] == expected
+
+
+def test_min_tokens_holds_back_the_end_of_sequence(llama: Path) -> None:
+    runner = build_cpu_runner(llama, "float32", OPTIONS)
+    likely = generate(runner, prompt(20), 1)[0]
+    params = SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=frozenset({likely}))
+    for generated, held in ((0, True), (2, True), (3, False)):
+        sequence = PagedSequences(runner).add(prompt(20))
+        token = step(runner, [(sequence, 20, params)], [generated]).tokens[0]
+        assert (token != likely) == held
+
+
+def test_the_spec_says_what_runs(folder: Path) -> None:
+    runner = build_cpu_runner(folder, "bfloat16", OPTIONS)
+    spec = runner.spec
+    assert (spec.vocab_size, spec.dtype) == (320, "bfloat16")
+    assert [spec.architecture] == json.loads((folder / "config.json").read_text())["architectures"]
+    assert spec.eos_token_ids == (make_tokenizer().convert_tokens_to_ids(EOS),)
+    assert runner.layout.dtype == "bfloat16"
+    assert runner.pool.num_blocks == OPTIONS.kv_memory_bytes // runner.layout.block_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "max_context", "context_limit"),
+    [
+        (EngineConfig(kv_memory_bytes=2**21), 1024, "model"),
+        (EngineConfig(kv_memory_bytes=2**21, max_context=100), 100, "option"),
+        (EngineConfig(kv_memory_bytes=2**21, max_context=5000), 1024, "model"),
+        (EngineConfig(kv_memory_bytes=3 * 12288 + 5), 48, "pool"),
+    ],
+)
+def test_max_context_is_the_least_of_model_option_and_pool(
+    llama: Path, options: EngineConfig, max_context: int, context_limit: str
+) -> None:
+    """The last position can be computed."""
+    runner = build_cpu_runner(llama, "float32", options)
+    assert (runner.spec.max_context, runner.spec.context_limit) == (max_context, context_limit)
+    assert len(generate(runner, prompt(max_context - 5), 5)) == 5
+
+
+def test_a_pool_too_small_for_a_block_is_refused(llama: Path) -> None:
+    with pytest.raises(ValueError, match="kv_memory_bytes is 1000; one KV block of this model takes 12288"):
+        build_cpu_runner(llama, "float32", EngineConfig(kv_memory_bytes=1000))
+
+
+def test_warm_up_is_quick_and_changes_no_token(llama: Path) -> None:
+    runner = build_cpu_runner(llama, "float32", OPTIONS)
+    expected = generate(runner, prompt(50), 10)
+    started = time.thread_time()
+    runner.warm_up()
+    assert time.thread_time() - started < 1.0
+    assert generate(runner, prompt(50), 10) == expected
+    build_cpu_runner(llama, "float32", EngineConfig(kv_memory_bytes=12288, threads=1)).warm_up()
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_whichever_thread_steps_uses_the_configured_threads(
+    llama: Path, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's; but where the native kernels' own do the work, torch's would only be in their way."""
+    if native and library() is None:
+        pytest.skip("no native kernels here")
+    if not native:
+        monkeypatch.setattr("kvrelay.engine.runner.cpu.library", lambda: None)
+    cores = len(os.sched_getaffinity(0))
+    for threads, configured in ((1, 1), (2, 2), (0, cores)):
+        expected = 1 if native else configured
+        runner = build_cpu_runner(llama, "float32", EngineConfig(kv_memory_bytes=2**20, threads=threads))
+        seen: list[int] = []
+
+        def run(runner: CpuRunner = runner, seen: list[int] = seen) -> None:
+            generate(runner, prompt(5), 1)
+            seen.append(torch.get_num_threads())
+
+        for _ in range(2):
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join(60)
+        assert seen == [expected, expected]
+
+
+def live_tensor_bytes() -> int:
+    gc.collect()
+    tensors = [
+        thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided
+    ]
+    return sum({tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def test_steps_keep_no_memory(llama: Path) -> None:
+    """Buffers grow to the largest step and stay: a second round of the same steps leaves nothing behind."""
+    runner = build_cpu_runner(llama, "float32", OPTIONS)
+
+    def round_of_steps() -> int:
+        sequences = PagedSequences(runner)
+        several = [sequences.add(prompt(length, length), extra=8) for length in (30, 200, 7, 64)]
+        for _ in range(8):
+            step(runner, [(sequence, sequence.left, GREEDY) for sequence in several])
+        return live_tensor_bytes()
+
+    before = live_tensor_bytes()
+    first = round_of_steps()
+    assert round_of_steps() == first
+    assert first - before < runner.pool.tensor.nbytes
+
+
+def test_plans_arrays_are_not_written_to(llama: Path) -> None:
+    runner = build_cpu_runner(llama, "float32", OPTIONS)
+    sequence = PagedSequences(runner).add(prompt(20))
+    plan = make_plan([(sequence, 20, GREEDY)])
+    for array in (plan.tokens, plan.starts, plan.lengths, plan.block_tables, plan.sample, plan.generated):
+        array.flags.writeable = False
+    assert runner.launch(plan).result().tokens == runner.launch(plan).result().tokens
+    assert np.array_equal(plan.tokens, prompt(20))

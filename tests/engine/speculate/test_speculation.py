@@ -1,0 +1,317 @@
+"""Guessed tokens change how many steps a stream takes, and nothing else."""
+
+import asyncio
+import dataclasses
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.engine.build import build_engine, engine_on
+from kvrelay.engine.config import EngineConfig, SpeculationConfig
+from kvrelay.engine.constrain.compiler import ConstraintCompiler
+from kvrelay.engine.constrain.grammar import Constraint, Grammar
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.request import FinishReason, Request, SamplingParams
+from kvrelay.engine.scheduling.planning import kept_rows
+from kvrelay.engine.speculate.base import Computed, Proposer, Want
+from kvrelay.engine.speculate.lookup import LookupProposer, NgramIndex, SuffixIndex
+from kvrelay.engine.speculate.speculation import Speculation
+from support.checkpoints import VOCAB_SIZE
+from support.guesses import HashGuesses
+from support.hash_runner import LAYOUT, HashRunner, expected_tokens, hash_spec
+from support.serving import run, token_reports, tokens_of
+
+FIXED = SpeculationConfig("ngram", max_tokens=4, adaptive=False)
+EOS_ID = 1
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(seed=5, logprobs=2),
+    SamplingParams(seed=1, repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=-0.3),
+    SamplingParams(seed=2, bad_words=((7,), (8, 9), (1, 2, 3)), logit_bias=tuple((token, 4.0) for token in range(10))),
+    SamplingParams(seed=3, top_k=5, min_tokens=9, stop_token_ids=frozenset(range(0, 251, 4))),
+)
+
+
+class Truth:
+    """Guesses what a stream without guesses had, and every third time something else. Implements `Proposer`."""
+
+    layers = ()
+    last_state = False
+
+    def __init__(self, streams: dict[str, list[int]], wrong_every: int = 3) -> None:
+        self._streams = streams
+        self._wrong = itertools.cycle(range(wrong_every))
+
+    def warm_up(self) -> None:
+        pass
+
+    def observe(self, computed: Sequence[Computed]) -> bool:
+        return False
+
+    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
+        return [self._propose(want) for want in wants]
+
+    def forget(self, handle: int) -> None:
+        pass
+
+    def _propose(self, want: Want) -> list[int]:
+        known = len(want.tokens) - want.request.prompt_tokens
+        guess = self._streams[want.request.request_id][known : known + want.most]
+        return [(token + (next(self._wrong) == 0)) % VOCAB_SIZE for token in guess]
+
+
+def hash_engine(proposer: Proposer | None, *, blocks: int = 40, lag: int = 0, step_tokens: int = 32) -> Engine:
+    options = EngineConfig(block_size=8, max_batch_tokens=step_tokens, max_sequences=8, speculation=FIXED)
+    return engine_on(HashRunner(blocks, spec=hash_spec(blocks * LAYOUT.block_size), lag=lag), options, proposer)
+
+
+def request(name: str, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int = 30) -> Request:
+    return Request(name, 1, tuple(prompt), len(prompt), dataclasses.replace(sampling, max_tokens=max_tokens))
+
+
+@settings(max_examples=60, deadline=None)
+@given(chains=st.lists(st.lists(st.booleans(), max_size=5), min_size=1, max_size=5))
+def test_a_draft_is_kept_if_the_model_chose_it_and_all_before_it(chains: list[list[bool]]) -> None:
+    """Each chain is given by which of its drafts equal what the row before them yields."""
+    tokens, sampled, drafts, expected = [], [], [], []
+    for right in chains:
+        for row, hit in enumerate([True, *right]):
+            tokens.append(0 if row == 0 else sampled[-1] if hit else sampled[-1] + 1)
+            sampled.append(len(sampled) * 2)
+            drafts.append(row > 0)
+            expected.append(all(right[:row]))
+    rows = len(tokens)
+    ones = np.ones(rows, np.int32)
+    plan = StepPlan(
+        0, (0,) * rows, np.array(tokens, np.int32), ones, ones, ones[:, None], ones.astype(bool),
+        (SamplingParams(),) * rows, ones, drafts=np.array(drafts),
+    )  # fmt: skip
+    assert kept_rows(plan, sampled) == expected
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_streams_are_the_same_with_right_and_wrong_guesses(lag: int) -> None:
+    """Penalties, biases, bad words, min_tokens, stops and log-probabilities, in few steps and in few blocks."""
+    requests = [
+        request(f"{number}", range(number, 3 * number + 5), sampling) for number, sampling in enumerate(SAMPLINGS)
+    ]
+    plain = token_reports(hash_engine(None), requests)
+    streams = tokens_of(plain)
+    engine = hash_engine(Truth(streams), blocks=14, lag=lag)
+    guessed = token_reports(engine, requests)
+    assert tokens_of(guessed) == streams
+    for name, reports in guessed.items():
+        assert [report.token_index for report in reports] == list(range(len(reports)))
+        for mine, theirs in zip(reports, plain[name], strict=True):
+            assert (mine.finish, mine.logprobs) == (theirs.finish, theirs.logprobs)
+    speculation = engine.scheduler.speculation
+    assert isinstance(speculation, Speculation)
+    assert 0 < speculation.counts.accepted < speculation.counts.proposed
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_chunk_of_one_token_has_no_guesses_behind_it(lag: int) -> None:
+    """Decode rows leave room for a chunk that ends one token further, at a block's border, before its prompt ends."""
+    sampling = SamplingParams(temperature=0.0)
+    requests = [request("decodes", range(5), sampling, 40), request("chunked", range(60), sampling)]
+    engine = hash_engine(HashGuesses(), lag=lag, step_tokens=8)
+    assert run(engine, requests) == run(hash_engine(None, step_tokens=8), requests)
+
+
+def test_a_stream_continues_elsewhere_with_other_guesses() -> None:
+    sampling = SamplingParams(seed=9)
+    whole = expected_tokens(range(20), 60, sampling=sampling)
+    first = request("a", range(20), sampling, 60)
+    for done in (1, 7, 33):
+        again = dataclasses.replace(first, attempt=done, tokens=(*first.tokens, *whole[:done]))
+        engine = hash_engine(HashGuesses(wrong_every=done + 2))
+        assert run(engine, [again])["a"] == whole[done:]
+
+
+def test_the_end_of_a_request_is_its_last_token() -> None:
+    whole = expected_tokens(range(9), 40)
+    for stop in (whole[5], whole[6]):
+        asked = request("a", range(9), SamplingParams(temperature=0.0, stop_token_ids=frozenset({stop})), 40)
+        reports = token_reports(hash_engine(HashGuesses(wrong_every=100)), [asked])["a"]
+        assert [report.token for report in reports] == whole[: whole.index(stop) + 1]
+        assert [report.finish for report in reports] == [None] * (len(reports) - 1) + [FinishReason.STOP]
+
+
+def test_right_guesses_save_steps() -> None:
+    engine = hash_engine(HashGuesses(wrong_every=1000))
+    run(engine, [request("a", range(9), SamplingParams(temperature=0.0), 51)])
+    assert isinstance(engine.runner, HashRunner)
+    assert engine.runner.steps == 1 + 50 / 5
+
+
+@pytest.fixture(scope="module")
+def tiny(model_of: Callable[..., Path]) -> Path:
+    return model_of("llama", dtype="bfloat16")
+
+
+OPTIONS = EngineConfig(kv_memory_bytes=8 * 2**20, threads=1, max_sequences=64)
+
+
+def test_ten_thousand_sampled_tokens_are_the_same_on_and_off(tiny: Path) -> None:
+    """The real kernels run at batches up to the largest; log-probabilities are equal to the last bit."""
+    sampling = SamplingParams(temperature=0.7, logprobs=0)
+    requests = [
+        request(f"{seed}", [seed % VOCAB_SIZE, 5, 6], dataclasses.replace(sampling, seed=seed), 100)
+        for seed in range(100)
+    ]
+    engine, runner = build_engine(tiny, "auto", OPTIONS)
+    plain = token_reports(engine, requests)
+    options = dataclasses.replace(OPTIONS.on("cpu"), speculation=FIXED)
+    guessing = engine_on(runner, options, Truth(tokens_of(plain)))
+    guessed = token_reports(guessing, requests)
+    assert sum(map(len, guessed.values())) == 10_000
+    for name, reports in guessed.items():
+        assert [(mine.token, mine.logprobs) for mine in reports] == [(its.token, its.logprobs) for its in plain[name]]
+
+
+@pytest.mark.more
+def test_sampled_tokens_have_the_distribution_of_the_model(tiny: Path) -> None:
+    """Chi-square of first tokens, and of second ones, which are drawn in rows of drafts where the guess is right."""
+    count, cells = 2000, 4
+    sampling = SamplingParams(temperature=1.0, top_k=cells)
+    asked = [request(f"{seed}", [3, 4, 5], dataclasses.replace(sampling, seed=seed), 4) for seed in range(count)]
+    engine, runner = build_engine(tiny, "auto", OPTIONS)
+    streams = run(engine, asked)
+    options = dataclasses.replace(OPTIONS.on("cpu"), speculation=FIXED)
+    found = list(run(engine_on(runner, options, Truth(streams, wrong_every=5)), asked).values())
+    common = Counter(tokens[0] for tokens in found).most_common(1)[0][0]
+    for prompt, drawn in (
+        ([3, 4, 5], [tokens[0] for tokens in found]),
+        ([3, 4, 5, common], [tokens[1] for tokens in found if tokens[0] == common]),
+    ):
+        asked_again = request("scores", prompt, SamplingParams(logprobs=cells), 1)
+        scores = token_reports(engine, [asked_again])["scores"][0].logprobs
+        assert scores is not None
+        mass = np.exp(scores.top_logprobs)
+        expected = dict(zip(scores.top_ids, len(drawn) * mass / mass.sum(), strict=True))
+        counts = Counter(drawn)
+        assert counts.keys() <= expected.keys()
+        # The 99.9 % quantile with 3 degrees of freedom. The seeds are fixed, so the test never fails by chance.
+        assert sum((counts[token] - wanted) ** 2 / wanted for token, wanted in expected.items()) < 16.3
+
+
+def test_a_draft_model_that_is_the_model_is_always_right(tiny: Path) -> None:
+    options = dataclasses.replace(
+        OPTIONS, speculation=SpeculationConfig("draft", str(tiny), max_tokens=3, adaptive=False)
+    )
+    engine, _ = build_engine(tiny, "auto", options)
+    asked = [request(f"{seed}", [seed, 9] * 20, SamplingParams(seed=seed), 24) for seed in range(4)]
+    plain, _ = build_engine(tiny, "auto", OPTIONS)
+    assert run(engine, asked) == run(plain, asked)
+    assert engine.scheduler.speculation is not None
+    counts = engine.scheduler.speculation.counts
+    assert counts.proposed > 0
+    assert counts.accepted > 0.9 * counts.proposed
+
+
+CONSTRAINTS = (
+    Constraint("regex", "((ab|cd|[0-9]{3}) ){6,12}"),
+    Constraint(
+        "json_schema",
+        json.dumps(
+            {
+                "type": "array",
+                "minItems": 3,
+                "maxItems": 4,
+                "items": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]},
+            }
+        ),
+    ),
+)
+
+
+@contextmanager
+def compiled(folder: Path, constraints: Sequence[Constraint]) -> Iterator[list[Grammar]]:
+    async def compile_all() -> list[Grammar]:
+        async with asyncio.timeout(60):
+            return [await compiler.compile(constraint) for constraint in constraints]
+
+    compiler = ConstraintCompiler(folder, VOCAB_SIZE, [EOS_ID])
+    try:
+        yield asyncio.run(compile_all())
+    finally:
+        compiler.close()
+
+
+def test_constrained_streams_are_the_same_on_and_off(tiny: Path) -> None:
+    """The guesses are right and wrong, by prompt lookup and by a draft model, which knows nothing of constraints."""
+    with compiled(tiny, CONSTRAINTS) as grammars:
+        asked = [
+            dataclasses.replace(
+                request(
+                    f"{place} {seed}",
+                    [seed, 9, 4] * 7,
+                    SamplingParams(
+                        seed=seed,
+                        temperature=temperature,
+                        repetition_penalty=1.2 if seed == 1 else 1.0,
+                        constraint=constraint,
+                        stop_token_ids=frozenset({EOS_ID}),
+                    ),
+                    50,
+                ),
+                grammar=grammar,
+            )
+            for place, (constraint, grammar) in enumerate(zip(CONSTRAINTS, grammars, strict=True))
+            for seed, temperature in enumerate((0.0, 0.8, 0.8))
+        ]
+        engine, runner = build_engine(tiny, "auto", OPTIONS)
+        plain = run(engine, asked)
+        assert all(grammars[int(name[0])].matcher(tokens[:-1]).mask(60).any() for name, tokens in plain.items())
+        draft = dataclasses.replace(FIXED, method="draft", draft_model=str(tiny))
+        drafting, _ = build_engine(tiny, "auto", dataclasses.replace(OPTIONS, speculation=draft))
+        options = dataclasses.replace(OPTIONS.on("cpu"), speculation=FIXED)
+        for guessing in (engine_on(runner, options, Truth(plain)), engine_on(runner, options), drafting):
+            assert run(guessing, asked) == plain
+            assert guessing.scheduler.speculation is not None
+            counts = guessing.scheduler.speculation.counts
+            assert 0 < counts.accepted < counts.proposed
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused(tiny: Path, model_of: Callable[..., Path]) -> None:
+    other = model_of("llama", vocab_size=VOCAB_SIZE + 8)
+    options = dataclasses.replace(OPTIONS, speculation=SpeculationConfig("draft", draft_model=str(other)))
+    with pytest.raises(ValueError, match=f"draft_model has {VOCAB_SIZE + 8} tokens; allowed: .*{VOCAB_SIZE}"):
+        build_engine(tiny, "auto", options)
+
+
+def test_prompt_lookup_copies_what_followed_the_longest_match() -> None:
+    proposer = LookupProposer(lambda: NgramIndex(2, 3))
+    asked = request("a", [1, 2, 3, 4, 5, 9, 2, 3, 7, 1, 2, 3], SamplingParams())
+    want = Want(0, asked, asked.tokens, 4)
+    assert proposer.propose([want]) == [[4, 5, 9, 2]]
+    # Two tokens match, and three don't; the last of two places counts.
+    assert proposer.propose([want._replace(tokens=(*asked.tokens, 7, 2, 3))]) == [[7, 2, 3, 7]]
+    assert proposer.propose([want._replace(handle=1, tokens=(1, 2, 3))]) == [[]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=60), cut=st.integers(0, 60))
+def test_the_longest_match_is_found(tokens: list[int], cut: int) -> None:
+    """The match is the same whether the text comes at once or in parts."""
+    index = SuffixIndex(1)
+    index.extend(tokens[:cut])
+    index.extend(tokens)
+    length, end = index.match
+    earlier = [
+        size
+        for size in range(1, len(tokens))
+        if any(tokens[at : at + size] == tokens[-size:] for at in range(len(tokens) - size))
+    ]
+    assert length == max(earlier, default=0)
+    assert tokens[end - length : end] == tokens[len(tokens) - length :]
+    assert end < len(tokens) or not length

@@ -1,0 +1,398 @@
+"""A supervisor of real processes: it follows commands under load, replaces members that are lost or ill, and finds them
+again after its own death. No stream fails, and every token is the right one."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+
+from kvrelay.client import Client
+from kvrelay.cluster.errors import RunError, UsageError
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, MEMBER_STATE_READY, MEMBER_STATE_SUSPECT, Member
+from support.desired_load import Load
+from support.faults import ENGINE, PROMPT, TRANSFER, oracle, prompt_of
+from support.hash_worker import STEP_SECONDS
+from support.processes import START_SECONDS, free_port, wait_until
+from support.supervised import Supervised, all_ready, hash_members, supervised
+
+PORTS = [free_port(), free_port()]
+ROUTERS = ",".join(f"127.0.0.1:{port}" for port in PORTS)
+SWITCH_SECONDS, REPLACED_SECONDS = 3.0, 5.0
+BUSY = 3.0
+"""Factor by which a machine that runs other tests, too, may be slower."""
+SLACK_SECONDS = 1.5
+DECISION_SECONDS = 60.0
+SICK = "support.sick_member"
+
+
+def members(checksum: bool = True, **worker: Any) -> dict[str, dict[str, Any]]:
+    """A prefill and two decode workers on the hash model, and two routers at ports that others may share."""
+    options: dict[str, Any] = {"engine": ENGINE, "transfer": TRANSFER | {"checksum": checksum}, "drain_seconds": 1.0}
+    found = hash_members(1, 2, **options, **worker)
+    router = {"model": "pico", "http_port": None, "share_port": True, "drain_seconds": 1.0}
+    for index, port in enumerate(PORTS):
+        found[f"router-{index}"] = {"module": "kvrelay.router", "options": {**router, "grpc_port": port}}
+    return found
+
+
+def stop(cluster: Supervised) -> None:
+    """Ends a cluster; nothing of it is left."""
+    assert cluster.process is not None
+    assert cluster.process.stop() == 0
+    assert cluster.alive() == []
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
+    """The cluster that most tests here change, one after another."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(STEP_SECONDS, "0.005")
+        with supervised(tmp_path_factory.mktemp("supervised"), members(), drain_seconds=1.0) as cluster:
+            all_ready(cluster)
+            yield cluster
+            stop(cluster)
+
+
+def ready(cluster: Supervised) -> dict[str, Member]:
+    """The members that are ready."""
+    found = [entry.member for entry in cluster.status().members]
+    return {member.name: member for member in found if member.state == MEMBER_STATE_READY}
+
+
+def all_members(cluster: Supervised) -> dict[str, Member]:
+    """All desired members, once they are ready."""
+    all_ready(cluster)
+    return {name: ready(cluster)[name] for name in cluster.desired()}
+
+
+def replaced(cluster: Supervised, name: str, pid: int, seconds: float = REPLACED_SECONDS) -> None:
+    wait_until(lambda: cluster.pid(name) != pid, lambda: cluster.log()[-3000:], seconds)
+
+
+# Its own death, and that of its members.
+
+
+def test_a_killed_supervisor_finds_its_members_and_goes_on(cluster: Supervised) -> None:
+    before, processes, address = all_members(cluster), cluster.pids(), cluster.address
+    prompt, count = prompt_of("over it", PROMPT), 600
+    with Client(ROUTERS) as client:
+        stream = client.generate(prompt, max_tokens=count, temperature=0, ignore_eos=True, timeout=60)
+        tokens = list(next(stream).token_ids)
+        for _ in range(2):
+            cluster.kill()
+            cluster.start()
+            assert cluster.address == address, "where the members look for it"
+            wait_until(
+                lambda: (
+                    not any(cluster.member(name).restored for name in before)
+                    and "found running" in (cluster.folder / f"supervisor-{cluster.lives}.log").read_text()
+                ),
+                "all have found it",
+                START_SECONDS,
+            )
+            for name, member in all_members(cluster).items():
+                assert (member.incarnation, member.generation) == (before[name].incarnation, before[name].generation)
+        for chunk in stream:
+            tokens += chunk.token_ids
+        assert tokens == oracle(prompt, count)
+    assert cluster.pids() == processes, "no doubles"
+    assert set(cluster.alive()) >= set(processes.values())
+
+    # An adopted process is watched as one that this supervisor started.
+    os.kill(processes["decode-0"], signal.SIGKILL)
+    replaced(cluster, "decode-0", processes["decode-0"])
+    assert all_members(cluster)["decode-0"].generation > max(member.generation for member in before.values())
+
+
+def test_a_member_that_died_while_the_supervisor_was_away_is_replaced(cluster: Supervised) -> None:
+    all_ready(cluster)
+    processes = cluster.pids()
+    cluster.kill()
+    os.kill(processes["prefill-0"], signal.SIGKILL)
+    cluster.start()
+    replaced(cluster, "prefill-0", processes["prefill-0"])
+    all_ready(cluster)
+    assert cluster.pids() == {**processes, "prefill-0": cluster.pid("prefill-0")}
+    with Load(ROUTERS) as load:
+        load.more(2)
+    assert load.failures == []
+
+
+@pytest.mark.more
+def test_a_killed_router_is_replaced_and_used_again_and_then_the_other_one_is_killed(cluster: Supervised) -> None:
+    def running(name: str) -> int:
+        return cluster.member(name).load.requests.running
+
+    with Load(ROUTERS) as load:
+        for name in ("router-0", "router-1"):
+            wait_until(lambda name=name: running(name) > 0, "requests run on it", 30)
+            pid = cluster.pid(name)
+            os.kill(pid, signal.SIGKILL)
+            replaced(cluster, name, pid)
+            wait_until(
+                lambda name=name, pid=pid: cluster.member(name).member.pid not in (0, pid) and running(name),
+                lambda: f"requests run on the replacement: {cluster.log()[-4000:]}",
+                START_SECONDS,
+            )
+    assert load.failures == []
+    assert load.resumes > 0
+    all_ready(cluster)
+    loads = [status.load for status in cluster.status().members]
+    wait_until(lambda: not any(load.blocks.held for load in loads), "no block is held", 10)
+
+
+# Commands.
+
+
+def test_a_worker_takes_another_role_in_seconds_while_streams_run(cluster: Supervised) -> None:
+    before = cluster.member("decode-1").member
+    with Load(ROUTERS) as load:
+        load.until_running(8)
+        began = time.monotonic()
+        cluster.settle(cluster.control.set_role("decode-1", "prefill"))
+        assert time.monotonic() - began < SWITCH_SECONDS * BUSY
+        after = cluster.member("decode-1").member
+        load.more(10)
+    assert after.pid == before.pid
+    assert after.generation > before.generation
+    assert after.incarnation != before.incarnation
+    assert load.failures == []
+    cluster.settle(cluster.control.set_role("decode-1", "decode"))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ("{", "Invalid JSON"),
+        ('{"members": {"w": {"module": "m", "options": {"role": "cook"}}}}', "members.w.options.role is cook"),
+        ('{"member": {}}', "member"),
+    ],
+)
+def test_a_configuration_that_cannot_be_used_is_refused(cluster: Supervised, config: str, reason: str) -> None:
+    revision = cluster.status().desired.revision
+    with pytest.raises(UsageError, match=reason):
+        cluster.control.upgrade(config)
+    assert cluster.status().desired.revision == revision
+
+
+def test_more_members_than_memory_holds_are_refused_with_the_number_that_fits(cluster: Supervised) -> None:
+    revision = cluster.status().desired.revision
+    with pytest.raises(UsageError, match=r"decode is 1000; allowed: at most \d+\. One more takes about \d") as refused:
+        cluster.control.scale({"decode": 1000})
+    assert 2 <= int(str(refused.value).partition("at most ")[2].partition(".")[0]) < 1000
+    assert cluster.status().desired.revision == revision
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change", [{"model": "pico-draft"}, {"checksum": False}], ids=["another fingerprint", "another option"]
+)
+def test_a_rolling_upgrade_under_load_survives_its_supervisor_and_a_change_that_separates_workers(
+    cluster: Supervised, change: dict[str, Any]
+) -> None:
+    """The new workers can't be paired with the old ones: as those of an earlier version, whose fingerprints differ."""
+    before = ready(cluster)
+    with Load(ROUTERS) as load:
+        load.until_running()
+        revision = cluster.control.upgrade(json.dumps({"members": members(**change)}))
+        wait_until(lambda: ready(cluster).keys() - before.keys(), "a successor serves", START_SECONDS)
+        cluster.kill()
+        cluster.start()
+        cluster.settle(revision, 3 * START_SECONDS)
+        load.more(5)
+    assert load.failures == []
+    after = ready(cluster)
+    assert sorted(member.role for member in after.values()) == sorted(member.role for member in before.values())
+    assert not {member.pid for member in after.values()} & {member.pid for member in before.values()}
+    digests = {member.compatibility for member in after.values() if member.compatibility}
+    assert len(digests) == 1
+    assert not digests & {member.compatibility for member in before.values()}
+
+
+@pytest.mark.slow
+def test_an_upgrade_that_cannot_start_stops_and_is_taken_back(cluster: Supervised) -> None:
+    before = ready(cluster)
+    with Load(ROUTERS) as load:
+        load.until_running()
+        revision = cluster.control.upgrade(json.dumps({"members": members(checksum=False, max_waiting=0)}))
+        with pytest.raises(RunError, match=r"does not come up: exit code 2: .*max_waiting"):
+            cluster.settle(revision, START_SECONDS)
+        load.more(2)
+        cluster.settle(cluster.control.roll_back())
+    assert load.failures == []
+    assert {name: member.pid for name, member in ready(cluster).items()} == {
+        name: member.pid for name, member in before.items()
+    }
+
+
+@pytest.mark.more
+def test_pools_go_to_zero_and_back_and_grow_and_shrink_under_load(cluster: Supervised) -> None:
+    def roles() -> list[str]:
+        return sorted(cluster.desired().values())
+
+    cluster.settle(cluster.control.scale({"prefill": 0, "decode": 0}))
+    assert roles() == ["router"] * 2
+    assert not cluster.status().ready
+    cluster.settle(cluster.control.scale({"prefill": 1, "decode": 1}))
+    with Load(ROUTERS) as load:
+        load.until_running(8)
+        cluster.settle(cluster.control.scale({"prefill": 3, "decode": 1}))
+        assert roles() == ["decode"] + ["prefill"] * 3 + ["router"] * 2
+        load.more(10)
+        cluster.settle(cluster.control.scale({"prefill": 1, "decode": 2}))
+        load.more(5)
+    assert load.failures == []
+    assert roles() == ["decode"] * 2 + ["prefill"] + ["router"] * 2
+
+
+# Clusters of their own.
+
+
+@pytest.mark.slow
+def test_the_role_that_is_short_gets_workers_while_streams_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three prefill workers and one decode worker, which can't have all streams at once. Its steps take 20 ms with few
+    streams, so a token every 20 ms needs more decode workers than one."""
+    monkeypatch.setenv(STEP_SECONDS, "0.01")
+    options: dict[str, Any] = {"engine": ENGINE | {"max_sequences": 2}, "transfer": TRANSFER, "drain_seconds": 1.0}
+    scaling = {"enabled": True, "ttft_target_seconds": 30.0, "tpot_target_seconds": 0.02}
+    with supervised(tmp_path, hash_members(3, 1, **options), drain_seconds=1.0, scaling=scaling) as cluster:
+        all_ready(cluster)
+        with Load(cluster.member("router-0").member.address) as load:
+            status = cluster.status
+            wait_until(lambda: status().scaling.decisions, lambda: str(status().scaling), DECISION_SECONDS)
+            wait_until(lambda: status().settled, "the roles", DECISION_SECONDS)
+            load.more(10)
+        assert load.failures == []
+        found = status().scaling
+        assert "decode would be at" in found.decisions[0].reason
+        assert not found.decisions[0].refused
+        assert list(cluster.desired().values()).count("decode") > 1
+        assert found.decode_queue_seconds > 0
+        time.sleep(3)  # without traffic, nothing more is decided
+        assert len(status().scaling.decisions) == len(found.decisions)
+        stop(cluster)
+
+
+@pytest.mark.slow
+def test_a_worker_of_the_bundled_model_takes_another_role_in_seconds(tmp_path: Path) -> None:
+    """The figures are printed (`pytest -s`)."""
+    engine = {"kv_memory_bytes": 16 * 2**20, "threads": 1}
+    options: dict[str, Any] = {"model": "pico", "dtype": "float32", "engine": engine, "drain_seconds": 1.0}
+    model: dict[str, dict[str, Any]] = {
+        f"worker-{index}": {"module": "kvrelay.cluster.processes.worker", "options": {"role": role, **options}}
+        for index, role in enumerate(("prefill", "decode", "decode"))
+    }
+    model["router-0"] = members()["router-0"]
+    streams = 6
+    with supervised(tmp_path, model, drain_seconds=1.0) as cluster, ThreadPoolExecutor(streams) as pool:
+        all_ready(cluster)
+
+        def ask(number: int, begun: Barrier) -> list[int]:
+            prompt = [(number * 7919 + position * 104729) % 500 + 1 for position in range(48)]
+            tokens: list[int] = []
+            with Client(ROUTERS.partition(",")[0]) as client:
+                for chunk in client.generate(prompt, max_tokens=500, temperature=0.0, ignore_eos=True, timeout=120):
+                    if not tokens:
+                        begun.wait(120)
+                    tokens += chunk.token_ids
+            return tokens
+
+        alone = [ask(number, Barrier(1)) for number in range(streams)]
+        begun, before = Barrier(streams + 1), cluster.member("worker-2").member
+        running = [pool.submit(ask, number, begun) for number in range(streams)]
+        begun.wait(120)
+        wait_until(lambda: cluster.member("worker-2").load.requests.running, "streams on the worker", 120)
+        began = time.monotonic()
+        cluster.settle(cluster.control.set_role("worker-2", "prefill"))
+        seconds = time.monotonic() - began
+        after = cluster.member("worker-2").member
+        assert [stream.result() for stream in running] == alone
+        print(f"\nrole switch {seconds:.2f} s")
+        assert after.pid == before.pid
+        assert after.incarnation != before.incarnation
+        assert seconds < SWITCH_SECONDS * BUSY
+        stop(cluster)
+
+
+def test_a_member_that_cannot_start_leaves_the_others_alone(tmp_path: Path) -> None:
+    options = {"sickness": "", "marker": str(tmp_path / "ill")}
+    two = {"prefill-0": {"module": SICK, "options": options}, "prefill-1": {"module": "no.such.module"}}
+    with supervised(tmp_path, two) as cluster:
+        wait_until(lambda: "prefill-0" in ready(cluster), lambda: cluster.log()[-4000:], START_SECONDS)
+
+        def reasons() -> list[str]:
+            lines = (tmp_path / "supervisor-1.log").read_text().splitlines()
+            return [str(json.loads(line).get("reason", "")) for line in lines if '"prefill-1"' in line]
+
+        wait_until(lambda: any("exit code 1" in reason for reason in reasons()), lambda: str(reasons()), START_SECONDS)
+        assert "prefill-0" in ready(cluster)
+
+
+@pytest.mark.parametrize(
+    ("sickness", "seconds", "reason"),
+    [
+        ("failed", 3.0, "its engine failed"),
+        pytest.param("stuck", 4.0, "its step has been running", marks=pytest.mark.more),
+        pytest.param("draining", 6.0, "it has been draining", marks=pytest.mark.more),
+    ],
+)
+def test_an_ill_member_that_ignores_sigterm_is_killed_and_replaced(
+    tmp_path: Path, sickness: str, seconds: float, reason: str
+) -> None:
+    """`seconds`: from the illness to the replacement's start."""
+    options = {"sickness": sickness, "marker": str(tmp_path / "ill")}
+    limits = {"step_suspect_seconds": 1.0, "step_dead_seconds": 3.0, "drain_seconds": 0.5}
+    with supervised(tmp_path, {"prefill-0": {"module": SICK, "options": options}}, **limits) as cluster:
+        all_ready(cluster)
+        ill = time.monotonic()
+        before = cluster.member("prefill-0").member
+        pid = cluster.pid("prefill-0")
+        if sickness != "draining":
+            wait_until(lambda: cluster.member("prefill-0").member.state == MEMBER_STATE_SUSPECT, "suspected", 3)
+        replaced(cluster, "prefill-0", pid, seconds + 2)
+        assert time.monotonic() - ill < seconds + 2
+        wait_until(
+            lambda: (
+                cluster.member("prefill-0").member.incarnation != before.incarnation and "prefill-0" in ready(cluster)
+            ),
+            "replaced",
+            START_SECONDS,
+        )
+        assert not any(status.member.state == MEMBER_STATE_DEAD for status in cluster.status().members)
+        assert cluster.alive() == [cluster.pid("prefill-0")]
+        assert reason in (tmp_path / "supervisor-1.log").read_text()
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("held", ["loop", "interpreter"])
+def test_a_busy_member_is_left_alive_and_a_frozen_one_is_replaced(tmp_path: Path, held: str) -> None:
+    """The busy member's event loop stops for far longer than dead_seconds; with `interpreter`, all of its Python
+    threads stop."""
+    options = {"sickness": held, "marker": str(tmp_path / "ill")}
+    with supervised(tmp_path, {"router-0": {"module": SICK, "options": options}}) as cluster:
+        all_ready(cluster)
+        pid, ages = cluster.pid("router-0"), []
+
+        def state() -> int:
+            seen = cluster.member("router-0")
+            ages.append(seen.heartbeat_age_seconds)
+            return seen.member.state
+
+        wait_until(lambda: state() == MEMBER_STATE_SUSPECT, "suspected", 10)
+        wait_until(lambda: state() == MEMBER_STATE_READY, lambda: cluster.log()[-3000:], 20)
+        assert cluster.pid("router-0") == pid
+        print(f"no heartbeat for {max(ages):.1f} s")
+        assert max(ages) < 2.5 if held == "loop" else max(ages) > 4.0
+        os.kill(pid, signal.SIGSTOP)
+        frozen = time.monotonic()
+        wait_until(lambda: cluster.member("router-0").member.state == MEMBER_STATE_DEAD, "declared dead", 10)
+        assert time.monotonic() - frozen < 3.5 + SLACK_SECONDS
+        replaced(cluster, "router-0", pid, 10)
+        assert "no heartbeat for 3 s" in (tmp_path / "supervisor-1.log").read_text()
