@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,6 +87,8 @@ class Walk:
         self.on = False
         self.entries: list[tuple[str, list[tuple[int, Hop]]]] = []
         """Thread and stack of each, the innermost function last, with the number of the entry by which it began."""
+        self.calls: Counter[Hop] = Counter()
+        """How often each was entered, from its beginning."""
         self._begun: dict[int, tuple[int, FrameType]] = {}
         self._hops: dict[CodeType, Hop | None] = {}
 
@@ -103,6 +106,7 @@ class Walk:
             return
         if not frame.f_code.co_flags & SUSPENDED or not frame.f_code.co_code[frame.f_lasti + 1] & RESUMED:
             self._begun[id(frame)] = len(self.entries), frame
+            self.calls[entered] += 1
         stack, at = [(len(self.entries), entered)], frame.f_back
         while at is not None:
             if id(at) in self._begun and (hop := self._hop(at.f_code)) is not None:
@@ -182,7 +186,8 @@ async def walked() -> Walk:
 def test_a_request_takes_the_hops_that_the_page_lists() -> None:
     page = documented()
     assert page.threads, "the page lists no hops"
-    steps = asyncio.run(walked()).steps(page.threads)
+    walk = asyncio.run(walked())
+    steps = walk.steps(page.threads)
     entered = {hop for hop, _ in steps}
     assert entered - page.threads.keys() == set(), "these are not listed"
     assert page.threads.keys() - entered == set(), "these are listed, and not entered"
@@ -190,5 +195,6 @@ def test_a_request_takes_the_hops_that_the_page_lists() -> None:
         left = iter(steps)
         for hop in hops:
             assert (hop, page.threads[hop]) in left, f"{hop} does not follow the hop before it in the stage {stage!r}"
+    assert {hop: walk.calls[hop] for hop in page.stages["Check"]} == dict.fromkeys(page.stages["Check"], 1)
     crossings = sum(thread != before for before, thread in itertools.pairwise(page.threads.values()))
     assert page.counts == (len(page.threads), crossings)

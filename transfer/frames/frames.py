@@ -232,8 +232,8 @@ class ReceiveJob(FrameJob):
         super().__init__(key, frame, claim, place, kind, on_end)
         self._checked: FrameCheck | None = None
         """The frame's check on the link of `begin`."""
-        self._streamed: tuple[bytes, bytes, Tensor | None] | None = None
-        """The trailer that the bytes must have, the one that came, and the bytes of a partial last block."""
+        self._streamed: Outcome | None = None
+        """Outcome of a frame whose bytes went to their blocks as they came."""
 
     def prepare(self, link: Link, buffer: Tensor) -> None:
         """Never called, because it reads no blocks."""
@@ -263,23 +263,16 @@ class ReceiveJob(FrameJob):
                 running.update(part)
         end = memoryview(bytearray(check.nbytes))
         stream.read([end], deadline)
-        self._streamed = running.trailer(), bytes(end), rest
+        intact = FrameCheck.same(running.trailer(), bytes(end))
+        if intact and tail is not None and rest is not None:
+            tail.write(rest)
+        self._streamed = Outcome.VERIFIED if intact else Outcome.CORRUPT
 
     def done(self, buffer: Tensor) -> None:
         failpoint("decode.after_frame", self.key, index=self._frame.index)
         if self._streamed is not None:
-            self._finish_stream(*self._streamed)
-        else:
-            self._finish_buffer(buffer)
-
-    def _finish_stream(self, expected: bytes, end: bytes, rest: Tensor | None) -> None:
-        tail = self._place.tail()
-        intact = FrameCheck.same(expected, end)
-        if intact and tail is not None and rest is not None:
-            tail.write(rest)
-        self._close(Outcome.VERIFIED if intact else Outcome.CORRUPT)
-
-    def _finish_buffer(self, buffer: Tensor) -> None:
+            self._close(self._streamed)
+            return
         check, nbytes = self._checked, self._frame.nbytes
         if check is None:
             raise RuntimeError(f"{self.key}: frame {self._frame.index} ended before it began")
