@@ -37,6 +37,8 @@ done
 
 python=${PYTHON:-python3}
 test="$python -m pytest -q -p no:cacheprovider --override-ini addopts="
+# Kernels are compiled on several cores where pytest-xdist is there.
+"$python" -c 'import xdist' 2>/dev/null && test+=" -n 4"
 # Kernels' tests run on the GPU where there is one; those that only compile, or are of the CPU's kernels, are left out.
 kernels="tests/kernels/test_elementwise_kernels.py tests/kernels/test_paged_attention.py tests/kernels/test_kv_gather.py
  tests/kernels/test_kv_checksum.py tests/kernels/test_kv_frame.py tests/kernels/test_quant_gemv.py
@@ -53,10 +55,11 @@ names=() ; declare -A limit command
 step() { names+=("$1"); limit[$1]=$2; command[$1]=${3//$'\n'/}; }
 step environment 30 "nvidia-smi; $python -c '$missing' $modules && $python benchmarks/gpu.py --only environment"
 step kernels 220 "$test $kernels tests/kernels/test_far_blocks.py -k 'not compiled'"
-step engine 220 "$test tests/engine/runner/test_gpu_engine.py tests/engine/runner/test_gpu_runner.py tests/engine/kv/test_pool.py -k 'gpu or bytes'"
+step engine 220 "$test tests/engine/runner/test_gpu_engine.py tests/engine/runner/test_gpu_runner.py
+ tests/engine/runner/test_gpu_heads.py tests/engine/kv/test_pool.py -k 'gpu or bytes'"
 step links 100 "$test $links -k 'nccl or gpu_frames'"
 step pair 180 "$test tests/e2e/test_recovery.py -m ''"
-step sanitizer 200 "compute-sanitizer --error-exitcode 9 $test $few -k 'not compiled and not on_a_gpu and not every'"
+step sanitizer 200 "compute-sanitizer --error-exitcode 9 ${test% -n 4} $few -k 'not compiled and not on_a_gpu and not every'"
 step gpu_kernels 280 "$python benchmarks/gpu.py --only kernels,attention --seconds 255 --out $out/gpu_kernels.json"
 step gpu_engine 270 "$python benchmarks/gpu.py --only engine,links --seconds 245 --out $out/gpu_engine.json"
 

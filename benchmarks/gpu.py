@@ -5,14 +5,16 @@
     environment  the machine, versions and tools; wrong without a GPU
     kernels      each kernel beside the limit of the device
     attention    what `engine.prefill_attention` may be here, each on the same prompts
-    engine       an 8B Llama with random weights through scheduler and runner: seconds to the first token (TTFT) by
-                 length of the prompt, seconds per output token (TPOT) by batch and context, beside transformers
+    engine       an 8B Llama with random weights of 16, 8 and 4 bits through scheduler and runner: seconds to the first
+                 token (TTFT) by length of the prompt, per output token (TPOT) by batch and context; 16 bits beside
+                 transformers
     links        GB/s of an NCCL link between two processes, on two GPUs if there are two
 
 Runs from the source tree: no Ray, no network. Each kernel's result is compared with its plain definition before it is
-timed. Times are CUDA events around one launch with cold caches: the median of up to 40, with the 10th and 90th
-percentile. A share is the rate of bytes that must move, or of operations that must be done, divided by the rate that a
-copy of 1 GiB (bytes read and written) or an 8192-cubed bfloat16 product by cuBLAS reaches on the same device.
+timed. Times are CUDA events around the replay of one launch from a graph, with cold caches: the median of up to 40,
+with the 10th and 90th percentile. A share is the rate of bytes that must move, or of operations that must be done,
+divided by the rate that a copy of 1 GiB (bytes read and written) or an 8192-cubed bfloat16 product by cuBLAS reaches on
+the same device.
 
 Without a GPU, or with --dry-run, every case runs at a tiny size in Triton's interpreter and is checked, not timed. The
 exit status is 1 if any result is wrong. Results are written after each section, so an interrupted run keeps them.
@@ -34,7 +36,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -114,18 +116,28 @@ class Machine:
         if not DRY:
             source = torch.empty(2**30, dtype=torch.uint8, device=DEVICE).random_()
             a, b, target = normal(8192, 8192), normal(8192, 8192), torch.empty_like(source)
+            for _ in range(300):  # about half a second, until the clocks have risen
+                a @ b
             self.bytes_per_second = 2 * 2**30 / self.time(lambda: target.copy_(source))["median_s"]
             self.flops_per_second = 2 * 8192**3 / self.time(lambda: a @ b)["median_s"]
 
     def time(self, run: Callable[[], object]) -> dict[str, float]:
-        """Median and percentiles, in seconds, of up to 40 runs within about a second, behind 3 that warm up."""
+        """Median and percentiles, in seconds, of up to 40 runs within about a second, behind 3 that warm up.
+
+        The work is replayed from a graph, as the engine's decode steps are: Python's launches aren't counted.
+        """
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
         events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         deadline = time.monotonic() + 1.0
         while len(events) < 43 and (len(events) < 8 or time.monotonic() < deadline):
             events.append(tuple(torch.cuda.Event(enable_timing=True) for _ in "ab"))
             self._flush.zero_()
             events[-1][0].record()
-            run()
+            graph.replay()
             events[-1][1].record()
             if len(events) % 10 == 0:
                 torch.cuda.synchronize()
@@ -376,27 +388,38 @@ def engine(machine: Machine) -> Iterator[Row]:
 
     steps = 2 if DRY else 32
     sizes = {"kv_memory_bytes": 2**20, "max_batch_tokens": 64, "max_sequences": 2}
-    options = EngineConfig(**(sizes if DRY else {"kv_memory_bytes": 40 * 2**30}), prefix_cache=False).on("cuda", 2**37)
+    given = EngineConfig(**(sizes if DRY else {"kv_memory_bytes": 40 * 2**30}), prefix_cache=False)
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), "tiny" if DRY else "8b", 64 if DRY else 33024, DEVICE)
-        runner = build_gpu_runner(Path(folder), "float16" if DRY else "bfloat16", options, device=DEVICE)
-        runner.warm_up()
-        serving, config = engine_on(runner, options), runner.model.config
-        layers = config.layers * HIDDEN * ((2 * HEADS + 2 * KV_HEADS) * DIM + 3 * INNER)
-        head = HIDDEN * config.vocab_size
-        for length in (16, 40) if DRY else (128, 1024, 4096, 16384, 32768):
-            ttft = first_token(serving, length)
-            # The head's product is for the last token only.
-            work = 2 * layers * length + 2 * head + config.layers * flops([0], [length], HEADS, DIM)
-            yield {"prompt": length} | measured(ttft_s=ttft, share=work / ttft / machine.flops_per_second)
         rows: list[Row] = []
-        for batch, context in ((1, 20), (2, 20)) if DRY else BATCHES:
-            tpot = next_token(serving, batch, context, steps)
-            moved = DTYPE.itemsize * (layers + head) + batch * (context + steps // 2) * runner.layout.token_bytes
-            share = moved / tpot / machine.bytes_per_second
-            rows.append({"batch": batch, "context": context} | measured(tpot_s=tpot, share=share))
-        del runner, serving
-        gc.collect()
+        for quantization, bits in (("none", 8 * DTYPE.itemsize), ("int8", 8), ("int4", 4)):
+            options = replace(given, quantization=quantization).on("cuda", 2**37)
+            runner = build_gpu_runner(Path(folder), "float16" if DRY else "bfloat16", options, device=DEVICE)
+            runner.warm_up()
+            serving, config = engine_on(runner, options), runner.model.config
+            layers = config.layers * HIDDEN * ((2 * HEADS + 2 * KV_HEADS) * DIM + 3 * INNER)
+            head = HIDDEN * config.vocab_size
+            for length in (16, 40) if DRY else (128, 1024, 4096, 16384, 32768):
+                ttft = first_token(serving, length)
+                # The head's product is for the last token only.
+                work = 2 * layers * length + 2 * head + config.layers * flops([0], [length], HEADS, DIM)
+                share = work / ttft / machine.flops_per_second
+                yield {"weights": bits, "prompt": length} | measured(ttft_s=ttft, share=share)
+            for batch, context in ((1, 20), (2, 20)) if DRY else BATCHES:
+                tpot = next_token(serving, batch, context, steps)
+                # The head has 8 bits where the layers have 4.
+                moved = (layers * bits + head * max(bits, 8)) / 8
+                moved += batch * (context + steps // 2) * runner.layout.token_bytes
+                share = moved / tpot / machine.bytes_per_second
+                row: Row = {"weights": bits, "batch": batch, "context": context} | measured(tpot_s=tpot, share=share)
+                if quantization == "none":
+                    rows.append(row)
+                else:
+                    yield row
+            del runner, serving
+            gc.collect()
+            if not DRY:
+                torch.cuda.empty_cache()
         model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32 if DRY else DTYPE).to(DEVICE)
     for row in rows:
         if row["batch"] * row["context"] <= 2**17:

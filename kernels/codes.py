@@ -71,7 +71,7 @@ class CodedWeight:
     def dequantize(self) -> Tensor:
         """float32 [out, in]."""
         inputs = self.codes.shape[1]
-        numbers = NUMBERS[self.type]()[self.codes.int()]
+        numbers = NUMBERS[self.type]().to(self.codes.device)[self.codes.int()]
         if self.zeros is not None:
             numbers -= self.zeros.float().repeat_interleave(self.group, 1)[:, :inputs]
         return numbers * self.scales.repeat_interleave(self.group, 1)[:, :inputs]

@@ -17,6 +17,7 @@ program that finishes a tile last adds up the parts in a fixed order, so the sam
 Grid: (ceil(N / BLOCK_N), splits). Limit: memory. `bytes_moved` counts it.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +32,24 @@ from kvrelay.kernels.triton.overlap import begin_after_inputs, overlapping
 MAX_ROWS = 16
 GROUPS = (32, 64, 128, 256)
 """Allowed numbers of weights along K that share a scale and a zero."""
-BLOCK_N = 64
-BLOCK_K = 128
+PROGRAMS = 4
+"""Programs of a multiprocessor, which hide each other's waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Shape of a program's work; the fastest of those tried on an H100, see benchmarks/NOTES.md."""
+
+    outputs: int
+    """BLOCK_N."""
+    step: int
+    """Weights along K of one step; with 4 bits at least a group."""
+    warps: int
+    stages: int
+
+
+TILES = {8: Tile(32, 128, 2, 3), 4: Tile(64, 128, 4, 3)}
+"""By the bits of a weight."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,6 +119,22 @@ def _finish(y, bias, total, row, column, rows, outputs, HAS_BIAS: tl.constexpr):
     tl.store(target, total.to(y.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _above_zero(codes, zero):
+    """codes - zero, exactly, in zero's type; codes are 0 to 15.
+
+    The conversion from integers is slower than the product. So a code is written into the last bits of a number whose
+    last bits count ones: 128 in bfloat16, 1024 in float16.
+    """
+    if zero.dtype == tl.bfloat16:
+        found = (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - (zero + 128.0)
+    elif zero.dtype == tl.float16:
+        found = (codes.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - (zero + 1024.0)
+    else:
+        found = codes.to(zero.dtype) - zero
+    return found
+
+
 @triton.jit(do_not_specialize=["rows"])
 def quant_gemv_kernel(
     x,
@@ -122,6 +155,7 @@ def quant_gemv_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GROUPS_OF_STEP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     begin_after_inputs(OVERLAP)
@@ -132,7 +166,7 @@ def quant_gemv_kernel(
     valid = (column < outputs)[:, None]
     total = tl.zeros((BLOCK_N, ROWS), tl.float32)
     first = split * span
-    for start in range(first, tl.minimum(first + span, inputs), BLOCK_K):
+    for start in range(first, tl.minimum(first + span, inputs), BLOCK_K * GROUPS_OF_STEP):
         if BITS == 8:
             k = start + tl.arange(0, BLOCK_K)
             weights = tl.load(q + wide * inputs + k[None, :], mask=valid & (k < inputs)[None, :], other=0)
@@ -140,18 +174,20 @@ def quant_gemv_kernel(
             values = tl.load(source, mask=(row < rows)[None, :] & (k < inputs)[:, None], other=0.0)
             total = tl.dot(weights.to(values.dtype), values, total)
         else:
-            # A step is one group, so the scale can be applied after the product.
             half = tl.arange(0, BLOCK_K // 2)
-            packed = tl.load(q + wide * (inputs // 2) + (start // 2 + half)[None, :], mask=valid, other=0)
-            source = x + row[None, :] * inputs + (start + half)[:, None]
             filled = (row < rows)[None, :]
-            group = wide * (inputs // BLOCK_K) + start // BLOCK_K
-            z = tl.load(zero + group, mask=valid, other=0.0)
-            first_half = tl.load(source, mask=filled, other=0.0)
-            second_half = tl.load(source + BLOCK_K // 2, mask=filled, other=0.0)
-            part = tl.dot((packed & 15).to(z.dtype) - z, first_half)
-            part = tl.dot((packed >> 4).to(z.dtype) - z, second_half, part)
-            total += part * tl.load(scale + group, mask=valid, other=0.0).to(tl.float32)
+            for number in tl.static_range(GROUPS_OF_STEP):
+                # A group's scale is applied to its product.
+                k = start + number * BLOCK_K
+                packed = tl.load(q + wide * (inputs // 2) + (k // 2 + half)[None, :], mask=valid, other=0)
+                source = x + row[None, :] * inputs + (k + half)[:, None]
+                group = wide * (inputs // BLOCK_K) + k // BLOCK_K
+                z = tl.load(zero + group, mask=valid, other=0.0)
+                first_half = tl.load(source, mask=filled, other=0.0)
+                second_half = tl.load(source + BLOCK_K // 2, mask=filled, other=0.0)
+                part = tl.dot(_above_zero(packed & 15, z), first_half)
+                part = tl.dot(_above_zero(packed >> 4, z), second_half, part)
+                total += part * tl.load(scale + group, mask=valid, other=0.0).to(tl.float32)
     if BITS == 8:
         total *= tl.load(scale + column, mask=column < outputs, other=0.0)[:, None]
     if SPLITS == 1:
@@ -188,18 +224,22 @@ class QuantGemv:
         """
         outputs, inputs = weight.shape
         _check(weight, bias)
-        tiles = triton.cdiv(outputs, BLOCK_N)
+        self._tile = TILES[weight.bits]
+        tiles = triton.cdiv(outputs, self._tile.outputs)
         self._weight = weight
         self._bias = bias
-        self._step = BLOCK_K if weight.bits == 8 else weight.group
-        steps = triton.cdiv(inputs, self._step)
-        # Two programs on a multiprocessor hide each other's waits; a split of fewer than 4 steps is mostly overhead.
-        wanted = max(1, min(2 * processors // tiles, steps // 4))
-        self._span = triton.cdiv(steps, wanted) * self._step
+        self._block = self._tile.step if weight.bits == 8 else weight.group
+        # With groups smaller than a step, a step has as many of them as divide K.
+        self._groups = math.gcd(max(1, self._tile.step // self._block), triton.cdiv(inputs, self._block))
+        step = self._block * self._groups
+        steps = triton.cdiv(inputs, step)
+        # A split of fewer than 4 steps is mostly overhead.
+        wanted = max(1, min(PROGRAMS * processors // tiles, steps // 4))
+        self._span = triton.cdiv(steps, wanted) * step
         self.splits = triton.cdiv(inputs, self._span)
         self._tiles = tiles
         device = weight.q.device
-        size = tiles * self.splits * BLOCK_N * MAX_ROWS if self.splits > 1 else 0
+        size = tiles * self.splits * self._tile.outputs * MAX_ROWS if self.splits > 1 else 0
         self._parts = torch.empty(size, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(tiles, dtype=torch.int32, device=device)
         self._known: dict[torch.dtype, Repeat] = {}
@@ -242,10 +282,11 @@ class QuantGemv:
             HAS_BIAS=self._bias is not None,
             SPLITS=self.splits,
             ROWS=MAX_ROWS,
-            BLOCK_N=BLOCK_N,
-            BLOCK_K=self._step,
-            num_warps=4,
-            num_stages=4,
+            BLOCK_N=self._tile.outputs,
+            BLOCK_K=self._block,
+            GROUPS_OF_STEP=self._groups,
+            num_warps=self._tile.warps,
+            num_stages=self._tile.stages,
             **overlapping(),
         )
         self._known[x.dtype] = made.repeating("x", "y", "rows")

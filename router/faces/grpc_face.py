@@ -4,13 +4,13 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from importlib.metadata import version
 from typing import Any, TypeVar, cast
 from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from kvrelay.machine import VERSION
 from kvrelay.router.addresses import FORWARDED_FOR
 from kvrelay.router.doors.connections import Connections, Peer, peer_of
 from kvrelay.router.entry.callers import AUTHORIZATION, Identity
@@ -150,7 +150,7 @@ class GrpcFace:
             eos_token_ids=model.eos_token_ids,
             dtype=model.dtype,
             has_chat_template=self._front.tokenizer.has_chat_template,
-            version=version("kvrelay"),
+            version=VERSION,
         ).SerializeToString()
 
     async def _answer(self, kind: str, call: Call, data: bytes) -> bytes:

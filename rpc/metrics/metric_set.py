@@ -2,12 +2,12 @@
 
 import itertools
 from collections.abc import Callable, Iterable
-from importlib.metadata import version
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.registry import Collector
 
+from kvrelay.machine import VERSION
 from kvrelay.rpc.metrics.families import BUILD_HELP, BUILD_LABELS, BUILD_NAME, FAMILIES
 from kvrelay.rpc.metrics.family import COMMON, Family, Part
 
@@ -33,7 +33,7 @@ class MetricSet:
         """Series that were asked for before."""
         self._metrics = {family: self._make(family) for family in FAMILIES if family.part == part}
         build = Gauge(BUILD_NAME, BUILD_HELP, BUILD_LABELS, registry=self.registry)
-        build.labels(version("kvrelay"), part, next(iter(common.values()), part)).set(1)
+        build.labels(VERSION, part, next(iter(common.values()), part)).set(1)
         ProcessCollector(registry=self.registry)
 
     def before_scrape(self, update: Callable[[], None]) -> None:

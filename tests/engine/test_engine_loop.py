@@ -284,7 +284,7 @@ def test_any_other_failure_of_the_runner_comes_out() -> None:
 def test_nothing_grows_with_requests_served() -> None:
     def live() -> int:
         gc.collect()
-        return sum(isinstance(thing, EngineSequence | Request) for thing in gc.get_objects())
+        return sum(type(thing) in (EngineSequence, Request) for thing in gc.get_objects())
 
     engine, generator, before = hash_engine(32), np.random.default_rng(5), live()
     for number in range(600):

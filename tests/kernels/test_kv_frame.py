@@ -72,16 +72,16 @@ def test_equals_its_definition(device: torch.device, plane: int, part: LayerPart
 @pytest.mark.parametrize("tokens", [24, 21, 5], ids=["whole blocks", "and a part", "a part only"])
 def test_words_behind_the_blocks_are_added_to_the_same_sum(device: torch.device, tokens: int) -> None:
     layout = KVLayout(LAYERS, kv_heads=1, head_dim=6, block_size=8, dtype="int8", order="HND")
-    pool, size, table = KVPool(layout, BLOCKS), layout.nbytes(tokens), [4, 1, 6]
+    pool, size, table = KVPool(layout, BLOCKS, device), layout.nbytes(tokens), [4, 1, 6]
     pool.bytes.copy_(pool_of(layout.plane_bytes, device))
-    frame = torch.empty(size, dtype=torch.uint8)
+    frame = torch.empty(size, dtype=torch.uint8, device=device)
     pool.read(table, 0, tokens, frame)
     whole, total = tokens // layout.block_size, total_of(size, device)
     done = 0
     if whole:
-        done = kv_frame("sum", pool.bytes, torch.tensor(table[:whole]), None, total)
+        done = kv_frame("sum", pool.bytes, torch.tensor(table[:whole], device=device), None, total)
     add_words(total, frame[done:], done // 8)
-    assert number(total) == kv_checksum(bytes(frame.numpy()))
+    assert number(total) == kv_checksum(bytes(frame.cpu().numpy()))
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,11 @@ from prometheus import prometheus, promtool
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrelay.client import Client
 from kvrelay.cluster.asking.status import as_json
 from kvrelay.rpc.metrics.families import BUILD_NAME, FAMILIES
-from support.faults import ENGINE, OUT, PROMPT, TRANSFER, Scene, prompt_of
-from support.hash_worker import MODULE, STEP_SECONDS, WORKER_LAYOUT
-from support.processes import process_cluster, wait_until
+from support.faults import OUT, PROMPT, Scene, prompt_of, scene
+from support.hash_worker import WORKER_LAYOUT
+from support.processes import wait_until
 
 SECONDS = 30.0
 REQUESTS = 6
@@ -32,7 +31,6 @@ class Watched:
     """A cluster whose processes serve their metrics, after some load."""
 
     scene: Scene
-    folder: Path
 
     def get(self, address: str, path: str = "/metrics", accept: str = "") -> str:
         request = urllib.request.Request(f"http://{address}{path}", headers={"Accept": accept} if accept else {})
@@ -66,25 +64,16 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    folder = tmp_path_factory.mktemp("watched")
-    with (
-        process_cluster(
-            folder,
-            "pico",
-            worker={"engine": ENGINE, "transfer": TRANSFER, **PORT},
-            router={"http_port": 0, **PORT},
-            supervisor=PORT,
-            modules={"prefill": MODULE, "decode": MODULE},
-            variables={STEP_SECONDS: "0.002"},
-        ) as cluster,
-        Client(cluster.router) as client,
-    ):
-        scene = Scene(cluster, client)
-        scene.ask_all([f"request {number}" for number in range(REQUESTS)])
+    router = {"http_port": 0, **PORT}
+    with scene(
+        tmp_path_factory.mktemp("watched"), prefill=1, decode=1, worker=PORT, router=router, supervisor=PORT
+    ) as it:
+        it.ask_all([f"request {number}" for number in range(REQUESTS)])
         # Again, so that its prompt is in the prefix cache.
-        list(client.generate(prompt_of("request 0"), max_tokens=OUT, ignore_eos=True))
-        scene.settle(SECONDS)
-        yield Watched(scene, folder)
+        again = prompt_of(f"request 0 of test {it.turn}")
+        list(it.client.generate(again, max_tokens=OUT, ignore_eos=True))
+        it.settle(SECONDS)
+        yield Watched(it)
 
 
 def test_every_process_serves_the_families_of_its_part(watched: Watched) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
+import psutil
+
 from kvrelay.cluster.asking.control import Control
 from kvrelay.cluster.errors import RunError
 from nemesis.ground import Ground, Inject
@@ -83,9 +85,16 @@ def _ordered(order: str) -> Inject:
 
 
 async def _poison(ground: Ground, rng: random.Random) -> dict[str, int]:
+    """The router tries the request at some of the workers, and gives it up before it has ended all of them."""
     before = {name: ground.cluster.pid(name) for name in ground.prefills}
     await ground.load.send("poison", poison=POISON)
-    return before
+    return {name: pid for name, pid in before.items() if _is_over(pid)}
+
+
+def _is_over(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 async def _router_kill(ground: Ground, rng: random.Random) -> dict[str, int]:

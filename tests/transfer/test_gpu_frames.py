@@ -28,6 +28,7 @@ TOKENS, TABLE = 21, [4, 1, 6]
 SETTLED, REPORTED = "the device is waited for", "the end of the frame is reported"
 XXH3, MIX64 = ChecksumKind.XXH3, ChecksumKind.MIX64
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted only where there is no GPU")
 
 
 class RecordedPool(KVPool):
@@ -98,6 +99,7 @@ def touched(launch: Launch, *memory: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, OTHER], ids=["as it is", "converted"])
+@interpreted
 def test_what_is_received_has_settled_when_it_is_reported(layout: KVLayout) -> None:
     frame, data = on_link(layout)
     buffer = torch.empty(len(data), dtype=torch.uint8)
@@ -120,6 +122,7 @@ def test_what_is_received_has_settled_when_it_is_reported(layout: KVLayout) -> N
     assert not any(touched(launch, pool.tensor, buffer) for launch in order[settled:])
 
 
+@interpreted
 def test_blocks_are_given_back_once_their_copy_has_settled() -> None:
     frame = frame_of(TOKENS)
     buffer = torch.empty(frame.nbytes + 16, dtype=torch.uint8)
@@ -136,6 +139,7 @@ def test_blocks_are_given_back_once_their_copy_has_settled() -> None:
     assert not any(touched(launch, pool.tensor) for launch in launches.all[names.index(REPORTED) :])
 
 
+@interpreted
 def test_no_frame_needs_a_kernel_that_the_warm_up_has_not_compiled() -> None:
     with Launches() as warm:
         pool = RecordedPool(warm)
@@ -176,6 +180,7 @@ def through_kernels(harm: int | None) -> tuple[KVPool, KVPool, list[Outcome], La
     return source, target, outcomes, launches
 
 
+@interpreted
 def test_a_frame_is_copied_and_checked_in_one_pass() -> None:
     source, target, outcomes, launches = through_kernels(None)
     assert outcomes == [Outcome.VERIFIED]
@@ -189,6 +194,7 @@ def test_a_frame_is_copied_and_checked_in_one_pass() -> None:
 
 
 @pytest.mark.parametrize("harm", [0, LAYOUT.nbytes(16) - 1, LAYOUT.nbytes(TOKENS) - 1, LAYOUT.nbytes(TOKENS) + 3])
+@interpreted
 def test_a_byte_that_changes_between_two_gpus_is_found(harm: int) -> None:
     """The byte is in a whole block, in the partial last one, or in the checksum itself."""
     assert through_kernels(harm)[2] == [Outcome.CORRUPT]
@@ -226,6 +232,7 @@ class QueuedFrame(PoolFrame):
 
 
 @pytest.mark.parametrize("ends_by", ["a send", "a lost link"])
+@interpreted
 def test_a_prepared_copy_is_waited_for_once_and_its_blocks_are_kept_until_then(ends_by: str) -> None:
     pool, late, events = QueuedPool(), Behind(), list[str]()
     frame, claim = frame_of(TOKENS), BlockClaim(late)
@@ -255,6 +262,7 @@ def test_a_prepared_copy_is_waited_for_once_and_its_blocks_are_kept_until_then(e
     assert torch.equal(buffer[: frame.nbytes], expected)
 
 
+@interpreted
 def test_a_frame_of_a_lost_link_was_not_sent_in_place() -> None:
     claim, frame = BlockClaim(Behind()), frame_of(16)
     job = SendJob(KEY, frame, claim, PoolFrame(QueuedPool(), [4, 1], frame), MIX64, print, bool)
@@ -275,6 +283,7 @@ def test_a_frame_whose_copy_cannot_be_queued_can_be_stopped_until_its_step_ends(
 @pytest.mark.parametrize("part", [ALL_LAYERS, LayerPart(1, 2)])
 @pytest.mark.parametrize("table", [[2, 3, 4], [4, 1, 6], [5, 6, 1]])
 @pytest.mark.parametrize("tokens", [16, 21, 24])
+@interpreted
 def test_lent_parts_are_the_bytes_of_the_frame(
     table: list[int], tokens: int, part: LayerPart, kind: ChecksumKind
 ) -> None:

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from typing import Any, Literal, cast
 
 import aiohttp_cors
@@ -20,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.aiohttp import make_aiohttp_handler
 from pydantic_core import to_json
 
+from kvrelay.machine import VERSION
 from kvrelay.router.doors.connections import Connection, Connections, peer_of
 from kvrelay.router.entry.admission import Place
 from kvrelay.router.entry.front import Call, Front, together
@@ -51,8 +51,6 @@ def _allow_origins(app: web.Application, origins: Iterable[str]) -> None:
 
 
 logger = logging.getLogger(__name__)
-
-VERSION = version("kvrelay")
 
 NAME = web.RequestKey("name", str)
 """The request's name, which the header of its answer has."""

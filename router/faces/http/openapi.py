@@ -1,13 +1,13 @@
 """The OpenAPI document of the HTTP API, from the models that check the requests."""
 
 from functools import cache
-from importlib.metadata import version
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from pydantic_core import to_json
 
+from kvrelay.machine import VERSION
 from kvrelay.router.faces.http.chat import ChatRequest
 from kvrelay.router.faces.http.completions import CompletionRequest
 from kvrelay.router.faces.http.readers import DetokenizeRequest, TokenizeRequest
@@ -75,7 +75,7 @@ def document() -> bytes:
     return to_json(
         {
             "openapi": "3.1.0",
-            "info": {"title": "kvrelay", "version": version("kvrelay")},
+            "info": {"title": "kvrelay", "version": VERSION},
             "paths": paths,
             "components": {
                 "schemas": {**schemas["$defs"], "Error": ERROR},

@@ -1,9 +1,9 @@
 """The data of the page, as values that become JSON. They hold nothing of a prompt or a completion."""
 
 from dataclasses import dataclass
-from importlib.metadata import version
 
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_SUSPECT
+from kvrelay.machine import VERSION
 from kvrelay.router.entry.front import Front
 from kvrelay.router.placing.placement import WorkerView
 from kvrelay.router.placing.registry import WorkerRegistry
@@ -79,7 +79,7 @@ def about(front: Front, router: str, registry: WorkerRegistry) -> About:
     model = registry.model
     name = "" if model is None else front.served_names[0]
     context = 0 if model is None else model.max_context
-    return About(router, version("kvrelay"), name, context, front.tokenizer.has_chat_template)
+    return About(router, VERSION, name, context, front.tokenizer.has_chat_template)
 
 
 def fleet(front: Front, registry: WorkerRegistry, tenant: str, now: float) -> Fleet:

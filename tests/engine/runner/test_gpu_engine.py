@@ -157,7 +157,7 @@ def test_link_threads_beside_a_running_step(folder: Path) -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_on_a_gpu_link_threads_beside_a_running_step(folder: Path) -> None:
-    runner = build_gpu_runner(folder, "bfloat16", options(16))
+    runner = build_gpu_runner(folder, "bfloat16", replace(options(16), max_batch_tokens=256))
     runner.warm_up()
     hand_over_beside(runner, gpu=True)
 
