@@ -116,28 +116,31 @@ class Machine:
         if not DRY:
             source = torch.empty(2**30, dtype=torch.uint8, device=DEVICE).random_()
             a, b, target = normal(8192, 8192), normal(8192, 8192), torch.empty_like(source)
-            for _ in range(300):  # about half a second, until the clocks have risen
-                a @ b
-            self.bytes_per_second = 2 * 2**30 / self.time(lambda: target.copy_(source))["median_s"]
+            # Not from a graph, in which a copy is left to slower units.
+            self.bytes_per_second = 2 * 2**30 / self.time(lambda: target.copy_(source), graph=False)["median_s"]
             self.flops_per_second = 2 * 8192**3 / self.time(lambda: a @ b)["median_s"]
 
-    def time(self, run: Callable[[], object]) -> dict[str, float]:
+    def time(self, run: Callable[[], object], graph: bool = True) -> dict[str, float]:
         """Median and percentiles, in seconds, of up to 40 runs within about a second, behind 3 that warm up.
 
-        The work is replayed from a graph, as the engine's decode steps are: Python's launches aren't counted.
+        Args:
+            graph: whether the work is replayed from a graph, as the engine's decode steps are, without Python's
+                launches.
         """
-        run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        if graph:
             run()
+            torch.cuda.synchronize()
+            recorded = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(recorded):
+                run()
+            run = recorded.replay
         events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         deadline = time.monotonic() + 1.0
         while len(events) < 43 and (len(events) < 8 or time.monotonic() < deadline):
             events.append(tuple(torch.cuda.Event(enable_timing=True) for _ in "ab"))
             self._flush.zero_()
             events[-1][0].record()
-            graph.replay()
+            run()
             events[-1][1].record()
             if len(events) % 10 == 0:
                 torch.cuda.synchronize()
@@ -391,7 +394,6 @@ def engine(machine: Machine) -> Iterator[Row]:
     given = EngineConfig(**(sizes if DRY else {"kv_memory_bytes": 40 * 2**30}), prefix_cache=False)
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), "tiny" if DRY else "8b", 64 if DRY else 33024, DEVICE)
-        rows: list[Row] = []
         for quantization, bits in (("none", 8 * DTYPE.itemsize), ("int8", 8), ("int4", 4)):
             options = replace(given, quantization=quantization).on("cuda", 2**37)
             runner = build_gpu_runner(Path(folder), "float16" if DRY else "bfloat16", options, device=DEVICE)
@@ -399,7 +401,7 @@ def engine(machine: Machine) -> Iterator[Row]:
             serving, config = engine_on(runner, options), runner.model.config
             layers = config.layers * HIDDEN * ((2 * HEADS + 2 * KV_HEADS) * DIM + 3 * INNER)
             head = HIDDEN * config.vocab_size
-            for length in (16, 40) if DRY else (128, 1024, 4096, 16384, 32768):
+            for length in (16, 40) if DRY else (128, 1024, 4096, 16384, 32768)[: 5 if quantization == "none" else 3]:
                 ttft = first_token(serving, length)
                 # The head's product is for the last token only.
                 work = 2 * layers * length + 2 * head + config.layers * flops([0], [length], HEADS, DIM)
@@ -412,23 +414,20 @@ def engine(machine: Machine) -> Iterator[Row]:
                 moved += batch * (context + steps // 2) * runner.layout.token_bytes
                 share = moved / tpot / machine.bytes_per_second
                 row: Row = {"weights": bits, "batch": batch, "context": context} | measured(tpot_s=tpot, share=share)
-                if quantization == "none":
-                    rows.append(row)
-                else:
-                    yield row
+                yield row
             del runner, serving
             gc.collect()
             if not DRY:
                 torch.cuda.empty_cache()
         model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32 if DRY else DTYPE).to(DEVICE)
-    for row in rows:
-        if row["batch"] * row["context"] <= 2**17:
-            prompts, seconds = torch.full((row["batch"], row["context"]), 7, device=DEVICE), []
+    for batch, context in ((1, 20), (2, 20)) if DRY else BATCHES:
+        if batch * context <= 2**17:
+            prompts, seconds = torch.full((batch, context), 7, device=DEVICE), []
             for count in (1, 1, 1 + steps):  # the first one warms up
                 generate = partial(model.generate, prompts, min_new_tokens=count, max_new_tokens=count, do_sample=False)
                 seconds.append(timed(generate))
-            row |= measured(transformers_ttft_s=seconds[1], transformers_tpot_s=(seconds[2] - seconds[1]) / steps)
-        yield row
+            took = {"ttft_s": seconds[1], "tpot_s": (seconds[2] - seconds[1]) / steps}
+            yield {"transformers": 16, "batch": batch, "context": context} | measured(**took)
 
 
 def links(machine: Machine) -> Iterator[Row]:

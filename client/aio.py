@@ -49,6 +49,10 @@ class AsyncChunkStream(AsyncIterator[Chunk], AbstractAsyncContextManager["AsyncC
                 response = await _result(anext(self._responses))
             except KvrelayError as error:
                 await self._resume(error)
+            except asyncio.CancelledError:
+                # gRPC doesn't cancel the call if its request has just been sent when the reader is cancelled.
+                self._call.cancel()
+                raise
             else:
                 if self._course.received(response):
                     return messages.chunk(response)

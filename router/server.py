@@ -40,6 +40,7 @@ from kvrelay.router.placing.queue import PlacementQueue
 from kvrelay.router.placing.registry import WorkerRegistry
 from kvrelay.router.placing.usual import UsualLengths
 from kvrelay.router.records.metrics import RouterMetrics
+from kvrelay.router.records.requests import Requests as KnownRequests
 from kvrelay.router.records.spans import SpanExport
 from kvrelay.router.records.traffic import LatencyTargets, TrafficMeter
 from kvrelay.router.request.lanes import Lanes
@@ -208,6 +209,11 @@ class RouterServer:
     def running(self) -> int:
         """Calls that don't wait in the queues."""
         return max(0, self._front.running - self.waiting)
+
+    @property
+    def requests(self) -> KnownRequests:
+        """The requests that run, and the latest that have ended."""
+        return self._front.requests
 
     async def start(self) -> int:
         """Binds, serves and joins the membership; returns the port.

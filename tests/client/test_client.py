@@ -30,6 +30,7 @@ from kvrelay.client.messages import GenerateOptions, generate_request
 from kvrelay.v1 import inference_pb2 as pb
 from support.background import Background
 from support.router_fakes import Job, decode_of, fake_cluster, pair, run, silent, until
+from support.scenes import Serve
 
 
 def token_at(index: int) -> int:
@@ -180,6 +181,20 @@ def test_the_async_client(tmp_path: Path) -> None:
             await until(lambda: [r.outcome for r in cluster.records].count("cancelled") >= 2, "cancelled on the router")
 
     run(test)
+
+
+async def test_a_reader_that_is_cancelled_as_its_request_is_sent_cancels_the_request(serve: Serve) -> None:
+    cluster = await serve(*pair())
+    cluster.workers["decode-0"].script = silent
+    before = asyncio.all_tasks()
+    stream = cluster.client.generate("hello", max_tokens=6)
+    reading: asyncio.Task[Chunk] = asyncio.create_task(stream.__anext__())
+    for sending in asyncio.all_tasks() - before - {reading}:
+        sending.add_done_callback(lambda _: reading.cancel())
+    await asyncio.wait([reading])
+    assert reading.cancelled()
+    assert await cluster.client.model_info(), "what was sent before has come, too"
+    await cluster.idle(5)
 
 
 @pytest.mark.parametrize(

@@ -55,27 +55,26 @@ def user_of(routers: list[RouterServer]) -> RouterServer:
     return router
 
 
-def whole(chunks: list[Chunk]) -> None:
+def whole(chunks: list[Chunk]) -> int:
+    """Checks that the stream has all of its tokens and its text; returns the number of its calls after the first."""
     assert tuple(token for chunk in chunks for token in chunk.token_ids) == TOKENS
     assert "".join(chunk.text for chunk in chunks) == TEXT
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["length"]
     usage, timeline = chunks[-1].usage, chunks[-1].timeline
     assert usage is not None
     assert timeline is not None
-    assert (usage.completion_tokens, timeline.resumes, timeline.retries) == (COUNT, 1, 0)
+    assert (usage.completion_tokens, timeline.retries) == (COUNT, 0)
+    return timeline.resumes
 
 
 def test_an_async_stream_goes_on_at_the_other_router(tmp_path: Path) -> None:
     async def test() -> None:
-        async with (
-            two_routers(tmp_path) as (_, routers),
-            AsyncClient([router.address for router in routers]) as client,
-        ):
+        async with two_routers(tmp_path) as (_, routers), AsyncClient([router.address for router in routers]) as client:
             stream = client.generate("hello", max_tokens=COUNT)
             chunks = [await anext(stream)]
             await user_of(routers).stop(0.0)
             chunks += [chunk async for chunk in stream]
-            whole(chunks)
+            assert whole(chunks) == 1
             assert (await client.model_info()).max_context == 64
             assert await client.detokenize(await client.tokenize("hello")) == "hello"
 
@@ -90,7 +89,7 @@ def test_a_blocking_stream_goes_on_at_the_other_router(tmp_path: Path) -> None:
                 chunks = [await asyncio.to_thread(next, stream)]
                 await user_of(routers).stop(0.0)
                 chunks += await asyncio.to_thread(list, stream)
-                whole(chunks)
+                assert whole(chunks) == 1
                 assert (await asyncio.to_thread(client.complete, "hello", max_tokens=3)).token_ids == TOKENS[:3]
                 assert await asyncio.to_thread(client.tokenize, "hello")
 
@@ -110,8 +109,8 @@ def test_with_one_address_a_stream_goes_on_when_its_router_is_back(tmp_path: Pat
                 again = RouterServer(config)
                 await again.start()
                 try:
-                    # It answers "no worker is ready yet" at first.
-                    whole(chunks + await reading)
+                    # It may refuse calls with "no worker is ready yet" at first.
+                    assert whole(chunks + await reading) >= 1
                 finally:
                     await again.stop(0.0)
 

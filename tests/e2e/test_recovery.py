@@ -16,7 +16,7 @@ from kvrelay.client import Chunk, Client, Completion
 from kvrelay.client.messages import completion
 from support.processes import ProcessCluster, process_cluster, wait_until
 
-OUT = 100
+OUT = 300
 REQUESTS, AT_ONCE = 24, 8
 DEVICES = [
     "cpu",

@@ -129,7 +129,7 @@ def test_arguments_of_1_compile(compiler: Compiler, order: Order) -> None:
 @pytest.mark.parametrize("order", ["NHD", "HND"])
 def test_on_a_gpu(gpu: torch.device, order: Order) -> None:
     pool = make_pool(order, 8, 16, 128, torch.bfloat16, gpu)
-    blocks, tokens, heads, layers = [4, 8, 0, 2, 7], 75, (1, 2), (2, 4)
+    blocks, tokens, heads, layers = [4, 8, 0, 2, 7], 75, (2, 4), (1, 2)
     parts = reference.kv_frame(pool[:, layers[0] : sum(layers)], blocks, tokens, order, heads)
     expected = reference.kv_gather(parts)
     out = torch.zeros_like(expected)

@@ -137,7 +137,8 @@ def test_a_request_is_one_trace_with_a_span_for_each_attempt_and_stage(traced: T
     found = {span.name: span for span in below(spans, second)}
     in_order = [found[name] for name in ("router.queue", "placement", "prefill.queue", "prefill")]
     assert all(before.end <= after.start for before, after in pairwise(in_order))
-    assert found["transfer"].end <= found["decode"].start
+    # The sender's transfer ends when it hears of the commit, which the decode worker doesn't wait for.
+    assert found["transfer"].start <= found["decode"].start
     assert found["decode.queue"].end == found["decode"].start
 
 

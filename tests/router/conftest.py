@@ -1,16 +1,28 @@
-"""The router's tests run on uvloop's event loop, and on asyncio's own, which runs where uvloop isn't installed."""
+"""The router's tests run on uvloop's event loop, and on asyncio's own, which runs where uvloop isn't installed.
+
+`make test` has both where timers, deadlines, cancellation, connections or streams matter: in tests and modules with the
+marker `both_loops`. Other tests with an event loop run on asyncio's in `make test-all` only.
+"""
 
 import asyncio
+import inspect
 from collections.abc import Iterator
 
 import pytest
 import uvloop
 
 
-@pytest.fixture(autouse=True, params=["uvloop", "asyncio"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    both = metafunc.definition.get_closest_marker("both_loops") is not None
+    if both or inspect.iscoroutinefunction(metafunc.function):
+        other = pytest.param("asyncio", marks=() if both else pytest.mark.more)
+        metafunc.parametrize("event_loop_kind", ["uvloop", other], indirect=True)
+
+
+@pytest.fixture(autouse=True)
 def event_loop_kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """Makes all event loops that a test starts in its own process, in any thread, of the kind that it returns."""
-    kind: str = request.param
+    kind: str = getattr(request, "param", "uvloop")
     before = asyncio.get_event_loop_policy()
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy() if kind == "uvloop" else asyncio.DefaultEventLoopPolicy())
     yield kind

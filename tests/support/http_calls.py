@@ -13,43 +13,11 @@ import aiohttp
 
 from kvrelay.internal.v1.worker_pb2 import PrefillReport
 from kvrelay.v1.inference_pb2 import FINISH_REASON_STOP
-from support.router_fakes import FakeCluster, FakeWorker, Job, fake_cluster, pair
+from support.router_fakes import FakeCluster, FakeWorker, Http, Job, fake_cluster, pair, token_at
 from support.tokenizers import byte_level_tokenizer
 
 HELLO = {"prompt": "hello", "max_tokens": 4}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-
-
-def token_at(index: int) -> int:
-    return 40 + index
-
-
-class Http:
-    """Calls a router."""
-
-    def __init__(self, session: aiohttp.ClientSession, address: str, scheme: str = "http") -> None:
-        self.session = session
-        self.base = f"{scheme}://{address}"
-
-    async def get(self, path: str, **more: Any) -> tuple[int, Any]:
-        async with self.session.get(self.base + path, **more) as response:
-            return response.status, await response.json()
-
-    async def post(self, path: str, body: Any, **more: Any) -> tuple[int, Any]:
-        async with self.session.post(self.base + path, json=body, **more) as response:
-            return response.status, await response.json()
-
-    async def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
-        """The chunks, after a check of the frames around them."""
-        async with self.session.post(self.base + path, json={**body, "stream": True}) as response:
-            assert response.status == 200
-            assert response.headers["Content-Type"] == "text/event-stream"
-            text = await response.text()
-        events = text.split("\n\n")
-        assert events.pop() == ""
-        assert all(event.startswith("data: ") for event in events)
-        assert events.pop() == "data: [DONE]"
-        return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 @asynccontextmanager

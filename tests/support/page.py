@@ -10,7 +10,6 @@ import aiohttp
 from kvrelay.internal.v1.worker_pb2 import Blocks, DecodeReport, Load, PrefillReport, Requests, TransferReport
 from support.router_fakes import FakeWorker, Job, length_if
 
-KEYS = "team-a {}\nteam-b {}\n"
 BYTES = 123_456
 
 

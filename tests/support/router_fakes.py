@@ -2,25 +2,22 @@
 
 import asyncio
 import contextlib
+import hashlib
+import json
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc
 
-from kvrelay.internal.v1.supervisor_pb2 import (
-    MEMBER_STATE_READY,
-    AttendRequest,
-    AttendResponse,
-    Member,
-    MemberState,
-)
-from kvrelay.internal.v1.supervisor_pb2_grpc import (
-    SupervisorServiceServicer,
-    add_SupervisorServiceServicer_to_server,
-)
+from kvrelay.client import AsyncClient, Completion, Prompt
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY, AttendRequest, AttendResponse, Member, MemberState
+from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceServicer, add_SupervisorServiceServicer_to_server
 from kvrelay.internal.v1.worker_pb2 import (
     Begin,
     Cancel,
@@ -44,10 +41,37 @@ from kvrelay.router.trace import RequestRecord
 from kvrelay.rpc.identity import ROLES
 from kvrelay.rpc.options import server_options
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, FinishReason, TokenLogprobs
+from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 from support.tokenizers import model_folder
 
 WAIT_SECONDS = 20.0
 TURN_SECONDS = 0.01
+
+
+def token_at(index: int) -> int:
+    """The token that scripted workers send at an index of a completion, if they send no others."""
+    return 40 + index
+
+
+def tokens(count: int) -> tuple[int, ...]:
+    """The first `count` tokens of such a completion."""
+    return tuple(map(token_at, range(count)))
+
+
+def key_file(folder: Path, **keys: str) -> str:
+    """Writes a file of API keys; returns its path.
+
+    Args:
+        keys: options of the key of each tenant, whose name is its key.
+    """
+    path = folder / "api_keys"
+    path.write_text("".join(f"{name} {hashlib.sha256(name.encode()).hexdigest()} {keys[name]}\n" for name in keys))
+    return str(path)
+
+
+def entries(state: object) -> int:
+    """Counts the entries of all containers that are attributes of an object: what it remembers."""
+    return sum(len(value) for value in vars(state).values() if isinstance(value, (dict, list, set, deque)))
 
 
 async def until(condition: Callable[[], Any], what: str, seconds: float = WAIT_SECONDS) -> Any:
@@ -95,7 +119,7 @@ class Job:
         assert router is not None
 
         def reached() -> bool:
-            trace = router._front.requests.find(self.submit.request_id)
+            trace = router.requests.find(self.submit.request_id)
             return trace is not None and trace.completion_tokens >= tokens
 
         await until(reached, f"the client has {tokens} tokens")
@@ -140,7 +164,7 @@ Suspected = Callable[[Job], object]
 """Function that takes or refuses a suspect."""
 
 
-def prefill_of(tokens: Callable[[int], int]) -> Script:
+def prefill_of(tokens: Callable[[int], int] = token_at) -> Script:
     """The prefill role: the token at `base`, then the report of the hand-off."""
 
     async def script(job: Job) -> None:
@@ -157,7 +181,7 @@ def prefill_of(tokens: Callable[[int], int]) -> Script:
     return script
 
 
-def decode_of(tokens: Callable[[int], int], pause: float = 0.0) -> Script:
+def decode_of(tokens: Callable[[int], int] = token_at, pause: float = 0.0) -> Script:
     """The decode role: the tokens from `base + 1` to max_tokens, one message each."""
 
     async def script(job: Job) -> None:
@@ -170,7 +194,7 @@ def decode_of(tokens: Callable[[int], int], pause: float = 0.0) -> Script:
     return script
 
 
-def colocated_of(tokens: Callable[[int], int]) -> Script:
+def colocated_of(tokens: Callable[[int], int] = token_at) -> Script:
     """The co-located role: all tokens, one message each."""
 
     async def script(job: Job) -> None:
@@ -184,6 +208,39 @@ def colocated_of(tokens: Callable[[int], int]) -> Script:
 
 async def silent(job: Job) -> None:
     """Takes a request and sends nothing."""
+
+
+def usual(role: str) -> Script:
+    """What a worker of this role does."""
+    return {"prefill": prefill_of, "decode": decode_of, "colocated": colocated_of}[role]()
+
+
+def failing(code: Failure.Code, message: str = "scripted", **more: Any) -> Script:
+    """Returns each request with a failure."""
+
+    async def script(job: Job) -> None:
+        job.fail(code, message, **more)
+
+    return script
+
+
+def first_attempt(script: Script) -> Script:
+    """A script for the first attempt of a request; later ones get what is usual."""
+
+    async def chosen(job: Job) -> None:
+        await (script if job.submit.attempt == 1 else usual(job.worker.role))(job)
+
+    return chosen
+
+
+def after(gate: asyncio.Event, script: Script) -> Script:
+    """A script that begins when the gate is open."""
+
+    async def gated(job: Job) -> None:
+        await gate.wait()
+        await script(job)
+
+    return gated
 
 
 class FakeWorker(WorkerServiceServicer):
@@ -309,6 +366,12 @@ class FakeWorker(WorkerServiceServicer):
                 job.fail(Failure.CODE_FENCED)
 
 
+def fake(name: str, script: Script | None = None, **options: Any) -> FakeWorker:
+    """A worker whose role is the first part of its name, and which does what such a worker does if it has no script."""
+    role = name.partition("-")[0]
+    return FakeWorker(name, role, usual(role) if script is None else script, **options)
+
+
 class FakeSupervisor(SupervisorServiceServicer):
     """Sends the same membership to every member."""
 
@@ -349,14 +412,108 @@ class FakeSupervisor(SupervisorServiceServicer):
             self.heard[request.member.name] = request.member
 
 
+class Http:
+    """Calls a router by HTTP, as OpenAI's clients do."""
+
+    def __init__(self, session: aiohttp.ClientSession, address: str, scheme: str = "http") -> None:
+        self.session = session
+        self.base = f"{scheme}://{address}"
+
+    async def get(self, path: str, **more: Any) -> tuple[int, Any]:
+        async with self.session.get(self.base + path, **more) as response:
+            return response.status, await response.json()
+
+    async def post(self, path: str, body: Any, **more: Any) -> tuple[int, Any]:
+        async with self.session.post(self.base + path, json=body, **more) as response:
+            return response.status, await response.json()
+
+    async def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The chunks, after a check of the frames around them."""
+        async with self.session.post(self.base + path, json={**body, "stream": True}) as response:
+            assert response.status == 200
+            assert response.headers["Content-Type"] == "text/event-stream"
+            text = await response.text()
+        events = text.split("\n\n")
+        assert events.pop() == ""
+        assert all(event.startswith("data: ") for event in events)
+        assert events.pop() == "data: [DONE]"
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
 @dataclass
 class FakeCluster:
-    """A real router over fake workers."""
+    """A real router over fake workers, and callers of it, which are made when they are first used."""
 
     router: RouterServer
     supervisor: FakeSupervisor
     workers: dict[str, FakeWorker]
     records: list[RequestRecord]
+    callers: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+    """Callers and later workers, which end with the cluster."""
+
+    def client_of(self, **options: Any) -> AsyncClient:
+        """Another client of the router."""
+        client = AsyncClient(self.router.address, **{"timeout": 30, **options})
+        self.callers.push_async_callback(client.close)
+        return client
+
+    @cached_property
+    def client(self) -> AsyncClient:
+        """A client whose calls have 30 s if they say nothing else."""
+        return self.client_of()
+
+    async def ask(
+        self, prompt: Prompt = "hello", count: int = 10, client: AsyncClient | None = None, **options: Any
+    ) -> Completion:
+        """Asks for `count` tokens, and checks that they are those of `token_at`."""
+        completion = await (client or self.client).complete(prompt, **{"max_tokens": count, **options})
+        assert completion.token_ids == tokens(count)
+        return completion
+
+    def asking(self, *arguments: Any, **options: Any) -> "asyncio.Task[Completion]":
+        """A task that asks."""
+        return asyncio.create_task(self.ask(*arguments, **options), name="client")
+
+    @cached_property
+    def channel(self) -> grpc.aio.Channel:
+        """A channel to the router's public gRPC."""
+        channel = grpc.aio.insecure_channel(self.router.address)
+        self.callers.push_async_callback(channel.close)
+        return channel
+
+    @cached_property
+    def stub(self) -> InferenceServiceStub:
+        """The methods of the public gRPC."""
+        return InferenceServiceStub(self.channel)
+
+    @cached_property
+    def http(self) -> Http:
+        """A client of HTTP with as many connections as it likes."""
+        assert self.router.http_address
+        base, limit = f"http://{self.router.http_address}", aiohttp.TCPConnector(limit=0)
+        session = aiohttp.ClientSession(base, connector=limit, timeout=aiohttp.ClientTimeout(30))
+        self.callers.push_async_callback(session.close)
+        return Http(session, self.router.http_address)
+
+    @property
+    def calls(self) -> int:
+        """Completions and other calls that the router has admitted and that have not ended."""
+        return self.router.running + self.router.waiting
+
+    async def idle(self, seconds: float = WAIT_SECONDS) -> None:
+        """Waits until no call is left in the router."""
+        await until(lambda: self.calls == 0, "no call is left", seconds)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that have these labels."""
+        families = self.router.metrics.registry.collect()
+        samples = [sample for family in families for sample in family.samples if sample.name == name]
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+    @property
+    def outcomes(self) -> list[str]:
+        """The outcomes of the requests that have ended, in order."""
+        return [record.outcome for record in self.records]
 
     def announce(self, **states: MemberState) -> None:
         """Announces every worker as ready, or in the state given by name (`_` for `-`)."""
@@ -370,6 +527,21 @@ class FakeCluster:
             return {view.id.name for view in self.router.registry.view() if view.ready} == set(names)
 
         await until(ready, f"ready workers {names}")
+
+    async def join(self, *workers: FakeWorker, alone: bool = False) -> None:
+        """Starts more workers, and announces them beside the others, or alone: then the others are gone."""
+        for worker in workers:
+            worker.router = self.router
+            await worker.start()
+            self.callers.push_async_callback(worker.stop)
+        self.workers = {**({} if alone else self.workers), **{worker.name: worker for worker in workers}}
+        self.announce()
+
+    async def report(self, worker: str, load: Load) -> None:
+        """A worker reports its load, and the router has received it."""
+        self.workers[worker].report_load(load)
+        view = self.router.registry.view
+        await until(lambda: (worker, load) in [(each.id.name, each.report) for each in view()], "the load")
 
     async def job(self, worker: str, at: int = 0) -> Job:
         """The worker's `at`-th part, as soon as it is submitted."""
@@ -397,6 +569,7 @@ async def fake_cluster(folder: Path, *workers: FakeWorker, **config: Any) -> Asy
         await cluster.ready(*cluster.workers)
         yield cluster
     finally:
+        await cluster.callers.aclose()
         await router.stop(0.0)
         for worker in workers:
             await worker.stop()
@@ -417,7 +590,7 @@ async def second_router(cluster: FakeCluster, **config: Any) -> AsyncIterator[Ro
         await router.stop(0.0)
 
 
-def pair(tokens: Callable[[int], int], pause: float = 0.0) -> tuple[FakeWorker, FakeWorker]:
+def pair(tokens: Callable[[int], int] = token_at, pause: float = 0.0) -> tuple[FakeWorker, FakeWorker]:
     """A prefill and a decode worker that send the token `tokens(index)` at each index."""
     return (
         FakeWorker("prefill-0", "prefill", prefill_of(tokens)),

@@ -2,15 +2,14 @@
 
 import asyncio
 import shutil
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvrelay.cluster import certificates
-from support.http_calls import serving
-from support.router_fakes import run
+from support.router_fakes import key_file, pair
+from support.scenes import Serve
 
 pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 HOST = "router.kvrelay.internal"
@@ -34,36 +33,30 @@ async def curl(http: Any, *options: str) -> tuple[int, str]:
     return int(process.returncode or 0), output.decode()
 
 
-def test_tls_certificates_and_keys(tmp_path: Path) -> None:
+async def test_tls_certificates_and_keys(serve: Serve, tmp_path: Path) -> None:
     folder, other = tmp_path / "certificates", tmp_path / "others"
     for each in (folder, other):
         certificates.make(each, 30, keep_authority=False)
     files = {"tls_certificate": str(folder / "router.crt"), "tls_key": str(folder / "router.key")}
-    keys = tmp_path / "keys"
-    keys.write_text(f"acme {sha256(b'right').hexdigest()}\n")
     trust = ("--cacert", str(folder / "ca.crt"))
 
     def shown(where: Path) -> tuple[str, ...]:
         return "--cert", str(where / "worker.crt"), "--key", str(where / "worker.key")
 
-    async def test() -> None:
-        async with serving(tmp_path / "a", **files, api_keys=str(keys)) as (cluster, http):
-            code, output = await curl(http, *trust, "-H", "Authorization: Bearer right")
-            assert (code, output.splitlines()[-1]) == (0, "200"), output
-            assert '"text":"GHIJ"' in output
-            code, output = await curl(http, *trust)
-            assert (code, output.splitlines()[-1]) == (0, "401")
-            assert "invalid_api_key" in output
-            assert (await curl(http))[0] == UNTRUSTED
-            assert (await curl(http, "--cacert", str(other / "ca.crt")))[0] == UNTRUSTED
-            assert [job.submit.tenant for job in cluster.workers["prefill-0"].jobs] == ["acme"]
-        async with serving(tmp_path / "b", **files, tls_client_ca=str(folder / "ca.crt")) as (cluster, http):
-            code, output = await curl(http, *trust, *shown(folder))
-            assert (code, output.splitlines()[-1]) == (0, "200"), output
-            for options in ((), shown(other)):
-                assert (await curl(http, *trust, *options))[0] in REFUSED
-            async with serving(tmp_path / "c") as (_, plain):
-                assert (await curl(plain, *trust))[0] != 0
-            assert len(cluster.workers["prefill-0"].jobs) == 1
-
-    run(test, 120)
+    cluster = await serve(*pair(), **files, api_keys=key_file(tmp_path, acme=""))
+    code, output = await curl(cluster.http, *trust, "-H", "Authorization: Bearer acme")
+    assert (code, output.splitlines()[-1]) == (0, "200"), output
+    assert '"text":"GHIJ"' in output
+    code, output = await curl(cluster.http, *trust)
+    assert (code, output.splitlines()[-1]) == (0, "401")
+    assert "invalid_api_key" in output
+    assert (await curl(cluster.http))[0] == UNTRUSTED
+    assert (await curl(cluster.http, "--cacert", str(other / "ca.crt")))[0] == UNTRUSTED
+    assert [job.submit.tenant for job in cluster.workers["prefill-0"].jobs] == ["acme"]
+    mutual = await serve(*pair(), **files, tls_client_ca=str(folder / "ca.crt"))
+    code, output = await curl(mutual.http, *trust, *shown(folder))
+    assert (code, output.splitlines()[-1]) == (0, "200"), output
+    for options in ((), shown(other)):
+        assert (await curl(mutual.http, *trust, *options))[0] in REFUSED
+    assert (await curl((await serve(*pair())).http, *trust))[0] != 0
+    assert len(mutual.workers["prefill-0"].jobs) == 1

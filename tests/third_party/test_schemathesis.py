@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvrelay.v1.inference_pb2 import TokenLogprobs
-from support.http_calls import HELLO, serving, token_at
-from support.router_fakes import FakeWorker, Job, length_if, run
+from support.http_calls import HELLO, token_at
+from support.router_fakes import Job, fake, length_if
+from support.scenes import Serve
 
 EXAMPLES = 25
 """Examples of each operation in the fuzzing phase."""
@@ -47,40 +48,36 @@ async def answer(job: Job) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(SECONDS + 30)
-def test_every_answer_is_as_the_document_says(tmp_path: Path) -> None:
-    async def test() -> None:
-        worker = FakeWorker("colocated-0", "colocated", answer)
-        async with serving(tmp_path, worker, tool_parser="hermes", reasoning_parser="think") as (cluster, http):
-            options = {
-                "phases": "coverage,fuzzing",
-                "max-examples": EXAMPLES,
-                "seed": 1,
-                "checks": ",".join(CHECKS),
-                "generation-database": "none",
-                "suppress-health-check": "all",
-                "request-timeout": 120,
-            }
-            arguments = [f"--{name}={value}" for name, value in options.items()]
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "schemathesis.cli", "run", f"{http.base}/openapi.json", *arguments),
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                cwd=tmp_path,
-            )
-            try:
-                output, _ = await asyncio.wait_for(process.communicate(), SECONDS)
-            finally:
-                if process.returncode is None:
-                    process.kill()
-                    await process.wait()
-            report = output.decode()
-            assert process.returncode == 0, report
-            (tested,) = re.findall(r"Tested: (\d+)", report)
-            (generated,) = re.findall(r"([\d,]+) generated", report)
-            print(f"{generated} cases for {tested} operations")
-            assert int(generated.replace(",", "")) > 4 * EXAMPLES
-            assert (await http.post("/v1/completions", HELLO))[0] == 200
-            assert cluster.router._front.running == 0
-
-    run(test, SECONDS + 20)
+@pytest.mark.timeout(SECONDS)
+async def test_every_answer_is_as_the_document_says(serve: Serve, tmp_path: Path) -> None:
+    cluster = await serve(fake("colocated-0", answer), tool_parser="hermes", reasoning_parser="think")
+    options = {
+        "phases": "coverage,fuzzing",
+        "max-examples": EXAMPLES,
+        "seed": 1,
+        "checks": ",".join(CHECKS),
+        "generation-database": "none",
+        "suppress-health-check": "all",
+        "request-timeout": 120,
+    }
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "schemathesis.cli", "run", f"{cluster.http.base}/openapi.json"),
+        *(f"--{name}={value}" for name, value in options.items()),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        cwd=tmp_path,
+    )
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    report = output.decode()
+    assert process.returncode == 0, report
+    (tested,) = re.findall(r"Tested: (\d+)", report)
+    (generated,) = re.findall(r"([\d,]+) generated", report)
+    print(f"{generated} cases for {tested} operations")
+    assert int(generated.replace(",", "")) > 4 * EXAMPLES
+    assert (await cluster.http.post("/v1/completions", HELLO))[0] == 200
+    assert cluster.calls == 0

@@ -1,0 +1,149 @@
+"""Workers of several versions in one fleet: which are paired, and what an operator is told."""
+
+import asyncio
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_DEAD,
+    MEMBER_STATE_DRAINING,
+    MEMBER_STATE_READY,
+    MEMBER_STATE_STARTING,
+    ROLE_DECODE,
+    ROLE_PREFILL,
+    ROLE_ROUTER,
+    Member,
+)
+from kvrelay.router.placing.placement import Demand, LeastWork, NoPlace, Placement, WorkerView, complete
+from kvrelay.router.placing.prefixes import PrefixIndex
+from kvrelay.rpc.compatibility import rank, unpaired
+from kvrelay.rpc.identity import WorkerId, WorkerRole
+from support.router_fakes import FakeWorker, decode_of, fake, silent
+from support.scenes import Serve
+
+ROLES: list[WorkerRole] = ["prefill", "decode", "colocated"]
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> list[WorkerView]:
+    names = [WorkerId(f"w{index}", "i") for index in range(7)]
+    roles = [draw(st.sampled_from(ROLES)) for _ in range(draw(st.integers(1, 7)))]
+    return [
+        WorkerView(
+            worker,
+            role,
+            ready=True,
+            outstanding_tokens=draw(st.integers(0, 5)),
+            compatibility=draw(st.sampled_from("ab")),
+            avoided=draw(st.booleans()),
+            bad_peers=draw(st.frozensets(st.sampled_from(names))) if role == "prefill" else frozenset(),
+            suspects=draw(st.integers(0, 1)),
+            requests=draw(st.integers(0, 1)),
+        )
+        for worker, role in zip(names, roles, strict=False)
+    ]
+
+
+@settings(max_examples=500, deadline=None)
+@given(fleets(), st.booleans())
+def test_a_pair_has_one_digest_and_is_avoided_only_if_all_are(workers: list[WorkerView], on_trial: bool) -> None:
+    by_id = {worker.id: worker for worker in workers}
+    of = {role: [worker for worker in workers if worker.role == role] for role in ROLES}
+    options = [(worker, worker) for worker in of["colocated"]]
+    options += [
+        (prefill, decode)
+        for prefill, decode in product(of["prefill"], of["decode"])
+        if prefill.compatibility == decode.compatibility
+    ]
+
+    # A decode worker computes prompts itself if nobody else can.
+    options = options or [(decode, decode) for decode in of["decode"]]
+
+    def bad(option: tuple[WorkerView, WorkerView]) -> bool:
+        return option[0].avoided or option[1].avoided or option[1].id in option[0].bad_peers
+
+    def apart(option: tuple[WorkerView, WorkerView]) -> bool:
+        return not on_trial or not (option[0].suspects or option[1].suspects)
+
+    good = [option for option in options if not bad(option)]
+    placed = LeastWork(PrefixIndex(0)).place(Demand(5, 5, on_trial=on_trial), workers)
+    assert complete(workers) == bool(options)
+    if isinstance(placed, Placement):
+        assert placed.decode is not None
+        chosen = by_id[placed.prefill], by_id[placed.decode]
+        assert chosen in options
+        assert apart(chosen)
+        assert chosen in good or not good
+    elif placed is NoPlace.NO_WORKERS:
+        assert not options
+    else:
+        assert not any(map(apart, good))
+
+
+def test_the_group_with_the_most_pairs_is_preferred() -> None:
+    old = [("prefill", "old"), ("decode", "old"), ("decode", "old"), ("decode", "old")]
+    new = [("prefill", "new"), ("prefill", "new"), ("decode", "new"), ("decode", "new")]
+    assert rank(old + new) == ["new", "old"]
+    assert rank([*old, *new, ("prefill", "old"), ("prefill", "old")]) == ["old", "new"]
+    workers = [
+        WorkerView(WorkerId(f"w{at}", "i"), role, True, compatibility=digest)
+        for at, (role, digest) in enumerate(old + new)
+    ]  # type: ignore[arg-type]  # a role
+    placed = LeastWork(PrefixIndex(0)).place(Demand(5, 5), workers)
+    assert isinstance(placed, Placement)
+    assert {worker.name for worker in placed.workers} <= {"w4", "w5", "w6", "w7"}
+
+
+async def test_workers_of_another_digest_are_never_paired(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    old = fake("decode-1", silent, compatibility="old")
+    cluster = await serve(fake("prefill-0", compatibility="new"), fake("decode-0", compatibility="new"), old)
+    for _ in range(8):
+        await cluster.ask()
+    assert not old.jobs
+    cluster.announce()
+    await cluster.ask()
+    (line,) = [vars(record) for record in caplog.records if record.message == "workers not paired"]
+    assert "decode-1 (digest old) can't be paired with" in line["reason"]
+
+
+def member(name: str, role: int, digest: str, state: int = MEMBER_STATE_READY) -> Member:
+    return Member(name=name, role=role, compatibility=digest, state=state)  # type: ignore[arg-type]  # enum values
+
+
+def test_the_operator_is_told_who_cant_be_paired_with_whom() -> None:
+    fleet = [
+        member("prefill-0", ROLE_PREFILL, "aaaaaaaaaaaa"),
+        member("decode-0", ROLE_DECODE, "aaaaaaaaaaaa"),
+        member("router-0", ROLE_ROUTER, ""),
+        member("decode-2", ROLE_DECODE, "cccc", MEMBER_STATE_DEAD),
+    ]
+    assert unpaired(fleet) == []
+    assert unpaired([*fleet, member("decode-1", ROLE_DECODE, "", MEMBER_STATE_STARTING)]) == []
+    (sentence,) = unpaired([*fleet, member("decode-1", ROLE_DECODE, "")])
+    assert sentence.startswith("decode-1 (digest none) can't be paired with decode-0, prefill-0 (digest aaaaaaaa): ")
+    assert "without a prefill worker of the same digest" in sentence
+
+
+async def test_an_upgrade_in_place_drains_workers_whose_fingerprint_is_made_the_old_way(serve: Serve) -> None:
+    """The old workers have the same weights as the new ones. Streams end where they are; none moves from old to new."""
+
+    def workers(age: str) -> tuple[FakeWorker, FakeWorker]:
+        same = {"compatibility": f"{age} digest", "fingerprint": age * 16}
+        return fake(f"prefill-{age}", **same), fake(f"decode-{age}", decode_of(pause=0.05), **same)
+
+    cluster = await serve(*workers("old"))
+    running = [cluster.asking(count=30) for _ in range(4)]
+    await cluster.job("decode-old", 3)
+    await cluster.join(*workers("new"))
+    mixed = await cluster.ask()
+    cluster.announce(prefill_old=MEMBER_STATE_DRAINING, decode_old=MEMBER_STATE_DRAINING)
+    await cluster.ready("prefill-new", "decode-new")
+    later = await cluster.ask()
+    drained = await asyncio.gather(*running)
+    for done, ages in [(later, {"new"}), *((each, {"old"}) for each in drained), (mixed, {"old", "new"})]:
+        line = done.timeline
+        assert {line.prefill_worker.partition("-")[2], line.decode_worker.partition("-")[2]} in [{age} for age in ages]
+        assert (line.retries, line.migrations) == (0, 0)

@@ -1,0 +1,285 @@
+"""Requests that wait in the router: each tenant gets its share, none starves or outlives its client."""
+
+import asyncio
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.router.placing.placement import Demand, NoPlace, Placement
+from kvrelay.router.placing.queue import LEAST_TOKENS, LOOK_AHEAD, NO_CLAIM, OVERTAKEN, Claim, PlacementQueue, QueueFull
+from kvrelay.rpc.identity import WorkerId
+
+PLACE = Placement(WorkerId("p", "i"), WorkerId("d", "i"))
+pytestmark = pytest.mark.both_loops
+SOON = 20.0
+
+
+class Line:
+    """A queue whose policy is a number: a request is placed while that many tokens are free."""
+
+    def __init__(self, free: int, max_waiting: int = 100) -> None:
+        self.left = free
+        self.workers = True
+        self.queue = PlacementQueue(self._decide, max_waiting)
+        self.placed: list[str] = []
+        """Requests that were placed, in order."""
+        self.decisions = 0
+
+    def _decide(self, demand: Demand) -> Placement | NoPlace:
+        self.decisions += 1
+        if not self.workers:
+            return NoPlace.NO_WORKERS
+        return PLACE if demand.prompt_tokens <= self.left else NoPlace.NO_CAPACITY
+
+    def ask(
+        self, name: str, tokens: int, seconds: float = SOON, first: bool = False, claim: Claim = NO_CLAIM
+    ) -> "asyncio.Task[str | NoPlace]":
+        def start(placement: Placement) -> str:
+            self.left -= tokens
+            assert self.left >= 0, "the same capacity was given twice"
+            self.placed.append(name)
+            return name
+
+        until = time.monotonic() + seconds
+        return asyncio.create_task(self.queue.place(Demand(tokens, 1), until, start, claim, first=first))
+
+    def free(self, tokens: int) -> None:
+        self.left += tokens
+        self.queue.wake()
+
+
+async def settle(turns: int = 10) -> None:
+    for _ in range(turns):
+        await asyncio.sleep(0)
+
+
+async def test_equal_requests_are_served_in_the_order_in_which_they_came() -> None:
+    line = Line(free=3)
+    names = [str(number) for number in range(9)]
+    tasks = [line.ask(name, 3) for name in names]
+    for placed in range(1, len(names)):
+        await settle()
+        assert line.placed == names[:placed]
+        line.free(3)
+    await asyncio.gather(*tasks)
+    assert line.placed == names
+
+
+async def test_a_large_request_is_passed_by_small_ones_for_a_while_only() -> None:
+    """The small ones use what the large one can't; then what becomes free is kept for it, and it isn't starved."""
+
+    line = Line(free=10)
+    large = line.ask("large", 12)
+    await settle()
+    tasks = [line.ask(f"small {number}", 2) for number in range(100)]
+    for _ in range(200):
+        await settle()
+        if large.done():
+            break
+        line.free(2)
+    assert large.done()
+    assert OVERTAKEN * 12 <= 2 * line.placed.index("large") <= OVERTAKEN * 12 + 2
+    line.free(1000)
+    await asyncio.gather(*tasks)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.integers(0, 2**32 - 1))
+def test_tenants_get_their_shares_however_much_each_asks_for(weights: list[int], seed: int) -> None:
+    async def test() -> None:
+        rng = random.Random(seed)
+        line = Line(free=0, max_waiting=10**6)
+        got = dict.fromkeys(range(len(weights)), 0)
+        tasks = []
+        total, most = 240 * LEAST_TOKENS, 0
+        for tenant, weight in enumerate(weights):
+            size = LEAST_TOKENS * rng.choice([1, 3, 8])
+            most = max(most, size)
+            for number in range(total // size):
+                claim = Claim(str(tenant), weight)
+                tasks.append(line.ask(f"{tenant} {size} {number}", size, claim=claim))
+        await settle()
+        line.free(total)
+        await settle(500)
+        for name in line.placed:
+            tenant, size, _ = map(int, name.split())
+            got[tenant] += size
+        for tenant, weight in enumerate(weights):
+            due = total * weight / sum(weights)
+            assert abs(got[tenant] - due) <= most * (1 + weight), (got, weights)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(test(), SOON))
+
+
+async def test_many_tiny_prompts_of_a_tenant_let_another_ones_pass() -> None:
+    line = Line(free=0)
+    tasks = [line.ask(f"tiny {number}", 2, claim=Claim("a")) for number in range(40)]
+    tasks += [line.ask(f"usual {number}", 30, claim=Claim("b")) for number in range(3)]
+    await settle()
+    line.free(1000)
+    await asyncio.gather(*tasks)
+    assert line.placed.index("usual 2") <= 6
+
+
+async def test_what_a_tenant_has_not_used_is_not_saved_up_and_what_it_generates_counts() -> None:
+    line = Line(free=0)
+    a, b = Claim("a"), Claim("b")
+    first = line.ask("a", 100, claim=a)
+    line.free(100)
+    await first
+    line.free(0)
+    tasks = [line.ask(f"{claim.tenant}{number}", 10, claim=claim) for number in range(4) for claim in (a, b)]
+    await settle()
+    line.free(40)
+    await settle()
+    assert line.placed == ["a", "b0", "b1", "b2", "b3"], "after 100 tokens of a, it is b's turn"
+    line.queue.used(b, 1000)
+    line.free(1000)
+    await asyncio.gather(*tasks)
+    line.left = 0
+    again = [line.ask(f"{claim.tenant} again", 10, claim=claim) for claim in (b, a)]
+    await settle()
+    line.free(10)
+    await settle()
+    assert line.placed[-1] == "a again", "b has generated a thousand tokens"
+    line.free(10)
+    await asyncio.gather(*again)
+
+
+async def test_classes_share_what_their_tenant_gets_and_priority_decides_within_a_class() -> None:
+    line = Line(free=0)
+    chat, batch = Claim("a", 1, "chat", 3), Claim("a", 1, "batch", 1)
+    tasks = [line.ask(f"{claim.service_class}", 10, claim=claim) for claim in (batch, chat) for _ in range(8)]
+    await settle()
+    for _ in range(8):
+        line.free(10)
+        await settle()
+    assert abs(line.placed.count("chat") - 6) <= 1
+    line.free(1000)
+    await asyncio.gather(*tasks)
+    line.left = 0
+    tasks = [line.ask(f"at {priority}", 1, claim=Claim(priority=priority)) for priority in (0, 5, -3, 0)]
+    await settle()
+    line.free(4)
+    await asyncio.gather(*tasks)
+    assert line.placed[-4:] == ["at -3", "at 0", "at 0", "at 5"]
+
+
+async def test_a_full_queue_refuses_the_tenant_with_most_requests() -> None:
+    line = Line(free=0, max_waiting=4)
+    many = [line.ask(f"a{number}", 1, claim=Claim("a")) for number in range(4)]
+    await settle()
+    with pytest.raises(QueueFull):
+        await line.ask("a4", 1, claim=Claim("a"))
+    few = [line.ask(f"b{number}", 1, claim=Claim("b")) for number in range(2)]
+    await settle()
+    assert [task.done() for task in many] == [False, False, True, True], "the latest gave way"
+    with pytest.raises(QueueFull):
+        await line.ask("b2", 1, claim=Claim("b"))
+    line.free(10)
+    outcomes = await asyncio.gather(*many, *few, return_exceptions=True)
+    assert sum(isinstance(outcome, QueueFull) for outcome in outcomes) == 2
+    assert sorted(line.placed) == ["a0", "a1", "b0", "b1"]
+
+
+async def test_a_request_placed_again_goes_first() -> None:
+    line = Line(free=0, max_waiting=1)
+    tasks = [line.ask("new", 1)]
+    await settle()
+    tasks.append(line.ask("again", 1, first=True))
+    await settle()
+    line.free(1)
+    await settle()
+    assert line.placed == ["again"]
+    line.free(1)
+    await asyncio.gather(*tasks)
+
+
+async def test_timeout_cancel_and_lost_workers_end_a_wait_and_wake_the_next() -> None:
+    line = Line(free=0)
+    started = time.monotonic()
+    assert await line.ask("late", 1, seconds=0.05) is NoPlace.NO_CAPACITY
+    assert time.monotonic() - started < 2
+    passed = [line.ask("big", 5), *(line.ask("small", 1) for _ in range(5 * OVERTAKEN))]
+    small = line.ask("another", 1)
+    await settle()
+    for _ in range(5 * OVERTAKEN + 1):
+        line.free(1)
+        await settle()
+    assert not small.done(), "nobody passes it any more"
+    passed[0].cancel()
+    assert await small == "another"
+    waiting = [line.ask("a", 1), line.ask("b", 1)]
+    await settle()
+    line.workers = False
+    line.queue.wake()
+    assert await asyncio.gather(*waiting) == [NoPlace.NO_WORKERS] * 2
+    assert len(line.queue) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_no_order_of_events_gives_capacity_twice_or_leaves_a_request_behind(seed: int) -> None:
+    async def test() -> None:
+        rng = random.Random(seed)
+        line = Line(free=rng.randrange(6))
+        tasks: dict[str, asyncio.Task[str | NoPlace]] = {}
+        order: list[str] = []
+        cancelled: set[str] = set()
+        for number in range(40):
+            match rng.randrange(4):
+                case 0 | 1:
+                    name = str(number)
+                    tasks[name] = line.ask(name, rng.randrange(1, 5))
+                    order.append(name)
+                case 2:
+                    line.free(rng.randrange(4))
+                case 3 if tasks:
+                    name = rng.choice(list(tasks))
+                    if tasks[name].cancel():
+                        cancelled.add(name)
+            for _ in range(rng.randrange(3)):
+                await asyncio.sleep(0)
+        line.free(1000)
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        assert set(order) - cancelled <= set(line.placed)
+        assert len(line.queue) == 0
+
+    asyncio.run(asyncio.wait_for(test(), SOON))
+
+
+async def test_a_request_that_comes_or_goes_costs_no_new_look_at_the_others() -> None:
+    """Only a change of the workers' state does, and then at a few of them."""
+    line = Line(free=1, max_waiting=2000)
+    tasks = [line.ask(str(number), 3) for number in range(1000)]
+    await settle()
+    assert len(line.queue) == 1000
+    assert line.decisions == LOOK_AHEAD
+    line.free(1)
+    assert line.decisions == 2 * LOOK_AHEAD
+    for task in tasks[:500]:
+        task.cancel()
+    await settle()
+    assert len(line.queue) == 500
+    assert line.decisions <= 2 * LOOK_AHEAD + 500, "each that is new among the first is looked at once"
+    line.free(3 * 500)
+    await asyncio.gather(*tasks[500:])
+    assert line.placed == [str(number) for number in range(500, 1000)]
+
+
+async def test_one_that_comes_after_a_change_without_a_word_passes_nobody() -> None:
+    line = Line(free=0)
+    first = line.ask("first", 3)
+    await settle()
+    line.left = 3
+    second = line.ask("second", 3)
+    await settle()
+    assert line.placed == ["first"]
+    line.free(3)
+    await asyncio.gather(first, second)

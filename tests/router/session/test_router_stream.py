@@ -1,0 +1,198 @@
+"""A request without faults: order, text, stop strings, the end, a client that leaves."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from kvrelay.client import AsyncClient
+from kvrelay.internal.v1.worker_pb2 import TransferReport
+from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, GenerateRequest, SamplingParams
+from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
+from support.router_fakes import Job, after, decode_of, fake, pair, prefill_of, silent, token_at, tokens, until, within
+from support.scenes import Serve
+from support.tokenizers import byte_level_tokenizer
+
+TOKENIZER = byte_level_tokenizer()
+
+
+async def test_a_stream_has_every_token_once_and_its_figures(serve: Serve) -> None:
+    cluster = await serve(*pair())
+    completion = await cluster.ask(count=8)
+    assert completion.text == TOKENIZER.decode(tokens(8))
+    assert completion.finish_reason == "length"
+    assert (completion.usage.completion_tokens, completion.usage.cached_tokens) == (8, 1)
+    assert completion.usage.prompt_tokens == len(TOKENIZER.encode("hello").ids)
+    line = completion.timeline
+    assert (line.prefill_worker, line.decode_worker, line.retries) == ("prefill-0", "decode-0", 0)
+    assert (line.queue_seconds, line.prefill_seconds, line.decode_queue_seconds) == (0.001, 0.002, 0.004)
+    assert (line.transfer_seconds, line.handoff_seconds, line.transfer_bytes) == (0.003, 0.001, 640)
+    assert 0 < line.route_seconds < line.first_token_seconds < line.total_seconds
+    (record,) = cluster.records
+    assert (record.outcome, record.completion_tokens, record.transfer_bytes) == ("length", 8, 640)
+    assert record.ttft_seconds == line.first_token_seconds
+
+
+async def test_decode_tokens_that_overtake_the_first_one_wait_for_it(serve: Serve) -> None:
+    decode_done = asyncio.Event()
+
+    async def decode(job: Job) -> None:
+        await decode_of()(job)
+        decode_done.set()
+
+    cluster = await serve(fake("prefill-0", after(decode_done, prefill_of())), fake("decode-0", decode))
+    await cluster.ask(count=6)
+
+
+async def test_repeated_tokens_are_shown_once_and_those_of_other_attempts_never(serve: Serve) -> None:
+    async def decode(job: Job) -> None:
+        job.send(0, tokens(1))
+        job.send(1, tokens(4)[1:])
+        job.send(2, tokens(5)[2:])
+        job.submit.attempt, job.submit.slot = job.submit.attempt + 1, job.submit.slot + 1
+        job.send(5, (399,))
+        job.send(4, (398, 399))
+        job.submit.attempt, job.submit.slot = job.submit.attempt - 1, job.submit.slot - 1
+        job.send(4, tokens(6)[4:], FINISH_REASON_LENGTH)
+
+    cluster = await serve(fake("prefill-0"), fake("decode-0", decode))
+    await cluster.ask(count=6)
+
+
+async def test_the_workers_get_the_same_request_and_each_other(serve: Serve) -> None:
+    cluster = await serve(*pair())
+    await cluster.client.complete([5, 6, 7], max_tokens=4, seed=11, temperature=0.5, request_id="mine")
+    prefill, decode = (await cluster.job("prefill-0")).submit, (await cluster.job("decode-0")).submit
+    assert prefill.request_id == decode.request_id
+    assert prefill.request_id.startswith("mine/")
+    assert prefill.token_ids == decode.token_ids == [5, 6, 7]
+    assert prefill.sampling == decode.sampling
+    assert (prefill.sampling.seed, prefill.sampling.temperature, prefill.sampling.top_p) == (11, 0.5, 1.0)
+    assert (prefill.prompt_tokens, prefill.attempt, prefill.tenant) == (3, 1, "")
+    assert prefill.peer.incarnation == cluster.workers["decode-0"].incarnation
+    assert decode.peer.incarnation == cluster.workers["prefill-0"].incarnation
+    assert 0 < prefill.timeout_seconds < decode.timeout_seconds
+
+
+async def test_a_single_token_needs_no_decode_worker(serve: Serve) -> None:
+    cluster = await serve(*pair())
+    completion = await cluster.ask(count=1)
+    assert completion.timeline.decode_worker == ""
+    assert not cluster.workers["decode-0"].jobs
+    assert not cluster.workers["prefill-0"].jobs[0].submit.HasField("peer")
+
+
+async def test_a_colocated_worker_does_it_alone(serve: Serve) -> None:
+    cluster = await serve(fake("colocated-0"))
+    completion = await cluster.ask(count=5)
+    assert completion.timeline.prefill_worker == completion.timeline.decode_worker == "colocated-0"
+    assert completion.timeline.transfer_bytes == 0
+
+
+async def test_a_first_token_that_ends_the_request_cancels_decode(serve: Serve) -> None:
+    async def prefill(job: Job) -> None:
+        job.send(0, (1,), FINISH_REASON_STOP)
+
+    cluster = await serve(fake("prefill-0", prefill), fake("decode-0", silent))
+    completion = await cluster.client.complete("hello", max_tokens=5, timeout=10)
+    assert (completion.text, completion.token_ids, completion.finish_reason) == ("", (1,), "stop")
+    await within(0.5, (await cluster.job("decode-0")).cancelled, "it is cancelled")
+
+
+async def test_a_stop_string_cancels_decode_at_once(serve: Serve) -> None:
+    async def decode(job: Job) -> None:
+        job.send(1, tokens(4)[1:])
+
+    cluster = await serve(fake("prefill-0"), fake("decode-0", decode))
+    stop = TOKENIZER.decode(tokens(4)[2:])
+    completion = await cluster.client.complete("hello", max_tokens=40, stop=stop)
+    assert (completion.text, completion.finish_reason) == (TOKENIZER.decode(tokens(2)), "stop")
+    assert completion.timeline.transfer_bytes == 640
+    await within(0.5, (await cluster.job("decode-0")).cancelled, "it is cancelled")
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("how", ["aclose", "break", "cancel"])
+async def test_a_client_that_leaves_ends_the_request_on_both_workers(serve: Serve, how: str) -> None:
+    async def decode(job: Job) -> None:
+        job.send(1, tokens(3)[1:])
+
+    async def read(client: AsyncClient) -> None:
+        async for chunk in client.generate("hello", max_tokens=30):
+            if token_at(2) in chunk.token_ids and how == "break":
+                break
+
+    async def prefill(job: Job) -> None:
+        job.send(0, tokens(1))
+
+    cluster = await serve(fake("prefill-0", prefill), fake("decode-0", decode))
+    client = cluster.client
+    if how == "aclose":
+        stream = client.generate("hello", max_tokens=30)
+        await anext(stream)
+        await stream.aclose()
+    else:
+        reading = asyncio.create_task(read(client))
+        await cluster.job("decode-0")
+        if how == "cancel":
+            reading.cancel()
+        await asyncio.wait([reading])
+    for name in cluster.workers:
+        await within(0.5, (await cluster.job(name)).cancelled, "it is cancelled")
+    await until(lambda: cluster.records, "a record")
+    assert cluster.records[0].outcome == "cancelled"
+    assert all(view.outstanding_tokens == 0 for view in cluster.router.registry.view())
+
+
+@pytest.mark.both_loops
+async def test_the_last_message_waits_a_moment_for_the_transfer_report_and_tokens_do_not(serve: Serve) -> None:
+    release = asyncio.Event()
+
+    async def prefill(job: Job) -> None:
+        job.send(0, tokens(1))
+        await release.wait()
+        job.send(transfer=TransferReport(transfer_bytes=77))
+
+    cluster = await serve(fake("prefill-0", prefill), fake("decode-0"))
+    stream = cluster.client.generate("hello", max_tokens=3, timeout=10)
+    got: list[int] = []
+    while len(got) < 3:
+        chunk = await anext(stream)
+        got += chunk.token_ids
+        assert chunk.finish_reason is None
+    release.set()
+    last = await anext(stream)
+    assert (last.token_ids, last.finish_reason) == ((), "length")
+    assert last.timeline is not None
+    assert last.timeline.transfer_bytes == 77
+    # A missing report delays the end by a quarter of a second only.
+    release.clear()
+    clock = asyncio.get_running_loop().time
+    start = clock()
+    completion = await cluster.client.complete("hello", max_tokens=3, timeout=10)
+    assert completion.timeline.transfer_bytes == 0
+    assert 0.2 < clock() - start < 2
+    await within(0.5, (await cluster.job("prefill-0", 1)).cancelled, "it is cancelled")
+
+
+@pytest.mark.both_loops
+async def test_a_client_that_does_not_read_is_given_up(serve: Serve) -> None:
+    async def decode(job: Job) -> None:
+        # Enough text to fill the transport's buffers.
+        for index in range(1, 20000):
+            job.send(index, (token_at(index % 50),))
+            if index % 200 == 0:
+                await asyncio.sleep(0.001)
+
+    cluster = await serve(
+        fake("prefill-0", max_context=30000), fake("decode-0", decode, max_context=30000), idle_timeout_seconds=0.3
+    )
+    options = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
+    async with grpc.aio.insecure_channel(cluster.router.address, options=options) as channel:
+        sampling = SamplingParams(max_tokens=29000)
+        call = InferenceServiceStub(channel).Generate(GenerateRequest(text="hello", sampling=sampling))
+        await call.read()
+        await asyncio.wait_for((await cluster.job("decode-0")).cancelled.wait(), 10)
+        await until(lambda: cluster.records, "a record")
+        assert cluster.records[0].outcome == "cancelled"
+        call.cancel()
