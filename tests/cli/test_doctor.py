@@ -54,7 +54,6 @@ from kvrelay.internal.v1.worker_pb2 import (
 from kvrelay.router.placing.placement import DecodeCapacity, Demand, WorkerView, why_waiting
 from kvrelay.rpc.identity import WorkerId, WorkerRole
 from kvrelay.worker.description import driver_rows, rdma_ports
-from support.page import KEYS
 from support.processes import ProcessCluster, process_cluster, wait_until
 from support.router_fakes import FakeCluster, FakeWorker, Job, decode_of, pair, until
 from support.scenes import Serve
@@ -387,7 +386,9 @@ async def test_a_failure_is_told_with_its_reason(serve: Serve) -> None:
 
 async def test_a_tenant_sees_its_own_requests_only(serve: Serve, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text(KEYS.format(*(hashlib.sha256(key).hexdigest() for key in (b"key of a", b"key of b"))))
+    keys.write_text(
+        "team-a {}\nteam-b {}\n".format(*(hashlib.sha256(key).hexdigest() for key in (b"key of a", b"key of b")))
+    )
     cluster = await serve(*pair(token), api_keys=str(keys))
     async with AsyncClient(cluster.router.address, api_key="key of a") as client:
         await client.complete([1, 2, 3], max_tokens=3, temperature=0, request_id="mine")

