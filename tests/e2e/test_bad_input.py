@@ -19,7 +19,7 @@ CONTEXT = 1024
 
 
 def test_a_bad_request_is_refused_with_the_reason(pair: ProcessCluster) -> None:
-    """`tests/router/test_router_input.py` has each field."""
+    """`tests/router/faces/test_router_input.py` has each field."""
     with Client(pair.router, timeout=10) as client:
         with pytest.raises(InvalidRequest, match=r"max_tokens is 100; allowed: up to 24: .* is 1024"):
             client.complete([1] * (CONTEXT - 24), max_tokens=100)

@@ -18,7 +18,6 @@ from support.router_fakes import FakeCluster, FakeWorker, fake, key_file, until
 from support.scenes import Serve
 from support.tokenizers import byte_level_tokenizer, model_folder
 
-SECONDS = 120.0
 SERVING = "document.querySelector('#state').textContent === 'serving'"
 BARS = "[...document.querySelectorAll('#life rect[rx]')].map((bar) => bar.getAttribute('class'))"
 FIGURES = (
