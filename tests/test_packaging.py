@@ -115,6 +115,7 @@ def client_wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return distribution(tree / "packaging" / "client", tmp_path_factory.mktemp("client"))
 
 
+@pytest.mark.more
 def test_two_wheels_hold_each_file_once_and_import_together_and_the_page_has_links_that_hold(
     tree: Path, client_wheel: tuple[Path, list[str]], tmp_path: Path
 ) -> None:

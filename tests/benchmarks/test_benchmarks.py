@@ -83,6 +83,7 @@ def test_a_share_of_the_read_bandwidth_is_a_share(tmp_path: Path) -> None:
     assert 0 < share <= 1
 
 
+@pytest.mark.more
 def test_each_cell_has_its_figures(tmp_path: Path) -> None:
     tiny = make_checkpoint(tmp_path / "tiny", "llama", dtype="bfloat16")
     options = ["--quantization", "int8", "--threads", "1", "--cpu", "--cells", "prefill_512,decode_1"]

@@ -38,6 +38,7 @@ def test_every_test_of_a_kernel_that_can_run_on_a_gpu_does() -> None:
     assert on_gpus <= set(re.findall(r"tests/kernels/(\w+\.py)", SCRIPT.read_text()))
 
 
+@pytest.mark.more
 def test_no_step_needs_ray(tmp_path: Path) -> None:
     """Programs of the steps can be imported without Ray and the packages of the command line and the extras."""
     (tmp_path / "sitecustomize.py").write_text(

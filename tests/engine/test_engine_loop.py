@@ -281,6 +281,7 @@ def test_any_other_failure_of_the_runner_comes_out() -> None:
         engine.step()
 
 
+@pytest.mark.more
 def test_nothing_grows_with_requests_served() -> None:
     def live() -> int:
         gc.collect()

@@ -28,6 +28,7 @@ def token_at(index: int) -> int:
     return 40 + index
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("kind", "secured"),
     [

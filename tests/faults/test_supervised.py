@@ -111,6 +111,7 @@ def test_a_killed_supervisor_finds_its_members_and_goes_on(cluster: Supervised) 
     assert all_members(cluster)["decode-0"].generation > max(member.generation for member in before.values())
 
 
+@pytest.mark.more
 def test_a_member_that_died_while_the_supervisor_was_away_is_replaced(cluster: Supervised) -> None:
     all_ready(cluster)
     processes = cluster.pids()

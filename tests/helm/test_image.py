@@ -68,6 +68,7 @@ def test_every_stage_that_is_named_is_there_and_the_images_bring_no_cpp_compiler
         assert "kvrelay.kernels.cpu.prebuild" in stages[built][1]
 
 
+@pytest.mark.more
 def test_debian_has_the_packages():
     packages = {name for line in re.findall(r"recommends ([^&\\\n]+)", DOCKERFILE) for name in line.split()}
     if shutil.which("apt-cache") is None:

@@ -250,6 +250,7 @@ MORE_LAUNCHES = [
 ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.more)])
 @each_architecture
 def test_compiled(compiler: Compiler, architecture: int, more: bool) -> None:

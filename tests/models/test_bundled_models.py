@@ -139,6 +139,7 @@ def test_the_card_quotes_the_training_record(name: str) -> None:
     assert "$" not in card
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["pico-draft", pytest.param("pico", marks=pytest.mark.more)])
 def test_the_recorded_bits_per_byte_hold_for_the_weights(name: str) -> None:
     """Measured on every 16th window of the held-out files of this Python, whose version has slightly other files."""
@@ -173,6 +174,7 @@ def test_resolve_refuses_a_folder_without_a_config(tmp_path: Path) -> None:
         models.resolve(str(tmp_path))
 
 
+@pytest.mark.more
 def test_an_interrupted_training_goes_on_where_it_was(tmp_path: Path) -> None:
     shape = train.Shape(hidden=32, layers=1, heads=2, kv_heads=1, intermediate=32, peak_lr=1e-3, head_dim=16)
     corpus = train.Corpus(TOKENIZER, ["def f(x):\n    return x\n" * 400], seed=0)

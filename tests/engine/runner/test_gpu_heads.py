@@ -103,6 +103,7 @@ def captured(model: Path, graphs: RecordedGraphs, small_blocks: None) -> GpuRunn
     return runner
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("keep", "use_graphs"),
     [(KEEP, False), *(pytest.param(*case, marks=pytest.mark.more) for case in OTHER_KEPT)],

@@ -214,6 +214,7 @@ def live_tensor_bytes() -> int:
     return sum({tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
+@pytest.mark.more
 def test_steps_keep_no_memory(llama: Path) -> None:
     """Buffers grow to the largest step and stay: a second round of the same steps leaves nothing behind."""
     runner = build_cpu_runner(llama, "float32", OPTIONS)

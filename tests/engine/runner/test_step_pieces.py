@@ -72,6 +72,7 @@ def mixed_step(runner: GpuRunner) -> tuple[StepOutput, Launches]:
         return runner.launch(make_plan([(decoding, 1, asked), (chunked, 9, asked)])).result(), launches
 
 
+@pytest.mark.more
 def test_pieces_equal_the_whole_step_to_the_bit(runner: GpuRunner, graphs: RecordedGraphs, folder: Path) -> None:
     """The pieces launch what the whole step launches, but for attention; results of padding tokens don't matter, and
     their KV is not written."""

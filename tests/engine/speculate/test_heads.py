@@ -263,6 +263,7 @@ def long_request(count: int = 200) -> Request:
     return Request("long", 1, tuple((7 * place) % 300 for place in range(count)), count, GREEDY)
 
 
+@pytest.mark.more
 def test_a_layer_reads_a_long_prompt_behind_several_steps(eight: Path, eagle3: Path) -> None:
     """The layer reads in parts, so that no step waits for all of it; it guesses nothing until then, and the same
     afterwards."""
@@ -306,6 +307,7 @@ def test_what_a_prompt_takes_to_be_read_is_not_held_against_guesses(eight: Path,
     assert guesses.counts.plain_seconds == guesses.counts.tokens
 
 
+@pytest.mark.more
 def test_a_layer_takes_a_prompt_whose_first_states_are_missing(eight: Path, eagle3: Path) -> None:
     """The layer guesses as it does behind a prefix hit, which has no states either."""
     whole, parted = (with_heads(eagle3, eight, "eagle3") for _ in range(2))

@@ -161,6 +161,7 @@ def tiny(model_of: Callable[..., Path]) -> Path:
 OPTIONS = EngineConfig(kv_memory_bytes=8 * 2**20, threads=1, max_sequences=64)
 
 
+@pytest.mark.more
 def test_ten_thousand_sampled_tokens_are_the_same_on_and_off(tiny: Path) -> None:
     """The real kernels run at batches up to the largest; log-probabilities are equal to the last bit."""
     sampling = SamplingParams(temperature=0.7, logprobs=0)

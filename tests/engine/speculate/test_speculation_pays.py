@@ -149,6 +149,7 @@ def test_right_guesses_are_made_in_nearly_all_steps(rows: int) -> None:
     assert counts.accepted > 0.95 * counts.proposed
 
 
+@pytest.mark.more
 def test_another_text_is_noticed() -> None:
     """Guesses end where they don't pay, and come back where they do, though what was written meanwhile must be read."""
     runner = Priced()

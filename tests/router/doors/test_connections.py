@@ -155,6 +155,7 @@ async def test_what_drips_in_is_closed_in_time(serve: Serve) -> None:
     await until(lambda: closed(cluster, "http", "first") and closed(cluster, "http", "header"), "both counted")
 
 
+@pytest.mark.more
 async def test_connections_that_have_served_a_request_may_idle(serve: Serve) -> None:
     """Longer than a new one may wait, and not for ever."""
     cluster = await serve(*pair(), **SHORT, http_idle_seconds=3.0, grpc_idle_seconds=3.0)

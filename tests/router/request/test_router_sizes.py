@@ -54,6 +54,7 @@ async def test_a_text_beyond_the_context_is_refused_before_it_is_tokenized(
     assert cluster.calls == 0
 
 
+@pytest.mark.more
 async def test_queued_prompts_are_held_compactly_and_bounded(serve: Serve) -> None:
     """Requests wait for a decode worker; the router holds some bytes per token, and refuses what passes the bound."""
     prompt = [300] * (CONTEXT - 200)
