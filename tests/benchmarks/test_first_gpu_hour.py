@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "first_gpu_hour.sh"
 STEPS = ("environment", "kernels", "engine", "links", "pair", "sanitizer", "gpu_kernels", "gpu_engine")
 
