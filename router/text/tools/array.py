@@ -22,9 +22,8 @@ class ArrayParser(CallSequence):
                 self._call = CallObject(self._calls, self._make_id())
                 return text[position:]
             self._raw += character
-            if character == "]" and (self._calls or before == "["):
-                self._raw = "" if self._calls else self._raw
-                self._ended = True
+            if character == "]" and self._calls:
+                self._raw, self._ended = "", True
                 return text[position + 1 :]
             if not character.isspace() and (before or character != ("," if self._calls else "[")):
                 self._give_up(parsed)

@@ -133,6 +133,7 @@ CONTENTS = [
     ("array", "no array"),
     ("array", '[{"title": 1}]'),
     ("array", "[1, 2]"),
+    ("array", "[]: no calls"),
 ]
 
 
