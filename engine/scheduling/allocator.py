@@ -31,20 +31,26 @@ class Allocator:
         self._prefix, self._limits = prefix, limits
         self._live, self._running, self._ready, self._waiting = live, running, ready, waiting
         self._room = Room(limits.total_blocks, limits.block_size)
-        self._reserved: list[tuple[Hold, Request]] = []
+        self._ever_reserved: list[tuple[Hold, Request]] = []
+        """Reservations that were not resumed; those that were released are still among them, see `_reserved`."""
         self.starved: EngineSequence | None = None
         """The sequence that found too few free blocks last."""
 
     @property
+    def _reserved(self) -> list[tuple[Hold, Request]]:
+        """Reservations that were neither resumed nor released; whoever has one releases it without a word."""
+        self._ever_reserved = [(hold, request) for hold, request in self._ever_reserved if not hold.released]
+        return self._ever_reserved
+
+    @property
     def reservations(self) -> int:
-        """PlacementGroups that were neither resumed nor released."""
-        self._reserved = [(hold, request) for hold, request in self._reserved if not hold.released]
+        """Number of reservations that were neither resumed nor released."""
         return len(self._reserved)
 
     @property
     def reserving(self) -> set[int]:
         """Holders of reservations whose sequences are still to come."""
-        return {request.holder for hold, request in self._reserved if not hold.released}
+        return {request.holder for _, request in self._reserved}
 
     def use(self, soon_tokens: float = 0) -> Use:
         """The blocks that sequences and reservations take; `soon_tokens` as in `Room.use`."""
@@ -60,12 +66,12 @@ class Allocator:
         hold = self._allocate(request, request.tokens, [], length + 1, length, self._spare(use, request))
         if hold is not None:
             hold.owner = f"reservation {request}"
-            self._reserved.append((hold, request))
+            self._ever_reserved.append((hold, request))
         return hold
 
     def resumed(self, hold: Hold) -> None:
         """Counts a reservation's blocks as those of a sequence from now on."""
-        self._reserved = [other for other in self._reserved if other[0] is not hold]
+        self._ever_reserved = [other for other in self._reserved if other[0] is not hold]
 
     @property
     def kept_from_growth(self) -> int:

@@ -82,6 +82,15 @@ def test_a_sequence_that_waits_for_room_goes_before_reservations() -> None:
     assert bench.scheduler.reserve(bench.request(numbers(2, 2), 2)) is not None
 
 
+def test_a_reservation_that_was_released_keeps_nothing_from_anybody() -> None:
+    bench = Bench(8, max_batch_tokens=8 * SIZE)
+    reservation = bench.scheduler.reserve(bench.request(numbers(2, 1), 4))
+    bench.add(bench.request(numbers(8 * SIZE - 4), 4, holder=1))
+    assert not bench.step()
+    reservation.release()
+    bench.drain()
+
+
 def test_one_that_has_its_kv_gives_way_when_the_only_row_needs_a_block() -> None:
     bench = Bench(5, max_sequences=1)
     first = bench.add(bench.request(numbers(SIZE), 20))
