@@ -58,7 +58,9 @@ def test_a_signal_ends_the_cluster_too(tmp_path: Path, number: signal.Signals) -
     finally:
         process.kill()
         process.wait()
-        left = [pid for pid in pids if psutil.pid_exists(pid)]
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
+        # The members were killed last, and take a moment to end.
+        members = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        left = psutil.wait_procs(members, timeout=STOP_SECONDS)[1]
+        for member in left:
+            member.kill()
     assert left == []
