@@ -49,14 +49,15 @@ modules="aiohttp aiohttp_cors cryptography google.protobuf grpc grpc_health grpc
  prometheus_client pydantic pytest pytest_timeout safetensors tokenizers transformers triton xxhash yaml"
 missing="import importlib.util as u, sys; m = [n for n in sys.argv[1:] if not (u.find_spec(n.split(\".\")[0]) and u.find_spec(n))];
  print(\"missing modules:\", *m); sys.exit(len(m))"
+engine="tests/engine/runner/test_gpu_engine.py tests/engine/runner/test_gpu_runner.py tests/engine/runner/test_gpu_heads.py
+ tests/engine/kv/test_pool.py tests/engine/models/test_quantized_models.py tests/engine/test_prefill_attention.py"
 links="tests/transfer/test_transports.py tests/transfer/test_gpu_frames.py"
 
 names=() ; declare -A limit command
 step() { names+=("$1"); limit[$1]=$2; command[$1]=${3//$'\n'/}; }
 step environment 30 "nvidia-smi; $python -c '$missing' $modules && $python benchmarks/gpu.py --only environment"
 step kernels 220 "$test $kernels tests/kernels/test_far_blocks.py -k 'not compiled'"
-step engine 220 "$test tests/engine/runner/test_gpu_engine.py tests/engine/runner/test_gpu_runner.py
- tests/engine/runner/test_gpu_heads.py tests/engine/kv/test_pool.py -k 'gpu or bytes'"
+step engine 220 "$test $engine -k 'gpu or bytes'"
 step links 100 "$test $links -k 'nccl or gpu_frames'"
 step pair 180 "$test tests/e2e/test_recovery.py -m ''"
 step sanitizer 200 "compute-sanitizer --error-exitcode 9 ${test% -n 4} $few -k 'not compiled and not on_a_gpu and not every'"

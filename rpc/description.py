@@ -12,10 +12,11 @@ from pathlib import Path
 import psutil
 
 from kvrelay.internal.v1.describe_pb2 import Amount, CertificateEnd, Description
+from kvrelay.machine import VERSION
 from kvrelay.machine.control_groups import memory_limits
 from kvrelay.rpc.certificates import CertificateFiles
 
-PACKAGES = ("kvrelay", "torch", "ray", "grpcio", "protobuf", "triton", "numpy", "aiohttp")
+PACKAGES = ("torch", "ray", "grpcio", "protobuf", "triton", "numpy", "aiohttp")
 UNLIMITED = -1.0
 UNKNOWN = -1.0
 SHARED_MEMORY = Path("/dev/shm")
@@ -23,7 +24,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 def describe(certificates: Iterable[CertificateFiles | None] = ()) -> Description:
     """This process and its machine. Blocks for some milliseconds."""
-    found = Description(host=socket.gethostname(), versions={"python": platform.python_version()})
+    found = Description(host=socket.gethostname(), versions={"kvrelay": VERSION, "python": platform.python_version()})
     for name in PACKAGES:
         try:
             found.versions[name] = version(name)

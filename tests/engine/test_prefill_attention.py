@@ -256,7 +256,10 @@ def check_package(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("wanted", "module"), [("varlen_attn", "flash_attn_interface"), ("flashinfer", "flashinfer")])
+@pytest.mark.parametrize(
+    ("wanted", "module"),
+    [pytest.param("varlen_attn", "flash_attn_interface", marks=needs_block_tables), ("flashinfer", "flashinfer")],
+)
 @pytest.mark.parametrize("window", [0, 60])
 def test_on_a_gpu_the_packages_compute_it(wanted: Any, module: str, window: int) -> None:
     pytest.importorskip(module)

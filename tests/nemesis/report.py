@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from kvrelay.machine import VERSION
 from nemesis.load import Stream
 
 ALLOWED = ("UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
@@ -171,7 +172,7 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "packages": {name: version(name) for name in ("kvrelay", "torch", "grpcio", "protobuf", "ray")},
+        "packages": {"kvrelay": VERSION} | {name: version(name) for name in ("torch", "grpcio", "protobuf", "ray")},
     }
 
 

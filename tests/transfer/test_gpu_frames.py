@@ -14,6 +14,8 @@ import torch
 
 from kvrelay.engine.kv.layout import ALL_LAYERS, KVLayout, LayerPart
 from kvrelay.engine.kv.pool import KVPool, gpu_checksum
+from kvrelay.engine.kv.writes import WRITTEN, EventWaiter, KVWrites
+from kvrelay.engine.runner.gpu_step import StreamWrites
 from kvrelay.transfer.frames.checks import ChecksumKind, FrameCheck
 from kvrelay.transfer.frames.frames import ConvertedFrame, FrameBuffer, PoolFrame, ReceiveJob, SendJob
 from kvrelay.transfer.protocol.events import Frame, Outcome
@@ -29,6 +31,7 @@ SETTLED, REPORTED = "the device is waited for", "the end of the frame is reporte
 XXH3, MIX64 = ChecksumKind.XXH3, ChecksumKind.MIX64
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted only where there is no GPU")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class RecordedPool(KVPool):
@@ -41,6 +44,14 @@ class RecordedPool(KVPool):
 
     def settle(self) -> None:
         self.launches.all.append(Launch(SETTLED, lambda: (), (), ()))
+
+
+def kernel_pool() -> KVPool:
+    """A pool of random bytes whose frames go by kernels: on a GPU if there is one, else interpreted."""
+    pool = KVPool(LAYOUT, 8, DEVICE)
+    pool._by_kernel = True
+    pool.bytes.random_(0, 256)
+    return pool
 
 
 class BufferLink:
@@ -162,42 +173,46 @@ def test_no_frame_needs_a_kernel_that_the_warm_up_has_not_compiled() -> None:
         assert {launch.specialization for launch in launches.kernels} <= compiled
 
 
-def through_kernels(harm: int | None) -> tuple[KVPool, KVPool, list[Outcome], Launches]:
-    """A frame from one pool to another by way of the GPU's kernels; byte `harm` of it is changed on the link."""
+def through_kernels(source: KVPool, target: KVPool, harm: int | None = None) -> list[Outcome]:
+    """The outcome of a frame that goes from one pool to another, byte `harm` of which is changed on the link."""
     frame, outcomes = frame_of(TOKENS), list[Outcome]()
-    with Launches() as launches:
-        source, target = RecordedPool(launches), RecordedPool(launches)
-        source.bytes.random_(0, 256)
-        buffer = torch.empty(frame.nbytes + 8, dtype=torch.uint8)
-        sent = torch.empty_like(buffer)
-        send = SendJob(KEY, frame, BlockClaim(), place(source, LAYOUT, frame), MIX64, print, bool)
-        send.begin(BufferLink(), sent)  # type: ignore[arg-type]  # as above
-        if harm is not None:
-            sent[harm] ^= 4
-        receive = ReceiveJob(KEY, frame, BlockClaim(), place(target, LAYOUT, frame), MIX64, outcomes.append)
-        receive.begin(BufferLink(sent), buffer)  # type: ignore[arg-type]  # as above
-        receive.done(buffer)
-    return source, target, outcomes, launches
+    sent, buffer = (torch.empty(frame.nbytes + 8, dtype=torch.uint8, device=source.bytes.device) for _ in range(2))
+    send = SendJob(KEY, frame, BlockClaim(), place(source, LAYOUT, frame), MIX64, print, bool)
+    send.begin(BufferLink(), sent)  # type: ignore[arg-type]  # as above
+    if harm is not None:
+        sent[harm] ^= 4
+    receive = ReceiveJob(KEY, frame, BlockClaim(), place(target, LAYOUT, frame), MIX64, outcomes.append)
+    receive.begin(BufferLink(sent), buffer)  # type: ignore[arg-type]  # as above
+    receive.done(buffer)
+    return outcomes
+
+
+def content(pool: KVPool) -> torch.Tensor:
+    frame = torch.empty(LAYOUT.nbytes(TOKENS), dtype=torch.uint8)
+    KVPool.read(pool, TABLE, 0, TOKENS, frame)
+    return frame
 
 
 @interpreted
 def test_a_frame_is_copied_and_checked_in_one_pass() -> None:
-    source, target, outcomes, launches = through_kernels(None)
-    assert outcomes == [Outcome.VERIFIED]
+    with Launches() as launches:
+        source, target = RecordedPool(launches), RecordedPool(launches)
+        assert through_kernels(source, target) == [Outcome.VERIFIED]
     assert [launch.name for launch in launches.all].count(SETTLED) == 2
     kernels = [launch.name for launch in launches.kernels]
     assert len(kernels) == 4, "at each end one for the whole blocks, and one for the sum of the partial last one"
-    frame = torch.empty(2, LAYOUT.nbytes(TOKENS), dtype=torch.uint8)
-    KVPool.read(source, TABLE, 0, TOKENS, frame[0])
-    KVPool.read(target, TABLE, 0, TOKENS, frame[1])
-    assert torch.equal(frame[0], frame[1])
+
+
+def test_a_frame_between_two_gpus_arrives_unchanged() -> None:
+    source, target = kernel_pool(), kernel_pool()
+    assert through_kernels(source, target) == [Outcome.VERIFIED]
+    assert torch.equal(content(target), content(source))
 
 
 @pytest.mark.parametrize("harm", [0, LAYOUT.nbytes(16) - 1, LAYOUT.nbytes(TOKENS) - 1, LAYOUT.nbytes(TOKENS) + 3])
-@interpreted
 def test_a_byte_that_changes_between_two_gpus_is_found(harm: int) -> None:
     """The byte is in a whole block, in the partial last one, or in the checksum itself."""
-    assert through_kernels(harm)[2] == [Outcome.CORRUPT]
+    assert through_kernels(kernel_pool(), kernel_pool(), harm) == [Outcome.CORRUPT]
 
 
 # Behind the step that computes the KV.
@@ -257,16 +272,14 @@ def test_a_prepared_copy_is_waited_for_once_and_its_blocks_are_kept_until_then(e
         return
     assert job.begin(BufferLink(), buffer) == "sent"  # type: ignore[arg-type, comparison-overlap]
     assert (pool.queued, events) == ([], ["read", "announced"])
-    expected = torch.empty(frame.nbytes, dtype=torch.uint8)
-    KVPool.read(pool, TABLE, 0, TOKENS, expected)
-    assert torch.equal(buffer[: frame.nbytes], expected)
+    assert torch.equal(buffer[: frame.nbytes], content(pool))
 
 
-@interpreted
 def test_a_frame_of_a_lost_link_was_not_sent_in_place() -> None:
     claim, frame = BlockClaim(Behind()), frame_of(16)
-    job = SendJob(KEY, frame, claim, PoolFrame(QueuedPool(), [4, 1], frame), MIX64, print, bool)
-    job.prepare(BufferLink(lender=Lending(8)), torch.zeros(frame.nbytes + 8, dtype=torch.uint8))  # type: ignore[arg-type]  # as above
+    job = SendJob(KEY, frame, claim, PoolFrame(kernel_pool(), [4, 1], frame), MIX64, print, bool)
+    buffer = torch.zeros(frame.nbytes + 8, dtype=torch.uint8, device=DEVICE)
+    job.prepare(BufferLink(lender=Lending(8)), buffer)  # type: ignore[arg-type]  # as above
     assert claim.in_place
     job.fail("lost")
     assert not claim.in_place
@@ -283,18 +296,20 @@ def test_a_frame_whose_copy_cannot_be_queued_can_be_stopped_until_its_step_ends(
 @pytest.mark.parametrize("part", [ALL_LAYERS, LayerPart(1, 2)])
 @pytest.mark.parametrize("table", [[2, 3, 4], [4, 1, 6], [5, 6, 1]])
 @pytest.mark.parametrize("tokens", [16, 21, 24])
-@interpreted
 def test_lent_parts_are_the_bytes_of_the_frame(
     table: list[int], tokens: int, part: LayerPart, kind: ChecksumKind
 ) -> None:
     """A frame is sent from where it lies, wherever its blocks lie. The sums are computed by kernels as on a GPU
     (MIX64), and on the CPU."""
-    pool = KVPool(LAYOUT, 8)
-    pool.bytes.random_(0, 256)
-    pool._by_kernel = kind is MIX64
+    if kind is MIX64:
+        pool = kernel_pool()
+    else:
+        pool = KVPool(LAYOUT, 8)
+        pool.bytes.random_(0, 256)
     frame = frame_of(tokens, part=part)
     check, there = FrameCheck(kind, None, KEY, frame), PoolFrame(pool, table, frame)
-    expected, buffer = (torch.full((frame.nbytes + check.nbytes,), 9, dtype=torch.uint8) for _ in range(2))
+    length, device = frame.nbytes + check.nbytes, pool.bytes.device
+    expected, buffer = (torch.full((length,), 9, dtype=torch.uint8, device=device) for _ in range(2))
     if there.queues(expected, check):
         there.begin_read(expected, check)
     else:
@@ -339,3 +354,32 @@ def test_on_a_gpu_another_stream_sees_what_was_reported(layout: KVLayout) -> Non
         found.append(pool.tensor.cpu())
     thread.join(60)
     assert torch.equal(found[0], expected.tensor)
+
+
+@pytest.mark.gpu
+@gpu
+def test_on_a_gpu_a_prepared_copy_follows_the_step_that_writes_its_blocks() -> None:
+    """The copy is queued while the step still runs, on another stream, and has what the step wrote."""
+    pool, result, frame, step = kernel_pool(), kernel_pool(), frame_of(TOKENS), torch.cuda.Stream()
+    buffer = torch.zeros(frame.nbytes + 8, dtype=torch.uint8, device="cuda")
+
+    def send(writes: KVWrites) -> bool:
+        """Whether the writes had ended when the copy was queued."""
+        job = SendJob(KEY, frame, BlockClaim(writes), place(pool, LAYOUT, frame), MIX64, print, bool)
+        job.prepare(BufferLink(), buffer)  # type: ignore[arg-type]  # as above
+        ended = writes.ended
+        job.begin(BufferLink(), buffer)  # type: ignore[arg-type]  # as above
+        return ended
+
+    before = content(pool)
+    # Kernels are compiled and memory is allocated now: later, either could wait for the step.
+    assert send(WRITTEN)
+    assert torch.equal(buffer[: frame.nbytes].cpu(), before)
+    with torch.cuda.stream(step):
+        torch.cuda._sleep(1_000_000_000)
+        pool.bytes.copy_(result.bytes)
+    writes = StreamWrites(step, EventWaiter("kv writes"))
+    assert not send(writes)
+    assert writes.ended
+    assert torch.equal(buffer[: frame.nbytes].cpu(), content(result))
+    assert not torch.equal(content(result), before)

@@ -158,7 +158,7 @@ def tiny(model_of: Callable[..., Path]) -> Path:
     return model_of("llama", dtype="bfloat16")
 
 
-OPTIONS = EngineConfig(kv_memory_bytes=8 * 2**20, threads=1, max_sequences=64)
+OPTIONS = EngineConfig(device="cpu", kv_memory_bytes=8 * 2**20, threads=1, max_sequences=64)
 
 
 @pytest.mark.more
