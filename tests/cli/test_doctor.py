@@ -267,6 +267,7 @@ def test_questions_at_the_same_time_all_get_answers(running: ProcessCluster) -> 
             assert set(examined.descriptions) == EVERYONE
 
 
+@pytest.mark.more
 def test_a_frozen_member_is_named_in_bounded_time(running: ProcessCluster) -> None:
     worker = running.processes["decode-0"]
     worker.popen.send_signal(signal.SIGSTOP)

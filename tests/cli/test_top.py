@@ -171,6 +171,7 @@ def test_what_matters_most_is_never_cut(columns: int, wide: bool) -> None:
         assert "a" * 32 in shown or wide
 
 
+@pytest.mark.more
 def test_one_frame_of_a_real_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Background(tmp_path / "cluster", lambda index: 40 + index % 9, http_port=0) as background:
         router = background.cluster.router

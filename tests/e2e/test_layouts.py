@@ -37,7 +37,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     return answers(tmp_path_factory.mktemp("equal"))
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(32, 16), (16, 64), pytest.param(16, 32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [(32, 16), pytest.param(16, 64, marks=pytest.mark.more), pytest.param(16, 32, marks=pytest.mark.slow)],
+)
 def test_roles_of_different_block_sizes_give_the_tokens_of_equal_ones(
     expected: list[list[int]], prefill: int, decode: int, tmp_path: Path
 ) -> None:
@@ -58,6 +61,7 @@ def test_a_prefill_in_float32_serves_a_decode_in_bfloat16(tmp_path: Path) -> Non
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [("auto", "int8"), pytest.param("int8", "int8", marks=SLOW), pytest.param("int8", "auto", marks=SLOW)],

@@ -184,6 +184,7 @@ def wait_for_half(asked: Collection[Future[Any]]) -> None:
         pass
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("rounds", "each"),
     [

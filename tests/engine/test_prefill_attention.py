@@ -189,6 +189,7 @@ def test_auto_takes_the_fastest(
     assert len(failed) == 3 - len(times)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("wanted", PACKAGES)
 @settings(max_examples=20, deadline=None)
 @given(

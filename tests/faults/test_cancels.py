@@ -90,7 +90,10 @@ def decoding(it: Scene, name: str, length: int) -> Iterator[int]:
     request.cancel()
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.more if "exported" in name or "row" in name else ()) for name in STATES],
+)
 def test_a_cancel_frees_both_sides_by_notice(it: Scene, name: str) -> None:
     state = STATES[name]
     before = 0 if it.chaos is None else it.link().passed

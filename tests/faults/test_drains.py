@@ -43,6 +43,7 @@ def test_new_requests_go_elsewhere_while_a_worker_drains(it: Scene) -> None:
     it.settle(3, but=[serving])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("role", ROLES)
 def test_a_hand_off_with_a_drained_worker_moves(it: Scene, role: str) -> None:
     """The drained worker's peer reports the move as a migration too, and its report may come first."""

@@ -86,6 +86,7 @@ def churn(it: Scene, seed: int, requests: int) -> tuple[int, int, int]:
 SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("transport", "share", "requests"),
     [

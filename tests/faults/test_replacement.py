@@ -23,6 +23,7 @@ def test_requests_wait_for_the_news_of_a_new_worker(it: Scene, role: str) -> Non
     it.settle(3)
 
 
+@pytest.mark.more
 def test_a_peer_that_never_comes_is_refused_in_time(tmp_path: Path) -> None:
     with scene(tmp_path, prefill=1, decode=1, variables={NEWS_SECONDS: 60.0}) as it:
         started = time.monotonic()

@@ -72,6 +72,7 @@ def ask_alone(it: Scene, address: str, name: str) -> None:
     assert [token for answer in answers for token in answer.token_ids] == oracle(prompt, 5)
 
 
+@pytest.mark.more
 def test_routers_share_a_port(it: Scene) -> None:
     def served(router: str) -> int:
         return sum(line["message"] == "request ended" for line in it.log(router))

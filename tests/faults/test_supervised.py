@@ -152,6 +152,7 @@ def test_a_killed_router_is_replaced_and_used_again_and_then_the_other_one_is_ki
 # Commands.
 
 
+@pytest.mark.more
 def test_a_worker_takes_another_role_in_seconds_while_streams_run(cluster: Supervised) -> None:
     before = cluster.member("decode-1").member
     with Load(ROUTERS) as load:
@@ -336,6 +337,7 @@ def test_a_member_that_cannot_start_leaves_the_others_alone(tmp_path: Path) -> N
         assert "prefill-0" in ready(cluster)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("sickness", "seconds", "reason"),
     [

@@ -116,6 +116,7 @@ def launch_blank(way: Way) -> None:
     kv_frame(way, pool, torch.zeros(2, dtype=torch.int64), frame, torch.zeros(1, dtype=torch.int64))
 
 
+@pytest.mark.more
 @each_architecture
 @pytest.mark.parametrize("way", ["write", *(pytest.param(way, marks=pytest.mark.more) for way in ("read", "sum"))])
 def test_compiled(compiler: Compiler, way: Way, architecture: int) -> None:

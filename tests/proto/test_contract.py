@@ -41,6 +41,7 @@ def breaks(buf: Sequence[str], contract: Path) -> list[str]:
     return lines
 
 
+@pytest.mark.more
 def test_the_contract_breaks_no_caller_of_the_released_one(buf: Sequence[str]) -> None:
     assert breaks(buf, ROOT / "proto") == []
 

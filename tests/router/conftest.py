@@ -1,7 +1,7 @@
 """The router's tests run on uvloop's event loop, and on asyncio's own, which runs where uvloop isn't installed.
 
-`make test` has both where timers, deadlines, cancellation, connections or streams matter: in tests and modules with the
-marker `both_loops`. Other tests with an event loop run on asyncio's in `make test-all` only.
+`make test` has uvloop's, which servers use; `make test-all` asyncio's. The marker `both_loops` is for tests that are no
+coroutines themselves.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import uvloop
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     both = metafunc.definition.get_closest_marker("both_loops") is not None
     if both or inspect.iscoroutinefunction(metafunc.function):
-        other = pytest.param("asyncio", marks=() if both else pytest.mark.more)
+        other = pytest.param("asyncio", marks=pytest.mark.more)
         metafunc.parametrize("event_loop_kind", ["uvloop", other], indirect=True)
 
 

@@ -118,6 +118,7 @@ def test_the_same_seed_is_the_same_world() -> None:
         assert trace(seed)
 
 
+@pytest.mark.more
 @settings(max_examples=150)
 @given(st.randoms(use_true_random=False))
 def test_hypothesis_finds_no_shorter_way_to_break_a_guarantee(rng: random.Random) -> None:

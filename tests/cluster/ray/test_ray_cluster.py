@@ -342,6 +342,7 @@ def test_members_are_replaced_while_rays_agents_are_frozen(shared: Shared, answe
             os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.more
 def test_down_leaves_nothing(shared: World, memory_before: set[str]) -> None:
     assert len(shared.processes()) > 5
     shared.down()

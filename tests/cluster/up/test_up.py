@@ -178,6 +178,7 @@ def test_the_driver_ends_with_its_owner(up: Up) -> None:
     wait_until(lambda: driver is None or not alive(driver), "the driver has ended", SECONDS)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("step", "said"),
     [("start", "Ray did not answer within 1 s"), ("stop", "the cluster did not end within 1 s")],

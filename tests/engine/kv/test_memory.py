@@ -155,6 +155,7 @@ def test_a_cpu_worker_sizes_its_pool_by_the_memory_that_is_left(llama: Path) -> 
     )
 
 
+@pytest.mark.more
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted only where there is no GPU")
 def test_a_gpu_worker_measures_its_workspaces_before_it_takes_the_rest(llama: Path) -> None:
     """The measuring runner and its pool are gone when the memory is shared out."""

@@ -89,6 +89,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.more
 @settings(deadline=None, max_examples=300)
 @given(
     family=st.sampled_from(sorted(FAMILIES)),

@@ -143,6 +143,7 @@ def test_special_rows_equal_the_cpus(llama: Path) -> None:
     assert likely[1] not in found[0][0][0]
 
 
+@pytest.mark.more
 @interpreted
 def test_decode_runs_on_the_smallest_graph_and_padding_harms_nothing(llama: Path) -> None:
     """A graph repeats recorded operations on the same tensors with the same numbers, and runs no Python of a step."""

@@ -27,7 +27,10 @@ CODES = {
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-SIZES = [64 * 1024, LIMIT]
+SIZES = [
+    pytest.param(64 * 1024, id="64 KiB", marks=pytest.mark.more),
+    pytest.param(LIMIT, id="the limit"),
+]
 EXAMPLES = [
     pytest.param(30, id="few"),
     pytest.param(150, id="some", marks=pytest.mark.more),
@@ -79,7 +82,7 @@ def chosen(number: int, whole: list[tuple[str, Callable[[], bytes]]]) -> list[tu
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)
-@pytest.mark.parametrize("size", SIZES, ids=["64 KiB", "the limit"])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("path", PATHS)
 async def test_no_body_holds_the_loop(serve: Serve, path: str, size: int, examples: int) -> None:
     kind, base, numbers = PATHS[path]
@@ -98,7 +101,7 @@ async def test_no_body_holds_the_loop(serve: Serve, path: str, size: int, exampl
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)
-@pytest.mark.parametrize("size", SIZES, ids=["64 KiB", "the limit"])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("method", METHODS)
 async def test_no_message_holds_the_loop(serve: Serve, method: str, size: int, examples: int) -> None:
     sent = METHODS[method]
@@ -181,6 +184,7 @@ async def test_a_thousand_completions_that_end_at_once_do_not_hold_the_loop(serv
     await check_holds(iter([("a message", end_by_message), ("the client", end_by_client)]))
 
 
+@pytest.mark.more
 async def test_completions_leave_nothing_to_the_garbage_collector(serve: Serve) -> None:
     """It would hold the loop for a tenth of a second for a thousand of them: each is more than a hundred objects."""
     count = 200
