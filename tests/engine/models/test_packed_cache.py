@@ -142,6 +142,7 @@ def killed_while_it_writes(folder: Path, cache: Path) -> None:
     build_cpu_runner(folder, "bfloat16", OPTIONS)
 
 
+@pytest.mark.more
 def test_what_a_killed_worker_was_writing_is_not_read(models: dict[str, Path], cache: Path) -> None:
     worker = quick_start().Process(target=killed_while_it_writes, args=(models["qwen3"], cache.parent))
     worker.start()
