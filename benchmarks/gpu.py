@@ -62,7 +62,7 @@ from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.gpu import build_gpu_runner
 from kvrelay.engine.sampling.noise import exponential
 from kvrelay.kernels import codes, reference
-from kvrelay.kernels.triton import kv_checksum, kv_frame, kv_gather, quant_gemv, sample
+from kvrelay.kernels.triton import kv_checksum, kv_frame, quant_gemv, sample
 from kvrelay.kernels.triton.add_rmsnorm import add_rms_norm
 from kvrelay.kernels.triton.decode_work import DecodeParts, DecodeWork, count_programs, plan_decode
 from kvrelay.kernels.triton.flash_prefill import flops
@@ -287,11 +287,10 @@ def decoding(machine: Machine, rows: int, context: int) -> Case:
 def moving(count: int) -> Iterator[Case]:
     """Reads, writes and checksums of frames of an 8B Llama's KV, of so many blocks."""
     pool = normal(count + 3, 2 if DRY else 32, 2, KV_HEADS, BLOCK, DIM)
-    blocks, target = torch.randperm(count + 3, device=DEVICE)[:count], torch.zeros_like(pool)
-    planes = pool.view(torch.uint8).flatten(3)
-    frame = planes[blocks].flatten()
-    out, written, total = torch.zeros_like(frame), torch.zeros_like(pool), torch.zeros(1, dtype=torch.int64).to(DEVICE)
-    written[blocks] = pool[blocks]
+    blocks, planes = torch.randperm(count + 3, device=DEVICE)[:count], pool.view(torch.uint8).flatten(3)
+    frame, total = planes[blocks].flatten(), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    out, target, written = torch.zeros_like(frame), torch.zeros_like(planes), torch.zeros_like(planes)
+    written[blocks] = planes[blocks]
     checksum = reference.kv_checksum(frame.cpu().numpy().data)
     number = torch.from_numpy(np.array([checksum], np.uint64).view(np.int64)).to(DEVICE)
 
@@ -301,8 +300,7 @@ def moving(count: int) -> Iterator[Case]:
         return total - number
 
     for name, passes, run, exact in (
-        ("kv_gather", 2, filling(out, kv_gather.kv_gather, pool, blocks, count * BLOCK, out), frame),
-        ("kv_scatter", 2, filling(target, kv_gather.kv_scatter, target, blocks, count * BLOCK, frame), written),
+        ("kv_frame_write", 2, filling(target, kv_frame.kv_frame, "write", target, blocks, frame, total), written),
         ("kv_checksum", 1, lambda: kv_checksum.kv_checksum(frame) - number, torch.zeros_like(total)),
         ("kv_frame_read", 2, partial(summed, "read"), torch.zeros_like(total)),
         ("kv_frame_sum", 1, partial(summed, "sum"), torch.zeros_like(total)),
