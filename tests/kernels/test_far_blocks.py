@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
 
 from kvrelay.kernels.triton.flash_prefill import Tile, choose_tile
-from kvrelay.kernels.triton.kv_gather import kv_gather, kv_scatter
+from kvrelay.kernels.triton.kv_frame import kv_frame
 from kvrelay.kernels.triton.paged import PagedKV
 from kvrelay.kernels.triton.rope_kv_write import rope_kv_write
 
@@ -84,13 +84,12 @@ def test_writes(far: Tensor, device: torch.device) -> None:
 
 
 def test_frames(far: Tensor, device: torch.device) -> None:
-    tokens = 2 * BLOCK_SIZE + 9
-    frame = torch.randint(0, 256, (tokens * LAYERS * 2 * KV_HEADS * DIM * 2,), dtype=torch.uint8, device=device)
+    planes = far.view(torch.uint8).flatten(3)
+    frame = torch.randint(0, 256, planes[:3].shape, dtype=torch.uint8, device=device)
     blocks = torch.tensor([BLOCKS - 1, BLOCKS - 3, BLOCKS - 2], device=device)
-    kv_scatter(far, blocks, tokens, frame)
-    found = torch.empty_like(frame)
-    kv_gather(far, blocks, tokens, found)
-    assert torch.equal(found, frame)
-    small = torch.zeros_like(far[:3])
-    kv_scatter(small, torch.tensor([2, 0, 1], device=device), tokens, frame)
-    assert torch.equal(far[-3:].view(torch.int16), small.view(torch.int16))
+    total = torch.zeros(1, dtype=torch.int64, device=device)
+    kv_frame("write", planes, blocks, frame.flatten(), total)
+    assert torch.equal(planes[blocks], frame)
+    found = torch.empty_like(frame).flatten()
+    kv_frame("read", planes, blocks, found, total)
+    assert torch.equal(found, frame.flatten())
