@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 T = TypeVar("T")
@@ -209,9 +208,7 @@ class Chaos:
         self.desk = "{}:{}".format(*self._await(self.serve(self._answer)))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._await(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CALL_SECONDS)

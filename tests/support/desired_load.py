@@ -1,7 +1,6 @@
 """Clients that ask all the time; each stream's tokens are compared with the model's."""
 
 import threading
-from types import TracebackType
 from typing import Self
 
 from kvrelay.client import Client, KvrelayError
@@ -35,9 +34,7 @@ class Load:
             thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
             thread.join()
