@@ -74,7 +74,7 @@ def entries(state: object) -> int:
     return sum(len(value) for value in vars(state).values() if isinstance(value, (dict, list, set, deque)))
 
 
-async def until(condition: Callable[[], Any], what: str, seconds: float = WAIT_SECONDS) -> Any:
+async def until(condition: Callable[[], Any], what: str = "what was waited for", seconds: float = WAIT_SECONDS) -> Any:
     """Waits until `condition()` is true; returns its value."""
     deadline = asyncio.get_running_loop().time() + seconds
     while not (value := condition()):

@@ -8,11 +8,10 @@ import pytest
 from kvrelay.internal.v1.worker_pb2 import Begin, Cancel, Failure, RequestEvent
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH
 from kvrelay.worker.server import WorkerServer
-from support.relays import Router, free_again, relay, submit
+from support.relays import LONG, Router, free_again, relay, submit
 
 pytestmark = pytest.mark.anyio
 
-LONG: dict[str, Any] = {"sampling": {"max_tokens": 400, "top_p": 1.0, "ignore_eos": True}}
 TRIAL: dict[str, Any] = {"suspect_tokens": 4, "on_trial": True}
 BESIDE: dict[str, Any] = {"suspect_tokens": 4}
 NONE: dict[str, Any] = {}
