@@ -415,9 +415,9 @@ class FakeSupervisor(SupervisorServiceServicer):
 class Http:
     """Calls a router by HTTP, as OpenAI's clients do."""
 
-    def __init__(self, session: aiohttp.ClientSession, address: str, scheme: str = "http") -> None:
+    def __init__(self, session: aiohttp.ClientSession, address: str) -> None:
         self.session = session
-        self.base = f"{scheme}://{address}"
+        self.base = f"http://{address}"
 
     async def get(self, path: str, **more: Any) -> tuple[int, Any]:
         async with self.session.get(self.base + path, **more) as response:
