@@ -186,6 +186,31 @@ def test_receiver(name: str) -> None:
     assert walk(ReceiveAttempt(KEY, TIMEOUTS, 0.0), steps, dropped).state is state
 
 
+GRANT_FIRST, EXPECTED = [(GRANT, ...)], [(OFFER, ...), (LinkUp(1), ...), (Expected(SHAPE), ...)]
+
+
+@pytest.mark.parametrize(
+    ("role", "steps", "state"),
+    [
+        ("sender", [], State.ADMITTED),
+        ("sender", GRANT_FIRST, State.PREFILLING),
+        ("sender", [(FINISHED, ...)], State.EXPORTED),
+        ("sender", [*GRANT_FIRST, (FINISHED, ...)], State.TRANSFERRING),
+        ("receiver", EXPECTED[:2], State.ADMITTED),
+        ("receiver", EXPECTED, State.WAITING),
+        ("receiver", [*EXPECTED, (Reserved(ALL), ...), PUSHED[0]], State.TRANSFERRING),
+    ],
+)
+def test_renewals_keep_no_attempt_past_its_deadline(role: str, steps: list[Step], state: State) -> None:
+    attempt = SendAttempt(KEY, SHAPE, TIMEOUTS, 0.0) if role == "sender" else ReceiveAttempt(KEY, TIMEOUTS, 0.0)
+    machine, at = walk(attempt, steps), 0.0
+    assert machine.state is state
+    while at < TIMEOUTS.prefill + TIMEOUTS.lease and not machine.state.over:
+        at += TIMEOUTS.lease / 2
+        machine.on(Renewed(), at)
+    assert machine.state is State.FAILED
+
+
 def test_receiver_waits_for_free_blocks_until_its_deadline() -> None:
     receiver = walk(ReceiveAttempt(KEY, TIMEOUTS, 0.0), [*READY[:3], (Reserved(None), ...)])
     for at in range(2, int(TIMEOUTS.grant), 2):
