@@ -1,14 +1,17 @@
-"""A worker that computes nothing: it answers a router as a real one does, with one message for each step."""
+"""A worker that computes nothing: it answers a router as a real one does, with one message for each step.
+
+python -m router_echo --config FILE     # as `router_throughput.py` has it: role and step_seconds
+"""
 
 import asyncio
 import json
 import os
-import random
 import string
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -41,39 +44,27 @@ from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH
 HOST = "127.0.0.1"
 MODEL = "pico"
 VOCAB_SIZE, CONTEXT = 4096, 4096
-PROMPT = 32
-TOKEN = "the-token-of-this-benchmark"
-"""Secret with which the cluster's processes prove to each other that they belong to it."""
 
-Running = dict[tuple[str, int], tuple[Submit, Iterator[int], list[float]]]
-"""The requests of one router, each with the indices of its next tokens and the times at which they were sent."""
-
-
-def prompt_of(number: int) -> list[int]:
-    """A prompt that tells its number."""
-    return [2 + number // 4000, 2 + number % 4000, *random.Random(number).choices(range(2, 4000), k=PROMPT - 2)]
-
-
-def number_of(prompt: Sequence[int]) -> int:
-    return int((prompt[0] - 2) * 4000 + prompt[1] - 2)
+Running = dict[tuple[str, int], tuple[Submit, Iterator[int]]]
+"""The requests of one router, each with the indices of its next tokens."""
 
 
 class EchoWorker(WorkerServiceServicer):
-    """Serves the relay. Its tokens are letters, so that their text tells a client how many there are."""
+    """Serves the relay. Its tokens are letters, so that each has a text of its own."""
 
-    def __init__(self, role: str, supervisor: str, step_seconds: float) -> None:
-        self.name, self.incarnation = f"{role}-0", uuid.uuid4().hex
+    def __init__(self, name: str, role: str, supervisor: str, step_seconds: float) -> None:
+        self.name, self.incarnation = name, uuid.uuid4().hex
         self._role = role
         self._supervisor = supervisor
         self._step_seconds = step_seconds
         self._running: list[Running] = []
         """The requests of each router."""
-        self.sent: dict[int, list[float]] = {}
-        """Times at which each token was sent, by the number in the request's prompt."""
         tokenizer = Tokenizer.from_file(str(resolve(MODEL, weights=False) / "tokenizer.json"))
         self._letters = [tokenizer.token_to_id(letter) for letter in string.ascii_letters]
 
-    async def serve(self, until: asyncio.Event) -> None:
+    async def serve(self) -> None:
+        """Serves until the supervisor wants the process to end."""
+        until = asyncio.Event()
         server = grpc.aio.server(options=server_options())
         add_WorkerServiceServicer_to_server(self, server)
         port = server.add_insecure_port(f"{HOST}:0")
@@ -139,8 +130,7 @@ class EchoWorker(WorkerServiceServicer):
 
     def _take(self, submit: Submit, running: Running, firsts: list[RequestEvent]) -> None:
         if submit.phase != PHASE_PREFILL:
-            times = self.sent[number_of(submit.token_ids)] = []
-            running[submit.request_id, submit.attempt] = submit, iter(range(1, submit.sampling.max_tokens)), times
+            running[submit.request_id, submit.attempt] = submit, iter(range(1, submit.sampling.max_tokens))
             return
         key = {"request_id": submit.request_id, "attempt": submit.attempt}
         first = [self._letters[0]]
@@ -149,11 +139,9 @@ class EchoWorker(WorkerServiceServicer):
 
     def _step(self, running: Running, message: RelayResponse) -> None:
         """Adds a token of each request."""
-        now = time.monotonic()
-        for (name, attempt), (submit, indices, times) in list(running.items()):
+        for (name, attempt), (submit, indices) in list(running.items()):
             index = next(indices)
             token = self._letters[index % len(self._letters)]
-            times.append(now)
             if 1 < index < submit.sampling.max_tokens - 1:
                 message.slots.append(submit.slot)
                 message.indices.append(index)
@@ -165,16 +153,7 @@ class EchoWorker(WorkerServiceServicer):
                 del running[name, attempt]
 
 
-async def _work(role: str, supervisor: str, step_seconds: float) -> None:
-    until = asyncio.Event()
-    worker = EchoWorker(role, supervisor, step_seconds)
-    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), until.set)
-    await worker.serve(until)
-    print(json.dumps(worker.sent), flush=True)
-    # An orderly stop would report the streams that it cuts as errors.
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    # Runs until its standard input closes, then prints when it sent each token.
-    asyncio.run(_work(sys.argv[1], sys.argv[2], float(sys.argv[3])))
+    config = json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
+    names = ("name", "role", "supervisor", "step_seconds")
+    asyncio.run(EchoWorker(*(config[name] for name in names)).serve())
