@@ -1,6 +1,6 @@
 """A worker of `ratio.py`: the hash model of the tests, whose steps last as long as the cost table says.
 
-    python benchmarks/ratio_worker.py --config FILE
+    python -m ratio_worker --config FILE
 
 It can have either role. Tokens depend on every byte of KV, so a wrong one would show.
 """
@@ -10,23 +10,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tests")]
+from ratio_simulator import A100_OPT_66B, BLOCK, CostTable
 
-from ratio_simulator import A100_OPT_66B, BLOCK, CostTable  # noqa: E402  # from this folder
-
-from kvrelay.decode_worker.role import DecodeRole  # noqa: E402
-from kvrelay.engine.build import engine_on  # noqa: E402
-from kvrelay.engine.config import Dtype, EngineConfig  # noqa: E402
-from kvrelay.engine.engine import Engine  # noqa: E402
-from kvrelay.engine.kv.layout import KVLayout  # noqa: E402
-from kvrelay.engine.plan import StepOutput, StepPlan  # noqa: E402
-from kvrelay.engine.runner.base import Runner  # noqa: E402
-from kvrelay.prefill_worker.role import PrefillRole  # noqa: E402
-from kvrelay.rpc.serve import main  # noqa: E402
-from kvrelay.worker.config import WorkerConfig  # noqa: E402
-from kvrelay.worker.server import WorkerServer  # noqa: E402
-from support.hash_runner import HashRunner, hash_spec  # noqa: E402  # from the tests' folder
+from kvrelay.decode_worker.role import DecodeRole
+from kvrelay.engine.build import engine_on
+from kvrelay.engine.config import Dtype, EngineConfig
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.plan import StepOutput, StepPlan
+from kvrelay.engine.runner.base import Runner
+from kvrelay.prefill_worker.role import PrefillRole
+from kvrelay.rpc.serve import main
+from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.server import WorkerServer
+from support.hash_runner import HashRunner, hash_spec
 
 TABLE = A100_OPT_66B
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=BLOCK, dtype="float32")

@@ -1,5 +1,6 @@
 """Measures engines in turn, since others may use the machine too: medians, spread, ratios, and the machine itself."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -73,7 +74,7 @@ def run(command: Sequence[str], timeout: float) -> str:
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"{shlex.join(command)} took more than {timeout} s") from None
         finally:
-            _end(process)
+            end_group(process)
         if process.returncode:
             errors.seek(0)
             raise RuntimeError(f"{shlex.join(command)} failed ({process.returncode}): {errors.read()[-2000:]}")
@@ -85,7 +86,7 @@ def end_on_signal() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def end_group(process: "subprocess.Popen[Any]") -> None:
     """Ends a process group: by SIGTERM first, since the process may have children in other groups to end."""
     with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
         if process.poll() is None:
@@ -178,6 +179,40 @@ def markdown(cells: Mapping[str, Any], unit: str, digits: int) -> str:
         columns.append("-" if best is None else f"{row['ratios'][best]:.2f}x {best}")
         lines.append(f"| {cell} | " + " | ".join(columns) + " |")
     return "\n".join(lines)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a comparison with other engines."""
+    parser.add_argument("--peers", type=Path, help="folder that peers/setup.sh made")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--under", default="", help="command that each engine's process is run under")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="of one engine's run, in seconds")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--markdown", action="store_true", help="print a table")
+
+
+def compare(
+    engines: Mapping[str, Engine],
+    args: argparse.Namespace,
+    result: dict[str, Any],
+    figure: str,
+    unit: str,
+    *,
+    digits: int,
+    larger_is_better: bool,
+) -> None:
+    """Measures engines in turn, and saves and prints what `args` asks for.
+
+    Args:
+        result: the setting, to which the figures are added.
+        figure: the key of the measured figure in an engine's lines; `unit` and `digits` are those of the table.
+    """
+    runs = in_turn(engines, figure, args.repeats, shlex.split(args.under), args.timeout)
+    result["cells"] = summary(runs, larger_is_better)
+    if args.out is not None:
+        save(args.out, result)
+    if args.markdown:
+        print(markdown(result["cells"], unit, digits))
 
 
 def save(path: Path, result: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(FOLDER))
 
-from ratio_simulator import A100_OPT_66B, Phase, Simulation, traffic  # noqa: E402  # after the path
+from ratio_simulator import A100_OPT_66B, Phase, Simulation, attained, goodput, traffic  # noqa: E402  # after the path
 
 from kvrelay.cluster.scaling.config import ScalingConfig  # noqa: E402
 from support.checkpoints import make_checkpoint  # noqa: E402
@@ -156,9 +156,9 @@ def test_the_split_follows_traffic_that_flips() -> None:
     parts = [Phase(15.0, *LONG_PROMPTS), Phase(35.0, *LONG_COMPLETIONS), Phase(30.0, *LONG_PROMPTS)]
     jobs = traffic(parts, seed=3)
     run = Simulation(jobs, A100_OPT_66B, (4, 4), CONFIG, 100.0).run()
-    assert run.attained(CONFIG, 0, 15) > 0.95
-    assert run.attained(CONFIG, 30, 50) > 0.9, "within 15 s of the flip to long completions"
-    assert run.attained(CONFIG, 65, 80) > 0.9, "within 15 s of the flip back"
+    assert attained(jobs, CONFIG, 0, 15) > 0.95
+    assert attained(jobs, CONFIG, 30, 50) > 0.9, "within 15 s of the flip to long completions"
+    assert attained(jobs, CONFIG, 65, 80) > 0.9, "within 15 s of the flip back"
     assert all(job.last is not None for job in jobs), "every request ends"
     decode_heavy = next(sample for sample in run.samples if sample.time >= 45)
     prefill_heavy = next(sample for sample in run.samples if sample.time >= 75)
@@ -166,4 +166,4 @@ def test_the_split_follows_traffic_that_flips() -> None:
     assert len(run.decisions) <= 5
     static = Simulation(traffic(parts, seed=3), A100_OPT_66B, (4, 4), replace(CONFIG, enabled=False), 100.0).run()
     assert not static.decisions
-    assert run.goodput(CONFIG, 80) > static.goodput(CONFIG, 80)
+    assert goodput(jobs, CONFIG, 80) > goodput(static.jobs, CONFIG, 80)
