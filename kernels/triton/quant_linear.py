@@ -1,4 +1,8 @@
-"""Linear layers with quantized weights on GPU: `quant_gemv` for the few rows of a decode step, else `quant_matmul`."""
+"""Linear layers with quantized weights on GPU: `quant_gemv` for the few rows of a decode step, `quant_matmul` for more.
+
+`quant_matmul` decodes a weight again for each 64 rows. So with very many rows a weight is decoded once, for a product
+by PyTorch; benchmarks/NOTES.md has what that is to save.
+"""
 
 import logging
 
@@ -13,6 +17,8 @@ from kvrelay.kernels.triton.quant_matmul import QuantMatmul
 
 logger = logging.getLogger(__name__)
 INTERPRETED_PROCESSORS = 8
+VERY_MANY_ROWS = 256
+"""Smallest number of rows for which a weight is decoded at once."""
 
 
 def quant_linear(weight: CodedWeight, bias: Tensor | None, dtype: torch.dtype, device: torch.device) -> Linear:
@@ -32,7 +38,28 @@ def quant_linear(weight: CodedWeight, bias: Tensor | None, dtype: torch.dtype, d
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
     few, many = QuantGemv(placed, bias, processors), QuantMatmul(placed, bias)
-    return lambda x: few(x) if x.shape[0] <= MAX_ROWS else many(x)
+
+    def product(x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        if rows < VERY_MANY_ROWS:
+            return few(x) if rows <= MAX_ROWS else many(x)
+        return functional.linear(x, decoded(placed, x.dtype), bias)
+
+    return product
+
+
+def decoded(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """[N, K] of `dtype`, with no larger tensor on the way."""
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.q.device)
+    if weight.zero is None:
+        return torch.mul(weight.q, weight.scale[:, None], out=out)
+    groups = (len(out), -1, weight.group // 2)
+    packed, halves = weight.q.view(groups), out.view(len(out), -1, 2, weight.group // 2)
+    zero, scale = weight.zero[..., None], weight.scale[..., None]
+    for half, found in enumerate((packed & 15, packed >> 4)):
+        torch.sub(found, zero, out=halves[:, :, half])
+        halves[:, :, half].mul_(scale)
+    return out
 
 
 def quantized(weight: CodedWeight, dtype: torch.dtype) -> QuantizedWeight | None:

@@ -8,7 +8,7 @@ from triton_compile import Compiler, each_architecture
 from kvrelay.kernels import codes
 from kvrelay.kernels.codes import CodedWeight, CodeType
 from kvrelay.kernels.triton.quant_gemv import QuantizedWeight
-from kvrelay.kernels.triton.quant_linear import quant_linear
+from kvrelay.kernels.triton.quant_linear import VERY_MANY_ROWS, quant_linear
 from kvrelay.kernels.triton.quant_matmul import QuantMatmul
 
 FORMATS = {
@@ -31,11 +31,11 @@ def in_blocks(weight: torch.Tensor) -> CodedWeight:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_layer(name: str) -> None:
-    """Launches of one layer, of few rows and of many; some repeat one before."""
+    """Launches of one layer, of few rows and of many; some repeat one before, and with very many there are none."""
     weight, bias = FORMATS[name](normal(70, 320).cpu()), normal(70, dtype=torch.float16)
     product = quant_linear(weight, bias, torch.float16, torch.device(DEVICE))
     dense = weight.dequantize().to(DEVICE)
-    for rows in (1, 20, 130, 20, 1):
+    for rows in (1, 20, 130, VERY_MANY_ROWS, 20, 1):
         x = normal(rows, 320, dtype=torch.float16, seed=rows)
         found, expected = product(x).float(), x.float() @ dense.T + bias.float()
         torch.testing.assert_close(found, expected, atol=4e-3 * float(expected.abs().max()), rtol=4e-3)
