@@ -43,7 +43,6 @@ def engines(model: Path, gguf: Path, args: argparse.Namespace) -> dict[str, Engi
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder of a checkpoint")
-    parser.add_argument("--gguf", type=Path, help="the checkpoint as peers/gguf_file.py converts it; made if not given")
     parser.add_argument("--engines", default="kvrelay,vllm,llama_cpp")
     parser.add_argument("--quantization", choices=GGUF, default="none", help="of kvrelay and llama.cpp")
     parser.add_argument("--cells", help="of the grid; all unless given")
@@ -59,13 +58,13 @@ def main() -> None:
         parser.error(f"--quantization {args.quantization} needs --engines {','.join(QUANTIZED)}")
     end_on_signal()
     with tempfile.TemporaryDirectory(prefix="kvrelay-compare-") as scratch:
-        gguf = args.gguf or Path(scratch) / "model.gguf"
+        gguf = Path(scratch) / "model.gguf"
         every = engines(args.model, gguf, args)
         names = args.engines.split(",")
         if unknown := sorted(set(names) - set(every)):
             parser.error(f"--engines has {', '.join(unknown)}; allowed: {', '.join(every)}")
         chosen = {name: every[name] for name in names}
-        if "llama_cpp" in chosen and args.gguf is None:
+        if "llama_cpp" in chosen:
             convert = [chosen["llama_cpp"].python, HERE / "peers" / "gguf_file.py", args.model, gguf]
             subprocess.run([*convert, "--type", GGUF[args.quantization]], check=True, timeout=600)
         result = setting(chosen) | {"model": args.model.resolve().name, "threads": args.threads, "dtype": "bfloat16"}

@@ -2,17 +2,16 @@
 
 import json
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
-from siege_cluster import MIB, WITNESS, Besieged, besieged, send
+from siege_cluster import MIB, WITNESS, Besieged, besieged, send, web
 from siege_witness import (
     Given,
     Measure,
     Witness,
     alive_and_whole,
+    at_least,
     at_most,
     first_tokens,
     gaps,
@@ -50,10 +49,10 @@ def _on_both_loops(given: Given, kind: str, model: str, **options: Any) -> list[
                 loading(kind, place, count=given.count, seed=given.seed, **options) as attack,
             ):
                 said = attack.finish(max(given.seconds, 0.2 * given.count))
-            sent, wrong = said["sent"], said["wrong"]
+            wrong = said["wrong"]
             text = f"{wrong}" + (f", e.g. {said['examples'][0][:300]}" if wrong else "")
             measures += [
-                Measure(f"{loop}: requests", f"at least {given.count}", f"{sent}", sent >= given.count),
+                at_least(f"{loop}: requests", said["sent"], given.count),
                 Measure(f"{loop}: answers of a defect, or none", "none", text, not wrong, said),
                 *witness.measures(seen, f"{loop}: "),
                 *alive_and_whole(place, f"{loop}: "),
@@ -84,21 +83,13 @@ def kv(given: Given) -> list[Measure]:
             long = attack.finish()["streams"]
         begun = [stream for stream in long if stream["tokens"]]
         failed = [
-            f"{stream['name']} after {len(stream['tokens'])} tokens: {stream['error']}"
-            for stream in begun
-            if stream["error"]
+            f"{each['name']} after {len(each['tokens'])} tokens: {each['error']}" for each in begun if each["error"]
         ]
         shed = [stream["error"] for stream in long if not stream["tokens"] and stream["error"]]
         retried = [f"{stream['name']}: {stream['retries']}" for stream in [*long, *seen] if stream["retries"]]
         wait = max(first_tokens(seen), default=0.0)
         return [
-            Measure(
-                "streams begun",
-                f"at least {at_once // 4}",
-                f"{len(begun)}",
-                len(begun) >= at_once // 4,
-                {"at_once": at_once},
-            ),
+            at_least("streams begun", len(begun), at_once // 4, at_once=at_once),
             none_of("begun streams failed", failed, shed=shed[:5], number_shed=len(shed)),
             none_of("streams retried", retried),
             none_of("wrong tokens of the long streams", witness.wrong(long, LONG)),
@@ -125,15 +116,13 @@ def attacks(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
 
 def page_seen(place: Besieged) -> str:
     """Opens the page's events as the witness; why that fails, or an empty text."""
-    headers = {"Authorization": f"Bearer {WITNESS}"}
-    request = urllib.request.Request(f"http://{place.http}/page/events", None, headers)
     try:
-        with urllib.request.urlopen(request, timeout=10) as response:
-            return "" if response.read(1) else "it ended at once"
-    except urllib.error.HTTPError as error:
-        return f"HTTP {error.code}: {error.read().decode()[:200]}"
+        status, begun = web(place, "/page/events", b"", WITNESS, 1)
     except OSError as error:
         return f"{type(error).__name__}: {error}"
+    if status != 200:
+        return f"HTTP {status}: {begun.decode()[:200]}"
+    return "" if begun else "it ended at once"
 
 
 def tenant(given: Given) -> list[Measure]:
@@ -192,7 +181,7 @@ def keys(given: Given) -> list[Measure]:
     given.folder.mkdir(parents=True, exist_ok=True)
     path = given.folder / "api_keys"
     path.write_text(WHOLE)
-    with besieged(given.folder / "cluster", keys=False, api_keys=str(path), caller=KEPT) as place:
+    with besieged(given.folder / "cluster", api_keys=str(path), caller=KEPT) as place:
         witness = Witness(place)
         options = {"prompts": LONG.prompts, "counts": LONG.counts, "at_once": 2, "distinct": 0}
         for way in EDITS:

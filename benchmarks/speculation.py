@@ -45,12 +45,12 @@ from typing import Any
 import numpy as np
 import tokenizers
 import torch
-from turns import own_setting, spread
+from quantization import plan_of
+from turns import own_setting, save, spread
 
 from kvrelay.engine.build import engine_on
 from kvrelay.engine.config import EngineConfig, SpeculationConfig
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 from kvrelay.engine.sampling.noise import exponential, noise_keys
@@ -178,17 +178,7 @@ class Cell:
 
 def acceptance(target: CpuRunner, draft: CpuRunner, ids: list[int], seeds: int) -> dict[str, dict[str, float]]:
     """Acceptance by temperature, as the module's docstring describes it."""
-    plan = StepPlan(
-        step=0,
-        handles=(0,),
-        tokens=np.array(ids, np.int32),
-        starts=np.zeros(1, np.int32),
-        lengths=np.array([len(ids)], np.int32),
-        block_tables=np.arange(-(-len(ids) // target.layout.block_size), dtype=np.int32)[None],
-        sample=np.ones(1, np.bool_),
-        sampling=(GREEDY,),
-        generated=np.zeros(1, np.int32),
-    )
+    plan = plan_of(target, np.array(ids, np.int32), rows=1, start=0)
     found: dict[str, dict[str, float]] = {}
     with torch.inference_mode():
         mine, its = (runner.model.logits(runner.forward(plan)).clone() for runner in (target, draft))
@@ -263,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"round {rounds}: {longest:.0f} s at most", file=sys.stderr, flush=True)
         result |= {"rounds": rounds, "cells": {cell.name: cell.rows() for cell in cells}}
         if args.out is not None:
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+            save(args.out, result)
     for name, rows in result["cells"].items():
         for method, row in rows.items():
             print(json.dumps({"cell": name, "method": method, **row}), flush=True)

@@ -37,12 +37,11 @@ class Engine:
     """Packages whose versions are recorded with the figures."""
 
 
-def in_turn(engines: Mapping[str, Engine], figure: str, repeats: int, under: Sequence[str], timeout: float) -> Runs:
+def in_turn(engines: Mapping[str, Engine], figure: str, repeats: int, timeout: float) -> Runs:
     """Runs every engine once, then every engine again, and so on.
 
     Args:
         figure: the key of the measured figure in an engine's lines.
-        under: a command that each engine is run under, e.g. `nice`, `-n`, `-5`.
         timeout: of one engine's run, in seconds.
 
     Raises:
@@ -52,7 +51,7 @@ def in_turn(engines: Mapping[str, Engine], figure: str, repeats: int, under: Seq
     for repeat in range(repeats):
         for name, engine in engines.items():
             print(f"{name}, {repeat + 1} of {repeats}", file=sys.stderr, flush=True)
-            output = run([*under, *engine.command], timeout)
+            output = run(engine.command, timeout)
             for line in output.splitlines():
                 if line.startswith("{") and "cell" in (fields := json.loads(line)):
                     runs.setdefault(fields["cell"], {}).setdefault(name, []).append(fields[figure])
@@ -185,7 +184,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of a comparison with other engines."""
     parser.add_argument("--peers", type=Path, help="folder that peers/setup.sh made")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--under", default="", help="command that each engine's process is run under")
     parser.add_argument("--timeout", type=float, default=1800.0, help="of one engine's run, in seconds")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--markdown", action="store_true", help="print a table")
@@ -207,7 +205,7 @@ def compare(
         result: the setting, to which the figures are added.
         figure: the key of the measured figure in an engine's lines; `unit` and `digits` are those of the table.
     """
-    runs = in_turn(engines, figure, args.repeats, shlex.split(args.under), args.timeout)
+    runs = in_turn(engines, figure, args.repeats, args.timeout)
     result["cells"] = summary(runs, larger_is_better)
     if args.out is not None:
         save(args.out, result)

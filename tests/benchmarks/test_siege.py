@@ -85,4 +85,4 @@ def test_what_was_not_measured_misses() -> None:
 def test_a_cluster_serves_again_or_ends_with_an_error(
     outage: float, exited: float | None, code: int | None, left: int, holds: bool
 ) -> None:
-    assert Fate("raylet", "SIGKILL", outage, exited, code, left).holds() == holds
+    assert Fate(outage, exited, code, left).holds() == holds
