@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint.py MODEL --shape 135m
     benchmarks/peers/setup.sh PEERS
-    python benchmarks/compare.py MODEL --peers PEERS --out benchmarks/results/cpu-135m-2-cores.json --markdown
+    python benchmarks/compare.py MODEL --peers PEERS --out benchmarks/results/cpu-135m-2-cores.json
 
 Each engine runs in a process of its own, with as many threads, in bfloat16, or kvrelay and llama.cpp with quantized
 weights: `benchmarks/offline.py` has the grid. Rates are tokens a second of wall time, or with `--cpu` of CPU time.
@@ -69,7 +69,7 @@ def main() -> None:
             subprocess.run([*convert, "--type", GGUF[args.quantization]], check=True, timeout=600)
         result = setting(chosen) | {"model": args.model.resolve().name, "threads": args.threads, "dtype": "bfloat16"}
         result |= {"quantization": args.quantization, "clock": "cpu" if args.cpu else "wall"}
-        compare(chosen, args, result, "tokens_per_s", "tokens/s", digits=0, larger_is_better=True)
+        compare(chosen, args, result, "tokens_per_s", larger_is_better=True)
 
 
 if __name__ == "__main__":

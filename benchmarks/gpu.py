@@ -32,7 +32,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -119,12 +118,8 @@ class Machine:
             self.flops_per_second = 2 * 8192**3 / self.time(lambda: a @ b)["median_s"]
 
     def time(self, run: Callable[[], object], graph: bool = True) -> dict[str, float]:
-        """Median and percentiles, in seconds, of up to 40 runs within about a second, behind 3 that warm up.
-
-        Args:
-            graph: whether the work is replayed from a graph, as the engine's decode steps are, without Python's
-                launches.
-        """
+        """Median and percentiles, in seconds, of up to 40 runs within about a second, behind 3 that warm up. With
+        `graph`, the work is replayed from a graph, as the engine's decode steps are, without Python's launches."""
         if graph:
             run()
             torch.cuda.synchronize()
@@ -411,12 +406,10 @@ def engine(machine: Machine) -> Iterator[Row]:
                 moved = (layers * bits + head * max(bits, 8)) / 8
                 moved += batch * (context + steps // 2) * runner.layout.token_bytes
                 share = moved / tpot / machine.bytes_per_second
-                row: Row = {"weights": bits, "batch": batch, "context": context} | measured(tpot_s=tpot, share=share)
-                yield row
+                yield {"weights": bits, "batch": batch, "context": context} | measured(tpot_s=tpot, share=share)
             del runner, serving
             gc.collect()
-            if not DRY:
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
         model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32 if DRY else DTYPE).to(DEVICE)
     for batch, context in ((1, 20), (2, 20)) if DRY else BATCHES:
         if batch * context <= 2**17:
@@ -437,11 +430,8 @@ def links(machine: Machine) -> Iterator[Row]:
     other = context.Process(target=link_end, args=(there, SENDER), daemon=True)
     other.start()
     there.close()
-    try:
-        seconds, sound = link_end(here, RECEIVER)
-    finally:
-        other.kill()
-        other.join()
+    seconds, sound = link_end(here, RECEIVER)
+    other.kill()
     yield {"mb": LINK_BYTES / 1e6, "sound": sound} | measured(gb_per_s=LINK_BYTES * (LINK_FRAMES - 1) / seconds / 1e9)
 
 
@@ -451,17 +441,16 @@ def link_end(pipe: Connection, rank: int) -> tuple[float, bool]:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     link = dial(pipe, transport_named("shm" if DRY else "nccl"), rank, LINK_SECONDS)
     move = link.send if rank == SENDER else link.recv
-    buffers, window = [link.buffer(LINK_BYTES) for _ in range(2)], deque[Any]()
+    buffers = [link.buffer(LINK_BYTES) for _ in range(2)]
     for number, buffer in enumerate(buffers):
         buffer.fill_(7 + number if rank == SENDER else 0)
     move(buffers[0]).wait(LINK_SECONDS)
     began = time.perf_counter()
-    for number in range(1, LINK_FRAMES):
-        if len(window) == 2:
-            window.popleft().wait(LINK_SECONDS)
-        window.append(move(buffers[number % 2]))
-    for pending in window:
-        pending.wait(LINK_SECONDS)
+    pending = move(buffers[1])
+    for number in range(2, LINK_FRAMES):
+        done, pending = pending, move(buffers[number % 2])
+        done.wait(LINK_SECONDS)
+    pending.wait(LINK_SECONDS)
     seconds = time.perf_counter() - began
     sound = all(bool((each == 7 + number).all()) for number, each in enumerate(buffers))
     if rank == SENDER:

@@ -7,7 +7,10 @@
 Rates are tokens/s of wall time, or with `--cpu` of the process's CPU time; then one thread computes. The grid is what
 other engines are commonly timed on: prefill of one request; decode of a batch with 128 tokens in and 64 out, greedy,
 end of sequence ignored, over the decode steps alone. llama.cpp's Python binding evaluates one sequence, so it has no
-batches. Imports only what the engine brings; `offline_kvrelay.py` has kvrelay's, and the meaning of its own figures.
+batches. Imports only what the engine brings; `offline_kvrelay.py` has kvrelay's. Its own figure:
+
+    outside_forward   share of the stepping thread's CPU time in decode steps that isn't the forward pass: scheduler,
+                      runner, and the sampler unless one native call computes a step and chooses its tokens
 """
 
 import argparse
@@ -27,25 +30,15 @@ Clock = Callable[[], float]
 
 class Engine(Protocol):
     def seconds(self, batch: int, length: int, out: int) -> tuple[float, ...]:
-        """A batch of requests with `length` tokens in and `out` tokens out: seconds by the clock, and an engine's own
-        further times."""
-
-    def decode_figures(self, step_seconds: float, *times: float) -> dict[str, float]:
-        """An engine's own figures of decode steps, from the duration of one and its further times of them all."""
+        """A batch of requests with `length` tokens in and `out` tokens out: seconds by the clock; of kvrelay also the
+        stepping thread's CPU time, and how much of that was the forward pass."""
 
 
 def prompts(batch: int, length: int) -> list[list[int]]:
     return [random.choices(range(2, 8000), k=length) for _ in range(batch)]
 
 
-class Peer:
-    """An engine of others, which has no figures of its own."""
-
-    def decode_figures(self, step_seconds: float, *times: float) -> dict[str, float]:
-        return {}
-
-
-class Vllm(Peer):
+class Vllm:
     def __init__(self, args: argparse.Namespace, clock: Clock) -> None:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{args.threads - 1}"
@@ -62,7 +55,7 @@ class Vllm(Peer):
         return (self._clock() - start,)
 
 
-class LlamaCpp(Peer):
+class LlamaCpp:
     def __init__(self, args: argparse.Namespace, clock: Clock) -> None:
         from llama_cpp import Llama
 
@@ -102,7 +95,9 @@ def figures(engine: Engine, cell: str) -> dict[str, float]:
     whole = min(engine.seconds(int(count), PROMPT, OUT + 1) for _ in range(2))
     first = min(engine.seconds(int(count), PROMPT, 1) for _ in range(2))
     elapsed, *times = (a - b for a, b in zip(whole, first, strict=True))
-    return {"tokens_per_s": int(count) * OUT / elapsed} | engine.decode_figures(elapsed / OUT, *times)
+    return {"tokens_per_s": int(count) * OUT / elapsed} | (
+        {"outside_forward": 1 - times[1] / times[0]} if times else {}
+    )
 
 
 def main() -> None:

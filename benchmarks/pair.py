@@ -1,6 +1,6 @@
 """kvrelay's pair (one prefill, one decode worker) and vLLM's (NIXL), in turn: time to first token and per output token.
 
-    python benchmarks/pair.py MODEL --peers PEERS --out benchmarks/results/pair-2-cores.json --markdown
+    python benchmarks/pair.py MODEL --peers PEERS --out benchmarks/results/pair-2-cores.json
     python benchmarks/pair.py MODEL --alone kvrelay                      # one of them; one JSON line per cell
     PEERS/vllm/bin/python benchmarks/pair.py MODEL --alone vllm
 
@@ -26,7 +26,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from local_cluster import local_cluster
 from turns import OWN, Engine, add_options, compare, end_group, end_on_signal, setting
 
 LENGTHS = (128, 512, 2048)
@@ -48,11 +47,13 @@ Times = Callable[[list[int], int], list[float]]
 @contextmanager
 def kvrelay_pair(model: Path, folder: Path) -> Iterator[Times]:
     """A running pair of kvrelay's."""
+    from clusters import local_cluster
+
     from kvrelay.client import Client
 
     config = folder / "pair.yaml"
     config.write_text(CONFIG.format(model=json.dumps(str(model.resolve()))))
-    with local_cluster("--config", str(config)) as cluster, Client(cluster.router) as client:
+    with local_cluster("--config", str(config)) as router, Client(router) as client:
 
         def times(prompt: list[int], out: int) -> list[float]:
             chunks = client.generate(prompt, max_tokens=out, temperature=0.0, ignore_eos=True, timeout=120)
@@ -172,7 +173,7 @@ def main() -> None:
         for name, (python, distributions) in packages.items()
     }
     result = setting(pairs) | {"model": args.model.resolve().name, "threads per worker": 1, "dtype": "bfloat16"}
-    return compare(pairs, args, result, "seconds", "seconds", digits=3, larger_is_better=False)
+    return compare(pairs, args, result, "seconds", larger_is_better=False)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from plain_cluster import plain_cluster
-from ratio_simulator import BLOCK, Job
-from ratio_worker import TABLE
+from clusters import plain_cluster
+from ratio_simulator import A100_OPT_66B, BLOCK, Job
 
 from kvrelay.client import AsyncClient
 from kvrelay.cluster.scaling.config import ScalingConfig
@@ -36,10 +35,7 @@ def set_split(cluster: Supervised, prefill: int) -> None:
 async def run(cluster: Supervised, jobs: Sequence[Job]) -> list[str]:
     """Sends each request at its time, and waits for all answers; returns the error of each, or an empty text."""
     began = time.monotonic()
-    async with (
-        AsyncClient(cluster.member("router-0").member.address) as client,
-        asyncio.TaskGroup() as group,
-    ):
+    async with AsyncClient(cluster.member("router-0").member.address) as client, asyncio.TaskGroup() as group:
         asked = []
         for number, job in enumerate(jobs):
             await asyncio.sleep(began + job.arrival - time.monotonic())
@@ -65,15 +61,15 @@ def cluster(split: tuple[int, int], scaling: ScalingConfig) -> Iterator[Supervis
     """A ready cluster with this split; nothing of it is left at the end."""
     engine = {
         "block_size": BLOCK,
-        "max_batch_tokens": TABLE.max_chunk,
-        "max_sequences": TABLE.max_streams,
+        "max_batch_tokens": A100_OPT_66B.max_chunk,
+        "max_sequences": A100_OPT_66B.max_streams,
         "prefix_cache": True,
         "threads": 1,
     }
     roles = ["prefill"] * split[0] + ["decode"] * split[1]
     worker = {"model": "pico", "dtype": "float32", "engine": engine}
     members: dict[str, Any] = {
-        f"worker-{index}": {"module": "ratio_worker", "options": {"role": role, **worker}}
+        f"worker-{index}": {"module": "paced_worker", "options": {"role": role, **worker}}
         for index, role in enumerate(roles)
     }
     targets = {name: getattr(scaling, name) for name in ("ttft_target_seconds", "tpot_target_seconds")}

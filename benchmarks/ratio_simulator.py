@@ -185,20 +185,12 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """The cluster at one moment."""
-
-    time: float
-    prefill: int
-    decode: int
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
-    """Jobs, samples and decisions of a simulation that has ended."""
+    """Jobs and decisions of a simulation that has ended."""
 
     jobs: list[Job]
-    samples: list[Sample]
+    splits: list[tuple[float, Split]]
+    """Ready workers of each role at many moments."""
     decisions: list[tuple[float, Decision]]
 
 
@@ -206,12 +198,7 @@ class Simulation:
     """One run: `Simulation(...).run()`."""
 
     def __init__(
-        self,
-        jobs: Sequence[Job],
-        table: CostTable,
-        split: tuple[int, int],
-        config: ScalingConfig,
-        end: float,
+        self, jobs: Sequence[Job], table: CostTable, split: tuple[int, int], config: ScalingConfig, end: float
     ) -> None:
         """
         Args:
@@ -239,7 +226,7 @@ class Simulation:
         self._unqueued = 0.0
         self._young: deque[Job] = deque()
         """Jobs that had their first token lately, in the order of these tokens."""
-        self._samples: list[Sample] = []
+        self._splits: list[tuple[float, Split]] = []
         self._decisions: list[tuple[float, Decision]] = []
 
     def run(self) -> Run:
@@ -250,7 +237,7 @@ class Simulation:
         while self._events and self._events[0][0] < self._end:
             self._now, _, happen = heapq.heappop(self._events)
             happen()
-        return Run(self._jobs, self._samples, self._decisions)
+        return Run(self._jobs, self._splits, self._decisions)
 
     def _worker(self, role: PoolRole) -> Worker:
         return Worker(WorkerId(f"worker-{next(self._fresh)}", "0"), role)
@@ -401,7 +388,7 @@ class Simulation:
         if decision is not None and self._config.enabled:
             self._decisions.append((self._now, decision))
             self._follow(decision)
-        self._samples.append(Sample(self._now, signals.prefill, signals.decode))
+        self._splits.append((self._now, Split(signals.prefill, signals.decode)))
         self._at(self._now + BEAT_SECONDS, self._beat)
 
     def _full(self) -> bool:

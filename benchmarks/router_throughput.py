@@ -1,20 +1,16 @@
-"""Measures routers: tokens per second, CPU time per token, and the time that tokens spend in a router.
+"""Measures routers: tokens per second, and CPU time per token.
 
     python benchmarks/router_throughput.py [--face grpc http] [--streams 256] [--rate 40000 ...] [--seconds 10]
-        [--coalesce-ms 10 0 ...] [--routers 1 ...] [--repeats 1] [--out FILE]
+        [--coalesce-ms 10 0 ...] [--routers 1 ...] [--out FILE]
 
-Real processes and real connections: supervisor, routers, one worker of each role, client. The workers only echo
-(`router_echo.py`): prefill answers with the first token; decode runs `rate / streams` steps a second, each with one
-token for every request that it has, like an engine. The client is that of `kvrelay bench`, in this process. Each run
-prints one JSON line.
+Real processes and real connections: supervisor, routers, one worker of each role, client. The workers compute nothing
+(`paced_worker.py`): decode runs `rate / streams` steps a second, each with one token for every request that it has. The
+client is that of `kvrelay bench`, in this process. Each run prints one JSON line.
 
     tokens_per_second    counted at the client after some seconds of warming up. Below the offered rate, some process
                          has no CPU time left; on a small machine perhaps another one than the router
     cores                CPU time of each process, user and system, over the same time; 1.0 is one core
     router_us_per_token  that of all routers together, by the tokens that came; `..._at_one_core` is its inverse
-    held_ms              in the router: from its receipt of a token to the end of the write towards the client
-
-Where the offered rate isn't reached, this time is that of a growing queue.
 """
 
 import argparse
@@ -23,26 +19,25 @@ import itertools
 import json
 import os
 import random
-import statistics
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
-from plain_cluster import plain_cluster, wait_answers
-from router_echo import HOST, MODEL
-from turns import own_setting, save, spread
+from clusters import plain_cluster, wait_answers
+from turns import own_setting, save
 
 from kvrelay.cli.bench.faces import GrpcFace, HttpFace, Sampling, Target
 from kvrelay.cli.bench.load import Request, Schedule, drive
 from kvrelay.cli.bench.workload import Ask
 from support.supervised import Supervised
 
+HOST = "127.0.0.1"
 PROMPT = 32
+BLOCK, KV_TOKEN_BYTES = 16, 64
+"""Tokens in a block of the workers' KV, and bytes of a token."""
 WARM_SECONDS = 2.0
 SPARE = 1.2
 """Requests beyond those that the measured time takes, so that none of it has fewer streams."""
@@ -60,12 +55,6 @@ class Case:
     """Tokens a second."""
     coalesce_ms: float
     routers: int
-
-
-def quantiles(milliseconds: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(milliseconds)
-    found = {f"p{round(100 * share)}": ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.9, 0.99)}
-    return {name: round(value, 2) for name, value in (found | {"mean": statistics.mean(ordered)}).items()}
 
 
 def asks(case: Case, args: argparse.Namespace) -> list[Ask]:
@@ -123,37 +112,24 @@ async def measure(cluster: Supervised, case: Case, args: argparse.Namespace) -> 
 
 def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     shared = case.routers > 1
-    step = {"step_seconds": args.streams / case.offered}
+    kv_bytes = KV_TOKEN_BYTES * args.streams * (PROMPT + args.tokens + BLOCK)
+    engine = {"block_size": BLOCK, "max_sequences": args.streams, "kv_memory_bytes": kv_bytes, "prefix_cache": False}
     members: dict[str, dict[str, Any]] = {
-        f"{role}-0": {"module": "router_echo", "options": {"role": role, **step}} for role in ("prefill", "decode")
+        f"{role}-0": {"module": "paced_worker", "options": {"role": role, "model": "pico", "engine": engine}}
+        for role in ("prefill", "decode")
     }
-    router = {"model": MODEL, "coalesce_ms": case.coalesce_ms, "share_port": shared}
+    router = {"model": "pico", "coalesce_ms": case.coalesce_ms, "share_port": shared}
     router |= {"grpc_port": PORTS[0] if shared else 0, "http_port": PORTS[1]}
     names = [f"router-{number}" for number in range(case.routers)]
-    members |= {name: {"module": "router_process", "options": router} for name in names}
+    members |= {name: {"module": "kvrelay.router", "options": router} for name in names}
+    pace = {"PACE_SECONDS": str(args.streams / case.offered)}
     with (
         tempfile.TemporaryDirectory(prefix="kvrelay-router-") as folder,
-        plain_cluster(Path(folder), members) as cluster,
+        plain_cluster(Path(folder), members, pace) as cluster,
     ):
         for name in names:
             wait_answers(cluster.member(name).member.address, cluster)
-        result = asyncio.run(measure(cluster, case, args))
-        lines = [line for name in names for line in Path(folder, f"{name}.held").read_text().splitlines()]
-    return asdict(case) | result | {"held_ms": quantiles([value for line in lines for value in json.loads(line)])}
-
-
-def medians(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Medians of the runs of each case, and their ranges."""
-    cases = defaultdict(list)
-    settings = tuple(Case.__dataclass_fields__)
-    for each in runs:
-        flat = each | {f"held_ms_{share}": each["held_ms"][share] for share in ("p50", "p99")}
-        cases[tuple(each[name] for name in settings)].append(flat)
-    figures = ("tokens_per_second", "router_us_per_token", "tokens_per_message", "held_ms_p50", "held_ms_p99")
-    return [
-        dict(zip(settings, case, strict=True)) | {name: spread([each[name] for each in group]) for name in figures}
-        for case, group in cases.items()
-    ]
+        return asdict(case) | asyncio.run(measure(cluster, case, args))
 
 
 def main() -> None:
@@ -163,20 +139,19 @@ def main() -> None:
     parser.add_argument("--rate", type=int, nargs="+", default=[40_000], help="tokens a second, over all streams")
     parser.add_argument("--tokens", type=int, default=512, help="of one request")
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--repeats", type=int, default=1, help="of all cases, in turn")
     parser.add_argument("--coalesce-ms", type=float, nargs="+", default=[10.0, 0.0], help="router.coalesce_ms")
     parser.add_argument("--routers", type=int, nargs="+", default=[1], help="on one port")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     runs = []
     cases = itertools.product(args.face, args.rate, args.coalesce_ms, args.routers)
-    for case in [Case(*values) for values in cases] * args.repeats:
-        runs.append(run(case, args))
+    for values in cases:
+        runs.append(run(Case(*values), args))
         print(json.dumps(runs[-1]), flush=True)
     if args.out is not None:
         results = own_setting("grpcio", "protobuf", "aiohttp", "uvloop")
         results |= {"streams": args.streams, "tokens_per_request": args.tokens}
-        save(args.out, results | {"cases": medians(runs), "runs": runs})
+        save(args.out, results | {"runs": runs})
 
 
 if __name__ == "__main__":

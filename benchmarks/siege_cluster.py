@@ -2,24 +2,23 @@
 
 import hashlib
 import shutil
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 import psutil
-from plain_cluster import plain_cluster, wait_answers
+from clusters import plain_cluster, wait_answers
 from siege_router import LOOP
 
 from kvrelay.cluster.processes.processes import alive, find
 from kvrelay.router.doors.sockets import raise_limit
 from support.hash_worker import STEP_SECONDS, WORKER_LAYOUT
-from support.processes import free_port
+from support.processes import free_port, wait_until
 from support.supervised import Supervised, hash_members
 
 WITNESS, ATTACKER = "witness", "attacker"
@@ -89,10 +88,9 @@ class Besieged:
                 if blocks.held or blocks.free + blocks.cached != blocks.total
             }
 
-        deadline = time.monotonic() + IDLE_SECONDS
-        while (found := held()) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        return found
+        with suppress(AssertionError):
+            wait_until(lambda: not held(), "no block is held", IDLE_SECONDS, 0.2)
+        return held()
 
 
 @contextmanager

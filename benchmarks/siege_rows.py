@@ -42,11 +42,11 @@ def _on_both_loops(given: Given, kind: str, model: str, **options: Any) -> list[
         if given.only not in loop:
             continue
         with besieged(given.folder / loop, loop=loop, model=model) as place:
-            witness = Witness(place, model)
+            witness = Witness(place.reach, model)
             witness.alone(given.seconds)
             with (
                 witness.beside() as seen,
-                loading(kind, place, count=given.count, seed=given.seed, **options) as attack,
+                loading(kind, place.reach, count=given.count, seed=given.seed, **options) as attack,
             ):
                 said = attack.finish(max(given.seconds, 0.2 * given.count))
             wrong = said["wrong"]
@@ -73,12 +73,9 @@ def kv(given: Given) -> list[Measure]:
     each = LONG.prompts[0] + LONG.counts[0]
     at_once = int(OVERSUBSCRIPTION * POOL_TOKENS / each) + 1
     with besieged(given.folder, kv_bytes=POOL_TOKENS * 1024) as place:
-        witness = Witness(place, rate=1.0)
+        witness = Witness(place.reach, rate=1.0)
         options = {"prompts": LONG.prompts, "counts": LONG.counts, "at_once": at_once, "seconds": 900.0}
-        with (
-            witness.beside() as seen,
-            loading("streams", place, name="long", distinct=0, **options) as attack,
-        ):
+        with witness.beside() as seen, loading("streams", place.reach, name="long", distinct=0, **options) as attack:
             time.sleep(given.seconds)
             long = attack.finish()["streams"]
         begun = [stream for stream in long if stream["tokens"]]
@@ -128,14 +125,14 @@ def page_seen(place: Besieged) -> str:
 def tenant(given: Given) -> list[Measure]:
     measures: list[Measure] = []
     with besieged(given.folder, model="pico", kv_bytes=64 * MIB) as place:
-        witness = Witness(place, model="pico", rate=2.0)
+        witness = Witness(place.reach, model="pico", rate=2.0)
         idle = witness.alone(given.seconds)
         usual = quantile(gaps(idle), 0.99)
         for name, (kind, options) in attacks(given.folder).items():
             if given.only not in name:
                 continue
             pages = []
-            with witness.beside() as seen, loading(kind, place, **options) as attack:
+            with witness.beside() as seen, loading(kind, place.reach, **options) as attack:
                 ends = time.monotonic() + given.seconds
                 while time.monotonic() < ends:
                     time.sleep(min(1.0, given.seconds / 4))
@@ -182,7 +179,7 @@ def keys(given: Given) -> list[Measure]:
     path = given.folder / "api_keys"
     path.write_text(WHOLE)
     with besieged(given.folder / "cluster", api_keys=str(path), caller=KEPT) as place:
-        witness = Witness(place)
+        witness = Witness(place.reach)
         options = {"prompts": LONG.prompts, "counts": LONG.counts, "at_once": 2, "distinct": 0}
         for way in EDITS:
             if given.only not in way:
@@ -190,7 +187,7 @@ def keys(given: Given) -> list[Measure]:
             path.write_text(WHOLE)
             for key in (KEPT, REMOVED):
                 wait_until(lambda key=key: send(place, "/v1/models", b"", key) == "200", f"{key} is known", 10, 0.02)
-            with loading("streams", place, nice=0, key=REMOVED, name=f"begun before {way}", **options) as begun:
+            with loading("streams", place.reach, nice=0, key=REMOVED, name=f"begun before {way}", **options) as begun:
                 wait_until(lambda: place.running(), "streams have begun", 30, 0.05)
                 edit(path, way)
                 started = time.monotonic()

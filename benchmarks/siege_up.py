@@ -7,7 +7,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from plain_cluster import answers
+from clusters import answers
 from psutil import NoSuchProcess
 from siege_witness import Given, Measure, Witness, at_most, none_of
 
@@ -212,7 +212,7 @@ def deaths(given: Given) -> list[Measure]:
     with closing(Foreground(given.folder)) as cluster:
         cluster.start()
         names = [*cluster.kinds]
-        witness = Witness(cluster, model="pico", rate=1.0)
+        witness = Witness(cluster.reach, model="pico", rate=1.0)
         witness.alone(given.seconds)
         turns = [(how, name) for how in (KILL, FREEZE) for name in names if given.only in f"{how} {name}"]
         turns = [turn for turn in turns if turn != (FREEZE, "up")]

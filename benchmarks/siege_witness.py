@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from siege_cluster import ATTACKER, WITNESS, Besieged
 
@@ -44,15 +44,6 @@ class Given:
     seed: int
     only: str
     """A piece of the names of the parts that are run; empty: all."""
-
-
-class Place(Protocol):
-    """A cluster."""
-
-    @property
-    def reach(self) -> dict[str, Any]:
-        """Addresses and authority with which a process of `siege_load.py` calls the cluster; its key is not among
-        them."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +104,15 @@ class Loading:
 
 
 @contextmanager
-def loading(kind: str, place: Place, *, nice: int = NICE, key: str = ATTACKER, **options: Any) -> Iterator[Loading]:
-    """A process of this kind that calls the cluster; it is gone at the end."""
-    given = json.dumps({**place.reach, "key": key, **options})
+def loading(
+    kind: str, reach: dict[str, Any], *, nice: int = NICE, key: str = ATTACKER, **options: Any
+) -> Iterator[Loading]:
+    """A process of this kind that calls the cluster; it is gone at the end.
+
+    Args:
+        reach: addresses of the router, and the authority that signed its certificate.
+    """
+    given = json.dumps({**reach, "key": key, **options})
     command = ["nice", "-n", str(nice), sys.executable, str(LOAD), kind, given]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as popen:
         try:
@@ -128,7 +125,7 @@ def loading(kind: str, place: Place, *, nice: int = NICE, key: str = ATTACKER, *
 class Witness:
     """Sends short requests, whether earlier ones are answered or not."""
 
-    place: Place
+    reach: dict[str, Any]
     model: str = "hash"
     rate: float = 4.0
     sizes: Sizes = SHORT
@@ -160,7 +157,7 @@ class Witness:
         options: dict[str, Any] = {"rate": self.rate, "prompts": self.sizes.prompts, "counts": self.sizes.counts}
         options["name"] = f"witness-{phase}" if self.model == "hash" else "witness"
         options["distinct"] = 0 if self.model == "hash" else self.distinct
-        with loading("streams", self.place, nice=0, key=WITNESS, **options) as process:
+        with loading("streams", self.reach, nice=0, key=WITNESS, **options) as process:
             yield found
             found += process.finish()["streams"]
 

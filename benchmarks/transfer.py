@@ -32,10 +32,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import plain_cluster  # noqa: F401  # the tests' modules, and a join token
 import psutil
 import torch
-from local_cluster import local_cluster
+from clusters import local_cluster
 from torch.distributed import FileStore, ProcessGroupGloo
 from turns import own_setting, save, spread
 
@@ -52,17 +51,7 @@ from kvrelay.transfer.protocol.peers import Peer, PeerTable
 from kvrelay.transfer.transports.base import Transport
 from kvrelay.transfer.transports.registry import available_transports, entries
 from support.forks import spawned
-from support.handoff import (
-    HOST,
-    RECEIVER,
-    SENDER,
-    Ends,
-    ReceivingHost,
-    SendingHost,
-    StandInHold,
-    serving,
-    setup,
-)
+from support.handoff import HOST, RECEIVER, SENDER, Ends, ReceivingHost, SendingHost, StandInHold, serving, setup
 
 LAYOUT = KVLayout(layers=16, kv_heads=8, head_dim=64, block_size=16, dtype="bfloat16")
 """KV layout of a 1B Llama: 32 KiB per token, 512 KiB per block."""
@@ -158,12 +147,7 @@ class PrefillSide:
     """The prefill side, in this process."""
 
     def __init__(
-        self,
-        here: Connection,
-        folder: str,
-        largest: int,
-        configs: Sequence[TransferConfig],
-        ports: list[int],
+        self, here: Connection, folder: str, largest: int, configs: Sequence[TransferConfig], ports: list[int]
     ) -> None:
         self._here = here
         pool = pool_of(largest)
@@ -272,12 +256,12 @@ async def measure(
     return cells
 
 
-def throughput(sizes: Sequence[int], repeats: int, frame_bytes: int, transport: str, pin: bool) -> list[dict[str, Any]]:
+def throughput(sizes: Sequence[int], repeats: int, transport: str, pin: bool) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     if pin:
         os.sched_setaffinity(0, cores[:1])
-    on = TransferConfig(frame_bytes=frame_bytes, transport=transport)
+    on = TransferConfig(transport=transport)
     configs = {"checksums on": on, "checksums off": replace(on, checksum=False)}
     for encrypt in ENCRYPTED.get(transport, ()):
         configs[encrypt] = replace(on, encrypt=encrypt)
@@ -303,7 +287,7 @@ def throughput(sizes: Sequence[int], repeats: int, frame_bytes: int, transport: 
 def exposed(model: Path, lengths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     cells = []
     rng = random.Random(0)
-    with local_cluster("--model", str(model), "--dtype", "bfloat16") as cluster, Client(cluster.router) as client:
+    with local_cluster("--model", str(model), "--dtype", "bfloat16") as router, Client(router) as client:
         for length in lengths:
             timelines = []
             for _ in range(repeats + 1):
@@ -330,7 +314,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="bytes; multiples of 32 KiB")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--frame-bytes", type=int, default=TransferConfig().frame_bytes)
     parser.add_argument("--transports", nargs="*", default=["shm", "tcp", "gloo"], help="best first, one after another")
     parser.add_argument("--pin", action="store_true", help="each process of the throughput part on a core of its own")
     parser.add_argument("--model", type=Path, help="checkpoint of the exposed part")
@@ -342,10 +325,10 @@ def main() -> None:
         parser.error(f"--sizes {wrong[0]}: allowed are multiples of {LAYOUT.token_bytes}")
     cells = []
     for transport in args.transports if args.sizes else ():
-        cells += throughput(args.sizes, args.repeats, args.frame_bytes, transport, args.pin)
+        cells += throughput(args.sizes, args.repeats, transport, args.pin)
     cells += exposed(args.model, args.tokens, args.repeats) if args.model is not None else []
     if args.out is not None:
-        pinned = {"frame_bytes": args.frame_bytes, "pinned": args.pin, "cells": cells}
+        pinned = {"frame_bytes": TransferConfig().frame_bytes, "pinned": args.pin, "cells": cells}
         save(args.out, own_setting("torch", "grpcio", "xxhash") | pinned)
 
 

@@ -160,33 +160,12 @@ def versions(engine: Engine) -> dict[str, str]:
     return dict(zip(engine.distributions, found, strict=True))
 
 
-def markdown(cells: Mapping[str, Any], unit: str, digits: int) -> str:
-    """A table with a row per cell: medians with their range, then the ratio to the best other engine."""
-    names = list(dict.fromkeys(name for row in cells.values() for name in row["engines"]))
-    lines = [
-        f"| {unit} | " + " | ".join(names) + " | against the best other |",
-        "|---" * (len(names) + 2) + "|",
-    ]
-    for cell, row in cells.items():
-        columns = []
-        for name in names:
-            found = row["engines"].get(name)
-            columns.append(
-                "-" if found is None else "{median:.{d}f} ({min:.{d}f}-{max:.{d}f})".format(d=digits, **found)
-            )
-        best = row.get("best_peer")
-        columns.append("-" if best is None else f"{row['ratios'][best]:.2f}x {best}")
-        lines.append(f"| {cell} | " + " | ".join(columns) + " |")
-    return "\n".join(lines)
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of a comparison with other engines."""
     parser.add_argument("--peers", type=Path, help="folder that peers/setup.sh made")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=1800.0, help="of one engine's run, in seconds")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
-    parser.add_argument("--markdown", action="store_true", help="print a table")
 
 
 def compare(
@@ -194,23 +173,21 @@ def compare(
     args: argparse.Namespace,
     result: dict[str, Any],
     figure: str,
-    unit: str,
     *,
-    digits: int,
     larger_is_better: bool,
 ) -> None:
-    """Measures engines in turn, and saves and prints what `args` asks for.
+    """Measures engines in turn, saves the figures where `args` says, and prints those of each cell.
 
     Args:
         result: the setting, to which the figures are added.
-        figure: the key of the measured figure in an engine's lines; `unit` and `digits` are those of the table.
+        figure: the key of the measured figure in an engine's lines.
     """
     runs = in_turn(engines, figure, args.repeats, args.timeout)
     result["cells"] = summary(runs, larger_is_better)
     if args.out is not None:
         save(args.out, result)
-    if args.markdown:
-        print(markdown(result["cells"], unit, digits))
+    for cell, row in result["cells"].items():
+        print(json.dumps({"cell": cell, **row}))
 
 
 def save(path: Path, result: Mapping[str, Any]) -> None:

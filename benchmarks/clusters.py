@@ -1,11 +1,13 @@
-"""A cluster of plain processes for a benchmark, which a supervisor keeps, without Ray.
+"""Clusters for benchmarks: of plain processes, or of `kvrelay up`.
 
-Members may be modules of this folder and of the tests'. Every process has a join token: internal calls need one.
+Members of plain ones may be modules of this folder and of the tests'. Every process has a join token: internal calls
+need one.
 """
 
 import os
 import secrets
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ os.environ.setdefault("KVRELAY_JOIN_TOKEN", secrets.token_hex())
 
 from kvrelay.client import Client, KvrelayError  # noqa: E402  # after the token
 from support.processes import START_SECONDS, wait_until  # noqa: E402
+from support.ray_commands import World  # noqa: E402
 from support.supervised import Supervised, all_ready, supervised  # noqa: E402
 
 
@@ -25,7 +28,7 @@ from support.supervised import Supervised, all_ready, supervised  # noqa: E402
 def plain_cluster(
     folder: Path, members: dict[str, dict[str, Any]], variables: Mapping[str, str] | None = None, **options: Any
 ) -> Iterator[Supervised]:
-    """A ready cluster; nothing of it is left at the end.
+    """A ready cluster that a supervisor keeps, without Ray; nothing of it is left at the end.
 
     Args:
         folder: for configurations and logs.
@@ -40,6 +43,19 @@ def plain_cluster(
     ):
         all_ready(cluster)
         yield cluster
+
+
+@contextmanager
+def local_cluster(*options: str) -> Iterator[str]:
+    """The router's address of a running `kvrelay up`, beside any other cluster of the user's; `options` are further
+    ones of the command."""
+    with tempfile.TemporaryDirectory(prefix="kvrelay-benchmark-") as folder:
+        world = World(Path(folder))
+        world.up(*options)
+        try:
+            yield world.remembered()["router"]
+        finally:
+            world.down()
 
 
 def answers(router: str, api_key: str | None = None, seconds: float = 10.0) -> bool:
