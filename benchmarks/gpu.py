@@ -31,11 +31,8 @@ import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -47,6 +44,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 # Triton reads this when the kernels' modules are imported.
 os.environ["TRITON_INTERPRET"] = str(int("--dry-run" in sys.argv or not torch.cuda.is_available()))
 
@@ -72,9 +70,8 @@ from kvrelay.kernels.triton.quant_linear import quantized
 from kvrelay.kernels.triton.rope_kv_write import rope_kv_write
 from kvrelay.kernels.triton.silu_mul import SiluMul
 from kvrelay.transfer.protocol.ports import RECEIVER, SENDER
-from kvrelay.transfer.transports.base import Rendezvous
 from kvrelay.transfer.transports.nccl import OLDEST_SHARED_GPU
-from kvrelay.transfer.transports.registry import available_transports
+from support.link_process import dial, transport_named
 
 DRY = os.environ["TRITON_INTERPRET"] == "1"
 DEVICE = torch.device("cpu" if DRY else "cuda")
@@ -121,12 +118,8 @@ class Machine:
             self.flops_per_second = 2 * 8192**3 / self.time(lambda: a @ b)["median_s"]
 
     def time(self, run: Callable[[], object], graph: bool = True) -> dict[str, float]:
-        """Median and percentiles, in seconds, of up to 40 runs within about a second, behind 3 that warm up.
-
-        Args:
-            graph: whether the work is replayed from a graph, as the engine's decode steps are, without Python's
-                launches.
-        """
+        """Median and percentiles, in seconds, of up to 40 runs within about a second, behind 3 that warm up. With
+        `graph`, the work is replayed from a graph, as the engine's decode steps are, without Python's launches."""
         if graph:
             run()
             torch.cuda.synchronize()
@@ -414,12 +407,10 @@ def engine(machine: Machine) -> Iterator[Row]:
                 moved = (layers * bits + head * max(bits, 8)) / 8
                 moved += batch * (context + steps // 2) * runner.layout.token_bytes
                 share = moved / tpot / machine.bytes_per_second
-                row: Row = {"weights": bits, "batch": batch, "context": context} | measured(tpot_s=tpot, share=share)
-                yield row
+                yield {"weights": bits, "batch": batch, "context": context} | measured(tpot_s=tpot, share=share)
             del runner, serving
             gc.collect()
-            if not DRY:
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
         model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32 if DRY else DTYPE).to(DEVICE)
     for batch, context in ((1, 20), (2, 20)) if DRY else BATCHES:
         if batch * context <= 2**17:
@@ -437,46 +428,34 @@ def links(machine: Machine) -> Iterator[Row]:
         return (yield {"skipped": "one GPU, and this NCCL does not let two ranks share it"})
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    other = context.Process(target=link_end, args=(there, RECEIVER), daemon=True)
+    other = context.Process(target=link_end, args=(there, SENDER), daemon=True)
     other.start()
     there.close()
-    try:
-        seconds, sound = link_end(here, SENDER)
-    finally:
-        other.kill()
-        other.join()
+    seconds, sound = link_end(here, RECEIVER)
+    other.kill()
     yield {"mb": LINK_BYTES / 1e6, "sound": sound} | measured(gb_per_s=LINK_BYTES * (LINK_FRAMES - 1) / seconds / 1e9)
 
 
 def link_end(pipe: Connection, rank: int) -> tuple[float, bool]:
     """One end of a link: its seconds for all frames but the first, which connects, and whether all bytes arrived."""
-    meeting = Rendezvous(lambda entry, value: pipe.send((entry, value)), LINK_SECONDS, "a link")
-
-    def listen() -> None:
-        with suppress(EOFError, OSError):
-            while True:
-                meeting.put(*pipe.recv())
-
-    threading.Thread(target=listen, daemon=True).start()
     if not DRY:
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    name = "shm" if DRY else "nccl"
-    link = available_transports("127.0.0.1", name, gpu=not DRY)[name].connect(meeting, rank, LINK_SECONDS)
-    buffers, window = [link.buffer(LINK_BYTES) for _ in range(2)], deque[Any]()
+    link = dial(pipe, transport_named("shm" if DRY else "nccl"), rank, LINK_SECONDS)
+    move = link.send if rank == SENDER else link.recv
+    buffers = [link.buffer(LINK_BYTES) for _ in range(2)]
     for number, buffer in enumerate(buffers):
         buffer.fill_(7 + number if rank == SENDER else 0)
-    (link.send if rank == SENDER else link.recv)(buffers[0]).wait(LINK_SECONDS)
+    move(buffers[0]).wait(LINK_SECONDS)
     began = time.perf_counter()
-    for number in range(1, LINK_FRAMES):
-        if len(window) == 2:
-            window.popleft().wait(LINK_SECONDS)
-        window.append((link.send if rank == SENDER else link.recv)(buffers[number % 2]))
-    for pending in window:
-        pending.wait(LINK_SECONDS)
-    if rank == RECEIVER:
-        meeting.set("sound", b"1" if all((each == 7 + n).all() for n, each in enumerate(buffers)) else b"0")
-    sound = meeting.get("sound") == b"1"
+    pending = move(buffers[1])
+    for number in range(2, LINK_FRAMES):
+        done, pending = pending, move(buffers[number % 2])
+        done.wait(LINK_SECONDS)
+    pending.wait(LINK_SECONDS)
     seconds = time.perf_counter() - began
+    sound = all(bool((each == 7 + number).all()) for number, each in enumerate(buffers))
+    if rank == SENDER:
+        time.sleep(LINK_SECONDS)  # until the receiver, which has all then, ends this process
     link.close()
     return seconds, sound
 
