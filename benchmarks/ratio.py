@@ -23,7 +23,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from ratio_cluster import cluster, run, set_split
+from ratio_cluster import cluster, run
 from ratio_simulator import A100_OPT_66B, Job, Phase, Simulation, attained, goodput, traffic
 from turns import end_on_signal, own_setting, save
 
@@ -139,11 +139,9 @@ def main() -> None:
     best = sorted(statics, key=lambda split: -statics[split])[: args.splits]
     with cluster(start, TARGETS) as running:
         note("real", "policy", real(running, parts, args.seed))
-    if best:
-        with cluster(start, replace(TARGETS, enabled=False)) as running:
-            for split in best:
-                set_split(running, split[0])
-                note("real", f"{split[0]}:{split[1]}", real(running, parts, args.seed))
+    for split in best:
+        with cluster(split, replace(TARGETS, enabled=False)) as running:
+            note("real", f"{split[0]}:{split[1]}", real(running, parts, args.seed))
 
 
 if __name__ == "__main__":

@@ -16,20 +16,10 @@ from ratio_simulator import A100_OPT_66B, BLOCK, Job
 from kvrelay.client import AsyncClient
 from kvrelay.cluster.scaling.config import ScalingConfig
 from nemesis.load import Stream, ask
-from support.supervised import Supervised, all_ready
+from support.supervised import Supervised
 
 REQUEST_SECONDS = 120.0
 VOCAB = 250
-
-
-def set_split(cluster: Supervised, prefill: int) -> None:
-    """Gives workers other roles until so many are prefill workers; returns when all are ready."""
-    workers = {name: role for name, role in sorted(cluster.desired().items()) if role != "router"}
-    surplus = list(workers.values()).count("prefill") - prefill
-    role, other = ("prefill", "decode") if surplus > 0 else ("decode", "prefill")
-    for name in [name for name in workers if workers[name] == role][: abs(surplus)]:
-        cluster.settle(cluster.control.set_role(name, other))
-    all_ready(cluster)
 
 
 async def run(cluster: Supervised, jobs: Sequence[Job]) -> list[str]:

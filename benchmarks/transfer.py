@@ -231,26 +231,19 @@ async def measure(
                     seconds[kind].append(took)
                     cpu[kind] += cpu_seconds(pids) - before
         bare = statistics.median(seconds["bare"])
-        asked = ASKED_RATIO if size >= ASKED_FROM_BYTES else None
         for kind, times in seconds.items():
-            cell: dict[str, Any] = {
-                "part": "throughput",
-                "transport": configs["checksums on"].transport,
-                "bytes": size,
-                "kind": kind,
-            }
-            if kind == "bare":
-                cell["transport"] = "gloo, bare"
+            cell: dict[str, Any] = {"part": "throughput", "bytes": size, "kind": kind}
+            cell["transport"] = "gloo, bare" if kind == "bare" else configs["checksums on"].transport
             cell["GB/s"] = spread([size / each / 1e9 for each in times])
             if size >= ASKED_FROM_BYTES:
                 # /proc counts in ticks of 10 ms, and the exchange around a send counts too.
                 cell["cpu_seconds_per_GB"] = round(cpu[kind] / len(times) / (size / 1e9), 2)
             if kind != "bare":
                 cell["of_bare"] = round(bare / statistics.median(times), 3)
-                cell["of_bare_by_repeat"] = spread(
-                    [mine / each for mine, each in zip(seconds["bare"], times, strict=True)]
-                )
-                cell["asked"] = asked if kind == "checksums on" else None
+                pairs = zip(seconds["bare"], times, strict=True)
+                cell["of_bare_by_repeat"] = spread([other / own for other, own in pairs])
+            if kind == "checksums on" and size >= ASKED_FROM_BYTES:
+                cell["asked"] = ASKED_RATIO
             print(json.dumps(cell), flush=True)
             cells.append(cell)
     return cells
