@@ -60,15 +60,15 @@ from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.gpu import build_gpu_runner
 from kvrelay.engine.sampling.noise import exponential
 from kvrelay.kernels import codes, reference
-from kvrelay.kernels.triton import kv_checksum, kv_frame, kv_gather, quant_gemv, sample
-from kvrelay.kernels.triton.add_rmsnorm import add_rms_norm
+from kvrelay.kernels.triton import kv_checksum, kv_frame, quant_gemv, sample
+from kvrelay.kernels.triton.add_rmsnorm import Norms
 from kvrelay.kernels.triton.decode_work import DecodeParts, DecodeWork, count_programs, plan_decode
 from kvrelay.kernels.triton.flash_prefill import flops
 from kvrelay.kernels.triton.paged import PagedKV
 from kvrelay.kernels.triton.paged_decode import bytes_moved, paged_decode
 from kvrelay.kernels.triton.quant_linear import quantized
 from kvrelay.kernels.triton.rope_kv_write import rope_kv_write
-from kvrelay.kernels.triton.silu_mul import silu_mul
+from kvrelay.kernels.triton.silu_mul import SiluMul
 from kvrelay.transfer.protocol.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.nccl import OLDEST_SHARED_GPU
 from support.link_process import dial, transport_named
@@ -200,10 +200,11 @@ def elementwise(rows: int) -> Iterator[Case]:
     x, residual, weight = normal(rows, HIDDEN), normal(rows, HIDDEN), normal(HIDDEN)
     exact = partial(reference.rms_norm, (x + residual).float(), weight, 1e-5)
     moved = 4 * x.nbytes + weight.nbytes
-    yield Case("add_rmsnorm", {"rows": rows}, lambda: add_rms_norm(x, residual.clone(), weight, 1e-5)[0], exact, moved)
+    norm = Norms().add_rms_norm
+    yield Case("add_rmsnorm", {"rows": rows}, lambda: norm(x, residual.clone(), weight, 1e-5)[0], exact, moved)
     gates = normal(rows, 2 * INNER)
     exact = partial(reference.silu_mul, gates.float())
-    yield Case("silu_mul", {"rows": rows}, partial(silu_mul, gates), exact, gates.nbytes * 3 // 2)
+    yield Case("silu_mul", {"rows": rows}, partial(SiluMul(), gates), exact, gates.nbytes * 3 // 2)
     qkv, blocks = normal(rows, HEADS + 2 * KV_HEADS, DIM), rows // BLOCK + 1
     angles = reference.rotations(torch.arange(rows, device=DEVICE), torch.rand(DIM // 2, device=DEVICE))
     kv = PagedKV(torch.zeros(blocks, 1, 2, KV_HEADS, BLOCK, DIM, dtype=DTYPE, device=DEVICE), 0)
@@ -215,9 +216,11 @@ def elementwise(rows: int) -> Iterator[Case]:
 
 def product(machine: Machine, rows: int, outputs: int, inputs: int, bits: int) -> Case:
     """Weights of 8 or 4 bits."""
-    held = quantized((codes.int8 if bits == 8 else codes.int4)(normal(outputs, inputs) / inputs**0.5), DTYPE)
+    coded = (codes.int8 if bits == 8 else codes.int4)(normal(outputs, inputs) / inputs**0.5)
+    coded = replace(coded, scales=coded.scales.to(DTYPE).float())
+    held = quantized(coded, DTYPE)
     x, multiply = normal(rows, inputs), quant_gemv.QuantGemv(held, None, machine.processors)
-    exact = partial(functional.linear, x.double(), held.dequantize(torch.float64))
+    exact = partial(functional.linear, x.double(), coded.dequantize().double())
     shape, moved = {"rows": rows, "weight": (outputs, inputs)}, quant_gemv.bytes_moved(rows, held, DTYPE.itemsize)
     return Case(f"w{bits}_gemv", shape, partial(multiply, x), exact, bytes=moved)
 
@@ -280,11 +283,10 @@ def decoding(machine: Machine, rows: int, context: int) -> Case:
 def moving(count: int) -> Iterator[Case]:
     """Reads, writes and checksums of frames of an 8B Llama's KV, of so many blocks."""
     pool = normal(count + 3, 2 if DRY else 32, 2, KV_HEADS, BLOCK, DIM)
-    blocks, target = torch.randperm(count + 3, device=DEVICE)[:count], torch.zeros_like(pool)
-    planes = pool.view(torch.uint8).flatten(3)
-    frame = planes[blocks].flatten()
-    out, written, total = torch.zeros_like(frame), torch.zeros_like(pool), torch.zeros(1, dtype=torch.int64).to(DEVICE)
-    written[blocks] = pool[blocks]
+    blocks, planes = torch.randperm(count + 3, device=DEVICE)[:count], pool.view(torch.uint8).flatten(3)
+    frame, total = planes[blocks].flatten(), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    out, target, written = torch.zeros_like(frame), torch.zeros_like(planes), torch.zeros_like(planes)
+    written[blocks] = planes[blocks]
     checksum = reference.kv_checksum(frame.cpu().numpy().data)
     number = torch.from_numpy(np.array([checksum], np.uint64).view(np.int64)).to(DEVICE)
 
@@ -294,8 +296,7 @@ def moving(count: int) -> Iterator[Case]:
         return total - number
 
     for name, passes, run, exact in (
-        ("kv_gather", 2, filling(out, kv_gather.kv_gather, pool, blocks, count * BLOCK, out), frame),
-        ("kv_scatter", 2, filling(target, kv_gather.kv_scatter, target, blocks, count * BLOCK, frame), written),
+        ("kv_frame_write", 2, filling(target, kv_frame.kv_frame, "write", target, blocks, frame, total), written),
         ("kv_checksum", 1, lambda: kv_checksum.kv_checksum(frame) - number, torch.zeros_like(total)),
         ("kv_frame_read", 2, partial(summed, "read"), torch.zeros_like(total)),
         ("kv_frame_sum", 1, partial(summed, "sum"), torch.zeros_like(total)),

@@ -36,7 +36,7 @@ def printed(script: str, *arguments: object) -> list[dict[str, Any]]:
 
 KERNELS = {
     *("add_rmsnorm", "silu_mul", "rope_kv_write", "w8_gemv", "w4_gemv", "sample", "paged_decode"),
-    *("kv_gather", "kv_scatter", "kv_checksum", "kv_frame_read", "kv_frame_sum"),
+    *("kv_checksum", "kv_frame_read", "kv_frame_write", "kv_frame_sum"),
 }
 
 
