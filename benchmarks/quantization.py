@@ -74,9 +74,9 @@ def plan_of(runner: CpuRunner, tokens: NDArray[np.int32], rows: int, start: int)
 def shape_of(cell: str) -> tuple[int, int, int]:
     """Rows of a cell's steps, their tokens together, and tokens before each."""
     kind, count, *context = cell.split("_")
-    return (
-        (1, int(count), 0) if kind == "prefill" else (int(count), int(count), int(context[0]) if context else CONTEXT)
-    )
+    if kind == "prefill":
+        return 1, int(count), 0
+    return int(count), int(count), int(context[0]) if context else CONTEXT
 
 
 def step_seconds(runner: CpuRunner, plan: StepPlan, count: int, clock: Callable[[], float]) -> float:

@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import operator
 import os
 import random
 import tempfile
@@ -61,11 +62,9 @@ def asks(case: Case, args: argparse.Namespace) -> list[Ask]:
     """The requests. The first ones differ in length, so that those of many streams don't end together."""
     count = args.streams + int(SPARE * case.offered * (WARM_SECONDS + args.seconds) / args.tokens)
     lengths = [args.tokens // 2 + place * args.tokens // (2 * args.streams) for place in range(args.streams)]
+    lengths += [args.tokens] * (count - args.streams)
     draw = random.Random(0)
-    return [
-        Ask(tuple(draw.choices(range(2, 4000), k=PROMPT)), length)
-        for length in itertools.islice(itertools.chain(lengths, itertools.repeat(args.tokens)), count)
-    ]
+    return [Ask(tuple(draw.choices(range(2, 4000), k=PROMPT)), length) for length in lengths]
 
 
 def messages_between(request: Request, begin: float, end: float) -> int:
@@ -96,9 +95,8 @@ async def measure(cluster: Supervised, case: Case, args: argparse.Namespace) -> 
     if bad := [each for each in requests if not each.ok or each.output_tokens != each.wanted_tokens]:
         raise SystemExit(f"{len(bad)} requests failed: {bad[0].error or 'tokens are missing'}")
     counts = [messages_between(each, begin, end) for each in requests]
-    tokens = sum(
-        count * each.output_tokens / (len(each.itls) + 1) for count, each in zip(counts, requests, strict=True)
-    )
+    of_message = [each.output_tokens / (len(each.itls) + 1) for each in requests]
+    tokens = sum(map(operator.mul, counts, of_message))
     cores = {name: (value - before[name]) / (end - begin) for name, value in after.items()}
     spent = sum(share for name, share in cores.items() if name.startswith("router"))
     return {
