@@ -36,7 +36,7 @@ from kvrelay.cli.bench.workload import Ask
 from support.supervised import Supervised
 
 HOST = "127.0.0.1"
-PROMPT = 32
+PROMPT, VOCAB = 32, 250
 BLOCK, KV_TOKEN_BYTES = 16, 64
 """Tokens in a block of the workers' KV, and bytes of a token."""
 WARM_SECONDS = 2.0
@@ -64,7 +64,7 @@ def asks(case: Case, args: argparse.Namespace) -> list[Ask]:
     lengths = [args.tokens // 2 + place * args.tokens // (2 * args.streams) for place in range(args.streams)]
     lengths += [args.tokens] * (count - args.streams)
     draw = random.Random(0)
-    return [Ask(tuple(draw.choices(range(2, 4000), k=PROMPT)), length) for length in lengths]
+    return [Ask(tuple(draw.choices(range(2, VOCAB), k=PROMPT)), length) for length in lengths]
 
 
 def messages_between(request: Request, begin: float, end: float) -> int:
