@@ -117,6 +117,8 @@ def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         for role in ("prefill", "decode")
     }
     router = {"model": "pico", "coalesce_ms": case.coalesce_ms, "share_port": shared}
+    # All streams have one address, and a connection may be there for a moment after its successor.
+    router |= {"max_connections_per_address": 4 * args.streams}
     router |= {"grpc_port": PORTS[0] if shared else 0, "http_port": PORTS[1]}
     names = [f"router-{number}" for number in range(case.routers)]
     members |= {name: {"module": "kvrelay.router", "options": router} for name in names}
