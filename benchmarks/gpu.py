@@ -426,9 +426,8 @@ def links(machine: Machine) -> Iterator[Row]:
     """Frames from this process to another one, two in transit as a link's thread has them; over shm in a dry run."""
     if torch.cuda.device_count() == 1 and torch.cuda.nccl.version() < OLDEST_SHARED_GPU:
         return (yield {"skipped": "one GPU, and this NCCL does not let two ranks share it"})
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    other = context.Process(target=link_end, args=(there, SENDER), daemon=True)
+    here, there = multiprocessing.Pipe()
+    other = multiprocessing.get_context("spawn").Process(target=link_end, args=(there, SENDER), daemon=True)
     other.start()
     there.close()
     seconds, sound = link_end(here, RECEIVER)
@@ -492,7 +491,6 @@ def main() -> int:
             print(json.dumps(rows[-1]), flush=True)
         if options.out is not None:
             options.out.write_text(json.dumps(results, indent=1) + "\n")
-        gc.collect()
     sound = all(row.get("sound", True) for name in options.only.split(",") for row in results[name])
     print("all results are sound" if sound else "SOMETHING IS WRONG, see above", flush=True)
     return 0 if sound else 1

@@ -7,7 +7,7 @@
 Rates are tokens/s of wall time, or with `--cpu` of the process's CPU time; then one thread computes. The grid is what
 other engines are commonly timed on: prefill of one request; decode of a batch with 128 tokens in and 64 out, greedy,
 end of sequence ignored, over the decode steps alone. llama.cpp's Python binding evaluates one sequence, so it has no
-batches. Imports only what the engine brings; `offline_kvrelay.py` has kvrelay's. Its own figure:
+batches. Imports only what the engine brings. A figure of kvrelay's alone:
 
     outside_forward   share of the stepping thread's CPU time in decode steps that isn't the forward pass: scheduler,
                       runner, and the sampler unless one native call computes a step and chooses its tokens
@@ -19,6 +19,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 PREFILLS = (512, 2048)
@@ -74,14 +75,56 @@ class LlamaCpp:
         return (self._clock() - start,)
 
 
-def kvrelay(args: argparse.Namespace, clock: Clock) -> Engine:
-    from offline_kvrelay import Kvrelay
+class Kvrelay:
+    """The engine of kvrelay: scheduler, runner and sampler."""
 
-    return Kvrelay(args, clock)
+    def __init__(self, args: argparse.Namespace, clock: Clock) -> None:
+        """Loads the model, and prints how long that took."""
+        from kvrelay.engine.build import build_engine
+        from kvrelay.engine.config import EngineConfig
+        from kvrelay.engine.request import Request, SamplingParams
+
+        options = {"threads": args.threads, "quantization": args.quantization}
+        config = EngineConfig(**options, kv_memory_bytes=2**30, prefix_cache=False)
+        start = time.perf_counter()
+        self._engine, runner = build_engine(Path(args.model), args.dtype, config)
+        load = time.perf_counter() - start
+        print(json.dumps({"engine": "kvrelay", "load_s": round(load, 2)}), flush=True)
+        runner.warm_up()
+        self._clock, self._request, self._sampling = clock, Request, SamplingParams
+        self._requests, self._vocabulary = 0, runner.spec.vocab_size
+        self._forward = 0.0
+        """CPU seconds of the forward pass so far."""
+        # Only the native decoder can choose tokens itself.
+        for name in ("forward", "logits", "choose"):
+            if hasattr(runner.model, name):
+                setattr(runner.model, name, self._timed(getattr(runner.model, name)))
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            start = time.thread_time()
+            result = function(*args, **options)
+            self._forward += time.thread_time() - start
+            return result
+
+        return call
+
+    def seconds(self, batch: int, length: int, out: int) -> tuple[float, ...]:
+        sampling = self._sampling(max_tokens=out, temperature=0.0)
+        for _ in range(batch):
+            self._requests += 1
+            tokens = tuple(random.choices(range(2, self._vocabulary), k=length))
+            self._engine.scheduler.add(self._request(str(self._requests), 0, tokens, length, sampling))
+        before = self._forward
+        start, start_cpu = self._clock(), time.thread_time()
+        while self._engine.has_work:
+            self._engine.step()
+        elapsed, cpu = self._clock() - start, time.thread_time() - start_cpu
+        return elapsed, cpu, self._forward - before
 
 
 ENGINES: dict[str, Callable[[argparse.Namespace, Clock], Engine]] = {
-    "kvrelay": kvrelay,
+    "kvrelay": Kvrelay,
     "vllm": Vllm,
     "llama_cpp": LlamaCpp,
 }

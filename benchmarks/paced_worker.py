@@ -56,13 +56,13 @@ class PacedRunner(HashRunner):
 
 
 class SteadyRunner(HashRunner):
-    """Takes a step every `pace` seconds, whatever else the worker has to do meanwhile."""
+    """Takes a step every `pace` seconds, whatever else the worker has to do meanwhile; one that is late is made up."""
 
     pace = float(os.environ.get(PACE, "0"))
     due = 0.0
 
     def run(self, plan: StepPlan) -> StepOutput:
-        self.due = max(self.due + self.pace, time.monotonic())
+        self.due = max(self.due + self.pace, time.monotonic() - self.pace)
         time.sleep(max(0.0, self.due - time.monotonic()))
         return StepOutput(tuple(LETTER if sample else None for sample in plan.sample))
 

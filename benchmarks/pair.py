@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,8 @@ LENGTHS = (128, 512, 2048)
 OUT = 32
 PROMPTS = 3
 START_SECONDS = 300
+VLLM_PORTS = (28100, 28101), (28110, 28111)
+"""Ports of each server: of HTTP, and the side channel of its NIXL."""
 CONFIG = """\
 model: {{path: {model}, dtype: bfloat16}}
 prefill: {{replicas: 1, threads: 1}}
@@ -62,21 +63,15 @@ def kvrelay_pair(model: Path, folder: Path) -> Iterator[Times]:
         yield times
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def vllm_server(model: Path, core: int, log: Path) -> Iterator[int]:
     """A vLLM server computing on `core`; gives its port, at once."""
-    port = free_port()
+    port, side_port = VLLM_PORTS[core]
     environment = os.environ | {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": str(core),
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port),
         "UCX_TLS": "tcp,shm,cma,self",
         "HF_HUB_OFFLINE": "1",
     }

@@ -36,7 +36,6 @@ from kvrelay.router.placing.queue import LOOK_AHEAD
 from kvrelay.rpc.identity import WorkerId
 
 BLOCK = 512
-SHARE_ASKED = 0.9
 INDEX_TOKENS = 2**31
 
 
@@ -203,16 +202,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument(
-        "--cache", type=int, nargs="+", default=[100_000_000, 2_000_000], help="tokens in one worker's cache"
-    )
+    caches = [100_000_000, 2_000_000]
+    parser.add_argument("--cache", type=int, nargs="+", default=caches, help="tokens in one worker's cache")
     parser.add_argument("--rate", type=float, default=20_000.0, help="tokens a second that a worker computes")
     parser.add_argument("--busy", type=float, default=0.8, help="load without a cache")
     parser.add_argument("--routers", type=int, nargs="+", default=[1])
     parser.add_argument("--out", type=Path)
-    parser.add_argument(
-        "--ahead", type=int, default=RouterOptions().prefill_ahead_tokens, help="router.prefill_ahead_tokens"
-    )
+    ahead = RouterOptions().prefill_ahead_tokens
+    parser.add_argument("--ahead", type=int, default=ahead, help="router.prefill_ahead_tokens")
     args = parser.parse_args()
     prompts = read(args.trace)
     seconds = prompts[-1].arrival - prompts[0].arrival
@@ -239,7 +236,6 @@ def main() -> None:
                     "hit_share": round(share, 4),
                     "of_best_possible": round(share / limits[0], 3),
                     "of_one_cache": round(share / limits[1], 3),
-                    "asked": SHARE_ASKED,
                     "first_token_seconds_p50": round(statistics.median(waits), 3),
                     "first_token_seconds_p99": round(waits[int(0.99 * len(waits))], 3),
                 }

@@ -74,50 +74,43 @@ def plan_of(runner: CpuRunner, tokens: NDArray[np.int32], rows: int, start: int)
 def shape_of(cell: str) -> tuple[int, int, int]:
     """Rows of a cell's steps, their tokens together, and tokens before each."""
     kind, count, *context = cell.split("_")
-    return (
-        (1, int(count), 0) if kind == "prefill" else (int(count), int(count), int(context[0]) if context else CONTEXT)
-    )
+    if kind == "prefill":
+        return 1, int(count), 0
+    return int(count), int(count), int(context[0]) if context else CONTEXT
 
 
-class Steps:
-    """The steps of one cell, with a fixed plan. Prompts aren't computed first: KV of any values costs as much."""
-
-    def __init__(self, runner: CpuRunner, cell: str) -> None:
-        self._runner = runner
-        rows, self.tokens, start = shape_of(cell)
-        # Attention costs as much for any numbers, if they aren't denormal.
-        runner.pool.tensor.fill_(1)
-        if runner.pool.scales is not None:
-            runner.pool.scales.fill_(1)
-        tokens = np.random.default_rng(0).integers(2, runner.spec.vocab_size, self.tokens).astype(np.int32)
-        self._plan = plan_of(runner, tokens, rows, start)
-        self._count = 1 if rows < self.tokens else STEPS.get(cell, 3)
-
-    def seconds(self, clock: Callable[[], float]) -> float:
-        """Seconds of one step: the least of some tries, since other processes can only make a step longer."""
-        found = []
-        for _ in range(self._count):
-            start = clock()
-            self._runner.launch(self._plan)
-            found.append(clock() - start)
-        return min(found)
+def step_seconds(runner: CpuRunner, plan: StepPlan, count: int, clock: Callable[[], float]) -> float:
+    """Seconds of one step: the least of some tries, since other processes can only make a step longer."""
+    found = []
+    for _ in range(count):
+        start = clock()
+        runner.launch(plan)
+        found.append(clock() - start)
+    return min(found)
 
 
 def speed(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Measures the speed by cell and format: tokens a second, and their ratio to bfloat16's, repeat by repeat."""
     clock = time.thread_time if args.cpu else time.perf_counter
-    shapes = map(shape_of, args.cells)
-    tokens = max(rows * (start + tokens // rows + 16) for rows, tokens, start in shapes)
-    runners = {name: runner_of(model, name, args.threads, tokens)[0] for name in args.formats}
+    room = max(rows * (start + count // rows + 16) for rows, count, start in map(shape_of, args.cells))
+    runners = {name: runner_of(model, name, args.threads, room)[0] for name in args.formats}
     cells: dict[str, Any] = {}
+    for runner in runners.values():
+        # Prompts aren't computed first: attention costs as much for any KV, if it isn't denormal.
+        runner.pool.tensor.fill_(1)
+        if runner.pool.scales is not None:
+            runner.pool.scales.fill_(1)
     for cell in args.cells:
-        steps = {name: Steps(runner, cell) for name, runner in runners.items()}
-        rates: dict[str, list[float]] = {name: [] for name in steps}
+        rows, count, start = shape_of(cell)
+        rates: dict[str, list[float]] = {name: [] for name in runners}
+        vocabulary = min(runner.spec.vocab_size for runner in runners.values())
+        tokens = np.random.default_rng(0).integers(2, vocabulary, count).astype(np.int32)
+        plans = {name: plan_of(runner, tokens, rows, start) for name, runner in runners.items()}
         for turn in range(args.repeats + 1):
-            for name, of_format in steps.items():
-                seconds = of_format.seconds(clock)
+            for name, runner in runners.items():
+                seconds = step_seconds(runner, plans[name], 1 if rows < count else STEPS.get(cell, 3), clock)
                 if turn:  # the first one warms caches and buffers
-                    rates[name].append(of_format.tokens / seconds)
+                    rates[name].append(count / seconds)
         cells[cell] = {}
         for name, values in rates.items():
             cells[cell][name] = {"tokens_per_s": spread(values, 1), "token_bytes": runners[name].layout.token_bytes}

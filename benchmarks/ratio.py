@@ -16,18 +16,24 @@ in the next one.
 import argparse
 import asyncio
 import json
-from collections.abc import Sequence
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from ratio_cluster import cluster, run, set_split
-from ratio_simulator import A100_OPT_66B, Job, Phase, Simulation, attained, goodput, traffic
+from clusters import plain_cluster
+from ratio_simulator import A100_OPT_66B, BLOCK, Job, Phase, Simulation, attained, goodput, traffic
 from turns import end_on_signal, own_setting, save
 
+from kvrelay.client import AsyncClient
 from kvrelay.cluster.scaling.config import ScalingConfig
+from nemesis.load import Stream, ask
 from support.supervised import Supervised
 
 WORKERS = 8
@@ -43,6 +49,8 @@ ASKED_SECONDS = 15.0
 DRAIN_SECONDS = 30.0
 """Seconds for the last requests, in the simulation."""
 STEP = 0.5
+REQUEST_SECONDS = 120.0
+VOCAB = 250
 
 
 def phases(seconds: float) -> list[Phase]:
@@ -84,6 +92,53 @@ def simulated(parts: Sequence[Phase], split: tuple[int, int], *, enabled: bool, 
     if enabled:
         found["decisions"] = [{"time": at, "reason": decision.reason} for at, decision in done.decisions]
     return found
+
+
+async def run(cluster: Supervised, jobs: Sequence[Job]) -> list[str]:
+    """Sends each request at its time, and waits for all answers; returns the error of each, or an empty text."""
+    began = time.monotonic()
+    async with AsyncClient(cluster.member("router-0").member.address) as client, asyncio.TaskGroup() as group:
+        asked = []
+        for number, job in enumerate(jobs):
+            await asyncio.sleep(began + job.arrival - time.monotonic())
+            asked.append(group.create_task(_ask(client, number, job, began)))
+    return [task.result() for task in asked]
+
+
+async def _ask(client: AsyncClient, number: int, job: Job, began: float) -> str:
+    prompt = tuple(random.Random(number).choices(range(VOCAB), k=job.prompt))
+    stream = Stream(f"job-{number}", prompt, job.completion, None, time.monotonic(), seconds=REQUEST_SECONDS)
+    await ask(client, stream)
+    error = stream.error
+    if not error and len(stream.tokens) != job.completion:
+        error = f"{len(stream.tokens)} of {job.completion} tokens"
+    job.arrival = stream.invoked - began  # this client may have been late itself
+    job.first = stream.times[0] - began if stream.times else None
+    job.last = None if error else stream.times[-1] - began
+    return error
+
+
+@contextmanager
+def cluster(split: tuple[int, int], scaling: ScalingConfig) -> Iterator[Supervised]:
+    """A ready cluster with this split; nothing of it is left at the end."""
+    limits = {"max_batch_tokens": A100_OPT_66B.max_chunk, "max_sequences": A100_OPT_66B.max_streams}
+    engine = {"block_size": BLOCK, "prefix_cache": True, "threads": 1, **limits}
+    roles = ["prefill"] * split[0] + ["decode"] * split[1]
+    worker = {"model": "pico", "dtype": "float32", "engine": engine}
+    members: dict[str, Any] = {
+        f"worker-{index}": {"module": "paced_worker", "options": {"role": role, **worker}}
+        for index, role in enumerate(roles)
+    }
+    targets = {name: getattr(scaling, name) for name in ("ttft_target_seconds", "tpot_target_seconds")}
+    router = {"model": "pico", "grpc_port": 0, "http_port": None, **targets}
+    members["router-0"] = {"module": "kvrelay.router", "options": router}
+    # A busy machine may keep a process from its heartbeat.
+    patience = {"suspect_seconds": 5.0, "dead_seconds": 15.0}
+    with (
+        tempfile.TemporaryDirectory(prefix="kvrelay-ratio-") as folder,
+        plain_cluster(Path(folder), members, scaling=asdict(scaling), **patience) as running,
+    ):
+        yield running
 
 
 def real(running: Supervised, parts: Sequence[Phase], seed: int) -> dict[str, Any]:
@@ -139,11 +194,9 @@ def main() -> None:
     best = sorted(statics, key=lambda split: -statics[split])[: args.splits]
     with cluster(start, TARGETS) as running:
         note("real", "policy", real(running, parts, args.seed))
-    if best:
-        with cluster(start, replace(TARGETS, enabled=False)) as running:
-            for split in best:
-                set_split(running, split[0])
-                note("real", f"{split[0]}:{split[1]}", real(running, parts, args.seed))
+    for split in best:
+        with cluster(split, replace(TARGETS, enabled=False)) as running:
+            note("real", f"{split[0]}:{split[1]}", real(running, parts, args.seed))
 
 
 if __name__ == "__main__":

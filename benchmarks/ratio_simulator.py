@@ -184,18 +184,8 @@ class Worker:
         return sum(job.blocks for job in self.jobs)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Jobs and decisions of a simulation that has ended."""
-
-    jobs: list[Job]
-    splits: list[tuple[float, Split]]
-    """Ready workers of each role at many moments."""
-    decisions: list[tuple[float, Decision]]
-
-
 class Simulation:
-    """One run: `Simulation(...).run()`."""
+    """One run: `Simulation(...).run()`; afterwards it has the jobs, and what became of the split."""
 
     def __init__(
         self, jobs: Sequence[Job], table: CostTable, split: tuple[int, int], config: ScalingConfig, end: float
@@ -207,7 +197,10 @@ class Simulation:
             config: targets, and whether the policy changes anything.
             end: when the run is over.
         """
-        self._jobs = list(jobs)
+        self.jobs = list(jobs)
+        self.splits: list[tuple[float, Split]] = []
+        """Workers of each role that took requests, at many moments."""
+        self.decisions: list[tuple[float, Decision]] = []
         self._table = table
         self._config = config
         self._end = end
@@ -226,18 +219,16 @@ class Simulation:
         self._unqueued = 0.0
         self._young: deque[Job] = deque()
         """Jobs that had their first token lately, in the order of these tokens."""
-        self._splits: list[tuple[float, Split]] = []
-        self._decisions: list[tuple[float, Decision]] = []
 
-    def run(self) -> Run:
-        """Runs to the end; what has not ended by then never does."""
-        for job in self._jobs:
+    def run(self) -> "Simulation":
+        """Runs to the end and returns itself; what has not ended by then never does."""
+        for job in self.jobs:
             self._at(job.arrival, lambda job=job: self._arrive(job))  # type: ignore[misc]  # bound at once
         self._at(BEAT_SECONDS, self._beat)
         while self._events and self._events[0][0] < self._end:
             self._now, _, happen = heapq.heappop(self._events)
             happen()
-        return Run(self._jobs, self._splits, self._decisions)
+        return self
 
     def _worker(self, role: PoolRole) -> Worker:
         return Worker(WorkerId(f"worker-{next(self._fresh)}", "0"), role)
@@ -386,9 +377,9 @@ class Simulation:
         signals = self._meter.observe([*workers, router], self._now)
         decision = self._policy.decide(signals, self._desired, workers, self._now)
         if decision is not None and self._config.enabled:
-            self._decisions.append((self._now, decision))
+            self.decisions.append((self._now, decision))
             self._follow(decision)
-        self._splits.append((self._now, Split(signals.prefill, signals.decode)))
+        self.splits.append((self._now, Split(signals.prefill, signals.decode)))
         self._at(self._now + BEAT_SECONDS, self._beat)
 
     def _full(self) -> bool:

@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import operator
 import os
 import random
 import tempfile
@@ -35,7 +36,7 @@ from kvrelay.cli.bench.workload import Ask
 from support.supervised import Supervised
 
 HOST = "127.0.0.1"
-PROMPT = 32
+PROMPT, VOCAB = 32, 250
 BLOCK, KV_TOKEN_BYTES = 16, 64
 """Tokens in a block of the workers' KV, and bytes of a token."""
 WARM_SECONDS = 2.0
@@ -61,11 +62,9 @@ def asks(case: Case, args: argparse.Namespace) -> list[Ask]:
     """The requests. The first ones differ in length, so that those of many streams don't end together."""
     count = args.streams + int(SPARE * case.offered * (WARM_SECONDS + args.seconds) / args.tokens)
     lengths = [args.tokens // 2 + place * args.tokens // (2 * args.streams) for place in range(args.streams)]
+    lengths += [args.tokens] * (count - args.streams)
     draw = random.Random(0)
-    return [
-        Ask(tuple(draw.choices(range(2, 4000), k=PROMPT)), length)
-        for length in itertools.islice(itertools.chain(lengths, itertools.repeat(args.tokens)), count)
-    ]
+    return [Ask(tuple(draw.choices(range(2, VOCAB), k=PROMPT)), length) for length in lengths]
 
 
 def messages_between(request: Request, begin: float, end: float) -> int:
@@ -96,9 +95,8 @@ async def measure(cluster: Supervised, case: Case, args: argparse.Namespace) -> 
     if bad := [each for each in requests if not each.ok or each.output_tokens != each.wanted_tokens]:
         raise SystemExit(f"{len(bad)} requests failed: {bad[0].error or 'tokens are missing'}")
     counts = [messages_between(each, begin, end) for each in requests]
-    tokens = sum(
-        count * each.output_tokens / (len(each.itls) + 1) for count, each in zip(counts, requests, strict=True)
-    )
+    of_message = [each.output_tokens / (len(each.itls) + 1) for each in requests]
+    tokens = sum(map(operator.mul, counts, of_message))
     cores = {name: (value - before[name]) / (end - begin) for name, value in after.items()}
     spent = sum(share for name, share in cores.items() if name.startswith("router"))
     return {
@@ -119,6 +117,8 @@ def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         for role in ("prefill", "decode")
     }
     router = {"model": "pico", "coalesce_ms": case.coalesce_ms, "share_port": shared}
+    # All streams have one address, and a connection may be there for a moment after its successor.
+    router |= {"max_connections_per_address": 4 * args.streams}
     router |= {"grpc_port": PORTS[0] if shared else 0, "http_port": PORTS[1]}
     names = [f"router-{number}" for number in range(case.routers)]
     members |= {name: {"module": "kvrelay.router", "options": router} for name in names}

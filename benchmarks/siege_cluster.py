@@ -1,6 +1,5 @@
 """The cluster that `siege.py` lays siege to: a prefill worker, a decode worker and a router, without Ray."""
 
-import hashlib
 import shutil
 import urllib.error
 import urllib.request
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil
 from clusters import plain_cluster, wait_answers
 from siege_router import LOOP
 
@@ -19,6 +17,7 @@ from kvrelay.cluster.processes.processes import alive, find
 from kvrelay.router.doors.sockets import raise_limit
 from support.hash_worker import STEP_SECONDS, WORKER_LAYOUT
 from support.processes import free_port, wait_until
+from support.router_fakes import key_file
 from support.supervised import Supervised, hash_members
 
 WITNESS, ATTACKER = "witness", "attacker"
@@ -27,11 +26,6 @@ HASH_STEP = 0.005
 """Seconds of a step of the hash model at least."""
 IDLE_SECONDS = 30.0
 MIB = 2**20
-
-
-def key_lines(*tenants: str) -> str:
-    """A file of keys: each tenant's key is its name."""
-    return "".join(f"{name} {hashlib.sha256(name.encode()).hexdigest()}\n" for name in tenants)
 
 
 @dataclass
@@ -50,10 +44,6 @@ class Besieged:
     def reach(self) -> dict[str, Any]:
         """Addresses with which a process of `siege_load.py` calls the router; its key is not among them."""
         return {"grpc": self.grpc, "http": self.http, "authority": None}
-
-    @property
-    def router(self) -> psutil.Process:
-        return psutil.Process(self.pids["router-0"])
 
     def dead(self) -> list[str]:
         """The members whose processes aren't those from before the siege, each with the last line of the supervisor's
@@ -115,7 +105,7 @@ def besieged(
     raise_limit()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    (folder / "api_keys").write_text(key_lines(WITNESS, ATTACKER))
+    keys = key_file(folder, **{WITNESS: "", ATTACKER: ""})
     grpc_port = free_port()
     http_port = next(port for port in iter(free_port, None) if port != grpc_port)
     # Without a prefix cache, so that a real model's tokens don't depend on what was asked before.
@@ -126,7 +116,7 @@ def besieged(
     if model != "hash":
         for role in ("prefill", "decode"):
             members[f"{role}-0"]["module"] = f"kvrelay.{role}_worker"
-    options = {"model": "pico", "grpc_port": grpc_port, "http_port": http_port, "api_keys": str(folder / "api_keys")}
+    options = {"model": "pico", "grpc_port": grpc_port, "http_port": http_port, "api_keys": keys}
     members["router-0"] = {"module": "siege_router", "options": options | router}
     variables = {LOOP: loop, STEP_SECONDS: str(HASH_STEP)}
     with plain_cluster(folder, members, variables) as cluster:

@@ -4,7 +4,7 @@
 
 Each turn that holds the loop for longer than NOTED_SECONDS is a line of FOLDER/NAME.holds: when it ended, on the
 monotonic clock, and for how long the loop was held, both in seconds. The environment variable SIEGE_LOOP names the
-event loop: `asyncio` or `uvloop`.
+event loop: `asyncio`, or the product's.
 """
 
 import asyncio
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TextIO
 
 from kvrelay.router import __main__ as router
-from kvrelay.rpc.serve import LoopFactory
 from support.clock import Clock
 
 LOOP = "SIEGE_LOOP"
@@ -50,13 +49,8 @@ class NotingRouter(router.RouterProcess):
         await super().stop(grace)
 
 
-def loop() -> LoopFactory | None:
-    """The event loop that SIEGE_LOOP names; by default the product's."""
-    return None if os.environ.get(LOOP) == "asyncio" else router.fast_loop()
-
-
 if __name__ == "__main__":
     router.RouterProcess = NotingRouter  # type: ignore[misc]  # what `run` makes
-    made = loop()
-    router.fast_loop = lambda: made
+    if os.environ.get(LOOP) == "asyncio":
+        router.fast_loop = lambda: None
     sys.exit(router.run())

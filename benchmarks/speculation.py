@@ -136,8 +136,8 @@ class Cell:
                 seconds[method] += took
                 tokens[method] += later
                 if guesses and count:
-                    for field in self.counts[method]:
-                        self.counts[method][field] += vars(guesses.counts)[field] - before[field]
+                    now = vars(guesses.counts)
+                    self.counts[method].update({field: value - before[field] for field, value in now.items()})
             if len({tuple(stream) for stream in streams.values()}) > 1:
                 raise RuntimeError(f"{self.name}: the methods have different tokens: {streams}")
         if count:

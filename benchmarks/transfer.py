@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from turns import own_setting, save, spread
 
 from kvrelay.client import Client
 from kvrelay.cluster import certificates
+from kvrelay.decode_worker.handoff_service import HandoffService
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.prefill_worker.handoff_client import HandoffClient
@@ -50,8 +52,9 @@ from kvrelay.transfer.protocol.messages import Code, Key
 from kvrelay.transfer.protocol.peers import Peer, PeerTable
 from kvrelay.transfer.transports.base import Transport
 from kvrelay.transfer.transports.registry import available_transports, entries
+from support.access import credentials
 from support.forks import spawned
-from support.handoff import HOST, RECEIVER, SENDER, Ends, ReceivingHost, SendingHost, StandInHold, serving, setup
+from support.handoff import HOST, RECEIVER, SENDER, Ends, ReceivingHost, SendingHost, StandInHold, setup
 
 LAYOUT = KVLayout(layers=16, kv_heads=8, head_dim=64, block_size=16, dtype="bfloat16")
 """KV layout of a 1B Llama: 32 KiB per token, 512 KiB per block."""
@@ -124,11 +127,18 @@ def receiver(there: Connection, folder: str, largest: int, configs: Sequence[Tra
 async def _receive(there: Connection, folder: str, largest: int, configs: Sequence[TransferConfig]) -> None:
     pool = pool_of(largest)
     host = Receiving(there, pool.num_blocks)
+    services, ports = [], []
     async with AsyncExitStack() as stack:
-        sides = [
-            await stack.enter_async_context(serving(host, pool, config, offered(config, folder))) for config in configs
-        ]
-        there.send([side.port for side in sides])
+        for config in configs:
+            senders = PeerTable([Peer(SENDER, address="")])
+            services.append(HandoffService(setup(RECEIVER, pool, senders, config, offered(config, folder)), host))
+            server = credentials("worker").server()
+            services[-1].add_to(server)
+            ports.append(server.add_insecure_port(f"{HOST}:0"))
+            await server.start()
+            stack.push_async_callback(server.stop, 0)
+            stack.push_async_callback(services[-1].close)
+        there.send(ports)
         group = await asyncio.to_thread(bare_group, folder, 1)
         into, byte = torch.zeros(largest, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
         while (command := await asyncio.to_thread(there.recv)) is not None:
@@ -140,7 +150,7 @@ async def _receive(there: Connection, folder: str, largest: int, configs: Sequen
             else:
                 tokens = range(size // LAYOUT.token_bytes)
                 host.need[key] = LAYOUT.blocks_for(len(tokens))
-                sides[what].service.receiver.expect(key, SENDER, tokens)
+                services[what].receiver.expect(key, SENDER, tokens)
 
 
 class PrefillSide:
@@ -215,9 +225,8 @@ async def measure(
     """`configs` are those of `sender`, in its order, by the name of the kind."""
     cells = []
     for size in sizes:
-        kinds: dict[str, Callable[[], Any]] = {"bare": lambda size=size: sender.bare(size)}
-        for number, name in enumerate(configs):
-            kinds[name] = lambda number=number, size=size: sender.handoff(number, size)
+        kinds: dict[str, Callable[[], Any]] = {"bare": partial(sender.bare, size)}
+        kinds |= {name: partial(sender.handoff, number, size) for number, name in enumerate(configs)}
         seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
         cpu = dict.fromkeys(kinds, 0.0)
         for repeat in range(repeats + 2):
@@ -231,26 +240,19 @@ async def measure(
                     seconds[kind].append(took)
                     cpu[kind] += cpu_seconds(pids) - before
         bare = statistics.median(seconds["bare"])
-        asked = ASKED_RATIO if size >= ASKED_FROM_BYTES else None
         for kind, times in seconds.items():
-            cell: dict[str, Any] = {
-                "part": "throughput",
-                "transport": configs["checksums on"].transport,
-                "bytes": size,
-                "kind": kind,
-            }
-            if kind == "bare":
-                cell["transport"] = "gloo, bare"
+            cell: dict[str, Any] = {"part": "throughput", "bytes": size, "kind": kind}
+            cell["transport"] = "gloo, bare" if kind == "bare" else configs["checksums on"].transport
             cell["GB/s"] = spread([size / each / 1e9 for each in times])
             if size >= ASKED_FROM_BYTES:
                 # /proc counts in ticks of 10 ms, and the exchange around a send counts too.
                 cell["cpu_seconds_per_GB"] = round(cpu[kind] / len(times) / (size / 1e9), 2)
             if kind != "bare":
                 cell["of_bare"] = round(bare / statistics.median(times), 3)
-                cell["of_bare_by_repeat"] = spread(
-                    [mine / each for mine, each in zip(seconds["bare"], times, strict=True)]
-                )
-                cell["asked"] = asked if kind == "checksums on" else None
+                pairs = zip(seconds["bare"], times, strict=True)
+                cell["of_bare_by_repeat"] = spread([other / own for other, own in pairs])
+            if kind == "checksums on" and size >= ASKED_FROM_BYTES:
+                cell["asked"] = ASKED_RATIO
             print(json.dumps(cell), flush=True)
             cells.append(cell)
     return cells

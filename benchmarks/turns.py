@@ -103,12 +103,7 @@ def summary(runs: Runs, larger_is_better: bool) -> dict[str, Any]:
     for cell, engines in runs.items():
         medians = {name: statistics.median(values) for name, values in engines.items()}
         peers = {name: value for name, value in medians.items() if name != OWN}
-        row: dict[str, Any] = {
-            "engines": {
-                name: {"median": medians[name], "min": min(values), "max": max(values), "runs": values}
-                for name, values in engines.items()
-            }
-        }
+        row: dict[str, Any] = {"engines": {name: spread(values) | {"runs": values} for name, values in engines.items()}}
         if OWN in medians and peers:
             row["best_peer"] = (max if larger_is_better else min)(peers, key=peers.__getitem__)
             row["ratios"] = {name: round(medians[OWN] / value, 3) for name, value in peers.items()}

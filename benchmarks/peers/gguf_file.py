@@ -41,7 +41,7 @@ def main() -> None:
         for key in weights.keys():  # noqa: SIM118  # not a mapping
             add_tensor(
                 writer,
-                names.get_name(key, (".weight",)) + ".weight",
+                names.get_name(key, (".weight",)),
                 weights.get_tensor(key),
                 gguf.GGMLQuantizationType[args.type.upper()],
             )
