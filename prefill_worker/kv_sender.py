@@ -49,7 +49,6 @@ from kvrelay.transfer.protocol.messages import (
     CloseLink,
     Code,
     Dial,
-    Finish,
     Grant,
     Hello,
     Key,
@@ -127,10 +126,6 @@ class Sending(Transfer[SendAttempt]):
     offered_at: float
     granted_at: float | None = None
     """Time when the receiver's first grant came."""
-    announced: tuple[int, int] = 0, 0
-    """Epoch of the latest frame that was announced, and the number of frames announced in it."""
-    finish: Finish | None = None
-    """Finish that waits until all frames of its epoch are announced."""
     steps: deque[tuple[int, KVWrites]] = field(default_factory=deque)
     """Steps whose end isn't known, oldest first: the tokens before those whose KV each computes, and its writes."""
 
@@ -282,8 +277,7 @@ class KVSender(Endpoint[Sending]):
                 case SendFrame(frame):
                     self._send(transfer, frame)
                 case SendFinish(message):
-                    transfer.finish = message
-                    self._put_finish(transfer)
+                    self.links.after_frames(pair.incarnation, message.epoch, partial(pair.stream.put, message))
                 case StopFrames(frames):
                     self._stop(transfer, frames)
                 case ReleaseHold(hold):
@@ -315,16 +309,7 @@ class KVSender(Endpoint[Sending]):
         """Tells the receiver that the link begins to send a frame."""
         transfer.started_at = transfer.started_at or self.runtime.now()
         transfer.state_nbytes += push.nbytes if push.states else 0
-        transfer.announced = push.epoch, push.index + 1
         transfer.pair.stream.put(push)
-        self._put_finish(transfer)
-
-    def _put_finish(self, transfer: Sending) -> None:
-        """Tells the receiver of the end, if that is known and every frame before it is announced."""
-        finish = transfer.finish
-        if finish is not None and (not finish.frames or transfer.announced == (finish.epoch, finish.frames)):
-            transfer.finish = None
-            transfer.pair.stream.put(finish)
 
     def _sent(self, transfer: Sending, frame: Frame) -> None:
         """Notes that the frame's blocks are no longer needed for it."""

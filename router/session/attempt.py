@@ -268,7 +268,7 @@ class Part:
     """The attempt, which keeps its parts: with a reference back, only the garbage collector would free both, and all
     that a session is, which takes it a tenth of a second where many have ended."""
     tokens: AttemptTokens
-    """Those of the attempt."""
+    """The attempt's tokens."""
     stream: WorkerStream
     phase: Phase
     next_index: int

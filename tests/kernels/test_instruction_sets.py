@@ -33,7 +33,7 @@ def own_team() -> Team:
 def test_products(
     team_of: Callable[[int], Team], own_team: Team, rows: int, inputs: int, kind: CodeType, round_inputs: bool
 ) -> None:
-    """Those of int8 are scaled in floating point at their ends, with rounding of their own."""
+    """Products of int8 are scaled in floating point at their ends, with rounding of their own."""
     teams, few_bits = (team_of(2), own_team), kind.bits == 4
     if few_bits and rows > 6 and any(team.library.kvrelay_tiles_used() for team in teams):
         pytest.skip("AMX multiplies many rows with weights of 4 bits as bfloat16")

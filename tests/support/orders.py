@@ -49,7 +49,7 @@ class Orders:
 
 
 class OrderedRules(Sequence[T], Generic[T]):
-    """Those of the ordered rules that one parser knows; their counts begin again with each change of the orders."""
+    """The ordered rules that one parser knows; their counts begin again with each change of the orders."""
 
     def __init__(self, orders: Orders, parse: Callable[[str], Sequence[T]], known: Callable[[str], bool]) -> None:
         """

@@ -20,11 +20,12 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 
-from kvrelay.engine.kv.writes import KVWrites
+from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.transfer.config import BETWEEN_GPUS, LINK_BUFFERS
 from kvrelay.transfer.frames.checks import MAX_TRAILER_BYTES
 from kvrelay.transfer.protocol.messages import Key
@@ -88,6 +89,29 @@ class Job(Protocol):
 
     def fail(self, message: str) -> None:
         """Takes note that the link ended before the transfer."""
+
+
+class AfterFrames:
+    """A job that transfers nothing: it makes a call once its hand-off's frames, queued before it, are announced."""
+
+    key: Key | None = None
+    written: KVWrites = WRITTEN
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def begin(self, link: Link, buffer: torch.Tensor) -> Pending | None:
+        self._call()
+        return None
+
+    def prepare(self, link: Link, buffer: torch.Tensor) -> None:
+        """Never called, because it waits for no KV."""
+
+    def done(self, buffer: torch.Tensor) -> None:
+        """Never called, because `begin` starts no transfer."""
+
+    def fail(self, message: str) -> None:
+        """Makes no call: the end of the link is reported by the link itself."""
 
 
 class LinkThread:
@@ -336,6 +360,9 @@ class LinkManager:
             return
         self._links.move_to_end(peer)
         link.submit(job)
+
+    def after_frames(self, peer: str, epoch: int, call: Callable[[], object]) -> None:
+        self.submit(peer, epoch, AfterFrames(partial(self._runtime.post, call)))
 
     def close(self, peer: str, reason: str) -> None:
         link = self._links.pop(peer, None)

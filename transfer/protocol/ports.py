@@ -123,6 +123,12 @@ class Links(Protocol):
     def submit(self, peer: str, epoch: int, job: Any) -> None:
         """Queues a job for the link of this epoch; fails the job at once if that link has ended."""
 
+    def after_frames(self, peer: str, epoch: int, call: Callable[[], object]) -> None:
+        """Runs `call` on the event loop behind the announcements of the frames queued before.
+
+        Never, if the link ends.
+        """
+
     def close(self, peer: str, reason: str) -> None:
         """Ends the link to `peer`, if there is one; `on_end` follows."""
 
