@@ -57,6 +57,17 @@ class PromptPart:
     """Index of targets[0] in the prompt."""
 
 
+class SlotCopy(NamedTuple):
+    """A copy between two slots of a layer group that keeps states."""
+
+    group: int
+    """Index of the group in `CacheLayout.groups`."""
+    source: int
+    target: int
+    before: bool
+    """Whether the copy is made before the step's computation, to begin with a snapshot, or behind it, to make one."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """One step's work: R rows, T tokens. The arrays are the plan's own copies, and read-only."""
@@ -88,6 +99,12 @@ class StepPlan:
     """[R] whether the row's only token is a draft. None if none is."""
     prompt_parts: tuple[PromptPart, ...] = ()
     """Prompt parts in order of their rows, at most one for each."""
+    side_tables: tuple[NDArray[np.int32], ...] = ()
+    """Block tables of the layer groups behind the first, in their order: of a window [R, W], where a logical block has
+    the column that it has in `block_tables` and blocks outside of the window are never read; of a state [R, 1], the
+    row's slot. A row that starts at 0 finds nothing of use in its slot."""
+    copies: tuple["SlotCopy", ...] = ()
+    """State slots to copy."""
     keep: tuple[int, ...] = ()
     """Layers whose inputs the step yields (`StepOutput.states`); the model's number of layers stands for the last one's
     output."""

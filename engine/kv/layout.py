@@ -1,11 +1,25 @@
-"""The memory layout of KV, as a value that two workers can compare. No torch."""
+"""The memory layout of KV, as a value that two workers can compare. No torch.
+
+A model's layers are in groups. All layers of a group need the same tokens of a sequence, so they share its block table:
+
+    full     the KV of all tokens, in blocks that grow with the sequence
+    latent   the same, of numbers from which a layer computes the keys and values of all heads
+    window   the KV of the last tokens: blocks outside of the window are freed, and never sent
+    state    numbers whose size doesn't depend on the sequence: a slot per sequence, and snapshots at block borders
+
+The KV of a group is in tracks, each a pool of its own that is as its `KVLayout` says: layers whose keys and values have
+the same shape are one track with two planes; keys and values of different sizes are a track each, as is whatever else a
+layer keeps of a token. A layer that reads another one's KV has none itself.
+
+A state's track has one block for each sequence, of one "token" with `head_dim` bytes in each layer; its dtype is `raw`.
+"""
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1, "raw": 1}
 SCALED = frozenset({"int8", "fp8"})
 """The dtypes of 8 bits; fp8 is E4M3 without infinities. Each head of a token has a scale for its keys and one for its
 values, a bfloat16."""
@@ -13,7 +27,8 @@ SCALE_BYTES = 2
 
 FloatDtype = Literal["float32", "bfloat16", "float16"]
 """Dtypes of weights and of computation."""
-KVDtype = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
+KVDtype = Literal["float32", "bfloat16", "float16", "int8", "fp8", "raw"]
+"""Dtypes of KV; `raw` is bytes that nobody converts."""
 Order = Literal["NHD", "HND"]
 
 
@@ -33,10 +48,10 @@ ALL_LAYERS = LayerPart()
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape and order of a block-first KV pool: `[block, layer, k|v, plane]`.
+    """Shape and order of a block-first KV pool: `[block, layer, plane of the layer, bytes]`.
 
     A block across all layers is one contiguous run of `block_bytes`. A plane is the keys, or the values, of one layer
-    in one block: numbers `[*inner]` and, if the dtype is one of SCALED, then their scales `[*inner without dim]`.
+    in one block; a layer has both, unless `planes` is 1. It has numbers `[*inner]` and, if the dtype is one of SCALED, then their scales `[*inner without dim]`.
     `inner` is `[slot, head, dim]` for NHD (CPU) and `[head, slot, dim]` for HND (GPU, where a tensor-parallel slice of
     heads then stays contiguous).
     """
@@ -50,6 +65,8 @@ class KVLayout:
     order: Order = "NHD"
     tp_rank: int = 0
     tp_size: int = 1
+    planes: int = 2
+    """Planes of a layer in a block: 2 for keys and values, 1 for one kind of numbers."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim", "block_size", "tp_size"):
@@ -57,6 +74,8 @@ class KVLayout:
                 raise ValueError(f"KVLayout.{name} is {getattr(self, name)}; it must be at least 1")
         if not 0 <= self.tp_rank < self.tp_size:
             raise ValueError(f"KVLayout.tp_rank is {self.tp_rank}; it must be in [0, {self.tp_size})")
+        if self.planes not in (1, 2):
+            raise ValueError(f"KVLayout.planes is {self.planes}; allowed: 1 or 2")
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"KVLayout.dtype is {self.dtype!r}; allowed: {', '.join(DTYPE_BYTES)}")
         if self.scaled and self.head_dim % 2:
@@ -81,8 +100,8 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's KV over all layers: `2 * layers * kv_heads * head_bytes`."""
-        return 2 * self.layers * self.kv_heads * self.head_bytes
+        """Bytes of one token's KV over all layers: `layers * planes * kv_heads * head_bytes`."""
+        return self.planes * self.layers * self.kv_heads * self.head_bytes
 
     @property
     def plane_bytes(self) -> int:
@@ -99,7 +118,7 @@ class KVLayout:
 
     def shape(self, blocks: int) -> tuple[int, ...]:
         """Shape of a pool of `blocks` blocks."""
-        return blocks, self.layers, 2, *self.inner
+        return blocks, self.layers, self.planes, *self.inner
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens."""
@@ -125,7 +144,7 @@ class KVLayout:
 
     def mismatch(self, other: "KVLayout") -> str | None:
         """Names the first field that keeps KV of `other` from being converted to this layout; None if nothing does."""
-        return self._differing(other, ("layers", "head_dim", "tp_size", "tp_rank", "kv_heads"))
+        return self._differing(other, ("layers", "planes", "head_dim", "tp_size", "tp_rank", "kv_heads"))
 
     def conversion(self, other: "KVLayout") -> str | None:
         """Names the first field for which KV of `other` must be converted; None if the bytes are the same."""
@@ -137,6 +156,87 @@ class KVLayout:
             if mine != theirs:
                 return f"{name}: {mine} here, {theirs} there"
         return None
+
+
+GroupKind = Literal["full", "latent", "window", "state"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that need the same tokens of a sequence; the module's docstring has the kinds."""
+
+    kind: GroupKind
+    tracks: tuple[KVLayout, ...]
+    """Tracks of the group, whose blocks have the same ids. None in the first group of a model that keeps nothing of all
+    tokens."""
+    window: int = 0
+    """Number of tokens that a token sees, itself included; 0 unless the kind is `window`."""
+
+    def __post_init__(self) -> None:
+        if (self.window > 0) != (self.kind == "window"):
+            raise ValueError(f"LayerGroup.window is {self.window}; it must be at least 1 for `window`, else 0")
+        for track in self.tracks:
+            if (track.dtype == "raw") != (self.kind == "state"):
+                raise ValueError(f"LayerGroup.tracks has dtype {track.dtype!r} in a group of kind {self.kind!r}")
+
+    def first_needed(self, tokens: int) -> int:
+        """The first of `tokens` tokens whose KV the token behind them needs: a block's border, unless all are needed.
+
+        For a state it is 0: the state is that of all of them.
+        """
+        if self.kind != "window" or not self.tracks:
+            return 0
+        size = self.tracks[0].block_size
+        return max(0, tokens - self.window + 1) // size * size
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """All that a model keeps of a sequence."""
+
+    groups: tuple[LayerGroup, ...]
+    """Groups in order. The first is `full` or `latent`, and its blocks count a sequence's tokens, even if it has no
+    tracks."""
+    block_size: int
+
+    def __post_init__(self) -> None:
+        if not self.groups or self.groups[0].kind not in ("full", "latent"):
+            raise ValueError("CacheLayout.groups must begin with a group of kind `full` or `latent`")
+        for group in self.groups:
+            for track in group.tracks:
+                size = 1 if group.kind == "state" else self.block_size
+                if track.block_size != size:
+                    raise ValueError(f"KVLayout.block_size is {track.block_size} in a {group.kind} group, not {size}")
+
+    @classmethod
+    def of(cls, layout: KVLayout) -> "CacheLayout":
+        """The layout of a model whose layers all keep the same of every token."""
+        return cls((LayerGroup("full", (layout,)),), layout.block_size)
+
+    @property
+    def tracks(self) -> tuple[tuple[int, KVLayout], ...]:
+        """(index of its group, layout) of every track, in order."""
+        return tuple((index, track) for index, group in enumerate(self.groups) for track in group.tracks)
+
+    @property
+    def side_groups(self) -> tuple[LayerGroup, ...]:
+        """Groups behind the first: those with block tables of their own."""
+        return self.groups[1:]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of the first group, in all of its tracks."""
+        return sum(track.block_bytes for track in self.groups[0].tracks)
+
+    def with_block_size(self, block_size: int) -> "CacheLayout":
+        """This layout with blocks of so many tokens."""
+        groups = tuple(
+            group
+            if group.kind == "state"
+            else replace(group, tracks=tuple(replace(track, block_size=block_size) for track in group.tracks))
+            for group in self.groups
+        )
+        return CacheLayout(groups, block_size)
 
 
 def memory_runs(layout: KVLayout, blocks: Iterable[int], part: LayerPart = ALL_LAYERS) -> Iterator[tuple[int, int]]:

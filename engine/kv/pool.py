@@ -21,6 +21,7 @@ TORCH_DTYPES = {
     "float16": torch.float16,
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
+    "raw": torch.uint8,
 }
 
 
@@ -49,7 +50,7 @@ class KVPool:
         self.num_blocks = num_blocks
         # Zeroed now, so that all memory is taken at start, where running out of it is a clear error. Otherwise a
         # worker's size would grow as blocks are first used.
-        self.bytes = _empty((num_blocks, layout.layers, 2, layout.plane_bytes), torch.device(device))
+        self.bytes = _empty((num_blocks, layout.layers, layout.planes, layout.plane_bytes), torch.device(device))
         self.bytes.zero_()
         self.tensor, self.scales = planes(self.bytes, layout)
         # Block by block, a GPU would spend its time on starting copies.
@@ -296,7 +297,7 @@ class KVPool:
         while num_tokens > 0:
             used = min(num_tokens, layout.block_size)
             block, size = pool[blocks[index], layers.start : layers.stop], layout.nbytes(used, part)
-            framed = rest[:size].reshape(len(layers), 2, -1)
+            framed = rest[:size].reshape(len(layers), layout.planes, -1)
             if used == layout.block_size:
                 yield block, framed
             else:

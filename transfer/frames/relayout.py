@@ -55,7 +55,7 @@ def narrow(pool: KVPool, table: Sequence[int], wire: KVLayout, frame: Frame, out
             width = wire.nbytes(len(used) * slots, frame.part)
             numbers = pool.tensor[used, layers.start : layers.stop].narrow(3 if wire.order == "NHD" else 4, 0, slots)
             stored = _as_bytes(*quantize(numbers, TORCH_DTYPES[wire.dtype]))
-            framed = fields(out[:width].view(len(used), len(layers), 2, -1), wire)
+            framed = fields(out[:width].view(len(used), len(layers), wire.planes, -1), wire)
             for part, new in zip(framed, stored, strict=True):
                 part.copy_(new)
             out = out[width:]
@@ -89,7 +89,7 @@ def _by_token(layout: KVLayout, frame: Frame, layers: int, data: Tensor) -> Iter
     for slots, blocks in ((size, frame.tokens // size), (frame.tokens % size, 1)):
         width = layout.nbytes(slots * blocks, frame.part)
         if width:
-            numbers, scales = planes(data[:width].view(blocks, layers, 2, -1), layout)
+            numbers, scales = planes(data[:width].view(blocks, layers, layout.planes, -1), layout)
             yield (
                 _by_slot(numbers, layout).flatten(0, 1),
                 None if scales is None else _by_slot(scales, layout).flatten(0, 1),
