@@ -51,7 +51,8 @@ class KVLayout:
     """Shape and order of a block-first KV pool: `[block, layer, plane of the layer, bytes]`.
 
     A block across all layers is one contiguous run of `block_bytes`. A plane is the keys, or the values, of one layer
-    in one block; a layer has both, unless `planes` is 1. It has numbers `[*inner]` and, if the dtype is one of SCALED, then their scales `[*inner without dim]`.
+    in one block; a layer has both, unless `planes` is 1. It has numbers `[*inner]` and, if the dtype is one of SCALED,
+    then their scales `[*inner without dim]`.
     `inner` is `[slot, head, dim]` for NHD (CPU) and `[head, slot, dim]` for HND (GPU, where a tensor-parallel slice of
     heads then stays contiguous).
     """
