@@ -39,6 +39,11 @@ def side_blocks(group: LayerGroup, options: EngineConfig) -> int:
     return sequences * each + -(-options.max_batch_tokens // options.block_size)
 
 
+def blocks_without_kv(options: EngineConfig, max_context: int) -> int:
+    """Blocks of a first group that keeps nothing: enough for all sequences, since they take no memory."""
+    return (2 * options.max_sequences + 2) * -(-max_context // options.block_size)
+
+
 class SidePool:
     """The blocks, or slots, of one group, and which of them have known content. Not thread-safe."""
 
@@ -92,7 +97,8 @@ class SidePool:
             hold = self.pool.allocate(self._import_blocks(imports), "a new hold")
             if hold is None:
                 raise IntegrityError("the pool of a window has too few blocks, unlike what it said")
-            return SideHold(self, hold, first)
+            # The sender's blocks may be smaller, and begin inside of the first one.
+            return SideHold(self, hold, first, complete=first + (first > 0))
         first = self.first_needed(len(chain))
         return SideHold(self, self.pool.share(self._known(chain[first:]), "a new hold"), first)
 
@@ -120,18 +126,20 @@ class SidePool:
 class SideHold:
     """One sequence's blocks of one group."""
 
-    __slots__ = ("first", "hold", "side", "snapshot")
+    __slots__ = ("complete", "first", "hold", "side", "snapshot")
 
-    def __init__(self, side: SidePool, hold: Hold, first: int, snapshot: Hold | None = None) -> None:
+    def __init__(self, side: SidePool, hold: Hold, first: int, snapshot: Hold | None = None, complete: int = 0) -> None:
         """
         Args:
             first: logical block of the first block of `hold`.
             snapshot: slot of the state that the sequence begins with, until its first step has copied it.
+            complete: first logical block that has, or will have, the KV of all of its tokens.
         """
         self.side = side
         self.hold = hold
         self.first = first
         self.snapshot = snapshot
+        self.complete = complete
 
     def can_cover(self, tokens: int) -> bool:
         """Whether there is room for so many tokens of the sequence."""
@@ -173,7 +181,9 @@ class SideHold:
 
     def publish(self, index: int, digest: bytes) -> None:
         """Notes the content of logical block `index`, if it is here."""
-        if not self.side.is_state and 0 <= index - self.first < len(self.hold.blocks):
+        if self.side.is_state or index < self.complete:
+            return
+        if 0 <= index - self.first < len(self.hold.blocks):
             self.side.contents.add(digest, self.hold.blocks[index - self.first], self.hold.owner)
 
     def withdraw(self) -> None:

@@ -50,9 +50,9 @@ def continues_unseen(sequence: Sequence, length: int, speculation: Speculation |
 def has_mask(sequence: Sequence) -> bool:
     """Whether the next token of a sequence can be chosen in the next step. If not, a step without the row goes on."""
     matcher = None if sequence.shaping is None else sequence.shaping.matcher
-    # What leaves with its first token isn't computed twice: its KV may be on its way once it was computed. A state would
-    # have the token twice.
-    once = sequence.handoff or any([side.side.is_state for side in sequence.hold.sides])
+    # What leaves with its first token isn't computed twice: its KV may be on its way once it was computed. Nor is what
+    # has a state, which would have the token twice.
+    once = sequence.handoff or any(side.side.is_state for side in sequence.hold.sides)
     return matcher is None or matcher.ready(surely=once)
 
 
