@@ -57,7 +57,7 @@ CPU_SECONDS = 1e-3
 PEAK_BYTES = 2 * 2**20
 """Bytes of memory for refusing a batch: a small multiple of the longest batch, whatever lengths it claims."""
 CACHE = CacheLayout.of(KVLayout(2, 2, 8, 16, "float32"))
-HELLO = Hello(VERSION, "p", "i", "j", "f", True, "none", False, 65536, None, CACHE)
+HELLO = Hello(VERSION, "p", "i", "j", "f", CACHE, True, "none", False, 65536)
 OFFER: dict[str, Any] = {"request": "r", "attempt": 1, "tokens": 20, "digest": b"0123456789abcdef"}
 SOUND = HandoffMessage.Offer(**OFFER).SerializeToString()
 GIGABYTE = b"\x80\x80\x80\x80\x04"
@@ -76,7 +76,23 @@ LAYOUTS = st.builds(
     block_size=st.sampled_from((8, 16, 128)),
     dtype=st.sampled_from(("float32", "bfloat16", "float16")),
     order=st.sampled_from(("NHD", "HND")),
+    planes=st.integers(1, 2),
 )
+
+
+@st.composite
+def caches(draw: st.DrawFn) -> CacheLayout:
+    """A first group, perhaps without tracks, and others behind it."""
+    size = draw(st.sampled_from((8, 16, 128)))
+    tracks = st.lists(LAYOUTS.map(lambda layout: replace(layout, block_size=size)), max_size=3).map(tuple)
+    slots = LAYOUTS.map(lambda layout: replace(layout, block_size=1, dtype="raw", planes=1))
+    first = st.builds(LayerGroup, st.sampled_from(("full", "latent")), tracks)
+    window = st.builds(LayerGroup, st.just("window"), tracks, st.integers(1, 2**31))
+    state = st.builds(LayerGroup, st.just("state"), st.tuples(slots))
+    return CacheLayout((draw(first), *draw(st.lists(window | state, max_size=3))), size)
+
+
+CACHES = caches()
 STATES = st.builds(
     StatesLayout,
     layers=st.lists(st.integers(0, 2**16), min_size=1, max_size=MAX_STATE_LAYERS, unique=True).map(tuple),
@@ -100,6 +116,10 @@ def _values(rule: packing.Rule) -> st.SearchStrategy[Any]:
             return st.sampled_from(list(values.values()))
         case wire.LAYOUT:
             return LAYOUTS
+        case wire.CACHE:
+            return CACHES
+        case wire.Many(packing.Number(low, high), most):
+            return st.lists(st.integers(low, high), min_size=1, max_size=most).map(tuple)
         case wire.STATES:
             return st.none() | STATES
         case wire.Many():
@@ -126,7 +146,7 @@ def test_messages_arrive_as_they_were_sent(messages: list[Message]) -> None:
 def test_the_proto_and_the_classes_have_the_same_messages_with_the_same_fields() -> None:
     assert set(get_args(Message)) == {form.kind for form in wire._FORMS.values()}
     for name, kind in HandoffMessage.DESCRIPTOR.nested_types_by_name.items():
-        rule = {"Layout": wire.LAYOUT, "States": wire.STATES}.get(name) or wire._FORMS[name]
+        rule = {"Layout": wire.LAYOUT, "States": wire.STATES, "Group": wire.GROUP, "Cache": wire.CACHE}.get(name) or wire._FORMS[name]
         assert [field.name for field in kind.fields] == list(rule.rules), name
     assert {code.name for code in Code} == {name.removeprefix("CODE_") for name in HandoffMessage.Code.keys()[1:]}
 
@@ -159,7 +179,8 @@ def raw_offer(*content: bytes) -> bytes:
 def hello(part: str, **changes: object) -> bytes:
     """A batch of one Hello in whose part `part` some fields are changed, or left out if they are None."""
     batch = HandoffBatch.FromString(encode([replace(HELLO, states=StatesLayout((1, 4, 7), 64, "bfloat16"))]))
-    message = getattr(batch.messages[0].hello, part)
+    start = batch.messages[0].hello
+    message = start.cache.groups[0].tracks[0] if part == "layout" else getattr(start, part)
     for field in changes:
         message.ClearField(field)
     message.MergeFrom(type(message)(**changes))
@@ -212,14 +233,14 @@ INVALID: dict[str, tuple[bytes, str]] = {
     "Nack.code: 0": (packed(HandoffMessage(nack=KEY | {"code": 0, "message": ""})), "Nack.code is 0"),
     "Renew.keys: missing": (packed(HandoffMessage(renew={})), "Renew.keys is missing"),
     "Renew.keys: many": (packed(renewals(*[{}] * (MAX_KEYS + 1))), "33 keys in Renew.keys; allowed: up to 32"),
-    "layers: missing": (hello("layout", layers=None), "Hello.layout.layers is missing"),
-    "layers: 0": (hello("layout", layers=0), "Hello.layout.layers"),
-    "layers: 2**32 - 1": (hello("layout", layers=2**32 - 1), "Hello.layout.layers"),
-    "dtype: int4": (hello("layout", dtype="int4"), "Hello.layout.dtype is 'int4'; allowed: float32"),
-    "order: DHN": (hello("layout", order="DHN"), "Hello.layout.order"),
-    "block size: 0": (hello("layout", block_size=0), "Hello.layout.block_size"),
-    "block size: 2**20 + 1": (hello("layout", block_size=2**20 + 1), "Hello.layout.block_size"),
-    "rank: 1 of 1": (hello("layout", tp_rank=1), "Hello.layout: .*tp_rank"),
+    "layers: missing": (hello("layout", layers=None), "Hello.cache.groups.tracks.layers is missing"),
+    "layers: 0": (hello("layout", layers=0), "Hello.cache.groups.tracks.layers"),
+    "layers: 2**32 - 1": (hello("layout", layers=2**32 - 1), "Hello.cache.groups.tracks.layers"),
+    "dtype: int4": (hello("layout", dtype="int4"), "Hello.cache.groups.tracks.dtype is 'int4'; allowed: float32"),
+    "order: DHN": (hello("layout", order="DHN"), "Hello.cache.groups.tracks.order"),
+    "block size: 0": (hello("layout", block_size=0), "Hello.cache.groups.tracks.block_size"),
+    "block size: 2**20 + 1": (hello("layout", block_size=2**20 + 1), "Hello.cache.groups.tracks.block_size"),
+    "rank: 1 of 1": (hello("layout", tp_rank=1), "Hello.cache.groups.tracks: .*tp_rank"),
     "states: none": (hello("states", layers=[]), "Hello.states.layers is missing"),
     "states: one twice": (hello("states", layers=[1, 1]), "Hello.states: .*twice"),
     "states: many": (hello("states", layers=range(MAX_STATE_LAYERS + 1)), "Hello.states.layers has 17 items"),

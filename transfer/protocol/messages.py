@@ -225,6 +225,7 @@ class Hello:
     """Incarnation that this message is meant for."""
     fingerprint: Reason
     """Fingerprint of the model."""
+    cache: Annotated[CacheLayout, CACHE]
     checksum: Annotated[bool, Flag()]
     encrypt: Annotated[str, Text(1, 16)]
     """Value of `TransferConfig.encrypt`."""
@@ -232,9 +233,8 @@ class Hello:
     """Whether the worker's KV pool is in GPU memory. If both pools are, frames in GPU memory carry the GPU checksum."""
     frame_bytes: Annotated[int, Number(1, MAX_FRAME_BYTES)]
     """KV bytes of the largest frame that the worker sends."""
-    states: Annotated[StatesLayout | None, STATES]
+    states: Annotated[StatesLayout | None, STATES] = None
     """Hidden states of prompts that a receiver wants beside their KV; None if it wants none."""
-    cache: Annotated[CacheLayout, CACHE]
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,30 +92,30 @@ class HandoffMessage(_message.Message):
         last: bool
         def __init__(self, layers: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[str] = ..., last: _Optional[bool] = ...) -> None: ...
     class Hello(_message.Message):
-        __slots__ = ("version", "worker", "incarnation", "peer_incarnation", "fingerprint", "checksum", "encrypt", "gpu", "frame_bytes", "states", "cache")
+        __slots__ = ("version", "worker", "incarnation", "peer_incarnation", "fingerprint", "cache", "checksum", "encrypt", "gpu", "frame_bytes", "states")
         VERSION_FIELD_NUMBER: _ClassVar[int]
         WORKER_FIELD_NUMBER: _ClassVar[int]
         INCARNATION_FIELD_NUMBER: _ClassVar[int]
         PEER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
         FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+        CACHE_FIELD_NUMBER: _ClassVar[int]
         CHECKSUM_FIELD_NUMBER: _ClassVar[int]
         ENCRYPT_FIELD_NUMBER: _ClassVar[int]
         GPU_FIELD_NUMBER: _ClassVar[int]
         FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
         STATES_FIELD_NUMBER: _ClassVar[int]
-        CACHE_FIELD_NUMBER: _ClassVar[int]
         version: int
         worker: str
         incarnation: str
         peer_incarnation: str
         fingerprint: str
+        cache: HandoffMessage.Cache
         checksum: bool
         encrypt: str
         gpu: bool
         frame_bytes: int
         states: HandoffMessage.States
-        cache: HandoffMessage.Cache
-        def __init__(self, version: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., peer_incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., checksum: _Optional[bool] = ..., encrypt: _Optional[str] = ..., gpu: _Optional[bool] = ..., frame_bytes: _Optional[int] = ..., states: _Optional[_Union[HandoffMessage.States, _Mapping]] = ..., cache: _Optional[_Union[HandoffMessage.Cache, _Mapping]] = ...) -> None: ...
+        def __init__(self, version: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., peer_incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., cache: _Optional[_Union[HandoffMessage.Cache, _Mapping]] = ..., checksum: _Optional[bool] = ..., encrypt: _Optional[str] = ..., gpu: _Optional[bool] = ..., frame_bytes: _Optional[int] = ..., states: _Optional[_Union[HandoffMessage.States, _Mapping]] = ...) -> None: ...
     class Refuse(_message.Message):
         __slots__ = ("code", "message")
         CODE_FIELD_NUMBER: _ClassVar[int]
