@@ -146,7 +146,9 @@ def test_messages_arrive_as_they_were_sent(messages: list[Message]) -> None:
 def test_the_proto_and_the_classes_have_the_same_messages_with_the_same_fields() -> None:
     assert set(get_args(Message)) == {form.kind for form in wire._FORMS.values()}
     for name, kind in HandoffMessage.DESCRIPTOR.nested_types_by_name.items():
-        rule = {"Layout": wire.LAYOUT, "States": wire.STATES, "Group": wire.GROUP, "Cache": wire.CACHE}.get(name) or wire._FORMS[name]
+        rule = {"Layout": wire.LAYOUT, "States": wire.STATES, "Group": wire.GROUP, "Cache": wire.CACHE}.get(
+            name
+        ) or wire._FORMS[name]
         assert [field.name for field in kind.fields] == list(rule.rules), name
     assert {code.name for code in Code} == {name.removeprefix("CODE_") for name in HandoffMessage.Code.keys()[1:]}
 

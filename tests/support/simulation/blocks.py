@@ -1,17 +1,18 @@
 """Pools of the simulated hand-off: who owns each block, who touches it, and whether its KV is what it must be."""
 
+import functools
 import zlib
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.layout import CacheLayout, KVLayout, LayerGroup
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.states import StatesLayout
+from kvrelay.transfer.protocol.handshake import tracks_of
 from kvrelay.transfer.protocol.messages import Key
 from kvrelay.transfer.protocol.ports import BlockClaim
 
@@ -21,6 +22,20 @@ LAYERS = 3
 FLOATS = KVLayout(layers=LAYERS, kv_heads=16, head_dim=128, block_size=BLOCK, dtype="float32")
 CODES = KVLayout(layers=LAYERS, kv_heads=16, head_dim=510, block_size=BLOCK, dtype="int8", order="HND")
 """A layout with scales; a layer of a block takes 64 KiB, the smallest frame, as in FLOATS."""
+SLOT = KVLayout(layers=LAYERS, kv_heads=1, head_dim=2**16, block_size=1, dtype="raw", planes=1)
+
+
+def caches_of(layout: KVLayout) -> list[CacheLayout]:
+    """What models may keep of a sequence: of all tokens, of some last ones, a state, and none of all tokens."""
+    full, window, state = (
+        LayerGroup("full", (layout,)),
+        LayerGroup("window", (layout,), 6),
+        LayerGroup("state", (SLOT,)),
+    )
+    found = ((full,), (full, window), (full, state), (full, window, state), (LayerGroup("full", ()), state))
+    return [CacheLayout(groups, BLOCK) for groups in found]
+
+
 STATES = StatesLayout(layers=(1,), hidden_size=2**13, dtype="float32")
 """Layout of hidden states; a frame of one layer of a block has those of two tokens."""
 
@@ -34,7 +49,7 @@ class Violation(AssertionError):
         self.kind = kind
 
 
-@cache
+@functools.cache
 def _ramp(words: int) -> NDArray[np.uint64]:
     return np.arange(words, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
@@ -48,13 +63,33 @@ def states_of(key: Key, first: int, end: int) -> torch.Tensor:
 class Hold:
     """Keeps blocks of one attempt allocated: a sender's hold, or a receiver's reservation (then it is its own hold)."""
 
-    __slots__ = ("blocks", "have_tokens", "owner", "released")
+    __slots__ = ("blocks", "cache", "first", "have_tokens", "owner", "released", "tokens")
 
-    def __init__(self, owner: Any, blocks: list[int]) -> None:
+    def __init__(self, owner: Any, blocks: list[int], cache: CacheLayout, first: int, tokens: int) -> None:
+        """
+        Args:
+            first: number of the first block in the prompt.
+            tokens: that come from another worker; 0 if the KV is computed here, so that no block of a window is lacking.
+        """
         self.owner = owner
         self.blocks = blocks
+        self.cache = cache
+        self.first = first
+        self.tokens = tokens
         self.have_tokens = 0
         self.released = False
+
+    def tables(self) -> list[list[int]]:
+        """As `kvrelay.engine.kv.blocks.Hold.tables`. All groups have the same blocks, each in its own pools; the slot of
+        a state is the first one."""
+        found = [self.blocks]
+        for group in self.cache.side_groups:
+            if group.kind == "state":
+                found.append(self.blocks[:1])
+            else:
+                before = max(self.first, group.first_needed(self.tokens) // BLOCK)
+                found.append([-1] * before + self.blocks[before - self.first :])
+        return found
 
     @property
     def hold(self) -> "Hold":
@@ -65,30 +100,31 @@ class Hold:
 
 
 MOST_BLOCKS = 10
-_spare: dict[KVLayout, list[KVPool]] = {}
+_spare: dict[CacheLayout, list[list[KVPool]]] = {}
 """Memory that earlier worlds have used: new memory would take half of a world's time."""
 
 
 class Blocks:
     """One worker's pool. Every method that breaks ownership raises `Violation`."""
 
-    def __init__(self, name: str, layout: KVLayout, count: int) -> None:
+    def __init__(self, name: str, cache: CacheLayout, count: int) -> None:
         self.name = name
+        self.cache = cache
         self.count = count
-        spare = _spare.setdefault(layout, [])
-        self.pool = spare.pop() if spare else KVPool(layout, MOST_BLOCKS)
+        spare = _spare.setdefault(cache, [])
+        self.pools = spare.pop() if spare else [KVPool(layout, MOST_BLOCKS) for _, layout in cache.tracks]
         self.free = list(range(count))
         self.owner: list[Any] = [None] * count
-        self._words = self.pool.bytes.numpy().reshape(MOST_BLOCKS, -1).view(np.uint64)
+        self._words = [pool.bytes.numpy().reshape(MOST_BLOCKS, -1).view(np.uint64) for pool in self.pools]
         self._holds = [0] * count
         self._touched = [0] * count
 
     def give_back(self) -> None:
         """The world is over."""
-        _spare[self.pool.layout].append(self.pool)
+        _spare[self.cache].append(self.pools)
 
-    def take(self, owner: Any, count: int) -> Hold | None:
-        """A hold on `count` free blocks; None if there are fewer."""
+    def take(self, owner: Any, count: int, tokens: int = 0) -> Hold | None:
+        """A hold on `count` free blocks; None if there are fewer. `tokens` as for `Hold`."""
         if len(self.free) < count:
             return None
         blocks, self.free = self.free[:count], self.free[count:]
@@ -97,15 +133,16 @@ class Blocks:
                 raise Violation("owner", f"{self.name}: block {block} is given to {owner} while a link touches it")
             self.owner[block] = owner
             self.fill(block, "stale")
-        return self.hold(owner, blocks)
+            self.fill_slot(block, "stale")
+        return self.hold(owner, blocks, tokens=tokens)
 
-    def hold(self, owner: Any, blocks: list[int]) -> Hold:
-        """One more hold on blocks that `owner` has already."""
+    def hold(self, owner: Any, blocks: list[int], first: int = 0, tokens: int = 0) -> Hold:
+        """One more hold on blocks that `owner` has already; `first` and `tokens` as for `Hold`."""
         for block in blocks:
             if self.owner[block] != owner:
                 raise Violation("owner", f"{self.name}: {owner} holds block {block} of {self.owner[block]}")
             self._holds[block] += 1
-        return Hold(owner, blocks)
+        return Hold(owner, blocks, self.cache, first, tokens)
 
     def release(self, hold: Hold) -> None:
         """A block without holds is free at once, and may get another owner."""
@@ -137,37 +174,56 @@ class Blocks:
 
     def fill(self, block: int, *stamp: object) -> None:
         """Writes KV that belongs to `stamp`: whose it is, and the number of the block in the prompt."""
-        np.add(_ramp(self._words.shape[1]), zlib.crc32(repr(stamp).encode()), out=self._words[block])
+        self._write(block, stamp, states=False)
+
+    def fill_slot(self, block: int, *stamp: object) -> None:
+        """Writes a state that belongs to `stamp` into the slot of that number."""
+        self._write(block, stamp, states=True)
+
+    def _write(self, block: int, stamp: tuple[object, ...], *, states: bool) -> None:
+        for number, (words, (group, layout)) in enumerate(zip(self._words, self.cache.tracks, strict=True)):
+            if (self.cache.groups[group].kind == "state") == states:
+                seed = zlib.crc32(repr((number, layout.dtype, *stamp)).encode())
+                np.add(_ramp(words.shape[1]), seed, out=words[block])
 
     def check_tokens(self, hold: Hold, tokens: int) -> None:
         """Every token has the KV that the sender of this very attempt computed for this very place."""
-        expected, found = _computed(self.pool.layout, hold.owner, tokens), self._read(hold.blocks, tokens)
-        if not torch.equal(expected, found):
-            first = int((expected != found).nonzero()[0, 0]) // self.pool.layout.block_bytes
-            raise Violation("token", f"{hold.owner}: block {first} holds other KV")
+        pairs = zip(_computed(self.cache, hold.owner, tokens), self._read(hold.tables(), tokens), strict=True)
+        for (group, layout), (expected, found) in zip(self.cache.tracks, pairs, strict=True):
+            if not torch.equal(expected, found):
+                first = int((expected != found).nonzero()[0, 0]) // layout.block_bytes
+                kind = self.cache.groups[group].kind
+                raise Violation("token", f"{hold.owner}: block {first} of those of a {kind} group holds other KV")
 
     def check_all_free(self) -> None:
         if len(self.free) != self.count or len(set(self.free)) != self.count:
             held = {block: self.owner[block] for block in range(self.count) if block not in self.free}
             raise Violation("leak", f"{self.name}: still held: {held}")
 
-    def _read(self, blocks: list[int], tokens: int) -> torch.Tensor:
-        out = torch.empty(self.pool.layout.nbytes(tokens), dtype=torch.uint8)
-        self.pool.read(blocks, 0, tokens, out)
-        return out
+    def _read(self, tables: list[list[int]], tokens: int) -> list[torch.Tensor]:
+        """What is needed of so many tokens, by track, as it lies in frames."""
+        found = []
+        for pool, track, (group, layout) in zip(
+            self.pools, tracks_of(self.cache, tokens), self.cache.tracks, strict=True
+        ):
+            out = torch.empty(layout.nbytes(track.tokens - track.first), dtype=torch.uint8)
+            pool.read(tables[group], track.first, track.tokens - track.first, out)
+            found.append(out)
+        return found
 
 
-@cache
-def _scratch(layout: KVLayout) -> Blocks:
-    return Blocks("expected", layout, MOST_BLOCKS)
+@functools.cache
+def _scratch(cache: CacheLayout) -> Blocks:
+    return Blocks("expected", cache, MOST_BLOCKS)
 
 
-def _computed(layout: KVLayout, key: Key, tokens: int) -> torch.Tensor:
-    """The KV that an attempt's sender computes, as it lies in a frame."""
-    scratch, blocks = _scratch(layout), list(range(layout.blocks_for(tokens)))
+def _computed(cache: CacheLayout, key: Key, tokens: int) -> list[torch.Tensor]:
+    """What an attempt's sender computes, by track, as it lies in frames."""
+    scratch, blocks = _scratch(cache), list(range(-(-tokens // BLOCK)))
     for number in blocks:
         scratch.fill(number, key, number)
-    return scratch._read(blocks, tokens)
+    scratch.fill_slot(0, key)
+    return scratch._read(Hold(key, blocks, cache, 0, tokens).tables(), tokens)
 
 
 class WatchedClaim:

@@ -20,7 +20,7 @@ from kvrelay.transfer.protocol.messages import Code, Grant, Hello, Key, Message,
 from kvrelay.transfer.protocol.peers import Peer
 from kvrelay.transfer.protocol.ports import SENDER, BlockClaim, LinkEnd, LinkSpec
 from kvrelay.transfer.transports.base import LinkError, Pending
-from support.simulation.blocks import BLOCK, FLOATS, Blocks, Violation, WatchedClaim
+from support.simulation.blocks import FLOATS, Blocks, Violation, WatchedClaim
 from support.simulation.damage import Crossing, History
 
 TIMEOUT = 0.5
@@ -49,7 +49,9 @@ class Stream:
         if roll < 0.03:
             return
         if isinstance(message, Grant) and random() < 0.05:
-            message = replace(message, have=(message.have[0] + 1, *message.have[1:]))  # inside a block, or behind the last token
+            message = replace(
+                message, have=(message.have[0] + 1, *message.have[1:])
+            )  # inside a block, or behind the last token
         delay = random() * (2.0 if roll > 0.92 else 0.02)
         for _ in range(2 if roll < 0.06 else 1):
             world.post(delay, other.process, other.arrive, message)
@@ -138,7 +140,7 @@ class SimulatedFrames(PoolFrames):
     """Makes the work of one process."""
 
     def __init__(self, blocks: Blocks, checksum: bool) -> None:
-        super().__init__([blocks.pool], checksum)
+        super().__init__(blocks.pools, checksum)
         self._blocks = blocks
 
     def send(self, key: Key, frame: Frame, claim: BlockClaim, table: Sequence[int], *rest: Any) -> Any:
@@ -171,7 +173,10 @@ class SimulatedFrames(PoolFrames):
         return Work(job, watched, frame.nbytes + trailer_bytes(self._kind(peer), None))
 
     def _watched(self, key: Key, frame: Frame, claim: BlockClaim, table: Any, writing: bool) -> WatchedClaim:
-        blocks = [] if frame.states else list(table[frame.first // BLOCK : -(-(frame.first + frame.tokens) // BLOCK)])
+        size = self._pools[frame.track].layout.block_size
+        blocks = [] if frame.states else list(table[frame.first // size : -(-(frame.first + frame.tokens) // size)])
+        if min(blocks, default=0) < 0:
+            raise Violation("owner", f"{key}: {frame} is of blocks {blocks}")
         return WatchedClaim(claim, self._blocks, key, blocks, writing)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from kvrelay.engine.kv.layout import CacheLayout
 from kvrelay.decode_worker.kv_receiver import KVReceiver
 from kvrelay.engine.states import StatesShape
 from kvrelay.prefill_worker.kv_sender import KVSender
@@ -53,7 +52,7 @@ class Process:
         self.id = WorkerId(name, f"{name}#{incarnation}")
         states = world.states if isinstance(self, DecodeProcess) else None
         self.peer = Peer(self.id, f"{name}:1", ("simulated",), states)
-        self.blocks = Blocks(self.id.incarnation, world.layout, blocks)
+        self.blocks = Blocks(self.id.incarnation, world.cache, blocks)
         self.frames = SimulatedFrames(self.blocks, world.config.checksum)
         self.dead = self.engine_ended = False
         self.frozen = self.skew = 0.0
@@ -66,7 +65,7 @@ class Process:
         self.links = LinkManager(transports, limits, LinkTimeouts(0.5, 0.5), "auto", self)
         self.peers = PeerTable()
         self.context = EndpointContext(
-            LocalWorker(self.id, CacheLayout.of(world.layout), "model", states=states, states_shape=SHAPE),
+            LocalWorker(self.id, world.cache, "model", states=states, states_shape=SHAPE),
             self.peers,
             world.config,
             self,
@@ -181,7 +180,7 @@ class PrefillProcess(Process):
         if random() < 0.4:
             # As a step on a GPU: its blocks are given to the sender before they are written.
             written = LateWrites()
-            self.sender.progress(key, self.blocks.hold(key, hold.blocks[done:end]), written)
+            self.sender.progress(key, self.blocks.hold(key, hold.blocks[done:end], done), written)
             world.post(random() * 0.2, self, self._computed, key, hold, tokens, done, end, written)
         else:
             self._computed(key, hold, tokens, done, end, None)
@@ -195,7 +194,7 @@ class PrefillProcess(Process):
             written.end()
         if end < len(hold.blocks):
             if written is None:
-                self.sender.progress(key, self.blocks.hold(key, hold.blocks[done:end]))
+                self.sender.progress(key, self.blocks.hold(key, hold.blocks[done:end], done))
             world.post(world.random() * 0.2, self, self._compute, key, hold, tokens, end)
         else:
             self.sender.finished(key, FIRST_TOKEN, self.blocks.hold(key, hold.blocks))
@@ -222,6 +221,8 @@ class PrefillProcess(Process):
     def _fill(self, key: Key, hold: Hold, first: int, end: int) -> None:
         for number in range(first, end):
             self.blocks.fill(hold.blocks[number], key, number)
+        if end == len(hold.blocks):
+            self.blocks.fill_slot(hold.blocks[0], key)
 
     def _connect(self, peer: Peer, sender: KVSender) -> Any:
         world = self.world
@@ -290,7 +291,7 @@ class DecodeProcess(Process):
         tokens = world.tokens[key[0]]
         # Half of those who ask out of turn may pass.
         passes = not passing or world.random() < 0.5
-        hold = self.blocks.take(key, -(-tokens // BLOCK)) if passes else None
+        hold = self.blocks.take(key, -(-tokens // BLOCK), tokens) if passes else None
         if hold is not None:
             cached = int(world.random() * (tokens // BLOCK + 1)) if world.random() < 0.2 else 0
             hold.have_tokens = cached * BLOCK

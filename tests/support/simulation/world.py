@@ -29,7 +29,7 @@ from kvrelay.prefill_worker import kv_sender
 from kvrelay.transfer.links import links
 from kvrelay.transfer.protocol.messages import Code, Key
 from kvrelay.transfer.protocol.peers import Peer
-from support.simulation.blocks import CODES, FLOATS, LAYERS, STATES, Violation
+from support.simulation.blocks import CODES, FLOATS, LAYERS, STATES, Violation, caches_of
 from support.simulation.damage import DAMAGES, Damage, History
 from support.simulation.judge import ObservedReceiveAttempt, ObservedSendAttempt, Observer, Seen
 from support.simulation.links import Link, SimulatedThread, Stream
@@ -129,7 +129,9 @@ class World:
         self.damages = Counter[str]()
         self.histories: dict[tuple[str, str], History] = {}
         self.streams_of_memory = random_() < 0.6
-        self.layout = FLOATS if random_() < 0.8 else CODES
+        caches = caches_of(FLOATS if random_() < 0.8 else CODES)
+        self.cache = caches[0] if random_() < 0.4 else caches[int(random_() * len(caches))]
+        """What the model keeps of a sequence."""
         self.states = (None, None, STATES, replace(STATES, last=True))[int(random_() * 4)]
         """Hidden states that decode wants."""
         self.roomy = random_() < 0.7
