@@ -79,6 +79,9 @@ class StandInHold:
     def hold(self) -> "StandInHold":
         return self
 
+    def tables(self) -> list[list[int]]:
+        return [list(self.blocks)]
+
 
 @dataclass
 class Ends:

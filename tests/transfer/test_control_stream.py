@@ -133,9 +133,9 @@ async def test_a_stream_that_does_not_begin_with_hello_is_refused(world: Pair, b
 @pytest.mark.parametrize(
     ("change", "code", "field"),
     [
-        ({"layout": replace(LAYOUT, layers=LAYOUT.layers + 1)}, Code.INCOMPATIBLE, "layers"),
-        ({"layout": replace(LAYOUT, head_dim=LAYOUT.head_dim * 2)}, Code.INCOMPATIBLE, "head_dim"),
-        ({"layout": replace(LAYOUT, kv_heads=LAYOUT.kv_heads * 2)}, Code.INCOMPATIBLE, "kv_heads"),
+        ({"cache": CacheLayout.of(replace(LAYOUT, layers=LAYOUT.layers + 1))}, Code.INCOMPATIBLE, "layers"),
+        ({"cache": CacheLayout.of(replace(LAYOUT, head_dim=LAYOUT.head_dim * 2))}, Code.INCOMPATIBLE, "head_dim"),
+        ({"cache": CacheLayout.of(replace(LAYOUT, kv_heads=LAYOUT.kv_heads * 2))}, Code.INCOMPATIBLE, "kv_heads"),
         ({"fingerprint": "another model"}, Code.INCOMPATIBLE, "fingerprint"),
         ({"version": 2**31}, Code.INCOMPATIBLE, "version"),
         ({"checksum": False}, Code.INCOMPATIBLE, "checksum"),

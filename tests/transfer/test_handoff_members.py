@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.kv.layout import CacheLayout, KVLayout
+from kvrelay.engine.kv.layout import CacheLayout, KVLayout, LayerGroup
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.protocol.endpoint import Endpoint
@@ -169,7 +169,15 @@ layouts = st.builds(
     dtype=st.sampled_from(("float32", "bfloat16", "int8")),
     order=st.sampled_from(("NHD", "HND")),
 )
-workers = st.builds(LocalWorker, st.just(WorkerId("w", "1")), layouts, st.sampled_from(("model", "other")))
+caches = st.builds(
+    lambda layout, window: CacheLayout(
+        (LayerGroup("full", (layout,)), *([LayerGroup("window", (layout,), window)] if window else [])),
+        layout.block_size,
+    ),
+    layouts,
+    st.sampled_from((0, 0, 20, 30)),
+)
+workers = st.builds(LocalWorker, st.just(WorkerId("w", "1")), caches, st.sampled_from(("model", "other")))
 configs = st.builds(TransferConfig, checksum=st.booleans(), convert_dtype=st.just(True))
 
 

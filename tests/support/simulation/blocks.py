@@ -69,7 +69,7 @@ class Hold:
         """
         Args:
             first: number of the first block in the prompt.
-            tokens: that come from another worker; 0 if the KV is computed here, so that no block of a window is lacking.
+            tokens: that come from another worker; 0 if the KV is computed here, so that a window lacks no block.
         """
         self.owner = owner
         self.blocks = blocks
@@ -80,8 +80,8 @@ class Hold:
         self.released = False
 
     def tables(self) -> list[list[int]]:
-        """As `kvrelay.engine.kv.blocks.Hold.tables`. All groups have the same blocks, each in its own pools; the slot of
-        a state is the first one."""
+        """As `kvrelay.engine.kv.blocks.Hold.tables`. All groups have the same blocks, each in its own pools; the first
+        one is a state's slot."""
         found = [self.blocks]
         for group in self.cache.side_groups:
             if group.kind == "state":
