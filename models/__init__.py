@@ -5,7 +5,7 @@ Importing this package imports no torch, so that the router can resolve a model'
 
 from pathlib import Path
 
-from kvrelay.models import hub
+from kvrelay.models import gguf, hub
 
 _HERE = Path(__file__).resolve().parent
 
@@ -22,7 +22,8 @@ def bundled(name: str) -> Path | None:
 
 def resolve(model: str, *, weights: bool = True, heads: bool = False) -> Path:
     """The folder of a model: a bundled one, by its name; one of the Hugging Face hub, by `hf:ORG/NAME`, which is
-    downloaded where the hub's cache doesn't have it; or a Hugging Face folder, by its path.
+    downloaded where the hub's cache doesn't have it; a Hugging Face folder, by its path; or a GGUF file or a folder
+    with one, by its path, for which a Hugging Face folder is made (`gguf/`).
 
     A bundled name takes precedence over a folder of the same name; write `./name` for that folder.
 
@@ -37,12 +38,17 @@ def resolve(model: str, *, weights: bool = True, heads: bool = False) -> Path:
         return folder
     if model.startswith(hub.PREFIX):
         return hub.fetch(model, weights=weights, heads=heads)
-    allowed = f"the path of a folder with a config.json, {hub.FORM}, or a bundled model: {', '.join(names())}"
+    paths = "the path of a folder with a config.json, or of a GGUF file"
+    allowed = f"{paths}, {hub.FORM}, or a bundled model: {', '.join(names())}"
     path = Path(model).expanduser()
+    if model and path.suffix == gguf.SUFFIX and path.is_file():
+        return gguf.folder_of(gguf.files_in(path))
     if not model or not path.is_dir():
-        raise ValueError(f"model: {model!r} is neither a folder nor a bundled model; give {allowed}")
+        raise ValueError(f"model: {model!r} is neither a folder nor a GGUF file nor a bundled model; give {allowed}")
+    if not any(path.glob("*.safetensors*")) and (files := gguf.files_in(path)):
+        return gguf.folder_of(files)
     if not (path / "config.json").is_file():
-        raise ValueError(f"model: the folder {model!r} holds no config.json; give {allowed}")
+        raise ValueError(f"model: the folder {model!r} holds neither a config.json nor a GGUF file; give {allowed}")
     return path
 
 
@@ -53,6 +59,8 @@ def model_name(model: str) -> str:
     if model.startswith(hub.PREFIX):
         return model.removeprefix(hub.PREFIX).partition("@")[0]
     folder = Path(model).expanduser().resolve()
+    if folder.suffix == gguf.SUFFIX:
+        return gguf.name_of(folder)
     # The hub's cache keeps ORG/NAME as models--ORG--NAME/snapshots/COMMIT.
     kind, _, name = folder.parent.parent.name.partition("--")
     if folder.parent.name == "snapshots" and kind == "models" and name:
