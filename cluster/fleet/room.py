@@ -15,7 +15,14 @@ ROUTER_BYTES = 150 * 2**20
 """Memory of a router's process, about."""
 LEAST_KV_BYTES = 2**26
 """KV of a worker whose pool takes its share of what is left."""
-SHARES: Mapping[Quantization, float] = {"none": 1.0, "int8": 0.55, "w8a8": 0.55, "fp8": 0.55, "int4": 0.35}
+SHARES: Mapping[Quantization, float] = {
+    "none": 1.0,
+    "dense": 1.0,
+    "int8": 0.55,
+    "w8a8": 0.55,
+    "fp8": 0.55,
+    "int4": 0.35,
+}
 """Memory of weights as held, as a share of 16 bits each, about; embeddings keep their type."""
 GIB = 2**30
 

@@ -237,5 +237,5 @@ def _multiple(fields: Fields, group: int) -> int:
 def check_stored(quantization: Quantization, stored: StoredFormat | None) -> None:
     """Raises ValueError if a checkpoint that is quantized already should be quantized again."""
     if stored is not None:
-        allowed = f"none; the checkpoint is in {stored.method} already"
-        require(quantization == "none", "quantization", quantization, allowed)
+        allowed = f"none, dense; the checkpoint is in {stored.method} already"
+        require(quantization in ("none", "dense"), "quantization", quantization, allowed)
