@@ -79,7 +79,7 @@ config_option = click.option(
 
 @main.command()
 @config_option
-@click.option("--model", help="Hugging Face folder, hf:ORG/NAME[@REVISION], or a bundled model (default pico).")
+@click.option("--model", help="Hugging Face folder, GGUF file, hf:ORG/NAME[@REVISION], smollm2, or pico (default).")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="Of weights and KV.")
 @click.option("--prefill", type=int, metavar="N", help="Prefill workers.")
 @click.option("--decode", type=int, metavar="N", help="Decode workers.")
@@ -111,7 +111,7 @@ def up(config: Path | None, detach: bool, unattended: bool, **flags: Any) -> Non
 
     configured = _load(config, flags)
     _refuse_second()  # before its ports are found in use
-    loaded = preflight.check(configured)
+    loaded = preflight.check(preflight.with_model(configured))
 
     out = console()
     report = Report(out)

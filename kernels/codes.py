@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 GROUP_MULTIPLE = 32
-"""Groups are a multiple of this many inputs, or all inputs; those of int8 may be half as large."""
+"""Groups are a multiple of this many inputs, or all inputs."""
+SMALLEST_GROUP = 16
+"""Number of inputs of another group that int8 may have."""
 
 
 class CodeType(IntEnum):
@@ -61,9 +63,9 @@ class CodedWeight:
             raise ValueError("inputs can be rounded only for int8 weights with a scale for each output, without zeros")
         if self.zeros is not None and self.minima is not None:
             raise ValueError("a weight has zeros and minima; allowed: one of them")
-        multiple = GROUP_MULTIPLE // 2 if self.type is CodeType.INT8 else GROUP_MULTIPLE
-        if self.group < inputs and self.group % multiple:
-            raise ValueError(f"group is {self.group}; allowed: a multiple of {multiple}, or {inputs}, all inputs")
+        smallest = self.type is CodeType.INT8 and self.group == SMALLEST_GROUP
+        if self.group < inputs and self.group % GROUP_MULTIPLE and not smallest:
+            raise ValueError(f"group is {self.group}; allowed: a multiple of {GROUP_MULTIPLE}, or {inputs}, all inputs")
         expected = (outputs, -(-inputs // self.group))
         for name, tensor in (("scales", self.scales), ("zeros", self.zeros), ("minima", self.minima)):
             if tensor is not None and tensor.shape != expected:

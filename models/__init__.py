@@ -1,11 +1,12 @@
-"""The bundled models, by name, models of the Hugging Face hub (`hub.py`), and the script that trained the former.
+"""Models by name: the bundled ones, those of the package index (`packages.py`) and of the Hugging Face hub (`hub.py`);
+and GGUF files (`gguf/`), and the script that trained the bundled ones.
 
 Importing this package imports no torch, so that the router can resolve a model's name.
 """
 
 from pathlib import Path
 
-from kvrelay.models import gguf, hub
+from kvrelay.models import gguf, hub, packages
 
 _HERE = Path(__file__).resolve().parent
 
@@ -21,9 +22,9 @@ def bundled(name: str) -> Path | None:
 
 
 def resolve(model: str, *, weights: bool = True, heads: bool = False) -> Path:
-    """The folder of a model: a bundled one, by its name; one of the Hugging Face hub, by `hf:ORG/NAME`, which is
-    downloaded where the hub's cache doesn't have it; a Hugging Face folder, by its path; or a GGUF file or a folder
-    with one, by its path, for which a Hugging Face folder is made (`gguf/`).
+    """The folder of a model: a bundled one, by its name; one of the package index, by its name, or of the Hugging Face
+    hub, by `hf:ORG/NAME`, which is downloaded where the cache doesn't have it; a Hugging Face folder, by its path; or a
+    GGUF file or a folder with one, by its path, for which a Hugging Face folder is made (`gguf/`).
 
     A bundled name takes precedence over a folder of the same name; write `./name` for that folder.
 
@@ -36,10 +37,12 @@ def resolve(model: str, *, weights: bool = True, heads: bool = False) -> Path:
     """
     if (folder := bundled(model)) is not None:
         return folder
+    if model in packages.MODELS:
+        return gguf.folder_of([packages.fetch(model)], model)
     if model.startswith(hub.PREFIX):
         return hub.fetch(model, weights=weights, heads=heads)
     paths = "the path of a folder with a config.json, or of a GGUF file"
-    allowed = f"{paths}, {hub.FORM}, or a bundled model: {', '.join(names())}"
+    allowed = f"{paths}, {hub.FORM}, or one of {', '.join((*names(), *packages.MODELS))}"
     path = Path(model).expanduser()
     if model and path.suffix == gguf.SUFFIX and path.is_file():
         return gguf.folder_of(gguf.files_in(path))
@@ -53,8 +56,9 @@ def resolve(model: str, *, weights: bool = True, heads: bool = False) -> Path:
 
 
 def model_name(model: str) -> str:
-    """The name of a model, without looking for it: a bundled one's, ORG/NAME of the hub, or that of its folder."""
-    if bundled(model) is not None:
+    """The name of a model, without looking for it: a bundled or packaged one's, ORG/NAME of the hub, or that of its
+    folder or GGUF file."""
+    if bundled(model) is not None or model in packages.MODELS:
         return model
     if model.startswith(hub.PREFIX):
         return model.removeprefix(hub.PREFIX).partition("@")[0]

@@ -18,7 +18,7 @@ struct Codes {
     const uint8_t* zeros;  // null: 0
     const float* minima;   // null: 0
     int64_t inputs;
-    int64_t group;  // inputs; a multiple of the inputs of a tile, or with 8 bits half as many
+    int64_t group;  // inputs; a multiple of the inputs of a tile, or 16 with INT8
     WeightType type;
 
     // Whether an output has one scale, and neither zero nor minimum: its products are scaled, not its weights.
