@@ -138,10 +138,9 @@ def _weights(header: Header) -> dict[str, Any]:
     for tensor in header.tensors.values():
         if len(tensor.shape) > 1:
             sizes[tensor.dtype] += tensor.end - tensor.begin
-    most = sizes.most_common(1)[0][0]
-    if all(dtype in FLOATS for dtype in sizes):
-        return {"dtype": {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[most]}
-    return {"dtype": "bfloat16", "quantization_config": {"quant_method": "gguf", "type": most}}
+    if quantized := [dtype for dtype, _ in sizes.most_common() if dtype not in FLOATS]:
+        return {"dtype": "bfloat16", "quantization_config": {"quant_method": "gguf", "type": quantized[0]}}
+    return {"dtype": {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[sizes.most_common(1)[0][0]]}
 
 
 def _rope_scaling(header: Header, architecture: str, theta: float, head_dim: int) -> dict[str, Any] | None:
