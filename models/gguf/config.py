@@ -4,7 +4,7 @@ import math
 import re
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from kvrelay.machine.gguf import FLOATS
@@ -58,6 +58,14 @@ def hugging_face_name(name: str) -> str | None:
     return f"{_NAMES[part]}.{end}" if part in _NAMES and end == "weight" else None
 
 
+def needed_names(config: Mapping[str, Any]) -> Iterator[str]:
+    """The names of the tensors that a model of this config.json has at least."""
+    yield "output_norm.weight"
+    norms = () if config["model_type"] == "qwen3" else ("attn_q_norm", "attn_k_norm")
+    for layer in range(config["num_hidden_layers"]):
+        yield from (f"blk.{layer}.{part}.weight" for part in _LAYER_NAMES if part not in norms)
+
+
 def config_of(header: Header) -> dict[str, Any]:
     """The values of config.json.
 
@@ -83,6 +91,11 @@ def config_of(header: Header) -> dict[str, Any]:
     if key("attention.key_length") not in header.metadata and hidden % heads:
         header.refuse(key("attention.head_count"), f"a divisor of {key('embedding_length')} ({hidden})")
     head_dim = header.integer(key("attention.key_length"), hidden // heads)
+    if head_dim % 2:
+        header.refuse(key("attention.key_length"), f"an even number; {hidden} / {heads} where it is absent")
+    kv_heads = header.integer(key("attention.head_count_kv"), heads)
+    if heads % kv_heads:
+        header.refuse(key("attention.head_count_kv"), f"a divisor of {key('attention.head_count')} ({heads})")
     for same in (key("attention.value_length"), key("rope.dimension_count")):
         if header.integer(same, head_dim) != head_dim:
             header.refuse(same, f"the size of a head ({head_dim})")
@@ -98,7 +111,7 @@ def config_of(header: Header) -> dict[str, Any]:
         "hidden_size": hidden,
         "intermediate_size": header.integer(key("feed_forward_length")),
         "num_attention_heads": heads,
-        "num_key_value_heads": header.integer(key("attention.head_count_kv"), heads),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "vocab_size": names[EMBEDDING].shape[0],
         "max_position_embeddings": header.integer(key("context_length")),
@@ -129,6 +142,10 @@ def end_tokens(header: Header) -> list[int]:
             if kind == CONTROL and text in _ENDS
         )
         ids += ends
+    most = header.tensors[EMBEDDING].shape[0]
+    for key in keys:
+        if header.metadata.get(key, 0) >= most:
+            header.refuse(key, f"an id below {most}, the number of tokens that are embedded")
     return list(dict.fromkeys(ids))
 
 

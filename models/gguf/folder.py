@@ -12,7 +12,7 @@ from typing import Any
 
 from kvrelay.machine.cache import user_cache
 from kvrelay.machine.gguf import INDEX
-from kvrelay.models.gguf.config import CLASSES, INTERLEAVED, ROPE_FACTORS, config_of, hugging_face_name
+from kvrelay.models.gguf.config import CLASSES, INTERLEAVED, ROPE_FACTORS, config_of, hugging_face_name, needed_names
 from kvrelay.models.gguf.header import GGUFError, Header, TensorInfo, read_header
 from kvrelay.models.gguf.tokenizer import tokenizer_of
 
@@ -128,6 +128,9 @@ def _places(header: Header, config: Mapping[str, Any]) -> dict[str, Any]:
             "end": tensor.end,
             "interleaved_heads": heads.get(theirs.split(".")[-2], 0) if interleaved else 0,
         }
+    for name in needed_names(config):
+        if name not in header.tensors:
+            raise GGUFError(header.path, f"tensor {name} is missing")
     return places
 
 
