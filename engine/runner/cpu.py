@@ -242,7 +242,8 @@ def _load(
     """The weights; packed ones from the disk if they are quantized at load and the cache has them."""
 
     def load(cache: LayerCache) -> Weights:
-        making = Making(parts.head, has_embedding=team is not None, cache=cache)
+        keep = options.quantization != "dense"
+        making = Making(parts.head, has_embedding=team is not None, cache=cache, keep=keep)
         return load_weights(checkpoint, config, parts.dtype, parts.linear, on_loaded, making=making)
 
     most = options.packed_cache_bytes

@@ -379,9 +379,10 @@ def build_gpu_runner(
 
     held = dequantizing(TORCH_DTYPES[run_dtype], lay_out) if quantization == "dense" else lay_out
     linear, head = quantizing(LAYERS.get(quantization), held), quantizing(HEAD.get(quantization), held)
+    making = Making(head, keep=quantization != "dense")
     kept = quantization if quantization in LAYERS else run_dtype
     with asking(f"the weights of {folder} in {kept}", memory), torch.inference_mode():
-        weights = load_weights(checkpoint, config, TORCH_DTYPES[run_dtype], linear, on_loaded, device, Making(head))
+        weights = load_weights(checkpoint, config, TORCH_DTYPES[run_dtype], linear, on_loaded, device, making)
     model = Decoder(config, weights, gpu_ops.GpuOps())
     unbounded = ModelSpec.of(
         checkpoint,

@@ -17,6 +17,8 @@ from kvrelay.models.gguf.header import GGUFError, Header, TensorInfo, read_heade
 from kvrelay.models.gguf.tokenizer import tokenizer_of
 
 SUFFIX = ".gguf"
+MAX_FOLDERS = 64
+"""Limit of the number of models whose folders are kept; those that were used longest ago are removed first."""
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
@@ -68,9 +70,14 @@ def folder_of(files: Sequence[Path], name: str | None = None) -> Path:
         digest.update(
             f"{file} {stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} ".encode()
         )
-    folder = user_cache() / "gguf" / digest.hexdigest()[:24] / (name or name_of(files[0]))
+    home = user_cache() / "gguf" / digest.hexdigest()[:24]
+    folder = home / (name or name_of(files[0]))
     if not (folder / INDEX).is_file():
         _write(folder, _contents(files))
+        by_age = sorted(home.parent.iterdir(), key=lambda each: each.stat().st_mtime)
+        for old in by_age[:-MAX_FOLDERS]:
+            shutil.rmtree(old, ignore_errors=True)
+    os.utime(home)
     return folder
 
 

@@ -5,7 +5,7 @@ import os
 import random
 import struct
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvrelay.engine.models.reading.checkpoint import Checkpoint, expected_tensor
 from kvrelay.engine.models.reading.config import read_config
 from kvrelay.engine.models.reading.gguf_general import transformers_config
 from kvrelay.models import model_name, resolve
+from kvrelay.models.gguf import folder
 from support.checkpoints import make_checkpoint
 from support.gguf_files import write_gguf
 
@@ -34,17 +35,18 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        home = tmp_path_factory.mktemp("cache")
+        patch.setattr(folder, "user_cache", lambda: home)
         yield
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rope = {"rope_type": "default", "rope_theta": 10000.0}
-    folder = tmp_path_factory.mktemp("checkpoint") / "llama"
-    return make_checkpoint(folder, "llama", intermediate_size=128, num_hidden_layers=1, rope_parameters=rope)
+    path = tmp_path_factory.mktemp("checkpoint") / "llama"
+    return make_checkpoint(path, "llama", intermediate_size=128, num_hidden_layers=1, rope_parameters=rope)
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +56,10 @@ def whole(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read(model: Path) -> None:
     """What happens before a worker takes the model."""
-    folder = resolve(str(model))
-    config = read_config(folder)
+    made = resolve(str(model))
+    config = read_config(made)
     optional = frozenset({"lm_head.weight"}) if config.tie_embeddings else frozenset()
-    Checkpoint(folder).verify(expected_tensors(config), optional)
+    Checkpoint(made).verify(expected_tensors(config), optional)
 
 
 def put(key: str, value: Any, kind: GGUFValueType = GGUFValueType.UINT32) -> Edit:
@@ -243,6 +245,22 @@ def test_names_of_models() -> None:
     assert model_name("smollm2") == "smollm2"
 
 
+def test_folders_that_were_used_longest_ago_are_removed(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "user_cache", lambda: tmp_path)
+    monkeypatch.setattr(folder, "MAX_FOLDERS", 2)
+    made = []
+    for age in (3, 2, 1):
+        copy = tmp_path / f"{age}.gguf"
+        copy.write_bytes(whole.read_bytes())
+        made.append(resolve(str(copy)))
+        os.utime(made[-1].parent, (1e9 - age, 1e9 - age))
+    assert [path.is_dir() for path in made] == [False, True, True]
+    assert resolve(str(tmp_path / "3.gguf")) == made[0]
+    assert [path.is_dir() for path in made] == [True, False, True]
+
+
 def test_a_changed_file_is_read_anew(checkpoint: Path, tmp_path: Path) -> None:
     file = write_gguf(checkpoint, tmp_path / "tiny.gguf")
     before = resolve(str(file))
@@ -253,14 +271,14 @@ def test_a_changed_file_is_read_anew(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_and_the_template_are_those_of_the_checkpoint(checkpoint: Path, whole: Path) -> None:
-    folder = resolve(str(whole))
-    original, found = (Tokenizer.from_file(str(path / "tokenizer.json")) for path in (checkpoint, folder))
+    made = resolve(str(whole))
+    original, found = (Tokenizer.from_file(str(path / "tokenizer.json")) for path in (checkpoint, made))
     for text in TEXTS:
         for special in (False, True):
             ids = found.encode(text, add_special_tokens=special).ids
             assert ids == original.encode(text, add_special_tokens=special).ids
             assert found.decode(ids, skip_special_tokens=special) == original.decode(ids, skip_special_tokens=special)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config = json.loads((made / "tokenizer_config.json").read_text())
     assert config["chat_template"] == (checkpoint / "chat_template.jinja").read_text()
     assert (config["bos_token"], config["eos_token"]) == ("<|bos|>", "<|eos|>")
 

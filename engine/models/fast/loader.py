@@ -78,6 +78,8 @@ class Making:
     """Whether tokens are looked up in the head if embeddings are tied, so that they aren't held twice."""
     cache: LayerCache = NO_CACHE
     """Cache of finished layers, whose weights aren't read from the files."""
+    keep: bool = True
+    """Whether weights of GGUF files that can be codes come as such, and not converted to the dtype."""
 
 
 def load_weights(
@@ -106,11 +108,10 @@ def load_weights(
     optional = frozenset({"lm_head.weight"}) if config.tie_embeddings else frozenset()
     expected = expected_tensors(config)
     checkpoint.verify(expected, optional)
-    files = TensorFiles(
-        checkpoint, tuple(name for name in expected if name in checkpoint.tensors), dtype, device, on_loaded
-    )
-    # The head first: it is large, and as it is read and laid out, nothing else is in memory yet.
     making = making or Making(linear)
+    names = tuple(name for name in expected if name in checkpoint.tensors)
+    files = TensorFiles(checkpoint, names, dtype, device, on_loaded, keep=making.keep)
+    # The head first: it is large, and as it is read and laid out, nothing else is in memory yet.
     projection, embedding = making.cache.load(HEAD), None
     if projection is None:
         source = EMBEDDING if config.tie_embeddings else HEAD
@@ -160,12 +161,16 @@ class TensorFiles:
         dtype: torch.dtype,
         device: torch.device | str,
         on_loaded: OnLoaded | None,
+        *,
+        keep: bool = True,
     ) -> None:
+        """See `load_weights` and `Making`."""
         self._checkpoint = checkpoint
         self._entries = checkpoint.tensors
         self._dtype = dtype
         self._device = device
         self._on_loaded = on_loaded
+        self._keep = keep
         self._total = sum(self._bytes(name) for name in names)
         self._unread = set(names)
         self.kept: Counter[str] = Counter()
@@ -198,8 +203,8 @@ class TensorFiles:
         return in_order(tensor, entry.interleaved_heads) if entry.interleaved_heads else tensor
 
     def keeps(self, name: str) -> bool:
-        """Whether the tensor has a type of GGUF's that becomes codes."""
-        return self._entries[name].dtype in KEPT
+        """Whether the tensor becomes codes, of a type of GGUF's."""
+        return self._keep and self._entries[name].dtype in KEPT
 
     def coded(self, name: str) -> CodedWeight:
         """The codes of a tensor, of which `keeps` is true.

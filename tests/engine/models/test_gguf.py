@@ -13,7 +13,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from kvrelay.engine.config import EngineConfig
-from kvrelay.engine.models.reading import packed_cache
+from kvrelay.engine.models.reading import hashes, packed_cache
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.gguf import KEPT, coded, dequantized
 from kvrelay.engine.runner.cpu import build_cpu_runner
@@ -21,6 +21,7 @@ from kvrelay.kernels.codes import CodeType, alike, join
 from kvrelay.kernels.cpu.packed import PackedLinear
 from kvrelay.machine.gguf import QUANTIZED, TYPES
 from kvrelay.models import resolve
+from kvrelay.models.gguf import folder
 from support.checkpoints import make_checkpoint
 from support.gguf_files import write_gguf
 from support.paged import logits_of
@@ -48,14 +49,15 @@ HALVES = {
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "kvrelay"
+    for module in (folder, hashes, packed_cache):
+        monkeypatch.setattr(module, "user_cache", lambda: tmp_path / "cache")
+    return tmp_path / "cache"
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    return {name: make_checkpoint(folder / name, name, **SIZES, **own) for name, own in OWN.items()}
+    path = tmp_path_factory.mktemp("checkpoints")
+    return {name: make_checkpoint(path / name, name, **SIZES, **own) for name, own in OWN.items()}
 
 
 def mixed(name: str) -> str:
@@ -83,11 +85,11 @@ def test_logits_are_those_of_transformers(
     """And weights that keep their bits are as far from them as rounding inputs to 8 bits takes them."""
     dtype_of = mixed if kind == "mixed" else lambda name: kind
     file = write_gguf(checkpoints[architecture], tmp_path / "tiny.gguf", dtype_of)
-    folder, expected = resolve(str(file)), transformers_logits(file)
-    dense = logits_of(folder, TOKENS, quantization="dense" if kind == "mixed" else "none")
+    made, expected = resolve(str(file)), transformers_logits(file)
+    dense = logits_of(made, TOKENS, quantization="dense" if kind == "mixed" else "none")
     torch.testing.assert_close(dense, expected, atol=1e-3, rtol=1e-4)
     if kind == "mixed":
-        kept = logits_of(folder, TOKENS)
+        kept = logits_of(made, TOKENS)
         assert 1e-5 < (kept - expected).norm() / expected.norm() < 0.15
 
 
@@ -136,9 +138,9 @@ def test_splits_are_one_model(checkpoints: dict[str, Path], tmp_path: Path, capl
     assert first.name == "tiny-00001-of-00003.gguf"
     expected = logits_of(resolve(str(whole)), TOKENS)
     for model in (first, first.with_name("tiny-00002-of-00003.gguf"), first.parent):
-        folder = resolve(str(model))
-        assert folder.name == "tiny"
-        assert torch.equal(logits_of(folder, TOKENS), expected)
+        made = resolve(str(model))
+        assert made.name == "tiny"
+        assert torch.equal(logits_of(made, TOKENS), expected)
     assert Checkpoint(resolve(str(whole))).fingerprint() == Checkpoint(resolve(str(first))).fingerprint()
     with caplog.at_level(logging.INFO):
         spec = build_cpu_runner(resolve(str(first)), "auto", OPTIONS).spec
@@ -163,15 +165,15 @@ def test_the_fingerprint_covers_every_byte(checkpoints: dict[str, Path], tmp_pat
 def test_a_restart_takes_packed_weights_from_the_cache(
     checkpoints: dict[str, Path], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = resolve(str(write_gguf(checkpoints["llama"], tmp_path / "tiny.gguf", mixed)))
-    first = build_cpu_runner(folder, "float32", OPTIONS)
+    made = resolve(str(write_gguf(checkpoints["llama"], tmp_path / "tiny.gguf", mixed)))
+    first = build_cpu_runner(made, "float32", OPTIONS)
     assert list((cache / "packed").glob(f"*{packed_cache.SUFFIX}"))
 
     def never(*_: object) -> None:
         raise AssertionError("a weight was packed again")
 
     monkeypatch.setattr(PackedLinear, "pack", never)
-    again = build_cpu_runner(folder, "float32", OPTIONS)
+    again = build_cpu_runner(made, "float32", OPTIONS)
 
     def parts(runner: Any) -> list[torch.Tensor]:
         return [part for linear in runner.model.linears() for part in linear.parts().values()]
