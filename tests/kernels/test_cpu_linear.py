@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvrelay.kernels import codes, reference
-from kvrelay.kernels.codes import NUMBERS, CodedWeight, CodeType
+from kvrelay.kernels.codes import GROUP_MULTIPLE, NUMBERS, SMALLEST_GROUP, CodedWeight, CodeType
 from kvrelay.kernels.cpu.library import instruction_set
 from kvrelay.kernels.cpu.packed import (
     BLOCK,
@@ -36,7 +36,9 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
 
 
-def random_codes(kind: CodeType, outputs: int, inputs: int, group: int, *, zeros: bool, seed: int = 0) -> CodedWeight:
+def random_codes(
+    kind: CodeType, outputs: int, inputs: int, group: int, *, zeros: bool, minima: bool = False, seed: int = 0
+) -> CodedWeight:
     """Random codes: any but NaN, which only fp8 has here."""
     generator = torch.Generator().manual_seed(seed)
     found = torch.randint(0, 2**kind.bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
@@ -46,7 +48,8 @@ def random_codes(kind: CodeType, outputs: int, inputs: int, group: int, *, zeros
     largest = NUMBERS[kind]().nan_to_num(0).abs().max()
     scales = (0.5 + torch.rand(shape, generator=generator)) / largest
     points = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8) if zeros else None
-    return CodedWeight(kind, found, scales, points, group)
+    lowest = torch.randn(shape, generator=generator) if minima else None
+    return CodedWeight(kind, found, scales, points, group, minima=lowest)
 
 
 def error_of(dtype: torch.dtype, team: Team) -> float:
@@ -94,9 +97,10 @@ class Case:
     def x(self) -> Tensor:
         return normal(self.rows, self.inputs, seed=self.seed)
 
-    def codes(self, kind: CodeType, group: int, *, zeros: bool) -> CodedWeight:
+    def codes(self, kind: CodeType, group: int, *, zeros: bool, minima: bool = False) -> CodedWeight:
         """A random weight."""
-        return random_codes(kind, self.outputs, self.inputs, min(group, self.inputs), zeros=zeros, seed=self.seed)
+        group = min(group, self.inputs)
+        return random_codes(kind, self.outputs, self.inputs, group, zeros=zeros, minima=minima, seed=self.seed)
 
 
 def cases(rows: st.SearchStrategy[int]) -> st.SearchStrategy[Case]:
@@ -171,11 +175,17 @@ def test_a_gate_far_from_zero_neither_overflows_nor_turns_into_nan(team_of: Call
 
 
 @settings(max_examples=80, deadline=None)
-@given(case=any_case, kind=st.sampled_from(CodeType), group=groups, zeros=st.booleans())
+@given(
+    case=any_case,
+    kind=st.sampled_from(CodeType),
+    group=st.one_of(groups, st.just(SMALLEST_GROUP)),
+    shift=st.sampled_from(["", "zeros", "minima"]),
+)
 def test_a_product_with_codes(
-    team_of: Callable[[int], Team], case: Case, kind: CodeType, group: int, zeros: bool
+    team_of: Callable[[int], Team], case: Case, kind: CodeType, group: int, shift: str
 ) -> None:
-    weight = case.codes(kind, group, zeros=zeros and kind is CodeType.INT4)
+    group = group if kind is CodeType.INT8 else max(group, GROUP_MULTIPLE)
+    weight = case.codes(kind, group, zeros=shift == "zeros" and kind is CodeType.INT4, minima=shift == "minima")
     bias = normal(case.outputs)
     found = PackedLinear.pack(team_of(case.threads), Arena(), weight, bias)(case.x)
     expected = reference.linear(weight.dequantize(), bias)(case.x)
@@ -229,13 +239,14 @@ def rounded_spans(x: Tensor, span: int) -> tuple[Tensor, float]:
     kind=st.sampled_from([CodeType.INT4, CodeType.FP4]),
     group=groups,
     exponent=st.integers(-40, 30),
+    minima=st.booleans(),
 )
 def test_a_product_of_4_bits_rounds_spans_of_inputs(
-    team_of: Callable[[int], Team], case: Case, kind: CodeType, group: int, exponent: int
+    team_of: Callable[[int], Team], case: Case, kind: CodeType, group: int, exponent: int, minima: bool
 ) -> None:
     """The rounding loses nothing else, whatever the magnitudes of a span. (With AMX, more rows are multiplied as
     bfloat16.)"""
-    weight, x = case.codes(kind, group, zeros=kind is CodeType.INT4), case.x
+    weight, x = case.codes(kind, group, zeros=kind is CodeType.INT4 and not minima, minima=minima), case.x
     x[:, : case.inputs // 2] *= 10.0**exponent
     found = PackedLinear.pack(team_of(case.threads), Arena(), weight, None)(x)
     rounded, scale = rounded_spans(x, 64 if group >= case.inputs or group % 64 == 0 else 32)
@@ -262,9 +273,10 @@ def test_inputs_that_are_not_finite_show(team_of: Callable[[int], Team], kind: C
         replace(random_codes(CodeType.INT8, 100, 200, 200, zeros=False), round_inputs=True),
         random_codes(CodeType.FP8, 100, 200, 200, zeros=False),
         random_codes(CodeType.INT4, 100, 200, 64, zeros=True),
+        random_codes(CodeType.INT4, 100, 200, 32, zeros=False, minima=True),
         random_codes(CodeType.FP4, 100, 200, 32, zeros=False),
     ],
-    ids=["bfloat16", "int8", "w8a8", "fp8", "int4", "fp4"],
+    ids=["bfloat16", "int8", "w8a8", "fp8", "int4", "int4 with minima", "fp4"],
 )
 def test_a_row_does_not_depend_on_its_company(team_of: Callable[[int], Team], weight: Tensor | CodedWeight) -> None:
     """Results are equal to the last bit for every batch and number of threads. (Not with 8 bits in groups.)"""
@@ -283,7 +295,7 @@ def test_a_row_does_not_depend_on_its_company(team_of: Callable[[int], Team], we
 def table_of(kind: torch.dtype | CodeType, width: int) -> Tensor | CodedWeight:
     if isinstance(kind, torch.dtype):
         return normal(50, width).to(kind)
-    return random_codes(kind, 50, width, min(32, width), zeros=kind is CodeType.INT4)
+    return random_codes(kind, 50, width, min(32, width), zeros=kind is CodeType.INT4, minima=kind is CodeType.INT8)
 
 
 @pytest.mark.parametrize("kind", [*DTYPES, *CodeType], ids=str)
