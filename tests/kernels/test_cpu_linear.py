@@ -48,7 +48,7 @@ def random_codes(
     largest = NUMBERS[kind]().nan_to_num(0).abs().max()
     scales = (0.5 + torch.rand(shape, generator=generator)) / largest
     points = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8) if zeros else None
-    lowest = torch.randn(shape, generator=generator) if minima else None
+    lowest = torch.rand(shape, generator=generator) - 0.5 if minima else None
     return CodedWeight(kind, found, scales, points, group, minima=lowest)
 
 
@@ -319,6 +319,7 @@ def test_looking_up_is_exact(
         weight=table.data_ptr() if dense and not packed else parts.weight,
         scales=parts.scales,
         zeros=parts.zeros,
+        minima=parts.minima,
         group=parts.group,
         out=out.data_ptr(),
         out_stride=out.stride(0),
