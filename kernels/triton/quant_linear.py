@@ -18,7 +18,7 @@ from kvrelay.kernels.triton.quant_matmul import QuantMatmul
 
 logger = logging.getLogger(__name__)
 INTERPRETED_PROCESSORS = 8
-DECODED_ROWS = {CodeType.INT8: 129, CodeType.INT4: 33, CodeType.FP8: 129}
+DECODED_ROWS = {CodeType.INT8: 96, CodeType.INT4: 17, CodeType.FP8: 17}
 """Smallest number of rows for which a weight is decoded at once, by its type; see benchmarks/NOTES.md."""
 
 
