@@ -44,6 +44,8 @@ async def test_both_apis_give_the_tokens_of_grpc_whole_and_streamed(serve: Serve
     assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == expected
     assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]}
+    (fingerprint,) = {each["system_fingerprint"] for each in (whole, chat, *chunks)}
+    assert fingerprint.startswith("fp_")
 
 
 async def test_every_form_of_a_prompt_is_served_in_order(serve: Serve) -> None:

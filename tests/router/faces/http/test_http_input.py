@@ -293,15 +293,16 @@ async def test_the_document_describes_every_path_and_what_it_says_is_served(serv
 
 
 async def test_tls_and_client_certificates_on_http(serve: Serve, tmp_path: Path) -> None:
-    folder = tmp_path / "certificates"
-    certificates.make(folder, 30, keep_authority=False)
+    folder, other = tmp_path / "certificates", tmp_path / "others"
+    for each in (folder, other):
+        certificates.make(each, 30, keep_authority=False)
     files = {"tls_certificate": str(folder / "router.crt"), "tls_key": str(folder / "router.key")}
 
-    async def status(cluster: FakeCluster, part: str | None) -> int:
-        """The status of a request over TLS, with the certificate of a part."""
+    async def status(cluster: FakeCluster, shown: Path | None = None) -> int:
+        """The status of a request over TLS, with a worker's certificate of the folder that is shown."""
         context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
-        if part is not None:
-            context.load_cert_chain(folder / f"{part}.crt", folder / f"{part}.key")
+        if shown is not None:
+            context.load_cert_chain(shown / "worker.crt", shown / "worker.key")
         url = f"https://{cluster.router.http_address}/v1/completions"
         async with (
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as session,
@@ -310,14 +311,16 @@ async def test_tls_and_client_certificates_on_http(serve: Serve, tmp_path: Path)
             return response.status
 
     cluster = await serve(*pair(), **files)
-    assert await status(cluster, None) == 200
+    assert await status(cluster) == 200
     with pytest.raises(aiohttp.ClientError):
         await cluster.http.post("/v1/completions", HELLO)
     # New certificates hold for the next connections.
     certificates.make(folder, 30, keep_authority=False)
-    assert await status(cluster, None) == 200
+    assert await status(cluster) == 200
     mutual = await serve(*pair(), **files, tls_client_ca=str(folder / "ca.crt"))
-    assert await status(mutual, "worker") == 200
+    assert await status(mutual, folder) == 200
     assert (await mutual.job("prefill-0")).submit.tenant
-    with pytest.raises((aiohttp.ClientError, ssl.SSLError)):
-        await status(mutual, None)
+    for shown in (None, other):
+        with pytest.raises((aiohttp.ClientError, ssl.SSLError)):
+            await status(mutual, shown)
+    assert len(mutual.workers["prefill-0"].jobs) == 1
