@@ -50,7 +50,7 @@ soak: setup
 	$(BIN)/python benchmarks/siege.py deaths --json benchmarks/results/siege-2-cores.json
 
 demo: setup
-	$(BIN)/python benchmarks/demo.py
+	benchmarks/demo.sh $(BIN)
 
 serve: setup
 	$(BIN)/kvrelay up

@@ -1,17 +1,19 @@
-"""Write a Hugging Face checkpoint of random bfloat16 weights in the shape of a well-known model, with a tokenizer.
+"""Write a Hugging Face checkpoint of random bfloat16 weights in the shape of a well-known model.
 
     python benchmarks/checkpoint.py OUT [--shape 135m]
 
-It generates noise, at the speed of the real model.
+It generates noise, at the speed of the real model. The tokenizer is the bundled model's; the other ids of the
+vocabulary have no text.
 """
 
 import argparse
-import sysconfig
+import shutil
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvrelay.models import resolve
 
 SHAPES = {  # hidden, layers, heads, KV heads, intermediate, vocabulary
     "135m": (576, 30, 9, 3, 1536, 49152),
@@ -20,8 +22,6 @@ SHAPES = {  # hidden, layers, heads, KV heads, intermediate, vocabulary
     "8b": (4096, 32, 32, 8, 14336, 128256),
     "tiny": (64, 1, 4, 2, 96, 160),
 }
-TOKENS = 8192
-"""Tokens in the tokenizer; the other ids of the vocabulary have no text."""
 
 
 def write(out: Path, shape: str, max_positions: int = 8192, device: torch.device | None = None) -> int:
@@ -43,17 +43,8 @@ def write(out: Path, shape: str, max_positions: int = 8192, device: torch.device
     with device or torch.device("cpu"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(out)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=TOKENS,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train([str(path) for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))], trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(out)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(resolve("pico", weights=False) / name, out)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -2,20 +2,19 @@
 
     python benchmarks/checkpoint.py MODEL --shape 135m
     benchmarks/peers/setup.sh PEERS
-    python benchmarks/compare.py MODEL --peers PEERS --out benchmarks/results/cpu-135m-2-cores.json --markdown
+    python benchmarks/compare.py MODEL --peers PEERS --out benchmarks/results/cpu-135m-2-cores.json
 
 Each engine runs in a process of its own, with as many threads, in bfloat16, or kvrelay and llama.cpp with quantized
 weights: `benchmarks/offline.py` has the grid. Rates are tokens a second of wall time, or with `--cpu` of CPU time.
 """
 
 import argparse
-import shlex
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from turns import OWN, Engine, end_on_signal, in_turn, markdown, save, setting, summary
+from turns import OWN, Engine, add_options, compare, end_on_signal, setting
 
 HERE = Path(__file__).parent
 GGUF = {"none": "bf16", "int8": "q8_0", "w8a8": "q8_0", "int4": "q4_0"}
@@ -24,73 +23,53 @@ QUANTIZED = ("kvrelay", "llama_cpp")
 """The engines that have weights in such formats."""
 
 
-def engines(model: Path, peers: Path, gguf: Path, args: argparse.Namespace) -> dict[str, Engine]:
+def engines(model: Path, gguf: Path, args: argparse.Namespace) -> dict[str, Engine]:
     """Every engine that can be measured."""
-    other, vllm = peers / "other" / "bin" / "python", peers / "vllm" / "bin" / "python"
-    rest = ["--threads", str(args.threads)]
-    rest += ["--cpu"] if args.cpu else []
-    rest += ["--cells", args.cells] if args.cells else []
+    options = ["--threads", str(args.threads), *(["--cpu"] if args.cpu else [])]
+    options += ["--cells", args.cells] if args.cells else []
 
-    def peer(name: str, python: Path, source: Path, *distributions: str) -> Engine:
-        return Engine(
-            (str(python), str(HERE / "peers" / "offline.py"), name, str(source), *rest), python, distributions
-        )
+    def engine(name: str, python: Path, source: Path, *distributions: str) -> Engine:
+        more = ["--quantization", args.quantization] if name == OWN else ["--engine", name]
+        return Engine((str(python), str(HERE / "offline.py"), str(source), *more, *options), python, distributions)
 
-    own = Path(sys.executable)
-    command = (str(own), str(HERE / "offline.py"), str(model), "--quantization", args.quantization, *rest)
+    other, vllm = (args.peers / folder / "bin" / "python" for folder in ("other", "vllm"))
     return {
-        OWN: Engine(command, own, ("kvrelay", "torch")),
-        "vllm": peer("vllm", vllm, model, "vllm", "torch"),
-        "llama_cpp": peer("llama_cpp", other, gguf, "llama-cpp-python"),
+        OWN: engine(OWN, Path(sys.executable), model, "kvrelay", "torch"),
+        "vllm": engine("vllm", vllm, model, "vllm", "torch"),
+        "llama_cpp": engine("llama_cpp", other, gguf, "llama-cpp-python"),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder of a checkpoint")
-    parser.add_argument("--peers", type=Path, required=True, help="folder that peers/setup.sh made")
-    parser.add_argument("--gguf", type=Path, help="the checkpoint as peers/gguf_file.py converts it; made if not given")
     parser.add_argument("--engines", default="kvrelay,vllm,llama_cpp")
     parser.add_argument("--quantization", choices=GGUF, default="none", help="of kvrelay and llama.cpp")
     parser.add_argument("--cells", help="of the grid; all unless given")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu", action="store_true", help="rates by CPU time; with --threads 1")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--under", default="", help="command that each engine's process is run under")
-    parser.add_argument("--timeout", type=float, default=1800.0, help="of one engine's run, in seconds")
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
-    parser.add_argument("--markdown", action="store_true", help="print a table")
+    add_options(parser)
     args = parser.parse_args()
+    if args.peers is None:
+        parser.error("--peers is needed")
     if args.cpu and args.threads != 1:
         parser.error("--cpu counts one thread's time: give --threads 1")
     if args.quantization != "none" and set(args.engines.split(",")) - set(QUANTIZED):
         parser.error(f"--quantization {args.quantization} needs --engines {','.join(QUANTIZED)}")
     end_on_signal()
     with tempfile.TemporaryDirectory(prefix="kvrelay-compare-") as scratch:
-        gguf = args.gguf or Path(scratch) / "model.gguf"
-        every = engines(args.model, args.peers, gguf, args)
+        gguf = Path(scratch) / "model.gguf"
+        every = engines(args.model, gguf, args)
         names = args.engines.split(",")
         if unknown := sorted(set(names) - set(every)):
             parser.error(f"--engines has {', '.join(unknown)}; allowed: {', '.join(every)}")
         chosen = {name: every[name] for name in names}
-        if "llama_cpp" in chosen and args.gguf is None:
-            convert = [
-                str(chosen["llama_cpp"].python),
-                str(HERE / "peers" / "gguf_file.py"),
-                str(args.model),
-                str(gguf),
-                "--type",
-                GGUF[args.quantization],
-            ]
-            subprocess.run(convert, check=True, timeout=600)
+        if "llama_cpp" in chosen:
+            convert = [chosen["llama_cpp"].python, HERE / "peers" / "gguf_file.py", args.model, gguf]
+            subprocess.run([*convert, "--type", GGUF[args.quantization]], check=True, timeout=600)
         result = setting(chosen) | {"model": args.model.resolve().name, "threads": args.threads, "dtype": "bfloat16"}
         result |= {"quantization": args.quantization, "clock": "cpu" if args.cpu else "wall"}
-        runs = in_turn(chosen, "tokens_per_s", args.repeats, shlex.split(args.under), args.timeout)
-        result["cells"] = summary(runs, larger_is_better=True)
-    if args.out is not None:
-        save(args.out, result)
-    if args.markdown:
-        print(markdown(result["cells"], "tokens/s", 0))
+        compare(chosen, args, result, "tokens_per_s", larger_is_better=True)
 
 
 if __name__ == "__main__":

@@ -40,10 +40,10 @@ test="$python -m pytest -q -p no:cacheprovider --override-ini addopts="
 # Kernels are compiled on several cores where pytest-xdist is there.
 "$python" -c 'import xdist' 2>/dev/null && test+=" -n 4"
 # Kernels' tests run on the GPU where there is one; those that only compile, or are of the CPU's kernels, are left out.
-kernels="tests/kernels/test_elementwise_kernels.py tests/kernels/test_paged_attention.py tests/kernels/test_kv_gather.py
+kernels="tests/kernels/test_elementwise_kernels.py tests/kernels/test_paged_attention.py
  tests/kernels/test_kv_checksum.py tests/kernels/test_kv_frame.py tests/kernels/test_quant_gemv.py
  tests/kernels/test_quant_matmul.py tests/kernels/test_sample_kernel.py"
-few="tests/kernels/test_kv_gather.py tests/kernels/test_kv_checksum.py tests/kernels/test_paged_attention.py"
+few="tests/kernels/test_kv_frame.py tests/kernels/test_kv_checksum.py tests/kernels/test_paged_attention.py"
 # What the steps import: all of the project's dependencies but Ray and the command line's.
 modules="aiohttp aiohttp_cors cryptography google.protobuf grpc grpc_health grpc_reflection hypothesis jinja2 msgpack numpy
  prometheus_client pydantic pytest pytest_timeout safetensors tokenizers transformers triton xxhash yaml"

@@ -31,11 +31,8 @@ import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -47,6 +44,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 # Triton reads this when the kernels' modules are imported.
 os.environ["TRITON_INTERPRET"] = str(int("--dry-run" in sys.argv or not torch.cuda.is_available()))
 
@@ -62,19 +60,18 @@ from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.gpu import build_gpu_runner
 from kvrelay.engine.sampling.noise import exponential
 from kvrelay.kernels import codes, reference
-from kvrelay.kernels.triton import kv_checksum, kv_frame, kv_gather, quant_gemv, sample
-from kvrelay.kernels.triton.add_rmsnorm import add_rms_norm
+from kvrelay.kernels.triton import kv_checksum, kv_frame, quant_gemv, sample
+from kvrelay.kernels.triton.add_rmsnorm import Norms
 from kvrelay.kernels.triton.decode_work import DecodeParts, DecodeWork, count_programs, plan_decode
 from kvrelay.kernels.triton.flash_prefill import flops
 from kvrelay.kernels.triton.paged import PagedKV
 from kvrelay.kernels.triton.paged_decode import bytes_moved, paged_decode
 from kvrelay.kernels.triton.quant_linear import quantized
 from kvrelay.kernels.triton.rope_kv_write import rope_kv_write
-from kvrelay.kernels.triton.silu_mul import silu_mul
+from kvrelay.kernels.triton.silu_mul import SiluMul
 from kvrelay.transfer.protocol.ports import RECEIVER, SENDER
-from kvrelay.transfer.transports.base import Rendezvous
 from kvrelay.transfer.transports.nccl import OLDEST_SHARED_GPU
-from kvrelay.transfer.transports.registry import available_transports
+from support.link_process import dial, transport_named
 
 DRY = os.environ["TRITON_INTERPRET"] == "1"
 DEVICE = torch.device("cpu" if DRY else "cuda")
@@ -121,12 +118,8 @@ class Machine:
             self.flops_per_second = 2 * 8192**3 / self.time(lambda: a @ b)["median_s"]
 
     def time(self, run: Callable[[], object], graph: bool = True) -> dict[str, float]:
-        """Median and percentiles, in seconds, of up to 40 runs within about a second, behind 3 that warm up.
-
-        Args:
-            graph: whether the work is replayed from a graph, as the engine's decode steps are, without Python's
-                launches.
-        """
+        """Median and percentiles, in seconds, of up to 40 runs within about a second, behind 3 that warm up. With
+        `graph`, the work is replayed from a graph, as the engine's decode steps are, without Python's launches."""
         if graph:
             run()
             torch.cuda.synchronize()
@@ -207,10 +200,11 @@ def elementwise(rows: int) -> Iterator[Case]:
     x, residual, weight = normal(rows, HIDDEN), normal(rows, HIDDEN), normal(HIDDEN)
     exact = partial(reference.rms_norm, (x + residual).float(), weight, 1e-5)
     moved = 4 * x.nbytes + weight.nbytes
-    yield Case("add_rmsnorm", {"rows": rows}, lambda: add_rms_norm(x, residual.clone(), weight, 1e-5)[0], exact, moved)
+    norm = Norms().add_rms_norm
+    yield Case("add_rmsnorm", {"rows": rows}, lambda: norm(x, residual.clone(), weight, 1e-5)[0], exact, moved)
     gates = normal(rows, 2 * INNER)
     exact = partial(reference.silu_mul, gates.float())
-    yield Case("silu_mul", {"rows": rows}, partial(silu_mul, gates), exact, gates.nbytes * 3 // 2)
+    yield Case("silu_mul", {"rows": rows}, partial(SiluMul(), gates), exact, gates.nbytes * 3 // 2)
     qkv, blocks = normal(rows, HEADS + 2 * KV_HEADS, DIM), rows // BLOCK + 1
     angles = reference.rotations(torch.arange(rows, device=DEVICE), torch.rand(DIM // 2, device=DEVICE))
     kv = PagedKV(torch.zeros(blocks, 1, 2, KV_HEADS, BLOCK, DIM, dtype=DTYPE, device=DEVICE), 0)
@@ -222,9 +216,11 @@ def elementwise(rows: int) -> Iterator[Case]:
 
 def product(machine: Machine, rows: int, outputs: int, inputs: int, bits: int) -> Case:
     """Weights of 8 or 4 bits."""
-    held = quantized((codes.int8 if bits == 8 else codes.int4)(normal(outputs, inputs) / inputs**0.5), DTYPE)
+    coded = (codes.int8 if bits == 8 else codes.int4)(normal(outputs, inputs) / inputs**0.5)
+    coded = replace(coded, scales=coded.scales.to(DTYPE).float())
+    held = quantized(coded, DTYPE)
     x, multiply = normal(rows, inputs), quant_gemv.QuantGemv(held, None, machine.processors)
-    exact = partial(functional.linear, x.double(), held.dequantize(torch.float64))
+    exact = partial(functional.linear, x.double(), coded.dequantize().double())
     shape, moved = {"rows": rows, "weight": (outputs, inputs)}, quant_gemv.bytes_moved(rows, held, DTYPE.itemsize)
     return Case(f"w{bits}_gemv", shape, partial(multiply, x), exact, bytes=moved)
 
@@ -287,11 +283,10 @@ def decoding(machine: Machine, rows: int, context: int) -> Case:
 def moving(count: int) -> Iterator[Case]:
     """Reads, writes and checksums of frames of an 8B Llama's KV, of so many blocks."""
     pool = normal(count + 3, 2 if DRY else 32, 2, KV_HEADS, BLOCK, DIM)
-    blocks, target = torch.randperm(count + 3, device=DEVICE)[:count], torch.zeros_like(pool)
-    planes = pool.view(torch.uint8).flatten(3)
-    frame = planes[blocks].flatten()
-    out, written, total = torch.zeros_like(frame), torch.zeros_like(pool), torch.zeros(1, dtype=torch.int64).to(DEVICE)
-    written[blocks] = pool[blocks]
+    blocks, planes = torch.randperm(count + 3, device=DEVICE)[:count], pool.view(torch.uint8).flatten(3)
+    frame, total = planes[blocks].flatten(), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    out, target, written = torch.zeros_like(frame), torch.zeros_like(planes), torch.zeros_like(planes)
+    written[blocks] = planes[blocks]
     checksum = reference.kv_checksum(frame.cpu().numpy().data)
     number = torch.from_numpy(np.array([checksum], np.uint64).view(np.int64)).to(DEVICE)
 
@@ -301,8 +296,7 @@ def moving(count: int) -> Iterator[Case]:
         return total - number
 
     for name, passes, run, exact in (
-        ("kv_gather", 2, filling(out, kv_gather.kv_gather, pool, blocks, count * BLOCK, out), frame),
-        ("kv_scatter", 2, filling(target, kv_gather.kv_scatter, target, blocks, count * BLOCK, frame), written),
+        ("kv_frame_write", 2, filling(target, kv_frame.kv_frame, "write", target, blocks, frame, total), written),
         ("kv_checksum", 1, lambda: kv_checksum.kv_checksum(frame) - number, torch.zeros_like(total)),
         ("kv_frame_read", 2, partial(summed, "read"), torch.zeros_like(total)),
         ("kv_frame_sum", 1, partial(summed, "sum"), torch.zeros_like(total)),
@@ -413,12 +407,10 @@ def engine(machine: Machine) -> Iterator[Row]:
                 moved = (layers * bits + head * max(bits, 8)) / 8
                 moved += batch * (context + steps // 2) * runner.layout.token_bytes
                 share = moved / tpot / machine.bytes_per_second
-                row: Row = {"weights": bits, "batch": batch, "context": context} | measured(tpot_s=tpot, share=share)
-                yield row
+                yield {"weights": bits, "batch": batch, "context": context} | measured(tpot_s=tpot, share=share)
             del runner, serving
             gc.collect()
-            if not DRY:
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
         model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32 if DRY else DTYPE).to(DEVICE)
     for batch, context in ((1, 20), (2, 20)) if DRY else BATCHES:
         if batch * context <= 2**17:
@@ -436,46 +428,34 @@ def links(machine: Machine) -> Iterator[Row]:
         return (yield {"skipped": "one GPU, and this NCCL does not let two ranks share it"})
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    other = context.Process(target=link_end, args=(there, RECEIVER), daemon=True)
+    other = context.Process(target=link_end, args=(there, SENDER), daemon=True)
     other.start()
     there.close()
-    try:
-        seconds, sound = link_end(here, SENDER)
-    finally:
-        other.kill()
-        other.join()
+    seconds, sound = link_end(here, RECEIVER)
+    other.kill()
     yield {"mb": LINK_BYTES / 1e6, "sound": sound} | measured(gb_per_s=LINK_BYTES * (LINK_FRAMES - 1) / seconds / 1e9)
 
 
 def link_end(pipe: Connection, rank: int) -> tuple[float, bool]:
     """One end of a link: its seconds for all frames but the first, which connects, and whether all bytes arrived."""
-    meeting = Rendezvous(lambda entry, value: pipe.send((entry, value)), LINK_SECONDS, "a link")
-
-    def listen() -> None:
-        with suppress(EOFError, OSError):
-            while True:
-                meeting.put(*pipe.recv())
-
-    threading.Thread(target=listen, daemon=True).start()
     if not DRY:
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    name = "shm" if DRY else "nccl"
-    link = available_transports("127.0.0.1", name, gpu=not DRY)[name].connect(meeting, rank, LINK_SECONDS)
-    buffers, window = [link.buffer(LINK_BYTES) for _ in range(2)], deque[Any]()
+    link = dial(pipe, transport_named("shm" if DRY else "nccl"), rank, LINK_SECONDS)
+    move = link.send if rank == SENDER else link.recv
+    buffers = [link.buffer(LINK_BYTES) for _ in range(2)]
     for number, buffer in enumerate(buffers):
         buffer.fill_(7 + number if rank == SENDER else 0)
-    (link.send if rank == SENDER else link.recv)(buffers[0]).wait(LINK_SECONDS)
+    move(buffers[0]).wait(LINK_SECONDS)
     began = time.perf_counter()
-    for number in range(1, LINK_FRAMES):
-        if len(window) == 2:
-            window.popleft().wait(LINK_SECONDS)
-        window.append((link.send if rank == SENDER else link.recv)(buffers[number % 2]))
-    for pending in window:
-        pending.wait(LINK_SECONDS)
-    if rank == RECEIVER:
-        meeting.set("sound", b"1" if all((each == 7 + n).all() for n, each in enumerate(buffers)) else b"0")
-    sound = meeting.get("sound") == b"1"
+    pending = move(buffers[1])
+    for number in range(2, LINK_FRAMES):
+        done, pending = pending, move(buffers[number % 2])
+        done.wait(LINK_SECONDS)
+    pending.wait(LINK_SECONDS)
     seconds = time.perf_counter() - began
+    sound = all(bool((each == 7 + number).all()) for number, each in enumerate(buffers))
+    if rank == SENDER:
+        time.sleep(LINK_SECONDS)  # until the receiver, which has all then, ends this process
     link.close()
     return seconds, sound
 

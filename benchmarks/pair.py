@@ -1,58 +1,152 @@
 """kvrelay's pair (one prefill, one decode worker) and vLLM's (NIXL), in turn: time to first token and per output token.
 
-    python benchmarks/pair.py MODEL --peers PEERS --out benchmarks/results/pair-2-cores.json --markdown
-    python benchmarks/pair.py MODEL --alone           # kvrelay only; one JSON line per cell
+    python benchmarks/pair.py MODEL --peers PEERS --out benchmarks/results/pair-2-cores.json
+    python benchmarks/pair.py MODEL --alone kvrelay                      # one of them; one JSON line per cell
+    PEERS/vllm/bin/python benchmarks/pair.py MODEL --alone vllm
 
 Each worker computes in one thread. Prompts are random and cold, one at a time, through each system's own front door:
-kvrelay's router (gRPC, where workers hand over by themselves), vLLM's two HTTP servers (`peers/pair.py`). Cells are
-seconds: `ttft_N` and `tpot_N` with N tokens in and 32 out, medians of each run's prompts. `start` is the time until the
-pair takes requests.
+kvrelay's router (gRPC, where workers hand over by themselves); of vLLM's two HTTP servers, each bound to a core of its
+own, the first for one token, and with what that says of its KV the second for the rest. Cells are seconds: `ttft_N` and
+`tpot_N` with N tokens in and 32 out, medians of each run's prompts. `start` is the time until the pair takes requests.
 """
 
 import argparse
 import json
+import os
 import random
-import shlex
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
-from local_cluster import local_cluster
-from turns import OWN, Engine, end_on_signal, in_turn, markdown, save, setting, summary
+from turns import OWN, Engine, add_options, compare, end_group, end_on_signal, setting
 
-HERE = Path(__file__).parent
 LENGTHS = (128, 512, 2048)
 OUT = 32
 PROMPTS = 3
+START_SECONDS = 300
 CONFIG = """\
 model: {{path: {model}, dtype: bfloat16}}
 prefill: {{replicas: 1, threads: 1}}
 decode: {{replicas: 1, threads: 1}}
 """
+KV_TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+NOWHERE = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, **NOWHERE}
+Times = Callable[[list[int], int], list[float]]
+"""Function that sends a prompt and the number of tokens to generate, and returns when each token came."""
 
 
-def alone(model: Path) -> None:
-    """Times kvrelay's pair once."""
+@contextmanager
+def kvrelay_pair(model: Path, folder: Path) -> Iterator[Times]:
+    """A running pair of kvrelay's."""
+    from clusters import local_cluster
+
     from kvrelay.client import Client
+
+    config = folder / "pair.yaml"
+    config.write_text(CONFIG.format(model=json.dumps(str(model.resolve()))))
+    with local_cluster("--config", str(config)) as router, Client(router) as client:
+
+        def times(prompt: list[int], out: int) -> list[float]:
+            chunks = client.generate(prompt, max_tokens=out, temperature=0.0, ignore_eos=True, timeout=120)
+            return [time.perf_counter() for chunk in chunks for _ in chunk.token_ids]
+
+        yield times
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def vllm_server(model: Path, core: int, log: Path) -> Iterator[int]:
+    """A vLLM server computing on `core`; gives its port, at once."""
+    port = free_port()
+    environment = os.environ | {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": str(core),
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        "UCX_TLS": "tcp,shm,cma,self",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [str(Path(sys.executable).parent / "vllm"), "serve", str(model), "--served-model-name", "peer"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "4096"]
+    command += ["--kv-transfer-config", json.dumps(KV_TRANSFER)]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
+    try:
+        yield port
+    finally:
+        end_group(process)
+
+
+def wait_until_ready(port: int, log: Path, deadline: float) -> None:
+    while True:
+        try:
+            return urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"vLLM did not start: {log.read_text()[-2000:]}") from None
+            time.sleep(0.5)
+
+
+@contextmanager
+def vllm_pair(model: Path, folder: Path) -> Iterator[Times]:
+    """A running pair of vLLM's."""
+
+    def post(port: int, body: dict[str, Any]) -> Any:
+        data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", data, headers)
+        return urllib.request.urlopen(request, timeout=120)
+
+    def times(prompt: list[int], out: int) -> list[float]:
+        body = {"model": "peer", "prompt": prompt, "temperature": 0, "ignore_eos": True}
+        with post(prefill, body | {"max_tokens": 1, "kv_transfer_params": REMOTE_DECODE}) as response:
+            handover = json.load(response)["kv_transfer_params"]
+        with post(decode, body | {"max_tokens": out, "stream": True, "kv_transfer_params": handover}) as stream:
+            return [time.perf_counter() for line in stream if line.startswith(b"data: {")]
+
+    with ExitStack() as stack:
+        logs = folder / "prefill.log", folder / "decode.log"
+        ports = [stack.enter_context(vllm_server(model, core, log)) for core, log in enumerate(logs)]
+        deadline = time.monotonic() + START_SECONDS
+        for port, log in zip(ports, logs, strict=True):
+            wait_until_ready(port, log, deadline)
+        prefill, decode = ports
+        yield times
+
+
+PAIRS: dict[str, Callable[[Path, Path], AbstractContextManager[Times]]] = {OWN: kvrelay_pair, "vllm": vllm_pair}
+
+
+def alone(name: str, model: Path) -> None:
+    """Times one system's pair once."""
+
+    def report(cell: str, seconds: float) -> None:
+        print(json.dumps({"engine": name, "cell": cell, "seconds": round(seconds, 5)}), flush=True)
 
     random.seed(0)
     start = time.perf_counter()
-    with ExitStack() as stack:
-        config = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "pair.yaml"
-        config.write_text(CONFIG.format(model=json.dumps(str(model.resolve()))))
-        cluster = stack.enter_context(local_cluster("--config", str(config)))
-        client = stack.enter_context(Client(cluster.router))
+    with tempfile.TemporaryDirectory(prefix="pair-") as folder, PAIRS[name](model, Path(folder)) as times:
         report("start", time.perf_counter() - start)
 
         def seconds(length: int, out: int) -> tuple[float, float]:
+            """Seconds to the first token, and seconds per token after it."""
             prompt = random.choices(range(2, 8000), k=length)
             begun = time.perf_counter()
-            chunks = client.generate(prompt, max_tokens=out, temperature=0.0, ignore_eos=True, timeout=120)
-            times = [time.perf_counter() for chunk in chunks for _ in chunk.token_ids]
-            return times[0] - begun, (times[-1] - times[0]) / (len(times) - 1)
+            came = times(prompt, out)
+            return came[0] - begun, (came[-1] - came[0]) / (len(came) - 1)
 
         seconds(64, 8)
         for length in LENGTHS:
@@ -61,39 +155,25 @@ def alone(model: Path) -> None:
             report(f"tpot_{length}", statistics.median(following))
 
 
-def report(cell: str, seconds: float) -> None:
-    print(json.dumps({"engine": OWN, "cell": cell, "seconds": round(seconds, 5)}), flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder of a checkpoint")
-    parser.add_argument("--alone", action="store_true", help="time kvrelay once")
-    parser.add_argument("--peers", type=Path, help="folder that peers/setup.sh made")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--under", default="", help="command that each system's process is run under")
-    parser.add_argument("--timeout", type=float, default=1800.0, help="of one system's run, in seconds")
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
-    parser.add_argument("--markdown", action="store_true", help="print a table")
+    parser.add_argument("--alone", choices=PAIRS, help="time one system once")
+    add_options(parser)
     args = parser.parse_args()
     end_on_signal()
     if args.alone:
-        alone(args.model)
-        return
+        return alone(args.alone, args.model)
     if args.peers is None:
         parser.error("--peers is needed, or --alone")
     own, vllm = Path(sys.executable), args.peers / "vllm" / "bin" / "python"
+    packages = {OWN: (own, ("kvrelay", "torch", "ray", "grpcio")), "vllm": (vllm, ("vllm", "torch", "nixl"))}
     pairs = {
-        OWN: Engine((str(own), __file__, str(args.model), "--alone"), own, ("kvrelay", "torch", "ray", "grpcio")),
-        "vllm": Engine((str(vllm), str(HERE / "peers" / "pair.py"), str(args.model)), vllm, ("vllm", "torch", "nixl")),
+        name: Engine((str(python), __file__, str(args.model), "--alone", name), python, distributions)
+        for name, (python, distributions) in packages.items()
     }
     result = setting(pairs) | {"model": args.model.resolve().name, "threads per worker": 1, "dtype": "bfloat16"}
-    runs = in_turn(pairs, "seconds", args.repeats, shlex.split(args.under), args.timeout)
-    result["cells"] = summary(runs, larger_is_better=False)
-    if args.out is not None:
-        save(args.out, result)
-    if args.markdown:
-        print(markdown(result["cells"], "seconds", 3))
+    return compare(pairs, args, result, "seconds", larger_is_better=False)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from kvrelay.rpc.identity import WorkerId
 
 BLOCK = 512
 SHARE_ASKED = 0.9
+INDEX_TOKENS = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +98,6 @@ class Worker:
         return self.free_at, found * BLOCK
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    hit_share: float
-    wait_p50: float
-    wait_p99: float
-
-
 def read(trace: Path) -> list[Prompt]:
     rows = map(json.loads, trace.read_text().splitlines())
     return [Prompt(row["timestamp"] / 1e3, row["input_length"], tuple(row["hash_ids"])) for row in rows]
@@ -158,8 +152,9 @@ class Replay:
         self._hits = 0
         self._waits: list[float] = []
 
-    def run(self, speed: float, ahead_seconds: float) -> Result:
-        """
+    def run(self, speed: float, ahead_seconds: float) -> tuple[float, list[float]]:
+        """Returns the share of tokens that were found, and the seconds to each first token, in order.
+
         Args:
             speed: by which arrivals are hastened.
             ahead_seconds: work that a worker has from which on prompts for it wait in their routers.
@@ -178,9 +173,7 @@ class Replay:
                     waiting.remove(arrived)
                 elif waiting.index(arrived) + 1 >= LOOK_AHEAD:
                     break
-        self._waits.sort()
-        share = self._hits / sum(prompt.tokens for prompt in self._prompts)
-        return Result(share, statistics.median(self._waits), self._waits[int(0.99 * len(self._waits))])
+        return self._hits / sum(prompt.tokens for prompt in self._prompts), sorted(self._waits)
 
     def _hear(self, now: float) -> None:
         """Tells the routers what their workers have computed until `now`."""
@@ -220,7 +213,6 @@ def main() -> None:
     parser.add_argument(
         "--ahead", type=int, default=RouterOptions().prefill_ahead_tokens, help="router.prefill_ahead_tokens"
     )
-    parser.add_argument("--index", type=int, default=2**31, help="router.prefix_index_tokens")
     args = parser.parse_args()
     prompts = read(args.trace)
     seconds = prompts[-1].arrival - prompts[0].arrival
@@ -232,24 +224,24 @@ def main() -> None:
         limits = [bound(prompts, count * cache // BLOCK) for bound in (best, one_cache)]
         for routers in args.routers:
             # With more routers, also as if each knew its own prompts only.
-            named = {"near its cache": (args.index, True), "by load only": (0, False)}
+            named = {"near its cache": (INDEX_TOKENS, True), "by load only": (0, False)}
             if routers > 1:
-                named["near its cache, routers apart"] = args.index, False
+                named["near its cache, routers apart"] = INDEX_TOKENS, False
             for name, (index, told) in named.items():
                 workers = [Worker(id_, cache // BLOCK, args.rate) for id_ in ids]
                 policies = [LeastWork(PrefixIndex(index), ahead_tokens=args.ahead) for _ in range(routers)]
-                result = Replay(prompts, workers, policies, told=told).run(speed, args.ahead / args.rate)
+                share, waits = Replay(prompts, workers, policies, told=told).run(speed, args.ahead / args.rate)
                 line = {
                     "workers": count,
                     "cache_tokens": cache,
                     "routers": routers,
                     "placement": name,
-                    "hit_share": round(result.hit_share, 4),
-                    "of_best_possible": round(result.hit_share / limits[0], 3),
-                    "of_one_cache": round(result.hit_share / limits[1], 3),
+                    "hit_share": round(share, 4),
+                    "of_best_possible": round(share / limits[0], 3),
+                    "of_one_cache": round(share / limits[1], 3),
                     "asked": SHARE_ASKED,
-                    "first_token_seconds_p50": round(result.wait_p50, 3),
-                    "first_token_seconds_p99": round(result.wait_p99, 3),
+                    "first_token_seconds_p50": round(statistics.median(waits), 3),
+                    "first_token_seconds_p99": round(waits[int(0.99 * len(waits))], 3),
                 }
                 rows.append(line)
                 print(json.dumps(line), flush=True)

@@ -2,7 +2,7 @@
 run.
 
     python benchmarks/checkpoint.py MODEL --shape 135m
-    python benchmarks/quantization.py MODEL --quality models/pico --out benchmarks/results/quantization.json --markdown
+    python benchmarks/quantization.py MODEL --quality models/pico --out benchmarks/results/quantization.json
     python benchmarks/quantization.py MODEL --quality models/pico --formats none,kv-int8 --cells decode_32_2048 \\
         --threads 1 --cpu --prompts 200 --out benchmarks/results/kv-dtype-2-cores.json
 
@@ -17,6 +17,7 @@ logits; and how many greedy completions of prompts from these files are equal.
 """
 
 import argparse
+import json
 import math
 import runpy
 import time
@@ -211,28 +212,6 @@ def quality(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """A row for each format: bits per byte, divergence, and its speed as a multiple of bfloat16's."""
-    cells, losses = result.get("speed", {}), result.get("quality", {})
-    names = dict.fromkeys([*losses, *(name for cell in cells.values() for name in cell)])
-    lines = [
-        "| format | bits per byte | divergence | " + " | ".join(cells) + " |",
-        "|---" * (3 + len(cells)) + "|",
-    ]
-    for name in names:
-        loss = losses.get(name)
-        columns = ["-", "-"]
-        if loss is not None:
-            columns = [f"{loss['bits_per_byte']:.4f} ({loss['more_than_bfloat16']:+.2%})", f"{loss['divergence']:.5f}"]
-        for cell in cells.values():
-            found = cell.get(name)
-            columns.append(
-                "-" if found is None else "{median:.2f}x ({min:.2f}-{max:.2f})".format(**found["of_bfloat16"])
-            )
-        lines.append(f"| {name} | " + " | ".join(columns) + " |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?", help="checkpoint whose speed is measured")
@@ -245,7 +224,6 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=0, help="of held-out text, spread over it; 0 is all")
     parser.add_argument("--prompts", type=int, default=0, help="of greedy completions")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
-    parser.add_argument("--markdown", action="store_true", help="print a table")
     args = parser.parse_args()
     if args.cpu and args.threads != 1:
         parser.error("--cpu counts one thread's time: give --threads 1")
@@ -256,7 +234,7 @@ def main() -> None:
         result["quality"] = quality(args.quality, args)
     if args.out is not None:
         save(args.out, result)
-    print(markdown(result))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

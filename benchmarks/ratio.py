@@ -19,11 +19,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 from ratio_cluster import cluster, run, set_split
-from ratio_simulator import A100_OPT_66B, Job, Phase, Simulation, traffic
+from ratio_simulator import A100_OPT_66B, Job, Phase, Simulation, attained, goodput, traffic
 from turns import end_on_signal, own_setting, save
 
 from kvrelay.cluster.scaling.config import ScalingConfig
@@ -51,31 +52,25 @@ def phases(seconds: float) -> list[Phase]:
 
 def converged(jobs: Sequence[Job], begin: float, end: float) -> float | None:
     """Seconds from `begin` until requests met their targets for the rest of the phase; None if they never did."""
+
+    def meets(since: float) -> bool:
+        return attained(jobs, TARGETS, since, min(end, since + CONVERGED_SECONDS)) >= CONVERGED_SHARE
+
     first = end
-    while first - STEP >= begin and _share(jobs, first - STEP, min(end, first - STEP + CONVERGED_SECONDS)) >= (
-        CONVERGED_SHARE
-    ):
+    while first - STEP >= begin and meets(first - STEP):
         first -= STEP
     return None if first > end - CONVERGED_SECONDS else first - begin
-
-
-def _share(jobs: Sequence[Job], begin: float, end: float) -> float:
-    found = [job.good(TARGETS) for job in jobs if begin <= job.arrival < end]
-    return sum(found) / len(found) if found else 1.0
 
 
 def figures(jobs: Sequence[Job], parts: Sequence[Phase]) -> dict[str, Any]:
     """Goodput and the other figures of one run."""
     total = sum(phase.seconds for phase in parts)
-    begins = [sum(phase.seconds for phase in parts[:number]) for number in range(len(parts))]
-    ends = [begin + phase.seconds for begin, phase in zip(begins, parts, strict=True)]
+    edges = list(pairwise(accumulate((phase.seconds for phase in parts), initial=0.0)))
     return {
-        "goodput": round(sum(job.good(TARGETS) for job in jobs) / total, 3),
+        "goodput": round(goodput(jobs, TARGETS, total), 3),
         "offered": round(len(jobs) / total, 3),
-        "met_both_targets": [round(_share(jobs, *bounds), 3) for bounds in zip(begins, ends, strict=True)],
-        "converged_seconds": [
-            converged(jobs, begin, end - TOUCHED_SECONDS) for begin, end in zip(begins[1:], ends[1:], strict=True)
-        ],
+        "met_both_targets": [round(attained(jobs, TARGETS, *each), 3) for each in edges],
+        "converged_seconds": [converged(jobs, begin, end - TOUCHED_SECONDS) for begin, end in edges[1:]],
         "asked_seconds": ASKED_SECONDS,
     }
 
@@ -94,10 +89,9 @@ def simulated(parts: Sequence[Phase], split: tuple[int, int], *, enabled: bool, 
 def real(running: Supervised, parts: Sequence[Phase], seed: int) -> dict[str, Any]:
     """The figures of a run of real processes."""
     before, began = len(running.status().scaling.decisions), datetime.now(UTC).timestamp()
-    answers = asyncio.run(run(running, traffic(parts, seed)))
-    jobs = [answer.job for answer in answers]
+    jobs = traffic(parts, seed)
+    errors = [error for error in asyncio.run(run(running, jobs)) if error]
     found = figures(jobs, parts)
-    errors = [answer.error for answer in answers if answer.error]
     found |= {"requests": len(jobs), "failed": len(errors), "errors": sorted(set(errors))[:5]}
     decisions = list(running.status().scaling.decisions)[before:]
     if decisions:

@@ -10,7 +10,7 @@ import heapq
 import itertools
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -60,8 +60,6 @@ class CostTable:
     """Seconds from a prompt's last step to its stream on decode."""
     switch: float = 2.0
     """Seconds that a worker takes to change its role."""
-    start: float = 20.0
-    """Seconds until a new worker serves."""
 
     def prefill(self, lengths: Sequence[int]) -> float:
         """Seconds of a step with these chunks."""
@@ -106,7 +104,6 @@ class Job:
     arrival: float
     prompt: int
     completion: int
-    phase: int = 0
     tokens: int = 0
     """Tokens generated so far."""
     computed: int = 0
@@ -118,7 +115,11 @@ class Job:
     last: float | None = None
     decode: WorkerId | None = None
     attempt: int = 0
-    moves: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of KV that it needs for its next token."""
+        return -(-(self.prompt + self.tokens + 1) // BLOCK)
 
     @property
     def ttft(self) -> float:
@@ -135,14 +136,25 @@ class Job:
         return self.ttft <= config.ttft_target_seconds and self.tpot <= config.tpot_target_seconds
 
 
+def goodput(jobs: Sequence[Job], config: ScalingConfig, seconds: float) -> float:
+    """Requests a second that ended within both targets."""
+    return sum(job.good(config) for job in jobs) / seconds
+
+
+def attained(jobs: Sequence[Job], config: ScalingConfig, begin: float, end: float) -> float:
+    """Share of the requests that arrived in a time and met both targets; 1 if none arrived."""
+    found = [job.good(config) for job in jobs if begin <= job.arrival < end]
+    return sum(found) / len(found) if found else 1.0
+
+
 def traffic(phases: Sequence[Phase], seed: int = 0) -> list[Job]:
     """The requests of phases that follow one another."""
     rng, jobs, begin = random.Random(seed), [], 0.0
-    for number, phase in enumerate(phases):
+    for phase in phases:
         at = begin
         while (at := at + rng.expovariate(phase.rate)) < begin + phase.seconds:
             lengths = (max(2, round(mean * rng.uniform(0.75, 1.25))) for mean in (phase.prompt, phase.completion))
-            jobs.append(Job(at, *lengths, phase=number))
+            jobs.append(Job(at, *lengths))
         begin += phase.seconds
     return jobs
 
@@ -169,46 +181,24 @@ class Worker:
 
     def held(self) -> int:
         """Blocks in use on a decode worker."""
-        return sum(-(-(job.prompt + job.tokens + 1) // BLOCK) for job in self.jobs)
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The cluster at one moment."""
-
-    time: float
-    prefill: int
-    decode: int
+        return sum(job.blocks for job in self.jobs)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Jobs, samples and decisions of a simulation that has ended."""
+    """Jobs and decisions of a simulation that has ended."""
 
     jobs: list[Job]
-    samples: list[Sample]
+    splits: list[tuple[float, Split]]
+    """Ready workers of each role at many moments."""
     decisions: list[tuple[float, Decision]]
-
-    def goodput(self, config: ScalingConfig, seconds: float) -> float:
-        """Requests a second that ended within both targets."""
-        return sum(job.good(config) for job in self.jobs) / seconds
-
-    def attained(self, config: ScalingConfig, begin: float, end: float) -> float:
-        """Share of the requests that arrived in a time and met both targets."""
-        found = [job.good(config) for job in self.jobs if begin <= job.arrival < end]
-        return sum(found) / len(found) if found else math.nan
 
 
 class Simulation:
     """One run: `Simulation(...).run()`."""
 
     def __init__(
-        self,
-        jobs: Sequence[Job],
-        table: CostTable,
-        split: tuple[int, int],
-        config: ScalingConfig,
-        end: float,
+        self, jobs: Sequence[Job], table: CostTable, split: tuple[int, int], config: ScalingConfig, end: float
     ) -> None:
         """
         Args:
@@ -231,22 +221,12 @@ class Simulation:
         self._desired = Split(*split)
         roles: list[PoolRole] = ["prefill"] * split[0] + ["decode"] * split[1]
         self._workers = {worker.id: worker for worker in map(self._worker, roles)}
-        self._totals = dict.fromkeys(
-            (
-                "requests",
-                "prompt_tokens",
-                "completion_tokens",
-                "first_tokens",
-                "ttft_attained",
-                "streams",
-                "tpot_attained",
-            ),
-            0,
-        )
+        self._totals: Counter[str] = Counter()
+        """Counts of the router's traffic so far, by the field's name."""
         self._unqueued = 0.0
         self._young: deque[Job] = deque()
         """Jobs that had their first token lately, in the order of these tokens."""
-        self._samples: list[Sample] = []
+        self._splits: list[tuple[float, Split]] = []
         self._decisions: list[tuple[float, Decision]] = []
 
     def run(self) -> Run:
@@ -257,7 +237,7 @@ class Simulation:
         while self._events and self._events[0][0] < self._end:
             self._now, _, happen = heapq.heappop(self._events)
             happen()
-        return Run(self._jobs, self._samples, self._decisions)
+        return Run(self._jobs, self._splits, self._decisions)
 
     def _worker(self, role: PoolRole) -> Worker:
         return Worker(WorkerId(f"worker-{next(self._fresh)}", "0"), role)
@@ -306,7 +286,7 @@ class Simulation:
 
     def _capacity(self, worker: Worker) -> DecodeCapacity:
         total = self._table.kv_tokens // BLOCK
-        promised = sum(-(-(job.prompt + job.tokens + 1) // BLOCK) for job in worker.promised)
+        promised = sum(job.blocks for job in worker.promised)
         free = max(0, total - worker.held() - len(worker.jobs))
         slots = self._table.max_streams - len(worker.jobs)
         return DecodeCapacity(BLOCK, total, free, max(0, slots), len(worker.promised), promised)
@@ -390,9 +370,7 @@ class Simulation:
 
     def _beat(self) -> None:
         workers = [self._report(worker) for worker in self._workers.values()]
-        tokens = sum(job.prompt + job.tokens for job in self._queue)
         full = self._full()
-        queued = (0, len(self._queue)) if full else (len(self._queue), 0)
         while self._young and (self._young[0].first or 0.0) < self._now - WINDOW_SECONDS:
             self._young.popleft()
         traffic = Traffic(
@@ -400,9 +378,9 @@ class Simulation:
             unqueued_seconds=self._unqueued,
             young_tokens=sum(job.tokens for job in self._young),
             young_ended=sum(job.last is not None for job in self._young),
-            queued_prompts=queued[0],
-            queued_streams=queued[1],
-            queued_tokens=tokens,
+            queued_prompts=0 if full else len(self._queue),
+            queued_streams=len(self._queue) if full else 0,
+            queued_tokens=sum(job.prompt + job.tokens for job in self._queue),
         )
         router = MemberStatus(member=Member(name="router-0", role=ROLE_ROUTER), load=Load(traffic=traffic))
         signals = self._meter.observe([*workers, router], self._now)
@@ -410,7 +388,7 @@ class Simulation:
         if decision is not None and self._config.enabled:
             self._decisions.append((self._now, decision))
             self._follow(decision)
-        self._samples.append(Sample(self._now, signals.prefill, signals.decode))
+        self._splits.append((self._now, Split(signals.prefill, signals.decode)))
         self._at(self._now + BEAT_SECONDS, self._beat)
 
     def _full(self) -> bool:
@@ -440,25 +418,13 @@ class Simulation:
         return MemberStatus(member=member, load=load)
 
     def _follow(self, decision: Decision) -> None:
+        """Changes roles. The number of workers stays: `min_workers` and `max_workers` are 0 here."""
         moved = sum(1 if move.role == "prefill" else -1 for move in decision.moves)
-        self._desired = Split(
-            decision.scale.get("prefill", self._desired.prefill + moved),
-            decision.scale.get("decode", self._desired.decode - moved),
-        )
+        self._desired = Split(self._desired.prefill + moved, self._desired.decode - moved)
         for move in decision.moves:
             worker = next(worker for worker in self._workers.values() if worker.id.name == move.worker)
             self._leave(worker)
             self._at(self._now + self._table.switch, lambda worker=worker, role=move.role: self._join(worker, role))  # type: ignore[misc]  # bound at once
-        for role, count in decision.scale.items():
-            present = [worker for worker in self._workers.values() if worker.role == role and worker.ready]
-            for _ in range(count - len(present)):
-                fresh = self._worker(role)
-                fresh.ready = False
-                self._workers[fresh.id] = fresh
-                self._at(self._now + self._table.start, lambda fresh=fresh, role=role: self._join(fresh, role))  # type: ignore[misc]  # bound at once
-            for worker in sorted(present, key=lambda worker: len(worker.jobs))[: max(0, len(present) - count)]:
-                self._leave(worker)
-                del self._workers[worker.id]
 
     def _leave(self, worker: Worker) -> None:
         """Removes a worker; its jobs begin again elsewhere, ahead of all others."""
@@ -473,7 +439,6 @@ class Simulation:
                 other.promised.pop(job, None)
         for job in sorted(jobs, key=lambda job: job.arrival, reverse=True):
             job.attempt += 1
-            job.moves += 1
             job.waits_since = self._now
             self._queue.appendleft(job)
         self._place()

@@ -1,21 +1,16 @@
-"""Measures routers: tokens per second, CPU time per token, and the time that tokens spend in a router.
+"""Measures routers: tokens per second, and CPU time per token.
 
     python benchmarks/router_throughput.py [--face grpc http] [--streams 256] [--rate 40000 ...] [--seconds 10]
-        [--coalesce-ms 10 0 ...] [--routers 1 ...] [--repeats 1] [--out FILE]
+        [--coalesce-ms 10 0 ...] [--routers 1 ...] [--out FILE]
 
-Real processes and real connections: supervisor, routers, one worker of each role, client. The workers only echo
-(`router_echo.py`): prefill answers with the first token; decode runs `rate / streams` steps a second, each with one
-token for every request that it has, like an engine. The client costs little (`router_clients.py`). Each run prints one
-JSON line.
+Real processes and real connections: supervisor, routers, one worker of each role, client. The workers compute nothing
+(`paced_worker.py`): decode runs `rate / streams` steps a second, each with one token for every request that it has. The
+client is that of `kvrelay bench`, in this process. Each run prints one JSON line.
 
     tokens_per_second    counted at the client after some seconds of warming up. Below the offered rate, some process
                          has no CPU time left; on a small machine perhaps another one than the router
     cores                CPU time of each process, user and system, over the same time; 1.0 is one core
     router_us_per_token  that of all routers together, by the tokens that came; `..._at_one_core` is its inverse
-    held_ms              in the router: from its receipt of a token to the end of the write towards the client
-    added_ms             from the step that yields a token to its receipt by the client, both hops included
-
-Where the offered rate isn't reached, both times are those of a growing queue.
 """
 
 import argparse
@@ -23,41 +18,32 @@ import asyncio
 import itertools
 import json
 import os
-import statistics
-import subprocess
-import sys
+import random
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 import psutil
-from router_clients import Course, crowd
-from router_echo import HOST, MODEL, TOKEN, prompt_of
-from turns import own_setting, save, spread
+from clusters import plain_cluster, wait_answers
+from turns import own_setting, save
 
-from kvrelay.rpc.security import TOKEN_VARIABLE
-from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams, TokenIds
-from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
+from kvrelay.cli.bench.faces import GrpcFace, HttpFace, Sampling, Target
+from kvrelay.cli.bench.load import Request, Schedule, drive
+from kvrelay.cli.bench.workload import Ask
+from support.supervised import Supervised
 
-HERE = Path(__file__).parent
-WARM_UP = 999_999
-"""The number of the request that is not measured."""
+HOST = "127.0.0.1"
+PROMPT = 32
+BLOCK, KV_TOKEN_BYTES = 16, 64
+"""Tokens in a block of the workers' KV, and bytes of a token."""
 WARM_SECONDS = 2.0
-START_SECONDS = 60.0
+SPARE = 1.2
+"""Requests beyond those that the measured time takes, so that none of it has fewer streams."""
 PORTS = 29317, 29318
 """Ports of gRPC and HTTP that several routers share."""
-CONNECTIONS = 8
-"""Connections that the gRPC client opens to each router."""
-
-
-CASE = ("face", "offered", "coalesce_ms", "routers")
-TIMES = (("held_ms", "p50"), ("held_ms", "p99"), ("added_ms", "p99"))
+SAMPLING = Sampling(ignore_eos=True, temperature=0.0, seed=0, cache_salt="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,149 +51,85 @@ class Case:
     """Settings of one run."""
 
     face: str
-    rate: int
+    offered: int
+    """Tokens a second."""
     coalesce_ms: float
     routers: int
 
 
-@contextmanager
-def process(arguments: Sequence[object], **options: Any) -> Iterator["subprocess.Popen[str]"]:
-    """A Python process that is ended on exit."""
-    popen = subprocess.Popen([sys.executable, *map(str, arguments)], stdout=subprocess.PIPE, text=True, **options)
-    try:
-        yield popen
-    finally:
-        end(popen)
+def asks(case: Case, args: argparse.Namespace) -> list[Ask]:
+    """The requests. The first ones differ in length, so that those of many streams don't end together."""
+    count = args.streams + int(SPARE * case.offered * (WARM_SECONDS + args.seconds) / args.tokens)
+    lengths = [args.tokens // 2 + place * args.tokens // (2 * args.streams) for place in range(args.streams)]
+    draw = random.Random(0)
+    return [
+        Ask(tuple(draw.choices(range(2, 4000), k=PROMPT)), length)
+        for length in itertools.islice(itertools.chain(lengths, itertools.repeat(args.tokens)), count)
+    ]
 
 
-def end(popen: "subprocess.Popen[str]") -> None:
-    popen.terminate()
-    try:
-        popen.wait(10)
-    except subprocess.TimeoutExpired:
-        popen.kill()
-        popen.wait(10)
+def messages_between(request: Request, begin: float, end: float) -> int:
+    """Messages of a request that came in a time."""
+    times = itertools.accumulate(request.itls, initial=request.sent + (request.ttft or 0.0))
+    return sum(begin <= at < end for at in times)
 
 
-def address_of(popen: "subprocess.Popen[str]") -> str:
-    line = popen.stdout.readline() if popen.stdout is not None else ""
-    if not line:
-        raise SystemExit(f"{popen.args} ended with {popen.wait(10)}")
-    return str(json.loads(line)["address"])
-
-
-def quantiles(milliseconds: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(milliseconds)
-    found = {f"p{round(100 * share)}": ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.9, 0.99)}
-    return {name: round(value, 2) for name, value in (found | {"mean": statistics.mean(ordered)}).items()}
-
-
-async def measure(address: str, pids: dict[str, int], case: Case, args: argparse.Namespace) -> dict[str, Any]:
-    course = Course(args.streams, args.tokens, prompt_of, time.monotonic() + WARM_SECONDS + args.seconds)
-    running = asyncio.create_task(crowd(case.face, address, course, CONNECTIONS * case.routers))
+async def measure(cluster: Supervised, case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    grpc = cluster.member("router-0").member.address
+    face = GrpcFace(Target(grpc)) if case.face == "grpc" else HttpFace(Target(f"http://{HOST}:{PORTS[1]}"))
+    pids = {name: pid for name, pid in cluster.pids().items() if name != "prefill-0"} | {"client": os.getpid()}
     watched = {name: psutil.Process(pid) for name, pid in pids.items()}
 
     def used() -> dict[str, float]:
         return {name: sum(process.cpu_times()[:2]) for name, process in watched.items()}
 
-    await asyncio.sleep(WARM_SECONDS)
-    begin, count, messages, before = time.monotonic(), course.count, course.messages, used()
-    await asyncio.wait((running,), timeout=args.seconds)
-    seconds = time.monotonic() - begin
-    cores = {name: (after - before[name]) / seconds for name, after in used().items()}
-    tokens, writes = course.count - count, course.messages - messages
-    await running
+    async with face:
+        await face.model()
+        began = time.perf_counter()
+        schedule = Schedule(asks(case, args), None, args.streams, SAMPLING)
+        running = asyncio.create_task(drive(face, schedule, lambda _: None))
+        await asyncio.sleep(WARM_SECONDS)
+        begin, before = time.perf_counter() - began, used()
+        await asyncio.wait((running,), timeout=args.seconds)
+        end, after = time.perf_counter() - began, used()
+        requests = (await running).requests
+    if bad := [each for each in requests if not each.ok or each.output_tokens != each.wanted_tokens]:
+        raise SystemExit(f"{len(bad)} requests failed: {bad[0].error or 'tokens are missing'}")
+    counts = [messages_between(each, begin, end) for each in requests]
+    tokens = sum(
+        count * each.output_tokens / (len(each.itls) + 1) for count, each in zip(counts, requests, strict=True)
+    )
+    cores = {name: (value - before[name]) / (end - begin) for name, value in after.items()}
     spent = sum(share for name, share in cores.items() if name.startswith("router"))
     return {
-        "tokens_per_second": round(tokens / seconds),
-        "tokens_per_message": round(tokens / writes, 2),
+        "tokens_per_second": round(tokens / (end - begin)),
+        "tokens_per_message": round(tokens / sum(counts), 2),
         "cores": {name: round(share, 3) for name, share in cores.items()},
-        "router_us_per_token": round(spent * seconds / tokens * 1e6, 1),
-        "tokens_per_second_at_one_core": round(tokens / seconds / spent),
-        "_received": course.received,
+        "router_us_per_token": round(spent * (end - begin) / tokens * 1e6, 1),
+        "tokens_per_second_at_one_core": round(tokens / (end - begin) / spent),
     }
 
 
 def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     shared = case.routers > 1
-    with tempfile.TemporaryDirectory(prefix="kvrelay-router-") as folder, ExitStack() as stack:
-
-        def config(part: str, **options: Any) -> Path:
-            path = Path(folder, f"{part}.json")
-            path.write_text(json.dumps(options))
-            return path
-
-        supervising = process(
-            ["-m", "kvrelay.cluster.supervisor", "--config", config("supervisor")], stderr=subprocess.DEVNULL
-        )
-        supervisor = address_of(stack.enter_context(supervising))
-        echo = [HERE / "router_echo.py"]
-        step = [supervisor, args.streams / case.rate]
-        stack.enter_context(process([*echo, "prefill", *step], stdin=subprocess.PIPE))
-        decode = stack.enter_context(process([*echo, "decode", *step], stdin=subprocess.PIPE))
-        pids = {"decode": decode.pid, "client": os.getpid()}
-        routers, held_files = [], []
-        for number in range(case.routers):
-            options = config(
-                f"router-{number}",
-                name=f"router-{number}",
-                model=MODEL,
-                supervisor=supervisor,
-                coalesce_ms=case.coalesce_ms,
-                grpc_port=PORTS[0] if shared else 0,
-                http_port=PORTS[1],
-                share_port=shared,
-                # Requests of a rate that isn't reached still run at the end.
-                drain_seconds=0.0,
-            )
-            held_files.append(Path(folder, f"held-{number}.json"))
-            timed = [HERE / "router_process.py", "--config", options, "--held", held_files[-1]]
-            routers.append(stack.enter_context(process(timed, stderr=subprocess.DEVNULL)))
-            address = address_of(routers[-1])
-            pids[f"router-{number}"] = routers[-1].pid
-        with grpc.insecure_channel(address) as channel:
-            wait_ready(channel)
-        target = address if case.face == "grpc" else f"{HOST}:{PORTS[1]}"
-        result = asyncio.run(measure(target, pids, case, args))
-        sent = json.loads(decode.communicate(timeout=30)[0])
-        for router in routers:
-            end(router)
-        held = [value for path in held_files for value in json.loads(path.read_text())]
-    added = [
-        (here - there) * 1e3
-        for number, times in result.pop("_received").items()
-        for here, there in zip(times[1:], sent[str(number)], strict=True)
-    ]
-    case_fields = {"face": case.face, "offered": case.rate, "coalesce_ms": case.coalesce_ms, "routers": case.routers}
-    return case_fields | result | {"held_ms": quantiles(held), "added_ms": quantiles(added)}
-
-
-def wait_ready(channel: grpc.Channel) -> None:
-    stub = InferenceServiceStub(channel)
-    deadline = time.monotonic() + START_SECONDS
-    sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    request = GenerateRequest(token_ids=TokenIds(ids=prompt_of(WARM_UP)), sampling=sampling)
-    while True:
-        try:
-            list(stub.Generate(request, timeout=5))
-            return
-        except grpc.RpcError as error:
-            if time.monotonic() > deadline:
-                raise SystemExit(f"the router serves nothing: {error}") from error
-            time.sleep(0.1)
-
-
-def medians(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Medians of the runs of each case, and their ranges."""
-    cases = defaultdict(list)
-    for each in runs:
-        flat = {**each, **{f"{kind}_{share}": each[kind][share] for kind, share in TIMES}}
-        cases[tuple(each[name] for name in CASE)].append(flat)
-    figures = ("tokens_per_second", "router_us_per_token", "tokens_per_message", *map("_".join, TIMES))
-    return [
-        dict(zip(CASE, case, strict=True)) | {name: spread([each[name] for each in group]) for name in figures}
-        for case, group in cases.items()
-    ]
+    kv_bytes = KV_TOKEN_BYTES * args.streams * (PROMPT + args.tokens + BLOCK)
+    engine = {"block_size": BLOCK, "max_sequences": args.streams, "kv_memory_bytes": kv_bytes, "prefix_cache": False}
+    members: dict[str, dict[str, Any]] = {
+        f"{role}-0": {"module": "paced_worker", "options": {"role": role, "model": "pico", "engine": engine}}
+        for role in ("prefill", "decode")
+    }
+    router = {"model": "pico", "coalesce_ms": case.coalesce_ms, "share_port": shared}
+    router |= {"grpc_port": PORTS[0] if shared else 0, "http_port": PORTS[1]}
+    names = [f"router-{number}" for number in range(case.routers)]
+    members |= {name: {"module": "kvrelay.router", "options": router} for name in names}
+    pace = {"PACE_SECONDS": str(args.streams / case.offered)}
+    with (
+        tempfile.TemporaryDirectory(prefix="kvrelay-router-") as folder,
+        plain_cluster(Path(folder), members, pace) as cluster,
+    ):
+        for name in names:
+            wait_answers(cluster.member(name).member.address, cluster)
+        return asdict(case) | asyncio.run(measure(cluster, case, args))
 
 
 def main() -> None:
@@ -217,21 +139,19 @@ def main() -> None:
     parser.add_argument("--rate", type=int, nargs="+", default=[40_000], help="tokens a second, over all streams")
     parser.add_argument("--tokens", type=int, default=512, help="of one request")
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--repeats", type=int, default=1, help="of all cases, in turn")
     parser.add_argument("--coalesce-ms", type=float, nargs="+", default=[10.0, 0.0], help="router.coalesce_ms")
     parser.add_argument("--routers", type=int, nargs="+", default=[1], help="on one port")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    os.environ.setdefault(TOKEN_VARIABLE, TOKEN)
     runs = []
     cases = itertools.product(args.face, args.rate, args.coalesce_ms, args.routers)
-    for case in [Case(*values) for values in cases] * args.repeats:
-        runs.append(run(case, args))
+    for values in cases:
+        runs.append(run(Case(*values), args))
         print(json.dumps(runs[-1]), flush=True)
     if args.out is not None:
         results = own_setting("grpcio", "protobuf", "aiohttp", "uvloop")
         results |= {"streams": args.streams, "tokens_per_request": args.tokens}
-        save(args.out, results | {"cases": medians(runs), "runs": runs})
+        save(args.out, results | {"runs": runs})
 
 
 if __name__ == "__main__":

@@ -16,23 +16,18 @@ its own, which the machine gives less of its cores than the cluster. ROW is one 
 
 import argparse
 import json
-import os
-import secrets
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-# Every process of a siege has it: internal calls need one.
-os.environ.setdefault("KVRELAY_JOIN_TOKEN", secrets.token_hex())
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
-
-import siege_bodies  # noqa: E402  # after the path
-import siege_deaths  # noqa: E402
-import siege_rows  # noqa: E402
-from siege_witness import Given, Measure  # noqa: E402
-from turns import end_on_signal, own_setting, save  # noqa: E402
+import siege_bodies
+import siege_rows
+import siege_up
+from siege_witness import Given, Measure
+from turns import end_on_signal, own_setting, save
 
 ROWS: dict[str, Callable[[Given], list[Measure]]] = {
     "bodies": siege_bodies.bodies,
@@ -40,7 +35,7 @@ ROWS: dict[str, Callable[[Given], list[Measure]]] = {
     "deadlines": siege_rows.deadlines,
     "kv": siege_rows.kv,
     "tenant": siege_rows.tenant,
-    "deaths": siege_deaths.deaths,
+    "deaths": siege_up.deaths,
     "keys": siege_rows.keys,
 }
 
@@ -84,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results[row] = {
                 "seconds": round(time.monotonic() - began, 1),
                 "options": {"seconds": args.seconds, "count": args.count, "seed": args.seed},
-                "measures": [each.plain() for each in measures],
+                "measures": [asdict(each) for each in measures],
                 "holds": all(each.ok for each in measures),
             }
             if args.json is not None:

@@ -88,14 +88,14 @@ def worst_bodies(place: Besieged, given: Given) -> dict[tuple[str, str], dict[st
 
 def bodies(given: Given) -> list[Measure]:
     with besieged(given.folder) as place:
-        witness = Witness(place)
+        witness = Witness(place.reach)
         idle = witness.alone(given.seconds)
         worst = worst_bodies(place, given)
         requests = sorted(worst)
         since = time.monotonic()
         with (
             witness.beside() as seen,
-            loading("bodies", place, connections=CONNECTIONS, requests=requests) as attack,
+            loading("bodies", place.reach, connections=CONNECTIONS, requests=requests) as attack,
         ):
             time.sleep(given.seconds)
             said = attack.finish()

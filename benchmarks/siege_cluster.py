@@ -1,28 +1,25 @@
-"""The cluster that `siege.py` lays siege to: plain processes that a supervisor keeps, without Ray."""
+"""The cluster that `siege.py` lays siege to: a prefill worker, a decode worker and a router, without Ray."""
 
 import hashlib
-import json
-import os
 import shutil
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import grpc
 import psutil
-import siege_router
+from clusters import plain_cluster, wait_answers
+from siege_router import LOOP
 
-from kvrelay.client import Client, KvrelayError
+from kvrelay.cluster.processes.processes import alive, find
 from kvrelay.router.doors.sockets import raise_limit
-from support.hash_worker import MODULE, STEP_SECONDS, WORKER_LAYOUT
-from support.processes import START_SECONDS, free_port, wait_until
-from support.supervised import Supervised, all_ready, supervised
+from support.hash_worker import STEP_SECONDS, WORKER_LAYOUT
+from support.processes import free_port, wait_until
+from support.supervised import Supervised, hash_members
 
 WITNESS, ATTACKER = "witness", "attacker"
 """The two tenants; each name is the key, too."""
@@ -39,15 +36,14 @@ def key_lines(*tenants: str) -> str:
 
 @dataclass
 class Besieged:
-    """A running cluster of a prefill worker, a decode worker and a router."""
+    """A running cluster."""
 
     cluster: Supervised
     grpc: str
     """Address of the router's gRPC, as host:port."""
     http: str
     """Address of the router's HTTP, as host:port."""
-    keys: Path | None
-    pids: dict[str, int] = field(default_factory=dict)
+    pids: dict[str, int]
     """Process ids of all members when the siege began."""
 
     @property
@@ -60,16 +56,16 @@ class Besieged:
         return psutil.Process(self.pids["router-0"])
 
     def dead(self) -> list[str]:
-        """The members whose processes aren't those from before the siege."""
-        return [f"{name}: {self.end_of(name)}" for name, pid in self.pids.items() if self.cluster.pid(name) != pid] + [
-            f"{name}: {self.end_of(name)}" for name, pid in self.pids.items() if not alive(pid)
-        ]
-
-    def end_of(self, name: str) -> str:
-        """The last line of the supervisor's log about a member that ended."""
+        """The members whose processes aren't those from before the siege, each with the last line of the supervisor's
+        log about it."""
         supervisor = sorted(self.cluster.folder.glob("supervisor-*.log"))[-1].read_text().splitlines()
-        said = [line for line in supervisor if f'"{name}"' in line]
-        return said[-1][:300] if said else "its process has ended"
+        found = []
+        for name, pid in self.pids.items():
+            process = find(pid)
+            if self.cluster.pid(name) != pid or process is None or not alive(process):
+                said = [line for line in supervisor if f'"{name}"' in line]
+                found.append(f"{name}: {said[-1][:300] if said else 'its process has ended'}")
+        return found
 
     def holds(self, since: float) -> list[float]:
         """Seconds for which each long turn held the router's event loop, since a monotonic time."""
@@ -92,14 +88,9 @@ class Besieged:
                 if blocks.held or blocks.free + blocks.cached != blocks.total
             }
 
-        deadline = time.monotonic() + IDLE_SECONDS
-        while (found := held()) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        return found
-
-
-def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        with suppress(AssertionError):
+            wait_until(lambda: not held(), "no block is held", IDLE_SECONDS, 0.2)
+        return held()
 
 
 @contextmanager
@@ -109,7 +100,7 @@ def besieged(
     model: str = "hash",
     loop: str = "uvloop",
     kv_bytes: int = 64 * MIB,
-    keys: bool = True,
+    caller: str = WITNESS,
     **router: Any,
 ) -> Iterator[Besieged]:
     """A ready cluster; nothing of it is left at the end.
@@ -118,72 +109,50 @@ def besieged(
         model: `hash`, or `pico` with the product's own workers.
         loop: the router's event loop: asyncio or uvloop.
         kv_bytes: memory for KV of each worker; a token of the hash model takes 1 KiB.
-        keys: whether callers need a key: WITNESS, or ATTACKER.
-        router: further options of the router; and `caller`, a key with which to ask whether it serves.
+        caller: a key with which to ask whether it serves.
+        router: further options of the router. By default callers need a key: WITNESS, or ATTACKER.
     """
     raise_limit()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    (folder / "api_keys").write_text(key_lines(WITNESS, ATTACKER))
     grpc_port = free_port()
     http_port = next(port for port in iter(free_port, None) if port != grpc_port)
-    options: dict[str, Any] = {"model": "pico", "grpc_port": grpc_port, "http_port": http_port, **router}
-    key_file = None
-    caller = options.pop("caller", WITNESS if keys else None)
-    if keys:
-        key_file = folder / "api_keys"
-        key_file.write_text(key_lines(WITNESS, ATTACKER))
-        options["api_keys"] = str(key_file)
     # Without a prefix cache, so that a real model's tokens don't depend on what was asked before.
     engine: dict[str, Any] = {"kv_memory_bytes": kv_bytes, "threads": 1, "prefix_cache": model == "hash"}
     if model == "hash":
         engine |= {"block_size": WORKER_LAYOUT.block_size, "max_batch_tokens": 256}
-    members: dict[str, dict[str, Any]] = {
-        f"{role}-0": {
-            "module": MODULE if model == "hash" else f"kvrelay.{role}_worker",
-            "options": {"role": role, "model": "pico", "dtype": "float32", "engine": engine},
-        }
-        for role in ("prefill", "decode")
-    }
-    members["router-0"] = {"module": "siege_router", "options": options}
-    paths = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests"), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        siege_router.LOOP: loop,
-        STEP_SECONDS: str(HASH_STEP),
-    }
-    with mock.patch.dict(os.environ, environment), supervised(folder, members) as cluster:
-        all_ready(cluster)
-        found = Besieged(cluster, f"127.0.0.1:{grpc_port}", f"127.0.0.1:{http_port}", key_file)
-        found.pids = cluster.pids()
-
-        def answered() -> bool:
-            with Client(found.grpc, timeout=10, api_key=caller) as client:
-                try:
-                    return bool(client.complete([5, 6], max_tokens=2).token_ids)
-                except KvrelayError:
-                    return False
-
-        wait_until(answered, lambda: f"the router answers: {cluster.log()[-4000:]}", START_SECONDS, 0.1)
-        (folder / "pids.json").write_text(json.dumps(found.pids))
+    members = hash_members(engine=engine)
+    if model != "hash":
+        for role in ("prefill", "decode"):
+            members[f"{role}-0"]["module"] = f"kvrelay.{role}_worker"
+    options = {"model": "pico", "grpc_port": grpc_port, "http_port": http_port, "api_keys": str(folder / "api_keys")}
+    members["router-0"] = {"module": "siege_router", "options": options | router}
+    variables = {LOOP: loop, STEP_SECONDS: str(HASH_STEP)}
+    with plain_cluster(folder, members, variables) as cluster:
+        found = Besieged(cluster, f"127.0.0.1:{grpc_port}", f"127.0.0.1:{http_port}", cluster.pids())
+        wait_answers(found.grpc, cluster, caller)
         yield found
 
 
 def send(place: Besieged, path: str, data: bytes, key: str = ATTACKER) -> str:
     """Sends one request; its status."""
-    if "Service/" in path:
-        with grpc.insecure_channel(place.grpc) as channel:
-            try:
-                call = channel.unary_stream(path)(data, timeout=30, metadata=(("authorization", f"Bearer {key}"),))
-                list(call)
-            except grpc.RpcError as error:
-                return str(error.code().name)  # type: ignore[attr-defined]  # every RpcError of a call has it
-            return "OK"
+    if "Service/" not in path:
+        return str(web(place, path, data, key)[0])
+    with grpc.insecure_channel(place.grpc) as channel:
+        try:
+            list(channel.unary_stream(path)(data, timeout=30, metadata=(("authorization", f"Bearer {key}"),)))
+        except grpc.RpcError as error:
+            return str(error.code().name)  # type: ignore[attr-defined]  # every RpcError of a call has it
+        return "OK"
+
+
+def web(place: Besieged, path: str, data: bytes, key: str, size: int | None = None) -> tuple[int, bytes]:
+    """Sends one HTTP request; its status, and the answer or, within 10 s, the first `size` bytes of it."""
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = urllib.request.Request(f"http://{place.http}{path}", data or None, headers)
     try:
-        with urllib.request.urlopen(request, timeout=30) as response:
-            response.read()
-            return str(response.status)
+        with urllib.request.urlopen(request, timeout=30 if size is None else 10) as response:
+            return response.status, response.read(size)
     except urllib.error.HTTPError as error:
-        error.read()
-        return str(error.code)
+        return error.code, error.read()

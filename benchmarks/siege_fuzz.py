@@ -15,9 +15,8 @@ from typing import Any
 import aiohttp
 import grpc
 
-from kvrelay.client import Tls
 from kvrelay.router.faces.http.connection import HEADERS
-from kvrelay.rpc.certificates import dns_name
+from nemesis.load import tls_of
 from support.costly import METHODS, PATHS, messages
 from support.hostile import client_tls
 from support.http_calls import check_answers, exchange
@@ -46,9 +45,9 @@ Send = Callable[[], Awaitable[str]]
 
 def channel(options: dict[str, Any]) -> grpc.aio.Channel:
     """Opens a channel to the router of `options["grpc"]`, with TLS if there is an `authority`."""
-    if options["authority"] is None:
+    tls = tls_of(options["authority"] or "")
+    if tls is None:
         return grpc.aio.insecure_channel(options["grpc"])
-    tls = Tls(ca=options["authority"], server_name=dns_name("router"))
     return grpc.aio.secure_channel(options["grpc"], tls.credentials(), options=tls.options(()))
 
 

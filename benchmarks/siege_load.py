@@ -3,11 +3,12 @@
     python benchmarks/siege_load.py KIND '{"grpc": "127.0.0.1:50051", ...}'
 
 It prints a line when it begins. It goes on until its standard input ends, or until it has sent what it was told to, and
-prints one JSON object then. The
-functions of KINDS say which options there are.
+prints one JSON object then. Options are `grpc` and `http`, addresses; `authority`, the file of the certificate that
+signed the router's, or null without TLS; `key`; and those that the functions of KINDS name.
 """
 
 import asyncio
+import itertools
 import json
 import random
 import sys
@@ -15,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,36 +25,29 @@ import aiohttp  # noqa: E402  # after the path
 import grpc  # noqa: E402
 from siege_fuzz import authorization, channel, deadlines, fuzz, session, web_tls  # noqa: E402
 
-from kvrelay.client import AsyncClient, KvrelayError, Tls  # noqa: E402
+from kvrelay.client import AsyncClient, KvrelayError  # noqa: E402
 from kvrelay.router.doors.sockets import raise_limit  # noqa: E402
-from kvrelay.rpc.certificates import dns_name  # noqa: E402
-from nemesis.load import REQUEST_SECONDS, Sizes, Stream, ask, draw  # noqa: E402
-from support.hostile import CHECK, GENERATE, client_tls, half_a_body, half_a_call, hello, left_open  # noqa: E402
+from nemesis.load import REQUEST_SECONDS, Sizes, Stream, ask, draw, tls_of  # noqa: E402
+from support.hostile import GENERATE, client_tls, half_a_call, left_open  # noqa: E402
 
 Options = dict[str, Any]
 CALL_SECONDS = 60.0
-CONNECT_SECONDS = 30.0
 KEPT = 20
 """Answers of a kind that are kept as examples."""
 AMBIGUOUS = 'start: a\na: a a | a a a | "x" | ""\n'
 """A grammar with very many derivations of each text."""
 
 
-def client(options: Options, key: str) -> AsyncClient:
-    authority = options["authority"]
-    tls = None if authority is None else Tls(ca=authority, server_name=dns_name("router"))
-    return AsyncClient(options["grpc"], api_key=key, tls=tls)
+def client(options: Options) -> AsyncClient:
+    return AsyncClient(options["grpc"], api_key=options["key"], tls=tls_of(options["authority"] or ""))
 
 
 def noted(stream: Stream) -> dict[str, Any]:
-    """A record of a stream that has ended; times are on the monotonic clock, which all processes share."""
-    gaps = [after - before for before, after in zip(stream.times, stream.times[1:], strict=False)]
+    """A record of a stream that has ended."""
     return {
         "name": stream.name,
-        "invoked": stream.invoked,
-        "ended": stream.ended,
         "first_token": stream.first_token,
-        "gap": max(gaps, default=0.0),
+        "gap": max((after - before for before, after in itertools.pairwise(stream.times)), default=0.0),
         "tokens": stream.tokens,
         "error": stream.error,
         "left": not stream.error and not stream.reported,
@@ -65,14 +58,16 @@ def noted(stream: Stream) -> dict[str, Any]:
 async def streams(options: Options, stop: asyncio.Event) -> dict[str, Any]:
     """Runs streams, whose tokens the witness compares.
 
-    Options: `key`; `name`, with which their names begin; `prompts` and `counts`, least and most tokens; `rate`, how
-    many come a second whether others are answered or not, or `at_once`, how many there are at any time; `distinct`,
-    after which number of requests the same ones come again, 0: never; `seconds`, of each one's deadline.
+    Options: `name`, with which their names begin; `prompts` and `counts`, least and most tokens; `rate`, how many come
+    a second whether others are answered or not, or `at_once`, how many there are at any time, which are left at the
+    end; `distinct`, after which number of requests the same ones come again, 0: never; `seconds`, of each one's
+    deadline.
     """
     sizes = Sizes(tuple(options["prompts"]), tuple(options["counts"]))
-    rng, number, ended = random.Random(options["name"]), 0, []
+    rng, ended = random.Random(options["name"]), []
     running: set[asyncio.Task[None]] = set()
-    async with client(options, options["key"]) as caller:
+    free = asyncio.Semaphore(options.get("at_once", 0))
+    async with client(options) as caller:
 
         async def one(number: int) -> None:
             same = number % options["distinct"] if options.get("distinct") else number
@@ -82,29 +77,42 @@ async def streams(options: Options, stop: asyncio.Event) -> dict[str, Any]:
                 await ask(caller, stream, request_id=f"{options['name']}-{number}-of-{options['key']}")
             finally:  # streams that are left count, too
                 ended.append(noted(stream))
-            if stream.error and "at_once" in options:
-                await asyncio.sleep(0.2)
+            if "at_once" in options:
+                await asyncio.sleep(0.2 if stream.error else 0.0)
+                free.release()
 
-        due = time.monotonic()
-        while not stop.is_set():
-            if "rate" in options:
-                due += rng.expovariate(options["rate"])
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), max(0.0, due - time.monotonic()))
-            while "at_once" in options and len(running) >= options["at_once"] and not stop.is_set():
-                stopping = asyncio.ensure_future(stop.wait())
-                await asyncio.wait({stopping, *running}, return_when=asyncio.FIRST_COMPLETED)
-                stopping.cancel()
-            if not stop.is_set():
-                task = asyncio.create_task(one(number))
-                number += 1
-                running.add(task)
+        async def begin() -> None:
+            due = time.monotonic()
+            for number in itertools.count():
+                if "rate" in options:
+                    due += rng.expovariate(options["rate"])
+                    await asyncio.sleep(due - time.monotonic())
+                else:
+                    await free.acquire()
+                running.add(task := asyncio.create_task(one(number)))
                 task.add_done_callback(running.discard)
-        if "at_once" in options:
-            for task in running:
-                task.cancel()
+
+        beginning = asyncio.create_task(begin())
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait((beginning, stopping), return_when=asyncio.FIRST_COMPLETED)
+        beginning.cancel()
+        with suppress(asyncio.CancelledError):
+            await beginning
+        for task in running if "at_once" in options else ():
+            task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
     return {"streams": ended}
+
+
+async def until_stopped(stop: asyncio.Event, tasks: list[asyncio.Task[None]], grace: float = 0.0) -> None:
+    """Lets tasks run until the end of the siege and `grace` seconds more. An error of one is raised."""
+    await stop.wait()
+    _, late = await asyncio.wait(tasks, timeout=grace)
+    for task in late:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, Exception):
+            raise result
 
 
 async def repeated(stop: asyncio.Event, connections: int, send: Callable[[int], Awaitable[str]]) -> dict[str, Any]:
@@ -127,23 +135,16 @@ async def repeated(stop: asyncio.Event, connections: int, send: Callable[[int], 
                 examples.setdefault(kind, said[:300])
             number += connections
 
-    tasks = [asyncio.create_task(one(number)) for number in range(connections)]
-    await stop.wait()
-    _, late = await asyncio.wait(tasks, timeout=2.0)
-    for task in late:
-        task.cancel()
-    for result in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(result, Exception):
-            raise result
+    await until_stopped(stop, [asyncio.create_task(one(number)) for number in range(connections)], grace=2.0)
     return {"outcomes": outcomes, "examples": examples}
 
 
 async def bodies(options: Options, stop: asyncio.Event) -> dict[str, Any]:
     """Sends the same bodies again and again.
 
-    Options: `key`; `connections`; `requests`, each with the path of HTTP or of a gRPC method, and a file with the body.
+    Options: `connections`; `requests`, each with the path of HTTP or of a gRPC method, and a file with the body.
     """
-    requests = await asyncio.to_thread(_read, options["requests"])
+    requests = [(path, await asyncio.to_thread(Path(name).read_bytes)) for path, name in options["requests"]]
     async with session(options, CALL_SECONDS) as web, channel(options) as calling:
 
         async def send(number: int) -> str:
@@ -160,17 +161,12 @@ async def bodies(options: Options, stop: asyncio.Event) -> dict[str, Any]:
         return await repeated(stop, options["connections"], send)
 
 
-def _read(requests: list[tuple[str, str]]) -> list[tuple[str, bytes]]:
-    return [(path, Path(name).read_bytes()) for path, name in requests]
-
-
 async def slow_bodies(options: Options, stop: asyncio.Event) -> dict[str, Any]:
-    """HTTP requests with a key whose bodies never come whole. Options: `key`, `connections`."""
+    """HTTP requests with a key whose bodies never come whole. Options: `connections`."""
     head = (
         b"POST /v1/completions HTTP/1.1\r\nHost: router\r\nAuthorization: Bearer %b\r\n"
         b"Content-Type: application/json\r\nContent-Length: 100000\r\n\r\n{" % options["key"].encode()
     )
-
     tls = web_tls(options)
 
     async def send(_: int) -> str:
@@ -193,7 +189,7 @@ async def slow_bodies(options: Options, stop: asyncio.Event) -> dict[str, Any]:
 
 
 async def viewers(options: Options, stop: asyncio.Event) -> dict[str, Any]:
-    """Viewers of the page, who stay. Options: `key`, `connections`."""
+    """Viewers of the page, who stay. Options: `connections`."""
     async with session(options, None) as web:
 
         async def send(_: int) -> str:
@@ -208,8 +204,8 @@ async def viewers(options: Options, stop: asyncio.Event) -> dict[str, Any]:
 
 
 async def grammars(options: Options, stop: asyncio.Event) -> dict[str, Any]:
-    """Completions that obey an ambiguous grammar. Options: `key`, `connections`."""
-    async with client(options, options["key"]) as caller:
+    """Completions that obey an ambiguous grammar. Options: `connections`."""
+    async with client(options) as caller:
 
         async def send(number: int) -> str:
             given: dict[str, Any] = {"max_tokens": 200, "seed": number, "grammar": AMBIGUOUS, "timeout": CALL_SECONDS}
@@ -220,44 +216,22 @@ async def grammars(options: Options, stop: asyncio.Event) -> dict[str, Any]:
 
 
 async def partial_requests(options: Options, stop: asyncio.Event) -> dict[str, Any]:
-    """Clients that begin what they don't finish; returns the seconds until each was closed.
+    """Clients that begin what they don't finish, once each.
 
-    Options: `what`: Generate, Check, body, header, preface, nothing, or handshake; `count`; `source`, their address.
+    Options: `what`: `Generate`, a message, or `handshake`; `count`; `source`, their address.
     """
-    authority, what = options["authority"], options["what"]
-    web = what not in ("Generate", "Check")
-    tls = None if authority is None else client_tls(authority, "http/1.1" if web else "h2")
-    grpc, http, source = options["grpc"], options["http"], options["source"]
-    kinds: dict[str, Callable[[], Awaitable[None]]] = {
-        "Generate": partial(half_a_call, grpc, GENERATE, tls, source),
-        "Check": partial(half_a_call, grpc, CHECK, tls, source),
-        "body": partial(half_a_body, http, tls, source),
-        "header": partial(left_open, http, b"GET / HTTP/1.1\r\nHost: rou", tls, source),
-        "preface": partial(left_open, grpc, hello()[:10], tls, source),
-        "nothing": partial(left_open, http, b"", None, source),
-        "handshake": partial(left_open, grpc, b"\x16\x03\x01\x02\x00\x01", None, source),
-    }
-    seconds: list[float] = []
+    tls = None if options["authority"] is None else client_tls(options["authority"], "h2")
+    address, source = options["grpc"], options["source"]
 
     async def one() -> None:
-        started = time.monotonic()
         with suppress(OSError, asyncio.IncompleteReadError):  # it was one too many
-            await kinds[what]()
-        seconds.append(time.monotonic() - started)
+            if options["what"] == "Generate":
+                await half_a_call(address, GENERATE, tls, source)
+            else:
+                await left_open(address, b"\x16\x03\x01\x02\x00\x01", None, source)
 
-    tasks = [asyncio.create_task(one()) for _ in range(options["count"])]
-    stopping = asyncio.create_task(stop.wait())
-    everyone = asyncio.create_task(asyncio.wait(tasks))
-    await asyncio.wait([everyone, stopping], return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    everyone.cancel()
-    left = [task for task in tasks if not task.done()]
-    for task in left:
-        task.cancel()
-    for result in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(result, Exception):
-            raise result
-    return {"closed": sorted(seconds), "open": len(left)}
+    await until_stopped(stop, [asyncio.create_task(one()) for _ in range(options["count"])])
+    return {}
 
 
 KINDS: dict[str, Callable[[Options, asyncio.Event], Awaitable[dict[str, Any]]]] = {

@@ -2,17 +2,16 @@
 
 import json
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
-from siege_cluster import MIB, WITNESS, Besieged, besieged, send
+from siege_cluster import MIB, WITNESS, Besieged, besieged, send, web
 from siege_witness import (
     Given,
     Measure,
     Witness,
     alive_and_whole,
+    at_least,
     at_most,
     first_tokens,
     gaps,
@@ -43,17 +42,17 @@ def _on_both_loops(given: Given, kind: str, model: str, **options: Any) -> list[
         if given.only not in loop:
             continue
         with besieged(given.folder / loop, loop=loop, model=model) as place:
-            witness = Witness(place, model)
+            witness = Witness(place.reach, model)
             witness.alone(given.seconds)
             with (
                 witness.beside() as seen,
-                loading(kind, place, count=given.count, seed=given.seed, **options) as attack,
+                loading(kind, place.reach, count=given.count, seed=given.seed, **options) as attack,
             ):
                 said = attack.finish(max(given.seconds, 0.2 * given.count))
-            sent, wrong = said["sent"], said["wrong"]
+            wrong = said["wrong"]
             text = f"{wrong}" + (f", e.g. {said['examples'][0][:300]}" if wrong else "")
             measures += [
-                Measure(f"{loop}: requests", f"at least {given.count}", f"{sent}", sent >= given.count),
+                at_least(f"{loop}: requests", said["sent"], given.count),
                 Measure(f"{loop}: answers of a defect, or none", "none", text, not wrong, said),
                 *witness.measures(seen, f"{loop}: "),
                 *alive_and_whole(place, f"{loop}: "),
@@ -74,31 +73,20 @@ def kv(given: Given) -> list[Measure]:
     each = LONG.prompts[0] + LONG.counts[0]
     at_once = int(OVERSUBSCRIPTION * POOL_TOKENS / each) + 1
     with besieged(given.folder, kv_bytes=POOL_TOKENS * 1024) as place:
-        witness = Witness(place, rate=1.0)
+        witness = Witness(place.reach, rate=1.0)
         options = {"prompts": LONG.prompts, "counts": LONG.counts, "at_once": at_once, "seconds": 900.0}
-        with (
-            witness.beside() as seen,
-            loading("streams", place, name="long", distinct=0, **options) as attack,
-        ):
+        with witness.beside() as seen, loading("streams", place.reach, name="long", distinct=0, **options) as attack:
             time.sleep(given.seconds)
             long = attack.finish()["streams"]
         begun = [stream for stream in long if stream["tokens"]]
         failed = [
-            f"{stream['name']} after {len(stream['tokens'])} tokens: {stream['error']}"
-            for stream in begun
-            if stream["error"]
+            f"{each['name']} after {len(each['tokens'])} tokens: {each['error']}" for each in begun if each["error"]
         ]
         shed = [stream["error"] for stream in long if not stream["tokens"] and stream["error"]]
         retried = [f"{stream['name']}: {stream['retries']}" for stream in [*long, *seen] if stream["retries"]]
         wait = max(first_tokens(seen), default=0.0)
         return [
-            Measure(
-                "streams begun",
-                f"at least {at_once // 4}",
-                f"{len(begun)}",
-                len(begun) >= at_once // 4,
-                {"at_once": at_once},
-            ),
+            at_least("streams begun", len(begun), at_once // 4, at_once=at_once),
             none_of("begun streams failed", failed, shed=shed[:5], number_shed=len(shed)),
             none_of("streams retried", retried),
             none_of("wrong tokens of the long streams", witness.wrong(long, LONG)),
@@ -125,28 +113,26 @@ def attacks(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
 
 def page_seen(place: Besieged) -> str:
     """Opens the page's events as the witness; why that fails, or an empty text."""
-    headers = {"Authorization": f"Bearer {WITNESS}"}
-    request = urllib.request.Request(f"http://{place.http}/page/events", None, headers)
     try:
-        with urllib.request.urlopen(request, timeout=10) as response:
-            return "" if response.read(1) else "it ended at once"
-    except urllib.error.HTTPError as error:
-        return f"HTTP {error.code}: {error.read().decode()[:200]}"
+        status, begun = web(place, "/page/events", b"", WITNESS, 1)
     except OSError as error:
         return f"{type(error).__name__}: {error}"
+    if status != 200:
+        return f"HTTP {status}: {begun.decode()[:200]}"
+    return "" if begun else "it ended at once"
 
 
 def tenant(given: Given) -> list[Measure]:
     measures: list[Measure] = []
     with besieged(given.folder, model="pico", kv_bytes=64 * MIB) as place:
-        witness = Witness(place, model="pico", rate=2.0)
+        witness = Witness(place.reach, model="pico", rate=2.0)
         idle = witness.alone(given.seconds)
         usual = quantile(gaps(idle), 0.99)
         for name, (kind, options) in attacks(given.folder).items():
             if given.only not in name:
                 continue
             pages = []
-            with witness.beside() as seen, loading(kind, place, **options) as attack:
+            with witness.beside() as seen, loading(kind, place.reach, **options) as attack:
                 ends = time.monotonic() + given.seconds
                 while time.monotonic() < ends:
                     time.sleep(min(1.0, given.seconds / 4))
@@ -192,8 +178,8 @@ def keys(given: Given) -> list[Measure]:
     given.folder.mkdir(parents=True, exist_ok=True)
     path = given.folder / "api_keys"
     path.write_text(WHOLE)
-    with besieged(given.folder / "cluster", keys=False, api_keys=str(path), caller=KEPT) as place:
-        witness = Witness(place)
+    with besieged(given.folder / "cluster", api_keys=str(path), caller=KEPT) as place:
+        witness = Witness(place.reach)
         options = {"prompts": LONG.prompts, "counts": LONG.counts, "at_once": 2, "distinct": 0}
         for way in EDITS:
             if given.only not in way:
@@ -201,7 +187,7 @@ def keys(given: Given) -> list[Measure]:
             path.write_text(WHOLE)
             for key in (KEPT, REMOVED):
                 wait_until(lambda key=key: send(place, "/v1/models", b"", key) == "200", f"{key} is known", 10, 0.02)
-            with loading("streams", place, nice=0, key=REMOVED, name=f"begun before {way}", **options) as begun:
+            with loading("streams", place.reach, nice=0, key=REMOVED, name=f"begun before {way}", **options) as begun:
                 wait_until(lambda: place.running(), "streams have begun", 30, 0.05)
                 edit(path, way)
                 started = time.monotonic()

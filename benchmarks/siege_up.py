@@ -1,16 +1,17 @@
-"""`kvrelay up` in the foreground, each of whose processes can be killed or frozen, and what becomes of the cluster."""
+"""The row of deaths: each process of a `kvrelay up` in the foreground, Ray's own too, is killed, or frozen, one at a
+time."""
 
-import os
-import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-from kvrelay.client import Client, KvrelayError
-from kvrelay.cluster.processes.processes import Process, alive, find
+from clusters import answers
+from psutil import NoSuchProcess
+from siege_witness import Given, Measure, Witness, at_most, none_of
+
+from kvrelay.cluster.processes.processes import alive, find
 from support.processes import free_port, wait_until
 from support.ray_commands import KVRELAY, START_SECONDS, World, cluster_processes
 
@@ -27,6 +28,7 @@ MOST_SECONDS = 60.0
 PROBE_SECONDS, EVERY_SECONDS = 2.0, 0.2
 READY_SECONDS = 60.0
 START_TRIES = 3
+KILL, FREEZE = "kill", "freeze"
 CONFIG = """\
 drain_seconds: 1
 model: {dtype: float32}
@@ -39,13 +41,11 @@ engine: {kv_memory_bytes: 33554432, prefix_cache: false}
 class Fate:
     """The fate of the cluster after one of its processes was killed or frozen."""
 
-    victim: str
-    signal: str
     outage: float
     """Seconds from the signal, or from waking, until all probes were answered; infinite: never."""
-    exited: float | None
+    exited: float | None = None
     """Seconds until `up` had ended; None: it lives."""
-    code: int | None
+    code: int | None = None
     """Exit code of `up`."""
     left: int = 0
     """Processes of the cluster that are left after the end of `up`."""
@@ -60,10 +60,6 @@ class Fate:
         if self.exited is not None:
             return f"`up` ended with {self.code} after {self.exited:.1f} s, {self.left} processes left"
         return f"serves after {self.outage:.1f} s"
-
-
-class RayDidNotStart(Exception):
-    """`up` ended because Ray gave up its start."""
 
 
 class Foreground(World):
@@ -81,77 +77,78 @@ class Foreground(World):
             raise RuntimeError("the cluster was not started")
         return self._up
 
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    @property
+    def ready(self) -> bool:
+        return "kvrelay is ready" in self.said
+
+    @property
+    def said(self) -> str:
+        """What `up` has printed so far."""
+        return (self.folder / "up.txt").read_text()
+
     def start(self) -> None:
         """Returns when it is ready. Ray gives up its own start on a busy machine, so there are some tries."""
-        for _ in range(START_TRIES - 1):
-            with suppress(RayDidNotStart):
-                return self._start()
-        return self._start()
-
-    def _start(self) -> None:
         config = self.folder / "kvrelay.yaml"
         config.write_text(CONFIG)
         ports = ("--grpc-port", str(self.ports[0]), "--http-port", str(self.ports[1]))
-        self.output = self.folder / "up.txt"
-        with self.output.open("wb") as output:
-            self._up = subprocess.Popen(
-                [KVRELAY, "up", *ports, "--config", str(config)],
-                env=self.environment | {"COLUMNS": "200"},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-
-        def ready() -> bool:
-            if self.process.poll() is not None:
-                said = self.output.read_text()[-3000:]
-                kind = RayDidNotStart if "Ray did not start" in said else AssertionError
-                raise kind(f"`up` ended with {self.process.returncode}: {said}")
-            return "kvrelay is ready" in self.output.read_text()
-
-        wait_until(ready, lambda: f"ready: {self.output.read_text()[-3000:]}", START_SECONDS, 0.2)
-        wait_until(self.answers, "it answers", READY_SECONDS, 0.2)
+        for _ in range(START_TRIES):
+            with (self.folder / "up.txt").open("wb") as output:
+                self._up = subprocess.Popen(
+                    [KVRELAY, "up", *ports, "--config", str(config)],
+                    env=self.environment | {"COLUMNS": "200"},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            wait_until(lambda: self.ready or self.ended, lambda: f"ready: {self.said[-3000:]}", START_SECONDS, 0.2)
+            if self.ready:
+                wait_until(self.answers, "it answers", READY_SECONDS, 0.2)
+                return
+            if "Ray did not start" not in self.said:
+                break
+        raise RuntimeError(f"`up` ended with {self.process.returncode}: {self.said[-3000:]}")
 
     @property
-    def router(self) -> str:
-        return f"127.0.0.1:{self.ports[0]}"
+    def reach(self) -> dict[str, Any]:
+        """As the witness needs it."""
+        return {"grpc": f"127.0.0.1:{self.ports[0]}", "http": "", "authority": None}
 
     def answers(self) -> bool:
         """Whether a new client is served."""
-        with Client(self.router, timeout=PROBE_SECONDS, resume_seconds=0.0) as client:
-            try:
-                return bool(client.complete([5, 6, 7], max_tokens=2, ignore_eos=True).token_ids)
-            except KvrelayError:
-                return False
+        return answers(self.reach["grpc"], seconds=PROBE_SECONDS)
 
     def whole(self) -> bool:
         """Whether `up` lives and all members are ready."""
-        if self.process.poll() is not None:
+        if self.ended:
             return False
         try:
             return bool(self.status()["ready"]) and self.answers()
         except (OSError, ValueError, KeyError):
             return False
 
-    def watch(self, victim: str, sent: str) -> Fate:
+    def watch(self) -> Fate:
         """Probes the cluster until it has served for CALM_SECONDS, `up` has ended, or MOST_SECONDS are over."""
         began = time.monotonic()
         served, failed = began, False
         while (now := time.monotonic()) - began < MOST_SECONDS:
-            if self.process.poll() is not None:
+            if self.ended:
                 exited = time.monotonic() - began
                 with suppress(AssertionError):
                     wait_until(lambda: not self.processes(), "all are gone", EXIT_SECONDS - exited, 0.1)
-                return Fate(victim, sent, float("inf"), exited, self.process.returncode, len(self.processes()))
+                return Fate(float("inf"), exited, self.process.returncode, len(self.processes()))
             if not self.answers():
                 failed, served = True, float("inf")
             elif served == float("inf"):
                 served = time.monotonic()
             if served < float("inf") and now - served > CALM_SECONDS:
-                return Fate(victim, sent, served - began if failed else 0.0, None, None)
+                return Fate(served - began if failed else 0.0)
             time.sleep(EVERY_SECONDS)
-        return Fate(victim, sent, served - began, None, None)
+        return Fate(served - began)
 
     @property
     def kinds(self) -> dict[str, list[int]]:
@@ -164,26 +161,23 @@ class Foreground(World):
                     found["worker"].remove(worker["pid"])
         return {kind: pids for kind, pids in found.items() if pids}
 
-    def kill(self, victim: str) -> Fate:
-        """Kills one process of this kind."""
-        pid = self.kinds[victim][0]
-        os.kill(pid, signal.SIGKILL)
-        return self.watch(victim, "SIGKILL")
-
-    def freeze(self, victim: str) -> Fate:
-        """Freezes one process of this kind until the cluster serves without it, and wakes it then; the worse of the
-        two fates."""
-        frozen = find(self.kinds[victim][0])
-        if frozen is None:
+    def hit(self, how: str, victim: str) -> Fate:
+        """Kills one process of this kind; or freezes it until the cluster serves without it, and wakes it then: that is
+        the worse of the two fates."""
+        process = find(self.kinds[victim][0])
+        if process is None:
             raise RuntimeError(f"{victim} has just ended")
-        os.kill(frozen.pid, signal.SIGSTOP)
+        if how == KILL:
+            process.kill()
+            return self.watch()
+        process.suspend()
         try:
-            fate = self.watch(victim, "SIGSTOP")
+            fate = self.watch()
         finally:
-            woken = _wake(frozen)
+            if woken := alive(process):
+                process.resume()
         if woken and fate.exited is None:
-            after = self.watch(victim, "SIGSTOP")
-            return max(fate, after, key=lambda each: (each.exited is not None, each.outage))
+            return max(fate, self.watch(), key=lambda each: (each.exited is not None, each.outage))
         return fate
 
     def close(self) -> None:
@@ -193,8 +187,8 @@ class Foreground(World):
             with suppress(subprocess.TimeoutExpired):
                 self._up.wait(READY_SECONDS)
         for process in self.processes():
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+            with suppress(NoSuchProcess):
+                process.kill()
         if self._up is not None:
             self._up.wait(READY_SECONDS)
 
@@ -202,7 +196,7 @@ class Foreground(World):
         """Starts the cluster again unless all of it is there, and a process of this kind, too: Ray doesn't replace all
         of its own."""
         with suppress(AssertionError):
-            if self.process.poll() is None and victim in self.kinds:
+            if not self.ended and victim in self.kinds:
                 wait_until(self.whole, "whole", READY_SECONDS, 0.5)
                 return
         self.close()
@@ -210,23 +204,38 @@ class Foreground(World):
         self.start()
 
 
-def _wake(process: Process) -> bool:
-    """Wakes a process; returns whether it was still there."""
-    if not alive(process):
-        return False
-    with suppress(ProcessLookupError):
-        os.kill(process.pid, signal.SIGCONT)
-        return True
-    return False
-
-
-@contextmanager
-def foreground(folder: Path) -> Iterator[Foreground]:
-    """A ready cluster; nothing of it is left at the end."""
-    folder.mkdir(parents=True, exist_ok=True)
-    world = Foreground(folder)
-    try:
-        world.start()
-        yield world
-    finally:
-        world.close()
+def deaths(given: Given) -> list[Measure]:
+    """`given.only` is a piece of "kill NAME" or "freeze NAME"."""
+    fates: dict[tuple[str, str], Fate] = {}
+    lost: list[str] = []
+    given.folder.mkdir(parents=True, exist_ok=True)
+    with closing(Foreground(given.folder)) as cluster:
+        cluster.start()
+        names = [*cluster.kinds]
+        witness = Witness(cluster.reach, model="pico", rate=1.0)
+        witness.alone(given.seconds)
+        turns = [(how, name) for how in (KILL, FREEZE) for name in names if given.only in f"{how} {name}"]
+        turns = [turn for turn in turns if turn != (FREEZE, "up")]
+        with witness.beside() as seen:
+            for how, name in turns:
+                cluster.made_whole(name)
+                if name not in cluster.kinds:
+                    lost.append(f"{how} {name}")
+                    continue
+                fates[how, name] = cluster.hit(how, name)
+                print(f"  {how} {name}: {fates[how, name]}", flush=True)
+    asked = f"serves within {SERVING_SECONDS:g} s, or ends within {EXIT_SECONDS:g} s"
+    measures = [
+        Measure(f"{how} {name}", asked, str(fate), fate.holds(), vars(fate)) for (how, name), fate in fates.items()
+    ]
+    for (how, name), fate in fates.items():
+        killed = fates.get((KILL, name))
+        if how == FREEZE and killed is not None and fate.exited is None and killed.exited is None:
+            more = fate.outage - killed.outage
+            measures.append(at_most(f"freeze {name} against kill", more, FREEZE_SECONDS, "s longer"))
+    failed = [stream["error"] for stream in seen if stream["error"]]
+    return [
+        *measures,
+        none_of("processes that were not found again", lost),
+        none_of("wrong tokens", witness.wrong(seen), streams=len(seen), failed=len(failed), errors=failed[:10]),
+    ]

@@ -5,21 +5,20 @@ the hash model by computing it, of a real one with what the idle cluster answere
 """
 
 import json
+import select
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from siege_cluster import ATTACKER, WITNESS, Besieged
 
 from nemesis.load import Sizes, draw
 from support.faults import oracle_of_all
-from support.processes import wait_until
 
 LOAD = Path(__file__).with_name("siege_load.py")
 END_SECONDS = 90.0
@@ -47,15 +46,6 @@ class Given:
     """A piece of the names of the parts that are run; empty: all."""
 
 
-class Place(Protocol):
-    """A cluster."""
-
-    @property
-    def reach(self) -> dict[str, Any]:
-        """Addresses and authority with which a process of `siege_load.py` calls the cluster; its key is not among
-        them."""
-
-
 @dataclass(frozen=True)
 class Measure:
     """One line of a row."""
@@ -67,12 +57,14 @@ class Measure:
     more: dict[str, Any] = field(default_factory=dict)
     """Details that only the results have."""
 
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def at_most(what: str, value: float, limit: float, unit: str, **more: Any) -> Measure:
     return Measure(what, f"at most {limit:g} {unit}", f"{value:.4g} {unit}", value <= limit, more)
+
+
+def at_least(what: str, value: float, limit: float, **more: Any) -> Measure:
+    """A measure of a count."""
+    return Measure(what, f"at least {limit:g}", f"{value:g}", value >= limit, more)
 
 
 def none_of(what: str, found: Sequence[str], **more: Any) -> Measure:
@@ -88,17 +80,15 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 class Loading:
-    """A process of `siege_load.py`."""
+    """A process of `siege_load.py` that has begun."""
 
-    def __init__(self, kind: str, options: dict[str, Any], nice: int) -> None:
-        self.kind = kind
-        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by `close`
-        command = ["nice", "-n", str(nice), sys.executable, str(LOAD), kind, json.dumps(options)]
-        self._popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=self._output)
-
-    @property
-    def running(self) -> bool:
-        return self._popen.poll() is None
+    def __init__(self, kind: str, popen: "subprocess.Popen[str]") -> None:
+        """Returns when it has begun: a busy machine takes seconds to start it."""
+        self._kind = kind
+        self._popen = popen
+        self._output = popen.stdout
+        if not select.select([self._output], [], [], END_SECONDS)[0] or not self._output or not self._output.readline():
+            raise RuntimeError(f"the process of {kind} did not begin")
 
     def finish(self, seconds: float = 0.0) -> dict[str, Any]:
         """Tells it to end, unless it does so by itself within so many seconds; returns what it saw.
@@ -106,51 +96,36 @@ class Loading:
         Raises:
             RuntimeError: it failed.
         """
-        with suppress(subprocess.TimeoutExpired):
-            self._popen.wait(seconds)
-        if self._popen.stdin is not None:
-            self._popen.stdin.close()
-        code = self._popen.wait(END_SECONDS)
-        if code:
-            raise RuntimeError(f"the process of {self.kind} ended with {code}")
-        self._output.seek(0)
-        return dict(json.loads(self._output.read().splitlines()[-1]))
-
-    def begin(self) -> None:
-        """Returns when it has begun: a busy machine takes seconds to start it."""
-
-        def begun() -> bool:
-            self._output.seek(0)
-            return bool(self._output.readline()) or not self.running
-
-        wait_until(begun, f"the process of {self.kind} has begun", END_SECONDS, 0.05)
-
-    def close(self) -> None:
-        """Ends the process and closes its pipes."""
-        if self._popen.poll() is None:
-            self._popen.kill()
-            self._popen.wait(END_SECONDS)
-        if self._popen.stdin is not None:
-            self._popen.stdin.close()
-        self._output.close()
+        select.select([self._output], [], [], seconds)
+        said, _ = self._popen.communicate(timeout=END_SECONDS)
+        if self._popen.returncode:
+            raise RuntimeError(f"the process of {self._kind} ended with {self._popen.returncode}")
+        return dict(json.loads(said))
 
 
 @contextmanager
-def loading(kind: str, place: Place, *, nice: int = NICE, key: str = ATTACKER, **options: Any) -> Iterator[Loading]:
-    """A process of this kind that calls the cluster; it is gone at the end."""
-    process = Loading(kind, {**place.reach, "key": key, **options}, nice)
-    try:
-        process.begin()
-        yield process
-    finally:
-        process.close()
+def loading(
+    kind: str, reach: dict[str, Any], *, nice: int = NICE, key: str = ATTACKER, **options: Any
+) -> Iterator[Loading]:
+    """A process of this kind that calls the cluster; it is gone at the end.
+
+    Args:
+        reach: addresses of the router, and the authority that signed its certificate.
+    """
+    given = json.dumps({**reach, "key": key, **options})
+    command = ["nice", "-n", str(nice), sys.executable, str(LOAD), kind, given]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as popen:
+        try:
+            yield Loading(kind, popen)
+        finally:
+            popen.kill()
 
 
 @dataclass
 class Witness:
     """Sends short requests, whether earlier ones are answered or not."""
 
-    place: Place
+    reach: dict[str, Any]
     model: str = "hash"
     rate: float = 4.0
     sizes: Sizes = SHORT
@@ -182,7 +157,7 @@ class Witness:
         options: dict[str, Any] = {"rate": self.rate, "prompts": self.sizes.prompts, "counts": self.sizes.counts}
         options["name"] = f"witness-{phase}" if self.model == "hash" else "witness"
         options["distinct"] = 0 if self.model == "hash" else self.distinct
-        with loading("streams", self.place, nice=0, key=WITNESS, **options) as process:
+        with loading("streams", self.reach, nice=0, key=WITNESS, **options) as process:
             yield found
             found += process.finish()["streams"]
 
@@ -205,9 +180,8 @@ class Witness:
     def measures(self, streams: Sequence[dict[str, Any]], part: str = "") -> list[Measure]:
         """Measures that every row must pass: all of the witness's streams are served, with the right tokens."""
         failed = [f"{stream['name']}: {stream['error']}" for stream in streams if stream["error"]]
-        count = len(streams)
         return [
-            Measure(f"{part}the other tenant's streams", f"at least {MIN_STREAMS}", f"{count}", count >= MIN_STREAMS),
+            at_least(f"{part}the other tenant's streams", len(streams), MIN_STREAMS),
             none_of(f"{part}of these failed", failed),
             none_of(f"{part}wrong tokens", self.wrong(streams)),
         ]

@@ -1,4 +1,4 @@
-"""Measure what guessed tokens save: the same prompts with each method in turn; and how many draws common noise accepts.
+"""Measure what guessed tokens save: the same prompts with each method in turn.
 
     python benchmarks/speculation.py [--minutes 9] [--model pico] [--draft pico-draft ...] [--out FILE]
     python benchmarks/speculation.py --quick        # checks every guess, once; its figures mean nothing
@@ -22,11 +22,6 @@ with guesses yielded, `saved` the share of the time without guesses that was sav
 
 The second of several drafts is the method `draft_2`, and so on. `always` is the first one with `adaptive: false` and
 three guesses in every step.
-
-`acceptance`: of each draft, over positions of the text, `rejection_rule` is sum min(p, q) of the model's distribution p
-and the draft's q, which is the acceptance of the rule min(1, p / q) and the most that any rule reaches; `common_noise`
-is how often both choose the same token with common noise, `floor` the proven least of that, the mean of a / (2 - a) for
-each position's sum a. `greedy` is how often both have the same most likely token.
 """
 
 import argparse
@@ -35,6 +30,7 @@ import json
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -44,16 +40,13 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-import torch
-from turns import own_setting, spread
+from turns import own_setting, save, spread
 
 from kvrelay.engine.build import engine_on
 from kvrelay.engine.config import EngineConfig, SpeculationConfig
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import Request, SamplingParams
-from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
-from kvrelay.engine.sampling.noise import exponential, noise_keys
+from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.speculate.draft import DraftProposer
 from kvrelay.models import resolve
 
@@ -64,11 +57,6 @@ MORE_TOKENS = {"edit": 128, "long": 256}
 ALWAYS = 3
 EDIT = 256
 """Tokens of the class that `edit` shows."""
-POSITIONS = 256
-SEEDS = 64
-TEMPERATURES = (1.0, 0.8)
-DRAWN = SamplingParams(temperature=0.8)
-GREEDY = SamplingParams(temperature=0.0)
 
 
 def source(name: str) -> str:
@@ -127,8 +115,7 @@ class Cell:
         self.tpot: dict[str, list[float]] = {method: [] for method in methods}
         """Milliseconds per token of each round, by method."""
         self.seconds = dict.fromkeys(methods, 0.0)
-        fields = "proposed", "accepted", "steps", "tokens", "seconds", "plain_seconds"
-        self.counts: dict[str, dict[str, float]] = {method: dict.fromkeys(fields, 0) for method in methods}
+        self.counts: dict[str, Counter[str]] = {method: Counter() for method in methods}
 
     def round(self, engines: dict[str, Engine], random: Random, count: bool) -> None:
         """Every request once with each engine.
@@ -176,40 +163,6 @@ class Cell:
         return found
 
 
-def acceptance(target: CpuRunner, draft: CpuRunner, ids: list[int], seeds: int) -> dict[str, dict[str, float]]:
-    """Acceptance by temperature, as the module's docstring describes it."""
-    plan = StepPlan(
-        step=0,
-        handles=(0,),
-        tokens=np.array(ids, np.int32),
-        starts=np.zeros(1, np.int32),
-        lengths=np.array([len(ids)], np.int32),
-        block_tables=np.arange(-(-len(ids) // target.layout.block_size), dtype=np.int32)[None],
-        sample=np.ones(1, np.bool_),
-        sampling=(GREEDY,),
-        generated=np.zeros(1, np.int32),
-    )
-    found: dict[str, dict[str, float]] = {}
-    with torch.inference_mode():
-        mine, its = (runner.model.logits(runner.forward(plan)).clone() for runner in (target, draft))
-        tokens = np.arange(mine.shape[1], dtype=np.int32)
-        for temperature in TEMPERATURES:
-            p, q = (mine / temperature).softmax(-1), (its / temperature).softmax(-1)
-            shared = p.minimum(q).sum(-1)
-            common = 0.0
-            for seed in range(seeds):
-                keys = noise_keys(np.full(len(ids), seed, np.uint64), np.arange(len(ids)))
-                noise = exponential(keys, tokens)
-                common += float(((p / noise).argmax(-1) == (q / noise).argmax(-1)).float().mean()) / seeds
-            found[f"{temperature:g}"] = {
-                "rejection_rule": round(float(shared.mean()), 4),
-                "common_noise": round(common, 4),
-                "floor": round(float((shared / (2 - shared)).mean()), 4),
-            }
-        found["0"] = {"greedy": round(float((mine.argmax(-1) == its.argmax(-1)).float().mean()), 4)}
-    return found
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="pico")
@@ -241,11 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         engines[name].warm_up()
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = prompts(tokenizer)
-    ids = tokenizer.encode(source("textwrap")).ids[:POSITIONS]
     result: dict[str, Any] = own_setting("torch") | {"model": args.model, "draft": args.draft, "clock": "cpu"}
-    seeds = 2 if args.quick else SEEDS
-    result["acceptance"] = {name: acceptance(runner, draft, ids, seeds) for name, draft in small.items()}
-    print(json.dumps({"acceptance": result["acceptance"]}), flush=True)
     cells = [
         Cell(name, groups(name, asked, 8 if args.quick else MORE_TOKENS.get(name, TOKENS)), list(engines))
         for name, asked in texts.items()
@@ -263,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"round {rounds}: {longest:.0f} s at most", file=sys.stderr, flush=True)
         result |= {"rounds": rounds, "cells": {cell.name: cell.rows() for cell in cells}}
         if args.out is not None:
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+            save(args.out, result)
     for name, rows in result["cells"].items():
         for method, row in rows.items():
             print(json.dumps({"cell": name, "method": method, **row}), flush=True)

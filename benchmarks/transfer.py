@@ -19,13 +19,13 @@ One JSON line per cell, with its limit.
 import argparse
 import asyncio
 import json
-import multiprocessing
 import os
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -34,56 +34,38 @@ from typing import Any
 
 import psutil
 import torch
-from local_cluster import local_cluster
+from clusters import local_cluster
 from torch.distributed import FileStore, ProcessGroupGloo
 from turns import own_setting, save, spread
 
 from kvrelay.client import Client
 from kvrelay.cluster import certificates
-from kvrelay.decode_worker.handoff_service import HandoffService
-from kvrelay.engine.kv.blocks import BlockPool, Hold
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
-from kvrelay.engine.scheduling.progress import Reservation
 from kvrelay.prefill_worker.handoff_client import HandoffClient
 from kvrelay.rpc.certificates import part_files
-from kvrelay.rpc.credentials import Credentials
-from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import Encrypt, TransferConfig
-from kvrelay.transfer.frames.frames import PoolFrames
-from kvrelay.transfer.links.endpoint_loop import HandoffSetup
 from kvrelay.transfer.protocol.endpoint import TransferStats
-from kvrelay.transfer.protocol.handshake import LocalWorker
 from kvrelay.transfer.protocol.messages import Code, Key
 from kvrelay.transfer.protocol.peers import Peer, PeerTable
 from kvrelay.transfer.transports.base import Transport
 from kvrelay.transfer.transports.registry import available_transports, entries
+from support.forks import spawned
+from support.handoff import HOST, RECEIVER, SENDER, Ends, ReceivingHost, SendingHost, StandInHold, serving, setup
 
 LAYOUT = KVLayout(layers=16, kv_heads=8, head_dim=64, block_size=16, dtype="bfloat16")
 """KV layout of a 1B Llama: 32 KiB per token, 512 KiB per block."""
 SIZES = [2**16, 2**20, 2**22, 2**23, 2**25, 2**27, 2**28]
 ASKED_RATIO, ASKED_FROM_BYTES = 0.85, 2**23
 ASKED_EXPOSED_PERCENT = 5.0
-PREFILL, DECODE = WorkerId("prefill-0", "p"), WorkerId("decode-0", "d")
-HOST = "127.0.0.1"
-CREDENTIALS = Credentials("worker", "the-token-of-this-benchmark")
 TIMEOUT = timedelta(seconds=60)
 ENCRYPTED: dict[str, tuple[Encrypt, ...]] = {"tcp": ("integrity", "full"), "gloo": ("integrity",)}
 """The settings of `transfer.encrypt` that change what a transport does."""
 
 
-def scattered(pool: KVPool, count: int, seed: int) -> Hold:
-    """Blocks in random order: in a pool that has been in use, a sequence's blocks are no neighbours."""
-    hold = BlockPool(pool.num_blocks).share((), "benchmark")
-    hold.blocks += random.Random(seed).sample(range(pool.num_blocks), count)
-    return hold
-
-
-def setup(
-    worker: WorkerId, pool: KVPool, peers: PeerTable, config: TransferConfig, transports: Mapping[str, Transport]
-) -> HandoffSetup:
-    local = LocalWorker(worker, LAYOUT, "-")
-    return HandoffSetup(local, PoolFrames(pool, config.checksum), peers, config, transports, CREDENTIALS)
+def pool_of(largest: int) -> KVPool:
+    """A pool for hand-offs of up to so many bytes."""
+    return KVPool(LAYOUT, LAYOUT.blocks_for(largest // LAYOUT.token_bytes))
 
 
 def offered(config: TransferConfig, folder: str) -> dict[str, Transport]:
@@ -92,48 +74,35 @@ def offered(config: TransferConfig, folder: str) -> dict[str, Transport]:
     return available_transports(HOST, config.transport, encrypt=config.encrypt, certificates=files)
 
 
-class Sending:
-    """The sender's host: one hand-off at a time, out of the same blocks."""
+class Sending(SendingHost):
+    """The sender's host: one hand-off at a time."""
 
-    def __init__(self) -> None:
-        self.ended: asyncio.Future[None] | None = None
-
-    def release(self, hold: Hold) -> None:
-        """The next hand-off sends the same blocks."""
+    ended: asyncio.Future[None]
 
     def exported(self, key: Key, stats: TransferStats) -> None:
-        if self.ended is not None:
-            self.ended.set_result(None)
+        self.ended.set_result(None)
 
     def export_failed(self, key: Key, code: Code, message: str) -> None:
         raise SystemExit(f"hand-off {key} failed: {code.value}: {message}")
 
 
-class Receiving:
-    """The receiver's host: reports each grant, and writes all hand-offs to the same blocks."""
+class Receiving(ReceivingHost):
+    """The receiver's host: reports each grant, and frees the blocks of what has come."""
 
-    def __init__(self, there: Connection, pool: KVPool) -> None:
+    def __init__(self, there: Connection, blocks: int) -> None:
+        super().__init__(Ends(), blocks)
         self._there = there
-        self._reservation = Reservation(scattered(pool, pool.num_blocks, seed=1), have_tokens=0)
 
-    def waits(self, key: Key) -> None:
-        """Never: there is room for each."""
-
-    def reserve(self, key: Key, answer: Callable[[Any], None], *, passing: bool) -> None:
-        def grant() -> None:
+    def reserve(self, key: Key, answer: Callable[[StandInHold | None], None], *, passing: bool) -> None:
+        def granted(reservation: StandInHold | None) -> None:
             self._there.send("granted")
-            answer(self._reservation)
+            answer(reservation)
 
-        asyncio.get_running_loop().call_soon(grant)
+        super().reserve(key, granted, passing=passing)
 
-    def release(self, reservation: Reservation) -> None:
-        """The next hand-off uses the same blocks."""
-
-    def imported(self, key: Key, reservation: Reservation, first_token: int, stats: TransferStats, states: Any) -> None:
+    def imported(self, key: Key, reservation: StandInHold, first_token: int, stats: TransferStats, states: Any) -> None:
         """The sender's end stops the clock."""
-
-    def import_failed(self, key: Key, code: Code, message: str) -> None:
-        """Does nothing: the sender's end reports the failure."""
+        self.release(reservation)
 
 
 def bare_group(folder: str, rank: int) -> ProcessGroupGloo:
@@ -153,57 +122,48 @@ def receiver(there: Connection, folder: str, largest: int, configs: Sequence[Tra
 
 
 async def _receive(there: Connection, folder: str, largest: int, configs: Sequence[TransferConfig]) -> None:
-    pool = KVPool(LAYOUT, LAYOUT.blocks_for(largest // LAYOUT.token_bytes))
-    host = Receiving(there, pool)
-    services, servers, ports = [], [], []
-    for config in configs:
-        transports = offered(config, folder)
-        members = PeerTable([Peer(PREFILL, address="")])
-        services.append(HandoffService(setup(DECODE, pool, members, config, transports), host))
-        servers.append(CREDENTIALS.server())
-        services[-1].add_to(servers[-1])
-        ports.append(servers[-1].add_insecure_port(f"{HOST}:0"))
-        await servers[-1].start()
-    there.send(ports)
-    group = await asyncio.to_thread(bare_group, folder, 1)
-    into, byte = torch.zeros(largest, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
-    while (command := await asyncio.to_thread(there.recv)) is not None:
-        what, key, size = command
-        if what == "bare":
-            work = group.recv([into[:size]], 0, 1)
-            there.send("granted")
-            await asyncio.to_thread(lambda w=work: (w.wait(TIMEOUT), group.send([byte], 0, 2).wait(TIMEOUT)))
-        else:
-            services[what].receiver.expect(key, PREFILL, range(size // LAYOUT.token_bytes))
-    for service, server in zip(services, servers, strict=True):
-        await service.close()
-        await server.stop(0)
+    pool = pool_of(largest)
+    host = Receiving(there, pool.num_blocks)
+    async with AsyncExitStack() as stack:
+        sides = [
+            await stack.enter_async_context(serving(host, pool, config, offered(config, folder))) for config in configs
+        ]
+        there.send([side.port for side in sides])
+        group = await asyncio.to_thread(bare_group, folder, 1)
+        into, byte = torch.zeros(largest, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        while (command := await asyncio.to_thread(there.recv)) is not None:
+            what, key, size = command
+            if what == "bare":
+                work = group.recv([into[:size]], 0, 1)
+                there.send("granted")
+                await asyncio.to_thread(lambda w=work: (w.wait(TIMEOUT), group.send([byte], 0, 2).wait(TIMEOUT)))
+            else:
+                tokens = range(size // LAYOUT.token_bytes)
+                host.need[key] = LAYOUT.blocks_for(len(tokens))
+                sides[what].service.receiver.expect(key, SENDER, tokens)
 
 
 class PrefillSide:
     """The prefill side, in this process."""
 
     def __init__(
-        self,
-        here: Connection,
-        folder: str,
-        largest: int,
-        configs: Sequence[TransferConfig],
-        ports: list[int],
+        self, here: Connection, folder: str, largest: int, configs: Sequence[TransferConfig], ports: list[int]
     ) -> None:
         self._here = here
-        self._pool = KVPool(LAYOUT, LAYOUT.blocks_for(largest // LAYOUT.token_bytes))
-        self._pool.tensor.view(torch.uint8).random_(0, 256)
+        pool = pool_of(largest)
+        pool.tensor.view(torch.uint8).random_(0, 256)
+        # In a pool that has been in use, a sequence's blocks are no neighbours.
+        self._blocks = random.Random(2).sample(range(pool.num_blocks), pool.num_blocks)
         self._group = bare_group(folder, 0)
         self._data = torch.zeros(largest, dtype=torch.uint8).random_(0, 256)
         self._byte = torch.zeros(1, dtype=torch.uint8)
-        self._host = Sending()
+        self._host = Sending(Ends())
         self._count = 0
         self._clients = []
         for config, port in zip(configs, ports, strict=True):
             transports = offered(config, folder)
-            peers = PeerTable([Peer(DECODE, f"{HOST}:{port}", tuple(entries(transports)))])
-            self._clients.append(HandoffClient(setup(PREFILL, self._pool, peers, config, transports), self._host))
+            peers = PeerTable([Peer(RECEIVER, f"{HOST}:{port}", tuple(entries(transports)))])
+            self._clients.append(HandoffClient(setup(SENDER, pool, peers, config, transports), self._host))
 
     async def _granted(self) -> None:
         """Waits until the other end has granted; the grant itself may arrive some milliseconds later."""
@@ -228,10 +188,10 @@ class PrefillSide:
         """Seconds from the end of the prompt's computation to the acknowledgement."""
         self._count += 1
         key, tokens = (f"r{self._count}", 1), range(size // LAYOUT.token_bytes)
-        sender, hold = self._clients[which].sender, scattered(self._pool, LAYOUT.blocks_for(len(tokens)), seed=2)
+        sender, hold = self._clients[which].sender, StandInHold(self._blocks[: LAYOUT.blocks_for(len(tokens))])
         self._host.ended = asyncio.get_running_loop().create_future()
         self._here.send((which, key, size))
-        sender.begin(key, DECODE, tokens)
+        sender.begin(key, RECEIVER, tokens)
         await self._granted()
         start = time.perf_counter()
         sender.finished(key, 7, hold)
@@ -296,47 +256,38 @@ async def measure(
     return cells
 
 
-def throughput(sizes: Sequence[int], repeats: int, frame_bytes: int, transport: str, pin: bool) -> list[dict[str, Any]]:
+def throughput(sizes: Sequence[int], repeats: int, transport: str, pin: bool) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     if pin:
         os.sched_setaffinity(0, cores[:1])
-    on = TransferConfig(frame_bytes=frame_bytes, transport=transport)
+    on = TransferConfig(transport=transport)
     configs = {"checksums on": on, "checksums off": replace(on, checksum=False)}
     for encrypt in ENCRYPTED.get(transport, ()):
         configs[encrypt] = replace(on, encrypt=encrypt)
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
     with tempfile.TemporaryDirectory(prefix="kvrelay-transfer-") as folder:
         certificates.make(Path(folder), 365, keep_authority=False)
-        process = context.Process(
-            target=receiver,
-            args=(there, folder, max(sizes), list(configs.values()), cores[-1] if pin else None),
-            daemon=True,
-        )
-        process.start()
-        there.close()
 
-        async def run() -> list[dict[str, Any]]:
+        async def run(here: Connection, other: int) -> list[dict[str, Any]]:
             sender = PrefillSide(here, folder, max(sizes), list(configs.values()), here.recv())
-            cells = await measure(sender, configs, sizes, repeats, [os.getpid(), process.pid or 0])
+            cells = await measure(sender, configs, sizes, repeats, [os.getpid(), other])
             await sender.close()
             return cells
 
+        core = cores[-1] if pin else None
         try:
-            cells = asyncio.run(run())
-            process.join(30)
-            return cells
+            with spawned(receiver, folder, max(sizes), list(configs.values()), core) as (process, here):
+                cells = asyncio.run(run(here, process.pid or 0))
+                process.join(30)
+                return cells
         finally:
-            process.kill()
-            process.join()
             os.sched_setaffinity(0, cores)
 
 
 def exposed(model: Path, lengths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     cells = []
     rng = random.Random(0)
-    with local_cluster("--model", str(model), "--dtype", "bfloat16") as cluster, Client(cluster.router) as client:
+    with local_cluster("--model", str(model), "--dtype", "bfloat16") as router, Client(router) as client:
         for length in lengths:
             timelines = []
             for _ in range(repeats + 1):
@@ -363,7 +314,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="bytes; multiples of 32 KiB")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--frame-bytes", type=int, default=TransferConfig().frame_bytes)
     parser.add_argument("--transports", nargs="*", default=["shm", "tcp", "gloo"], help="best first, one after another")
     parser.add_argument("--pin", action="store_true", help="each process of the throughput part on a core of its own")
     parser.add_argument("--model", type=Path, help="checkpoint of the exposed part")
@@ -375,10 +325,10 @@ def main() -> None:
         parser.error(f"--sizes {wrong[0]}: allowed are multiples of {LAYOUT.token_bytes}")
     cells = []
     for transport in args.transports if args.sizes else ():
-        cells += throughput(args.sizes, args.repeats, args.frame_bytes, transport, args.pin)
+        cells += throughput(args.sizes, args.repeats, transport, args.pin)
     cells += exposed(args.model, args.tokens, args.repeats) if args.model is not None else []
     if args.out is not None:
-        pinned = {"frame_bytes": args.frame_bytes, "pinned": args.pin, "cells": cells}
+        pinned = {"frame_bytes": TransferConfig().frame_bytes, "pinned": args.pin, "cells": cells}
         save(args.out, own_setting("torch", "grpcio", "xxhash") | pinned)
 
 

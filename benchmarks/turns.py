@@ -1,5 +1,6 @@
 """Measures engines in turn, since others may use the machine too: medians, spread, ratios, and the machine itself."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -36,12 +37,11 @@ class Engine:
     """Packages whose versions are recorded with the figures."""
 
 
-def in_turn(engines: Mapping[str, Engine], figure: str, repeats: int, under: Sequence[str], timeout: float) -> Runs:
+def in_turn(engines: Mapping[str, Engine], figure: str, repeats: int, timeout: float) -> Runs:
     """Runs every engine once, then every engine again, and so on.
 
     Args:
         figure: the key of the measured figure in an engine's lines.
-        under: a command that each engine is run under, e.g. `nice`, `-n`, `-5`.
         timeout: of one engine's run, in seconds.
 
     Raises:
@@ -51,7 +51,7 @@ def in_turn(engines: Mapping[str, Engine], figure: str, repeats: int, under: Seq
     for repeat in range(repeats):
         for name, engine in engines.items():
             print(f"{name}, {repeat + 1} of {repeats}", file=sys.stderr, flush=True)
-            output = run([*under, *engine.command], timeout)
+            output = run(engine.command, timeout)
             for line in output.splitlines():
                 if line.startswith("{") and "cell" in (fields := json.loads(line)):
                     runs.setdefault(fields["cell"], {}).setdefault(name, []).append(fields[figure])
@@ -73,7 +73,7 @@ def run(command: Sequence[str], timeout: float) -> str:
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"{shlex.join(command)} took more than {timeout} s") from None
         finally:
-            _end(process)
+            end_group(process)
         if process.returncode:
             errors.seek(0)
             raise RuntimeError(f"{shlex.join(command)} failed ({process.returncode}): {errors.read()[-2000:]}")
@@ -85,7 +85,7 @@ def end_on_signal() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def end_group(process: "subprocess.Popen[Any]") -> None:
     """Ends a process group: by SIGTERM first, since the process may have children in other groups to end."""
     with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
         if process.poll() is None:
@@ -160,24 +160,34 @@ def versions(engine: Engine) -> dict[str, str]:
     return dict(zip(engine.distributions, found, strict=True))
 
 
-def markdown(cells: Mapping[str, Any], unit: str, digits: int) -> str:
-    """A table with a row per cell: medians with their range, then the ratio to the best other engine."""
-    names = list(dict.fromkeys(name for row in cells.values() for name in row["engines"]))
-    lines = [
-        f"| {unit} | " + " | ".join(names) + " | against the best other |",
-        "|---" * (len(names) + 2) + "|",
-    ]
-    for cell, row in cells.items():
-        columns = []
-        for name in names:
-            found = row["engines"].get(name)
-            columns.append(
-                "-" if found is None else "{median:.{d}f} ({min:.{d}f}-{max:.{d}f})".format(d=digits, **found)
-            )
-        best = row.get("best_peer")
-        columns.append("-" if best is None else f"{row['ratios'][best]:.2f}x {best}")
-        lines.append(f"| {cell} | " + " | ".join(columns) + " |")
-    return "\n".join(lines)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a comparison with other engines."""
+    parser.add_argument("--peers", type=Path, help="folder that peers/setup.sh made")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=1800.0, help="of one engine's run, in seconds")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+
+
+def compare(
+    engines: Mapping[str, Engine],
+    args: argparse.Namespace,
+    result: dict[str, Any],
+    figure: str,
+    *,
+    larger_is_better: bool,
+) -> None:
+    """Measures engines in turn, saves the figures where `args` says, and prints those of each cell.
+
+    Args:
+        result: the setting, to which the figures are added.
+        figure: the key of the measured figure in an engine's lines.
+    """
+    runs = in_turn(engines, figure, args.repeats, args.timeout)
+    result["cells"] = summary(runs, larger_is_better)
+    if args.out is not None:
+        save(args.out, result)
+    for cell, row in result["cells"].items():
+        print(json.dumps({"cell": cell, **row}))
 
 
 def save(path: Path, result: Mapping[str, Any]) -> None:

@@ -4,7 +4,6 @@ The authority's key signs all certificates, so it is kept away from the cluster.
 machine and keeps no key of their authority.
 """
 
-import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvrelay.cluster.errors import UsageError
+from kvrelay.cluster.state import write_private
 from kvrelay.rpc.certificates import dns_name
 from kvrelay.rpc.security import PARTS
 
@@ -57,14 +57,6 @@ def make(folder: Path, days: int, keep_authority: bool) -> None:
         write_private(folder / f"{AUTHORITY}.crt", certificate.public_bytes(Encoding.PEM))
     except OSError as error:
         raise UsageError(f"{error.filename or folder}: {error.strerror}") from None
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Replaces a file in one step; only this user can read it."""
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
-    fresh.replace(path)
 
 
 def _read_authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey] | None:

@@ -53,5 +53,5 @@ def prepare(config: ClusterConfig) -> Secured:
     except ValueError as error:
         raise UsageError(f"security: {error}") from None
     path = state.folder() / "join_token"
-    certificates.write_private(path, token.encode())
+    state.write_private(path, token.encode())
     return Secured(config.model_copy(update={"security": security}), token, str(path))

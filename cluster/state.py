@@ -86,11 +86,14 @@ def owned() -> Iterator[None]:
 
 def save(state: ClusterState) -> None:
     """Writes the record. Only this user can read it, since it says where the cluster is reached."""
-    path = folder() / "cluster.json"
-    fresh = path.with_suffix(f".{os.getpid()}")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(asdict(state), file)
+    write_private(folder() / "cluster.json", json.dumps(asdict(state)).encode())
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replaces a file in one step; only this user can read it."""
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
     fresh.replace(path)
 
 

@@ -10,33 +10,14 @@ from kvrelay.transfer.protocol.messages import Code, Hello, Key
 from kvrelay.transfer.protocol.ports import BlockClaim
 
 
-class BlockHold(Protocol):
-    """Keeps the reserved blocks allocated."""
-
-    @property
-    def blocks(self) -> Sequence[int]:
-        """The block table, from the first token on."""
-
-
-class Reservation(Protocol):
-    """Blocks for all tokens of an attempt."""
-
-    @property
-    def hold(self) -> BlockHold: ...
-
-    @property
-    def have_tokens(self) -> int:
-        """Tokens whose KV is there already: whole blocks, or all of the tokens."""
-
-
 class ReceiverHost(Protocol):
     """The decode worker, as its `KVReceiver` calls it on the event loop."""
 
     def reserve(self, key: Key, answer: Callable[[Any], None], *, passing: bool) -> None:
         """Tries to reserve blocks for the attempt's tokens.
 
-        Calls `answer` exactly once, later, on the event loop: with a `Reservation`; with None if no blocks are free
-        now; or with an exception if this worker serves no attempt any more.
+        Calls `answer` exactly once, later, on the event loop: with the scheduler's `Reservation`; with None if no
+        blocks are free now; or with an exception if this worker serves no attempt any more.
 
         Args:
             passing: whether earlier offers wait for blocks. It gets some only if that delays none of them for long.

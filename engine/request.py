@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from kvrelay.engine.constrain.grammar import Constraint, Grammar
 
 MAX_LOGPROBS = 20
+"""Likeliest tokens that a request may ask for beside each of its own."""
 MIN_REPETITION_PENALTY = 2.0**-7
 """Smallest repetition penalty: a logit that is divided by it stays finite."""
-"""Likeliest tokens that a request may ask for beside each of its own."""
 
 
 class FinishReason(enum.IntEnum):

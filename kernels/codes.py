@@ -77,9 +77,6 @@ class CodedWeight:
         return numbers * self.scales.repeat_interleave(self.group, 1)[:, :inputs]
 
 
-Quantize = Callable[[Tensor], CodedWeight]
-
-
 def int8(weight: Tensor) -> CodedWeight:
     """A weight as int8: symmetric, with a scale for each output."""
     values = weight.float()

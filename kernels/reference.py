@@ -137,29 +137,6 @@ def token_probabilities(logits: Tensor, temperature: float, top_k: int, top_p: f
     return probabilities / probabilities.sum()
 
 
-def kv_frame(pool: Tensor, blocks: list[int], num_tokens: int, order: str, heads: tuple[int, int]) -> list[Tensor]:
-    """The parts of the pool that a frame consists of, as views, in the frame's order.
-
-    Args:
-        pool: [block, layer, k|v, Hkv, slot, D] (HND) or [block, layer, k|v, slot, Hkv, D] (NHD).
-        blocks: of the frame's tokens; the first token is in slot 0 of the first block.
-        heads: the first one, and how many.
-    """
-    head = slice(heads[0], heads[0] + heads[1])
-    parts = []
-    for block in blocks:
-        planes = pool[block]
-        slot = slice(0, min(num_tokens, pool.shape[4 if order == "HND" else 3]))
-        parts.append(planes[:, :, head, slot] if order == "HND" else planes[:, :, slot, head])
-        num_tokens -= slot.stop
-    return parts
-
-
-def kv_gather(parts: list[Tensor]) -> Tensor:
-    """The frame, uint8: the bytes of `kv_frame`'s parts, one after another."""
-    return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in parts])
-
-
 def kv_checksum(data: bytes | bytearray | memoryview) -> int:
     """The sum modulo 2^64 of each mixed word of 8 bytes (little-endian, the last padded with zeros) and of the length;
     see `kernels.kv_checksum`."""

@@ -37,12 +37,8 @@ class RequestRecord:
     total_seconds: float = 0.0
     router_queue_seconds: float = 0.0
     """Time spent waiting for capacity on a decode worker."""
-    queue_seconds: float | None = None
-    prefill_seconds: float | None = None
-    transfer_seconds: float | None = None
     handoff_seconds: float | None = None
     transfer_bytes: int = 0
-    decode_queue_seconds: float | None = None
     prediction_errors: tuple[int, ...] = ()
     """Tokens by which the expected prefix-cache hit was wrong, for each attempt whose prompt was computed."""
 
@@ -319,8 +315,7 @@ class RequestTrace:
 
     def record(self, outcome: Outcome, now: float) -> RequestRecord:
         """The figures for the metrics and the log."""
-        timeline, prefill, transfer, decode = self.timeline(now), self.prefill, self.transfer, self.decode
-        usage = self.usage()
+        timeline, usage = self.timeline(now), self.usage()
         sent = self.generated_tokens
         tpot = timeline.decode_seconds / (sent - 1) if sent > 1 else None
         begun = self.first_sent is not None
@@ -339,12 +334,8 @@ class RequestTrace:
             tpot_seconds=tpot if begun else None,
             total_seconds=timeline.total_seconds,
             router_queue_seconds=self.router_queue_seconds,
-            queue_seconds=None if prefill is None else prefill.queue_seconds,
-            prefill_seconds=None if prefill is None else prefill.prefill_seconds,
-            transfer_seconds=None if transfer is None else transfer.transfer_seconds,
-            handoff_seconds=None if transfer is None else transfer.handoff_seconds,
+            handoff_seconds=None if self.transfer is None else self.transfer.handoff_seconds,
             transfer_bytes=timeline.transfer_bytes,
-            decode_queue_seconds=None if decode is None else decode.queue_seconds,
             prediction_errors=tuple(
                 abs(each.expected_tokens - each.prefill.cached_tokens)
                 for each in self.tries

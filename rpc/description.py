@@ -24,17 +24,26 @@ SHARED_MEMORY = Path("/dev/shm")
 
 def describe(certificates: Iterable[CertificateFiles | None] = ()) -> Description:
     """This process and its machine. Blocks for some milliseconds."""
-    found = Description(host=socket.gethostname(), versions={"kvrelay": VERSION, "python": platform.python_version()})
-    for name in PACKAGES:
-        try:
-            found.versions[name] = version(name)
-        except PackageNotFoundError:
-            continue  # an optional one
+    found = Description(
+        host=socket.gethostname(),
+        versions={"python": platform.python_version(), **versions(PACKAGES), "kvrelay": VERSION},
+    )
     found.amounts.extend(amounts())
     for files in certificates:
         if files is not None:
             expires = files.current().expires.timestamp()
             found.certificates.append(CertificateEnd(file=str(files.paths[0]), expires_unix=expires))
+    return found
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those of `packages` that are installed, by name."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
     return found
 
 

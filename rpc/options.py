@@ -61,23 +61,23 @@ _SERVER: tuple[Option, ...] = (
 )
 
 
-def channel_options(max_message_bytes: int = INTERNAL_MESSAGE_BYTES) -> Sequence[Option]:
+def channel_options() -> Sequence[Option]:
     """Options of a channel between kvrelay's own processes."""
     return (
         *_INTERNAL_KEEPALIVE,
-        *_message_limits(max_message_bytes, max_message_bytes),
+        *_message_limits(INTERNAL_MESSAGE_BYTES, INTERNAL_MESSAGE_BYTES),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
     )
 
 
-def server_options(max_message_bytes: int = INTERNAL_MESSAGE_BYTES) -> Sequence[Option]:
+def server_options() -> Sequence[Option]:
     """Options of a server for kvrelay's own processes."""
     return (
         *_INTERNAL_KEEPALIVE,
         *_SERVER,
-        *_sharing(share_port=False),
-        *_message_limits(max_message_bytes, max_message_bytes),
+        _sharing(share_port=False),
+        *_message_limits(INTERNAL_MESSAGE_BYTES, INTERNAL_MESSAGE_BYTES),
     )
 
 
@@ -96,7 +96,7 @@ def public_server_options(max_message_bytes: int, max_requests: int, *, share_po
     return (
         *_PUBLIC_KEEPALIVE,
         *_SERVER,
-        *_sharing(share_port=share_port),
+        _sharing(share_port=share_port),
         *_message_limits(INTERNAL_MESSAGE_BYTES, public_receive_bytes(max_message_bytes)),
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", PUBLIC_WINDOW_BYTES),
@@ -122,9 +122,9 @@ def connection_options(handshake_seconds: float, idle_seconds: float, most: int)
     )
 
 
-def _sharing(*, share_port: bool) -> Sequence[Option]:
+def _sharing(*, share_port: bool) -> Option:
     # gRPC's default is 1: a second server could bind the same port by mistake, and take half of its calls.
-    return (("grpc.so_reuseport", int(share_port)),)
+    return "grpc.so_reuseport", int(share_port)
 
 
 def _message_limits(send: int, receive: int) -> Sequence[Option]:

@@ -14,23 +14,6 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-TOP = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-LAYER = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -53,9 +36,15 @@ def main() -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{args.type.upper()}"])
     add_tokenizer(writer, json.loads((args.model / "tokenizer.json").read_text())["model"], config["vocab_size"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     with safe_open(args.model / "model.safetensors", "pt") as weights:
         for key in weights.keys():  # noqa: SIM118  # not a mapping
-            add_tensor(writer, key, weights.get_tensor(key), gguf.GGMLQuantizationType[args.type.upper()])
+            add_tensor(
+                writer,
+                names.get_name(key, (".weight",)) + ".weight",
+                weights.get_tensor(key),
+                gguf.GGMLQuantizationType[args.type.upper()],
+            )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -75,9 +64,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, bpe: dict, vocabulary: int) -> None:
     writer.add_eos_token_id(1)
 
 
-def add_tensor(writer: gguf.GGUFWriter, key: str, tensor: torch.Tensor, kind: gguf.GGMLQuantizationType) -> None:
-    parts = key.split(".")
-    name = TOP.get(key) or f"blk.{parts[2]}.{LAYER['.'.join(parts[3:-1])]}.weight"
+def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind: gguf.GGMLQuantizationType) -> None:
     if tensor.ndim == 1:
         writer.add_tensor(name, tensor.float().numpy())
         return

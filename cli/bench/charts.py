@@ -102,8 +102,8 @@ def cdf(title: str, named: Sequence[tuple[str, Sequence[float]]], unit: str) -> 
     return lines(title, series, unit, "% of values", log_x=True)
 
 
-def histogram(title: str, values: Sequence[float], unit: str, marks: Sequence[float] = (50.0, 99.0)) -> str:
-    """A chart of how often values come, with lines at percentiles. Its range ends at the 99.5th."""
+def histogram(title: str, values: Sequence[float], unit: str) -> str:
+    """A chart of how often values come, with lines at the 50th and 99th percentile. Its range ends at the 99.5th."""
     if not values:
         return ""
     array = np.asarray(values)
@@ -120,7 +120,7 @@ def histogram(title: str, values: Sequence[float], unit: str, marks: Sequence[fl
             f'<rect class="bin" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{HEIGHT - BOTTOM - y:.1f}">'
             f"<title>{_number(float(left))} to {_number(float(right))} {escape(unit)}: {count}</title></rect>"
         )
-    for percentile in marks:
+    for percentile in (50, 99):
         value = float(np.percentile(array, percentile))
         if value <= high:
             x = x_axis.at(value)
@@ -128,7 +128,7 @@ def histogram(title: str, values: Sequence[float], unit: str, marks: Sequence[fl
             body.append(
                 f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
                 f'<text class="mark" text-anchor="{anchor}" x="{aside:.1f}" y="{TOP + 9}">'
-                f"p{percentile:g} {_number(value)}</text>"
+                f"p{percentile} {_number(value)}</text>"
             )
     return _figure(title, "".join(body), [])
 

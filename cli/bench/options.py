@@ -10,7 +10,6 @@ import numpy as np
 
 from kvrelay.cluster.errors import UsageError
 
-Face = Literal["grpc", "http"]
 Arrivals = Literal["poisson", "gamma", "constant", "trace"]
 Kind = Literal["fixed", "uniform", "lognormal"]
 

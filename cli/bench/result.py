@@ -4,9 +4,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -100,17 +98,6 @@ def this_machine() -> Machine:
         f"{platform.system()} {platform.release()}",
         sys.version.partition(" ")[0],
     )
-
-
-def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """The versions of those of `packages` that are installed, by name."""
-    found = {}
-    for name in packages:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _processor() -> str:

@@ -17,6 +17,7 @@ from kvrelay.cli.bench.load import Schedule, Tally, Watch, drive
 from kvrelay.cli.bench.options import ArrivalOptions, BenchOptions
 from kvrelay.cli.bench.workload import Ask, asks
 from kvrelay.cluster.errors import RunError
+from kvrelay.rpc.description import versions
 
 WatchRun = Callable[[str, int], Watch]
 """Called before each run with its name and number of requests; gives what follows its progress."""
@@ -57,7 +58,7 @@ async def measure(bench: Bench, face: Face, watch: WatchRun) -> results.Result:
         model,
         _plain(asdict(bench.options)) | {"sweep": bench.sweep and list(bench.sweep)},
         results.this_machine(),
-        results.versions(),
+        versions(results.PACKAGES),
         runs,
     )
 

@@ -49,13 +49,14 @@ def get_status(cluster: ClusterState, timeout: float = TIMEOUT_SECONDS) -> GetSt
     return _ask(cluster, lambda stub, metadata: stub.GetStatus(GetStatusRequest(), timeout=timeout, metadata=metadata))
 
 
-def get_descriptions(cluster: ClusterState, timeout: float = DESCRIBE_SECONDS) -> DescribeResponse | None:
+def get_descriptions(cluster: ClusterState) -> DescribeResponse | None:
     """Every member's description of itself and its machine; None if the supervisor doesn't answer in time.
 
     Raises:
         RunError: as `get_status`.
     """
-    return _ask(cluster, lambda stub, metadata: stub.Describe(DescribeRequest(), timeout=timeout, metadata=metadata))
+    seconds = DESCRIBE_SECONDS
+    return _ask(cluster, lambda stub, metadata: stub.Describe(DescribeRequest(), timeout=seconds, metadata=metadata))
 
 
 def _ask(cluster: ClusterState, call: Callable[[SupervisorServiceStub, Metadata], AnswerT]) -> AnswerT | None:

@@ -166,11 +166,11 @@ class JoinedWatch:
             self._failures = 0 if well else self._failures + 1
 
 
-def answers(address: str, timeout: float = ASK_SECONDS) -> bool:
+def answers(address: str) -> bool:
     """Whether somebody answers gRPC calls at host:port in time, with a refusal too."""
     with grpc.insecure_channel(address) as channel:
         try:
-            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=ASK_SECONDS)
         except grpc.RpcError as error:
             return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
     return True

@@ -5,9 +5,7 @@ from typing import Any
 
 from kvrelay.cluster.membership.membership import Membership
 from kvrelay.cluster.scaling.scaler import DECISION_KINDS, Scaler
-from kvrelay.internal.v1.supervisor_pb2 import (
-    ROLE_ROUTER,
-)
+from kvrelay.internal.v1.supervisor_pb2 import ROLE_ROUTER
 from kvrelay.rpc.identity import ROLES, state_name
 from kvrelay.rpc.metrics import families, labels
 from kvrelay.rpc.metrics.metric_set import MetricSet

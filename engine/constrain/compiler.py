@@ -79,7 +79,7 @@ class ConstraintCompiler:
         tokenizer = str(folder / "tokenizer.json")
         # The fast and the slow lane share the memory.
         self.lanes = Lanes(ProcessOptions(tokenizer, vocab_size, list(eos_token_ids), limits.most_bytes // 2))
-        self._following = _Following(self.lanes, limits, on_ready or _nothing)
+        self._following = _Following(self.lanes, limits, on_ready or (lambda: None))
         self._grammars: OrderedDict[Constraint, asyncio.Future[LlGrammar]] = OrderedDict()
         self._starting: asyncio.Future[None] | None = None
 
@@ -394,10 +394,6 @@ def _retrieve(future: "asyncio.Future[None] | asyncio.Future[LlGrammar]") -> Non
     """Takes the future's exception, so that nothing is logged where nobody waits for it."""
     if not future.cancelled():
         future.exception()
-
-
-def _nothing() -> None:
-    """Does nothing, where nobody is to be woken."""
 
 
 def _message(what: str, why: str) -> str:

@@ -125,7 +125,7 @@ class KVPool:
         size = self._check(blocks, first_token, num_tokens, out, part)
         whole = num_tokens // self.layout.block_size if self._by_kernel else 0
         if whole:
-            self._gather(blocks, first_token, whole, out, part)
+            self._copy("read", blocks, first_token, whole, out, part)
         for pooled, framed in self._pieces(blocks, first_token, num_tokens, out, part, whole):
             framed[...] = pooled
         self.settle()
@@ -153,7 +153,7 @@ class KVPool:
         self._check(blocks, first_token, num_tokens, data, part)
         whole = num_tokens // self.layout.block_size if self._by_kernel else 0
         if whole:
-            self._scatter(blocks, first_token, whole, data, part)
+            self._copy("write", blocks, first_token, whole, data, part)
         end = first_token + num_tokens
         if end % self.layout.block_size:
             layers = part.layers(self.layout.layers)
@@ -188,7 +188,7 @@ class KVPool:
 
     def sums(self, frame: Tensor) -> bool:
         """Whether the kernel that copies between the pool and this tensor can add up the frame's checksum."""
-        return self._by_kernel and frame.device == self.bytes.device and self.layout.plane_bytes % 8 == 0
+        return self._by_kernel and frame.device == self.bytes.device
 
     def _move_summed(
         self, way: "Way", blocks: Sequence[int], first_token: int, num_tokens: int, frame: Tensor, part: LayerPart
@@ -212,34 +212,25 @@ class KVPool:
             add_words(total, frame[done:size], done // 8)
         return total
 
-    def _gather(self, blocks: Sequence[int], first_token: int, count: int, out: Tensor, part: LayerPart) -> None:
-        """Reads `count` whole blocks by one kernel; `out` may be on another device."""
-        from kvrelay.kernels.triton.kv_gather import kv_gather
+    def _copy(
+        self, way: "Way", blocks: Sequence[int], first_token: int, count: int, frame: Tensor, part: LayerPart
+    ) -> None:
+        """Copies `count` whole blocks by one kernel, whose sum nobody reads; `frame` may be on another device."""
+        from kvrelay.kernels.triton.kv_frame import kv_frame
 
         used = self._used(blocks, first_token, count)
-        frame = out[: self.layout.nbytes(count * self.layout.block_size, part)]
-        near = frame if out.device == used.device else torch.empty_like(frame, device=used.device)
-        kv_gather(self._rows, used, count, near, layers=self._range(part))
-        if near is not frame:
+        frame = frame[: self.layout.nbytes(count * self.layout.block_size, part)]
+        near = frame if frame.device == used.device else torch.empty_like(frame, device=used.device)
+        if way == "write" and near is not frame:
+            near.copy_(frame)
+        kv_frame(way, self.bytes, used, near, torch.zeros_like(used[:1]), self._range(part))
+        if way == "read" and near is not frame:
             frame.copy_(near)
-
-    def _scatter(self, blocks: Sequence[int], first_token: int, count: int, data: Tensor, part: LayerPart) -> None:
-        """Writes `count` whole blocks by one kernel; `data` may be on another device."""
-        from kvrelay.kernels.triton.kv_gather import kv_scatter
-
-        used = self._used(blocks, first_token, count)
-        frame = data[: self.layout.nbytes(count * self.layout.block_size, part)]
-        kv_scatter(self._rows, used, count, frame.to(used.device), layers=self._range(part))
 
     def _range(self, part: LayerPart) -> tuple[int, int]:
         """The first layer of the part, and how many it has."""
         layers = part.layers(self.layout.layers)
         return layers.start, len(layers)
-
-    @property
-    def _rows(self) -> Tensor:
-        """uint8 [block, layer, k|v, 1, 1, plane_bytes]: for a copy, a whole plane is one row of one slot."""
-        return self.bytes[:, :, :, None, None]
 
     def _used(self, blocks: Sequence[int], first_token: int, count: int) -> Tensor:
         """int64 [count], on the pool's device: the blocks from that of `first_token` on."""
@@ -254,10 +245,7 @@ class KVPool:
             frame = torch.empty(self.layout.block_bytes, dtype=torch.uint8, device=self.bytes.device)
             self.read([0], 0, self.layout.block_size, frame)
             gpu_checksum(frame)
-            if self.sums(frame):
-                self.read_summed([0], 0, self.layout.block_size, frame)
-                self.sum_in_place([0], 0, self.layout.block_size, frame)
-                self.write_summed([0], 0, self.layout.block_size, frame)
+            self.sum_in_place([0], 0, self.layout.block_size, frame)
             self.write([0], 0, self.layout.block_size, frame)
 
     def settle(self) -> None:

@@ -44,7 +44,7 @@ from kvrelay.engine.quant.schemes import HEAD, LAYERS, quantizing
 from kvrelay.engine.runner.base import chain_of_steps
 from kvrelay.engine.runner.fetches import Fetches
 from kvrelay.engine.runner.gpu_step import Extras, GpuStep, StreamWrites
-from kvrelay.engine.runner.graphs import Capture, DecodeGraphs, batch_sizes, cuda_capture
+from kvrelay.engine.runner.graphs import Capture, DecodeGraphs, batch_sizes, cuda_capture, fitting
 from kvrelay.engine.runner.inputs import InputBuffers
 from kvrelay.engine.runner.kept import KeptStates
 from kvrelay.engine.runner.pieces import Forward, StepPieces, step_sizes
@@ -220,7 +220,7 @@ class GpuRunner:
 
     def _launch_decode(self, plan: StepPlan, sampled: NDArray[np.int64]) -> Extras:
         graphs = self._graphs if self._kept.suits(plan.keep) else None
-        size = None if graphs is None else graphs.size_for(plan.num_rows)
+        size = None if graphs is None else fitting(graphs.sizes, plan.num_rows)
         self.attention.plan(self._decode.load(plan, sampled, size or 0, size or 0))
         if graphs is None or size is None:
             states = self._kept.make(plan.num_tokens, plan.keep)
@@ -262,7 +262,7 @@ class GpuRunner:
     def _launch_mixed(self, plan: StepPlan, sampled: NDArray[np.int64]) -> Extras:
         inputs, tokens = self._mixed, plan.num_tokens
         pieces = self._pieces if self._kept.suits(plan.keep) else None
-        size = None if pieces is None else pieces.size_for(tokens)
+        size = None if pieces is None else fitting(pieces.sizes, tokens)
         self.attention.plan(inputs.load(plan, sampled, fill_tokens=size or 0))
         if pieces is None or size is None:
             states = self._kept.make(tokens, plan.keep)

@@ -45,6 +45,12 @@ def batch_sizes(most: int) -> tuple[int, ...]:
     return (*[size for size in sizes if size < most], most)
 
 
+def fitting(sizes: tuple[int, ...], count: int) -> int | None:
+    """The smallest of the ascending `sizes` that `count` fits in; None if none is large enough."""
+    index = bisect_left(sizes, count)
+    return sizes[index] if index < len(sizes) else None
+
+
 class DecodeGraphs:
     """The graphs of one decode step, by batch size."""
 
@@ -56,7 +62,7 @@ class DecodeGraphs:
             prepare: plans a step of so many rows; returns what launches it, on static tensors and without waiting for
                 the device.
         """
-        self._sizes = sizes
+        self.sizes = sizes
         self._graphs: dict[int, Graph] = {}
         for size in reversed(sizes):
             launch = prepare(size)
@@ -64,11 +70,6 @@ class DecodeGraphs:
             with capture() as graph:
                 launch()
             self._graphs[size] = graph
-
-    def size_for(self, rows: int) -> int | None:
-        """The size of the smallest graph that `rows` rows fit in; None if none is large enough."""
-        index = bisect_left(self._sizes, rows)
-        return self._sizes[index] if index < len(self._sizes) else None
 
     def replay(self, size: int) -> None:
         """Launches the graph of `size` rows, which must be one of the sizes."""

@@ -10,7 +10,6 @@ Tensors that live from one graph to the next, such as the residual, stay allocat
 nothing else of the step is put in their place. Another step may be, because only one runs at a time.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -69,7 +68,7 @@ class StepPieces:
                 without waiting for the device.
             heads: [T, H, D] for the queries and for the results of attention of the largest size.
         """
-        self._sizes = sizes
+        self.sizes = sizes
         self._attention = attention
         self._pieces: dict[int, Pieces] = {}
         for size in reversed(sizes):
@@ -79,11 +78,6 @@ class StepPieces:
             with CutAttention(attention, query, attended, capture) as cut:
                 hidden = forward(cut)
             self._pieces[size] = Pieces(tuple(cut.graphs), query, attended, hidden)
-
-    def size_for(self, tokens: int) -> int | None:
-        """The smallest size that `tokens` tokens fit in; None if none is large enough."""
-        index = bisect_left(self._sizes, tokens)
-        return self._sizes[index] if index < len(self._sizes) else None
 
     def replay(self, size: int) -> Tensor:
         """Launches the planned step, which was filled up to `size` tokens.

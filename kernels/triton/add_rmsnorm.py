@@ -53,40 +53,22 @@ def add_rmsnorm_kernel(
     tl.store(out + row * columns + column, value.to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The norm of each row of x [T, N].
-
-    Raises:
-        ValueError: a tensor has another shape, type or device than it should.
-    """
-    out = _out(x)
-    _launch_norm(x, None, weight, eps, out)
-    return out
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`(rms_norm(total), total)` of total = x + residual, which overwrites `residual`.
-
-    Raises:
-        ValueError: a tensor has another shape, type or device than it should.
-    """
-    out = _out(x)
-    _launch_norm(x, residual, weight, eps, out)
-    return out, residual
-
-
 class Norms:
-    """`rms_norm` and `add_rms_norm`, prepared: a call with tensors like those of a call before repeats its launch."""
+    """The norms, prepared: a call with tensors like those of a call before repeats its launch.
+
+    So the types of all tensors and the shape of the weight are checked in the first call of its kind only: ValueError,
+    if a tensor has another shape, type or device than it should.
+    """
 
     def __init__(self) -> None:
         self._known: dict[object, Repeat] = {}
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `rms_norm`; checks `weight` of the first call of its kind only."""
+        """The norm of each row of x [T, N]."""
         return self._norm(x, None, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """See `add_rms_norm`; checks types and `weight` of the first call of its kind only."""
+        """`(rms_norm(total), total)` of total = x + residual, which overwrites `residual`."""
         return self._norm(x, residual, weight, eps), residual
 
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:

@@ -101,13 +101,6 @@ class Embed:
         return hidden, cos, sin
 
 
-def embed(
-    tokens: Tensor, feeds: Feeds | None, positions: Tensor, table: Tensor, frequencies: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One call of `Embed`."""
-    return Embed()(tokens, feeds, positions, table, frequencies)
-
-
 def _check(
     tokens: Tensor,
     rows: Tensor | None,

@@ -93,7 +93,7 @@ def kv_frame(
         raise ValueError(
             f"pool is {pool.dtype} {list(pool.shape)}; allowed: torch.uint8 [block, layer, 2, plane], contiguous"
         )
-    if not moves_words(pool):
+    if pool.shape[3] % 8:
         raise ValueError(f"a plane has {pool.shape[3]} bytes; allowed: multiples of 8")
     first, count = layers or (0, pool.shape[1])
     if first < 0 or not 1 <= count <= pool.shape[1] - first:
@@ -123,11 +123,6 @@ def kv_frame(
         num_warps=4,
     )
     return size
-
-
-def moves_words(pool: Tensor) -> bool:
-    """Whether `kv_frame` takes this pool, [..., plane]: its planes are whole words."""
-    return pool.shape[-1] % 8 == 0
 
 
 def _words(frame: Tensor | None, size: int, pool: Tensor) -> Tensor:

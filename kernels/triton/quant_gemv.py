@@ -77,14 +77,6 @@ class QuantizedWeight:
         """Weights along K that share a scale; with 8 bits, K."""
         return self.shape[1] if self.zero is None else self.shape[1] // self.scale.shape[1]
 
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """[N, K]: the weight as the product sees it."""
-        if self.zero is None:
-            return (self.q.float() * self.scale[:, None].float()).to(dtype)
-        q: Tensor = unpack_int4(self.q, self.group).float().unflatten(1, (-1, self.group))
-        q = (q - self.zero[..., None].float()) * self.scale[..., None].float()
-        return q.flatten(1).to(dtype)
-
 
 def pack_int4(values: Tensor, group: int) -> Tensor:
     """uint8 [N, K / 2] of values 0 to 15, uint8 [N, K].
@@ -94,12 +86,6 @@ def pack_int4(values: Tensor, group: int) -> Tensor:
     """
     halves: Tensor = values.unflatten(1, (-1, 2, group // 2))
     return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
-
-
-def unpack_int4(packed: Tensor, group: int) -> Tensor:
-    """The inverse of `pack_int4`."""
-    halves = packed.unflatten(1, (-1, group // 2))
-    return torch.cat((halves & 15, halves >> 4), -1).flatten(1)
 
 
 def bytes_moved(rows: int, weight: QuantizedWeight, element_size: int) -> int:

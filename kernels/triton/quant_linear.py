@@ -5,6 +5,7 @@ by PyTorch; benchmarks/NOTES.md has what that is to save.
 """
 
 import logging
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ def quant_linear(weight: CodedWeight, bias: Tensor | None, dtype: torch.dtype, d
     ones of `dtype`, with a warning. Inputs aren't rounded, whatever `weight.round_inputs` says.
     """
     if weight.type is CodeType.FP8:
-        return QuantMatmul(_on(weight, device), bias)
+        return QuantMatmul(replace(weight, codes=weight.codes.to(device), scales=weight.scales.to(device)), bias)
     found = quantized(weight, dtype)
     if found is None:
         logger.warning("%s in groups of %d has no kernel on GPUs: held as %s", weight.type.name, weight.group, dtype)
@@ -76,8 +77,3 @@ def quantized(weight: CodedWeight, dtype: torch.dtype) -> QuantizedWeight | None
         packed = pack_int4(weight.codes, weight.group)
         return QuantizedWeight(packed, weight.scales.to(dtype), weight.zeros.to(dtype))
     return None
-
-
-def _on(weight: CodedWeight, device: torch.device) -> CodedWeight:
-    zeros = None if weight.zeros is None else weight.zeros.to(device)
-    return CodedWeight(weight.type, weight.codes.to(device), weight.scales.to(device), zeros, weight.group)

@@ -63,8 +63,3 @@ class SiluMul:
 def _check(gate_up: Tensor) -> None:
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or not gate_up.shape[1] or not gate_up.is_contiguous():
         raise ValueError(f"gate_up is {list(gate_up.shape)}, strides {gate_up.stride()}; allowed: [T, 2 I], contiguous")
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """One call of `SiluMul`."""
-    return SiluMul()(gate_up)

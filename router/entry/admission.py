@@ -155,7 +155,7 @@ class Ticket:
 
     def close(self) -> None:
         """The call has ended. Forgets how to end it: that has a reference to all that the call is."""
-        self._end = _nothing
+        self._end = lambda: None
 
     def _set(self, nbytes: int) -> None:
         if not self.displaced:
@@ -418,10 +418,6 @@ class Admission:
                 min(waiting, key=lambda ticket: ticket.arrived).give_way()
                 return True
         return False
-
-
-def _nothing() -> None:
-    """Ends nothing."""
 
 
 def _gives_way(ticket: Ticket) -> bool:

@@ -89,7 +89,8 @@ class Front:
         self.addresses = Addresses(self.config.trusted_proxies)
         self._admission = Admission(self.config.max_requests, self.config.max_queued_bytes)
         self._calls: set[asyncio.Task[Any]] = set()
-        self._draining = False
+        self.draining = False
+        """Whether the router is to end."""
         self.ending = False
 
     @property
@@ -104,7 +105,7 @@ class Front:
     @property
     def ready(self) -> bool:
         """Whether a request that is sent now finds workers."""
-        return not self._draining and self.dispatch.registry.complete
+        return not self.draining and self.dispatch.registry.complete
 
     @property
     def model(self) -> ModelInfo:
@@ -116,11 +117,6 @@ class Front:
         if model is None:
             raise Unavailable("no worker is ready yet")
         return model
-
-    @property
-    def served_names(self) -> tuple[str, ...]:
-        """The names that requests may give the model, the first of which is its name in answers."""
-        return self.asking().served_names
 
     def tenant(self, caller: Caller) -> str:
         """The tenant of a caller that costs no more than an answer.
@@ -139,23 +135,9 @@ class Front:
         grant = self.callers.grant(caller.identity)
         return f"tenant {grant.tenant}" if self.callers.authenticated else caller.host
 
-    def check_model(self, name: str) -> None:
-        """Checks the model that a request names; empty is the served one.
-
-        Raises:
-            ModelNotFound: it is another one.
-            Unavailable: no worker is ready yet.
-        """
-        self.asking().check_model(name)
-
-    @property
-    def draining(self) -> bool:
-        """Whether the router is to end."""
-        return self._draining
-
     async def stop(self, grace: float) -> None:
         """Refuses new calls, gives the running ones `grace` seconds, then ends them with Unavailable."""
-        self._draining = True
+        self.draining = True
         if self._calls:
             await asyncio.wait(self._calls, timeout=grace)
         self.ending = True
@@ -190,7 +172,7 @@ class Front:
         self._calls.add(task)
         ticket: Ticket | None = None
         try:
-            if self._draining:
+            if self.draining:
                 raise self._shutting_down()
             grant = self.callers.grant(caller.identity)
             admit = self._admission.admit(self.holder(caller), size, task.cancel, grant.key, grant.limits.concurrent)
@@ -326,7 +308,7 @@ class Call:
         meter = front.limits.request(grant.key, grant.limits)
         trace.tenant = grant.tenant
         async with self._noting_failure(trace):
-            front.check_model(request.model)
+            front.asking().check_model(request.model)
             front.callers.check_tenant(request.tenant, grant.tenant)
             holder, classes = self.ticket.holder, front.config.classes
             claim, service = claim_of(request.slo_class, request.priority, grant, holder, classes)
@@ -337,7 +319,7 @@ class Call:
             checked = replace(checked, claim=claim, first_token_seconds=seconds, shown=shown)
             _describe(checked, trace)
             chat = self.chat or request.HasField("messages")
-            self.asked = Asked(front.served_names[0], chat, checked.sampling, request.n or 1)
+            self.asked = Asked(front.asking().served_names[0], chat, checked.sampling, request.n or 1)
             meter.prompt(len(checked.prompt))
             if begin is not None:
                 begin(checked)

@@ -13,7 +13,6 @@ generative AI, and have nothing of a prompt or a completion.
 """
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -29,8 +28,6 @@ from kvrelay.rpc.tracing import TraceContext
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
-
-logger = logging.getLogger(__name__)
 
 EXPORT_SECONDS = 5.0
 """Seconds for one message to the collector, which is dropped after that."""

@@ -126,11 +126,7 @@ class Tokenizer:
 
     def names(self, token_ids: Sequence[int]) -> str:
         """The text, with the names of special tokens."""
-        return b"".join(map(self.bytes_of, token_ids)).decode(errors="replace")
-
-    def bytes_of(self, token: int) -> bytes:
-        """The bytes of a token's text; of a special token, which has none, those of its name."""
-        return self.token_bytes.name(token)
+        return b"".join(map(self.token_bytes.name, token_ids)).decode(errors="replace")
 
     def id_of(self, piece: str) -> int | None:
         """The id of the token that is exactly `piece`."""

@@ -6,10 +6,6 @@ import time
 from collections.abc import Callable
 
 
-def _nobody() -> None:
-    """Called in place of a callback that is forgotten."""
-
-
 class Alarm:
     """Calls `ring` on the event loop when its time has come.
 
@@ -32,7 +28,7 @@ class Alarm:
 
     def close(self) -> None:
         """Never rings again, and forgets whom it would call, which has a reference to it."""
-        self._ring = _nobody
+        self._ring = lambda: None
         self._at = math.inf
         if self._timer is not None:
             self._timer.cancel()

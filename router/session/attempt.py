@@ -44,7 +44,7 @@ from kvrelay.internal.v1.worker_pb2 import (
 from kvrelay.router.placing.prefixes import Expectation
 from kvrelay.router.placing.worker_stream import WorkerStream
 from kvrelay.router.request.validation import CheckedRequest
-from kvrelay.router.session.pacer import Pace
+from kvrelay.router.session.pacer import Pacer
 from kvrelay.router.trace import RequestTrace
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, FinishReason, TokenLogprobs
@@ -127,8 +127,8 @@ class AttemptTokens:
         """Monotonic time from which on a new token ends the pause."""
         self._pauses = 0
         """Number of pauses that have begun; a timer of an earlier pause is ignored."""
-        self._pace: Pace | None = None
-        """Pace by which the present pause waits for its turn to end; None once it does."""
+        self._turn: tuple[Pacer, str] | None = None
+        """Pacer, and holder, by which the present pause waits for its turn to end; None once it does."""
         self._held = False
         """Whether the pacer was told of the first token of the present pause."""
         self.relay: Callable[[], bool] = lambda: False
@@ -197,15 +197,16 @@ class AttemptTokens:
         """A token has come in a pause."""
         if now >= self._until:
             self._let_go(self._pauses)
-        elif not self._held and self._pace is not None:
+        elif not self._held and self._turn is not None:
             self._held = True
-            self._pace.hold(self._let_go, self._pauses)
+            self._turn[0].hold(self._let_go, self._pauses)
 
     def _let_go(self, pause: int) -> None:
         """Ends a pause when it is this stream's turn."""
-        if pause == self._pauses and self._pace is not None:
-            self._pace.due(self._resume, pause)
-            self._pace = None
+        if pause == self._pauses and self._turn is not None:
+            pacer, holder = self._turn
+            pacer.due(holder, self._resume, pause)
+            self._turn = None
 
     def _resume(self, pause: int) -> None:
         if pause == self._pauses:
@@ -218,10 +219,10 @@ class AttemptTokens:
 
     # Towards the session.
 
-    def pause(self, until: float, pace: Pace) -> None:
+    def pause(self, until: float, pacer: Pacer, holder: str) -> None:
         """Tokens that come before the monotonic time `until` gather, unless no more will come."""
         if not self.complete:
-            self._paused, self._until, self._pace, self._held = True, until, pace, False
+            self._paused, self._until, self._turn, self._held = True, until, (pacer, holder), False
             self._pauses += 1
 
     def flush(self) -> None:
@@ -552,10 +553,10 @@ class Attempt:
         lost = self._decode is not None and self._decode.stream.lost is not None
         return lost and self._prefill.open and not self._prefill.delivered
 
-    def pause(self, until: float, pace: Pace) -> None:
+    def pause(self, until: float, pacer: Pacer, holder: str) -> None:
         """Tokens that come before the monotonic time `until` gather, unless no more will come."""
         if self.failure is None:
-            self.tokens.pause(until, pace)
+            self.tokens.pause(until, pacer, holder)
 
     def fail_silent(self, why: str) -> None:
         """Fails the attempt because its workers sent nothing for too long."""

@@ -17,7 +17,7 @@ from kvrelay.router.errors import InvalidRequest
 from kvrelay.router.request.validation import CheckedRequest, Resumed
 from kvrelay.router.session.attempt import Attempt, Taken
 from kvrelay.router.session.dispatch import Dispatch
-from kvrelay.router.session.pacer import UNPACED_TOKENS, Pace
+from kvrelay.router.session.pacer import UNPACED_TOKENS
 from kvrelay.router.text.detokenizer import Detokenizer, TokenBytes
 from kvrelay.router.text.stops import StopStrings
 from kvrelay.router.trace import RequestTrace
@@ -192,7 +192,6 @@ class Output:
         """Monotonic time at which the latest token was sent or the latest attempt began."""
         self._request, self._trace, self._sink, self._dispatch = request, trace, sink, dispatch
         self._completion = Completion(request, dispatch.token_bytes)
-        self._pace = Pace(dispatch.pacer, request.claim.tenant)
         self._first = True
         self._open: Attempt | None = None
         """The attempt whose plain tokens need not wake the session; None while there is none."""
@@ -286,8 +285,10 @@ class Output:
 
     def _gather_behind(self, attempt: Attempt) -> None:
         """A message is about to be sent: the tokens that follow it gather."""
-        if self._trace.completion_tokens >= UNPACED_TOKENS and (seconds := self._pace.seconds):
-            attempt.pause(time.monotonic() + seconds, self._pace)
+        if self._trace.completion_tokens >= UNPACED_TOKENS:
+            pacer, tenant = self._dispatch.pacer, self._request.claim.tenant
+            if seconds := pacer.seconds(tenant):
+                attempt.pause(time.monotonic() + seconds, pacer, tenant)
 
     def _sent(self, now: float) -> None:
         self.progress = now

@@ -96,23 +96,3 @@ class Pacer:
             release(pause)
         if self._due:
             asyncio.get_running_loop().call_soon(self._let_go)
-
-
-class Pace:
-    """The pace of one holder's streams."""
-
-    def __init__(self, pacer: Pacer, holder: str) -> None:
-        self._pacer, self._holder = pacer, holder
-
-    @property
-    def seconds(self) -> float:
-        """The same as `Pacer.seconds`, for this holder."""
-        return self._pacer.seconds(self._holder)
-
-    def hold(self, waited: OnPause, pause: int) -> None:
-        """The same as `Pacer.hold`."""
-        self._pacer.hold(waited, pause)
-
-    def due(self, release: OnPause, pause: int) -> None:
-        """The same as `Pacer.due`, for this holder."""
-        self._pacer.due(self._holder, release, pause)

@@ -441,9 +441,9 @@ class Session:
     def _late(self) -> RequestError:
         return DeadlineExceeded("the client's deadline has passed")
 
-    def _no_first_token(self, why: str = "") -> RequestError:
+    def _no_first_token(self) -> RequestError:
         limit = self._request.first_token_seconds
-        return DeadlineExceeded(f"no token within the router's first_token_timeout_seconds, {limit:g}{why}")
+        return DeadlineExceeded(f"no token within the router's first_token_timeout_seconds, {limit:g}")
 
     def _shed(self, where: str) -> RequestError:
         seconds = self._request.first_token_seconds

@@ -1,6 +1,5 @@
 """The HTTP port at which a process serves its metrics as Prometheus text."""
 
-import ssl
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +32,7 @@ class MetricsPort:
         self._app = app
         self._runner: web.AppRunner | None = None
 
-    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
+    async def start(self, host: str, port: int) -> int:
         """Binds and serves; returns the port.
 
         Args:
@@ -46,7 +45,7 @@ class MetricsPort:
         await runner.setup()
         self._runner = runner
         try:
-            await web.TCPSite(runner, host, port, ssl_context=tls).start()
+            await web.TCPSite(runner, host, port).start()
         except OSError as error:
             raise OSError(f"metrics_port {port}: already in use, or not to be bound, on {host}") from error
         return int(runner.addresses[0][1])

@@ -14,7 +14,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(FOLDER))
 
-from ratio_simulator import A100_OPT_66B, Phase, Simulation, traffic  # noqa: E402  # after the path
+from ratio_simulator import A100_OPT_66B, Phase, Simulation, attained, goodput, traffic  # noqa: E402  # after the path
 
 from kvrelay.cluster.scaling.config import ScalingConfig  # noqa: E402
 from support.checkpoints import make_checkpoint  # noqa: E402
@@ -36,7 +36,7 @@ def printed(script: str, *arguments: object) -> list[dict[str, Any]]:
 
 KERNELS = {
     *("add_rmsnorm", "silu_mul", "rope_kv_write", "w8_gemv", "w4_gemv", "sample", "paged_decode"),
-    *("kv_gather", "kv_scatter", "kv_checksum", "kv_frame_read", "kv_frame_sum"),
+    *("kv_checksum", "kv_frame_read", "kv_frame_write", "kv_frame_sum"),
 }
 
 
@@ -50,7 +50,9 @@ def test_a_dry_run_checks_every_kernel_the_engine_and_a_link(tmp_path: Path) -> 
     assert (results["dry_run"], results["gpu"]) == (True, None)
     assert {row["case"] for row in results["kernels"]} == KERNELS
     assert [row["case"] for row in results["attention"]] == ["triton", "triton"]
-    assert [row.get("prompt", row.get("batch")) for row in results["engine"]] == [16, 40, 1, 2]
+    engine = [row for row in results["engine"] if "transformers" not in row]
+    assert [row["weights"] for row in engine] == [16] * 4 + [8] * 4 + [4] * 4
+    assert [row.get("prompt", row.get("batch")) for row in engine] == 3 * [16, 40, 1, 2]
     assert all(row["sound"] for name in ("kernels", "attention", "links") for row in results[name])
     # Nothing is timed, so nothing is claimed.
     figures = ("share", "median_s", "ttft_s", "tpot_s", "gb_per_s")
@@ -70,17 +72,6 @@ def test_an_unknown_section_is_refused_and_an_environment_without_a_gpu_is_wrong
 
 
 # The engine alone.
-
-
-@pytest.mark.more
-def test_a_share_of_the_read_bandwidth_is_a_share(tmp_path: Path) -> None:
-    """The weights are large enough not to stay in the caches of a core, and the threads are more than one."""
-    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "tie_word_embeddings": False}
-    model = make_checkpoint(tmp_path / "model", "llama", dtype="bfloat16", **shape)
-    share = printed("offline.py", model, "--threads", "2", "--cells", "decode_1")[-1].get("bandwidth")
-    if share is None:
-        pytest.skip("the caches of this CPU may hold half of 120 MB of weights")
-    assert 0 < share <= 1
 
 
 @pytest.mark.more
@@ -107,8 +98,6 @@ def test_a_quick_run_of_guesses_has_all_figures(tmp_path: Path) -> None:
     )
     # The draft model is the model itself here.
     assert result["cells"]["continue"]["draft"]["accepted"] > 0.5
-    for rates in (result["acceptance"]["draft"][name] for name in ("1", "0.8")):
-        assert {name: round(rate, 3) for name, rate in rates.items()} == dict.fromkeys(rates, 1.0)
 
 
 # Placement on conversations.
@@ -156,14 +145,14 @@ def test_the_split_follows_traffic_that_flips() -> None:
     parts = [Phase(15.0, *LONG_PROMPTS), Phase(35.0, *LONG_COMPLETIONS), Phase(30.0, *LONG_PROMPTS)]
     jobs = traffic(parts, seed=3)
     run = Simulation(jobs, A100_OPT_66B, (4, 4), CONFIG, 100.0).run()
-    assert run.attained(CONFIG, 0, 15) > 0.95
-    assert run.attained(CONFIG, 30, 50) > 0.9, "within 15 s of the flip to long completions"
-    assert run.attained(CONFIG, 65, 80) > 0.9, "within 15 s of the flip back"
+    assert attained(jobs, CONFIG, 0, 15) > 0.95
+    assert attained(jobs, CONFIG, 30, 50) > 0.9, "within 15 s of the flip to long completions"
+    assert attained(jobs, CONFIG, 65, 80) > 0.9, "within 15 s of the flip back"
     assert all(job.last is not None for job in jobs), "every request ends"
-    decode_heavy = next(sample for sample in run.samples if sample.time >= 45)
-    prefill_heavy = next(sample for sample in run.samples if sample.time >= 75)
+    decode_heavy = next(split for time, split in run.splits if time >= 45)
+    prefill_heavy = next(split for time, split in run.splits if time >= 75)
     assert decode_heavy.decode > 4 >= prefill_heavy.decode
     assert len(run.decisions) <= 5
     static = Simulation(traffic(parts, seed=3), A100_OPT_66B, (4, 4), replace(CONFIG, enabled=False), 100.0).run()
     assert not static.decisions
-    assert run.goodput(CONFIG, 80) > static.goodput(CONFIG, 80)
+    assert goodput(jobs, CONFIG, 80) > goodput(static.jobs, CONFIG, 80)

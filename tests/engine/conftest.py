@@ -1,4 +1,4 @@
-"""Tiny checkpoints that the tests of the engine share."""
+"""Tiny checkpoints and heads that the tests of the engine share."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from support.checkpoints import make_checkpoint
+from support.checkpoints import COMMON, VOCAB_SIZE, make_checkpoint
+from support.heads import eagle_config, eagle_tensors, medusa_tensors, write_eagle, write_medusa
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +22,28 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return model_of
+
+
+@pytest.fixture(scope="session")
+def heads_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes heads for models with the width and the vocabulary of those of `model_of`; options go to their config."""
+
+    def heads_of(method: str, **options: Any) -> Path:
+        folder, sizes = tmp_path_factory.mktemp("heads") / method, (COMMON["hidden_size"], VOCAB_SIZE)
+        if method == "medusa":
+            return write_medusa(folder, medusa_tensors(3, 1, *sizes), **options)
+        tensors = eagle_tensors(*sizes, 200)
+        return write_eagle(folder, tensors, eagle_config(tensors, VOCAB_SIZE) | options)
+
+    return heads_of
+
+
+@pytest.fixture(scope="session")
+def llama(model_of: Callable[..., Path]) -> Path:
+    return model_of("llama")
+
+
+@pytest.fixture(scope="session")
+def one_layer(model_of: Callable[..., Path]) -> Path:
+    """A llama of a single layer, for what interprets kernels."""
+    return model_of("llama", num_hidden_layers=1)

@@ -1,7 +1,6 @@
 """Prompts are attended by what was asked for, or it is refused by name; auto takes the fastest that there is."""
 
 import inspect
-import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -172,26 +171,18 @@ def test_auto_considers_what_can_be_had(installed: list[str]) -> None:
         ({"triton": 1.0}, "triton"),
     ],
 )
-def test_auto_takes_the_fastest(
-    times: dict[str, float], expected: str, installed: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_takes_the_fastest_of_those_that_run(times: dict[str, float], expected: str, installed: list[str]) -> None:
     def seconds(candidate: Any) -> float:
         if candidate.name not in times:
             raise RuntimeError("no kernel image")
         return times[candidate.name]
 
-    with caplog.at_level(logging.INFO):
-        assert fastest(choose_prefill("auto", shapes()), seconds).name == expected
-    account = caplog.messages[-1]
-    assert f"prefill attention: {expected}" in account
-    assert all(f"{name} {1e3 * time:.2f} ms" in account for name, time in times.items())
-    failed = [message for message in caplog.messages if "no kernel image" in message]
-    assert len(failed) == 3 - len(times)
+    assert fastest(choose_prefill("auto", shapes()), seconds).name == expected
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("wanted", PACKAGES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 90), st.integers(2, 40)), min_size=1, max_size=3),
     decodes=st.integers(0, 2),

@@ -4,20 +4,20 @@ again after its own death. No stream fails, and every token is the right one."""
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
-from kvrelay.client import Client
+from kvrelay.client import Client, KvrelayError
 from kvrelay.cluster.errors import RunError, UsageError
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, MEMBER_STATE_READY, MEMBER_STATE_SUSPECT, Member
-from support.desired_load import Load
-from support.faults import ENGINE, PROMPT, TRANSFER, oracle, prompt_of
+from support.drawn import sampling_options, seed_of
+from support.faults import CLIENT_SECONDS, ENGINE, PROMPT, TRANSFER, oracle, prompt_of
 from support.hash_worker import STEP_SECONDS
 from support.processes import START_SECONDS, free_port, wait_until
 from support.supervised import Supervised, all_ready, hash_members, supervised
@@ -30,6 +30,9 @@ BUSY = 3.0
 SLACK_SECONDS = 1.5
 DECISION_SECONDS = 60.0
 SICK = "support.sick_member"
+STREAMS, TOKENS = 6, 120
+"""Clients of a load, and tokens of each of their requests."""
+MORE_SECONDS = 90.0
 
 
 def members(checksum: bool = True, **worker: Any) -> dict[str, dict[str, Any]]:
@@ -74,6 +77,66 @@ def all_members(cluster: Supervised) -> dict[str, Member]:
 
 def replaced(cluster: Supervised, name: str, pid: int, seconds: float = REPLACED_SECONDS) -> None:
     wait_until(lambda: cluster.pid(name) != pid, lambda: cluster.log()[-3000:], seconds)
+
+
+class Load:
+    """STREAMS clients, each with one request after another, from `with` on until its end. Each stream's tokens are
+    compared with the model's."""
+
+    def __init__(self, router: str) -> None:
+        self.failures: list[str] = []
+        """Descriptions of what went wrong: errors, and wrong tokens."""
+        self.resumes = 0
+        """Times that a stream went on over another router."""
+        self.done = 0
+        """Requests that are over."""
+        self._router = router
+        self._running: set[str] = set()
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(STREAMS)]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def until_running(self, count: int = STREAMS) -> None:
+        """Waits until so many streams have begun to yield tokens."""
+        wait_until(lambda: self.done + len(self._running) >= count, "streams run", MORE_SECONDS)
+
+    def more(self, count: int) -> None:
+        """Waits until so many more requests are over."""
+        enough = self.done + count
+        wait_until(lambda: self.done >= enough, lambda: f"{count} more requests: {self.failures}", MORE_SECONDS)
+
+    def _ask(self, number: int) -> None:
+        round_ = 0
+        with Client(self._router) as client:
+            while not self._stop.is_set():
+                round_ += 1
+                self._one(client, f"load {self._router} {id(self)} {number} {round_}")
+                self.done += 1
+
+    def _one(self, client: Client, name: str) -> None:
+        prompt, seed = prompt_of(name, 90), seed_of(name)
+        tokens: list[int] = []
+        options = sampling_options(seed) | {"max_tokens": TOKENS, "ignore_eos": True}
+        try:
+            for chunk in client.generate(prompt, timeout=CLIENT_SECONDS, **options):
+                tokens += chunk.token_ids
+                self._running.add(name)
+                self.resumes += 0 if chunk.timeline is None else chunk.timeline.resumes
+            if tokens != oracle(prompt, TOKENS, seed):
+                self.failures.append(f"{name}: wrong tokens")
+        except KvrelayError as error:
+            self.failures.append(f"{name}: {error}")
+        finally:
+            self._running.discard(name)
 
 
 # Its own death, and that of its members.
@@ -296,7 +359,7 @@ def test_a_worker_of_the_bundled_model_takes_another_role_in_seconds(tmp_path: P
     with supervised(tmp_path, model, drain_seconds=1.0) as cluster, ThreadPoolExecutor(streams) as pool:
         all_ready(cluster)
 
-        def ask(number: int, begun: Barrier) -> list[int]:
+        def ask(number: int, begun: threading.Barrier) -> list[int]:
             prompt = [(number * 7919 + position * 104729) % 500 + 1 for position in range(48)]
             tokens: list[int] = []
             with Client(ROUTERS.partition(",")[0]) as client:
@@ -306,8 +369,8 @@ def test_a_worker_of_the_bundled_model_takes_another_role_in_seconds(tmp_path: P
                     tokens += chunk.token_ids
             return tokens
 
-        alone = [ask(number, Barrier(1)) for number in range(streams)]
-        begun, before = Barrier(streams + 1), cluster.member("worker-2").member
+        alone = [ask(number, threading.Barrier(1)) for number in range(streams)]
+        begun, before = threading.Barrier(streams + 1), cluster.member("worker-2").member
         running = [pool.submit(ask, number, begun) for number in range(streams)]
         begun.wait(120)
         wait_until(lambda: cluster.member("worker-2").load.requests.running, "streams on the worker", 120)

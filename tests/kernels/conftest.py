@@ -1,7 +1,7 @@
 """Kernel tests run on a GPU where there is one, else in Triton's interpreter, with the same code and assertions.
 
-`make test` has each property once, and compiles one representative launch of each kernel for one architecture. The
-marker `more` is for other shapes, launches and architectures. Tests of the native CPU kernels that use `kernels` or
+`make test` has each property once, and compiles one launch of each kernel of attention for one architecture. The marker
+`more` is for other shapes, kernels and architectures. Tests of the native CPU kernels that use `kernels` or
 `team_of` run on each instruction set that the CPU has.
 """
 

@@ -11,11 +11,14 @@ from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.kernels.kv_codes import LARGEST, SCALE, dequantize, quantize
 from kvrelay.kernels.reference import paged_attention
-from kvrelay.kernels.triton.flash_prefill import plan_tiles
+from kvrelay.kernels.triton.decode_work import DecodeParts, DecodeWork, plan_decode
+from kvrelay.kernels.triton.flash_prefill import Tile, flash_prefill, plan_tiles
 from kvrelay.kernels.triton.paged import PagedKV
+from kvrelay.kernels.triton.paged_decode import paged_decode
 
 LAYERS = 2
 LAYER = 1
+SMALL = Tile(rows=32, keys=32, warps=4, stages=2)
 
 
 @dataclass
@@ -118,12 +121,38 @@ def coded_sequences(
     return case
 
 
-def tiles_of(case: Sequences, rows: int, window: int = 0) -> Tensor:
-    """The work list of tiles of so many query rows."""
+def prefill(case: Sequences, window: int = 0, tile: Tile = SMALL) -> Tensor:
+    """[T, H, D] by the kernel of prompts."""
     group = case.query.shape[1] // case.kv.pool.shape[3]
     lengths = np.array(case.lengths)
-    tiles = plan_tiles(np.array(case.contexts) - lengths, lengths, rows // group, window)
-    return torch.from_numpy(tiles).to(case.query.device)
+    tiles = plan_tiles(np.array(case.contexts) - lengths, lengths, tile.rows // group, window)
+    tiles = torch.from_numpy(tiles).to(case.query.device)
+    out = torch.empty_like(case.query)
+    flash_prefill(case.query, case.kv, case.block_tables, tiles, tile, window, out)
+    return out
+
+
+def make_work(rows: int, programs: int, fill: int = 0) -> DecodeWork:
+    """Memory of a work list on the host, full of `fill`."""
+    words = torch.full((sum(DecodeWork.sizes(rows, programs)),), fill, dtype=torch.int32)
+    return DecodeWork.view(words, rows, programs)
+
+
+def decode(case: Sequences, window: int = 0, programs: int = 4) -> Tensor:
+    """[R, H, D] by the kernel of decode rows; fails unless it resets its counters. The work list has room for more
+    rows."""
+    heads, dim = case.query.shape[1:]
+    device = case.query.device
+    work = make_work(len(case.contexts) + 3, programs)
+    plan_decode(np.array(case.contexts), window, work)
+    parts = DecodeParts.empty(programs, heads, case.kv.pool.shape[3], dim, device)
+    for unwritten in parts[:2]:
+        unwritten.fill_(torch.nan)
+    out = torch.full_like(case.query, torch.nan)
+    work = DecodeWork(*(tensor.to(device) for tensor in work))
+    paged_decode(case.query, case.kv, case.block_tables, work, parts, out)
+    assert not parts.arrivals.any(), "the next launch counts from 0"
+    return out
 
 
 def check_counts(found: Tensor, expected: Tensor) -> None:

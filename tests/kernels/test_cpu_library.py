@@ -31,6 +31,7 @@ from kvrelay.kernels.cpu.program import Program, Team
 from kvrelay.kernels.cpu.sample import ROW, SampleArgs
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
 from support.paged import logits_by
+from support.processes import wait_until
 
 needs_kernels = pytest.mark.skipif(library() is None, reason="no native kernels here")
 OPTIONS = EngineConfig(kv_memory_bytes=2**22, threads=1)
@@ -81,10 +82,7 @@ def test_several_builders_at_once_build_once_and_a_killed_one_holds_nobody_up(
     compiler, folder = slow_compiler(tmp_path), tmp_path / "kept"
     folder.mkdir()
     killed = builder(folder, few_sources, compiler)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "begun").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until((tmp_path / "begun").exists, "it compiles", 60.0)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate(timeout=60)
     (tmp_path / "calls").unlink()
@@ -168,10 +166,7 @@ def test_an_idle_team_uses_no_cpu_and_ends_with_its_owner() -> None:
     time.sleep(1.0)
     assert time.process_time() - start < 0.1
     del team
-    deadline = time.monotonic() + 10
-    while threads_of_this_process() != before:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: threads_of_this_process() == before, "its threads end")
 
 
 @needs_kernels

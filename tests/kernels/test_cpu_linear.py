@@ -3,7 +3,7 @@
 import ctypes
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -32,8 +32,8 @@ ROUNDED = 2e-2
 """Tolerance where products of bfloat16 round activations to bfloat16 too."""
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
 
 
 def random_codes(kind: CodeType, outputs: int, inputs: int, group: int, *, zeros: bool, seed: int = 0) -> CodedWeight:
@@ -80,35 +80,50 @@ class Product:
         return self.out
 
 
+@dataclass(frozen=True)
+class Case:
+    """Sizes of a product, and the seed of its numbers."""
+
+    rows: int
+    inputs: int
+    outputs: int
+    threads: int
+    seed: int
+
+    @property
+    def x(self) -> Tensor:
+        return normal(self.rows, self.inputs, seed=self.seed)
+
+    def codes(self, kind: CodeType, group: int, *, zeros: bool) -> CodedWeight:
+        """A random weight."""
+        return random_codes(kind, self.outputs, self.inputs, min(group, self.inputs), zeros=zeros, seed=self.seed)
+
+
+def cases(rows: st.SearchStrategy[int]) -> st.SearchStrategy[Case]:
+    return st.builds(
+        Case,
+        rows=rows,
+        inputs=st.sampled_from([1, 2, 7, 16, 32, 33, 64, 576, 1100]),
+        outputs=st.sampled_from([1, 5, 16, 17, 48, 96, 100]),
+        threads=st.integers(1, 4),
+        seed=st.integers(0, 2**16),
+    )
+
+
+any_case = cases(st.one_of(st.integers(1, 40), st.sampled_from([64, 200, 500])))
+groups = st.sampled_from([32, 64, 96, 128, 4096])
+
+
 @settings(max_examples=60, deadline=None)
-@given(
-    rows=st.one_of(st.integers(1, 30), st.sampled_from([64, 200, 500])),
-    inputs=st.sampled_from([1, 2, 7, 16, 33, 64, 576, 1100]),
-    outputs=st.sampled_from([1, 5, 16, 17, 48, 96, 100]),
-    dtype=st.sampled_from(DTYPES),
-    bias=st.booleans(),
-    norm=st.booleans(),
-    add=st.booleans(),
-    threads=st.integers(1, 4),
-    seed=st.integers(0, 2**16),
-)
+@given(case=any_case, dtype=st.sampled_from(DTYPES), bias=st.booleans(), norm=st.booleans(), add=st.booleans())
 def test_a_product_with_all_that_is_fused(
-    team_of: Callable[[int], Team],
-    rows: int,
-    inputs: int,
-    outputs: int,
-    dtype: torch.dtype,
-    bias: bool,
-    norm: bool,
-    add: bool,
-    threads: int,
-    seed: int,
+    team_of: Callable[[int], Team], case: Case, dtype: torch.dtype, bias: bool, norm: bool, add: bool
 ) -> None:
-    team = team_of(threads)
+    team, inputs, outputs, seed = team_of(case.threads), case.inputs, case.outputs, case.seed
     weight = (normal(outputs, inputs, seed=seed) / math.sqrt(inputs)).to(dtype)
     offset = normal(outputs, seed=seed + 1) if bias else None
     scale = 1 + 0.3 * normal(inputs, seed=seed + 2) if norm else None
-    x, before = normal(rows, inputs, seed=seed + 3), normal(rows, outputs, seed=seed + 4)
+    x, before = normal(case.rows, inputs, seed=seed + 3), normal(case.rows, outputs, seed=seed + 4)
     product = Product(team, PackedLinear.pack(team, Arena(), weight, offset), x, outputs)
     if add:
         product.out.copy_(before)
@@ -156,53 +171,28 @@ def test_a_gate_far_from_zero_neither_overflows_nor_turns_into_nan(team_of: Call
 
 
 @settings(max_examples=80, deadline=None)
-@given(
-    kind=st.sampled_from(CodeType),
-    rows=st.one_of(st.integers(1, 30), st.sampled_from([64, 200, 500])),
-    inputs=st.sampled_from([1, 7, 32, 33, 64, 576, 1100]),
-    outputs=st.sampled_from([1, 16, 17, 48, 100]),
-    group=st.sampled_from([32, 64, 128, 4096]),
-    zeros=st.booleans(),
-    threads=st.integers(1, 3),
-    seed=st.integers(0, 2**16),
-)
+@given(case=any_case, kind=st.sampled_from(CodeType), group=groups, zeros=st.booleans())
 def test_a_product_with_codes(
-    team_of: Callable[[int], Team],
-    kind: CodeType,
-    rows: int,
-    inputs: int,
-    outputs: int,
-    group: int,
-    zeros: bool,
-    threads: int,
-    seed: int,
+    team_of: Callable[[int], Team], case: Case, kind: CodeType, group: int, zeros: bool
 ) -> None:
-    weight = random_codes(kind, outputs, inputs, min(group, inputs), zeros=zeros and kind is CodeType.INT4, seed=seed)
-    x, bias = normal(rows, inputs, seed=seed), normal(outputs)
-    found = PackedLinear.pack(team_of(threads), Arena(), weight, bias)(x)
-    expected = reference.linear(weight.dequantize(), bias)(x)
+    weight = case.codes(kind, group, zeros=zeros and kind is CodeType.INT4)
+    bias = normal(case.outputs)
+    found = PackedLinear.pack(team_of(case.threads), Arena(), weight, bias)(case.x)
+    expected = reference.linear(weight.dequantize(), bias)(case.x)
     # With weights of 4 bits, inputs are rounded to 8 bits; `test_a_product_of_4_bits_rounds_spans_of_inputs` is exact.
     rounded = 2 * ROUNDED if kind.bits == 4 else ROUNDED
-    torch.testing.assert_close(found, expected, atol=rounded * math.sqrt(inputs), rtol=rounded)
+    torch.testing.assert_close(found, expected, atol=rounded * math.sqrt(case.inputs), rtol=rounded)
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    rows=st.one_of(st.integers(1, 40), st.sampled_from([64, 200, 500])),
-    inputs=st.sampled_from([1, 7, 32, 33, 64, 576, 1100]),
-    outputs=st.sampled_from([1, 16, 17, 48, 100]),
-    threads=st.integers(1, 3),
-    seed=st.integers(0, 2**16),
-)
-def test_a_product_with_rounded_inputs(
-    team_of: Callable[[int], Team], rows: int, inputs: int, outputs: int, threads: int, seed: int
-) -> None:
+@given(case=any_case)
+def test_a_product_with_rounded_inputs(team_of: Callable[[int], Team], case: Case) -> None:
     """The sums are exact: the only error is an input near the middle of two integers that is rounded to the other
     one."""
-    weight = replace(random_codes(CodeType.INT8, outputs, inputs, inputs, zeros=False, seed=seed), round_inputs=True)
-    x, bias = normal(rows, inputs, seed=seed), normal(outputs)
-    found = PackedLinear.pack(team_of(threads), Arena(), weight, bias)(x)
-    integers, scales = codes.round_rows(x)
+    weight = replace(case.codes(CodeType.INT8, case.inputs, zeros=False), round_inputs=True)
+    bias = normal(case.outputs)
+    found = PackedLinear.pack(team_of(case.threads), Arena(), weight, bias)(case.x)
+    integers, scales = codes.round_rows(case.x)
     expected = reference.linear(weight.dequantize(), bias)(integers.float() * scales)
     assert (found - expected).norm() <= 3e-3 * expected.norm() + 2 * scales.max()
 
@@ -235,34 +225,20 @@ def rounded_spans(x: Tensor, span: int) -> tuple[Tensor, float]:
 
 @settings(max_examples=60, deadline=None)
 @given(
+    case=cases(st.integers(1, 6)),
     kind=st.sampled_from([CodeType.INT4, CodeType.FP4]),
-    rows=st.integers(1, 6),
-    inputs=st.sampled_from([1, 7, 32, 33, 64, 576, 1100]),
-    outputs=st.sampled_from([1, 16, 17, 48, 100]),
-    group=st.sampled_from([32, 64, 96, 128, 4096]),
+    group=groups,
     exponent=st.integers(-40, 30),
-    threads=st.integers(1, 3),
-    seed=st.integers(0, 2**16),
 )
 def test_a_product_of_4_bits_rounds_spans_of_inputs(
-    team_of: Callable[[int], Team],
-    kind: CodeType,
-    rows: int,
-    inputs: int,
-    outputs: int,
-    group: int,
-    exponent: int,
-    threads: int,
-    seed: int,
+    team_of: Callable[[int], Team], case: Case, kind: CodeType, group: int, exponent: int
 ) -> None:
     """The rounding loses nothing else, whatever the magnitudes of a span. (With AMX, more rows are multiplied as
     bfloat16.)"""
-    group = min(group, inputs)
-    weight = random_codes(kind, outputs, inputs, group, zeros=kind is CodeType.INT4, seed=seed)
-    x = normal(rows, inputs, seed=seed)
-    x[:, : inputs // 2] *= 10.0**exponent
-    found = PackedLinear.pack(team_of(threads), Arena(), weight, None)(x)
-    rounded, scale = rounded_spans(x, 64 if group == inputs or group % 64 == 0 else 32)
+    weight, x = case.codes(kind, group, zeros=kind is CodeType.INT4), case.x
+    x[:, : case.inputs // 2] *= 10.0**exponent
+    found = PackedLinear.pack(team_of(case.threads), Arena(), weight, None)(x)
+    rounded, scale = rounded_spans(x, 64 if group >= case.inputs or group % 64 == 0 else 32)
     expected = reference.linear(weight.dequantize(), None)(rounded)
     assert (found - expected).norm() <= 3e-3 * expected.norm() + 2 * scale
 

@@ -6,8 +6,9 @@ from operator import itemgetter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from paged_kv import make_work
 
 from kvrelay.kernels.triton.decode_work import (
     MIN_STEPS,
@@ -20,11 +21,6 @@ from kvrelay.kernels.triton.decode_work import (
 )
 
 CONTEXTS = st.lists(st.integers(0, 40_000), min_size=1, max_size=64)
-
-
-def make_work(rows: int, programs: int, fill: int = 0) -> DecodeWork:
-    words = torch.full((sum(DecodeWork.sizes(rows, programs)),), fill, dtype=torch.int32)
-    return DecodeWork.view(words, rows, programs)
 
 
 def plan(contexts: list[int], programs: int, window: int = 0, spare: int = 0) -> DecodeWork:
@@ -62,7 +58,6 @@ def test_every_key_is_in_one_entry_of_one_program(contexts: list[int], programs:
 
 
 @given(contexts=CONTEXTS, programs=st.integers(1, 300), window=st.integers(0, 5000))
-@settings(deadline=None)
 def test_parts_are_those_of_the_rows_that_are_cut_and_fit(contexts: list[int], programs: int, window: int) -> None:
     work = plan(contexts, programs, window)
     entries = work.entries[: int(work.starts[-1])].tolist()
@@ -122,8 +117,3 @@ def test_programs_fill_the_device_once(kv_heads: int, processors: int) -> None:
     assert programs >= 1
     assert programs * kv_heads <= max(RESIDENT * processors, kv_heads)
     assert (programs + 1) * kv_heads > RESIDENT * processors
-
-
-def test_a_list_without_a_plan_has_no_work() -> None:
-    work = make_work(5, 7)
-    assert not work.starts.any()

@@ -242,21 +242,22 @@ def launch_rope(dim: int, norm: bool, kv: torch.dtype) -> None:
     rope_kv_write(qkv, (angles, angles), torch.zeros(4, dtype=torch.int64), PagedKV(pool, 0, scales), weights)
 
 
-LAUNCHES = [(launch_norms, 4096), (launch_embed,), (launch_gate,), (launch_rope, 64, True, torch.bfloat16)]
-MORE_LAUNCHES = [
+LAUNCHES = [
+    (launch_norms, 4096),
     (launch_norms, 16384),
+    (launch_embed,),
+    (launch_gate,),
+    (launch_rope, 64, True, torch.bfloat16),
     (launch_rope, 128, False, torch.bfloat16),
     (launch_rope, 128, True, torch.int8),
 ]
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.more)])
 @each_architecture
-def test_compiled(compiler: Compiler, architecture: int, more: bool) -> None:
+def test_compiled(compiler: Compiler, architecture: int) -> None:
     """The kernels spill nothing, and their programs are so small that a multiprocessor runs as many as it can."""
-    launches = [*(MORE_LAUNCHES if more else LAUNCHES)]
-    if more and architecture >= 90:
+    launches = [*LAUNCHES]
+    if architecture >= 90:
         launches.append((launch_rope, 128, False, torch.float8_e4m3fn))
     for launched in [compiler.start(architecture, *launch) for launch in launches]:
         for kernel in launched.result():

@@ -76,8 +76,7 @@ def launch_blank(length: int) -> None:
     kernel.kv_checksum(torch.zeros(length, dtype=torch.uint8))
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("length", [pytest.param(1, marks=pytest.mark.more), 1001])
+@pytest.mark.parametrize("length", [1, 1001])
 @each_architecture
 def test_compiled(compiler: Compiler, architecture: int, length: int) -> None:
     (compiled,) = compiler.compile(architecture, launch_blank, length)

@@ -12,50 +12,30 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from paged_kv import Sequences, blank, check_close, check_counts, coded_sequences, make_sequences
+from paged_kv import (
+    SMALL,
+    Sequences,
+    blank,
+    check_close,
+    check_counts,
+    coded_sequences,
+    decode,
+    make_sequences,
+    make_work,
+    prefill,
+)
 from torch import Tensor
 from triton_compile import ARCHITECTURES, SHARED_LIMITS, Compiler
 
-from kvrelay.kernels.triton.decode_work import DecodeParts, DecodeWork, plan_decode
+from kvrelay.kernels.triton.decode_work import DecodeParts
 from kvrelay.kernels.triton.flash_prefill import Tile, choose_tile, flash_prefill, flops, plan_tiles
 from kvrelay.kernels.triton.paged import PagedKV
 from kvrelay.kernels.triton.paged_decode import bytes_moved, paged_decode
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-SMALL = Tile(rows=32, keys=32, warps=4, stages=2)
 Attend = Callable[[Sequences, int], Tensor]
 """Computes the attention of sequences within a window, 0 for none."""
 more = pytest.mark.more
-
-
-def prefill(case: Sequences, window: int = 0, tile: Tile = SMALL) -> Tensor:
-    group = case.query.shape[1] // case.kv.pool.shape[3]
-    lengths = np.array(case.lengths)
-    tiles = plan_tiles(np.array(case.contexts) - lengths, lengths, tile.rows // group, window)
-    tiles = torch.from_numpy(tiles).to(case.query.device)
-    out = torch.empty_like(case.query)
-    flash_prefill(case.query, case.kv, case.block_tables, tiles, tile, window, out)
-    return out
-
-
-def make_work(rows: int, programs: int) -> DecodeWork:
-    return DecodeWork.view(torch.zeros(sum(DecodeWork.sizes(rows, programs)), dtype=torch.int32), rows, programs)
-
-
-def decode(case: Sequences, window: int = 0, programs: int = 4) -> Tensor:
-    """Fails unless the kernel resets its counters. The work list has room for more rows."""
-    heads, dim = case.query.shape[1:]
-    device = case.query.device
-    work = make_work(len(case.contexts) + 3, programs)
-    plan_decode(np.array(case.contexts), window, work)
-    parts = DecodeParts.empty(programs, heads, case.kv.pool.shape[3], dim, device)
-    for unwritten in parts[:2]:
-        unwritten.fill_(torch.nan)
-    out = torch.full_like(case.query, torch.nan)
-    work = DecodeWork(*(tensor.to(device) for tensor in work))
-    paged_decode(case.query, case.kv, case.block_tables, work, parts, out)
-    assert not parts.arrivals.any(), "the next launch counts from 0"
-    return out
 
 
 ROWS = [1, 64, 65, 700], [1, 1, 1, 1]
@@ -251,12 +231,17 @@ def zeros(*shape: int, dtype: torch.dtype = F16) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
+def ints(*shape: int) -> Tensor:
+    return zeros(*shape, dtype=torch.int32)
+
+
+WORK = make_work(2, 4)
 GIVEN = {
     flash_prefill: {
         "query": zeros(4, 2, 32),
         "kv": PagedKV(zeros(2, 1, 2, 1, 16, 32), 0),
-        "block_tables": zeros(1, 4, dtype=torch.int32),
-        "tiles": zeros(1, 4, dtype=torch.int32),
+        "block_tables": ints(1, 4),
+        "tiles": ints(1, 4),
         "tile": SMALL,
         "window": 0,
         "out": zeros(4, 2, 32),
@@ -264,8 +249,8 @@ GIVEN = {
     paged_decode: {
         "query": zeros(2, 2, 32),
         "kv": PagedKV(zeros(2, 1, 2, 1, 16, 32), 0),
-        "block_tables": zeros(2, 4, dtype=torch.int32),
-        "work": make_work(2, 4),
+        "block_tables": ints(2, 4),
+        "work": WORK,
         "parts": DecodeParts.empty(4, 2, 1, 32, torch.device("cpu")),
         "out": zeros(2, 2, 32),
     },
@@ -280,32 +265,18 @@ GIVEN = {
         (flash_prefill, {"tile": Tile(1, 16, 4, 2)}, "tile.rows is 1; allowed: 2"),
         (flash_prefill, {"tile": Tile(32, 32, 4, 2, tma=True)}, "tile.tma with pages of 16 slots"),
         (flash_prefill, {"tiles": zeros(1, 4)}, "tiles is torch.float16"),
-        (flash_prefill, {"tiles": zeros(1, 3, dtype=torch.int32)}, r"tiles is \[1, 3\]; allowed: \[1, 4\]"),
+        (flash_prefill, {"tiles": ints(1, 3)}, r"tiles is \[1, 3\]; allowed: \[1, 4\]"),
         (flash_prefill, {"block_tables": zeros(1, 4)}, "block_tables is torch.float16"),
         (flash_prefill, {"query": zeros(4, 2, 16)}, r"query is \[4, 2, 16\]; allowed: \[T, a multiple of 1, 32\]"),
         (flash_prefill, {"query": zeros(4, 2, 32, dtype=F32)}, "pool is torch.float16; allowed: torch.float32"),
         (flash_prefill, {"query": zeros(32, 2, 4).permute(2, 1, 0)}, "query has strides"),
         (flash_prefill, {"out": zeros(4, 2, 32, dtype=F32)}, "out is torch.float32; allowed: torch.float16"),
-        (flash_prefill, {"kv": PagedKV(zeros(2, 1, 2, 1, 16, 32), 1)}, "layer is 1; allowed: 0 to 0"),
-        (flash_prefill, {"kv": PagedKV(zeros(2, 1, 2, 1, 16, 32, dtype=torch.int8), 0)}, "scales are missing"),
         (flash_prefill, {"kv": PagedKV(zeros(2, 1, 2, 16, 32), 0)}, r"pool is \[2, 1, 2, 16, 32\]"),
         (paged_decode, {"work": make_work(1, 4)}, r"work.entries is \[4, 6\]; allowed: \[5, 6\]"),
-        (
-            paged_decode,
-            {"work": make_work(2, 4)._replace(starts=zeros(5))},
-            "work.starts is torch.float16; allowed: torch.int32",
-        ),
-        (
-            paged_decode,
-            {"work": make_work(2, 4)._replace(starts=zeros(1))},
-            r"work.starts is \[1\]; allowed: \[2\] and longer",
-        ),
+        (paged_decode, {"work": WORK._replace(starts=zeros(5))}, "work.starts is torch.float16; allowed: torch.int32"),
+        (paged_decode, {"work": WORK._replace(starts=zeros(1))}, r"work.starts is \[1\]; allowed: \[2\] and longer"),
         (paged_decode, {"work": make_work(2, 5)}, r"parts.sums is \[6, 2, 32\]; allowed: \[8, 2, 32\]"),
-        (
-            paged_decode,
-            {"block_tables": zeros(1, 4, dtype=torch.int32)},
-            r"block_tables is \[1, 4\]; allowed: \[2, W\]",
-        ),
+        (paged_decode, {"block_tables": ints(1, 4)}, r"block_tables is \[1, 4\]; allowed: \[2, W\]"),
         (paged_decode, {"out": zeros(2, 2, 16)}, r"out is \[2, 2, 16\]; allowed: \[2, 2, 32\]"),
     ],
 )
@@ -386,7 +357,7 @@ def compiled(launches: list[Launch]) -> pytest.MarkDecorator:
 
 def launch_prefill(launch: Launch, architecture: int) -> None:
     query, kv, tables = launch.blank(rows=1)
-    tiles, tile = zeros(1, 4, dtype=torch.int32), launch.tile(architecture)
+    tiles, tile = ints(1, 4), launch.tile(architecture)
     flash_prefill(query, kv, tables, tiles, tile, launch.window, torch.zeros_like(query))
 
 

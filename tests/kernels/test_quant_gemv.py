@@ -1,24 +1,16 @@
 """Products with weights of 8 and 4 bits: exact up to rounding, the same bits every time, within the limits of GPUs."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from triton_compile import Compiler, each_architecture
 
 from kvrelay.kernels import codes
 from kvrelay.kernels.codes import CodedWeight
-from kvrelay.kernels.triton.quant_gemv import (
-    GROUPS,
-    MAX_ROWS,
-    QuantGemv,
-    QuantizedWeight,
-    pack_int4,
-    unpack_int4,
-)
+from kvrelay.kernels.triton.quant_gemv import MAX_ROWS, QuantGemv, QuantizedWeight
 from kvrelay.kernels.triton.quant_linear import quantized
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -31,32 +23,18 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE, dtype)
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 4), st.sampled_from(GROUPS), st.integers(0, 2**16))
-def test_packing_is_undone_by_unpacking(rows: int, groups: int, group: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randint(0, 16, (rows, groups * group), dtype=torch.uint8, generator=generator)
-    packed = pack_int4(values, group)
-    assert packed.shape == (rows, groups * group // 2)
-    assert torch.equal(unpack_int4(packed, group), values)
-
-
 def coded(bits: int, group: int, outputs: int, inputs: int, dtype: torch.dtype) -> CodedWeight:
+    """Random weights, with scales that are numbers of `dtype`."""
     weight = normal(outputs, inputs, dtype=dtype) / inputs**0.5
-    return codes.int8(weight) if bits == 8 else codes.int4(weight, group)
+    found = codes.int8(weight) if bits == 8 else codes.int4(weight, group)
+    return replace(found, scales=found.scales.to(dtype).float())
 
 
-def held(bits: int, group: int, outputs: int, inputs: int, dtype: torch.dtype) -> QuantizedWeight:
-    """Random weights as the kernels read them."""
-    weight = quantized(coded(bits, group, outputs, inputs, dtype), dtype)
-    assert weight is not None
-    return weight
-
-
-@pytest.mark.parametrize(("bits", "group"), [(8, 0), *((4, group) for group in GROUPS)])
-def test_kernels_read_the_numbers_that_the_codes_stand_for(bits: int, group: int) -> None:
-    expected = coded(bits, group, 20, 512, torch.float32).dequantize()
-    torch.testing.assert_close(held(bits, group, 20, 512, torch.float32).dequantize(torch.float32), expected)
+def held(weight: CodedWeight, dtype: torch.dtype) -> QuantizedWeight:
+    """Weights as the kernels read them."""
+    found = quantized(weight, dtype)
+    assert found is not None
+    return found
 
 
 def test_groups_that_no_kernel_reads_are_left_to_dense_weights() -> None:
@@ -66,7 +44,7 @@ def test_groups_that_no_kernel_reads_are_left_to_dense_weights() -> None:
 SHAPES = [
     (1, 256, False, torch.float16),
     (1, 256, False, OTHER),
-    (70, 1024, True, torch.float16),
+    (40, 1024, True, torch.float16),
     pytest.param(130, 1280, True, torch.float16, marks=pytest.mark.more),
     pytest.param(130, 1280, True, OTHER, marks=pytest.mark.more),
 ]
@@ -78,10 +56,10 @@ SHAPES = [
 )
 @pytest.mark.parametrize(("outputs", "inputs", "bias", "dtype"), SHAPES, ids=str)
 def test_product(bits: int, group: int, outputs: int, inputs: int, dtype: torch.dtype, bias: bool) -> None:
-    weight = held(bits, group, outputs, inputs, dtype)
+    weight = coded(bits, group, outputs, inputs, dtype)
     offset = normal(outputs, dtype=dtype) if bias else None
-    product = QuantGemv(weight, offset, processors=132)
-    dense = weight.dequantize(torch.float64)
+    product = QuantGemv(held(weight, dtype), offset, processors=132)
+    dense = weight.dequantize().double()
     for rows in (1, MAX_ROWS):
         x = normal(rows, inputs, dtype=dtype)
         found = product(x)
@@ -93,10 +71,10 @@ def test_product(bits: int, group: int, outputs: int, inputs: int, dtype: torch.
 
 
 def test_int8_takes_a_depth_that_is_no_multiple_of_its_step() -> None:
-    weight = held(8, 0, 33, 700, OTHER)
+    weight = coded(8, 0, 33, 700, OTHER)
     x = normal(3, 700, dtype=OTHER)
-    found = QuantGemv(weight, None, processors=8)(x)
-    expected = x.double() @ weight.dequantize(torch.float64).T
+    found = QuantGemv(held(weight, OTHER), None, processors=8)(x)
+    expected = x.double() @ weight.dequantize().double().T
     torch.testing.assert_close(found.double(), expected, atol=BOUNDS[OTHER], rtol=BOUNDS[OTHER])
 
 
@@ -111,7 +89,7 @@ def test_small_products_are_split_until_the_device_is_full(outputs: int, inputs:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    weight = held(8, 0, 8, 256, torch.float16)
+    weight = held(coded(8, 0, 8, 256, torch.float16), torch.float16)
     product = QuantGemv(weight, normal(8, dtype=torch.float16), processors=8)
     with pytest.raises(ValueError, match=r"x is \[17, 256\]; allowed: \[1 to 16, 256\]"):
         product(normal(17, 256, dtype=torch.float16))
@@ -136,7 +114,7 @@ def launch(bits: int, outputs: int, inputs: int) -> None:
     QuantGemv(weight, None, processors=132)(x)
 
 
-@pytest.mark.parametrize("outputs", [4096, pytest.param(28672, marks=pytest.mark.more)])
+@pytest.mark.parametrize("outputs", [4096, 28672])
 @each_architecture
 def test_compiled(compiler: Compiler, architecture: int, outputs: int) -> None:
     """Weights go through a pipeline of asynchronous copies to the tensor cores."""

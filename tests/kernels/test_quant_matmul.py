@@ -65,10 +65,8 @@ def launch(name: str, rows: int) -> None:
     QuantMatmul(weights[name], None)(x)
 
 
-@pytest.mark.parametrize("rows", [pytest.param(16, marks=pytest.mark.more), 2048])
-@pytest.mark.parametrize(
-    "name", ["int4", *(pytest.param(name, marks=pytest.mark.more) for name in ("int8", "fp8", "blocks"))]
-)
+@pytest.mark.parametrize("rows", [16, 2048])
+@pytest.mark.parametrize("name", ["int4", "int8", "fp8", "blocks"])
 @each_architecture
 def test_compiled(compiler: Compiler, architecture: int, name: str, rows: int) -> None:
     (kernel,) = compiler.compile(architecture, launch, name, rows)

@@ -190,7 +190,7 @@ def launch(vocabulary: int) -> None:
     kernel.sample(torch.zeros(2, vocabulary), choices, workspace, tokens)
 
 
-@pytest.mark.parametrize("vocabulary", [128256, pytest.param(50257, marks=pytest.mark.more)])
+@pytest.mark.parametrize("vocabulary", [128256, 50257])
 @each_architecture
 def test_compiled(compiler: Compiler, architecture: int, vocabulary: int) -> None:
     kernels = compiler.compile(architecture, launch, vocabulary)

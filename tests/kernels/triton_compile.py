@@ -22,10 +22,9 @@ SHARED_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 12
 """Largest shared memory of a program, in bytes, by architecture (CUDA C++ programming guide)."""
 ARCHITECTURES = tuple(SHARED_LIMITS)
 each_architecture = pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(each, marks=pytest.mark.more if each != 90 else ()) for each in ARCHITECTURES],
+    "architecture", [pytest.param(each, marks=pytest.mark.more) for each in ARCHITECTURES]
 )
-"""Marks a test that compiles for each architecture: for that of an H100 in `make test` already."""
+"""Marks a test that compiles for each architecture."""
 SECONDS = 170
 """Timeout of a compilation."""
 PROCESSES = 2

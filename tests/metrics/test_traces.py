@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,9 +19,10 @@ from kvrelay.router.records.spans import SpanExport
 from kvrelay.rpc.tracing import TraceContext
 from kvrelay.v1 import inference_pb2 as pb
 from support.faults import OUT, PROMPT, Scene, prompt_of, scene
-from support.http_calls import CHAT, HELLO, serving, token_at
+from support.http_calls import CHAT, HELLO
 from support.processes import wait_until
-from support.router_fakes import FakeWorker, colocated_of
+from support.router_fakes import fake
+from support.scenes import Serve
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter", reason="the extra `otel` is not installed")
 
@@ -200,42 +200,41 @@ def test_what_went_wrong_is_counted_where_it_was_seen(traced: Traced) -> None:
     assert total("kvrelay_worker_kv_blocks", state="held") == 0
 
 
-async def test_both_faces_continue_the_callers_trace(tmp_path: Path, collector: Collector) -> None:
-    worker = FakeWorker("colocated-0", "colocated", colocated_of(token_at))
-    async with serving(tmp_path, worker, otlp_endpoint=collector.endpoint) as (cluster, http):
-        parents = {"/v1/completions": f"{1:032x}", "/v1/chat/completions": f"{2:032x}"}
-        for path, trace_id in parents.items():
-            body = HELLO if path == "/v1/completions" else CHAT
-            headers = {"traceparent": f"00-{trace_id}-{SPAN}-01", "tracestate": "vendor=1"}
-            assert (await http.post(path, body, headers=headers))[0] == 200
-            assert cluster.workers["colocated-0"].jobs[-1].submit.trace_id == trace_id
-        refused, ignored = f"{3:032x}", f"{4:032x}"
-        headers = {"traceparent": f"00-{refused}-{SPAN}-01"}
-        assert (await http.post("/v1/completions", {**HELLO, "max_tokens": -1}, headers=headers))[0] == 400
-        headers = {"traceparent": f"00-{ignored}-{SPAN}-00"}
-        assert (await http.post("/v1/completions", HELLO, headers=headers))[0] == 200
-        assert (await http.post("/v1/completions", {**HELLO, "n": 2}, headers={"traceparent": "nonsense"}))[0] == 200
-        begun_here = cluster.workers["colocated-0"].jobs[-1].submit.trace_id
-        operations = ("text_completion", "chat")
-        for trace_id, operation in zip(parents.values(), operations, strict=True):
-            root = (await asyncio.to_thread(collector.trace, trace_id, 3))[0]
-            assert (root.parent, root.name.split()[0]) == (SPAN, operation)
-            assert root.attributes["gen_ai.operation.name"] == operation
-        (span,) = await asyncio.to_thread(collector.trace, refused)
-        assert (span.failed, span.attributes["error.type"]) == (True, "invalid")
-        assert "max_tokens" in span.why
-        root, *others = await asyncio.to_thread(collector.trace, begun_here, 9)
-        assert (root.parent, root.attributes["gen_ai.request.choice.count"]) == ("", 2)
-        attempts = {span.attributes["kvrelay.completion.index"] for span in others if span.name == "attempt"}
-        assert attempts == {0, 1}
-        assert ignored not in {span.trace_id for span in collector.spans}, "the caller doesn't record it"
+async def test_both_faces_continue_the_callers_trace(serve: Serve, collector: Collector) -> None:
+    cluster = await serve(fake("colocated-0"), otlp_endpoint=collector.endpoint)
+    http = cluster.http
+    parents = {"/v1/completions": f"{1:032x}", "/v1/chat/completions": f"{2:032x}"}
+    for path, trace_id in parents.items():
+        body = HELLO if path == "/v1/completions" else CHAT
+        headers = {"traceparent": f"00-{trace_id}-{SPAN}-01", "tracestate": "vendor=1"}
+        assert (await http.post(path, body, headers=headers))[0] == 200
+        assert cluster.workers["colocated-0"].jobs[-1].submit.trace_id == trace_id
+    refused, ignored = f"{3:032x}", f"{4:032x}"
+    headers = {"traceparent": f"00-{refused}-{SPAN}-01"}
+    assert (await http.post("/v1/completions", {**HELLO, "max_tokens": -1}, headers=headers))[0] == 400
+    headers = {"traceparent": f"00-{ignored}-{SPAN}-00"}
+    assert (await http.post("/v1/completions", HELLO, headers=headers))[0] == 200
+    assert (await http.post("/v1/completions", {**HELLO, "n": 2}, headers={"traceparent": "nonsense"}))[0] == 200
+    begun_here = cluster.workers["colocated-0"].jobs[-1].submit.trace_id
+    operations = ("text_completion", "chat")
+    for trace_id, operation in zip(parents.values(), operations, strict=True):
+        root = (await asyncio.to_thread(collector.trace, trace_id, 3))[0]
+        assert (root.parent, root.name.split()[0]) == (SPAN, operation)
+        assert root.attributes["gen_ai.operation.name"] == operation
+    (span,) = await asyncio.to_thread(collector.trace, refused)
+    assert (span.failed, span.attributes["error.type"]) == (True, "invalid")
+    assert "max_tokens" in span.why
+    root, *others = await asyncio.to_thread(collector.trace, begun_here, 9)
+    assert (root.parent, root.attributes["gen_ai.request.choice.count"]) == ("", 2)
+    attempts = {span.attributes["kvrelay.completion.index"] for span in others if span.name == "attempt"}
+    assert attempts == {0, 1}
+    assert ignored not in {span.trace_id for span in collector.spans}, "the caller doesn't record it"
 
 
-async def test_a_collector_that_is_gone_costs_no_request(tmp_path: Path) -> None:
-    worker = FakeWorker("colocated-0", "colocated", colocated_of(token_at))
-    async with serving(tmp_path, worker, otlp_endpoint="http://127.0.0.1:1") as (_, http):
-        for _ in range(20):
-            assert (await http.post("/v1/completions", HELLO))[0] == 200
+async def test_a_collector_that_is_gone_costs_no_request(serve: Serve) -> None:
+    cluster = await serve(fake("colocated-0"), otlp_endpoint="http://127.0.0.1:1")
+    for _ in range(20):
+        assert (await cluster.http.post("/v1/completions", HELLO))[0] == 200
 
 
 async def test_a_share_of_the_traces_is_recorded(collector: Collector) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from tokenizers import Tokenizer
@@ -49,16 +49,6 @@ def loaded(request: pytest.FixtureRequest) -> tuple[str, Any]:
     return request.param, AutoModelForCausalLM.from_pretrained(folder(request.param), dtype="auto")
 
 
-def greedy(model: Any, tokenizer: Tokenizer, prompt: str, n_tokens: int) -> str:
-    ids = torch.tensor([tokenizer.encode(prompt).ids])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n_tokens, pad_token_id=1
-    )
-    text = tokenizer.decode(out[0, ids.shape[1] :].tolist())
-    assert isinstance(text, str)
-    return text
-
-
 def test_transformers_loads_it_whole_in_bfloat16(loaded: tuple[str, Any]) -> None:
     name, model = loaded
     low, high = PARAMETERS[name]
@@ -91,14 +81,11 @@ TOKENIZER = Tokenizer.from_file(str(folder("pico") / "tokenizer.json"))
 
 
 @given(st.text())
+@example("\t\r\n  \n")
+@example("naïve — 漢字 🙂‍↔️ \u202e\x00")
+@example("    def f(x) -> None: ...\n")
+@example("a</s>b<s>")
 def test_any_text_comes_back_from_its_tokens(text: str) -> None:
-    assert TOKENIZER.decode(TOKENIZER.encode(text).ids, skip_special_tokens=False) == text
-
-
-@pytest.mark.parametrize(
-    "text", ["", "\t\r\n  \n", "naïve — 漢字 🙂‍↔️ \u202e\x00", "    def f(x) -> None: ...\n", "a</s>b<s>"]
-)
-def test_awkward_text_comes_back_from_its_tokens(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text).ids, skip_special_tokens=False) == text
 
 
@@ -116,6 +103,7 @@ def is_a_method(text: str) -> bool:
     return True
 
 
+@pytest.mark.more
 def test_pico_goes_on_like_python() -> None:
     """Sampled a little below its own temperature; greedily a model of this size soon repeats itself."""
     model = AutoModelForCausalLM.from_pretrained(folder("pico"), dtype=torch.float32)
@@ -140,7 +128,7 @@ def test_the_card_quotes_the_training_record(name: str) -> None:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("name", ["pico-draft", pytest.param("pico", marks=pytest.mark.more)])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_recorded_bits_per_byte_hold_for_the_weights(name: str) -> None:
     """Measured on every 16th window of the held-out files of this Python, whose version has slightly other files."""
     texts = [text for path, text in train.library_files().items() if train.is_held_out(path)]

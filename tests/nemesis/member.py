@@ -103,7 +103,6 @@ def main(config: Path) -> int:
     from kvrelay.engine.plan import StepOutput, StepPlan
     from kvrelay.transfer.links.endpoint_loop import HandoffSetup
     from kvrelay.worker.config import WorkerConfig
-    from kvrelay.worker.handoff import HandoffRole
     from kvrelay.worker.server import WorkerServer
     from support import detours, hash_worker
 
@@ -119,21 +118,13 @@ def main(config: Path) -> int:
 
     hash_worker.SlowHashRunner = OrderedRunner  # type: ignore[misc]  # what `build` makes
 
+    def apart(setup: HandoffSetup, name: str) -> HandoffSetup:
+        shared = {kind: each for kind, each in setup.transports.items() if name not in REMOTE or kind != "shm"}
+        return detours.detoured(replace(setup, transports=shared), name)
+
     def server(worker: WorkerConfig) -> WorkerServer:
-        def apart(role: type[HandoffRole]) -> type[HandoffRole]:
-            class Apart(role):  # type: ignore[misc, valid-type]  # a mixin over a value
-                def make_setup(self) -> HandoffSetup:
-                    setup: HandoffSetup = super().make_setup()
-                    shared = worker.name not in REMOTE
-                    return replace(
-                        setup, transports={k: v for k, v in setup.transports.items() if shared or k != "shm"}
-                    )
-
-            return detours.detoured(Apart)
-
-        return WorkerServer(
-            worker, {name: apart(role) for name, role in hash_worker.ROLES.items()}, build=hash_worker.build
-        )
+        roles = {name: hash_worker.changed(role, apart) for name, role in hash_worker.ROLES.items()}
+        return WorkerServer(worker, roles, build=hash_worker.build)
 
     return serve.main(WorkerConfig, server, "A worker on the hash model that takes orders.")
 

@@ -8,13 +8,11 @@ which faults come in which order, their victims, and all requests; so a run can 
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -37,6 +35,7 @@ from support.detours import DESK, HOSTS
 from support.faults import oracle_of_all
 from support.hash_worker import STEP_SECONDS, WORKER_LAYOUT
 from support.history import History, violations
+from support.processes import free_port
 from support.secrets import secrets_in
 from support.supervised import Supervised, all_ready, supervised
 
@@ -233,8 +232,7 @@ def clock_library(folder: Path) -> str:
 def run(folder: Path, seconds: float, seed: int) -> Report:
     """A whole run; its processes are gone in the end."""
     print(f"nemesis: seed {seed}, {seconds:g} s", flush=True)
-    found = free_ports(2 * ROUTERS)
-    ports = list(zip(found[::2], found[1::2], strict=True))
+    ports = [(free_port(), free_port()) for _ in range(ROUTERS)]
     certificates = secrets_in(folder, "mutual").folder / "certificates"
     with Chaos() as chaos:
         variables = {STEP_SECONDS: str(STEP), DESK: chaos.desk, CLOCK_LIBRARY: clock_library(folder)}
@@ -244,13 +242,6 @@ def run(folder: Path, seconds: float, seed: int) -> Report:
         ):
             all_ready(cluster)
             return asyncio.run(_run(cluster, chaos, Doors(ports, certificates / "ca.crt"), seconds, seed))
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at now."""
-    with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [server.getsockname()[1] for server in servers]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 T = TypeVar("T")
@@ -92,11 +91,9 @@ class Proxy:
         self._weather = CLEAR, CLEAR
         self._connections: dict[tuple[Way, Way], tuple[StreamWriter, StreamWriter]] = {}
 
-    def set(
-        self, forward: Weather | None = None, backward: Weather | None = None, *, now: bool = True, later: bool = True
-    ) -> None:
-        """Changes the weather of connections that are open `now`, and of those that are made `later`."""
-        self._chaos.call(self._set, forward, backward, now, later)
+    def set(self, forward: Weather | None = None, backward: Weather | None = None, *, now: bool = True) -> None:
+        """Changes the weather of connections that are made later, and of those that are open `now`."""
+        self._chaos.call(self._set, forward, backward, now)
 
     def clear(self) -> None:
         """Restores good weather."""
@@ -106,9 +103,8 @@ class Proxy:
         """Ends every open connection with RST."""
         self._chaos.call(lambda: [abort(*ends) for ends in self._connections.values()])
 
-    def _set(self, forward: Weather | None, backward: Weather | None, now: bool, later: bool) -> None:
-        if later:
-            self._weather = forward or self._weather[0], backward or self._weather[1]
+    def _set(self, forward: Weather | None, backward: Weather | None, now: bool) -> None:
+        self._weather = forward or self._weather[0], backward or self._weather[1]
         for ways in self._connections if now else ():
             for way, new in zip(ways, (forward, backward), strict=True):
                 if new is not None:
@@ -209,9 +205,7 @@ class Chaos:
         self.desk = "{}:{}".format(*self._await(self.serve(self._answer)))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._await(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CALL_SECONDS)

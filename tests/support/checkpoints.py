@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from support.tokenizers import byte_level_tokenizer
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 VOCAB_SIZE = 320
@@ -70,17 +72,8 @@ def make_checkpoint(
 
 def make_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer that can spell any text and knows a few hundred merges at most."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_level_tokenizer(vocab_size, (BOS, EOS, PAD), [Path(__file__).read_text()])
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[BOS, EOS, PAD],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([Path(__file__).read_text()], trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, chat_template=CHAT_TEMPLATE
     )

@@ -22,17 +22,15 @@ import random
 import re
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from kvrelay.transfer.frames.frames import PoolFrames
-from kvrelay.transfer.links.endpoint_loop import HandoffSetup
 from kvrelay.transfer.protocol.events import Frame
 from kvrelay.transfer.protocol.messages import Key, Push
 from kvrelay.transfer.transports.base import Pending
-from kvrelay.worker.handoff import HandoffRole
 
 PLACES = ("sent,", "arrived,")
 _RULE = re.compile(r"(sent|arrived)((?:,[a-z]+=[^,:;]+)*):([a-z]+)(?:\(([0-9]+)\))?")
@@ -122,17 +120,6 @@ class DamagedFrames(PoolFrames):
         rule = self._rule("arrived", key, frame)
         job = make(key, frame, *rest)
         return job if rule is None else DamagedJob(job, rule, frame.nbytes)
-
-
-def damaged(role: type[HandoffRole], rules: Sequence[Rule]) -> type[HandoffRole]:
-    """A subclass of `role` whose frames are damaged as `rules` say."""
-
-    class Damaged(role):  # type: ignore[misc, valid-type]  # a mixin over a value
-        def make_setup(self) -> HandoffSetup:
-            setup = super().make_setup()
-            return replace(setup, frames=DamagedFrames(setup.frames, rules))
-
-    return Damaged
 
 
 class DamagedJob:

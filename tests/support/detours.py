@@ -19,7 +19,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # its stub do
 from kvrelay.transfer.links.endpoint_loop import HandoffSetup
 from kvrelay.transfer.protocol.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.base import Link, Rendezvous, Transport
-from kvrelay.worker.handoff import HandoffRole
 
 DESK = "CHAOS_DESK"
 HOSTS = {"prefill": "127.0.0.3", "decode": "127.0.0.1"}
@@ -92,15 +91,9 @@ class DetouredTransport:
         return self._inner.connect(store, rank, timeout)  # type: ignore[arg-type]  # only its store's methods are used
 
 
-def detoured(role: type[HandoffRole]) -> type[HandoffRole]:
-    """`role` with its links through the proxies."""
-
-    class Detoured(role):  # type: ignore[misc, valid-type]  # a mixin over a value
-        def make_setup(self) -> HandoffSetup:
-            name, setup = self.worker.config.name, super().make_setup()
-            return replace(setup, transports={k: DetouredTransport(v, name) for k, v in setup.transports.items()})
-
-    return Detoured
+def detoured(setup: HandoffSetup, name: str) -> HandoffSetup:
+    """A worker's hand-off setup with its links through the proxies."""
+    return replace(setup, transports={k: DetouredTransport(v, name) for k, v in setup.transports.items()})
 
 
 def _address(value: bytes) -> tuple[str, int] | None:

@@ -7,6 +7,8 @@ from google.protobuf.message import Message
 from hypothesis import strategies as st
 
 MessageT = TypeVar("MessageT", bound=Message)
+DEPTH = 3
+"""Levels of messages in messages."""
 
 _NUMBERS: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.CPPTYPE_UINT32: st.sampled_from([0, 1, 2, 250, 251, 4096, 2**31, 2**32 - 1]) | st.integers(0, 300),
@@ -56,9 +58,9 @@ def _fields(descriptor: Any, depth: int) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional=optional).map(one_of_each)
 
 
-def protobufs(kind: type[MessageT], depth: int = 3) -> st.SearchStrategy[MessageT]:
+def protobufs(kind: type[MessageT]) -> st.SearchStrategy[MessageT]:
     """Messages of a type: every field may be set, to any value that it can have."""
-    return _fields(kind.DESCRIPTOR, depth).map(lambda values: kind(**values))
+    return _fields(kind.DESCRIPTOR, DEPTH).map(lambda values: kind(**values))
 
 
 @st.composite

@@ -1,16 +1,13 @@
-"""The hand-off's two halves over real gRPC and real links: a sending and a receiving side, with hosts in the place of
-their workers. Both are in this process (`pair`), or one is in another (`support.handoff_process`).
-"""
+"""The hand-off's two halves over real gRPC and real links in this process, with hosts in the place of their workers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import torch
-import xxhash
 
 from kvrelay.decode_worker.handoff_service import HandoffService
 from kvrelay.decode_worker.kv_receiver import KVReceiver
@@ -68,10 +65,6 @@ def content(pool: KVPool, blocks: Sequence[int], tokens: int, first: int = 0) ->
     if tokens > first:
         pool.read(blocks, first, tokens - first, out)
     return out
-
-
-def digest(data: torch.Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(data.numpy().data)
 
 
 @dataclass(eq=False)
@@ -185,19 +178,26 @@ class ReceivingHost:
 
 
 @dataclass
-class SendingSide:
-    """A prefill side."""
+class Pair:
+    """A prefill side and a decode side."""
 
     client: HandoffClient
+    service: HandoffService
     source: KVPool
+    target: KVPool
     ends: Ends
     sending: SendingHost
-    peers: PeerTable
-    """Table of the sender's peers."""
+    receiving: ReceivingHost
+    server: grpc.aio.Server
+    port: int
 
     @property
     def sender(self) -> KVSender:
         return self.client.sender
+
+    @property
+    def receiver(self) -> KVReceiver:
+        return self.service.receiver
 
     def compute(self, key: Key, blocks: Sequence[int], chunk_blocks: int = 4) -> None:
         """The prompt is computed, chunk by chunk, and then the first token is sampled."""
@@ -210,21 +210,6 @@ class SendingSide:
         ends = self.ends
         await ends.until(lambda: (key in ends.exported or key in ends.export_failed) and not self.sending.leaked)
         return key in ends.exported
-
-
-@dataclass
-class Pair(SendingSide):
-    """A prefill side and a decode side."""
-
-    service: HandoffService
-    target: KVPool
-    receiving: ReceivingHost
-    server: grpc.aio.Server
-    port: int
-
-    @property
-    def receiver(self) -> KVReceiver:
-        return self.service.receiver
 
     def announce(self, key: Key, tokens: Sequence[int], have: int = 0) -> None:
         """Does the work of the router's two Submits: the receiver expects the hand-off, the sender offers it."""
@@ -306,58 +291,6 @@ def setup(
     return HandoffSetup(local, frames, peers, config, transports, credentials("worker"))
 
 
-@dataclass
-class Serving:
-    """A running receiving side."""
-
-    service: HandoffService
-    server: grpc.aio.Server
-    port: int
-
-
-@asynccontextmanager
-async def serving(
-    host: "ReceivingHost",
-    pool: KVPool,
-    config: TransferConfig,
-    transports: Mapping[str, Transport],
-    states: StatesLayout | None = None,
-) -> AsyncIterator[Serving]:
-    """Starts a receiving side on loopback that knows SENDER as a member, and stops it."""
-    peers = PeerTable([Peer(SENDER, address="")])
-    service = HandoffService(setup(RECEIVER, pool, peers, config, transports, states), host)
-    host.on_free = service.receiver.blocks_freed
-    server = credentials("worker").server()
-    service.add_to(server)
-    port = server.add_insecure_port(f"{HOST}:0")
-    await server.start()
-    try:
-        yield Serving(service, server, port)
-    finally:
-        await service.close()
-        await server.stop(0.5)
-
-
-@asynccontextmanager
-async def sending(
-    peer: Peer,
-    source: KVPool,
-    config: TransferConfig,
-    transports: Mapping[str, Transport] | None = None,
-    shape: StatesShape | None = SHAPE,
-    damage: str = "",
-) -> AsyncIterator[SendingSide]:
-    """Starts a sending side that knows `peer` as a member, and stops it."""
-    peers, ends = PeerTable([peer]), Ends()
-    transports = available_transports(HOST, config.transport) if transports is None else transports
-    host = SendingHost(ends)
-    client = HandoffClient(setup(SENDER, source, peers, config, transports, shape=shape, damage=damage), host)
-    try:
-        yield SendingSide(client, source, ends, host, peers)
-    finally:
-        await client.close()
-
-
 @asynccontextmanager
 async def pair(
     config: TransferConfig | None = None,
@@ -380,9 +313,19 @@ async def pair(
     config = config or TransferConfig()
     source, target = source or KVPool(layout, blocks), target or KVPool(receiver_layout or layout, blocks)
     here, there = transports or (available_transports(HOST), available_transports(HOST))
-    receiving = ReceivingHost(Ends(), blocks)
-    async with serving(receiving, target, receiver_config or config, there, states) as right:
-        peer = Peer(RECEIVER, f"{HOST}:{right.port}", tuple(entries(there)), states)
-        async with sending(peer, source, config, here, shape, damage) as left:
-            receiving.ends = left.ends
-            yield Pair(**vars(left), **vars(right), target=target, receiving=receiving)
+    ends = Ends()
+    sending, receiving = SendingHost(ends), ReceivingHost(ends, blocks)
+    async with AsyncExitStack() as stack:
+        senders = PeerTable([Peer(SENDER, address="")])
+        service = HandoffService(setup(RECEIVER, target, senders, receiver_config or config, there, states), receiving)
+        receiving.on_free = service.receiver.blocks_freed
+        server = credentials("worker").server()
+        service.add_to(server)
+        port = server.add_insecure_port(f"{HOST}:0")
+        await server.start()
+        stack.push_async_callback(server.stop, 0.5)
+        stack.push_async_callback(service.close)
+        peers = PeerTable([Peer(RECEIVER, f"{HOST}:{port}", tuple(entries(there)), states)])
+        client = HandoffClient(setup(SENDER, source, peers, config, here, shape=shape, damage=damage), sending)
+        stack.push_async_callback(client.close)
+        yield Pair(client, service, source, target, ends, sending, receiving, server, port)

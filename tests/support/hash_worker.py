@@ -42,6 +42,7 @@ from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.identity import WorkerRole
 from kvrelay.rpc.serve import main
 from kvrelay.transfer import failpoints
+from kvrelay.transfer.links.endpoint_loop import HandoffSetup
 from kvrelay.worker import server as worker_server
 from kvrelay.worker import worker as worker_module
 from kvrelay.worker.config import WorkerConfig
@@ -137,11 +138,22 @@ def hash_server(config: WorkerConfig) -> WorkerServer:
 def armed(role: type[HandoffRole]) -> type[HandoffRole]:
     """A subclass of `role` that does what the environment says."""
     if DESK in os.environ:
-        role = detoured(role)
+        role = changed(role, detoured)
     if orders.VARIABLE in os.environ:
-        damages = OrderedRules(ORDERS, damage.parse, lambda rule: rule.startswith(damage.PLACES))
-        role = late(damage.damaged(role, damages))
+        rules = OrderedRules(ORDERS, damage.parse, lambda rule: rule.startswith(damage.PLACES))
+        damaged = lambda setup, _: replace(setup, frames=damage.DamagedFrames(setup.frames, rules))  # noqa: E731  # an argument
+        role = late(changed(role, damaged))
     return role
+
+
+def changed(role: type[HandoffRole], change: Callable[[HandoffSetup, str], HandoffSetup]) -> type[HandoffRole]:
+    """A subclass of `role` with another setup of the hand-off, made of the usual one and the worker's name."""
+
+    class Changed(role):  # type: ignore[misc, valid-type]  # a mixin over a value
+        def make_setup(self) -> HandoffSetup:
+            return change(super().make_setup(), self.worker.config.name)
+
+    return Changed
 
 
 if __name__ == "__main__":

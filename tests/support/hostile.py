@@ -3,7 +3,6 @@
 import asyncio
 import ssl
 from collections.abc import Sequence
-from types import TracebackType
 
 STALL_SECONDS = 1.0
 """Seconds without a window to send in; then the server takes no more."""
@@ -82,9 +81,7 @@ class PartialCall:
         self._reading = asyncio.create_task(self._read())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
         self._writer.transport.abort()

@@ -4,32 +4,17 @@ import asyncio
 import json
 import re
 import ssl
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
-
-import aiohttp
 
 from kvrelay.internal.v1.worker_pb2 import PrefillReport
 from kvrelay.v1.inference_pb2 import FINISH_REASON_STOP
-from support.router_fakes import FakeCluster, FakeWorker, Http, Job, fake_cluster, pair, token_at
+from support.router_fakes import Job
 from support.tokenizers import byte_level_tokenizer
 
 HELLO = {"prompt": "hello", "max_tokens": 4}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-
-
-@asynccontextmanager
-async def serving(
-    folder: Path, *workers: FakeWorker, headers: dict[str, str] | None = None, **config: Any
-) -> AsyncIterator[tuple[FakeCluster, Http]]:
-    async with (
-        fake_cluster(folder, *(workers or pair(token_at)), http_port=0, **config) as cluster,
-        aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(30)) as session,
-    ):
-        assert cluster.router.http_address
-        yield cluster, Http(session, cluster.router.http_address)
 
 
 def text_of(tokens: list[int]) -> str:

@@ -2,8 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Literal
@@ -64,21 +63,14 @@ def filled(link: Link, size: int) -> torch.Tensor:
     return buffer
 
 
-@dataclass
-class LinkedProcess:
-    """The receiving end, in this process, and the process of the sending end."""
-
-    link: Link
-    process: BaseProcess
-
-
 @contextlib.contextmanager
-def linked_process(name: str, behaviour: Behaviour, sizes: list[int]) -> Iterator[LinkedProcess]:
-    """Starts a process that sends frames of `sizes`, and then aborts the link or does nothing; always ends it."""
+def linked_process(name: str, behaviour: Behaviour, sizes: list[int]) -> Iterator[tuple[Link, BaseProcess]]:
+    """Starts a process that sends frames of `sizes`, and then aborts the link or does nothing; always ends it. The
+    receiving end is in this process."""
     with spawned(_other_end, name, behaviour, sizes) as (process, connection):
         link = dial(connection, transport_named(name), RECEIVER, TIMEOUT)
         try:
-            yield LinkedProcess(link, process)
+            yield link, process
         finally:
             link.close()
 
@@ -112,3 +104,30 @@ def beside(work: Callable[[], None]) -> Callable[[], None]:
             raise failures[0]
 
     return join
+
+
+def joined(
+    transports: Sequence[Transport],
+    send: Callable[[Link], object],
+    receive: Callable[[Link], object],
+    timeout: float = TIMEOUT,
+) -> None:
+    """Both ends of a link in this process, each on a thread of its own and of its own transport; closed in the end."""
+    meeting = meetings(timeout)
+    # A send is done when its buffer may be reused, perhaps before the other end has the bytes.
+    done = threading.Event(), threading.Event()
+
+    def end(rank: int, work: Callable[[Link], object]) -> None:
+        link = transports[rank].connect(meeting[rank], rank, timeout)
+        try:
+            work(link)
+        finally:
+            done[rank].set()
+            done[1 - rank].wait(TIMEOUT)
+            link.close()
+
+    other = beside(lambda: end(RECEIVER, receive))
+    try:
+        end(SENDER, send)
+    finally:
+        other()

@@ -7,8 +7,8 @@ from typing import Any
 
 import aiohttp
 
-from kvrelay.internal.v1.worker_pb2 import Blocks, DecodeReport, Load, PrefillReport, Requests, TransferReport
-from support.router_fakes import FakeWorker, Job, length_if
+from kvrelay.internal.v1.worker_pb2 import Blocks, Load, PrefillReport, Requests, TransferReport
+from support.router_fakes import FakeWorker, Job, after, decode_of, length_if
 
 BYTES = 123_456
 
@@ -34,11 +34,7 @@ class Steps:
             job.send(transfer=TransferReport(transfer_seconds=0.003, handoff_seconds=0.001, transfer_bytes=BYTES))
 
     async def decode(self, job: Job) -> None:
-        await self.decoded.wait()
-        end = job.submit.sampling.max_tokens
-        for index in range(job.base + 1, end):
-            report = {"decode": DecodeReport(queue_seconds=0.004)} if index == job.base + 1 else {}
-            job.send(index, (40 + index,), length_if(index == end - 1), **report)
+        await after(self.decoded, decode_of())(job)
 
     def workers(self) -> tuple[FakeWorker, FakeWorker]:
         """A prefill and a decode worker that take these steps for every request."""

@@ -1,5 +1,6 @@
 """Runs sequences through a CpuRunner's model, chunk by chunk, and collects the logits of every token."""
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,8 +11,9 @@ import numpy as np
 import torch
 
 from kvrelay.engine.config import Dtype, EngineConfig
-from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -72,9 +74,25 @@ def logits_by(runner: CpuRunner, tokens: Sequence[int]) -> torch.Tensor:
     return sequence.logits[0]
 
 
-def make_plan(
-    rows: Sequence[tuple[PagedSequence, int, SamplingParams]], generated: Sequence[int] | None = None
-) -> StepPlan:
+Work = Sequence[tuple[PagedSequence, int, SamplingParams]]
+"""Rows of a step: so many tokens of each sequence."""
+
+
+def step(runner: Runner, work: Work, **changes: Any) -> StepOutput:
+    """Runs one step and appends what it yields.
+
+    Args:
+        changes: of the plan.
+    """
+    out = runner.launch(dataclasses.replace(make_plan(work), **changes)).result()
+    for (sequence, count, _), token in zip(work, out.tokens, strict=True):
+        sequence.computed += count
+        if token is not None:
+            sequence.tokens.append(token)
+    return out
+
+
+def make_plan(rows: Work) -> StepPlan:
     """A plan that computes so many tokens of each sequence and samples from those that it catches up with."""
     tables = np.zeros((len(rows), max(len(sequence.blocks) for sequence, _, _ in rows)), np.int32)
     for table, (sequence, _, _) in zip(tables, rows, strict=True):
@@ -88,5 +106,5 @@ def make_plan(
         block_tables=tables,
         sample=np.array([count == sequence.left for sequence, count, _ in rows]),
         sampling=tuple(params for _, _, params in rows),
-        generated=np.zeros(len(rows), np.int32) if generated is None else np.array(generated, np.int32),
+        generated=np.zeros(len(rows), np.int32),
     )

@@ -1,7 +1,7 @@
 """A real worker in this process, and relay streams of routers to it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,11 @@ from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.server import RoleFactory, WorkerServer
 from kvrelay.worker.worker import ColocatedRole
 from support.access import METADATA
+from support.router_fakes import until
 
 SECONDS = 10.0
+LONG: dict[str, Any] = {"sampling": {"max_tokens": 400, "top_p": 1.0, "ignore_eos": True}}
+"""Fields of a request that runs for a while."""
 ROLES: dict[WorkerRole, RoleFactory] = {"colocated": ColocatedRole, "prefill": PrefillRole, "decode": DecodeRole}
 
 
@@ -113,13 +116,6 @@ async def relay(server: WorkerServer, incarnation: str | None = None) -> AsyncIt
         yield router
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """Polls until `condition()` holds."""
-    async with asyncio.timeout(SECONDS):
-        while not condition():  # noqa: ASYNC110  # the condition may be about anything
-            await asyncio.sleep(0.005)
-
-
 async def free_again(server: WorkerServer) -> None:
     """Waits until the engine holds no block."""
-    await until(lambda: not server.worker.load().blocks.held)
+    await until(lambda: not server.worker.load().blocks.held, "no block is held")

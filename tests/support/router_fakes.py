@@ -74,7 +74,7 @@ def entries(state: object) -> int:
     return sum(len(value) for value in vars(state).values() if isinstance(value, (dict, list, set, deque)))
 
 
-async def until(condition: Callable[[], Any], what: str, seconds: float = WAIT_SECONDS) -> Any:
+async def until(condition: Callable[[], Any], what: str = "what was waited for", seconds: float = WAIT_SECONDS) -> Any:
     """Waits until `condition()` is true; returns its value."""
     deadline = asyncio.get_running_loop().time() + seconds
     while not (value := condition()):
@@ -415,9 +415,9 @@ class FakeSupervisor(SupervisorServiceServicer):
 class Http:
     """Calls a router by HTTP, as OpenAI's clients do."""
 
-    def __init__(self, session: aiohttp.ClientSession, address: str, scheme: str = "http") -> None:
+    def __init__(self, session: aiohttp.ClientSession, address: str) -> None:
         self.session = session
-        self.base = f"{scheme}://{address}"
+        self.base = f"http://{address}"
 
     async def get(self, path: str, **more: Any) -> tuple[int, Any]:
         async with self.session.get(self.base + path, **more) as response:

@@ -11,7 +11,6 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 
 import pyte
 
@@ -95,9 +94,7 @@ class Terminal:
     def __enter__(self) -> "Terminal":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(SECONDS)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvrelay.v1.inference_pb2 import TokenLogprobs
-from support.http_calls import HELLO, token_at
-from support.router_fakes import Job, fake, length_if
+from support.http_calls import HELLO
+from support.router_fakes import Job, fake, length_if, token_at
 from support.scenes import Serve
 
 EXAMPLES = 25

@@ -10,7 +10,6 @@ import pytest
 from kvrelay.engine.kv.layout import LayerPart
 from kvrelay.transfer.protocol.events import (
     BlocksFreed,
-    Cancel,
     Commit,
     Committed,
     Computed,
@@ -23,7 +22,6 @@ from kvrelay.transfer.protocol.events import (
     LinkUp,
     Manifest,
     Outcome,
-    PeerLost,
     ReceiveFrame,
     ReleaseHold,
     Renewed,
@@ -36,7 +34,7 @@ from kvrelay.transfer.protocol.events import (
     Tell,
     Timeouts,
 )
-from kvrelay.transfer.protocol.messages import Abort, Ack, Code, Finish, Grant, Nack, Offer, Push, Wait
+from kvrelay.transfer.protocol.messages import Ack, Code, Finish, Grant, Offer, Push, Wait
 from kvrelay.transfer.protocol.table import MAX_LINK_LOSSES, ReceiveAttempt, SendAttempt
 
 KEY = ("request", 2)
@@ -91,24 +89,6 @@ SENDER: dict[str, tuple[list[Step], State, int]] = {
         State.TRANSFERRING,
         1,
     ),
-    "nothing leaves on a link that is lost": (
-        [(GRANT, []), (Computed(4, A), ...), (LinkLost(1), []), (Computed(8, B), []), (FINISHED, [])],
-        State.EXPORTED,
-        0,
-    ),
-    "what the receiver has is left out": (
-        [
-            (FINISHED, []),
-            (Grant(*KEY, 1, 8), [SendFrame(Frame(1, 0, 8, 2, 6)), SendFinish(Finish(*KEY, 1, 7, 1, 6))]),
-        ],
-        State.TRANSFERRING,
-        0,
-    ),
-    "all of it": (
-        [(FINISHED, []), (Grant(*KEY, 1, 10), [SendFinish(Finish(*KEY, 1, 7, 0, 0))])],
-        State.TRANSFERRING,
-        0,
-    ),
     "an acknowledgement releases all but what is still read": (
         [
             (FINISHED, []),
@@ -160,51 +140,6 @@ def test_sender(name: str) -> None:
     assert walk(SendAttempt(KEY, SHAPE, TIMEOUTS, 0.0), steps, dropped).state is state
 
 
-def ends(machine: Any, end: str) -> tuple[list[Any], float]:
-    """The actions that end an attempt, and when."""
-    at, actions = 0.0, []
-    match end:
-        case "cancel":
-            actions = machine.on(Cancel(), at)
-        case "refused":
-            refusal = Nack if isinstance(machine, SendAttempt) else Abort
-            actions = machine.on(refusal(*KEY, Code.NO_CAPACITY, "full"), at)
-        case "peer lost":
-            actions = machine.on(PeerLost(Code.CLOSED, "gone"), at)
-        case "lease":
-            actions = machine.poll(TIMEOUTS.lease)
-        case "late":
-            while at < TIMEOUTS.prefill + TIMEOUTS.lease and not machine.state.over:
-                at += TIMEOUTS.lease / 2
-                actions += machine.on(Renewed(), at)
-    assert machine.state is (State.CANCELLED if end == "cancel" else State.FAILED)
-    assert (end == "cancel") == (not any(isinstance(action, Failed) for action in actions))
-    return actions, at
-
-
-ENDS = pytest.mark.parametrize("end", ["cancel", "refused", "peer lost", "lease", "late"])
-
-
-@pytest.mark.parametrize("state", [State.ADMITTED, State.PREFILLING, State.EXPORTED, State.TRANSFERRING])
-@ENDS
-def test_sender_ends_in_every_state_and_releases_all(state: State, end: str) -> None:
-    steps: list[Step] = [(GRANT, ...)] if state in (State.PREFILLING, State.TRANSFERRING) else []
-    steps += [(FINISHED, ...)] if state in (State.EXPORTED, State.TRANSFERRING) else []
-    sender = walk(SendAttempt(KEY, SHAPE, TIMEOUTS, 0.0), steps)
-    assert sender.state is state
-    actions, at = ends(sender, end)
-    assert end != "cancel" or isinstance(actions[0].message, Abort)
-    for action in list(actions):
-        if isinstance(action, StopFrames):
-            for frame in action.frames:
-                actions += sender.on(FrameEnded(frame), at)
-    holds = [ALL] if (FINISHED, ...) in steps else []
-    assert [action.hold for action in actions if isinstance(action, ReleaseHold)] == holds
-    assert sender.over
-    assert sender.on(Computed(8, A), at) == [ReleaseHold(A)]
-    assert sender.on(Grant(*KEY, 9, 0), at) == []
-
-
 # The receiver.
 
 GRANTED = Tell(Grant(*KEY, 1, 0))
@@ -231,33 +166,6 @@ RECEIVER: dict[str, tuple[list[Step], State, int]] = {
         State.WAITING,
         0,
     ),
-    "it commits when all frames have verified, and only then": (
-        [
-            *READY,
-            *PUSHED,
-            (Finish(*KEY, 1, 7, 3, 30), []),
-            (FrameEnded(FRAMES[0]), []),
-            (FrameEnded(FRAMES[1]), []),
-            (FrameEnded(FRAMES[2]), COMMIT),
-        ],
-        State.COMMITTED,
-        0,
-    ),
-    "one that has all tokens commits without a frame": (
-        [*READY[:3], (Reserved(ALL, 10), [Tell(Grant(*KEY, 1, 10))]), (Finish(*KEY, 1, 7, 0, 0), COMMIT)],
-        State.COMMITTED,
-        0,
-    ),
-    "a corrupt frame fails it, and blocks stay until the others have ended": (
-        [
-            *READY,
-            *PUSHED[:2],
-            (FrameEnded(FRAMES[0], Outcome.CORRUPT), Code.CORRUPT),
-            (FrameEnded(FRAMES[1]), [ReleaseHold(ALL)]),
-        ],
-        State.FAILED,
-        0,
-    ),
     "the next link is granted what has not verified, once the older one writes nothing": (
         [
             *READY,
@@ -278,30 +186,36 @@ def test_receiver(name: str) -> None:
     assert walk(ReceiveAttempt(KEY, TIMEOUTS, 0.0), steps, dropped).state is state
 
 
+GRANT_FIRST, EXPECTED = [(GRANT, ...)], [(OFFER, ...), (LinkUp(1), ...), (Expected(SHAPE), ...)]
+
+
+@pytest.mark.parametrize(
+    ("role", "steps", "state"),
+    [
+        ("sender", [], State.ADMITTED),
+        ("sender", GRANT_FIRST, State.PREFILLING),
+        ("sender", [(FINISHED, ...)], State.EXPORTED),
+        ("sender", [*GRANT_FIRST, (FINISHED, ...)], State.TRANSFERRING),
+        ("receiver", EXPECTED[:2], State.ADMITTED),
+        ("receiver", EXPECTED, State.WAITING),
+        ("receiver", [*EXPECTED, (Reserved(ALL), ...), PUSHED[0]], State.TRANSFERRING),
+    ],
+)
+def test_renewals_keep_no_attempt_past_its_deadline(role: str, steps: list[Step], state: State) -> None:
+    attempt = SendAttempt(KEY, SHAPE, TIMEOUTS, 0.0) if role == "sender" else ReceiveAttempt(KEY, TIMEOUTS, 0.0)
+    machine, at = walk(attempt, steps), 0.0
+    assert machine.state is state
+    while at < TIMEOUTS.prefill + TIMEOUTS.lease and not machine.state.over:
+        at += TIMEOUTS.lease / 2
+        machine.on(Renewed(), at)
+    assert machine.state is State.FAILED
+
+
 def test_receiver_waits_for_free_blocks_until_its_deadline() -> None:
     receiver = walk(ReceiveAttempt(KEY, TIMEOUTS, 0.0), [*READY[:3], (Reserved(None), ...)])
     for at in range(2, int(TIMEOUTS.grant), 2):
         receiver.on(Renewed(), float(at))
     assert [action.code for action in receiver.poll(TIMEOUTS.grant) if isinstance(action, Failed)] == [Code.NO_CAPACITY]
-
-
-@pytest.mark.parametrize("state", [State.ADMITTED, State.WAITING, State.TRANSFERRING])
-@ENDS
-def test_receiver_ends_in_every_state_and_releases_all(state: State, end: str) -> None:
-    steps: list[Step] = [(OFFER, ...), (LinkUp(1), ...)]
-    steps += [] if state is State.ADMITTED else [(Expected(SHAPE), ...)]
-    steps += [(Reserved(ALL), ...), PUSHED[0]] if state is State.TRANSFERRING else []
-    receiver = walk(ReceiveAttempt(KEY, TIMEOUTS, 0.0), steps)
-    assert receiver.state is state
-    actions, at = ends(receiver, end)
-    if state is State.WAITING:
-        assert not receiver.over
-        actions += receiver.on(Reserved(ALL), at)
-    if state is State.TRANSFERRING:
-        assert ReleaseHold(ALL) not in actions, "the frame in transit may still be written"
-        actions += receiver.on(FrameEnded(FRAMES[0], Outcome.LOST), at)
-    assert actions.count(ReleaseHold(ALL)) == (state is not State.ADMITTED)
-    assert receiver.over
 
 
 def test_a_machine_that_missed_its_deadline_ignores_queued_messages() -> None:

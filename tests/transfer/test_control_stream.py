@@ -1,6 +1,8 @@
 """The control stream: a hostile, confused or outdated peer changes nothing, is told why, and ends no process."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import grpc
@@ -30,6 +32,7 @@ from kvrelay.transfer.protocol.messages import (
     Grant,
     Hello,
     Key,
+    Message,
     Nack,
     Offer,
     Push,
@@ -40,13 +43,54 @@ from kvrelay.transfer.protocol.messages import (
     encode,
 )
 from kvrelay.transfer.protocol.peers import PeerTable
-from support.handoff import LAYOUT, RECEIVER, SENDER, Ends, Pair, SendingHost, links_of, pair, prompt, setup
-from support.raw_peer import CONFIG, HELLO, RawPeer, raw_peer, still_works
+from support.access import METADATA
+from support.handoff import HOST, LAYOUT, RECEIVER, SENDER, Ends, Pair, SendingHost, links_of, pair, prompt, setup
 
 pytestmark = pytest.mark.anyio
+CONFIG = TransferConfig(frame_timeout_seconds=2.0)
+HELLO = LocalWorker(SENDER, LAYOUT, "fingerprint").hello(RECEIVER, CONFIG)
+PATIENCE_SECONDS = 10.0
 TOKENS = list(range(20))
 KEY = ("r", 1)
 OLD = bytes(msgpack.packb([{"type": "Hello", "version": 6, "worker": SENDER.name}]))
+
+
+class RawPeer:
+    """A control stream whose every byte the test writes."""
+
+    def __init__(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> None:
+        self.call = call
+
+    async def send(self, *messages: Message) -> None:
+        await self.call.write(encode(messages))
+
+    async def receive(self, kind: type[Message]) -> Message:
+        """The next message of this kind; AssertionError if the stream ends first."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while (batch := await self.call.read()) is not grpc.aio.EOF:
+                for message in decode(batch):
+                    if isinstance(message, kind):
+                        return message
+        raise AssertionError(f"the stream ended without {kind.__name__}")
+
+
+@asynccontextmanager
+async def raw_peer(world: Pair) -> AsyncIterator[RawPeer]:
+    async with grpc.aio.insecure_channel(f"{HOST}:{world.port}") as channel:
+        peer = RawPeer(channel.stream_stream(f"/{SERVICE}/Control", None, None)(None, metadata=METADATA))
+        yield peer
+        peer.call.cancel()
+
+
+async def still_works(world: Pair) -> None:
+    """Checks that a hand-off still arrives; it takes a second attempt if the raw peer has dialled epoch 1."""
+    for attempt in (1, 2):
+        key = ("still works", attempt)
+        world.announce(key, prompt(20))
+        world.compute(key, [0, 1])
+        if await world.sent(key):
+            return
+    raise AssertionError(f"no hand-off works any more: {world.ends.export_failed}")
 
 
 @pytest.fixture
@@ -225,44 +269,43 @@ async def test_an_invalid_push_or_finish_is_refused_and_the_blocks_are_released(
 
 # To a prefill worker.
 
+Control = Callable[[AsyncIterator[bytes], "grpc.aio.ServicerContext[bytes, bytes]"], Awaitable[None]]
 
-class BrokenService:
-    """A decode worker that sends an invalid batch after its hello; without a batch, it refuses the stream as one does
-    that can't read a hello."""
 
-    def __init__(self) -> None:
-        self.batch: bytes | None = None
-
-    async def control(self, requests: AsyncIterator[bytes], context: "grpc.aio.ServicerContext[bytes, bytes]") -> None:
-        if self.batch is None:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not msgpack: Unpack failed: incomplete input")
-        await context.write(encode([LocalWorker(RECEIVER, LAYOUT, "fingerprint").hello(SENDER, CONFIG)]))
-        await context.write(self.batch)
-        async for _ in requests:
-            pass
+@asynccontextmanager
+async def answered_by(world: Pair, control: Control) -> AsyncIterator[None]:
+    """The pair's sender takes a service with this control stream for the decode worker."""
+    server, honest = grpc.aio.server(), list(world.sender.peers)
+    handlers = {"Control": grpc.stream_stream_rpc_method_handler(control)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    port = server.add_insecure_port(f"{HOST}:0")
+    await server.start()
+    world.sender.peers.update([replace(honest[0], address=f"{HOST}:{port}")])
+    yield
+    await server.stop(None)
+    world.sender.peers.update(honest)
 
 
 async def test_a_prefill_worker_fails_hand_offs_to_a_broken_peer_and_goes_on() -> None:
+    """The peer sends an invalid batch after its hello, or refuses the stream as one does that can't read a hello."""
+    sent: list[bytes | None] = [None]
+
+    async def control(requests: AsyncIterator[bytes], context: "grpc.aio.ServicerContext[bytes, bytes]") -> None:
+        if sent[-1] is None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not msgpack: Unpack failed: incomplete input")
+        await context.write(encode([LocalWorker(RECEIVER, LAYOUT, "fingerprint").hello(SENDER, CONFIG)]))
+        await context.write(sent[-1])
+        async for _ in requests:
+            pass
+
     async with pair(TransferConfig(frame_timeout_seconds=10.0), transports=links_of("fake")) as world:
-        server, broken = grpc.aio.server(), BrokenService()
-        handlers = {"Control": grpc.stream_stream_rpc_method_handler(broken.control)}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        honest = list(world.sender.peers)
         batches = {name: batch for name, (batch, _) in INVALID.items() if not name.startswith("truncated")}
-        for number, (name, batch) in enumerate([("a refusal", None), *batches.items()]):
-            broken.batch = batch
-            world.sender.peers.update([replace(honest[0], address=f"127.0.0.1:{port}")])
-            key = (f"r{number}", 1)
-            world.sender.begin(key, RECEIVER, TOKENS)
-            world.compute(key, [0, 1])
-            assert not await world.sent(key)
-            code, reason = world.ends.export_failed[key]
-            assert code is (Code.PROTOCOL if batch is not None else Code.INCOMPATIBLE), name
-            assert batch is not None or f"version {VERSION} of the protocol" in reason
-        await server.stop(None)
-        world.sender.peers.update(honest)
+        async with answered_by(world, control):
+            for number, (name, batch) in enumerate([("a refusal", None), *batches.items()]):
+                sent.append(batch)
+                code, reason = await world.fails((f"r{number}", 1), TOKENS)
+                assert code is (Code.PROTOCOL if batch is not None else Code.INCOMPATIBLE), name
+                assert batch is not None or f"version {VERSION} of the protocol" in reason
         await still_works(world)
 
 
@@ -274,18 +317,12 @@ async def test_leases_of_many_hand_offs_are_renewed_in_messages_of_bounded_size(
         async for batch in requests:
             renewed.extend(key for message in decode(batch) if isinstance(message, Renew) for key in message.keys)
 
-    async with pair(TransferConfig(lease_seconds=0.4), transports=links_of("fake")) as world:
-        server = grpc.aio.server()
-        handlers = {"Control": grpc.stream_stream_rpc_method_handler(control)}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        world.sender.peers.update([replace(next(iter(world.sender.peers)), address=f"127.0.0.1:{port}")])
+    config = TransferConfig(lease_seconds=0.4)
+    async with pair(config, transports=links_of("fake")) as world, answered_by(world, control):
         for key in keys:
             world.sender.begin(key, RECEIVER, prompt(5))
         await world.ends.until(lambda: len(renewed) >= len(keys))
-        assert renewed[: len(keys)] == keys
-        await server.stop(None)
+    assert renewed[: len(keys)] == keys
 
 
 async def test_a_layer_of_a_block_that_fits_into_no_frame_is_refused_at_start() -> None:

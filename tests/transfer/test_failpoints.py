@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -13,8 +14,9 @@ KEY = ("name/0123", 1)
 
 
 @pytest.fixture
-def arm(monkeypatch: pytest.MonkeyPatch):
-    return lambda text: monkeypatch.setattr(failpoints, "_armed", parse(text))
+def arm() -> Iterator[Callable[[str], None]]:
+    yield lambda text: failpoints.arm(parse(text))
+    failpoints.arm(())
 
 
 def test_an_unarmed_failpoint_costs_less_than_ten_microseconds() -> None:

@@ -11,7 +11,6 @@ from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.protocol.handshake import LocalWorker
 from kvrelay.transfer.protocol.messages import Code
 from kvrelay.transfer.protocol.states import SentStates, StatesRoom
-from support.fake_transport import FakeTransport, Fault
 from support.handoff import (
     FIRST_TOKEN,
     LAYOUT,
@@ -30,8 +29,6 @@ from support.handoff import (
 CONFIG = TransferConfig(frame_timeout_seconds=1.0, frame_bytes=65536)
 BLOCK = LAYOUT.block_size
 CHUNK = 4 * BLOCK
-GAPS = (range(1), CHUNK), (range(1, 3), 3 * CHUNK), (range(4, 9), None)
-"""Chunks of five whose states are missing, and the first token whose states come."""
 
 
 def states_of(tokens: int, layout: StatesLayout = STATES) -> Tensor:
@@ -40,44 +37,36 @@ def states_of(tokens: int, layout: StatesLayout = STATES) -> Tensor:
     return states.to(getattr(torch, layout.dtype))
 
 
-def compute(world: Pair, key: tuple[str, int], states: Tensor, first: int = 0, skipped: range = range(0)) -> None:
-    """Computes a prompt chunk by chunk, with the hidden states from token `first` on, except in chunks that are
-    skipped."""
+def compute(world: Pair, key: tuple[str, int], states: Tensor, first: int = 0) -> None:
+    """Computes a prompt chunk by chunk, with the hidden states from token `first` on."""
     count, blocks = len(states), blocks_of(len(states))
-    for number, start in enumerate(range(0, count, CHUNK)):
+    for start in range(0, count, CHUNK):
         end = min(start + CHUNK, count)
-        if number not in skipped and first < end:
+        if first < end:
             world.sender.keep(key, max(first, start), states[max(first, start) : end])
         if end < count:
             world.sender.progress(key, world.sending.hold(blocks[start // BLOCK : end // BLOCK]))
     world.sender.finished(key, FIRST_TOKEN, world.sending.hold(blocks))
 
 
-def check(world: Pair, key: tuple[str, int], states: Tensor, first: int | None) -> None:
-    """The KV came, with the states from `first` on; None if none came. No room is taken any more."""
-    count, came = len(states), world.ends.states[key]
+async def arrives(world: Pair, name: str, states: Tensor, expected: int | None, first: int = 0) -> None:
+    """Hands a prompt over, and checks that the states from `expected` on came with it; None if none came. No room is
+    taken any more."""
+    key, count = (name, 1), len(states)
+    world.announce(key, prompt(count))
+    compute(world, key, states, first)
+    await world.settled(key)
     world.check_equal(key, blocks_of(count), count)
-    if first is None:
+    came = world.ends.states[key]
+    if expected is None:
         assert came is None
     else:
         assert came is not None
-        assert torch.equal(came, states[first:])
-    # After a frame was lost, the sender has sent more.
+        assert torch.equal(came, states[expected:])
     nbytes = 0 if came is None else came.nbytes
     assert world.ends.imported[key][2].state_nbytes == nbytes <= world.ends.exported[key].state_nbytes
     assert world.sender.states_room.used == world.receiver.states_room.used == 0
     world.reuse(key)
-
-
-async def arrives(
-    world: Pair, name: str, states: Tensor, expected: int | None, first: int = 0, skipped: range = range(0)
-) -> None:
-    """Hands a prompt over, and checks that the states from `expected` on came with it."""
-    key = name, 1
-    world.announce(key, prompt(len(states)))
-    compute(world, key, states, first, skipped)
-    await world.settled(key)
-    check(world, key, states, expected)
 
 
 @pytest.mark.anyio
@@ -100,14 +89,6 @@ async def test_they_arrive_with_the_kv(kind: str, dtype: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_behind_a_gap_they_begin_anew() -> None:
-    """A preempted sequence may find blocks of another one; what doesn't reach the prompt's end is of no use."""
-    async with pair(CONFIG, states=STATES) as world:
-        for number, (skipped, first) in enumerate(GAPS):
-            await arrives(world, f"r{number}", states_of(5 * CHUNK), first, skipped=skipped)
-
-
-@pytest.mark.anyio
 async def test_without_room_the_kv_comes_alone() -> None:
     """The sender drops the part that doesn't fit, and what came before it; the receiver takes all or none."""
     small = replace(CONFIG, states_bytes=3 * CHUNK * STATES.token_bytes)
@@ -121,28 +102,6 @@ async def test_who_wants_none_gets_none() -> None:
     """The hand-off takes no frame, byte or memory more than one without states."""
     async with pair(CONFIG) as world:
         await arrives(world, "r", states_of(200), None, first=200)
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("fault", ["corrupt", "fail"])
-@pytest.mark.parametrize("number", range(3))
-async def test_a_damaged_frame_is_never_used(fault: str, number: int) -> None:
-    """Two frames have KV, one has states. A damaged one fails the attempt or its link; the next attempt goes on behind
-    verified frames."""
-    fake = {"fake": FakeTransport(lambda frame: Fault(fault) if frame == number else None)}  # type: ignore[arg-type]  # a literal
-    async with pair(CONFIG, transports=(fake, fake), states=STATES) as world:
-        raw(world.source).random_(0, 256)
-        key, states = ("r", 1), states_of(3 * CHUNK)
-        world.announce(key, prompt(3 * CHUNK))
-        compute(world, key, states)
-        await world.settled(key)
-        if key in world.ends.imported:
-            assert fault != "corrupt"
-            check(world, key, states, 0)
-        else:
-            assert world.ends.import_failed[key][0] is Code.CORRUPT
-            assert key not in world.ends.states
-            assert world.sender.states_room.used == world.receiver.states_room.used == 0
 
 
 @pytest.mark.parametrize(

@@ -108,16 +108,7 @@ def link_on(group: GroupTwin, timeout: float = 0.2) -> NcclLink:
     return NcclLink(group, SENDER, torch.device("cpu"), Watchdog(), timeout, group.end_of)
 
 
-def test_an_operation_that_ends_is_waited_for() -> None:
-    group = GroupTwin()
-    link = link_on(group)
-    pending = link.send(link.buffer(8))
-    threading.Timer(0.05, group.ended.add, ("send",)).start()
-    pending.wait(WAIT)
-    assert not group.aborted.is_set()
-
-
-def test_a_wait_takes_no_processor_and_ends_with_its_operation() -> None:
+def test_a_wait_takes_no_processor_and_ends_with_its_operation_or_aborts_it_at_its_timeout() -> None:
     group = GroupTwin()
     link = link_on(group)
     pending, later = link.send(link.buffer(8)), link.recv(link.buffer(8))
@@ -127,8 +118,10 @@ def test_a_wait_takes_no_processor_and_ends_with_its_operation() -> None:
     assert time.monotonic() - began >= 0.4
     assert time.thread_time() - used < 0.02
     assert group.looks <= 6, "a look each 0.1 s is for errors only"
-    with pytest.raises(LinkError, match="no end within"):
-        later.wait(0.05)
+    assert not group.aborted.is_set()
+    with pytest.raises(LinkError, match=r"no end within 0\.1 s"):
+        later.wait(0.1)
+    assert group.aborted.wait(WAIT)
 
 
 def test_an_error_of_nccl_ends_a_wait_as_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,14 +135,6 @@ def test_an_error_of_nccl_ends_a_wait_as_an_error(monkeypatch: pytest.MonkeyPatc
         pending.wait(WAIT)
     assert time.monotonic() - began < 1
     link.close()
-
-
-def test_an_operation_that_does_not_end_is_aborted_at_its_timeout() -> None:
-    group = GroupTwin()
-    link = link_on(group)
-    with pytest.raises(LinkError, match=r"no end within 0\.1 s"):
-        link.send(link.buffer(8)).wait(0.1)
-    assert group.aborted.wait(WAIT)
 
 
 def test_a_rank_that_never_comes_is_aborted_by_the_watchdog() -> None:

@@ -3,7 +3,6 @@
 import gc
 import os
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +11,9 @@ import pytest
 import torch
 
 from kvrelay.transfer.protocol.packing import pack
-from kvrelay.transfer.protocol.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.base import Link, LinkError
 from kvrelay.transfer.transports.shm import SharedMemoryLink, SharedMemoryTransport
-from support.link_process import beside, filled, meetings, pattern
+from support.link_process import filled, joined, pattern
 
 WAIT = 10.0
 
@@ -77,23 +75,14 @@ def test_an_unexpected_descriptor_is_closed() -> None:
 
 def exchange() -> None:
     """One frame over a link of its own."""
-    transport, meeting = SharedMemoryTransport(), meetings(WAIT)
-    received = threading.Event()
 
-    def receive() -> None:
-        link: Link = transport.connect(meeting[RECEIVER], RECEIVER, WAIT)
+    def receive(link: Link) -> None:
         into = link.buffer(4097)
         link.recv(into).wait(WAIT)
         assert torch.equal(into, pattern(4097))
-        received.set()
-        link.close()
 
-    other = beside(receive)
-    link = transport.connect(meeting[SENDER], SENDER, WAIT)
-    link.send(filled(link, 4097)).wait(WAIT)
-    assert received.wait(WAIT)
-    link.close()
-    other()
+    transport = SharedMemoryTransport()
+    joined([transport, transport], lambda link: link.send(filled(link, 4097)).wait(WAIT), receive)
 
 
 def test_shared_memory_has_no_name_and_is_unmapped_with_the_link() -> None:

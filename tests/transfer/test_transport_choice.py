@@ -1,7 +1,6 @@
 """Choice of transport: a pair uses the best that both have; without one, the error says what each has and why."""
 
 import gc
-import threading
 from typing import Any, ClassVar
 
 import pytest
@@ -16,7 +15,7 @@ from kvrelay.transfer.transports.nccl import scope_of
 from kvrelay.transfer.transports.registry import available_transports, choose, entries
 from kvrelay.transfer.transports.shm import SharedMemoryTransport, shm_missing
 from support.fake_transport import FakeTransport
-from support.link_process import beside, meetings
+from support.link_process import beside, joined, meetings
 
 HOST = "127.0.0.1"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -165,19 +164,9 @@ def test_a_pool_on_a_gpu_gets_pinned_buffers(name: str, gpu: bool, monkeypatch: 
 
     monkeypatch.setattr(torch, "empty", recorded)
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    meeting, both = meetings(5.0), threading.Barrier(2)
-    transport = available_transports(HOST, name, gpu)[name]
-    found = []
-
-    def use(rank: int) -> None:
-        link = transport.connect(meeting[rank], rank, 5.0)
-        found.append(link.buffer(4096))
-        both.wait(10.0)
-        link.close()
-
-    other = beside(lambda: use(RECEIVER))
-    use(SENDER)
-    other()
+    transport, found = available_transports(HOST, name, gpu)[name], []
+    use = lambda link: found.append(link.buffer(4096))  # noqa: E731  # an argument
+    joined([transport, transport], use, use)
     assert pinned == ([4096, 4096] if gpu else [])
     found.clear()
     gc.collect()

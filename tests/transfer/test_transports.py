@@ -16,8 +16,9 @@ from kvrelay.transfer.protocol.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.base import Link, LinkError, Rendezvous, Transport, poll
 from kvrelay.transfer.transports.nccl import OLDEST_SHARED_GPU, nccl_missing
 from kvrelay.transfer.transports.nixl import nixl_missing
+from support import link_process
 from support.fake_transport import FakeTransport
-from support.link_process import beside, filled, linked_process, meetings, pattern, transport_named
+from support.link_process import filled, linked_process, pattern, transport_named
 
 SIZES = [1, 4097, 65536, 3 * 2**20 + 1, 16 * 2**20]
 WAIT = 20.0
@@ -48,25 +49,7 @@ def transport(name: str) -> Transport:
 
 
 def joined(name: str, send: Callable[[Link], object], receive: Callable[[Link], object], timeout: float = WAIT) -> None:
-    """Both ends of a link in this process, each on a thread of its own; closed in the end."""
-    meeting = meetings(timeout)
-    # A send is done when its buffer may be reused, perhaps before the other end has the bytes.
-    done = threading.Event(), threading.Event()
-
-    def end(rank: int, work: Callable[[Link], object]) -> None:
-        link = transport(name).connect(meeting[rank], rank, timeout)
-        try:
-            work(link)
-        finally:
-            done[rank].set()
-            done[1 - rank].wait(WAIT)
-            link.close()
-
-    other = beside(lambda: end(RECEIVER, receive))
-    try:
-        end(SENDER, send)
-    finally:
-        other()
+    link_process.joined([transport(name)] * 2, send, receive, timeout)
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -125,10 +108,10 @@ def test_a_frame_longer_than_the_receive_ends_no_process(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*PROCESSES, nccl])
 def test_bytes_of_every_size_cross_between_processes(name: str) -> None:
-    with linked_process(name, "idle", SIZES) as other:
+    with linked_process(name, "idle", SIZES) as (link, _):
         for size in SIZES:
-            into = other.link.buffer(size)
-            other.link.recv(into).wait(WAIT)
+            into = link.buffer(size)
+            link.recv(into).wait(WAIT)
             assert torch.equal(into.cpu(), pattern(size))
 
 
@@ -160,31 +143,31 @@ def test_a_frame_of_another_size_is_an_error(name: str) -> None:
 def test_a_peer_that_is_gone_is_an_error_in_time(name: str, how: str) -> None:
     """A receive fails at once or at its timeout, and so does the next one; closing doesn't wait for the peer."""
     timeout = {"killed": 10.0 if name in BYTES else 1.0, "frozen": 0.5, "closed": 10.0}[how]
-    with linked_process(name, "abort" if how == "closed" else "idle", [1]) as other:
-        other.link.recv(other.link.buffer(1)).wait(WAIT)
-        pending = other.link.recv(other.link.buffer(1024))
-        assert other.process.pid is not None
+    with linked_process(name, "abort" if how == "closed" else "idle", [1]) as (link, process):
+        link.recv(link.buffer(1)).wait(WAIT)
+        pending = link.recv(link.buffer(1024))
+        assert process.pid is not None
         if how != "closed":
-            os.kill(other.process.pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+            os.kill(process.pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         started = time.monotonic()
         with pytest.raises(LinkError):
             pending.wait(timeout)
         assert (0.4 if how == "frozen" else 0.0) < time.monotonic() - started < 4
         with pytest.raises(LinkError):
-            other.link.recv(other.link.buffer(1024)).wait(0.5)
+            link.recv(link.buffer(1024)).wait(0.5)
         closing = time.monotonic()
-        other.link.close()
+        link.close()
         assert time.monotonic() - closing < 2
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(missing_nccl() is not None, reason=str(missing_nccl()))
 def test_a_killed_peer_is_an_error_in_time_over_nccl() -> None:
-    with linked_process("nccl", "idle", [4096]) as other:
-        into = other.link.buffer(4096)
-        other.link.recv(into).wait(WAIT)
-        pending = other.link.recv(into)
-        other.process.kill()
+    with linked_process("nccl", "idle", [4096]) as (link, process):
+        into = link.buffer(4096)
+        link.recv(into).wait(WAIT)
+        pending = link.recv(into)
+        process.kill()
         killed = time.monotonic()
         with pytest.raises(LinkError):
             pending.wait(2)

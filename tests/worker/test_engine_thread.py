@@ -96,28 +96,27 @@ def test_an_engine_that_can_compute_nothing_reports_nothing() -> None:
     assert len(reports) == 0
 
 
-def test_a_pause_once_makes_no_step_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
+def test_a_pause_once_makes_no_step_a_slow_one(monkeypatch: pytest.MonkeyPatch, started: "Started") -> None:
+    now, slow, durations = 0.0, list[float](), [0.1, 0.1, 9.0, 0.2, 0.1, 5.0]
     monkeypatch.setattr("kvrelay.worker.engine_thread.time.monotonic", lambda: now)
-    durations = iter([0.1, 0.1, 9.0, 0.2, 0.1, 5.0])
+    over = threading.Event()
 
-    class Engine:
-        has_work = True
-        steps = 0
-        lock = threading.Lock()
+    def step() -> list[object]:
+        nonlocal now
+        slow.append(started.thread.slow_step)
+        if durations:
+            now += durations.pop(0)
+        else:
+            started.engine.work = 0
+            over.set()
+        return [None]
 
-        def step(self) -> list[Progress]:
-            nonlocal now
-            self.steps += 1
-            now += next(durations)
-            return []
+    def give_work() -> None:
+        started.engine.step, started.engine.work = step, 1  # type: ignore[method-assign]
 
-    thread = EngineThread(Engine(), lambda progress: None, lambda error: None)  # type: ignore[arg-type]  # scripted
-    slow = []
-    for _ in range(6):
-        thread._step()
-        slow.append(thread.slow_step)
-    assert slow == pytest.approx([0.0, 0.1, 0.1, 0.2, 0.2, 5.0], rel=0.01)
+    started.thread.post(give_work)
+    assert over.wait(5)
+    assert slow[1:] == pytest.approx([0.0, 0.1, 0.1, 0.2, 0.2, 5.0], rel=0.01)
 
 
 async def test_a_call_returns_and_raises_to_its_caller_only(started: Started) -> None:

@@ -29,7 +29,8 @@ from kvrelay.worker.relay.requests import request_of
 from kvrelay.worker.server import WorkerServer
 from support.checkpoints import VOCAB_SIZE
 from support.hash_runner import hash_spec
-from support.relays import SECONDS, free_again, relay, submit, until, worker
+from support.relays import LONG, SECONDS, free_again, relay, submit, worker
+from support.router_fakes import until
 
 pytestmark = pytest.mark.anyio
 
@@ -84,9 +85,8 @@ async def test_a_phase_of_another_role_and_a_second_submit_are_defects(server: W
     async with relay(server) as router:
         await router.send(submit=submit("decode", phase=PHASE_DECODE))
         assert (await router.event()).failure.code == Failure.CODE_INTERNAL
-        endless = Sampling(max_tokens=500, top_p=1.0, ignore_eos=True)
-        await router.send(submit=submit("twice", sampling=endless))
-        await router.send(submit=submit("twice", sampling=endless))
+        for _ in range(2):
+            await router.send(submit=submit("twice", **LONG))
         assert "submitted twice" in (await router.last()).failure.message
         await router.send(cancel=Cancel(request_id="twice", attempt=1))
         await free_again(server)
@@ -126,14 +126,12 @@ async def test_a_cancel_by_the_peer_is_not_told_as_a_failure(checkpoint: Path, r
         await free_again(server)
 
 
-async def test_a_stream_that_ends_frees_what_was_submitted_on_it(checkpoint: Path) -> None:
-    async with worker(checkpoint) as server:
-        async with relay(server) as router:
-            for number in range(3):
-                sampling = Sampling(max_tokens=500, top_p=1.0, ignore_eos=True)
-                await router.send(submit=submit(f"endless-{number}", sampling=sampling))
-            await router.event()
-        await free_again(server)
+async def test_a_stream_that_ends_frees_what_was_submitted_on_it(server: WorkerServer) -> None:
+    async with relay(server) as router:
+        for number in range(3):
+            await router.send(submit=submit(f"long-{number}", **LONG))
+        await router.event()
+    await free_again(server)
 
 
 async def test_a_stream_to_another_incarnation_is_refused(server: WorkerServer) -> None:
@@ -146,7 +144,7 @@ async def test_a_stream_to_another_incarnation_is_refused(server: WorkerServer) 
 
 async def test_draining_lets_what_runs_end_and_takes_nothing_new(server: WorkerServer) -> None:
     async with relay(server) as router:
-        await router.send(submit=submit("running", sampling=Sampling(max_tokens=100, top_p=1.0, ignore_eos=True)))
+        await router.send(submit=submit("running", **LONG))
         await router.event()
         stopping = asyncio.create_task(server.stop(SECONDS))
         await asyncio.sleep(0)
@@ -160,7 +158,6 @@ async def test_draining_lets_what_runs_end_and_takes_nothing_new(server: WorkerS
 # A later call of a client ends what the earlier ones have submitted, and nobody else's.
 
 MINE, OTHERS = b"a key of sixteen", b"another client's"
-LONG: dict[str, Any] = {"sampling": {"max_tokens": 400, "top_p": 1.0, "ignore_eos": True}}
 
 
 def call(number: int, key: bytes = MINE) -> ClientCall:

@@ -17,7 +17,8 @@ from kvrelay.worker import worker as worker_module
 from kvrelay.worker.engine_thread import EngineEndedError
 from kvrelay.worker.server import WorkerServer
 from support.access import METADATA
-from support.relays import SECONDS, Built, relay, submit, until, worker
+from support.relays import LONG, SECONDS, Built, relay, submit, worker
+from support.router_fakes import until
 
 pytestmark = pytest.mark.anyio
 
@@ -32,7 +33,7 @@ def heartbeat(server: WorkerServer) -> Member:
 
 async def test_a_drained_worker_returns_its_streams_as_migrations(server: WorkerServer) -> None:
     async with relay(server) as router:
-        await router.send(submit=submit("long", sampling={"max_tokens": 400, "top_p": 1.0, "ignore_eos": True}))
+        await router.send(submit=submit("long", **LONG))
         await router.event()
         stopping = asyncio.create_task(server.stop(0.0))
         failure = (await router.last()).failure

@@ -228,8 +228,6 @@ def _reset(transport: asyncio.Transport) -> bool:
     return state == _TCP_CLOSED
 
 
-logger = logging.getLogger(__name__)
-
 BACKLOG = 1024
 AT_ONCE = 64
 """Connections that are accepted in one turn of the event loop."""

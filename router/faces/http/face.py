@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import logging
 import math
 import ssl
 import time
@@ -49,8 +48,6 @@ def _allow_origins(app: web.Application, origins: Iterable[str]) -> None:
     for route in list(app.router.routes()):
         allowed.add(route)
 
-
-logger = logging.getLogger(__name__)
 
 NAME = web.RequestKey("name", str)
 """The request's name, which the header of its answer has."""
@@ -228,7 +225,7 @@ class HttpFace:
         """The first fields of each answer."""
         model = self._front.model.fingerprint
         digest = hashlib.blake2b(f"{VERSION} {model}".encode(), digest_size=5).hexdigest()
-        return {"id": id_, "model": self._front.served_names[0], "system_fingerprint": f"fp_{digest}"}
+        return {"id": id_, "model": self._front.asking().served_names[0], "system_fingerprint": f"fp_{digest}"}
 
     async def _read(self, request: web.Request, call: Call) -> bytes:
         config = self._front.config
@@ -251,12 +248,12 @@ class HttpFace:
     async def _models(self, request: web.Request) -> web.Response:
         front = self._front
         front.tenant(caller_of(request))
-        return _json(to_json({"object": "list", "data": [self._model(name) for name in front.served_names]}))
+        return _json(to_json({"object": "list", "data": [self._model(name) for name in front.asking().served_names]}))
 
     async def _one_model(self, request: web.Request) -> web.Response:
         self._front.tenant(caller_of(request))
         name = request.match_info["name"]
-        self._front.check_model(name)
+        self._front.asking().check_model(name)
         return _json(to_json(self._model(name)))
 
     def _model(self, name: str) -> dict[str, Any]:

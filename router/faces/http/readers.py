@@ -53,7 +53,7 @@ class TokenizeRequest(ConversationFields):
         tokens = await text_tokens(texts, tokenizer, TOKENIZE_BYTES, TOKENIZE_WHY)
         answer = {"count": len(tokens), "max_model_len": model.max_context, "tokens": tokens.tolist()}
         if self.return_token_strs:
-            answer["token_strs"] = [tokenizer.bytes_of(token).decode(errors="replace") for token in tokens]
+            answer["token_strs"] = [tokenizer.token_bytes.name(token).decode(errors="replace") for token in tokens]
         return to_json(answer)
 
 

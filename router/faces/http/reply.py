@@ -104,7 +104,7 @@ class TextLogprobs:
 
     def _name(self, token: int) -> str:
         """The token's text; `bytes:\\xe2\\x82` for a part of a character."""
-        known = self._tokenizer.bytes_of(token)
+        known = self._tokenizer.token_bytes.name(token)
         try:
             return known.decode()
         except UnicodeDecodeError:
@@ -127,7 +127,7 @@ def chat_logprobs(tokenizer: Tokenizer, token_ids: Sequence[int], values: Sequen
 
 
 def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
-    known = tokenizer.bytes_of(token)
+    known = tokenizer.token_bytes.name(token)
     return {"token": known.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(known)}
 
 

@@ -77,7 +77,7 @@ class About:
 def about(front: Front, router: str, registry: WorkerRegistry) -> About:
     """The router and its model."""
     model = registry.model
-    name = "" if model is None else front.served_names[0]
+    name = "" if model is None else front.asking().served_names[0]
     context = 0 if model is None else model.max_context
     return About(router, VERSION, name, context, front.tokenizer.has_chat_template)
 

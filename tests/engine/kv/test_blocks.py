@@ -135,14 +135,19 @@ def test_misuse_is_refused_and_changes_nothing() -> None:
         hold.extend(1)
 
 
+def index(pool: BlockPool) -> set[int]:
+    """What the pool takes for the prefix index's knowledge, to be spoiled."""
+    assert isinstance(pool.indexed, set)
+    return pool.indexed
+
+
 DAMAGES: dict[str, Callable[[BlockPool, Hold], object]] = {
-    "a lost block": lambda pool, hold: pool._free.pop(),
-    "a block that is free and held": lambda pool, hold: pool._free.append(hold.blocks[0]),
-    "a missing reference": lambda pool, hold: pool._refs.__setitem__(hold.blocks[0], 0),
-    "a free block in a hold": lambda pool, hold: hold.blocks.__setitem__(0, pool._free[0]),
+    "a lost block": lambda pool, hold: hold.blocks.pop(),
+    "a missing reference": lambda pool, hold: pool.share(hold.blocks, "other").blocks.pop(),
+    "a free block in a hold": lambda pool, hold: hold.blocks.__setitem__(0, max(hold.blocks) + 1),
     "a block twice in a hold": lambda pool, hold: hold.blocks.append(hold.blocks[0]),
-    "a cached block that nobody knows": lambda pool, hold: pool._cached.update({pool._free.pop(): None}),
-    "a free block in the index": lambda pool, hold: pool._indexed.add(pool._free[-1]),
+    "a cached block that nobody knows": lambda pool, hold: index(pool).difference_update(cache(pool, 1)),
+    "a free block in the index": lambda pool, hold: index(pool).add(max(hold.blocks) + 1),
 }
 """Ways to break the bookkeeping from within, as only a mistake in the pool itself could."""
 

@@ -1,6 +1,5 @@
 """KV of 8 bits in an engine: the bundled model's logits stay as they are, and blocks are about half as long."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,31 +10,25 @@ from kvrelay.engine.config import CacheDtype, EngineConfig
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.runner import cpu
 from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
-from kvrelay.models import bundled
+from kvrelay.models import resolve
 from kvrelay.transfer.frames.frames import ConvertedFrame, NarrowedFrame, PoolFrame
 from kvrelay.transfer.protocol.events import Frame
 from support.paged import PagedSequence, PagedSequences
 
 COSINE = 0.999
 LENGTH = 400
-MakeRunner = Callable[[CacheDtype], CpuRunner]
-
-
-def pico() -> Path:
-    folder = bundled("pico")
-    assert folder is not None
-    return folder
+PICO = resolve("pico")
 
 
 def make_runner(kv_dtype: CacheDtype, dtype: str = "float32") -> CpuRunner:
     options = EngineConfig(kv_memory_bytes=2**24, threads=1, kv_dtype=kv_dtype)
-    return build_cpu_runner(pico(), dtype, options)  # type: ignore[arg-type]  # one of its strings
+    return build_cpu_runner(PICO, dtype, options)  # type: ignore[arg-type]  # one of its strings
 
 
 @pytest.fixture(scope="module")
 def tokens() -> list[int]:
     text = Path(__file__).read_text()
-    ids = Tokenizer.from_file(str(pico() / "tokenizer.json")).encode(text).ids
+    ids = Tokenizer.from_file(str(PICO / "tokenizer.json")).encode(text).ids
     return list(ids[:LENGTH])
 
 
@@ -136,4 +129,4 @@ def test_fp8_is_refused_by_a_gpu_that_cannot_convert_it(monkeypatch: pytest.Monk
     gpu = pytest.importorskip("kvrelay.engine.runner.gpu")
     monkeypatch.setattr(gpu, "architecture_of", lambda device: 80)
     with pytest.raises(ValueError, match=r"kv_dtype is 'fp8'; allowed: auto, or int8 on a GPU of .* below 8\.9"):
-        gpu.build_gpu_runner(pico(), "float32", EngineConfig(kv_dtype="fp8", kv_memory_bytes=2**24), device="cpu")
+        gpu.build_gpu_runner(PICO, "float32", EngineConfig(kv_dtype="fp8", kv_memory_bytes=2**24), device="cpu")

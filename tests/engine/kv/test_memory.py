@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,13 +141,8 @@ def test_this_machine_has_more_memory_than_this_process_uses() -> None:
     assert 0 < memory.free() <= memory.total()
 
 
-@pytest.fixture
-def llama(model_of: Callable[..., Path]) -> Path:
-    return model_of("llama", num_hidden_layers=1)
-
-
-def test_a_cpu_worker_sizes_its_pool_by_the_memory_that_is_left(llama: Path) -> None:
-    runner = build_cpu_runner(llama, "float32", EngineConfig(threads=1), memory=FakeMemory(2**30, 2**20, 0))
+def test_a_cpu_worker_sizes_its_pool_by_the_memory_that_is_left(one_layer: Path) -> None:
+    runner = build_cpu_runner(one_layer, "float32", EngineConfig(threads=1), memory=FakeMemory(2**30, 2**20, 0))
     assert runner.pool.num_blocks == 2**19 // runner.layout.block_bytes
     assert (runner.layout.block_size, runner.spec.context_limit) == (
         16,
@@ -157,7 +152,7 @@ def test_a_cpu_worker_sizes_its_pool_by_the_memory_that_is_left(llama: Path) -> 
 
 @pytest.mark.more
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted only where there is no GPU")
-def test_a_gpu_worker_measures_its_workspaces_before_it_takes_the_rest(llama: Path) -> None:
+def test_a_gpu_worker_measures_its_workspaces_before_it_takes_the_rest(one_layer: Path) -> None:
     """The measuring runner and its pool are gone when the memory is shared out."""
 
     class Device(FakeMemory):
@@ -171,7 +166,7 @@ def test_a_gpu_worker_measures_its_workspaces_before_it_takes_the_rest(llama: Pa
             return next(self.figures)
 
     options = EngineConfig(max_batch_tokens=64, max_sequences=2, threads=1)
-    runner = build_gpu_runner(llama, "float32", options, device="cpu", memory=Device())
+    runner = build_gpu_runner(one_layer, "float32", options, device="cpu", memory=Device())
     layout = runner.layout
     measured = 5 * 2**20 - layout.block_bytes  # a step of 64 tokens takes one block
     assert layout.block_size == 64
@@ -185,6 +180,9 @@ OUT = (
 )
 
 
+A_STEP, A_POOL = "models.fast.decoder.Decoder.forward", "kv.pool.KVPool.__init__"
+
+
 def no_memory(*_: object, **__: object) -> None:
     raise torch.cuda.OutOfMemoryError(OUT)
 
@@ -192,30 +190,25 @@ def no_memory(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     ("where", "kv_bytes", "told"),
     [
-        ("load_weights", 2**22, r"the weights of .* in float32: "),
-        ("_prefill_once", 0, r"steps of max_batch_tokens 32 and max_sequences 2 beside \d+ bytes of KV"),
-        ("_prefill_once", 2**22, r"steps of max_batch_tokens 32 and max_sequences 2 beside 4194304 bytes"),
-        ("InputBuffers", 0, "buffers of max_sequences 2 beside the weights: "),
-        ("InputBuffers", 2**22, "buffers beside 4194304 bytes of KV"),
-        ("KVPool", 2**22, "kv_memory_bytes is 4194304"),
+        ("runner.gpu.load_weights", 2**22, r"the weights of .* in float32: "),
+        (A_STEP, 0, r"steps of max_batch_tokens 32 and max_sequences 2 beside \d+ bytes of KV"),
+        (A_STEP, 2**22, r"steps of max_batch_tokens 32 and max_sequences 2 beside 4194304 bytes"),
+        ("runner.gpu.InputBuffers", 0, "buffers of max_sequences 2 beside the weights: "),
+        ("runner.gpu.InputBuffers", 2**22, "buffers beside 4194304 bytes of KV"),
+        (A_POOL, 2**22, "kv_memory_bytes is 4194304"),
     ],
 )
 def test_each_failure_says_what_asked_for_memory(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, where: str, kv_bytes: int, told: str
+    one_layer: Path, monkeypatch: pytest.MonkeyPatch, where: str, kv_bytes: int, told: str
 ) -> None:
     """Weights, then what a step needs, then the pool; whichever finds no memory is named, with how much it asked."""
-    if where == "KVPool":
-        monkeypatch.setattr("kvrelay.engine.kv.pool.KVPool.__init__", no_memory)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (2**30, 80 * 2**30))
-    elif where == "_prefill_once":
-        monkeypatch.setattr("kvrelay.engine.runner.gpu.GpuRunner._prefill_once", no_memory)
-    else:
-        monkeypatch.setattr(f"kvrelay.engine.runner.gpu.{where}", no_memory)
+    monkeypatch.setattr(f"kvrelay.engine.{where}", no_memory)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (2**30, 80 * 2**30))
     options = EngineConfig(kv_memory_bytes=kv_bytes, block_size=32, max_batch_tokens=32, max_sequences=2, threads=1)
     memory = FakeMemory(80 * GIB, 3 * GIB, GIB)
     with pytest.raises(ValueError, match=told) as refused:
-        build_gpu_runner(llama, "float32", options, device="cpu", memory=memory).warm_up()
-    if where != "KVPool":
+        build_gpu_runner(one_layer, "float32", options, device="cpu", memory=memory).warm_up()
+    if where != A_POOL:
         assert "Tried to allocate 1.50 GiB" in str(refused.value)
         assert "were free before it" in str(refused.value)
 

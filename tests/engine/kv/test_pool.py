@@ -1,8 +1,5 @@
 """Frames: token-exact copies of a sequence's KV out of and into the pool."""
 
-from collections.abc import Callable
-from itertools import product
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -127,9 +124,7 @@ def test_a_range_outside_the_blocks_is_refused(blocks: list[int], first: int, co
     pool = filled(layout_of())
     before = pool.tensor.clone()
     frame = torch.zeros(32 * pool.layout.token_bytes, dtype=torch.uint8)
-    access: Callable[..., object]
-    for by_kernel, access in product((False, True), (pool.read, pool.write)):
-        pool._by_kernel = by_kernel
+    for access in (pool.read, pool.write):
         with pytest.raises(ValueError, match=message):
             access(blocks, first, count, frame)
     assert torch.equal(pool.tensor, before)

@@ -134,27 +134,10 @@ def test_positions_windows_and_heads_are_read_as_transformers_reads_them(
     assert config.traits.windows == tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
-@pytest.mark.parametrize(
-    ("fields", "windows"),
-    [
-        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8}, (8, 8, 8)),
-        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}, (0, 0, 0)),
-        (QWEN2 | {"sliding_window": 8, "max_window_layers": 1}, (0, 0, 0)),
-        (QWEN2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, (0, 8, 8)),
-        (
-            QWEN2
-            | {
-                "use_sliding_window": True,
-                "sliding_window": 8,
-                "max_window_layers": 1,
-                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            },
-            (8, 0, 8),
-        ),
-    ],
-)
-def test_windows(tmp_path: Path, fields: dict[str, Any], windows: tuple[int, ...]) -> None:
-    assert read(tmp_path, fields).traits.windows == windows
+def test_types_of_layers_say_which_have_windows(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    fields = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": kinds}
+    assert read(tmp_path, QWEN2 | fields).traits.windows == (8, 0, 8)
 
 
 def test_generation_config_says_where_to_stop(tmp_path: Path) -> None:

@@ -77,29 +77,21 @@ def case(request: pytest.FixtureRequest, case_of: Callable[[str], Case]) -> Case
     return case
 
 
-@pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, TILE - 1, TILE, TILE + 1, 2 * TILE + 1, LENGTH])
-def test_prefill_in_one_step(case: Case, length: int) -> None:
+STEPS = [
+    *([length] for length in (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, TILE - 1, TILE, TILE + 1, 2 * TILE + 1, LENGTH)),
+    *([chunk] * (100 // chunk) for chunk in (1, 2)),
+    *([chunk] * (LENGTH // chunk) for chunk in (BLOCK - 1, BLOCK, BLOCK + 1, TILE, 2 * TILE + 2)),
+    [LENGTH - 40, *[1] * 40],
+]
+"""Tokens of each step of one sequence: whole prompts, equal chunks, and single tokens behind a prompt."""
+
+
+@pytest.mark.parametrize("steps", STEPS, ids=lambda steps: f"{len(steps)} from {steps[0]}")
+def test_a_sequence_alone(case: Case, steps: list[int]) -> None:
     sequences = PagedSequences(case.runner)
-    sequence = sequences.add(case.prompts[0][:length])
-    sequences.compute((sequence, length))
-    case.check(sequence)
-
-
-@pytest.mark.parametrize("chunk", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, TILE, 2 * TILE + 2])
-def test_prefill_in_equal_chunks(case: Case, chunk: int) -> None:
-    sequences = PagedSequences(case.runner)
-    sequence = sequences.add(case.prompts[0][: 100 if chunk < BLOCK - 1 else LENGTH])
-    while sequence.left:
-        sequences.compute((sequence, min(chunk, sequence.left)))
-    case.check(sequence)
-
-
-def test_decode_after_prefill(case: Case) -> None:
-    sequences = PagedSequences(case.runner)
-    sequence = sequences.add(case.prompts[0])
-    sequences.compute((sequence, LENGTH - 40))
-    while sequence.left:
-        sequences.compute((sequence, 1))
+    sequence = sequences.add(case.prompts[0][: sum(steps)])
+    for count in steps:
+        sequences.compute((sequence, count))
     case.check(sequence)
 
 

@@ -109,16 +109,6 @@ def test_the_cache_keeps_what_was_used_last(
     assert set(cache.iterdir()) == {second, fresh}
 
 
-def test_a_model_starts_where_nothing_can_be_written(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(packed_cache, "user_cache", lambda: tmp_path / "file")
-    with caplog.at_level(logging.WARNING):
-        weights_of(models["qwen3"], OPTIONS)
-    assert "the packed weights can't be written" in caplog.text
-
-
 @pytest.fixture
 def small_disk() -> Iterator[None]:
     """A disk that is full soon: writing more than 20,000 bytes to a file fails."""
@@ -131,13 +121,18 @@ def small_disk() -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_model_starts_where_the_disk_is_full(
-    models: dict[str, Path], cache: Path, small_disk: None, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("full", [True, False], ids=["a full disk", "a file in the folder's place"])
+def test_a_model_starts_where_nothing_can_be_written(
+    models: dict[str, Path], cache: Path, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, full: bool
 ) -> None:
+    if full:
+        request.getfixturevalue("small_disk")
+    else:
+        cache.touch()
     with caplog.at_level(logging.WARNING):
         weights_of(models["qwen3"], OPTIONS)
     assert "the packed weights can't be written" in caplog.text
-    assert not list(cache.iterdir()), "what was written is removed"
+    assert cache.is_file() or not list(cache.iterdir()), "what was written is removed"
 
 
 def killed_while_it_writes(folder: Path, cache: Path) -> None:
@@ -147,6 +142,7 @@ def killed_while_it_writes(folder: Path, cache: Path) -> None:
     build_cpu_runner(folder, "bfloat16", OPTIONS)
 
 
+@pytest.mark.more
 def test_what_a_killed_worker_was_writing_is_not_read(models: dict[str, Path], cache: Path) -> None:
     worker = quick_start().Process(target=killed_while_it_writes, args=(models["qwen3"], cache.parent))
     worker.start()

@@ -97,13 +97,10 @@ def test_a_gpu_computes_the_same(folder: Path, quantization: Quantization) -> No
 
 MEASURE = """
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.runner.cpu import build_cpu_runner
-from kvrelay.kernels.codes import CodedWeight
-from kvrelay.kernels.cpu.library import library
 
 
 def resident(field):

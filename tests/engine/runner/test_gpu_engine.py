@@ -26,20 +26,11 @@ from kvrelay.engine.runner.gpu import GpuRunner, build_gpu_runner
 from kvrelay.kernels.triton.flash_prefill import choose_tile
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.transports.registry import available_transports
-from support.checkpoints import COMMON, VOCAB_SIZE, make_checkpoint
 from support.guesses import Recorded
 from support.handoff import HOST, content, pair
-from support.heads import (
-    eagle_config,
-    eagle_tensors,
-    handed_over,
-    medusa_tensors,
-    wanted_by,
-    write_eagle,
-    write_medusa,
-)
+from support.heads import handed_over, wanted_by
 from support.launches import RecordedGraphs
-from support.paged import GREEDY, PagedSequence, PagedSequences, make_plan
+from support.paged import GREEDY, PagedSequence, PagedSequences, step
 from support.serving import reports_of, run
 
 NEARLY = 0.2
@@ -105,14 +96,9 @@ def test_on_a_gpu_in_16_bits(folder: Path, dtype: Dtype, block_size: int, eager:
 
 def steps(runner: Runner, sequence: PagedSequence, count: int) -> list[int]:
     """Decodes so many tokens."""
-    found: list[int] = []
     for _ in range(count):
-        token = runner.launch(make_plan([(sequence, sequence.left, GREEDY)])).result().tokens[0]
-        assert token is not None
-        sequence.computed = len(sequence.tokens)
-        sequence.tokens.append(token)
-        found.append(token)
-    return found
+        step(runner, [(sequence, sequence.left, GREEDY)])
+    return sequence.tokens[-count:]
 
 
 def hand_over_beside(runner: Any, gpu: bool) -> None:
@@ -165,26 +151,18 @@ def test_on_a_gpu_link_threads_beside_a_running_step(folder: Path) -> None:
 @pytest.mark.parametrize("method", ["medusa", "eagle3"])
 @pytest.mark.gpu
 @needs_gpu
-def test_on_a_gpu_heads_change_no_token(tmp_path: Path, method: SpeculationMethod) -> None:
+def test_on_a_gpu_heads_change_no_token(
+    model_of: Callable[..., Path], heads_of: Callable[..., Path], method: SpeculationMethod
+) -> None:
     """The graphs keep hidden states, prompts take several steps, and some states come from host memory."""
-    heads_change_no_token(tmp_path, method, "cuda")
-
-
-def heads_change_no_token(tmp_path: Path, method: SpeculationMethod, device: str) -> None:
-    model = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2)
-    hidden, heads = COMMON["hidden_size"], tmp_path / "heads"
-    if method == "medusa":
-        write_medusa(heads, medusa_tensors(3, 1, hidden, VOCAB_SIZE))
-    else:
-        tensors = eagle_tensors(hidden, VOCAB_SIZE, 200)
-        config = eagle_config(tensors, VOCAB_SIZE) | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
-        write_eagle(heads, tensors, config)
+    model = model_of("llama", num_hidden_layers=2)
+    heads = heads_of(method, **({} if method == "medusa" else {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}))
     guesses = SpeculationConfig(method, str(heads), max_tokens=3, adaptive=False)
     wanted = replace(options(16), speculation=guesses, max_sequences=8)
     requests = requests_of((9, greedy(40)), (150, greedy(40)), (31, greedy(40)))
     recorded = []
     for runner in (
-        build_gpu_runner(model, "float32", wanted, device=device),
+        build_gpu_runner(model, "float32", wanted),
         build_cpu_runner(model, "float32", wanted),
     ):
         engine = engine_on(runner, wanted, state_proposer(wanted, model, runner))

@@ -4,18 +4,17 @@ Graphs are recorded and replayed.
 """
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import gpu_scene
-import numpy as np
 import pytest
 import torch
 from gpu_scene import gpu_runner, interpreted, names_of, prompt, requests_of
 
 from kvrelay.engine.attention.base import CPU
-from kvrelay.engine.attention.triton import TritonAttention
 from kvrelay.engine.build import engine_on, state_proposer
 from kvrelay.engine.config import SpeculationConfig, SpeculationMethod
 from kvrelay.engine.engine import Engine
@@ -27,30 +26,20 @@ from kvrelay.engine.runner.fetches import Fetches
 from kvrelay.engine.runner.gpu import GpuRunner
 from kvrelay.engine.sampling.guesses import GpuGuesses
 from kvrelay.engine.sampling.sampler import Draw, guessing, sample
-from kvrelay.engine.speculate.base import WARM_UP, Computed
+from kvrelay.engine.speculate.base import WARM_UP, Computed, Proposer
 from kvrelay.engine.speculate.chains import read_chains
-from kvrelay.engine.speculate.eagle import EagleProposer
 from kvrelay.kernels.ops import NONFINITE
 from kvrelay.kernels.triton.sample import Workspace
-from support.checkpoints import COMMON, VOCAB_SIZE
+from support.checkpoints import VOCAB_SIZE
 from support.guesses import Recorded
-from support.heads import (
-    eagle_config,
-    eagle_tensors,
-    handed_over,
-    medusa_tensors,
-    wanted_by,
-    write_eagle,
-    write_medusa,
-)
+from support.heads import handed_over, wanted_by
 from support.launches import Launches, RecordedGraphs
-from support.paged import GREEDY, PagedSequences, make_plan
+from support.paged import GREEDY, PagedSequences, step
 from support.serving import run
 
 pytestmark = interpreted
 OPTIONS = replace(gpu_scene.OPTIONS, max_sequences=8, graph_tokens=20)
 SMALL = replace(OPTIONS, max_sequences=2, graph_tokens=16)
-HIDDEN = COMMON["hidden_size"]
 LAYERS = 2
 KEEP = (0, 1, 2)
 METHODS: tuple[SpeculationMethod, ...] = ("medusa", "eagle3")
@@ -63,31 +52,16 @@ def model(model_of: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[SpeculationMethod, Path]:
-    folder = tmp_path_factory.mktemp("heads")
-    tensors = eagle_tensors(HIDDEN, VOCAB_SIZE, 200)
-    config = eagle_config(tensors, VOCAB_SIZE) | {"eagle_aux_hidden_state_layer_ids": list(KEEP)}
-    return {
-        "medusa": write_medusa(folder / "medusa", medusa_tensors(3, 1, HIDDEN, VOCAB_SIZE)),
-        "eagle3": write_eagle(folder / "eagle3", tensors, config),
-    }
+def heads(heads_of: Callable[..., Path]) -> dict[SpeculationMethod, Path]:
+    return {"medusa": heads_of("medusa"), "eagle3": heads_of("eagle3", eagle_aux_hidden_state_layer_ids=list(KEEP))}
 
 
 def kept_by(runner: Runner, keep: tuple[int, ...]) -> list[StepOutput]:
     """The outputs of a chunk with a whole prompt, a decode row beside a chunk, and two decode rows."""
     sequences = PagedSequences(runner)  # type: ignore[arg-type]  # it has what they need
     first, second = sequences.add(prompt(9, 1), extra=4), sequences.add(prompt(16, 2), extra=4)
-    found = []
-    for lengths in ((9, 7), (1, 9), (1, 1)):
-        plan = make_plan([(first, lengths[0], GREEDY), (second, lengths[1], GREEDY)])
-        out = runner.launch(replace(plan, keep=keep)).result()
-        found.append(out)
-        for sequence, length, token in zip((first, second), lengths, out.tokens, strict=True):
-            sequence.computed += length
-            if sequence.computed == len(sequence.tokens):
-                assert token is not None
-                sequence.tokens.append(token)
-    return found
+    counts = (9, 7), (1, 9), (1, 1)
+    return [step(runner, [(first, one, GREEDY), (second, other, GREEDY)], keep=keep) for one, other in counts]
 
 
 @pytest.fixture(scope="module")
@@ -152,18 +126,15 @@ def asked(count: int) -> list[Request]:
     return requests_of((31, params[0]), (63, params[1]))[:count]
 
 
-class Unread:
-    """Proposes within a context in which nothing may wait for single numbers of the device."""
+def let_nothing_be_read(proposer: Proposer) -> None:
+    """From now on, the proposer may not wait for single numbers of the device when it gets hidden states."""
+    observe = proposer.observe
 
-    def __init__(self, engine: Engine) -> None:
-        assert engine.scheduler.speculation is not None
-        proposer = engine.scheduler.speculation.proposer
-        self._observe = proposer.observe
-        proposer.observe = self.observe  # type: ignore[method-assign]  # watched
-
-    def observe(self, computed: Sequence[Computed]) -> bool:
+    def unread(computed: Sequence[Computed]) -> bool:
         with Launches(reads=False):
-            return self._observe(computed)
+            return observe(computed)
+
+    proposer.observe = unread  # type: ignore[method-assign]  # watched
 
 
 @pytest.mark.parametrize(("count", "handoff"), [(1, False), (2, False), (2, True)])
@@ -184,7 +155,8 @@ def test_guesses_and_streams_equal_the_cpus(
     streams = serve(engine)
     assert run(engine_on(cpu, OPTIONS), requests) == streams
     engine, found = engine_with(gpu_runner(model, OPTIONS), model, method, heads[method])
-    Unread(engine)
+    assert engine.scheduler.speculation is not None
+    let_nothing_be_read(engine.scheduler.speculation.proposer)
     assert serve(engine) == streams
     assert_alike(found, expected, least=4 * count)
 
@@ -225,16 +197,16 @@ def test_a_chain_is_planned_before_the_device_has_begun_it(model: Path, heads: d
     engine, _ = engine_with(runner, model, "eagle3", heads["eagle3"])
     assert engine.scheduler.speculation is not None
     proposer = engine.scheduler.speculation.proposer
-    assert isinstance(proposer, EagleProposer)
-    assert isinstance(proposer._attention, TritonAttention)
-    schedule = proposer._attention._schedule
-    seen = []
-    for context in range(1, 5):
-        with torch.inference_mode():
-            schedule.load(np.array([100 * context]))
-        seen.append((schedule._host_words[0], schedule._host_words[0].clone()))
-    assert all(torch.equal(memory, content) for memory, content in seen)
-    assert len({memory.data_ptr() for memory, _ in seen}) == 4
+    proposer.warm_up()
+    with Launches() as launches:
+        proposer.propose([WARM_UP._replace(most=3)])
+    sources: dict[int, list[int]] = defaultdict(list)
+    for launch in launches.all:
+        if launch.name == "aten.copy_.default":
+            target, source = launch.given[:2]
+            sources[target.data_ptr()].append(source.data_ptr())
+    assert max(map(len, sources.values())) == 3, "a copy for each pass"
+    assert all(len(set(each)) == len(each) for each in sources.values())
 
 
 @pytest.mark.parametrize("count", [5, 2])

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -23,15 +24,9 @@ from kvrelay.engine.runner.gpu import GpuRunner, build_gpu_runner
 from kvrelay.engine.runner.graphs import batch_sizes
 from support.attention_packages import install
 from support.launches import Launches, RecordedGraphs
-from support.paged import GREEDY, PagedSequences, make_plan
 from support.serving import reports_of, run, tokens_in
 
 ModelOf = Callable[..., Path]
-
-
-@pytest.fixture
-def llama(model_of: ModelOf) -> Path:
-    return model_of("llama", num_hidden_layers=1)
 
 
 def serve(runner: Runner, asked: Sequence[Request]) -> list[list[int]]:
@@ -82,18 +77,23 @@ def test_auto_serves_by_what_was_fastest_at_warm_up(
     equal the CPU's; slower kernels are let go."""
     folder = model_of("llama", num_hidden_layers=2)
     install(monkeypatch)
-    times = {"triton": 2.0, "varlen_attn": 1.0 if faster == "varlen_attn" else 3.0}
-    timed = GpuRunner._time_prefill
+    now, times = 0.0, {"triton": 2.0, "varlen_attn": 1.0 if faster == "varlen_attn" else 3.0}
 
-    def time_prefill(runner: GpuRunner, candidate: Any) -> float:
-        assert timed(runner, candidate) > 0
-        return times[candidate.name]
+    def slowed(plan: Callable[..., Any]) -> Callable[..., Any]:
+        def slow_plan(candidate: Any, *args: Any) -> Any:
+            nonlocal now
+            now += times[candidate.name]
+            return plan(candidate, *args)
 
-    monkeypatch.setattr(GpuRunner, "_time_prefill", time_prefill)
+        return slow_plan
+
+    monkeypatch.setattr("kvrelay.engine.runner.gpu.time", SimpleNamespace(perf_counter=lambda: now))
     options = replace(OPTIONS, prefill_attention="auto", max_sequences=1, max_batch_tokens=16)
     runner = gpu_runner(folder, options, "float16", RecordedGraphs())
     assert [candidate.name for candidate in runner.attention.candidates] == ["triton", "varlen_attn"]
     held = WeakSet(runner.attention.candidates)
+    for kind in map(type, held):
+        monkeypatch.setattr(kind, "plan", slowed(kind.plan))
     runner.warm_up()
     assert runner.prefill_attention == faster
     gc.collect()
@@ -121,10 +121,10 @@ def check_scores(found: Sequence[TokenLogprobs], expected: Sequence[TokenLogprob
 
 @pytest.mark.more
 @interpreted
-def test_special_rows_equal_the_cpus(llama: Path) -> None:
+def test_special_rows_equal_the_cpus(one_layer: Path) -> None:
     """Penalties, bias, bad words, min_tokens and log-probabilities, beside a plain row; prompts in chunks."""
     plain = greedy(6)
-    likely = on_cpu(llama, requests_of((7, plain)))[0]
+    likely = on_cpu(one_layer, requests_of((7, plain)))[0]
     stop = frozenset({likely[0]})
     penalties: dict[str, Any] = {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.3}
     words = ((likely[1],), tuple(likely[:3]))
@@ -134,7 +134,8 @@ def test_special_rows_equal_the_cpus(llama: Path) -> None:
         (16, plain),
         (20, SamplingParams(max_tokens=5, seed=9, logit_bias=((5, 30.0), (6, 29.0)))),
     )
-    found = [scored(runner, asked) for runner in (gpu_runner(llama), build_cpu_runner(llama, "float32", OPTIONS))]
+    runners = gpu_runner(one_layer), build_cpu_runner(one_layer, "float32", OPTIONS)
+    found = [scored(runner, asked) for runner in runners]
     for (tokens, scores), (expected, expected_scores) in zip(*found, strict=True):
         assert tokens == expected
         check_scores(scores, expected_scores)
@@ -145,10 +146,10 @@ def test_special_rows_equal_the_cpus(llama: Path) -> None:
 
 @pytest.mark.more
 @interpreted
-def test_decode_runs_on_the_smallest_graph_and_padding_harms_nothing(llama: Path) -> None:
+def test_decode_runs_on_the_smallest_graph_and_padding_harms_nothing(one_layer: Path) -> None:
     """A graph repeats recorded operations on the same tensors with the same numbers, and runs no Python of a step."""
     graphs = RecordedGraphs()
-    runner = gpu_runner(llama, OPTIONS, graphs=graphs)
+    runner = gpu_runner(one_layer, OPTIONS, graphs=graphs)
     runner.warm_up()
     assert batch_sizes(3) == (1, 2, 3)
     assert len(graphs.captured) == 3
@@ -156,11 +157,11 @@ def test_decode_runs_on_the_smallest_graph_and_padding_harms_nothing(llama: Path
     assert runner.pool.tensor.isnan().all(), "nothing of the warm-up is kept"
     asked = requests_of((5, greedy(2)), (9, greedy(5)), (5, greedy(2)))
     # One sequence more than fits a graph's size is served by a size above it: here 3 of them, then 1.
-    assert serve(runner, asked) == on_cpu(llama, asked)
+    assert serve(runner, asked) == on_cpu(one_layer, asked)
     assert {graphs.captured.index(replayed) for replayed in graphs.replayed} == {0, 2}
     assert [launch.name for launch in of_one.kernels] == [launch.name for launch in of_three.kernels]
     asked = requests_of((9, SamplingParams(max_tokens=4, seed=2, logprobs=2, repetition_penalty=1.5)), (9, greedy(5)))
-    expected = scored(build_cpu_runner(llama, "float32", OPTIONS), asked)
+    expected = scored(build_cpu_runner(one_layer, "float32", OPTIONS), asked)
     for (tokens, scores), (wanted, wanted_scores) in zip(scored(runner, asked), expected, strict=True):
         assert tokens == wanted
         check_scores(scores, wanted_scores)
@@ -180,11 +181,11 @@ class MarkedRunner(GpuRunner):
 @interpreted
 @pytest.mark.parametrize(("length", "last"), [(7, True), (60, False), (1, True)])
 def test_the_mark_of_a_step_comes_behind_all_that_writes_kv_and_before_the_sampling(
-    llama: Path, length: int, last: bool
+    one_layer: Path, length: int, last: bool
 ) -> None:
     """A chunk's KV may therefore be sent before logits and tokens are computed; a decode step's can't, as it is one
     graph."""
-    plain = gpu_runner(llama)
+    plain = gpu_runner(one_layer)
     runner = MarkedRunner(plain.spec, plain.model, plain.pool, OPTIONS)
     engine = engine_on(runner, OPTIONS)
     engine.scheduler.add(requests_of((length, greedy(1)))[0])
@@ -224,24 +225,6 @@ def test_a_decode_step_has_few_launches(model_of: ModelOf) -> None:
     outside = counted[0] - of_a_layer
     assert of_a_layer.total() <= 9, of_a_layer
     assert outside.total() <= 8, outside
-
-
-@interpreted
-def test_a_row_that_is_not_finite_is_told_and_hurts_no_other(llama: Path) -> None:
-    runner = gpu_runner(llama)
-    sequences = PagedSequences(runner)  # type: ignore[arg-type]  # it has what they need
-    (request,) = requests_of((10, greedy(2)))
-    sound, spoiled = (sequences.add(request.tokens, extra=3) for _ in range(2))
-    first = runner.launch(make_plan([(sound, 10, GREEDY), (spoiled, 10, GREEDY)])).result()
-    assert first.nonfinite == ()
-    for sequence, token in zip((sound, spoiled), first.tokens, strict=True):
-        sequence.computed = 10
-        assert token is not None
-        sequence.tokens.append(token)
-    runner.pool.tensor[spoiled.blocks[0]] = torch.nan
-    out = runner.launch(make_plan([(sound, 1, GREEDY), (spoiled, 1, GREEDY)])).result()
-    assert out.nonfinite == (1,)
-    assert [[sound.tokens[-1], out.tokens[0]]] == on_cpu(llama, [request])
 
 
 def test_sizes_of_graphs_waste_little() -> None:

@@ -6,21 +6,19 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
 
 from kvrelay.engine.config import EngineConfig
-from kvrelay.engine.plan import StepOutput
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 from kvrelay.kernels.cpu.library import library
 from support.checkpoints import ARCHITECTURES, EOS, VOCAB_SIZE, make_tokenizer
-from support.paged import GREEDY, PagedSequence, PagedSequences, make_plan
+from support.paged import GREEDY, PagedSequence, PagedSequences, make_plan, step
 
 OPTIONS = EngineConfig(kv_memory_bytes=4 * 2**20, threads=1)
 
@@ -30,27 +28,8 @@ def folder(request: pytest.FixtureRequest, model_of: Callable[..., Path]) -> Pat
     return model_of(request.param)
 
 
-@pytest.fixture
-def llama(model_of: Callable[..., Path]) -> Path:
-    return model_of("llama")
-
-
 def prompt(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(VOCAB_SIZE), k=length)
-
-
-def step(
-    runner: CpuRunner,
-    work: Sequence[tuple[PagedSequence, int, SamplingParams]],
-    generated: Sequence[int] | None = None,
-) -> StepOutput:
-    """Runs one step and appends what it yields."""
-    out = runner.launch(make_plan(work, generated)).result()
-    for (sequence, count, _), token in zip(work, out.tokens, strict=True):
-        sequence.computed += count
-        if token is not None:
-            sequence.tokens.append(token)
-    return out
 
 
 def generate(runner: CpuRunner, tokens: list[int], count: int, params: SamplingParams = GREEDY) -> list[int]:
@@ -59,18 +38,6 @@ def generate(runner: CpuRunner, tokens: list[int], count: int, params: SamplingP
     while len(sequence.tokens) < len(tokens) + count:
         step(runner, [(sequence, sequence.left, params)])
     return sequence.tokens[len(tokens) :]
-
-
-def test_greedy_tokens_equal_transformers(folder: Path) -> None:
-    runner = build_cpu_runner(folder, "float32", OPTIONS)
-    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    greedy = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
-    for length in (1, 15, 16, 17, 80):
-        with torch.inference_mode():
-            ids = torch.tensor([prompt(length)])
-            # Without a mask, transformers takes every pad token in the prompt for padding.
-            whole = oracle.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)[0].tolist()
-        assert generate(runner, prompt(length), 24) == whole[length:]
 
 
 @pytest.mark.parametrize(
@@ -87,25 +54,6 @@ def test_batching_and_chunking_change_no_token(folder: Path, params: SamplingPar
         choose.shuffle(work)
         step(runner, [(s, min(s.left, choose.choice([1, 8, 30])), params) for s in work[: choose.randint(1, 6)]])
     assert [s.tokens[len(tokens) :] for s, tokens in zip(running, prompts, strict=True)] == alone
-
-
-def test_a_sequence_that_goes_on_elsewhere_draws_the_same_tokens(llama: Path) -> None:
-    params = SamplingParams(temperature=1.0, seed=3)
-    here, there = (build_cpu_runner(llama, "float32", OPTIONS) for _ in range(2))
-    whole = generate(here, prompt(40), 30, params)
-    assert len(set(whole)) > 15
-    assert generate(there, prompt(40) + whole[:13], 17, params) == whole[13:]
-    assert generate(there, prompt(40), 30, SamplingParams(temperature=1.0, seed=4)) != whole
-
-
-def test_only_rows_that_catch_up_yield_tokens(llama: Path) -> None:
-    runner = build_cpu_runner(llama, "float32", OPTIONS)
-    sequences = PagedSequences(runner)
-    chunk, last = sequences.add(prompt(40)), sequences.add(prompt(20))
-    assert step(runner, [(chunk, 10, GREEDY)]).tokens == (None,)
-    tokens = step(runner, [(chunk, 10, GREEDY), (last, 20, GREEDY)]).tokens
-    assert tokens[0] is None
-    assert isinstance(tokens[1], int)
 
 
 def test_a_row_that_is_not_finite_fails_by_its_handle_and_hurts_no_other(llama: Path) -> None:
@@ -125,16 +73,6 @@ def test_a_row_that_is_not_finite_fails_by_its_handle_and_hurts_no_other(llama: 
         step(runner, [(sequence, 1, GREEDY) for sequence in (sound, heir)])
     assert sound.tokens[20:25] == expected
     assert heir.tokens[20:] == expected
-
-
-def test_min_tokens_holds_back_the_end_of_sequence(llama: Path) -> None:
-    runner = build_cpu_runner(llama, "float32", OPTIONS)
-    likely = generate(runner, prompt(20), 1)[0]
-    params = SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=frozenset({likely}))
-    for generated, held in ((0, True), (2, True), (3, False)):
-        sequence = PagedSequences(runner).add(prompt(20))
-        token = step(runner, [(sequence, 20, params)], [generated]).tokens[0]
-        assert (token != likely) == held
 
 
 def test_the_spec_says_what_runs(folder: Path) -> None:

@@ -23,7 +23,7 @@ from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.runner.gpu import GpuRunner
 from kvrelay.engine.runner.pieces import step_sizes
 from support.launches import Launches, RecordedGraphs
-from support.paged import GREEDY, PagedSequences, make_plan
+from support.paged import GREEDY, PagedSequences, step
 from support.serving import reports_of, tokens_in
 
 pytestmark = interpreted
@@ -61,15 +61,12 @@ def mixed_step(runner: GpuRunner) -> tuple[StepOutput, Launches]:
     runner.pool.tensor.fill_(torch.nan)
     spoiled = sequences.add(prompt(32))
     spoiled.computed = 16
-    assert runner.launch(make_plan([(spoiled, 16, GREEDY)])).result().nonfinite == (0,)
+    assert step(runner, [(spoiled, 16, GREEDY)]).nonfinite == (0,)
     decoding, chunked = sequences.add(prompt(9, 1), extra=3), sequences.add(prompt(16, 2), extra=3)
-    out = runner.launch(make_plan([(decoding, 9, GREEDY), (chunked, 7, GREEDY)])).result()
-    decoding.computed, chunked.computed = 9, 7
-    assert out.tokens[0] is not None
-    decoding.tokens.append(out.tokens[0])
+    step(runner, [(decoding, 9, GREEDY), (chunked, 7, GREEDY)])
     asked = replace(GREEDY, logprobs=5)
     with Launches() as launches:
-        return runner.launch(make_plan([(decoding, 1, asked), (chunked, 9, asked)])).result(), launches
+        return step(runner, [(decoding, 1, asked), (chunked, 9, asked)]), launches
 
 
 @pytest.mark.more

@@ -22,7 +22,7 @@ from kvrelay.kernels.reference import token_probabilities
 from support.races import is_near
 
 LOGITS = torch.tensor([2.0, 1.5, 1.5, 0.3, 0.0, -0.4, -1.0, -1.1, -2.5, -2.5, -3.0, -9.0])
-DRAWS = 20_000
+DRAWS = 10_000
 ROUNDING = 2e-6
 """Relative difference of two scores that rounding may turn over: the logarithm, exponential and quotient of the kernel
 and those of torch, together up to 12 units in the last place of float32."""
@@ -129,10 +129,12 @@ params_strategy = st.builds(
 @settings(max_examples=150, deadline=None)
 @given(
     params_strategy,
-    st.lists(st.sampled_from([-3.0, -1.0, 0.0, 0.5, 0.5000001, 2.0, 5.0]), min_size=2, max_size=40),
+    st.lists(st.sampled_from([-math.inf, -3.0, 0.0, 0.5, 0.5000001, 2.0, 5.0]), min_size=2, max_size=70).filter(
+        lambda row: max(row) > -math.inf
+    ),
     st.integers(0, 2**31),
 )
-def test_a_token_that_the_filters_remove_is_never_drawn(
+def test_a_token_that_the_filters_or_a_mask_remove_is_never_drawn(
     sample: Sample, params: SamplingParams, logits: list[float], position: int
 ) -> None:
     row = torch.tensor(logits)
@@ -200,11 +202,14 @@ def test_stop_ids_wait_for_min_tokens(sample: Sample, temperature: float) -> Non
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_is_not_finite_is_told_and_hurts_no_other(sample: Sample, value: float, temperature: float) -> None:
+@pytest.mark.parametrize("place", [0, 37, 70])
+def test_a_row_that_is_not_finite_is_told_and_hurts_no_other(
+    sample: Sample, value: float, temperature: float, place: int
+) -> None:
     params = SamplingParams(temperature=temperature, top_p=0.9, seed=5)
-    sound = LOGITS.repeat(3, 1)
+    sound = LOGITS.repeat(3, 6)[:, :71].contiguous()
     expected, _ = sample(sound.clone(), [Draw(params, 7, 0)] * 3)
-    sound[1, 3] = value
+    sound[1, place] = value
     tokens, nonfinite = sample(sound, [Draw(params, 7, 0)] * 3)
     assert nonfinite == [1]
     assert [tokens[0], tokens[2]] == [expected[0], expected[2]]
@@ -216,14 +221,6 @@ def test_stop_ids_outside_the_vocabulary_do_no_harm_and_a_row_without_a_token_is
         tokens, nonfinite = sample(LOGITS[None].clone(), [Draw(params, 7, 0)])
         assert nonfinite == ([0] if token is None else [])
         assert token is None or tokens == [token]
-
-
-def test_a_token_that_is_masked_out_is_never_drawn(sample: Sample) -> None:
-    logits = LOGITS.clone()
-    logits[0] = -torch.inf
-    for params in (SamplingParams(seed=1), SamplingParams(seed=1, top_p=0.9), SamplingParams(seed=1, top_k=3)):
-        tokens = draw(sample, logits.expand(500, -1), [params] * 500, range(500))
-        assert 0 not in tokens
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**31)), min_size=1, max_size=8))
@@ -266,25 +263,6 @@ def test_the_kernel_chooses_what_torch_does(native: Sample, vocab: int) -> None:
             unlike += one != other
             assert one == other or is_near(logits[row], draws[row], one, other, ROUNDING)
     assert unlike <= 2
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.lists(
-        st.lists(st.sampled_from([0.0, 1.0, -1.0, 2.5, math.inf, -math.inf, math.nan]), min_size=1, max_size=70),
-        min_size=1,
-        max_size=5,
-    )
-)
-def test_the_kernel_finds_the_largest_of_a_row(native: Sample, rows: list[list[float]]) -> None:
-    """The first of equals, and what isn't finite."""
-    width = max(map(len, rows))
-    logits = torch.tensor([row + [-3.0] * (width - len(row)) for row in rows])
-    tokens, nonfinite = native(logits, [Draw(SamplingParams(temperature=0.0), 0, 0)] * len(rows))
-    assert nonfinite == [place for place, row in enumerate(logits) if not row.max().isfinite()]
-    for row, token in zip(logits, tokens, strict=True):
-        missing = row.isnan()
-        assert token == int((missing if missing.any() else row == row.max()).long().argmax())
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -44,7 +44,7 @@ def formula(logits: list[float], params: SamplingParams, prompt: list[int], comp
     return out
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(params_of, tokens_of, tokens_of), min_size=1, max_size=4), st.integers(0, 2**32 - 1))
 def test_the_formulas(rows: list[tuple[SamplingParams, list[int], list[int]]], seed: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 3, (len(rows), VOCAB)).astype(np.float32))

@@ -161,11 +161,6 @@ class Bench:
         fixed, each = self.step_cost
         return fixed + each * tokens
 
-    def commit(self, plan: StepPlan) -> list[Progress]:
-        reports = self.scheduler.commit(plan, self.runner.run(plan))
-        self._hear_all(reports)
-        return reports
-
     def drain(self) -> None:
         """Runs until nothing is left, in no more steps than one per token that may still come."""
         limit = sum(

@@ -1,13 +1,7 @@
-"""KV from other workers, and hand-offs, in the scheduler; cancels and ends are in `test_scheduler_machine.py`."""
+"""KV from other workers in the scheduler; hand-offs, cancels and ends are in `test_scheduler_machine.py`."""
 
 import pytest
 from scheduler_bench import SIZE, Bench, numbers, spans
-
-from kvrelay.engine.request import FinishReason
-from kvrelay.engine.sequence import Status
-from support.hash_runner import expected_tokens
-
-# KV from elsewhere.
 
 
 @pytest.mark.parametrize("length", [1, SIZE - 1, SIZE, SIZE + 1, 5 * SIZE])
@@ -19,10 +13,10 @@ def test_the_prompt_of_a_resumed_sequence_is_not_computed(length: int) -> None:
     assert len(reservation.hold.blocks) == length // SIZE + 1
     bench.receive(reservation, request)
     sequence = bench.resume(request, reservation)
-    plan = bench.scheduler.plan()
+    plan = bench.launch()
     assert spans(plan) == [(sequence.handle, length, length + 1)]
     assert plan.generated.tolist() == [1]
-    bench.commit(plan)
+    bench.land()
     while not sequence.ended:
         (report,) = bench.step()
         assert report.computed == sequence.num_computed
@@ -125,28 +119,3 @@ def test_what_resume_refuses_stays_with_the_caller() -> None:
     assert not reservation.hold.released
     assert not small.released
     assert not bench.scheduler.has_work
-
-
-# Hand-off, cancel, ends.
-
-
-@pytest.mark.parametrize("max_tokens", [1, 5])
-def test_a_handoff_leaves_with_its_first_token(max_tokens: int) -> None:
-    bench = Bench(8, max_batch_tokens=SIZE)
-    prompt = numbers(2 * SIZE + 3)
-    sequence = bench.add(bench.request(prompt, max_tokens), handoff=True)
-    assert [report.computed for report in bench.step() + bench.step()] == [SIZE, 2 * SIZE]
-    (report,) = bench.step()
-    assert report.token == expected_tokens(prompt, 1)[0]
-    assert sequence.ended
-    assert not bench.scheduler.has_work
-    if max_tokens == 1:
-        assert (report.finish, report.hold) == (FinishReason.LENGTH, None)
-        assert bench.pool.held == 0
-    else:
-        assert (report.finish, sequence.status) == (None, Status.HANDED_OFF)
-        assert bench.pool.owners() == {"export r1/1": 3}
-        assert bench.runner.holds_kv_of(report.hold.blocks, prompt)
-        report.hold.release()
-    bench.exports.clear()
-    bench.check_over()

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -167,4 +168,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+TestScheduler.settings = settings(max_examples=20, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.more
+class TestSchedulerOften(SchedulerMachine.TestCase):
+    settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

@@ -17,8 +17,8 @@ from kvrelay.engine.engine import Engine
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.base import StepHandle
-from kvrelay.engine.speculate.base import Want
-from kvrelay.engine.speculate.eagle import EagleProposer
+from kvrelay.engine.speculate.base import Computed, Want
+from kvrelay.engine.speculate.speculation import Speculation
 from support.checkpoints import COMMON, VOCAB_SIZE
 from support.guesses import HashHeads, Recorded
 from support.hash_runner import HashRunner, expected_tokens, hash_spec
@@ -40,14 +40,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
-def tiny(model_of: Callable[..., Path]) -> Path:
-    return model_of("llama")
-
-
-@pytest.fixture(scope="module")
-def medusa(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tensors = medusa_tensors(3, 1, HIDDEN, VOCAB_SIZE)
-    return write_medusa(tmp_path_factory.mktemp("models") / "medusa", tensors, medusa_num_heads=2)
+def medusa(heads_of: Callable[..., Path]) -> Path:
+    return heads_of("medusa", medusa_num_heads=2)
 
 
 def requests(count: int) -> list[Request]:
@@ -88,16 +82,16 @@ def medusa_formula(tensors: dict[str, Tensor], head: int, state: Tensor) -> Tens
 
 @pytest.mark.parametrize("pickled", [False, True])
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_medusa_heads_guess_by_the_formula(tiny: Path, tmp_path: Path, blocks: int, pickled: bool) -> None:
+def test_medusa_heads_guess_by_the_formula(llama: Path, tmp_path: Path, blocks: int, pickled: bool) -> None:
     tensors = medusa_tensors(3, blocks, HIDDEN, VOCAB_SIZE, seed=blocks)
-    engine = with_heads(write_medusa(tmp_path / "heads", tensors, pickled=pickled), tiny)
+    engine = with_heads(write_medusa(tmp_path / "heads", tensors, pickled=pickled), llama)
     speculation = engine.scheduler.speculation
     assert speculation is not None
     prompt = list(range(7, 27))
     asked = Request("a", 1, tuple(prompt), len(prompt), dataclasses.replace(GREEDY, max_tokens=9))
     engine.scheduler.add(asked)
     (report,) = engine.step()
-    state = hidden_states(tiny, prompt)[-1][-1]
+    state = hidden_states(llama, prompt)[-1][-1]
     expected = [int(medusa_formula(tensors, head, state).argmax()) for head in range(3)]
     want = Want(report.sequence.handle, asked, report.sequence.tokens, 3)
     assert speculation.proposer.propose([want]) == [expected]
@@ -166,9 +160,8 @@ def eight(model_of: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def eagle3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tensors = eagle_tensors(HIDDEN, VOCAB_SIZE, 200)
-    return write_eagle(tmp_path_factory.mktemp("models") / "eagle", tensors, eagle_config(tensors, VOCAB_SIZE))
+def eagle3(heads_of: Callable[..., Path]) -> Path:
+    return heads_of("eagle3")
 
 
 def speculators(tensors: dict[str, Tensor], config: dict[str, object]) -> tuple[dict[str, Tensor], dict[str, object]]:
@@ -281,25 +274,24 @@ def test_what_a_prompt_takes_to_be_read_is_not_held_against_guesses(eight: Path,
     """The clock moves by steps and reading alone; reading takes a thousand times as long as it should."""
     speculation = SpeculationConfig("eagle3", str(eagle3), max_tokens=3)
     engine = build_engine(eight, "auto", dataclasses.replace(OPTIONS, speculation=speculation))[0]
-    guesses, launch = engine.scheduler.speculation, engine.runner.launch
-    assert guesses is not None
-    proposer, seconds = guesses.proposer, 0.0
-    assert isinstance(proposer, EagleProposer)
-    read = proposer._read
+    assert engine.scheduler.speculation is not None
+    proposer, seconds = engine.scheduler.speculation.proposer, 0.0
+    observe, launch = proposer.observe, engine.runner.launch
 
     def slow_launch(plan: StepPlan) -> StepHandle:
         nonlocal seconds
         seconds += 1.0
         return launch(plan)
 
-    def slow_read() -> bool:
+    def slow_observe(computed: Sequence[Computed]) -> bool:
         nonlocal seconds
-        seconds += 1000.0
-        return read()
+        read = observe(computed)
+        seconds += 1000.0 * read
+        return read
 
-    guesses._clock = lambda: seconds
+    engine.scheduler.speculation = guesses = Speculation(speculation, proposer, lambda: seconds)
     engine.runner.launch = slow_launch  # type: ignore[method-assign]  # slower
-    proposer._read = slow_read  # type: ignore[method-assign]  # slower
+    proposer.observe = slow_observe  # type: ignore[method-assign]  # slower
     one = dataclasses.replace(long_request(), sampling=dataclasses.replace(GREEDY, max_tokens=20))
     handed_over(engine, [one], wanted_by(engine))
     assert seconds > 3000
@@ -355,7 +347,7 @@ def test_streams_are_the_same_without_the_native_kernels(
     assert run(with_heads(request.getfixturevalue(method), eight, method), asked) == plain
 
 
-def test_medusa_heads_that_do_not_fit_are_refused(tiny: Path, tmp_path: Path) -> None:
+def test_medusa_heads_that_do_not_fit_are_refused(llama: Path, tmp_path: Path) -> None:
     good = medusa_tensors(2, 1, HIDDEN, VOCAB_SIZE)
     wide = medusa_tensors(2, 1, HIDDEN + 4, VOCAB_SIZE)
     short = {name: tensor for name, tensor in good.items() if name != "1.1.weight"}
@@ -372,9 +364,9 @@ def test_medusa_heads_that_do_not_fit_are_refused(tiny: Path, tmp_path: Path) ->
     ):
         folder = write_medusa(tmp_path / f"{number}", tensors, **config)
         with pytest.raises(ValueError, match=why):
-            with_heads(folder, tiny)
+            with_heads(folder, llama)
     with pytest.raises(ValueError, match=r"has none of the files medusa_lm_head.safetensors, medusa_lm_head.pt"):
-        with_heads(tiny, tiny)
+        with_heads(llama, llama)
     for method in ("medusa", "eagle3"):
         with pytest.raises(ValueError, match=rf"draft_model is ''; allowed: a model with .*{method}"):
             SpeculationConfig(method)  # type: ignore[arg-type]  # a literal
@@ -390,13 +382,13 @@ class Evil:
         return Path.touch, (self.path,)
 
 
-def test_a_pickled_file_runs_no_code(tiny: Path, tmp_path: Path) -> None:
+def test_a_pickled_file_runs_no_code(llama: Path, tmp_path: Path) -> None:
     folder = write_medusa(tmp_path / "heads", medusa_tensors(1, 1, HIDDEN, VOCAB_SIZE), pickled=True)
     file = folder / "medusa_lm_head.pt"
     torch.save({"0.0.linear.weight": Evil(tmp_path / "ran")}, file)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"medusa_lm_head.pt: not readable as tensors"):
-            with_heads(folder, tiny)
+            with_heads(folder, llama)
         file.write_bytes(file.read_bytes()[:100])
     assert not (tmp_path / "ran").exists()
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.router.session.attempt import AttemptTokens
-from kvrelay.router.session.pacer import AT_ONCE, STREAM_SECONDS, UNPACED_TOKENS, Pace, Pacer
+from kvrelay.router.session.pacer import AT_ONCE, STREAM_SECONDS, UNPACED_TOKENS, Pacer
 from support.router_fakes import FakeCluster, Job, first_attempt, length_if, pair, token_at, tokens, until
 from support.scenes import Serve
 
@@ -117,7 +117,7 @@ async def test_the_pace_grows_with_the_streams_and_no_token_waits_longer_than_al
 
 
 async def test_gathered_tokens_go_out_with_the_first_one_after_the_pace_or_by_their_timer() -> None:
-    tokens, pace = AttemptTokens(0, 100, scored=False), Pace(Pacer(60.0), "")
+    tokens, pacer = AttemptTokens(0, 100, scored=False), Pacer(60.0)
 
     async def released() -> int:
         """Tokens that go out in the next turns of the event loop."""
@@ -127,7 +127,7 @@ async def test_gathered_tokens_go_out_with_the_first_one_after_the_pace_or_by_th
 
     assert tokens.append(0, 7, 1.0)
     assert await released() == 1
-    tokens.pause(2.0, pace)
+    tokens.pause(2.0, pacer, "")
     for index in (1, 2):
         assert tokens.append(index, 7, 1.5)
     assert await released() == 0
@@ -135,13 +135,13 @@ async def test_gathered_tokens_go_out_with_the_first_one_after_the_pace_or_by_th
     assert tokens.append(4, 7, 2.5), "before it is its turn"
     assert await released() == 4
 
-    tokens.pause(3.0, pace)
+    tokens.pause(3.0, pacer, "")
     assert tokens.append(5, 7, 2.5)
     assert await released() == 0, "it has not waited for a minute"
     tokens.flush()
     assert await released() == 1, "nothing gathers after the attempt's failure"
 
-    tokens.pause(time.monotonic() + 60, Pace(Pacer(0.001), ""))
+    tokens.pause(time.monotonic() + 60, Pacer(0.001), "")
     assert tokens.append(6, 7, time.monotonic())
     await until(lambda: tokens.take().token_ids == [7], "its timer lets it go")
 

@@ -1,0 +1,74 @@
+"""Clusters for benchmarks: of plain processes, or of `kvrelay up`.
+
+Members of plain ones may be modules of this folder and of the tests'. Every process has a join token: internal calls
+need one.
+"""
+
+import os
+import secrets
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent / "tests"))
+os.environ.setdefault("KVRELAY_JOIN_TOKEN", secrets.token_hex())
+
+from kvrelay.client import Client, KvrelayError  # noqa: E402  # after the token
+from support.processes import START_SECONDS, wait_until  # noqa: E402
+from support.ray_commands import World  # noqa: E402
+from support.supervised import Supervised, all_ready, supervised  # noqa: E402
+
+
+@contextmanager
+def plain_cluster(
+    folder: Path, members: dict[str, dict[str, Any]], variables: Mapping[str, str] | None = None, **options: Any
+) -> Iterator[Supervised]:
+    """A ready cluster that a supervisor keeps, without Ray; nothing of it is left at the end.
+
+    Args:
+        folder: for configurations and logs.
+        members: module and options of each, by name.
+        variables: further environment variables of all processes.
+        options: further ones of the supervisor.
+    """
+    path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+    with (
+        mock.patch.dict(os.environ, {"PYTHONPATH": path, **(variables or {})}),
+        supervised(folder, members, **options) as cluster,
+    ):
+        all_ready(cluster)
+        yield cluster
+
+
+@contextmanager
+def local_cluster(*options: str) -> Iterator[str]:
+    """The router's address of a running `kvrelay up`, beside any other cluster of the user's; `options` are further
+    ones of the command."""
+    with tempfile.TemporaryDirectory(prefix="kvrelay-benchmark-") as folder:
+        world = World(Path(folder))
+        world.up(*options)
+        try:
+            yield world.remembered()["router"]
+        finally:
+            world.down()
+
+
+def answers(router: str, api_key: str | None = None, seconds: float = 10.0) -> bool:
+    """Whether a new client is served within so many seconds."""
+    with Client(router, timeout=seconds, resume_seconds=0.0, api_key=api_key) as client:
+        try:
+            return bool(client.complete([5, 6, 7], max_tokens=2, ignore_eos=True).token_ids)
+        except KvrelayError:
+            return False
+
+
+def wait_answers(router: str, cluster: Supervised, api_key: str | None = None) -> None:
+    """Waits until the router has reached the workers and serves."""
+    wait_until(
+        lambda: answers(router, api_key), lambda: f"the router answers: {cluster.log()[-4000:]}", START_SECONDS, 0.1
+    )
