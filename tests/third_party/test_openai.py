@@ -117,19 +117,13 @@ async def test_a_structured_answer_is_parsed(call: Call) -> None:
 
 
 async def test_models_and_what_is_not_there(call: Call) -> None:
-    cluster, client = await call(served_model_name=("main", "org/other"))
-    assert [model.id async for model in await client.models.list()] == ["main", "org/other"]
-    assert (await client.models.retrieve("org/other")).owned_by == "kvrelay"
-    with pytest.raises(openai.NotFoundError) as caught:
-        await client.completions.create(**{**ASKED, "model": "gpt-5"})
-    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
-    with pytest.raises(openai.NotFoundError):
-        await client.models.retrieve("gpt-5")
+    cluster, client = await call()
+    assert [model.owned_by async for model in await client.models.list()] == ["kvrelay"]
     for unknown in (
-        client.embeddings.create(model="main", input="x"),
-        client.responses.create(model="main", input="x"),
+        client.embeddings.create(model="fake", input="x"),
+        client.responses.create(model="fake", input="x"),
         client.files.list(),
-        client.with_options(base_url=cluster.http.base).completions.create(**{**ASKED, "model": "main"}),
+        client.with_options(base_url=cluster.http.base).completions.create(**ASKED),
     ):
         with pytest.raises(openai.NotFoundError) as caught:
             await unknown
