@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.client import Exhausted
+from kvrelay.client import Exhausted, KvrelayError
 from kvrelay.router.config import ServiceClass
 from kvrelay.router.entry.limits import KeyLimits, Limits
 from kvrelay.router.errors import LimitReached
@@ -29,10 +30,10 @@ async def test_tokens_a_minute(serve: Serve, tmp_path: Path) -> None:
     assert cluster.outcomes.count("exhausted") == 1
 
 
-async def test_classes_of_service_and_requests_a_minute_over_http(serve: Serve, tmp_path: Path) -> None:
+async def test_classes_of_service_and_requests_a_minute(serve: Serve, tmp_path: Path) -> None:
     classes = {"batch": ServiceClass(), "chat": ServiceClass(weight=4, first_token_timeout_seconds=0.3)}
     prefill, decode = pair()
-    keys = key_file(tmp_path, a="classes=batch requests_per_minute=3", b="")
+    keys = key_file(tmp_path, a="classes=batch requests_per_minute=3", b="", c="classes=batch")
     cluster = await serve(prefill, decode, api_keys=keys, classes=classes)
 
     async def ask(key: str, name: str) -> tuple[int, str, int]:
@@ -48,6 +49,9 @@ async def test_classes_of_service_and_requests_a_minute_over_http(serve: Serve, 
     for name in ("chat", ""):
         status, said, _ = await ask("a", name)
         assert (status, said.partition("allowed")[2]) == (403, " for this API key: 'batch'")
+    with pytest.raises(KvrelayError, match="allowed for this API key: 'batch'") as refused:
+        await cluster.client_of(api_key="c").complete(PROMPT, slo_class="chat")
+    assert refused.value.code is grpc.StatusCode.PERMISSION_DENIED
     status, said, seconds = await ask("a", "batch")
     assert (status, "requests_per_minute, 3, are used up" in said) == (429, True)
     assert 10 < seconds <= 20

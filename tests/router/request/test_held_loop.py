@@ -120,26 +120,35 @@ async def test_no_message_holds_the_loop(serve: Serve, method: str, size: int, e
     assert cluster.calls == 0
 
 
-ANSWERED: dict[str, dict[str, Any]] = {
-    "echo": {"prompt": [40] * (CONTEXT - 10), "echo": True},
-    "one value": {"prompt": [40] * MAX_PROMPT_VALUES, "logprobs": 0, "echo": True},
-    "many values": {"prompt": [40] * (MAX_PROMPT_VALUES // (MAX_LOGPROBS + 1)), "logprobs": MAX_LOGPROBS, "echo": True},
-    "a thousand texts": {"prompt": ["a"] * 1000},
-    "a thousand prompts of ids": {"prompt": [[5]] * 1000},
-}
-
-
 @pytest.mark.parametrize("stream", [False, True])
-async def test_no_large_answer_holds_the_loop(serve: Serve, stream: bool) -> None:
-    http = (await serve(fake("colocated-0", answer, max_context=CONTEXT), max_queue=1024)).http
+async def test_no_answer_with_much_of_the_prompt_holds_the_loop(serve: Serve, stream: bool) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "echo": {"prompt": [40] * (CONTEXT - 10)},
+        "one value": {"prompt": [40] * MAX_PROMPT_VALUES, "logprobs": 0},
+        "many values": {"prompt": [40] * (MAX_PROMPT_VALUES // (MAX_LOGPROBS + 1)), "logprobs": MAX_LOGPROBS},
+    }
+
+    http = (await serve(fake("colocated-0", answer, max_context=CONTEXT))).http
 
     async def send(body: dict[str, Any]) -> None:
-        sent = {**body, "max_tokens": 1, "stream": stream}
+        sent = {**body, "max_tokens": 1, "echo": True, "stream": stream}
         async with http.session.post("/v1/completions", json=sent) as response:
             assert response.status == 200, await response.text()
             await response.read()
 
-    await check_holds((name, partial(send, body)) for name, body in ANSWERED.items())
+    await check_holds((name, partial(send, body)) for name, body in bodies.items())
+
+
+@pytest.mark.parametrize("prompt", [["a"] * 1000, [[5]] * 1000], ids=["texts", "ids"])
+async def test_a_thousand_prompts_do_not_hold_the_loop(serve: Serve, prompt: list[object]) -> None:
+    http = (await serve(fake("colocated-0", answer, max_context=CONTEXT), max_queue=1024)).http
+
+    async def send() -> None:
+        status, answered = await http.post("/v1/completions", {"prompt": prompt, "max_tokens": 1})
+        assert status == 200, answered
+        assert len(answered["choices"]) == len(prompt)
+
+    await check_holds(iter([("prompts", send)]))
 
 
 async def test_a_thousand_completions_that_end_at_once_do_not_hold_the_loop(serve: Serve) -> None:

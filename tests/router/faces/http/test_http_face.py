@@ -96,9 +96,10 @@ async def test_completions_of_one_prompt_begin_when_its_kv_is_cached_and_have_se
     assert sum(record.prompt_tokens for record in cluster.records) == 4
 
 
-async def test_grpc_names_the_model_and_the_limit_of_completions(serve: Serve) -> None:
+async def test_grpc_names_the_model_the_seeds_and_the_limit_of_completions(serve: Serve) -> None:
     cluster = await serve(*pair(), served_model_name=("main", "other"))
-    assert await cluster.client.completions("hello", model="other", n=3, max_tokens=4)
+    done = await cluster.client.completions("hello", model="other", n=3, seed=7, max_tokens=4)
+    assert [each.seed for each in done] == [completion_seed(7, index) for index in range(3)]
     for options, code, said in (
         ({"model": "fake"}, grpc.StatusCode.NOT_FOUND, "model is 'fake'; allowed: 'main', 'other', or empty"),
         ({"n": 129}, grpc.StatusCode.INVALID_ARGUMENT, "n is 129; allowed: 1 to 128"),
