@@ -12,8 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
-from prometheus_client import Metric
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus import values
 
 from kvrelay.router.records.spans import SpanExport
 from kvrelay.rpc.tracing import TraceContext
@@ -52,20 +51,15 @@ class Traced:
         """A metric's sum over all processes that serve theirs."""
         status = self.scene.cluster.status()
         addresses = [member.member.metrics_address for member in status.members] + [status.metrics_address]
-        return sum(
-            sample.value
-            for address in addresses
-            for metric in self._scraped(address)
-            for sample in metric.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        return sum(value for address in addresses for value in values(scraped(address), name, labels))
 
-    def _scraped(self, address: str) -> list[Metric]:
-        try:
-            with urllib.request.urlopen(f"http://{address}/metrics", timeout=SECONDS) as response:
-                return list(text_string_to_metric_families(response.read().decode()))
-        except urllib.error.URLError:
-            return []  # the killed one
+
+def scraped(address: str) -> str:
+    try:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=SECONDS) as response:
+            return str(response.read().decode())
+    except urllib.error.URLError:
+        return ""  # the killed one
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -286,21 +286,6 @@ async def test_what_a_member_waits_for_is_told() -> None:
         assert members["router-0"]["waits_for"] is None
         launcher.waits.clear()
         await until(lambda: launcher.calls.count("run decode-0") == 2, "it was started")
-
-
-async def test_a_silent_process_is_killed_and_replaced() -> None:
-    launcher = FakeLauncher()
-    async with supervisor(launcher, step_dead_seconds=4.0) as server:
-        await until(lambda: server.membership.ready, "ready")
-        # It neither ends nor sends heartbeats, on an open connection. A replacement's heartbeats get through.
-        server.membership.attend = refuse(server.membership.attend, "prefill-0#")  # type: ignore[method-assign]
-        await until(lambda: "kill prefill-0" in launcher.calls, "killed")
-        await until(lambda: launcher.calls.count("run prefill-0") == 2, "replaced")
-
-
-def refuse(attend: Callable[[Member, Load], bool], incarnation: str) -> Callable[[Member, Load], bool]:
-    """Loses the heartbeats of one incarnation."""
-    return lambda member, load: True if member.incarnation.startswith(incarnation) else attend(member, load)
 
 
 async def test_a_mistake_at_the_first_start_is_reported_and_not_tried_again() -> None:
