@@ -31,18 +31,13 @@ def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = 
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("engine: {block_sizes: 8}", "engine.block_sizes: unknown key; did you mean block_size?"),
-        (
-            "prefill: {engine: {blocksize: 8}}",
-            "prefill.engine.blocksize: unknown key; did you mean block_size?",
-        ),
+        ("prefill: {engine: {blocksize: 8}}", "prefill.engine.blocksize: unknown key; did you mean block_size?"),
         ("grpc_port: 1", "grpc_port: unknown key; did you mean router.grpc_port?"),
         (
             "heartbeat: {zzz: 1}",
             "heartbeat.zzz: unknown key; allowed: suspect_seconds, dead_seconds, step_suspect_seconds, "
             "step_dead_seconds",
         ),
-        ("engine: {block_size: 17}", "engine.block_size is 17; allowed: auto, or a power of two from 8 to 128"),
         (
             "decode: {engine: {block_size: 9}}",
             "decode.engine.block_size is 9; allowed: auto, or a power of two from 8 to 128",

@@ -5,7 +5,6 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,6 +16,7 @@ from prometheus import values
 from kvrelay.router.records.spans import SpanExport
 from kvrelay.rpc.tracing import TraceContext
 from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 from support.faults import OUT, PROMPT, Scene, prompt_of, scene
 from support.http_calls import CHAT, HELLO
 from support.processes import wait_until
@@ -62,16 +62,6 @@ def scraped(address: str) -> str:
         return ""  # the killed one
 
 
-@contextmanager
-def generate(router: str) -> Iterator[grpc.UnaryStreamMultiCallable]:
-    with grpc.insecure_channel(router) as channel:
-        yield channel.unary_stream(
-            "/kvrelay.v1.InferenceService/Generate",
-            request_serializer=pb.GenerateRequest.SerializeToString,
-            response_deserializer=pb.GenerateResponse.FromString,
-        )
-
-
 def below(spans: list[Received], parent: Received) -> list[Received]:
     return [span for span in spans if span.parent == parent.span_id]
 
@@ -97,8 +87,9 @@ def traced(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> It
             token_ids=pb.TokenIds(ids=prompt_of(RETRIED)),
             sampling=pb.SamplingParams(max_tokens=OUT, temperature=0.0, ignore_eos=True),
         )
-        with generate(it.cluster.router) as call:
-            messages = list(call(request, timeout=SECONDS, metadata=[("traceparent", PARENT)]))
+        with grpc.insecure_channel(it.cluster.router) as channel:
+            call = InferenceServiceStub(channel).Generate(request, timeout=SECONDS, metadata=[("traceparent", PARENT)])
+            messages = list(call)
         assert messages[-1].usage.completion_tokens == OUT
         assert messages[-1].timeline.retries == 1
         spans = collector.trace(TRACE, 14)

@@ -1,13 +1,8 @@
 """The supervisor over real gRPC, with members that only send heartbeats."""
 
 import asyncio
-import json
-import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -335,25 +330,3 @@ async def test_the_failure_of_one_members_keeper_is_that_members(monkeypatch: py
         launcher.broken = ""
         await until(lambda: server.membership.ready, "the member is back")
         assert [launcher.calls.count(f"run {name}") for name in ("router-0", "decode-0")] == [1, 1]
-
-
-def test_it_runs_in_the_foreground_and_ends_on_sigterm(tmp_path: Path) -> None:
-    config = tmp_path / "supervisor.json"
-    config.write_text('{"port": 0, "suspect_seconds": 2}')
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvrelay.cluster.supervisor", "--config", str(config)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        address = json.loads(process.stdout.readline())["address"]
-        status = get_status(state_of(address), timeout=SECONDS)
-        assert status is not None
-        assert not status.ready
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(SECONDS) == 0
-        assert get_status(state_of(address), timeout=0.5) is None
-    finally:
-        process.kill()
-        process.communicate()
