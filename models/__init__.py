@@ -47,11 +47,11 @@ def resolve(model: str, *, weights: bool = True, heads: bool = False) -> Path:
     if model and path.suffix == gguf.SUFFIX and path.is_file():
         return gguf.folder_of(gguf.files_in(path))
     if not model or not path.is_dir():
-        raise ValueError(f"model: {model!r} is neither a folder nor a GGUF file nor a bundled model; give {allowed}")
+        raise ValueError(f"model: {model!r} is neither a folder nor a bundled model nor a GGUF file; give {allowed}")
     if not any(path.glob("*.safetensors*")) and (files := gguf.files_in(path)):
         return gguf.folder_of(files)
     if not (path / "config.json").is_file():
-        raise ValueError(f"model: the folder {model!r} holds neither a config.json nor a GGUF file; give {allowed}")
+        raise ValueError(f"model: the folder {model!r} holds no config.json and no GGUF file; give {allowed}")
     return path
 
 
