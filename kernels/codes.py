@@ -68,6 +68,11 @@ class CodedWeight:
         zeros = 0 if self.zeros is None else self.zeros.nbytes
         return self.codes.numel() * self.type.bits // 8 + self.scales.nbytes + zeros
 
+    def outputs(self, rows: Tensor) -> "CodedWeight":
+        """The weight of these outputs, int64 [rows]."""
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
+
     def dequantize(self) -> Tensor:
         """float32 [out, in]."""
         inputs = self.codes.shape[1]
