@@ -13,7 +13,8 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 """Families for which whole engines and clusters are tested."""
 FAMILIES = (
     *ARCHITECTURES,
-    *("ministral", "seed_oss", "smollm3", "phi3", "granite", "olmo2", "olmo3", "glm4", "starcoder2", "cohere2"),
+    *("ministral", "seed_oss", "smollm3", "phi3", "granite", "olmo2", "olmo3", "glm", "glm4", "starcoder2"),
+    *("cohere", "cohere2"),
     *("gemma", "gemma3_text"),
 )
 VOCAB_SIZE = 320
@@ -62,8 +63,10 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "olmo2": {},
     "olmo3": {"sliding_window": 40},
+    "glm": {"head_dim": 32},
     "glm4": {"head_dim": 32},
     "starcoder2": {"sliding_window": 40},
+    "cohere": {},
     "cohere2": {"sliding_window": 40, "sliding_window_pattern": 2},
     "gemma": {"head_dim": 32},
     "gemma3_text": {"head_dim": 32, "sliding_window": 40, "sliding_window_pattern": 2, "query_pre_attn_scalar": 20},

@@ -227,16 +227,16 @@ def _olmo2(fields: Fields, layers: int) -> Traits:
     return Traits((0,) * layers, qkv_bias=bias, output_bias=bias, joint_qk_norm=True, norms=norms)
 
 
+def _glm(fields: Fields, layers: int) -> Traits:
+    """GLM-4 and GLM-Edge: neighbours are rotated, of half a head."""
+    bias = fields.boolean("attention_bias", True)
+    return Traits((0,) * layers, interleaved=True, qkv_bias=bias, joined=frozenset({"gate_up"}))
+
+
 def _glm4(fields: Fields, layers: int) -> Traits:
-    """GLM-4-0414: norms before and behind attention and MLP; neighbours are rotated, of half a head."""
+    """GLM-4-0414: as GLM-4, with norms before and behind attention and MLP."""
     norms = NormNames(attention="post_self_attn_layernorm", mlp="post_mlp_layernorm")
-    return Traits(
-        (0,) * layers,
-        interleaved=True,
-        qkv_bias=fields.boolean("attention_bias", True),
-        joined=frozenset({"gate_up"}),
-        norms=norms,
-    )
+    return replace(_glm(fields, layers), norms=norms)
 
 
 def _starcoder2(fields: Fields, layers: int) -> Traits:
@@ -254,12 +254,17 @@ def _starcoder2(fields: Fields, layers: int) -> Traits:
 
 
 def _cohere2(fields: Fields, layers: int) -> Traits:
-    """Command R7B and Command A: attention beside the MLP; rotation, of neighbours, in layers with windows only."""
+    """Command R7B and Command A: as Command R, with windows; layers without one don't rotate."""
     windows = kinds_windows(fields, _every_nth_full(fields, layers, 4))
+    return replace(_cohere(fields, layers), windows=windows, rotated=tuple(window > 0 for window in windows))
+
+
+def _cohere(fields: Fields, layers: int) -> Traits:
+    """Command R: attention beside the MLP, layer norms; neighbours are rotated."""
+    fields.choice("use_qk_norm", (False,), default=False)
     bias = fields.boolean("attention_bias", False)
     return Traits(
-        windows,
-        rotated=tuple(window > 0 for window in windows),
+        (0,) * layers,
         interleaved=True,
         qkv_bias=bias,
         output_bias=bias,
@@ -357,12 +362,8 @@ _STARCODER2_DEFAULTS = {
     "tie_word_embeddings": True,
     "eos_token_id": 50256,
 }
-_COHERE2_DEFAULTS = {
-    "layer_norm_eps": 1e-5,
-    "sliding_window": 4096,
-    "tie_word_embeddings": True,
-    "eos_token_id": 255001,
-}
+_COHERE_DEFAULTS = {"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "eos_token_id": 255001}
+_COHERE2_DEFAULTS = {**_COHERE_DEFAULTS, "sliding_window": 4096}
 _GEMMA_DEFAULTS = {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True, "eos_token_id": 1}
 _GEMMA3_DEFAULTS = {**_GEMMA_DEFAULTS, "num_key_value_heads": 4, "sliding_window": 4096}
 ARCHITECTURES: dict[str, Architecture] = {
@@ -390,6 +391,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             {"rms_norm_eps": 1e-5, "sliding_window": 4096, "eos_token_id": 50279},
             sliding_rope=partial(ropes_by_kind, theta=5e5, sliding_theta=5e5),
         ),
+        Architecture("glm", "GlmForCausalLM", _glm, _GLM4_DEFAULTS, partial_rope=True),
         Architecture("glm4", "Glm4ForCausalLM", _glm4, _GLM4_DEFAULTS, partial_rope=True),
         Architecture(
             "starcoder2",
@@ -399,6 +401,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             activation="gelu_pytorch_tanh",
             eps_field="norm_epsilon",
         ),
+        Architecture("cohere", "CohereForCausalLM", _cohere, _COHERE_DEFAULTS, eps_field="layer_norm_eps"),
         Architecture("cohere2", "Cohere2ForCausalLM", _cohere2, _COHERE2_DEFAULTS, eps_field="layer_norm_eps"),
         Architecture("gemma", "GemmaForCausalLM", _gemma, _GEMMA_DEFAULTS, activation="gelu_pytorch_tanh"),
         Architecture(

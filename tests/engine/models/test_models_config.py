@@ -224,6 +224,7 @@ def test_a_missing_field_is_named(tmp_path: Path) -> None:
             SMOLLM3 | {"no_rope_layers": [1, 0]},
             r"no_rope_layers is \[1, 0\]; allowed: a list of at least 3 times 0 or 1",
         ),
+        ({"architectures": None, "model_type": "cohere", "use_qk_norm": True}, "use_qk_norm is True; allowed: False"),
         (GEMMA3 | {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0; allowed: null"),
         (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention is True; allowed: False"),
         (GEMMA3 | {"hidden_activation": "silu"}, "hidden_activation is 'silu'; allowed: gelu_pytorch_tanh"),
