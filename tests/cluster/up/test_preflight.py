@@ -38,18 +38,6 @@ def test_a_model_is_found_by_name_or_folder_and_files_become_absolute(
     assert check(joined) == joined, "folders and ports of other machines are not checked"
 
 
-def test_an_instruction_set_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVRELAY_INSTRUCTION_SET", "sse2")
-    with pytest.raises(UsageError, match=r"KVRELAY_INSTRUCTION_SET is 'sse2'; allowed here:"):
-        check(config())
-
-
-@pytest.mark.parametrize("path", ["/nope", "", "pico2"])
-def test_a_model_that_is_not_there(path: str) -> None:
-    with pytest.raises(UsageError, match=f"{path!r}.*neither a folder nor a bundled model"):
-        check(config(model={"path": path}))
-
-
 def changed(folder: Path, **values: object) -> None:
     """Changes the model's configuration."""
     file = folder / "config.json"
@@ -101,16 +89,30 @@ def test_a_host_that_is_not_this_machines_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "options", "said"),
+    ("sections", "said"),
     [
-        ("router", {"api_keys": "missing"}, "router: api_keys missing: No such file"),
-        ("router", {"tls_certificate": "missing", "tls_key": "k"}, "router: certificate: missing: No such file"),
-        ("security", {"join_token_path": "missing"}, "security: join_token_path missing: No such file"),
-        ("security", {"tls": "mutual", "certificates": "nowhere"}, "security: certificate: nowhere/supervisor.crt"),
+        ({"model": {"path": "/nope"}}, "'/nope'.*neither a folder nor a bundled model"),
+        ({"model": {"path": ""}}, "''.*neither a folder nor a bundled model"),
+        ({"model": {"path": "pico2"}}, "'pico2'.*neither a folder nor a bundled model"),
+        ({"router": {"api_keys": "missing"}}, "router: api_keys missing: No such file"),
+        (
+            {"router": {"tls_certificate": "missing", "tls_key": "k"}},
+            "router: certificate: missing: No such file",
+        ),
+        ({"security": {"join_token_path": "missing"}}, "security: join_token_path missing: No such file"),
+        (
+            {"security": {"tls": "mutual", "certificates": "nowhere"}},
+            "security: certificate: nowhere/supervisor.crt",
+        ),
     ],
 )
-def test_a_missing_secret_is_named_before_ray_starts(section: str, options: dict[str, str], said: str) -> None:
-    router = {"grpc_port": 0, "http_port": None, **(options if section == "router" else {})}
-    security = options if section == "security" else {}
+def test_what_is_missing_is_named(sections: dict[str, dict[str, object]], said: str) -> None:
+    router = {"grpc_port": 0, "http_port": None, **sections.get("router", {})}
     with pytest.raises(UsageError, match=said):
-        check(config(router=router, security=security))
+        check(config(**{**sections, "router": router}))
+
+
+def test_an_instruction_set_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_INSTRUCTION_SET", "sse2")
+    with pytest.raises(UsageError, match=r"KVRELAY_INSTRUCTION_SET is 'sse2'; allowed here:"):
+        check(config())

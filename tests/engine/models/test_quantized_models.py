@@ -85,7 +85,7 @@ def test_packed_weights_are_small(folder: Path, quantization: Quantization, most
         assert size <= most * 4 * linear.inputs * linear.outputs
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_a_gpu_computes_the_same(folder: Path, quantization: Quantization) -> None:
     options = EngineConfig(kv_memory_bytes=4 * 2**20, quantization=quantization)
     runner = build_gpu_runner(folder, "float32", options, device=DEVICE)
