@@ -113,7 +113,7 @@ class EngineConfig(Options):
     """Sequences in one step at most. auto: 64 on CPU, 256 on GPU."""
 
     max_context: Annotated[int, Interval(ge=0)] = 0
-    """Prompt plus completion, in tokens, at most; 0 takes the model's own limit."""
+    """Prompt plus completion, in tokens, at most; 0 takes the model's own limit, for longrope the original context."""
 
     prefix_cache: bool = True
     """Keep computed blocks and reuse them for prompts of the same tenant with the same prefix."""

@@ -81,6 +81,11 @@ class CodedWeight:
         """Whether all scales and minima are finite."""
         return all(part is None or bool(torch.isfinite(part).all()) for part in (self.scales, self.minima))
 
+    def outputs(self, rows: Tensor) -> "CodedWeight":
+        """The weight of these outputs, int64 [rows]."""
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
+
     def dequantize(self) -> Tensor:
         """float32 [out, in]."""
         inputs = self.codes.shape[1]

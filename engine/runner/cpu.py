@@ -185,7 +185,7 @@ def build_cpu_runner(
     Raises:
         ValueError: the checkpoint or an option can't be used; the text says which and why.
     """
-    config = read_config(folder)
+    config = read_config(folder).for_context(options.max_context)
     checkpoint = Checkpoint(folder)
     options = options.on("cpu")
     check_stored(options.quantization, config.stored)

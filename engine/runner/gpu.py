@@ -362,7 +362,7 @@ def build_gpu_runner(
     Raises:
         ValueError: the checkpoint or an option can't be used; the text says which and why.
     """
-    config = read_config(folder)
+    config = read_config(folder).for_context(options.max_context)
     check_stored(options.quantization, config.stored)
     checkpoint = Checkpoint(folder)
     memory = memory or memory_of(device)

@@ -15,6 +15,7 @@ from kvrelay.kernels.cpu.program import Program, Team, fields
 
 LINEAR = "kvrelay_linear"
 EMBED = "kvrelay_embed"
+NORM = "kvrelay_norm"
 
 BLOCK = 16
 """Divisor of the number of outputs in each half of a gated product."""
@@ -32,6 +33,10 @@ class Epilogue(IntEnum):
     """out += y."""
     SILU_MUL = 2
     """out = silu(first half of y) * second half of y."""
+    GELU_MUL = 3
+    """out = gelu(first half of y) * second half of y."""
+    GELU = 4
+    """out = gelu(y)."""
 
 
 def weight_type(weight: Tensor | CodedWeight) -> int:
@@ -58,7 +63,20 @@ class EmbedArgs(ctypes.Structure):
     _fields_ = (
         *fields(ctypes.c_void_p, "rows tokens weight scales zeros minima out"),
         *fields(ctypes.c_int64, "out_stride width group"),
-        *fields(ctypes.c_int32, "type packed"),
+        ("type", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+        ("packed", ctypes.c_int32),
+    )
+
+
+class NormArgs(ctypes.Structure):
+    """`NormArgs` in norm.h."""
+
+    _fields_ = (
+        *fields(ctypes.c_void_p, "rows input out weight bias"),
+        *fields(ctypes.c_int64, "input_stride out_stride width"),
+        ("eps", ctypes.c_float),
+        *fields(ctypes.c_int32, "centered add"),
     )
 
 

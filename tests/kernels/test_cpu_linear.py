@@ -18,10 +18,12 @@ from kvrelay.kernels.cpu.packed import (
     BLOCK,
     EMBED,
     LINEAR,
+    NORM,
     Arena,
     EmbedArgs,
     Epilogue,
     LinearArgs,
+    NormArgs,
     PackedLinear,
 )
 from kvrelay.kernels.cpu.program import Program, Team
@@ -143,16 +145,59 @@ def test_a_product_with_all_that_is_fused(
 @pytest.mark.parametrize("rows", [1, 5, 12, 13, 100])
 @pytest.mark.parametrize("half", [BLOCK, 3 * BLOCK, 11 * BLOCK])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_gated_product(team_of: Callable[[int], Team], dtype: torch.dtype, rows: int, half: int, bias: bool) -> None:
+@pytest.mark.parametrize("gate", [Epilogue.SILU_MUL, Epilogue.GELU_MUL])
+def test_a_gated_product(
+    team_of: Callable[[int], Team], dtype: torch.dtype, rows: int, half: int, bias: bool, gate: Epilogue
+) -> None:
     team = team_of(2)
     weight = (2 * normal(2 * half, 72) / math.sqrt(72)).to(dtype)
     offset = normal(2 * half) if bias else None
     x = normal(rows, 72)
     product = Product(team, PackedLinear.pack(team, Arena(), weight, offset), x, half)
-    found = product.run(product.linear.args(Epilogue.SILU_MUL))
-    expected = reference.silu_mul(reference.linear(weight.float(), offset)(x))
+    found = product.run(product.linear.args(gate))
+    gated = reference.silu_mul if gate is Epilogue.SILU_MUL else reference.gelu_mul
+    expected = gated(reference.linear(weight.float(), offset)(x))
     bound = 8 * error_of(dtype, team)
     torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("outputs", [1, BLOCK, 100])
+def test_a_product_with_gelu(team_of: Callable[[int], Team], outputs: int) -> None:
+    weight, offset, x = 3 * normal(outputs, 72) / math.sqrt(72), normal(outputs), normal(13, 72)
+    team = team_of(2)
+    product = Product(team, PackedLinear.pack(team, Arena(), weight, offset), x, outputs)
+    found = product.run(product.linear.args(Epilogue.GELU))
+    torch.testing.assert_close(found, reference.gelu(reference.linear(weight, offset)(x)), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("width", [1, 15, 64, 100])
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("add", [False, True])
+def test_a_norm(team_of: Callable[[int], Team], width: int, centered: bool, add: bool) -> None:
+    """In other rows' strides, and in place."""
+    team, rows = team_of(3), ctypes.c_int64(7)
+    x, weight = 5 + normal(7, width), normal(width)
+    bias = normal(width, seed=1) if centered else None
+    source = torch.full((7, width + 5), torch.nan)
+    source[:, :width] = x
+    expected = reference.layer_norm(x, weight, bias, 1e-5) if centered else reference.rms_norm(x, weight, 1e-5)
+    for out, before in ((torch.ones(7, width + 3), 1.0), (source, x)):
+        args = NormArgs(
+            rows=ctypes.addressof(rows),
+            input=source.data_ptr(),
+            input_stride=source.stride(0),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            weight=weight.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            width=width,
+            eps=1e-5,
+            centered=centered,
+            add=add,
+        )
+        team.run(Program(team.library, (NORM, args)))
+        wanted = expected + before if add else expected
+        torch.testing.assert_close(out[:, :width], wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_a_gate_far_from_zero_neither_overflows_nor_turns_into_nan(team_of: Callable[[int], Team]) -> None:
@@ -327,6 +372,8 @@ def test_looking_up_is_exact(
         type=parts.type,
         packed=packed,
     )
-    team.run(Program(team.library, (EMBED, embed)))
-    assert torch.equal(out[:, :width], (table.float() if dense else table.dequantize())[tokens])
+    for scale in (1.0, 3.0):
+        embed.scale = scale
+        team.run(Program(team.library, (EMBED, embed)))
+        assert torch.equal(out[:, :width], (table.float() if dense else table.dequantize())[tokens] * scale)
     assert out[:, width:].isnan().all()

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.engine.attention.base import HeadNorm
-from kvrelay.engine.models.fast.decoder import Layer, Weights
-from kvrelay.engine.models.reading.checkpoint import EMBEDDING, Checkpoint, expected_tensors
+from kvrelay.engine.models.fast.decoder import Layer, Norm, Weights
+from kvrelay.engine.models.reading.checkpoint import EMBEDDING, Checkpoint, expected_tensors, projections
 from kvrelay.engine.models.reading.config import ModelConfig
 from kvrelay.engine.models.reading.gguf import KEPT, coded, dequantized, in_order
 from kvrelay.engine.models.reading.quantized import read_layer
-from kvrelay.engine.models.reading.rope import frequencies
+from kvrelay.engine.models.reading.rope import rotary
 from kvrelay.engine.models.reading.stored import HEAD
 from kvrelay.kernels.codes import CodedWeight, alike, join
 from kvrelay.kernels.ops import Linear
@@ -128,7 +128,7 @@ def load_weights(
     elif embedding is None:
         embedding = files.take(f"{EMBEDDING}.weight")
     layers = tuple(_layer(files, config, linear, making.cache, index) for index in range(config.layers))
-    norm = files.take("model.norm.weight")
+    norm = _norm(files, config, "model.norm")
     if files.kept or files.dequantized:
         logger.info(
             "GGUF: weights kept as they are stored: %s; held as %s: %s",
@@ -141,8 +141,14 @@ def load_weights(
         layers=layers,
         norm=norm,
         head=projection,
-        frequencies=frequencies(config.rope, config.head_dim).to(device),
+        rotary=_rotary(config).to(device),
     )
+
+
+def _rotary(config: ModelConfig) -> Tensor:
+    """See `Weights.rotary`."""
+    scale = config.traits.attention_scale * math.sqrt(config.head_dim) or 1.0
+    return torch.stack([rotary(rope, config.head_dim, scale) for rope in config.distinct_ropes])
 
 
 def load_embedding(checkpoint: Checkpoint, dtype: torch.dtype) -> Tensor:
@@ -177,10 +183,11 @@ class TensorFiles:
         self.dequantized: Counter[str] = Counter()
         """Numbers of quantized GGUF tensors by type, that were read as codes or not."""
 
-    def take(self, *names: str) -> Tensor:
-        """The tensors on the device, converted, and joined along their first dimension."""
+    def take(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensors on the device, converted to `dtype` or that of the weights, and joined along their first
+        dimension."""
         shapes = [self._entries[name].shape for name in names]
-        tensor = allocate((sum(shape[0] for shape in shapes), *shapes[0][1:]), self._dtype)
+        tensor = allocate((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype or self._dtype)
         for name, part in zip(names, tensor.split_with_sizes([shape[0] for shape in shapes]), strict=True):
             self._read(name, part)
         self._count(*names)
@@ -277,37 +284,71 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _layer(files: TensorFiles, config: ModelConfig, linear: MakeLinear, cache: LayerCache, index: int) -> Layer:
-    base, traits = f"model.layers.{index}", config.traits
+    base, traits, order = f"model.layers.{index}", config.traits, config.head_order
+    parts = projections(config)
 
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    hidden, inner = config.hidden_size, config.intermediate_size
-    qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
-
-    def projection(bias: bool, inputs: int, outputs: dict[str, int]) -> Linear:
+    def projection(part: str, rows: Tensor | None = None) -> Linear:
+        """The projection, its outputs in the order `rows` of those in the checkpoint."""
+        outputs, inputs, bias = parts[part]
         name = ", ".join(f"{base}.{part}" for part in outputs)
         found = cache.load(name)
         if found is not None:
             files.skip(*(f"{base}.{part}" for part in outputs))
             return found
         weight = _weight(files, config, *((f"{base}.{name}", count) for name, count in outputs.items()), inputs=inputs)
-        made = linear(weight, files.take(*(f"{base}.{name}.bias" for name in outputs)) if bias else None)
+        offsets = files.take(*(f"{base}.{name}.bias" for name in outputs)) if bias else None
+        if rows is not None:
+            weight = weight.outputs(rows) if isinstance(weight, CodedWeight) else weight[rows]
+            offsets = None if offsets is None else offsets[rows]
+        made = linear(weight, offsets)
         cache.store(name, made)
         return made
 
-    qk_norm = None
+    def norm(name: str) -> Norm | None:
+        return _norm(files, config, f"{base}.{name}") if name else None
+
+    qk_norm, joint = None, tuple[Norm, ...]()
+    if traits.joint_qk_norm:
+        joint = tuple(Norm(files.take(f"{base}.self_attn.{name}_norm.weight")) for name in "qk")
     if traits.qk_norm:
-        query = files.take(f"{base}.self_attn.q_norm.weight").expand(config.heads, -1)
-        key = files.take(f"{base}.self_attn.k_norm.weight").expand(config.kv_heads, -1)
-        qk_norm = HeadNorm(torch.cat((query, key)), config.norm_eps)
+        norms = [_norm_weight(files, config, f"{base}.self_attn.{name}_norm.weight") for name in "qk"]
+        query, key = norms if order is None else [norm[order] for norm in norms]
+        qk_norm = HeadNorm(
+            torch.cat((query.expand(config.heads, -1), key.expand(config.kv_heads, -1))), config.norm_eps
+        )
+    names = traits.norms
     return Layer(
-        input_norm=files.take(f"{base}.input_layernorm.weight"),
-        qkv=projection(traits.qkv_bias, hidden, qkv),
+        input_norm=norm(names.input),
+        qkv=projection("qkv", _head_rows(config, order)),
         qk_norm=qk_norm,
-        output=projection(traits.output_bias, queries, {"self_attn.o_proj": hidden}),
-        mlp_norm=files.take(f"{base}.post_attention_layernorm.weight"),
-        gate_up=projection(traits.mlp_bias, hidden, {"mlp.gate_proj": inner, "mlp.up_proj": inner}),
-        down=projection(traits.mlp_bias, inner, {"mlp.down_proj": hidden}),
+        joint_norms=joint,
+        output=projection("output"),
+        output_norm=norm(names.attention),
+        mlp_norm=norm(names.mlp_input),
+        gate_up=projection("gate_up"),
+        down=projection("down"),
+        down_norm=norm(names.mlp),
     )
+
+
+def _norm(files: TensorFiles, config: ModelConfig, name: str) -> Norm:
+    bias = files.take(f"{name}.bias") if config.traits.norm_bias else None
+    return Norm(_norm_weight(files, config, f"{name}.weight"), bias)
+
+
+def _norm_weight(files: TensorFiles, config: ModelConfig, name: str) -> Tensor:
+    """In float32 if it is the sum of 1 and what the file has, because bfloat16 would keep little of that."""
+    return files.take(name, dtype=torch.float32) + 1 if config.traits.norm_offset else files.take(name)
+
+
+def _head_rows(config: ModelConfig, order: list[int] | None) -> Tensor | None:
+    """int64 [(H + 2 Hkv) * D] the outputs of the QKV projection, with queries and keys in `order` (`head_order`)."""
+    if order is None:
+        return None
+    rows = torch.arange((config.heads + 2 * config.kv_heads) * config.head_dim).view(-1, config.head_dim)
+    rotated = config.heads + config.kv_heads
+    rows[:rotated] = rows[:rotated, order]
+    return rows.flatten()
 
 
 def _weight(files: TensorFiles, config: ModelConfig, *layers: tuple[str, int], inputs: int) -> Tensor | CodedWeight:

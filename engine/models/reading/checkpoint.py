@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvrelay.engine.models.reading.config import ModelConfig
 from kvrelay.engine.models.reading.fields import Fields, read_json
@@ -130,15 +130,42 @@ class Checkpoint:
                 raise ValueError(f"{self.folder / file}: tensor {name} is missing, though {INDEX} says it is there")
 
 
+class Projection(NamedTuple):
+    """A linear layer that is computed as one, of one or several in the checkpoint."""
+
+    outputs: Mapping[str, int]
+    """Number of outputs of each part, by its name within the decoder layer, in the order of the joined outputs."""
+    inputs: int
+    bias: bool
+
+
+def projections(config: ModelConfig) -> dict[str, Projection]:
+    """Projections of every decoder layer: `qkv`, `output`, `gate_up` and `down`."""
+    hidden, inner, traits = config.hidden_size, config.intermediate_size, config.traits
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+    if "qkv" in traits.joined:
+        qkv = {"self_attn.qkv_proj": queries + 2 * keys}
+    gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+    if "gate_up" in traits.joined:
+        gate_up = {"mlp.gate_up_proj": 2 * inner}
+    if not traits.gated:
+        gate_up = {"mlp.c_fc": inner}
+    return {
+        "qkv": Projection(qkv, hidden, traits.qkv_bias),
+        "output": Projection({"self_attn.o_proj": hidden}, queries, traits.output_bias),
+        "gate_up": Projection(gate_up, hidden, traits.mlp_bias),
+        "down": Projection({"mlp.down_proj" if traits.gated else "mlp.c_proj": hidden}, inner, traits.mlp_bias),
+    }
+
+
 def expected_tensors(config: ModelConfig) -> dict[str, Expected]:
     """Every tensor of such a model by name; weights are [out, in].
 
     Raises:
         ValueError: a layer's shape doesn't go with how it is quantized.
     """
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    traits = config.traits
+    hidden, traits = config.hidden_size, config.traits
     shapes: dict[str, Expected] = {}
 
     def linear(name: str, out: int, inputs: int, bias: bool) -> None:
@@ -149,25 +176,27 @@ def expected_tensors(config: ModelConfig) -> dict[str, Expected]:
         if bias:
             shapes[f"{name}.bias"] = (out,)
 
+    def norm(name: str) -> None:
+        shapes[f"{name}.weight"] = (hidden,)
+        if traits.norm_bias:
+            shapes[f"{name}.bias"] = (hidden,)
+
     if config.stored is not None and config.stored.layout == "gguf":
         linear(EMBEDDING, config.vocab_size, hidden, bias=False)
     else:
         shapes[f"{EMBEDDING}.weight"] = (config.vocab_size, hidden)
     for layer in range(config.layers):
         base = f"model.layers.{layer}"
-        linear(f"{base}.self_attn.q_proj", queries, hidden, traits.qkv_bias)
-        linear(f"{base}.self_attn.k_proj", keys, hidden, traits.qkv_bias)
-        linear(f"{base}.self_attn.v_proj", keys, hidden, traits.qkv_bias)
-        linear(f"{base}.self_attn.o_proj", hidden, queries, traits.output_bias)
-        linear(f"{base}.mlp.gate_proj", inner, hidden, traits.mlp_bias)
-        linear(f"{base}.mlp.up_proj", inner, hidden, traits.mlp_bias)
-        linear(f"{base}.mlp.down_proj", hidden, inner, traits.mlp_bias)
-        shapes[f"{base}.input_layernorm.weight"] = (hidden,)
-        shapes[f"{base}.post_attention_layernorm.weight"] = (hidden,)
-        if traits.qk_norm:
-            shapes[f"{base}.self_attn.q_norm.weight"] = (config.head_dim,)
-            shapes[f"{base}.self_attn.k_norm.weight"] = (config.head_dim,)
-    shapes["model.norm.weight"] = (hidden,)
+        for projection in projections(config).values():
+            for name, outputs in projection.outputs.items():
+                linear(f"{base}.{name}", outputs, projection.inputs, projection.bias)
+        for name in filter(None, traits.norms):
+            norm(f"{base}.{name}")
+        if traits.qk_norm or traits.joint_qk_norm:
+            counts = (1, 1) if traits.qk_norm else (config.heads, config.kv_heads)
+            for name, count in zip("qk", counts, strict=True):
+                shapes[f"{base}.self_attn.{name}_norm.weight"] = (count * config.head_dim,)
+    norm("model.norm")
     if not config.tie_embeddings:
         linear(HEAD, config.vocab_size, hidden, bias=False)
     return shapes

@@ -40,5 +40,7 @@ void kvrelay_embed(const void* raw, int thread, int threads) {
             case FLOAT8: look_up_coded<FLOAT8>(args, token, out); break;
             case FLOAT4: look_up_coded<FLOAT4>(args, token, out); break;
         }
+        if (args.scale == 1.0f) continue;
+        for (int64_t k = 0; k < args.width; k++) out[k] *= args.scale;
     }
 }

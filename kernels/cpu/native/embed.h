@@ -17,6 +17,7 @@ struct EmbedArgs {
     int64_t width;
     int64_t group;
     WeightType type;
+    float scale;                   // of all embeddings
     int32_t packed;                // 0: `weight` is contiguous; 1: packed as in linear.h
 };
 

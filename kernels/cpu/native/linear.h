@@ -27,7 +27,11 @@ enum Epilogue : int32_t {
     STORE = 0,     // out = y
     ADD = 1,       // out += y
     SILU_MUL = 2,  // out = silu(gate) * up: the first and the second half of y
+    GELU_MUL = 3,  // out = gelu(gate) * up
+    GELU = 4,      // out = gelu(y)
 };
+
+inline bool is_gated(Epilogue epilogue) { return epilogue == SILU_MUL || epilogue == GELU_MUL; }
 
 struct LinearArgs {
     const int64_t* rows;     // number of rows of the step
@@ -38,12 +42,12 @@ struct LinearArgs {
     const float* bias;       // [outputs], padded to whole blocks; null: none
     const float* norm;       // [inputs] weights of an RMS norm of `in`; null: none
     const float* in;         // [rows, inputs]
-    float* out;              // [rows, outputs], or half as wide with SILU_MUL
+    float* out;              // [rows, outputs], or half as wide with a gate
     float* workspace;        // kvrelay_linear_workspace(inputs, type) floats for each thread
     int64_t in_stride;       // floats from row to row
     int64_t out_stride;
     int64_t inputs;
-    int64_t outputs;         // with SILU_MUL an even number of whole blocks
+    int64_t outputs;         // with a gate an even number of whole blocks
     int64_t group;           // inputs that share a scale
     float eps;
     WeightType type;

@@ -30,7 +30,7 @@ SCHEMES: tuple[Quantization, ...] = ("int8", "int4", "fp8", "w8a8")
 TOKENS = [5, 9, 2, 7, 7, 1, 30, 12, 4, 4, 21, 8]
 
 
-@pytest.fixture(params=["llama", "qwen3"])
+@pytest.fixture(params=["llama", "qwen3", "glm4", "starcoder2"])
 def folder(request: pytest.FixtureRequest, model_of: Callable[..., Path]) -> Path:
     return model_of(request.param)
 
