@@ -20,11 +20,17 @@ def bundled(name: str) -> Path | None:
     return _HERE / name if name in names() else None
 
 
-def resolve(model: str, *, weights: bool = True, heads: bool = False) -> Path:
-    """The folder of a model: a bundled one, by its name; one of the Hugging Face hub, by `hf:ORG/NAME`, which is
-    downloaded where the hub's cache doesn't have it; or a Hugging Face folder, by its path.
+def _on_hub(model: str) -> bool:
+    """Whether a model that isn't bundled is one of the hub: by its prefix, or by its form if there is no such path."""
+    return model.startswith(hub.PREFIX) or (hub.name_of(model) is not None and not Path(model).exists())
 
-    A bundled name takes precedence over a folder of the same name; write `./name` for that folder.
+
+def resolve(model: str, *, weights: bool = True, heads: bool = False) -> Path:
+    """The folder of a model: a bundled one, by its name; a Hugging Face folder, by its path; or one of the Hugging Face
+    hub, by `hf:ORG/NAME` or `ORG/NAME`, which is downloaded where the hub's cache doesn't have it.
+
+    A bundled name takes precedence over a folder of the same name; write `./name` for that folder. A folder takes
+    precedence over a model of the hub; write `hf:ORG/NAME` for that model.
 
     Args:
         weights: whether the weights are needed, besides the configuration and the tokenizer.
@@ -35,7 +41,7 @@ def resolve(model: str, *, weights: bool = True, heads: bool = False) -> Path:
     """
     if (folder := bundled(model)) is not None:
         return folder
-    if model.startswith(hub.PREFIX):
+    if _on_hub(model):
         return hub.fetch(model, weights=weights, heads=heads)
     allowed = f"the path of a folder with a config.json, {hub.FORM}, or a bundled model: {', '.join(names())}"
     path = Path(model).expanduser()
@@ -47,11 +53,11 @@ def resolve(model: str, *, weights: bool = True, heads: bool = False) -> Path:
 
 
 def model_name(model: str) -> str:
-    """The name of a model, without looking for it: a bundled one's, ORG/NAME of the hub, or that of its folder."""
+    """The name of a model, without asking the hub: a bundled one's, ORG/NAME of the hub, or that of its folder."""
     if bundled(model) is not None:
         return model
-    if model.startswith(hub.PREFIX):
-        return model.removeprefix(hub.PREFIX).partition("@")[0]
+    if _on_hub(model) and (name := hub.name_of(model)) is not None:
+        return name
     folder = Path(model).expanduser().resolve()
     # The hub's cache keeps ORG/NAME as models--ORG--NAME/snapshots/COMMIT.
     kind, _, name = folder.parent.parent.name.partition("--")

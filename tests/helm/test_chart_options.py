@@ -117,16 +117,17 @@ def ray_ports(rendered, group):
     return rendered.templates[group]["spec"]["containers"][0]["ports"]
 
 
-def test_a_model_of_the_hub_is_downloaded_once_into_the_cache(render):
+@pytest.mark.parametrize("path", ["hf:org/name@v1", "org/name@v1"])
+def test_a_model_of_the_hub_is_downloaded_once_into_the_cache(render, path):
     claim = {"persistentVolumeClaim": {"claimName": "cache"}}
-    rendered = render(model={"path": "hf:org/name@v1", "hub": {"tokenSecret": "hub", "source": claim}})
+    rendered = render(model={"path": path, "hub": {"tokenSecret": "hub", "source": claim}})
     for group, template in rendered.templates.items():
         spec = template["spec"]
         if group == "headgroup":
             assert preparing(template) == []
             continue
         (fetch,) = preparing(template)
-        wanted = ["python", "-m", "kvrelay.models", "hf:org/name@v1"]
+        wanted = ["python", "-m", "kvrelay.models", path]
         assert fetch["command"] == wanted + (["--no-weights"] if group == "router" else [])
         for item in (fetch, spec["containers"][0]):
             variables = environment(item)
