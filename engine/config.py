@@ -12,7 +12,7 @@ from kvrelay.machine.options import AUTO, Automatic, Options, Removed, require
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-Quantization = Literal["none", "int8", "int4", "fp8", "w8a8"]
+Quantization = Literal["none", "dense", "int8", "int4", "fp8", "w8a8"]
 SpeculationMethod = Literal["off", "ngram", "suffix", "draft", "medusa", "eagle3"]
 CacheDtype = Literal["auto", "int8", "fp8"]
 PrefillKernel = Literal["triton", "varlen_attn", "flashinfer"]
@@ -122,7 +122,7 @@ class EngineConfig(Options):
     """Format that weights are converted to when they are loaded. int8 and fp8 (E4M3) have a scale for each output; int4
     has one for each 64 inputs, and an int8 head. w8a8 is int8 whose products round their inputs to int8 too, each token
     by its largest; on GPUs it is int8. KV keeps the model's dtype. none leaves weights as the checkpoint has them,
-    quantized or not."""
+    quantized or not; dense holds those that it has quantized in the model's dtype."""
 
     packed_cache_bytes: Annotated[int, Interval(ge=0)] = 0
     """Bytes on disk, at most, for weights that were quantized at load and laid out for this CPU, so that a restart

@@ -125,7 +125,7 @@ def _speculation(value: str) -> dict[str, object]:
     "model.path",
     "--model",
     metavar="MODEL",
-    help="Hugging Face folder, ORG/NAME[@REVISION] of the Hugging Face hub, or a bundled model (default pico).",
+    help="Hugging Face folder, GGUF file, ORG/NAME[@REVISION] of the Hugging Face hub, smollm2, or pico (default).",
 )
 @setting("model.dtype", "--dtype", **_one_of(get_args(Dtype)), help="Type of weights and KV.")
 @setting(
@@ -249,7 +249,7 @@ def up(config: Path | None, detach: bool, unattended: bool, **flags: Any) -> Non
 
     configured = configuration(config, flags)
     _refuse_second()  # before its ports are found in use
-    loaded = preflight.check(configured)
+    loaded = preflight.check(preflight.with_model(configured))
 
     out = console()
     report = Report(out)

@@ -2,23 +2,38 @@
 
 import errno
 import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvrelay.cluster.config.options import ClusterConfig
-from kvrelay.cluster.errors import UsageError
+from kvrelay.cluster.errors import ERROR_PREFIX, UsageError
 from kvrelay.engine.config import STATE_METHODS, SpeculationConfig
 from kvrelay.engine.models.reading.checkpoint import Checkpoint, expected_tensors
 from kvrelay.engine.models.reading.config import read_config
 from kvrelay.kernels.cpu.library import named_set
-from kvrelay.models import resolve
+from kvrelay.models import packages, resolve
 from kvrelay.router.entry.callers import Callers, public_certificates
 from kvrelay.rpc.certificates import part_files
 from kvrelay.rpc.identity import WORKER_ROLES
 from kvrelay.rpc.security import PARTS
 
+DEFAULT_MODEL = "pico"
 ROUTER_FILES = ("chat_template", "api_keys", "tls_certificate", "tls_key", "tls_client_ca")
+
+
+def with_model(config: ClusterConfig) -> ClusterConfig:
+    """The configuration, with the model `pico` if its own is one of the package index that can't be had; a line on
+    stderr says so."""
+    if not config.local or config.model.path not in packages.MODELS:
+        return config
+    try:
+        resolve(config.model.path)
+    except ValueError as error:
+        print(f"{ERROR_PREFIX}{error}; {DEFAULT_MODEL} is served instead", file=sys.stderr)
+        return config.model_copy(update={"model": config.model.model_copy(update={"path": DEFAULT_MODEL})})
+    return config
 
 
 def check(config: ClusterConfig) -> ClusterConfig:

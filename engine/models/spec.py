@@ -77,6 +77,8 @@ class ModelSpec:
 
 
 def _weights(config: ModelConfig, dtype: FloatDtype, quantization: Quantization) -> str:
+    if quantization == "dense":
+        return dtype
     if config.stored is not None:
         return config.stored.method
     return dtype if quantization == "none" else quantization

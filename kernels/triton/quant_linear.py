@@ -66,6 +66,8 @@ def decoded(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 def quantized(weight: CodedWeight, dtype: torch.dtype) -> QuantizedWeight | None:
     """The weight as the kernels read it; None if they can't."""
     inputs = weight.codes.shape[1]
+    if weight.minima is not None:
+        return None
     if weight.type is CodeType.INT8 and weight.group >= inputs and weight.zeros is None:
         return QuantizedWeight(weight.codes.view(torch.int8), weight.scales[:, 0].contiguous())
     if (

@@ -60,7 +60,7 @@ def test_what_cannot_serve_is_refused_by_validate_and_up_alike(tmp_path: Path, t
         (r"--colocated is -1; allowed: ", ["up", "--colocated", "-1"]),
         (r"--grpc-port is 65536; allowed: at most 65535", ["up", "--grpc-port", "65536"]),
         (r"--address is 'here'; allowed: local, auto or HOST:PORT", ["up", "--address", "here"]),
-        (r"model: '/nope' is neither a folder nor a bundled model", ["up", "--model", "/nope"]),
+        (r"model: '/nope' is neither a folder nor a GGUF file nor a bundled model", ["up", "--model", "/nope"]),
         (r"/nope\.yaml: No such file", ["up", "--config", "/nope.yaml"]),
         (r"Missing argument 'PROMPT'", ["generate"]),
         (r"'--max-tokens': -1 is not in the range", ["generate", "x", "--max-tokens", "-1"]),

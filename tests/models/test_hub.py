@@ -232,10 +232,10 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
             resolve(model)
 
 
-@pytest.mark.parametrize("path", ["./a/b", "../a", "/a/b", "~/a/b", "a", "a/b/c", "a/", "a/.b"])
+@pytest.mark.parametrize("path", ["./a/b", "../a", "/a/b", "~/a/b", "a", "a/b/c", "a/", "a/.b", "a/b.gguf"])
 def test_what_has_not_the_form_of_a_name_is_a_path(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.setattr("kvrelay.models.hub.fetch", None)
-    with pytest.raises(ValueError, match="is neither a folder nor a bundled model"):
+    with pytest.raises(ValueError, match="is neither a folder nor a GGUF file nor a bundled model"):
         resolve(path)
 
 

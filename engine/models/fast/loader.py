@@ -1,7 +1,9 @@
 """Loads a checkpoint's weights."""
 
+import logging
 import math
 import mmap
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,13 +15,17 @@ from torch import Tensor
 
 from kvrelay.engine.attention.base import HeadNorm
 from kvrelay.engine.models.fast.decoder import Layer, Weights
-from kvrelay.engine.models.reading.checkpoint import Checkpoint, expected_tensors
+from kvrelay.engine.models.reading.checkpoint import EMBEDDING, Checkpoint, expected_tensors
 from kvrelay.engine.models.reading.config import ModelConfig
+from kvrelay.engine.models.reading.gguf import KEPT, coded, dequantized, in_order
 from kvrelay.engine.models.reading.quantized import read_layer
 from kvrelay.engine.models.reading.rope import frequencies
 from kvrelay.engine.models.reading.stored import HEAD
-from kvrelay.kernels.codes import CodedWeight, join
+from kvrelay.kernels.codes import CodedWeight, alike, join
 from kvrelay.kernels.ops import Linear
+from kvrelay.machine.gguf import QUANTIZED
+
+logger = logging.getLogger(__name__)
 
 OnLoaded = Callable[[float], None]
 """Called with the loaded share of the weights, 0 to 1."""
@@ -33,7 +39,6 @@ STORED = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
-EMBEDDING = "model.embed_tokens.weight"
 PAGED_BYTES = 2**18
 """Tensors of this many bytes or more get pages of their own."""
 MakeLinear = Callable[[Tensor | CodedWeight, Tensor | None], Linear]
@@ -108,11 +113,11 @@ def load_weights(
     making = making or Making(linear)
     projection, embedding = making.cache.load(HEAD), None
     if projection is None:
-        if config.tie_embeddings:
-            embedding = files.take(EMBEDDING)
-            projection = making.head(embedding, None)
-        else:
-            projection = making.head(_weight(files, config, (HEAD, config.vocab_size), inputs=config.hidden_size), None)
+        source = EMBEDDING if config.tie_embeddings else HEAD
+        weight = _weight(files, config, (source, config.vocab_size), inputs=config.hidden_size)
+        if config.tie_embeddings and isinstance(weight, Tensor):
+            embedding = weight
+        projection = making.head(weight, None)
         making.cache.store(HEAD, projection)
     else:
         files.skip(HEAD)
@@ -120,12 +125,20 @@ def load_weights(
         embedding = None
         files.skip(EMBEDDING)
     elif embedding is None:
-        embedding = files.take(EMBEDDING)
+        embedding = files.take(f"{EMBEDDING}.weight")
     layers = tuple(_layer(files, config, linear, making.cache, index) for index in range(config.layers))
+    norm = files.take("model.norm.weight")
+    if files.kept or files.dequantized:
+        logger.info(
+            "GGUF: weights kept as they are stored: %s; held as %s: %s",
+            _counts(files.kept),
+            str(dtype).removeprefix("torch."),
+            _counts(files.dequantized),
+        )
     return Weights(
         embedding=embedding,
         layers=layers,
-        norm=files.take("model.norm.weight"),
+        norm=norm,
         head=projection,
         frequencies=frequencies(config.rope, config.head_dim).to(device),
     )
@@ -133,7 +146,8 @@ def load_weights(
 
 def load_embedding(checkpoint: Checkpoint, dtype: torch.dtype) -> Tensor:
     """[vocab, hidden] the embedding of a checkpoint that was loaded before."""
-    return TensorFiles(checkpoint, (EMBEDDING,), dtype, "cpu", None).take(EMBEDDING)
+    name = f"{EMBEDDING}.weight"
+    return TensorFiles(checkpoint, (name,), dtype, "cpu", None).take(name)
 
 
 class TensorFiles:
@@ -154,6 +168,9 @@ class TensorFiles:
         self._on_loaded = on_loaded
         self._total = sum(self._bytes(name) for name in names)
         self._unread = set(names)
+        self.kept: Counter[str] = Counter()
+        self.dequantized: Counter[str] = Counter()
+        """Numbers of quantized GGUF tensors by type, that were read as codes or not."""
 
     def take(self, *names: str) -> Tensor:
         """The tensors on the device, converted, and joined along their first dimension."""
@@ -169,14 +186,33 @@ class TensorFiles:
         self._count(*[name for name in self._unread if name.startswith(prefixes)])
 
     def stored(self, name: str) -> Tensor | None:
-        """The tensor as it is in the file; None if it isn't there."""
+        """The tensor as it is in the file, uint8 [out, bytes] of a quantized type of GGUF; None if it isn't there."""
         entry = self._entries.get(name)
         if entry is None:
             return None
-        tensor = allocate(entry.shape, STORED[entry.dtype])
-        self._read(name, tensor)
+        quantized = entry.dtype in QUANTIZED
+        shape = (entry.shape[0], self._bytes(name) // entry.shape[0]) if quantized else entry.shape
+        tensor = allocate(shape, torch.uint8 if quantized else STORED[entry.dtype])
+        self._fill(name, tensor)
         self._unread.discard(name)
-        return tensor
+        return in_order(tensor, entry.interleaved_heads) if entry.interleaved_heads else tensor
+
+    def keeps(self, name: str) -> bool:
+        """Whether the tensor has a type of GGUF's that becomes codes."""
+        return self._entries[name].dtype in KEPT
+
+    def coded(self, name: str) -> CodedWeight:
+        """The codes of a tensor, of which `keeps` is true.
+
+        Raises:
+            ValueError: a scale isn't finite; the text names the tensor.
+        """
+        entry, raw = self._entries[name], self.stored(name)
+        found = None if raw is None else coded(entry.dtype, raw)
+        if found is None or not found.is_finite():
+            raise ValueError(f"{entry.path}: tensor {name} has a scale that is infinite or no number")
+        self.kept[entry.dtype] += 1
+        return found
 
     def _count(self, *names: str) -> None:
         self._unread.difference_update(names)
@@ -186,12 +222,29 @@ class TensorFiles:
     def _read(self, name: str, out: Tensor) -> None:
         """Fills `out`, converted.
 
+        Raises:
+            ValueError: a number is infinite or none; the text names the tensor.
+        """
+        entry = self._entries[name]
+        if STORED.get(entry.dtype) == out.dtype and not entry.interleaved_heads:
+            self._fill(name, out)
+        else:
+            tensor = self.stored(name)
+            if entry.dtype in QUANTIZED and tensor is not None:
+                tensor = dequantized(entry.dtype, tensor)
+                self.dequantized[entry.dtype] += 1
+            if tensor is not None:
+                out.copy_(tensor)
+        if not math.isfinite(out.sum(dtype=torch.float32).item()):
+            raise ValueError(f"{entry.path}: tensor {name} has a number that is infinite or NaN")
+
+    def _fill(self, name: str, out: Tensor) -> None:
+        """Fills `out` with the bytes of a tensor.
+
         Read, not mapped: the pages of a mapped file would stay in memory beside the weights that were made of them.
         """
         entry = self._entries[name]
-        stored = STORED[entry.dtype]
-        tensor = out if out.dtype == stored else allocate(entry.shape, stored)
-        data: NDArray[np.uint8] = tensor.view(-1).view(torch.uint8).numpy()
+        data: NDArray[np.uint8] = out.view(-1).view(torch.uint8).numpy()
         left = data
         with entry.path.open("rb", buffering=0) as file:
             file.seek(entry.begin)
@@ -201,8 +254,6 @@ class TensorFiles:
                     raise ValueError(f"{entry.path}: tensor {name} is cut short")
                 left = left[count:]
         self._checkpoint.note(name, data.data)
-        if tensor is not out:
-            out.copy_(tensor)
 
     def _bytes(self, name: str) -> int:
         return self._entries[name].end - self._entries[name].begin
@@ -261,9 +312,13 @@ def _weight(files: TensorFiles, config: ModelConfig, *layers: tuple[str, int], i
         ValueError: they are quantized differently, or so that they can't be multiplied.
     """
     form, names = config.stored, ", ".join(name for name, _ in layers)
+    weights = [f"{name}.weight" for name, _ in layers]
+    if form is not None and form.layout == "gguf":
+        kept = all(map(files.keeps, weights))
+        return join(alike([files.coded(name) for name in weights])) if kept else files.take(*weights)
     covered = [form is not None and form.covers(name) for name, _ in layers]
-    if form is None or not any(covered):
-        return files.take(*(f"{name}.weight" for name, _ in layers))
+    if form is None or not any(covered) or layers[0][0] == EMBEDDING:
+        return files.take(*weights)
     if not all(covered):
         raise ValueError(f"{names}: some are quantized; allowed: all or none, because they are multiplied together")
 
@@ -271,3 +326,7 @@ def _weight(files: TensorFiles, config: ModelConfig, *layers: tuple[str, int], i
         return read_layer(form, lambda end: files.stored(f"{name}.{end}"), name, outputs, inputs)
 
     return join([weight(name, outputs) for name, outputs in layers])
+
+
+def _counts(types: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in types.most_common()) or "none"

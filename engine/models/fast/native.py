@@ -256,6 +256,7 @@ class NativeDecoder:
             weight=head.weight if table is None else table.data_ptr(),
             scales=head.scales,
             zeros=head.zeros,
+            minima=head.minima,
             group=head.group,
             out=self._residual.data_ptr(),
             out_stride=self._residual.stride(0),

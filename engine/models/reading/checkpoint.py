@@ -1,4 +1,4 @@
-"""The tensors in the safetensors files of a Hugging Face folder, without reading the weights. No torch."""
+"""The tensors in the safetensors or GGUF files of a Hugging Face folder, without reading the weights. No torch."""
 
 import hashlib
 import json
@@ -13,12 +13,14 @@ from kvrelay.engine.models.reading.config import ModelConfig
 from kvrelay.engine.models.reading.fields import Fields, read_json
 from kvrelay.engine.models.reading.hashes import State, hash_bytes, hash_range, recall, remember, state_of
 from kvrelay.engine.models.reading.stored import HEAD, StoredTensor
+from kvrelay.machine import gguf
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 SIZES = {**FLOATS, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
 """Size in bytes of the types of numbers that can be read."""
+EMBEDDING = "model.embed_tokens"
 Expected = tuple[int, ...] | StoredTensor
 """Expected form of a tensor: its shape if it has floats, or a `StoredTensor` if its layer is quantized."""
 MAX_HEADER_BYTES = 100 * 2**20
@@ -38,25 +40,28 @@ class TensorEntry:
     begin: int
     """Offset in bytes of the tensor's data from the start of the file."""
     end: int
+    interleaved_heads: int = 0
+    """Number of heads whose rows take turns between their two halves, as GGUF has queries and keys; 0 if none do."""
 
 
 class Checkpoint:
     """The tensors of one folder, by name."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads the headers of the folder's safetensors files.
+        """Reads the headers of the folder's safetensors files, or the index of its GGUF files.
 
         Raises:
-            ValueError: no safetensors files, pickled ones only, or a broken one; the text names the file.
+            ValueError: neither, pickled files only, or a broken one; the text names the file.
         """
         self.folder = folder
         self.tensors: dict[str, TensorEntry] = {}
         self._hashes: dict[str, str] = {}
         self._unkept: dict[Path, State] = {}
         """States of files whose hashes aren't kept yet, from before their tensors were read."""
-        for path in _files(folder):
+        placed = _placed(folder)
+        for path in placed or _files(folder):
             state, kept = state_of(path), recall(path)
-            entries = _read_header(path)
+            entries = placed[path] if path in placed else _read_header(path)
             for name, entry in entries.items():
                 if name in self.tensors:
                     raise ValueError(f"{path}: tensor {name} is in {self.tensors[name].path.name} too")
@@ -134,7 +139,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, Expected]:
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     traits = config.traits
-    shapes: dict[str, Expected] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    shapes: dict[str, Expected] = {}
 
     def linear(name: str, out: int, inputs: int, bias: bool) -> None:
         if config.stored is not None and config.stored.covers(name):
@@ -144,6 +149,10 @@ def expected_tensors(config: ModelConfig) -> dict[str, Expected]:
         if bias:
             shapes[f"{name}.bias"] = (out,)
 
+    if config.stored is not None and config.stored.layout == "gguf":
+        linear(EMBEDDING, config.vocab_size, hidden, bias=False)
+    else:
+        shapes[f"{EMBEDDING}.weight"] = (config.vocab_size, hidden)
     for layer in range(config.layers):
         base = f"model.layers.{layer}"
         linear(f"{base}.self_attn.q_proj", queries, hidden, traits.qkv_bias)
@@ -162,6 +171,26 @@ def expected_tensors(config: ModelConfig) -> dict[str, Expected]:
     if not config.tie_embeddings:
         linear(HEAD, config.vocab_size, hidden, bias=False)
     return shapes
+
+
+def _placed(folder: Path) -> dict[Path, dict[str, TensorEntry]]:
+    """The tensors of each GGUF file, by the folder's index of them; empty if it has none."""
+    index = folder / gguf.INDEX
+    if not index.exists():
+        return {}
+    found: dict[Path, dict[str, TensorEntry]] = {}
+    for name, place in read_json(index)["tensors"].items():
+        path = Path(place["path"])
+        shape = tuple(place["shape"])
+        entry = TensorEntry(path, place["dtype"], shape, place["begin"], place["end"], place["interleaved_heads"])
+        found.setdefault(path, {})[name] = entry
+    for path, entries in found.items():
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file, though {index} names it")
+        size, end = path.stat().st_size, max(entry.end for entry in entries.values())
+        if end > size:
+            raise ValueError(f"{path}: cut short: {size} bytes; its tensors end at {end}")
+    return found
 
 
 def _files(folder: Path) -> list[Path]:

@@ -11,6 +11,7 @@ struct EmbedArgs {
     const void* weight;            // [vocabulary, width]
     const float* scales;           // of the weights of 4 or 8 bits, which are packed; see codes.h
     const uint8_t* zeros;
+    const float* minima;
     float* out;                    // [rows, width]
     int64_t out_stride;
     int64_t width;

@@ -34,6 +34,7 @@ struct LinearArgs {
     const void* weight;      // packed
     const float* scales;     // of the weights of 4 or 8 bits; see codes.h
     const uint8_t* zeros;
+    const float* minima;
     const float* bias;       // [outputs], padded to whole blocks; null: none
     const float* norm;       // [inputs] weights of an RMS norm of `in`; null: none
     const float* in;         // [rows, inputs]
@@ -51,7 +52,7 @@ struct LinearArgs {
 
 // Whether the weights' scales, one for each output, are applied to products and not to weights.
 inline bool scaled_last(const LinearArgs& args) {
-    return weight_bits(args.type) <= 8 && args.group >= args.inputs && args.zeros == nullptr;
+    return weight_bits(args.type) <= 8 && args.group >= args.inputs && args.zeros == nullptr && args.minima == nullptr;
 }
 
 // Pairs of inputs of a block, padding included.

@@ -62,7 +62,7 @@ def test_an_instruction_set_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("path", ["/nope", "", "pico2"])
 def test_a_model_that_is_not_there(path: str) -> None:
-    with pytest.raises(UsageError, match=f"{path!r}.*neither a folder nor a bundled model"):
+    with pytest.raises(UsageError, match=f"{path!r}.*neither a folder nor a GGUF file nor a bundled model"):
         check(config(model={"path": path}))
 
 

@@ -178,7 +178,7 @@ def test_what_cannot_be_read_is_refused_by_name(
 def test_a_quantized_checkpoint_is_refused_by_the_place_of_what_cannot_be(plain: Path, tmp_path: Path) -> None:
     """It can't be quantized again, and its inputs can't be in an order of their own."""
     stored, _ = quantized(plain, tmp_path, "gptq", desc_act=True)
-    with pytest.raises(ValueError, match="quantization is 'int8'; allowed: none; the checkpoint is in gptq already"):
+    with pytest.raises(ValueError, match="quantization is 'int8'; allowed: none, dense; the checkpoint is in gptq already"):
         logits_of(stored, TOKENS, quantization="int8")
     tensors = load_file(stored / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.g_idx"
