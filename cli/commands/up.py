@@ -154,8 +154,8 @@ def _speculation(value: str) -> dict[str, object]:
     "--speculate",
     values=_speculation,
     metavar="METHOD[=MODEL]",
-    help="Guess tokens, and check several in one step, by ngram, suffix, draft=MODEL, medusa=FOLDER or "
-    "eagle3=FOLDER; off, the default: none.",
+    help="Method that guesses tokens, so that one step computes several: ngram, suffix, draft=MODEL, medusa=FOLDER, "
+    "eagle3=FOLDER or off (default).",
 )
 @setting(
     "engine.speculation.max_tokens",
