@@ -54,10 +54,10 @@ class SpeculationConfig(Options):
     eagle3 ask heads that were trained for the served model and read its hidden states."""
 
     draft_model: str = ""
-    """Folder of a Hugging Face checkpoint with the vocabulary of the served model, hf:ORG/NAME[@REVISION], or the name
-    of a bundled one (`pico-draft`, for `pico`). For draft, whose KV takes memory beside `kv_memory_bytes`: as many
-    tokens as the served model's; with `auto`, a tenth of the share. For medusa and eagle3, the folder of the heads, or
-    hf:ORG/NAME; the KV of eagle3 takes memory beside `kv_memory_bytes`, that of one layer."""
+    """Folder of a Hugging Face checkpoint with the vocabulary of the served model, ORG/NAME[@REVISION] of the Hugging
+    Face hub, or the name of a bundled one (`pico-draft`, for `pico`). For draft, whose KV takes memory beside
+    `kv_memory_bytes`: as many tokens as the served model's; with `auto`, a tenth of the share. For medusa and eagle3,
+    the folder of the heads, or ORG/NAME; the KV of eagle3 takes memory beside `kv_memory_bytes`, that of one layer."""
 
     max_tokens: Annotated[int, Interval(ge=1, le=64)] = 8
     """Tokens that are guessed for one sequence in one step at most; 1 to 64."""

@@ -83,8 +83,8 @@ class CodedWeight:
 
     def outputs(self, rows: Tensor) -> "CodedWeight":
         """The weight of these outputs, int64 [rows]."""
-        zeros = None if self.zeros is None else self.zeros[rows]
-        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
+        zeros, minima = (None if part is None else part[rows] for part in (self.zeros, self.minima))
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros, minima=minima)
 
     def dequantize(self) -> Tensor:
         """float32 [out, in]."""

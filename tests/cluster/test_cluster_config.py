@@ -34,6 +34,11 @@ def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = 
         ("prefill: {engine: {blocksize: 8}}", "prefill.engine.blocksize: unknown key; did you mean block_size?"),
         ("grpc_port: 1", "grpc_port: unknown key; did you mean router.grpc_port?"),
         (
+            "model: {trust_remote_code: true}",
+            "model.trust_remote_code is True; allowed: false; kvrelay runs no code that comes with a model, only "
+            "architectures that it has itself",
+        ),
+        (
             "heartbeat: {zzz: 1}",
             "heartbeat.zzz: unknown key; allowed: suspect_seconds, dead_seconds, step_suspect_seconds, "
             "step_dead_seconds",

@@ -348,4 +348,4 @@ def test_transformers_reads_the_same_configuration(whole: Path) -> None:
         ("eos_token_id", ours.eos_token_ids[0]),
     ):
         assert getattr(theirs, name) == value, name
-    assert theirs.rope_parameters["rope_theta"] == ours.rope.theta
+    assert theirs.rope_parameters["rope_theta"] == ours.ropes[0].theta

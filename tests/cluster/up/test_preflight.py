@@ -12,6 +12,7 @@ import pytest
 from kvrelay.cluster.config.options import ClusterConfig
 from kvrelay.cluster.errors import UsageError
 from kvrelay.cluster.up.preflight import check, check_checkpoint, check_port
+from kvrelay.engine.config import SpeculationConfig
 from kvrelay.models import resolve
 
 
@@ -36,6 +37,21 @@ def test_a_model_is_found_by_name_or_folder_and_files_become_absolute(
     assert checked.router.api_keys == str(checkpoint.parent / "keys")
     joined = config(ray={"address": "auto"}, model={"path": "/there"})
     assert check(joined) == joined, "folders and ports of other machines are not checked"
+
+
+def test_draft_models_are_found_before_the_start(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+    own = {"engine": {"speculation": {"method": "eagle3", "draft_model": "model"}}}
+    checked = check(config(engine={"speculation": {"method": "draft", "draft_model": "pico-draft"}}, decode=own))
+    prefill, decode = checked.worker_configs()
+    assert prefill.engine.speculation.draft_model == str(resolve("pico-draft"))
+    assert decode.engine.speculation == SpeculationConfig("eagle3", str(checkpoint))
+    for sections, key in (
+        ({"engine": {"speculation": {"method": "draft", "draft_model": "nope"}}}, "engine"),
+        ({"decode": {"engine": {"speculation": {"method": "medusa", "draft_model": "nope"}}}}, "decode.engine"),
+    ):
+        with pytest.raises(UsageError, match=rf"^{key}\.speculation\.draft_model: 'nope' is neither a folder nor"):
+            check(config(**sections))
 
 
 def changed(folder: Path, **values: object) -> None:
@@ -91,9 +107,9 @@ def test_a_host_that_is_not_this_machines_is_named() -> None:
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"model": {"path": "/nope"}}, "'/nope'.*neither a folder nor a bundled model"),
-        ({"model": {"path": ""}}, "''.*neither a folder nor a bundled model"),
-        ({"model": {"path": "pico2"}}, "'pico2'.*neither a folder nor a bundled model"),
+        ({"model": {"path": "/nope"}}, "'/nope'.*neither a folder nor a GGUF file nor a bundled model"),
+        ({"model": {"path": ""}}, "''.*neither a folder nor a GGUF file nor a bundled model"),
+        ({"model": {"path": "pico2"}}, "'pico2'.*neither a folder nor a GGUF file nor a bundled model"),
         ({"router": {"api_keys": "missing"}}, "router: api_keys missing: No such file"),
         (
             {"router": {"tls_certificate": "missing", "tls_key": "k"}},

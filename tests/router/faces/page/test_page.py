@@ -127,6 +127,16 @@ async def test_with_api_keys_only_the_page_itself_is_open_and_tenants_see_their_
             assert len(await first(events(answer), "recent")) == count
 
 
+def test_the_turns_of_a_conversation_are_one_session() -> None:
+    said = [page.Turn(role="user", content="hello"), page.Turn(role="assistant", content="yes")]
+    request = page.Ask(messages=said, session="one").request()
+    assert request.session == "one"
+    assert [(turn.role, turn.content) for turn in request.messages.messages] == [
+        ("user", "hello"),
+        ("assistant", "yes"),
+    ]
+
+
 async def test_what_the_playground_may_not_send_is_refused_by_name(serve: Serve, steps: Steps) -> None:
     cluster = await serve(*steps.workers())
     for body, status, said in (
@@ -134,6 +144,7 @@ async def test_what_the_playground_may_not_send_is_refused_by_name(serve: Serve,
         ('{"text": "hello", "max_tokens": 999}', 400, "max_tokens"),
         ('{"text": "hello", "temperature": -1}', 400, "temperature is -1"),
         ('{"text": "hello", "stop": "x"}', 400, "stop is not a field"),
+        ('{"text": "hello", "session": "%s"}' % ("x" * 129), 400, "session"),
         ("{}", 400, "input"),
         ('{"text": ', 400, "not valid JSON"),
         ("[]", 400, "allowed: "),
