@@ -206,7 +206,8 @@ def elementwise(rows: int) -> Iterator[Case]:
     exact = partial(reference.silu_mul, gates.float())
     yield Case("silu_mul", {"rows": rows}, partial(SiluMul(), gates), exact, gates.nbytes * 3 // 2)
     qkv, blocks = normal(rows, HEADS + 2 * KV_HEADS, DIM), rows // BLOCK + 1
-    angles = reference.rotations(torch.arange(rows, device=DEVICE), torch.rand(DIM // 2, device=DEVICE))
+    angles = torch.rand(rows, 1, DIM // 2, device=DEVICE)
+    angles = angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), -1)
     kv = PagedKV(torch.zeros(blocks, 1, 2, KV_HEADS, BLOCK, DIM, dtype=DTYPE, device=DEVICE), 0)
     slots = torch.randperm(blocks * BLOCK, device=DEVICE)[:rows]
     exact = partial(reference.rope, qkv[:, :HEADS].float(), *angles)

@@ -16,18 +16,14 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 from click.exceptions import NoArgsIsHelpError
 
-from kvrelay.cli.commands.common import connection, console, target_option
+from kvrelay.cli.commands.common import config_option, connection, console, target_option
 from kvrelay.cli.tables import Whole
-from kvrelay.cluster.errors import ERROR_PREFIX, NO_CLUSTER, ClusterError, RunError, UsageError
+from kvrelay.cluster.errors import ERROR_PREFIX, NO_CLUSTER, ClusterError, UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvrelay.client import GenerateOptions
-    from kvrelay.cluster.config.options import ClusterConfig
-    from kvrelay.cluster.state import ClusterState
 
-COMMANDS = {name: name for name in ("bench", "chat", "doctor", "logs", "top")} | dict.fromkeys(
+COMMANDS = {name: name for name in ("bench", "chat", "doctor", "logs", "top", "up")} | dict.fromkeys(
     ("scale", "drain", "role", "upgrade", "restart"), "change"
 )
 """Commands of the modules in `commands`, which are imported when a command is called or listed."""
@@ -70,81 +66,6 @@ class OneLineErrors(click.Group):
 @click.version_option(package_name="kvrelay")
 def main() -> None:
     """Serves a language model with prefill and decode on separate workers."""
-
-
-config_option = click.option(
-    "--config", type=click.Path(path_type=Path), help="YAML file; see `kvrelay config schema`."
-)
-
-
-@main.command()
-@config_option
-@click.option("--model", help="Hugging Face folder, hf:ORG/NAME[@REVISION], or a bundled model (default pico).")
-@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="Of weights and KV.")
-@click.option("--prefill", type=int, metavar="N", help="Prefill workers.")
-@click.option("--decode", type=int, metavar="N", help="Decode workers.")
-@click.option("--colocated", type=int, metavar="N", help="Workers that do both, without a hand-off.")
-@click.option("--gpus", type=int, metavar="N", help="GPUs that the workers share (default: all; 0: none).")
-@click.option("--routers", type=int, metavar="N", help="Routers, each a process with ports of its own.")
-@click.option(
-    "--share-port", flag_value=0, type=int, default=None, help="They share the first one's ports, for more streams."
-)
-@click.option("--host", metavar="H", help="Address that the routers listen on (default 127.0.0.1).")
-@click.option("--grpc-port", type=int, metavar="P", help="Port of the first router; 0 takes free ones.")
-@click.option("--http-port", type=int, metavar="P", help="Port of its OpenAI-compatible HTTP (default 8000).")
-@click.option("--served-model-name", metavar="NAME", multiple=True, help="A name of the model in requests.")
-@click.option("--chat-template", metavar="FILE", help="Jinja template of chats; default: the model's own.")
-@click.option("--address", metavar="local|auto|HOST:PORT", help="Start Ray here, or join a running Ray cluster.")
-@click.option("--drain-seconds", type=float, metavar="S", help="For requests to finish when a member is to end.")
-@click.option("--detach", is_flag=True, help="Return when the cluster is ready, and leave it running.")
-@click.option("--unattended", is_flag=True, hidden=True)
-def up(config: Path | None, detach: bool, unattended: bool, **flags: Any) -> None:
-    """Starts a cluster and serves until Ctrl-C.
-
-    A cluster whose Ray is lost is started anew; exit code 1 if that fails.
-    """
-    from kvrelay.cluster.ray import environment as rayenv
-    from kvrelay.cluster.signals import Interrupted
-    from kvrelay.cluster.up import background, owner, preflight
-    from kvrelay.cluster.up.report import Report
-    from kvrelay.kernels.cpu import library
-
-    configured = _load(config, flags)
-    _refuse_second()  # before its ports are found in use
-    loaded = preflight.check(configured)
-
-    out = console()
-    report = Report(out)
-    if loaded.local and (named := library.named_set()):
-        out.print(f"native kernels are those for {named.name} ({library.VARIABLE})")
-
-    def show_ready(state: "ClusterState") -> None:
-        report.close()
-        _print_ready(out, state, "kvrelay down" if detach else "Ctrl-C")
-
-    code = 0
-    try:
-        if not detach:
-            owner.run(loaded, report, show_ready, unattended=unattended)
-            report.close()
-            click.echo("the cluster has ended")
-        elif loaded.local:
-            show_ready(background.start(loaded, report))
-        else:
-            rayenv.prepare()
-            from kvrelay.cluster.up import launch  # imports Ray
-
-            show_ready(launch.leave_running(loaded, report))
-    except Interrupted as interrupted:
-        report.close()
-        click.echo(f"{ERROR_PREFIX}{interrupted}", err=True)
-        code = interrupted.code
-    finally:
-        report.close()
-    # Everything has ended, or is left running. Threads of Ray's may crash an interpreter that is torn down around them.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 @main.command()
@@ -307,67 +228,3 @@ def schema() -> None:
     from kvrelay.cluster.config.options import schema as schema_of
 
     click.echo(json.dumps(schema_of(), indent=2))
-
-
-OPTIONS = {
-    "model": "model.path",
-    "dtype": "model.dtype",
-    "prefill": "prefill.replicas",
-    "decode": "decode.replicas",
-    "colocated": "colocated.replicas",
-    "gpus": "ray.gpus",
-    "routers": "router.replicas",
-    "share_port": "router.port_step",
-    "host": "router.host",
-    "grpc_port": "router.grpc_port",
-    "http_port": "router.http_port",
-    "served_model_name": "router.served_model_name",
-    "chat_template": "router.chat_template",
-    "address": "ray.address",
-    "drain_seconds": "drain_seconds",
-}
-"""The key in the configuration of each of `up`'s options."""
-
-
-def _load(path: Path | None, flags: dict[str, Any]) -> "ClusterConfig":
-    from kvrelay.cluster.config import file as configfile
-
-    overrides = {
-        OPTIONS[name]: configfile.Override(f"--{name.replace('_', '-')}", value)
-        for name, value in flags.items()
-        if value not in (None, ())
-    }
-    return configfile.load(path, overrides)
-
-
-def _refuse_second() -> None:
-    from kvrelay.cluster import state
-    from kvrelay.cluster.asking import status
-
-    current = state.current()
-    if current is None:
-        return
-    supervised = status.get_status(current) is not None
-    if (
-        current.pid is None
-        and not supervised
-        and not (current.router and status.serves(current.router, current.router_tls))
-    ):
-        state.forget()  # it was left on a shared Ray cluster and has ended there
-        return
-    owner = f"on Ray at {current.ray_address}" if current.pid is None else f"pid {current.pid}"
-    raise RunError(f"a cluster is already running ({owner}); `kvrelay down` ends it")
-
-
-def _print_ready(out: "Console", state: "ClusterState", stop: str) -> None:
-    out.print("[bold green]kvrelay is ready[/]")
-    out.print(f"  router     {state.router}")
-    if state.http:
-        bases = [f"{'https' if state.router_tls else 'http'}://{address}" for address in state.http.split(",")]
-        out.print(f"  http       {'  '.join(f'{base}/v1' for base in bases)}", soft_wrap=True)
-        if state.page:
-            out.print(f"  page       {bases[0]}/", soft_wrap=True)
-    if state.dashboard:
-        out.print(f"  dashboard  {state.dashboard}   (asks for what `ray get-auth-token` prints)", soft_wrap=True)
-    out.print("  try        kvrelay generate 'def __init__(self, '")
-    out.print(f"  stop       {stop}")

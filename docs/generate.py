@@ -70,7 +70,7 @@ CHART_README = """# {name}
 This page is generated from `Chart.yaml` and the comments of `values.yaml` by `python docs/generate.py`; edit them.
 
 ```sh
-helm install my-model helm/kvrelay --set model.path=hf:ORG/NAME --set image.repository=REGISTRY/kvrelay
+helm install my-model helm/kvrelay --set model.path=ORG/NAME --set image.repository=REGISTRY/kvrelay
 ```
 
 It makes a RayCluster, so KubeRay's operator must be there.

@@ -12,7 +12,7 @@ from kvrelay.machine.options import AUTO, Automatic, Options, Removed, require
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-Quantization = Literal["none", "int8", "int4", "fp8", "w8a8"]
+Quantization = Literal["none", "dense", "int8", "int4", "fp8", "w8a8"]
 SpeculationMethod = Literal["off", "ngram", "suffix", "draft", "medusa", "eagle3"]
 CacheDtype = Literal["auto", "int8", "fp8"]
 PrefillKernel = Literal["triton", "varlen_attn", "flashinfer"]
@@ -54,10 +54,10 @@ class SpeculationConfig(Options):
     eagle3 ask heads that were trained for the served model and read its hidden states."""
 
     draft_model: str = ""
-    """Folder of a Hugging Face checkpoint with the vocabulary of the served model, hf:ORG/NAME[@REVISION], or the name
-    of a bundled one (`pico-draft`, for `pico`). For draft, whose KV takes memory beside `kv_memory_bytes`: as many
-    tokens as the served model's; with `auto`, a tenth of the share. For medusa and eagle3, the folder of the heads, or
-    hf:ORG/NAME; the KV of eagle3 takes memory beside `kv_memory_bytes`, that of one layer."""
+    """Folder of a Hugging Face checkpoint with the vocabulary of the served model, ORG/NAME[@REVISION] of the Hugging
+    Face hub, or the name of a bundled one (`pico-draft`, for `pico`). For draft, whose KV takes memory beside
+    `kv_memory_bytes`: as many tokens as the served model's; with `auto`, a tenth of the share. For medusa and eagle3,
+    the folder of the heads, or ORG/NAME; the KV of eagle3 takes memory beside `kv_memory_bytes`, that of one layer."""
 
     max_tokens: Annotated[int, Interval(ge=1, le=64)] = 8
     """Tokens that are guessed for one sequence in one step at most; 1 to 64."""
@@ -113,7 +113,7 @@ class EngineConfig(Options):
     """Sequences in one step at most. auto: 64 on CPU, 256 on GPU."""
 
     max_context: Annotated[int, Interval(ge=0)] = 0
-    """Prompt plus completion, in tokens, at most; 0 takes the model's own limit."""
+    """Prompt plus completion, in tokens, at most; 0 takes the model's own limit, for longrope the original context."""
 
     prefix_cache: bool = True
     """Keep computed blocks and reuse them for prompts of the same tenant with the same prefix."""
@@ -122,7 +122,7 @@ class EngineConfig(Options):
     """Format that weights are converted to when they are loaded. int8 and fp8 (E4M3) have a scale for each output; int4
     has one for each 64 inputs, and an int8 head. w8a8 is int8 whose products round their inputs to int8 too, each token
     by its largest; on GPUs it is int8. KV keeps the model's dtype. none leaves weights as the checkpoint has them,
-    quantized or not."""
+    quantized or not; dense holds those that it has quantized in the model's dtype."""
 
     packed_cache_bytes: Annotated[int, Interval(ge=0)] = 0
     """Bytes on disk, at most, for weights that were quantized at load and laid out for this CPU, so that a restart

@@ -1,6 +1,6 @@
 """Weights of 4 or 8 bits: codes, and a scale for each output and group of inputs.
 
-    value = (number of the code - zero) * scale
+    value = (number of the code - zero) * scale + minimum
 
     format  number of the code                                     of a group's largest magnitude
     int8    -127 to 127                                            127
@@ -8,7 +8,8 @@
     fp8     float8 E4M3: sign, 4 exponent bits, 3 of mantissa      448
     fp4     float4 E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and negative  6
 
-Scales are float32. The formats are those of Open Compute's OFP8 and MX specifications, and of common int4 checkpoints.
+Scales and minima are float32; a weight has zeros, minima or neither. The formats are those of Open Compute's OFP8 and
+MX specifications, of common int4 checkpoints, and of GGUF files.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ from torch import Tensor
 
 GROUP_MULTIPLE = 32
 """Groups are a multiple of this many inputs, or all inputs."""
+SMALLEST_GROUP = 16
+"""Number of inputs of another group that int8 may have."""
 
 
 class CodeType(IntEnum):
@@ -50,23 +53,38 @@ class CodedWeight:
     """Number of inputs that share a scale; the last group may be shorter."""
     round_inputs: bool = False
     """Whether products round their inputs to int8 too, each row by its largest (`round_rows`): W8A8."""
+    minima: Tensor | None = None
+    """Numbers that are added to a group's weights, float32 [out, groups]; None for 0."""
 
     def __post_init__(self) -> None:
         outputs, inputs = self.codes.shape
-        if self.round_inputs and (self.type is not CodeType.INT8 or self.group < inputs or self.zeros is not None):
+        shifted = self.zeros is not None or self.minima is not None
+        if self.round_inputs and (self.type is not CodeType.INT8 or self.group < inputs or shifted):
             raise ValueError("inputs can be rounded only for int8 weights with a scale for each output, without zeros")
-        if self.group < inputs and self.group % GROUP_MULTIPLE:
+        if self.zeros is not None and self.minima is not None:
+            raise ValueError("a weight has zeros and minima; allowed: one of them")
+        smallest = self.type is CodeType.INT8 and self.group == SMALLEST_GROUP
+        if self.group < inputs and self.group % GROUP_MULTIPLE and not smallest:
             raise ValueError(f"group is {self.group}; allowed: a multiple of {GROUP_MULTIPLE}, or {inputs}, all inputs")
         expected = (outputs, -(-inputs // self.group))
-        for name, tensor in (("scales", self.scales), ("zeros", self.zeros)):
+        for name, tensor in (("scales", self.scales), ("zeros", self.zeros), ("minima", self.minima)):
             if tensor is not None and tensor.shape != expected:
                 raise ValueError(f"{name} has shape {list(tensor.shape)}; allowed: {list(expected)}")
 
     @property
     def nbytes(self) -> int:
         """Bytes when packed."""
-        zeros = 0 if self.zeros is None else self.zeros.nbytes
-        return self.codes.numel() * self.type.bits // 8 + self.scales.nbytes + zeros
+        groups = sum(part.nbytes for part in (self.scales, self.zeros, self.minima) if part is not None)
+        return self.codes.numel() * self.type.bits // 8 + groups
+
+    def is_finite(self) -> bool:
+        """Whether all scales and minima are finite."""
+        return all(part is None or bool(torch.isfinite(part).all()) for part in (self.scales, self.minima))
+
+    def outputs(self, rows: Tensor) -> "CodedWeight":
+        """The weight of these outputs, int64 [rows]."""
+        zeros, minima = (None if part is None else part[rows] for part in (self.zeros, self.minima))
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros, minima=minima)
 
     def dequantize(self) -> Tensor:
         """float32 [out, in]."""
@@ -74,7 +92,10 @@ class CodedWeight:
         numbers = NUMBERS[self.type]().to(self.codes.device)[self.codes.int()]
         if self.zeros is not None:
             numbers -= self.zeros.float().repeat_interleave(self.group, 1)[:, :inputs]
-        return numbers * self.scales.repeat_interleave(self.group, 1)[:, :inputs]
+        numbers *= self.scales.repeat_interleave(self.group, 1)[:, :inputs]
+        if self.minima is not None:
+            numbers += self.minima.repeat_interleave(self.group, 1)[:, :inputs]
+        return numbers
 
 
 def int8(weight: Tensor) -> CodedWeight:
@@ -134,18 +155,38 @@ def join(weights: Sequence[CodedWeight]) -> CodedWeight:
         ValueError: they aren't quantized alike.
     """
     first = weights[0]
-    kinds = {(weight.type, weight.group, weight.zeros is None, weight.round_inputs) for weight in weights}
+    kinds = {
+        (weight.type, weight.group, weight.zeros is None, weight.minima is None, weight.round_inputs)
+        for weight in weights
+    }
     if len(kinds) > 1:
         raise ValueError("weights that are multiplied together are quantized differently; allowed: all alike")
     zeros = [weight.zeros for weight in weights if weight.zeros is not None]
-    return CodedWeight(
-        first.type,
-        torch.cat([weight.codes for weight in weights]),
-        torch.cat([weight.scales for weight in weights]),
-        torch.cat(zeros) if zeros else None,
-        first.group,
-        first.round_inputs,
+    minima = [weight.minima for weight in weights if weight.minima is not None]
+    return replace(
+        first,
+        codes=torch.cat([weight.codes for weight in weights]),
+        scales=torch.cat([weight.scales for weight in weights]),
+        zeros=torch.cat(zeros) if zeros else None,
+        minima=torch.cat(minima) if minima else None,
     )
+
+
+def alike(weights: Sequence[CodedWeight]) -> list[CodedWeight]:
+    """The same weights, of int8 or int4, in one format, so that `join` takes them."""
+    if len({(weight.type, weight.group, weight.zeros is None, weight.minima is None) for weight in weights}) == 1:
+        return list(weights)
+    return [_as_int8(weight, min(each.group for each in weights)) for weight in weights]
+
+
+def _as_int8(weight: CodedWeight, group: int) -> CodedWeight:
+    """The weight as int8 with minima, in groups of which its own is a multiple."""
+    codes, parts = weight.codes, weight.group // group
+    if weight.zeros is not None:
+        codes = codes - weight.zeros.repeat_interleave(weight.group, 1)[:, : codes.shape[1]]
+    minima = torch.zeros_like(weight.scales) if weight.minima is None else weight.minima
+    scales, minima = (tensor.repeat_interleave(parts, 1) for tensor in (weight.scales, minima))
+    return replace(weight, type=CodeType.INT8, codes=codes, scales=scales, zeros=None, minima=minima, group=group)
 
 
 def _grouped(weight: Tensor, group: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Plain definitions of every operation: what a kernel must compute. Slow; tests compare the kernels with them."""
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -20,26 +21,28 @@ def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     return apply
 
 
-def rotations(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin as `rope` takes them, float32 [T, 1, D].
+def rotations(positions: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin as `rope` takes them, of R kinds of rotation: float32 [R, T, 1, D].
 
     Args:
         positions: int64 [T].
-        frequencies: float32 [D / 2], radians per position.
+        rotary: float32 [R, 2, D / 2], of each pair radians per position, and a factor of cos and sin.
     """
-    angles = torch.outer(positions.float(), frequencies)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+    frequencies, factors = rotary[:, None, None].unbind(3)
+    angles = positions.float()[:, None, None] * frequencies
+    cos, sin = angles.cos() * factors, angles.sin() * factors
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def embed(
-    tokens: Tensor, feeds: Feeds | None, positions: Tensor, table: Tensor, frequencies: Tensor
+    tokens: Tensor, feeds: Feeds | None, positions: Tensor, table: Tensor, rotary: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Ops.embed`."""
     if feeds is not None:
         fed = feeds.sampled[feeds.rows.clamp(min=0)].clamp(min=0)
         tokens = torch.where(feeds.rows < 0, tokens, fed)
-    return torch.nn.functional.embedding(tokens, table), *rotations(positions, frequencies)
+    found = torch.nn.functional.embedding(tokens, table)
+    return found if scale == 1 else found * scale, *rotations(positions, rotary)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -59,6 +62,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last dimension, in float32."""
+    y = x.float() - x.float().mean(-1, keepdim=True)
+    scaled = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return (scaled if bias is None else scaled + bias.float()).to(x.dtype)
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates each pair (x[i], x[i + D/2]) by the angle of its position (Su et al., arXiv:2104.09864).
 
@@ -75,6 +85,18 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up`, [T, 2I] -> [T, I]; gate is the first half."""
     gate, up = gate_up.float().chunk(2, -1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """`0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`."""
+    y = x.float()
+    return (0.5 * y * (1 + (math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)).tanh())).to(x.dtype)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """`gelu(gate) * up`, as `silu_mul`."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return (gelu(gate) * up).to(gate_up.dtype)
 
 
 def paged_attention(

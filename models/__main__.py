@@ -11,7 +11,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m kvrelay.models", description="Downloads a model where it is missing."
     )
-    parser.add_argument("model", help="hf:ORG/NAME[@REVISION], a folder, or a bundled model")
+    parser.add_argument("model", help="ORG/NAME[@REVISION] of the Hugging Face hub, a folder, or a bundled model")
     parser.add_argument("--no-weights", action="store_true", help="only what a tokenizer needs")
     given = parser.parse_args()
     try:

@@ -8,6 +8,7 @@ import grpc
 
 from kvrelay.prefill_worker.kv_sender import KVSender, SenderHost
 from kvrelay.rpc.credentials import Credentials
+from kvrelay.rpc.stream_status import peer_status
 from kvrelay.transfer.links.endpoint_loop import EndpointLoop, HandoffSetup
 from kvrelay.transfer.protocol.messages import SERVICE, VERSION, Code, decode
 from kvrelay.transfer.protocol.outbox import WRITE_TIMEOUT_SECONDS, Outbox
@@ -114,9 +115,10 @@ class OutgoingStream(Outbox):
     async def _converse(self, call: Call) -> None:
         writer = asyncio.create_task(self._write(call), name=f"hand-offs to {self.peer.name}: writer")
         try:
-            async for batch in call:
-                for message in decode(batch):
-                    self._sender.on_message(self, message)
+            with peer_status(call):
+                async for batch in call:
+                    for message in decode(batch):
+                        self._sender.on_message(self, message)
         finally:
             writer.cancel()
             call.cancel()

@@ -23,6 +23,7 @@ from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.description import describe as describe_process
+from kvrelay.rpc.stream_status import peer_status
 
 logger = logging.getLogger(__name__)
 
@@ -133,12 +134,13 @@ class HeartbeatClient:
         beating.add_done_callback(_log_failure)
         version = -1
         try:
-            async for response in call:
-                if response.ask:
-                    self._take_question(response.ask)
-                elif response.fenced or response.version > version:
-                    version = response.version
-                    yield response
+            with peer_status(call):
+                async for response in call:
+                    if response.ask:
+                        self._take_question(response.ask)
+                    elif response.fenced or response.version > version:
+                        version = response.version
+                        yield response
         finally:
             beating.cancel()
             call.cancel()

@@ -7,6 +7,7 @@ from annotated_types import Interval
 
 from kvrelay.machine.options import Options, Removed, require
 
+Transport = Literal["auto", "gloo", "nccl", "nixl", "shm", "tcp"]
 Encrypt = Literal["none", "integrity", "full"]
 Seconds = Annotated[float, Interval(ge=0.01, le=3600)]
 
@@ -21,9 +22,7 @@ LINK_BUFFERS = 2
 class TransferConfig(Options):
     """Options of the hand-off between a prefill and a decode worker."""
 
-    transport: Annotated[
-        Literal["auto", "gloo", "nccl", "nixl", "shm", "tcp"], Removed("cuda_ipc", "auto, nccl or shm")
-    ] = "auto"
+    transport: Annotated[Transport, Removed("cuda_ipc", "auto, nccl or shm")] = "auto"
     """Transport of KV bytes; auto takes the best one that both workers can use.
 
     nccl: from GPU to GPU, within a machine too; two workers on one GPU need NCCL 2.30. nixl: over RDMA where there is

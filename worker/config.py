@@ -23,8 +23,9 @@ class WorkerConfig(Options):
     """Role of the worker, until the supervisor gives it another one."""
 
     model: str
-    """Folder of a Hugging Face checkpoint, hf:ORG/NAME[@REVISION] for a model of the hub, or the name of a bundled one
-    (`pico`, `pico-draft`)."""
+    """Folder of a Hugging Face checkpoint, GGUF file or folder with one, ORG/NAME[@REVISION] for a model of the Hugging
+    Face hub (hf:ORG/NAME where a folder has that name too), `smollm2` for SmolLM2-135M-Instruct of the Python package
+    index, or the name of a bundled one (`pico`, `pico-draft`)."""
 
     dtype: Dtype = "auto"
     """Dtype of weights and KV; auto takes the checkpoint's on GPU, and on CPU the checkpoint's unless it is float16."""

@@ -479,8 +479,13 @@ class Worker:
             self._thread.post(partial(self.post_to_loop, self._check_blocks, self._submitted))
 
     def _check_blocks(self, submitted: int) -> None:
-        idle = not self._live and self._submitted == submitted and self.role.active == 0
-        self._thread.post(partial(self._engine.scheduler.check_integrity, idle=idle))
+        idle = not self._live and self.role.active == 0
+
+        def check() -> None:
+            # A request that has come since may hold blocks: the event loop reserves them, under the engine's lock.
+            self._engine.scheduler.check_integrity(idle=idle and self._submitted == submitted)
+
+        self._thread.post(check)
 
     def _on_task_done(self, task: "asyncio.Task[None]") -> None:
         """Ends the worker if a task failed: such a defect must not pass unnoticed, or its request would wait until its

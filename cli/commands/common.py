@@ -1,4 +1,4 @@
-"""Common parts of several commands: options of a connection, the running cluster, and the console."""
+"""Common parts of several commands: options of the configuration and of a connection, and the console."""
 
 import sys
 from collections.abc import Callable
@@ -16,6 +16,9 @@ FILE_WIDTH = 160
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
+config_option = click.option(
+    "--config", type=click.Path(path_type=Path), help="YAML file; see `kvrelay config schema`."
+)
 target_option = click.option(
     "--target",
     metavar="H:P[,H:P]...",

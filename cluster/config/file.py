@@ -46,7 +46,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def load(path: Path | None = None, overrides: Mapping[str, Override] | None = None) -> ClusterConfig:
-    """The configuration of a YAML file (None: the defaults), with `overrides` (by key, e.g. `router.grpc_port`) on top.
+    """The configuration of a YAML file (None: the defaults), with `overrides` on top, in their order.
+
+    Args:
+        overrides: by key, e.g. `router.grpc_port`.
 
     Raises:
         UsageError: the file can't be read, or a key or value isn't allowed.
@@ -54,12 +57,7 @@ def load(path: Path | None = None, overrides: Mapping[str, Override] | None = No
     values, root = ({}, None) if path is None else _read(path)
     overrides = overrides or {}
     for key, override in overrides.items():
-        section, _, field = key.partition(".")
-        below = values.get(section, {})
-        if not field:
-            values[section] = override.value
-        elif isinstance(below, dict):
-            values[section] = {**below, field: override.value}
+        values = _with(values, key.split("."), override.value)
     try:
         return ClusterConfig.model_validate(values)
     except ValidationError as error:
@@ -96,12 +94,22 @@ def _read(path: Path) -> tuple[dict[str, Any], yaml.Node | None]:
     return {str(key): {} if value is None else value for key, value in (values or {}).items()}, root
 
 
+def _with(values: dict[str, Any], path: Sequence[str], value: object) -> dict[str, Any]:
+    """These values with another one at `path`. Sections above it are made; one that is no mapping stays as it is."""
+    key, *rest = path
+    if rest:
+        section = values.get(key, {})
+        value = _with(section, rest, value) if isinstance(section, dict) else section
+    return {**values, key: value}
+
+
 def _line(mistake: Mistake, file: Path | None, root: yaml.Node | None, overrides: Mapping[str, Override]) -> str:
     key, text = ".".join(mistake.path), mistake.text
     if mistake.unknown_key:
         text += _suggestion(mistake.path)
-    if key in overrides:
-        return overrides[key].flag + text
+    for depth in range(len(mistake.path), 0, -1):
+        if (override := overrides.get(".".join(mistake.path[:depth]))) is not None:
+            return ".".join((override.flag, *mistake.path[depth:])) + text
     number = _line_number(root, mistake.path)
     where = "" if file is None else f"{file}: " if number is None else f"{file}: line {number}: "
     return where + key + text

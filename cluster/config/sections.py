@@ -50,11 +50,21 @@ class ModelSection(Section):
     """The checkpoint that is served."""
 
     path: str = "pico"
-    """Folder of a Hugging Face checkpoint, hf:ORG/NAME[@REVISION] for a model of the hub, or the name of a bundled one
-    (`pico`, `pico-draft`)."""
+    """Folder of a Hugging Face checkpoint, GGUF file or folder with one, ORG/NAME[@REVISION] for a model of the Hugging
+    Face hub (hf:ORG/NAME where a folder has that name too), `smollm2` for SmolLM2-135M-Instruct of the Python package
+    index, or the name of a bundled one (`pico`, `pico-draft`)."""
 
     dtype: Dtype = "auto"
     """Dtype of weights and KV; auto takes the checkpoint's on GPU, and on CPU the checkpoint's unless it is float16."""
+
+    trust_remote_code: bool = False
+    """Always false: code that comes with a model is neither downloaded nor run. True is refused."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ModelSection":
+        allowed = "false; kvrelay runs no code that comes with a model, only architectures that it has itself"
+        require(not self.trust_remote_code, "trust_remote_code", self.trust_remote_code, allowed)
+        return self
 
 
 class RoleSection(Section):

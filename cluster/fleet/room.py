@@ -4,7 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from kvrelay.engine.config import Quantization
+from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.machine.control_groups import free_memory
+from kvrelay.machine.gguf import QUANTIZED
 from kvrelay.models import resolve
 from kvrelay.rpc.identity import MemberRole
 from kvrelay.worker.config import WorkerConfig
@@ -15,16 +17,32 @@ ROUTER_BYTES = 150 * 2**20
 """Memory of a router's process, about."""
 LEAST_KV_BYTES = 2**26
 """KV of a worker whose pool takes its share of what is left."""
-SHARES: Mapping[Quantization, float] = {"none": 1.0, "int8": 0.55, "w8a8": 0.55, "fp8": 0.55, "int4": 0.35}
+SHARES: Mapping[Quantization, float] = {
+    "none": 1.0,
+    "dense": 1.0,
+    "int8": 0.55,
+    "w8a8": 0.55,
+    "fp8": 0.55,
+    "int4": 0.35,
+}
 """Memory of weights as held, as a share of 16 bits each, about; embeddings keep their type."""
+GGUF_SHARE = 1.35
+"""Memory of quantized weights of GGUF files as held, whose scales become float32, as a share of their bytes there."""
 GIB = 2**30
 
 
 def worker_bytes(config: WorkerConfig) -> int:
     """Memory that one worker on CPUs takes, about: its weights as it holds them, its KV pool, and its process."""
-    weights = sum(file.stat().st_size for file in resolve(config.model).glob("*.safetensors"))
     engine = config.engine
-    held = weights * SHARES[engine.quantization] * (2 if config.dtype == "float32" else 1)
+    held = 0.0
+    for tensor in Checkpoint(resolve(config.model)).tensors.values():
+        size = tensor.end - tensor.begin
+        if tensor.dtype not in QUANTIZED:
+            held += size * SHARES[engine.quantization] * (2 if config.dtype == "float32" else 1)
+        elif engine.quantization == "dense":
+            held += math.prod(tensor.shape) * (4 if config.dtype == "float32" else 2)
+        else:
+            held += size * GGUF_SHARE
     return int(held) + (engine.kv_memory_bytes or LEAST_KV_BYTES) + PROCESS_BYTES
 
 

@@ -2,21 +2,38 @@
 
 import errno
 import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvrelay.cluster.config.options import ClusterConfig
-from kvrelay.cluster.errors import UsageError
+from kvrelay.cluster.errors import ERROR_PREFIX, UsageError
+from kvrelay.engine.config import STATE_METHODS, SpeculationConfig
 from kvrelay.engine.models.reading.checkpoint import Checkpoint, expected_tensors
 from kvrelay.engine.models.reading.config import read_config
 from kvrelay.kernels.cpu.library import named_set
-from kvrelay.models import resolve
+from kvrelay.models import packages, resolve
 from kvrelay.router.entry.callers import Callers, public_certificates
 from kvrelay.rpc.certificates import part_files
+from kvrelay.rpc.identity import WORKER_ROLES
 from kvrelay.rpc.security import PARTS
 
+DEFAULT_MODEL = "pico"
 ROUTER_FILES = ("chat_template", "api_keys", "tls_certificate", "tls_key", "tls_client_ca")
+
+
+def with_model(config: ClusterConfig) -> ClusterConfig:
+    """The configuration, with the model `pico` if its own is one of the package index that can't be had; a line on
+    stderr says so."""
+    if not config.local or config.model.path not in packages.MODELS:
+        return config
+    try:
+        resolve(config.model.path)
+    except ValueError as error:
+        print(f"{ERROR_PREFIX}{error}; {DEFAULT_MODEL} is served instead", file=sys.stderr)
+        return config.model_copy(update={"model": config.model.model_copy(update={"path": DEFAULT_MODEL})})
+    return config
 
 
 def check(config: ClusterConfig) -> ClusterConfig:
@@ -40,7 +57,7 @@ def check_files(config: ClusterConfig) -> ClusterConfig:
     """As `check`, without the ports: for a configuration that follows that of a running cluster.
 
     Raises:
-        UsageError: the model or another file is missing or can't be used, or the environment names an instruction set
+        UsageError: a model or another file is missing or can't be used, or the environment names an instruction set
             that this CPU doesn't have.
     """
     if not config.local:
@@ -51,12 +68,40 @@ def check_files(config: ClusterConfig) -> ClusterConfig:
     except ValueError as error:
         raise UsageError(str(error)) from None
     check_checkpoint(folder)
+    config = _with_draft_models(config)
     check_access(config)
     given = {name: getattr(config.router, name) for name in ROUTER_FILES}
     files: dict[str, Any] = {name: str(Path(path).absolute()) for name, path in given.items() if path}
     router = replace(config.router, **files)
     model = config.model.model_copy(update={"path": str(folder.absolute())})
     return config.model_copy(update={"model": model, "router": router})
+
+
+def _with_draft_models(config: ClusterConfig) -> ClusterConfig:
+    """The configuration with the absolute folders of draft models and speculative heads.
+
+    Raises:
+        UsageError: one is missing, or can't be downloaded.
+    """
+    speculation = _with_folder(config.engine.speculation, "engine")
+    changes: dict[str, Any] = {"engine": replace(config.engine, speculation=speculation)}
+    for role in WORKER_ROLES:
+        section = config.role(role)
+        if (own := section.engine.get("speculation")) is not None:
+            engine = {**section.engine, "speculation": _with_folder(own, f"{role}.engine")}
+            changes[role] = section.model_copy(update={"engine": engine})
+    return config.model_copy(update=changes)
+
+
+def _with_folder(speculation: SpeculationConfig, section: str) -> SpeculationConfig:
+    if not speculation.draft_model:
+        return speculation
+    try:
+        folder = resolve(speculation.draft_model, heads=speculation.method in STATE_METHODS)
+    except ValueError as error:
+        reason = str(error).removeprefix("model: ")
+        raise UsageError(f"{section}.speculation.draft_model: {reason}") from None
+    return replace(speculation, draft_model=str(folder.absolute()))
 
 
 def check_access(config: ClusterConfig) -> None:

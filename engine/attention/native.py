@@ -41,17 +41,17 @@ class NativeAttention:
         self._kernels = PagedAttention(team.library, pool.tensor, heads, windows, team.threads)
         self._norms: dict[int, Tensor] = {}
         self._rotation: Rotation | None = None
-        self._frequencies: Tensor | None = None
+        self._rotary: Tensor | None = None
         self._turned = 0
         """Positions that have rotations."""
 
-    def turn_by(self, frequencies: Tensor) -> None:
+    def turn_by(self, rotary: Tensor) -> None:
         """From now on tokens are rotated by their positions; `run` isn't called.
 
         Args:
-            frequencies: float32 [D / 2], radians per position.
+            rotary: float32 [R, 2, D / 2]; see `reference.rotations`.
         """
-        self._frequencies = frequencies
+        self._rotary = rotary
 
     def plan(self, inputs: AttentionInputs) -> None:
         self.plan_rows(inputs.starts, inputs.lengths, inputs.block_tables.numpy())
@@ -61,9 +61,9 @@ class NativeAttention:
         many as their block tables have room for.
         """
         end = tables.shape[1] * self._pool.layout.block_size
-        if self._frequencies is not None and end > self._turned:
+        if self._rotary is not None and end > self._turned:
             self._turned = max(LEAST_TURNED, 1 << (end - 1).bit_length())
-            self._kernels.rotate(*rotations(torch.arange(self._turned), self._frequencies), by_position=True)
+            self._kernels.rotate(*rotations(torch.arange(self._turned), self._rotary), by_position=True)
         self._kernels.plan(starts, lengths, tables)
 
     @property
@@ -72,25 +72,33 @@ class NativeAttention:
         return self._kernels.step
 
     def record(
-        self, layer: int, qkv: int, qkv_stride: int, out: int, out_stride: int, norm: HeadNorm | None
+        self,
+        layer: int,
+        qkv: int,
+        qkv_stride: int,
+        out: int,
+        out_stride: int,
+        norm: HeadNorm | None,
+        rotation: int = 0,
     ) -> list[tuple[str, ctypes.Structure]]:
         """The kernels of one layer and their arguments, which stay valid for every step.
 
         Args:
             qkv: address of float32 [T, (H + 2 Hkv) * D], overwritten; `qkv_stride` numbers from one row to the next.
             out: address of float32 [T, H * D].
+            rotation: index among those of `turn_by`.
         """
         weight = None
         if norm is not None:
             weight = self._norms[layer] = norm.weight.float().contiguous()
         eps = 0.0 if norm is None else norm.eps
-        args = self._kernels.args(layer, qkv, qkv_stride, out, out_stride, weight, eps)
+        args = self._kernels.args(layer, qkv, qkv_stride, out, out_stride, weight, eps, rotation)
         return [(WRITE, args), (ATTEND, args)]
 
     def run(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
         if rotation is not self._rotation:
             self._rotation = rotation
-            self._kernels.rotate(rotation.cos, rotation.sin)
+            self._kernels.rotate(rotation.cos[None], rotation.sin[None])
         tokens, heads, dim = qkv.shape
         queries = (heads - 2 * self._pool.layout.kv_heads) * dim
         source = qkv.float().contiguous()

@@ -1,5 +1,6 @@
 """Facts about a model that the rest of the system knows. No torch."""
 
+import hashlib
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -24,7 +25,8 @@ class ModelSpec:
     dtype: FloatDtype
     """Dtype of the weights as they run, whatever the files hold."""
     fingerprint: str
-    """Fingerprint of the config and the weights, SHA-256 in hexadecimal; see `Checkpoint.fingerprint`."""
+    """Fingerprint of the config and the weights, SHA-256 in hexadecimal; see `Checkpoint.fingerprint`. Models that
+    rotate keys differently, because they are served with longer contexts, have different ones."""
     context_limit: ContextLimit = "model"
     """Origin of `max_context`: the model itself, the option `max_context`, or the size of the KV pool."""
     weights: str = ""
@@ -57,7 +59,7 @@ class ModelSpec:
             max_context=limits[context_limit],
             eos_token_ids=config.eos_token_ids,
             dtype=dtype,
-            fingerprint=checkpoint.fingerprint(),
+            fingerprint=_fingerprint(checkpoint, config),
             context_limit=context_limit,
             weights=_weights(config, dtype, quantization),
         )
@@ -76,7 +78,16 @@ class ModelSpec:
         return replace(self, max_context=pool_tokens, context_limit="pool")
 
 
+def _fingerprint(checkpoint: Checkpoint, config: ModelConfig) -> str:
+    """The checkpoint's; another one if `ModelConfig.for_context` has changed the rotation of keys."""
+    found = checkpoint.fingerprint()
+    stretched = any(rope.long_factors and rope.factors == rope.long_factors for rope in config.ropes)
+    return hashlib.sha256(f"{found} stretched".encode()).hexdigest() if stretched else found
+
+
 def _weights(config: ModelConfig, dtype: FloatDtype, quantization: Quantization) -> str:
+    if quantization == "dense":
+        return dtype
     if config.stored is not None:
         return config.stored.method
     return dtype if quantization == "none" else quantization

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from kvrelay.engine.config import Quantization
@@ -32,6 +33,15 @@ def quantizing(quantize: Quantize | None, linear: LayOut[LinearT]) -> LayOut[Lin
         return linear(weight if isinstance(weight, CodedWeight) else _in_parts(quantize, weight), bias)
 
     return quantized
+
+
+def dequantizing(dtype: torch.dtype, linear: Callable[[Tensor, Tensor | None], LinearT]) -> LayOut[LinearT]:
+    """`linear` for weights that are converted to `dtype` first if they are codes."""
+
+    def dequantized(weight: Tensor | CodedWeight, bias: Tensor | None) -> LinearT:
+        return linear(weight.dequantize().to(dtype) if isinstance(weight, CodedWeight) else weight, bias)
+
+    return dequantized
 
 
 def _in_parts(quantize: Quantize, weight: Tensor) -> CodedWeight:

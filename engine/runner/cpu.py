@@ -5,7 +5,6 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,14 +28,13 @@ from kvrelay.engine.models.reading.packed_cache import DamagedCacheError, Packed
 from kvrelay.engine.models.reading.stored import check_stored
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
-from kvrelay.engine.quant.schemes import HEAD, LAYERS, LayOut, quantizing
+from kvrelay.engine.quant.schemes import HEAD, LAYERS, LayOut, dequantizing, quantizing
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.base import FinishedStep, chain_of_steps
 from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts
 from kvrelay.engine.sampling.native import NativeSampler, nonfinite_rows
 from kvrelay.engine.sampling.sampler import Choice, Sample, are_plain, choose, draws_of, guessing, sample, step_output
 from kvrelay.engine.states import StatesShape
-from kvrelay.kernels.codes import CodedWeight
 from kvrelay.kernels.cpu import ops
 from kvrelay.kernels.cpu.library import instruction_set, library
 from kvrelay.kernels.cpu.packed import packer
@@ -195,7 +193,7 @@ def build_cpu_runner(
     Raises:
         ValueError: the checkpoint or an option can't be used; the text says which and why.
     """
-    config = read_config(folder)
+    config = read_config(folder).for_context(options.max_context)
     checkpoint = Checkpoint(folder)
     options = options.on("cpu")
     check_stored(options.quantization, config.stored)
@@ -252,11 +250,13 @@ def _load(
     """The weights; packed ones from the disk if they are quantized at load and the cache has them."""
 
     def load(cache: LayerCache) -> Weights:
-        making = Making(parts.head, has_embedding=team is not None, cache=cache)
+        keep = options.quantization != "dense"
+        making = Making(parts.head, has_embedding=team is not None, cache=cache, keep=keep)
         return load_weights(checkpoint, config, parts.dtype, parts.linear, on_loaded, making=making)
 
     most = options.packed_cache_bytes
-    if team is None or not most or options.quantization == "none":
+    coded = options.quantization in LAYERS or (options.quantization == "none" and _is_gguf(config))
+    if team is None or not most or not coded:
         return load(NO_CACHE)
     path = packed_path(f"{checkpoint.fingerprint()} {dtype} {options.quantization}", team)
     try:
@@ -270,12 +270,18 @@ def _load(
     return weights
 
 
+def _is_gguf(config: ModelConfig) -> bool:
+    return config.stored is not None and config.stored.layout == "gguf"
+
+
 def _parts(dtype: torch.dtype, team: Team | None, quantization: Quantization, choice: Sample) -> Parts:
     """The parts that lay weights out for `team`'s kernels, or for torch's without a team."""
     quantize, quantize_head = LAYERS.get(quantization), HEAD.get(quantization)
     if team is None and quantize is not None:
         logger.warning("without the native kernels, quantized weights take as much memory and time as others")
-    lay_out: LayOut[Linear] = partial(_dequantized, dtype) if team is None else packer(team)
+    lay_out: LayOut[Linear] = dequantizing(dtype, ops.linear) if team is None else packer(team)
+    if quantization == "dense":
+        lay_out = dequantizing(dtype, lay_out)
     linear, head = quantizing(quantize, lay_out), quantizing(quantize_head, lay_out)
     attention: MakeAttention = (
         (lambda pool, heads, plans: TorchAttention(pool, ALL_KEYS))
@@ -284,10 +290,6 @@ def _parts(dtype: torch.dtype, team: Team | None, quantization: Quantization, ch
     )
     activations = dtype if team is None else torch.float32
     return Parts(linear, head, ops, attention, guessing(choice), dtype, activations, CPU, torch.inference_mode)
-
-
-def _dequantized(dtype: torch.dtype, weight: Tensor | CodedWeight, bias: Tensor | None) -> Linear:
-    return ops.linear(weight.dequantize().to(dtype) if isinstance(weight, CodedWeight) else weight, bias)
 
 
 def _run_dtype(dtype: Dtype, config: ModelConfig) -> FloatDtype:

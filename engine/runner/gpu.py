@@ -40,7 +40,7 @@ from kvrelay.engine.models.reading.config import read_config
 from kvrelay.engine.models.reading.stored import check_stored
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepPlan
-from kvrelay.engine.quant.schemes import HEAD, LAYERS, quantizing
+from kvrelay.engine.quant.schemes import HEAD, LAYERS, dequantizing, quantizing
 from kvrelay.engine.runner.base import chain_of_steps
 from kvrelay.engine.runner.fetches import Fetches
 from kvrelay.engine.runner.gpu_step import Extras, GpuStep, StreamWrites
@@ -370,7 +370,7 @@ def build_gpu_runner(
     Raises:
         ValueError: the checkpoint or an option can't be used; the text says which and why.
     """
-    config = read_config(folder)
+    config = read_config(folder).for_context(options.max_context)
     check_stored(options.quantization, config.stored)
     checkpoint = Checkpoint(folder)
     memory = memory or memory_of(device)
@@ -385,10 +385,12 @@ def build_gpu_runner(
             return quant_linear(weight, bias, TORCH_DTYPES[run_dtype], torch.device(device))
         return gpu_ops.linear(weight, bias)
 
-    linear, head = quantizing(LAYERS.get(quantization), lay_out), quantizing(HEAD.get(quantization), lay_out)
-    kept = run_dtype if quantization == "none" else quantization
+    held = dequantizing(TORCH_DTYPES[run_dtype], lay_out) if quantization == "dense" else lay_out
+    linear, head = quantizing(LAYERS.get(quantization), held), quantizing(HEAD.get(quantization), held)
+    making = Making(head, keep=quantization != "dense")
+    kept = quantization if quantization in LAYERS else run_dtype
     with asking(f"the weights of {folder} in {kept}", memory), torch.inference_mode():
-        weights = load_weights(checkpoint, config, TORCH_DTYPES[run_dtype], linear, on_loaded, device, Making(head))
+        weights = load_weights(checkpoint, config, TORCH_DTYPES[run_dtype], linear, on_loaded, device, making)
     model = Decoder(config, weights, gpu_ops.GpuOps())
     unbounded = ModelSpec.of(
         checkpoint,

@@ -272,6 +272,8 @@ class Scheduler:
         if self._in_flight and not self._can_extend_all():
             return None
         self._admit()
+        if self._in_flight and not self._can_extend_all():
+            return None  # a request of a holder of little has taken the last blocks
         rows: list[Row] = []
         decodes, budget = self._ready_to_decode(), self.config.max_batch_tokens
         coming = self.coming | self._allocator.reserving

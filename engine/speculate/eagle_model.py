@@ -19,9 +19,10 @@ from torch import Tensor
 
 from kvrelay.engine.attention.base import Attention, Rotation
 from kvrelay.engine.models.fast.parts import Parts
-from kvrelay.engine.models.reading.config import ModelConfig, RopeConfig, read_rope
+from kvrelay.engine.models.reading.config import ModelConfig
 from kvrelay.engine.models.reading.fields import Fields, read_json
-from kvrelay.engine.models.reading.rope import frequencies
+from kvrelay.engine.models.reading.positions import RopeConfig, read_rope
+from kvrelay.engine.models.reading.rope import rotary
 from kvrelay.engine.speculate.tensors import Tensors
 from kvrelay.kernels.ops import Linear
 
@@ -69,7 +70,8 @@ class EagleWeights:
     """hidden -> draft vocab."""
     targets: Tensor | None
     """int64 [draft vocab] the served model's id of each token that can be guessed; None if they are the same."""
-    frequencies: Tensor
+    rotary: Tensor
+    """As `Weights.rotary`, of one kind."""
 
 
 class EagleModel:
@@ -100,14 +102,14 @@ class EagleModel:
             [T, hidden]: h.
         """
         config, weights, ops = self.config, self._weights, self._ops
-        embedded, cos, sin = ops.embed(tokens, None, positions, weights.embedding, weights.frequencies)
+        embedded, cos, sin = ops.embed(tokens, None, positions, weights.embedding, weights.rotary)
         tokens_in = ops.rms_norm(embedded.to(self._activations), weights.token_norm, config.norm_eps)
         normed = ops.rms_norm(features, weights.feature_norm, config.norm_eps)
         residual = normed if config.norm_before_residual else features
         qkv = weights.qkv(torch.cat((tokens_in, normed), -1)).view(
             -1, config.heads + 2 * config.kv_heads, config.head_dim
         )
-        seen = attention.run(0, qkv, Rotation(cos, sin), None)
+        seen = attention.run(0, qkv, Rotation(cos[0], sin[0]), None)
         x, hidden = ops.add_rms_norm(weights.output(seen), residual, weights.mlp_norm, config.norm_eps)
         return hidden + weights.down(ops.silu_mul(weights.gate_up(x)))
 
@@ -166,7 +168,7 @@ def load_eagle(folder: Path, target: ModelConfig, embedding: Tensor, parts: Part
         norm=norm("norm"),
         head=parts.head(tensors.take("lm_head.weight", vocab, hidden).to(parts.dtype), None),
         targets=_targets(tensors, vocab, target.vocab_size),
-        frequencies=frequencies(rope, config.head_dim).to(parts.device),
+        rotary=rotary(rope, config.head_dim)[None].to(parts.device),
     )
     tensors.finish()
     return EagleModel(config, weights, target, parts)
@@ -211,7 +213,7 @@ def _read_config(fields: Fields, target: ModelConfig) -> tuple[EagleConfig, Rope
         norm_before_residual=whole.boolean("norm_before_residual", False),
         layers=_layers(whole, eagle, target),
     )
-    return config, read_rope(fields)
+    return config, read_rope(fields, config.head_dim)
 
 
 def _layers(fields: Fields, eagle: Fields | None, target: ModelConfig) -> tuple[int, ...]:

@@ -58,6 +58,10 @@ def load_medusa(folder: Path, config: ModelConfig, parts: Parts) -> tuple[Medusa
     Raises:
         ValueError: they can't be used with that model; names the tensor or field, and what is expected.
     """
+    if config.traits.layer_norm:
+        raise ValueError(
+            f"speculation.method is medusa; allowed for {config.architecture}: others, as it has layer norms"
+        )
     fields, tensors = Fields("config.json", read_json(folder / "config.json")), Tensors(folder, FILES, parts.device)
     for prefix in PREFIXES:
         tensors.rename(prefix, "")

@@ -35,6 +35,7 @@ class AttentionArgs(ctypes.Structure):
         *fields(ctypes.c_int64, "qkv_stride out_stride"),
         ("eps", ctypes.c_float),
         ("worklist", ctypes.c_int32),
+        ("rotation", ctypes.c_int64),
     )
 
 
@@ -116,7 +117,7 @@ class PagedAttention:
             raise MemoryError
 
     def rotate(self, cos: Tensor, sin: Tensor, by_position: bool = False) -> None:
-        """Sets rotations, float32 [positions or T, 1, D]; see `reference.rope`.
+        """Sets rotations, float32 [R, positions or T, 1, D]; see `reference.rotations`.
 
         Args:
             by_position: they are those of positions 0, 1, 2 ... in the steps that are planned from now on; else those
@@ -124,10 +125,19 @@ class PagedAttention:
         """
         self._rotation = cos.contiguous(), sin.contiguous()
         addresses = (ctypes.c_void_p(x.data_ptr()) for x in self._rotation)
-        self._library.kvrelay_attention_rotate(self._step, *addresses, by_position)
+        stride = ctypes.c_int64(cos[0].numel())
+        self._library.kvrelay_attention_rotate(self._step, *addresses, stride, by_position)
 
     def args(
-        self, layer: int, qkv: int, qkv_stride: int, out: int, out_stride: int, norm: Tensor | None, eps: float
+        self,
+        layer: int,
+        qkv: int,
+        qkv_stride: int,
+        out: int,
+        out_stride: int,
+        norm: Tensor | None,
+        eps: float,
+        rotation: int = 0,
     ) -> AttentionArgs:
         """The kernels' arguments for layer `layer`, in this and any later step. The caller keeps all buffers.
 
@@ -137,6 +147,7 @@ class PagedAttention:
             qkv_stride: numbers from one token to the next.
             out: address of float32 [T, H, D].
             norm: float32 [H + Hkv, D], or None.
+            rotation: index among those of `rotate`.
         """
         return AttentionArgs(
             step=self._step,
@@ -148,6 +159,7 @@ class PagedAttention:
             out_stride=out_stride,
             eps=eps,
             worklist=self._distinct.index(self._windows[layer]),
+            rotation=rotation,
         )
 
 

@@ -25,7 +25,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["build", "instruction_set", "library", "load", "named_set", "prebuild", "user_cache"]
+from kvrelay.machine.cache import user_cache
+
+__all__ = ["build", "instruction_set", "library", "load", "named_set", "prebuild"]
 
 logger = logging.getLogger(__name__)
 
@@ -231,11 +233,6 @@ def _compiler() -> str:
         if name and (found := shutil.which(name)):
             return found
     raise RuntimeError("there is no C++ compiler (c++, g++, clang++, or the one that CXX names)")
-
-
-def user_cache() -> Path:
-    """The user's folder for what can be made again; perhaps not there yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay"
 
 
 def _cache_folder() -> Path:

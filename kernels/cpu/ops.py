@@ -10,10 +10,12 @@ from torch.nn import functional
 from kvrelay.kernels.cpu.linear import linear
 from kvrelay.kernels.reference import embed
 
-__all__ = ["add_rms_norm", "embed", "linear", "rms_norm", "rope", "silu_mul"]
+__all__ = ["add_rms_norm", "embed", "gelu", "gelu_mul", "layer_norm", "linear", "rms_norm", "rope", "silu_mul"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if weight.dtype != x.dtype:
+        return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
     if weight.dim() == 1:
         return functional.rms_norm(x, weight.shape, weight, eps)
     return functional.rms_norm(x, weight.shape[-1:], None, eps) * weight
@@ -21,7 +23,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = x.add_(residual)
-    return functional.rms_norm(total, weight.shape, weight, eps), total
+    return rms_norm(total, weight, eps), total
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    return functional.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -32,3 +38,12 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def silu_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     return functional.silu(gate).mul_(up)
+
+
+def gelu(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return gelu(gate).mul_(up)

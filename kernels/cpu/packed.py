@@ -15,6 +15,7 @@ from kvrelay.kernels.cpu.program import Program, Team, fields
 
 LINEAR = "kvrelay_linear"
 EMBED = "kvrelay_embed"
+NORM = "kvrelay_norm"
 
 BLOCK = 16
 """Divisor of the number of outputs in each half of a gated product."""
@@ -32,6 +33,10 @@ class Epilogue(IntEnum):
     """out += y."""
     SILU_MUL = 2
     """out = silu(first half of y) * second half of y."""
+    GELU_MUL = 3
+    """out = gelu(first half of y) * second half of y."""
+    GELU = 4
+    """out = gelu(y)."""
 
 
 def weight_type(weight: Tensor | CodedWeight) -> int:
@@ -45,7 +50,7 @@ class LinearArgs(ctypes.Structure):
     """`LinearArgs` in linear.h."""
 
     _fields_ = (
-        *fields(ctypes.c_void_p, "rows weight scales zeros bias norm input out workspace"),
+        *fields(ctypes.c_void_p, "rows weight scales zeros minima bias norm input out workspace"),
         *fields(ctypes.c_int64, "input_stride out_stride inputs outputs group"),
         ("eps", ctypes.c_float),
         *fields(ctypes.c_int32, "type epilogue"),
@@ -56,9 +61,22 @@ class EmbedArgs(ctypes.Structure):
     """`EmbedArgs` in embed.h."""
 
     _fields_ = (
-        *fields(ctypes.c_void_p, "rows tokens weight scales zeros out"),
+        *fields(ctypes.c_void_p, "rows tokens weight scales zeros minima out"),
         *fields(ctypes.c_int64, "out_stride width group"),
-        *fields(ctypes.c_int32, "type packed"),
+        ("type", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+        ("packed", ctypes.c_int32),
+    )
+
+
+class NormArgs(ctypes.Structure):
+    """`NormArgs` in norm.h."""
+
+    _fields_ = (
+        *fields(ctypes.c_void_p, "rows input out weight bias"),
+        *fields(ctypes.c_int64, "input_stride out_stride width"),
+        ("eps", ctypes.c_float),
+        *fields(ctypes.c_int32, "centered add"),
     )
 
 
@@ -106,11 +124,12 @@ class PackedLinear:
         packed: Tensor,
         scales: Tensor | None = None,
         zeros: Tensor | None = None,
+        minima: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> None:
         """
         Args:
-            packed, scales, zeros, bias: as `pack` makes them.
+            packed, scales, zeros, minima, bias: as `pack` makes them.
 
         Raises:
             ValueError: `packed` hasn't the size of such a weight.
@@ -118,7 +137,7 @@ class PackedLinear:
         library = team.library
         self.facts = facts
         self.outputs, self.inputs, self.type, self.group = facts
-        self.packed, self.scales, self.zeros, self.bias = packed, scales, zeros, bias
+        self.packed, self.scales, self.zeros, self.minima, self.bias = packed, scales, zeros, minima, bias
         self._team = team
         if packed.nbytes != (size := _packed_bytes(team, facts)):
             raise ValueError(f"a packed weight has {packed.nbytes} bytes; one of {facts} has {size}")
@@ -152,25 +171,26 @@ class PackedLinear:
             facts.type,
             ctypes.c_void_p(packed.data_ptr()),
         )
-        scales = zeros = padded = None
+        scales = zeros = minima = padded = None
         if isinstance(weight, CodedWeight):
             block = library.kvrelay_block_outputs()
             scales = _by_block(arena, weight.scales, block)
             zeros = None if weight.zeros is None else _by_block(arena, weight.zeros, block)
+            minima = None if weight.minima is None else _by_block(arena, weight.minima, block)
         if bias is not None:
             padded = torch.zeros(-(-facts.outputs // BLOCK) * BLOCK)
             padded[: facts.outputs] = bias
-        return cls(team, facts, packed, scales, zeros, padded)
+        return cls(team, facts, packed, scales, zeros, minima, padded)
 
     def parts(self) -> dict[str, Tensor]:
         """All of its tensors, by the names of the constructor's arguments."""
-        found = {"packed": self.packed, "scales": self.scales, "zeros": self.zeros, "bias": self.bias}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        found = {"packed": self.packed, "scales": self.scales, "zeros": self.zeros, "minima": self.minima}
+        return {name: tensor for name, tensor in {**found, "bias": self.bias}.items() if tensor is not None}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the packed weight with its scales."""
-        return sum(part.nbytes for part in (self.packed, self.scales, self.zeros) if part is not None)
+        return sum(part.nbytes for name, part in self.parts().items() if name != "bias")
 
     def args(self, epilogue: Epilogue, norm: Tensor | None = None, eps: float = 0.0) -> LinearArgs:
         """The arguments, without rows, input, output and workspace.
@@ -182,6 +202,7 @@ class PackedLinear:
             weight=self.packed.data_ptr(),
             scales=_address(self.scales),
             zeros=_address(self.zeros),
+            minima=_address(self.minima),
             group=self.group,
             bias=None if self.bias is None else self.bias.data_ptr(),
             norm=None if norm is None else norm.data_ptr(),

@@ -5,7 +5,7 @@
 
     x         [T, N] of any row stride, unit stride within a row
     residual  [T, N] contiguous, overwritten with total; or none: then total is x
-    weight    [N]
+    weight    [N], of the tensors' type or float32
     out       [T, N] contiguous
 
 Grid: (T,), one program for each row. The row stays in registers between the sum and the product, so each byte moves
@@ -74,7 +74,7 @@ class Norms:
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         out = _out(x)
         shape = x.shape
-        like = shape[1:], x.stride(), x.dtype, eps, residual is None
+        like = shape[1:], x.stride(), x.dtype, weight.dtype, eps, residual is None
         known = self._known.get(like)
         if known is None or not shape[0] or (residual is not None and residual.shape != shape):
             made = _launch_norm(x, residual, weight, eps, out)
@@ -98,7 +98,7 @@ def _launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float,
     if x.dim() != 2 or x.stride(1) != 1 or not 0 < x.shape[1] <= MAX_COLUMNS:
         raise ValueError(f"x is {list(x.shape)}, strides {x.stride()}; allowed: [T, 1 to {MAX_COLUMNS}], unit stride")
     rows, columns = x.shape
-    check_tensor("weight", weight, (columns,), x)
+    check_tensor("weight", weight, (columns,), x, x.dtype, torch.float32)
     if residual is not None:
         check_tensor("residual", residual, (rows, columns), x)
     if not rows:

@@ -1,15 +1,16 @@
 """The beginning of a step in one pass: its tokens, their embeddings, and the angles of their positions.
 
     token[t]   = tokens[t], or max(sampled[rows[t]], 0) where rows[t] >= 0
-    hidden[t]  = table[token[t]]
-    angle[t]   = positions[t] * frequencies                    (in float32)
-    cos[t]     = cos(angle[t]), twice;  sin[t] = -sin(angle[t]), then sin(angle[t])
+    hidden[t]    = table[token[t]] * scale
+    angle[r, t]  = positions[t] * rotary[r, 0]                 (in float32)
+    cos[r, t]    = rotary[r, 1] * cos(angle[r, t]), twice
+    sin[r, t]    = -rotary[r, 1] * sin(angle[r, t]), then that without the sign
 
     tokens, rows, positions  int64 [T] contiguous
     sampled                  int64 [R], tokens that the step before has left on the device
     table                    [V, N] contiguous
-    frequencies              float32 [D / 2]
-    hidden                   [T, N];  cos, sin  float32 [T, 1, D]
+    rotary                   float32 [R, 2, D / 2] contiguous
+    hidden                   [T, N];  cos, sin  float32 [R, T, 1, D]
 
 Grid: (T,). Limit: launch, then memory: T N numbers are read and written. Token ids aren't checked.
 """
@@ -34,12 +35,14 @@ def embed_kernel(
     sampled,
     positions,
     table,
-    frequencies,
+    rotary,
     hidden,
     cos,
     sin,
     columns,
     half_dim,
+    scale,
+    KINDS: tl.constexpr,
     BLOCK: tl.constexpr,
     HALF: tl.constexpr,
 ):
@@ -54,16 +57,21 @@ def embed_kernel(
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
         values = tl.load(table + token * columns + column, mask=inside, other=0.0)
-        tl.store(hidden + place * columns + column, values, mask=inside)
+        scaled = (values.to(tl.float32) * scale).to(values.dtype)
+        tl.store(hidden + place * columns + column, scaled, mask=inside)
     i = tl.arange(0, HALF)
     within = i < half_dim
-    angle = tl.load(positions + place).to(tl.float32) * tl.load(frequencies + i, mask=within, other=0.0)
-    c, s = tl.cos(angle), tl.sin(angle)
-    target = place * 2 * half_dim + i
-    tl.store(cos + target, c, mask=within)
-    tl.store(cos + target + half_dim, c, mask=within)
-    tl.store(sin + target, -s, mask=within)
-    tl.store(sin + target + half_dim, s, mask=within)
+    position = tl.load(positions + place).to(tl.float32)
+    for kind in tl.static_range(KINDS):
+        pair = rotary + kind * 2 * half_dim + i
+        angle = position * tl.load(pair, mask=within, other=0.0)
+        factor = tl.load(pair + half_dim, mask=within, other=0.0)
+        c, s = factor * tl.cos(angle), factor * tl.sin(angle)
+        target = (kind * tl.num_programs(0) + place) * 2 * half_dim + i
+        tl.store(cos + target, c, mask=within)
+        tl.store(cos + target + half_dim, c, mask=within)
+        tl.store(sin + target, -s, mask=within)
+        tl.store(sin + target + half_dim, s, mask=within)
 
 
 class Embed:
@@ -73,7 +81,7 @@ class Embed:
         self._known: dict[object, Repeat] = {}
 
     def __call__(
-        self, tokens: Tensor, feeds: Feeds | None, positions: Tensor, table: Tensor, frequencies: Tensor
+        self, tokens: Tensor, feeds: Feeds | None, positions: Tensor, table: Tensor, rotary: Tensor, scale: float = 1.0
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Ops.embed`.
 
@@ -81,18 +89,18 @@ class Embed:
             ValueError: a tensor has another shape, type or device than it should.
         """
         rows, sampled = (None, None) if feeds is None else feeds
-        like = table.data_ptr(), frequencies.data_ptr(), feeds is None
+        like = table.data_ptr(), rotary.data_ptr(), scale, feeds is None
         known = self._known.get(like)
         if known is None or positions.shape != tokens.shape or (rows is not None and rows.shape != tokens.shape):
-            _check(tokens, rows, sampled, positions, table, frequencies)
-        count, columns, half_dim = len(tokens), table.shape[1], len(frequencies)
+            _check(tokens, rows, sampled, positions, table, rotary)
+        count, columns, (kinds, _, half_dim) = len(tokens), table.shape[1], rotary.shape
         hidden = torch.empty((count, columns), dtype=table.dtype, device=table.device)
-        angles = torch.empty((2, count, 1, 2 * half_dim), dtype=torch.float32, device=table.device)
+        angles = torch.empty((2, kinds, count, 1, 2 * half_dim), dtype=torch.float32, device=table.device)
         cos, sin = angles
         if not count:
             return hidden, cos, sin
         if known is None:
-            made = _launch(tokens, rows, sampled, positions, table, frequencies, (hidden, cos, sin))
+            made = _launch(tokens, rows, sampled, positions, table, rotary, scale, (hidden, cos, sin))
             fed = () if feeds is None else ("rows", "sampled")
             self._known[like] = made.repeating("tokens", *fed, "positions", "hidden", "cos", "sin")
         else:
@@ -107,16 +115,16 @@ def _check(
     sampled: Tensor | None,
     positions: Tensor,
     table: Tensor,
-    frequencies: Tensor,
+    rotary: Tensor,
 ) -> None:
-    if tokens.dim() != 1 or table.dim() != 2 or frequencies.dim() != 1:
-        shapes = [list(tensor.shape) for tensor in (tokens, table, frequencies)]
-        raise ValueError(f"tokens, table and frequencies are {shapes}; allowed: [T], [V, N] and [D / 2]")
+    if tokens.dim() != 1 or table.dim() != 2 or rotary.dim() != 3:
+        shapes = [list(tensor.shape) for tensor in (tokens, table, rotary)]
+        raise ValueError(f"tokens, table and rotary are {shapes}; allowed: [T], [V, N] and [R, 2, D / 2]")
     count = len(tokens)
     check_tensor("tokens", tokens, (count,), table, torch.int64)
     check_tensor("positions", positions, (count,), table, torch.int64)
     check_tensor("table", table, tuple(table.shape), table)
-    check_tensor("frequencies", frequencies, (len(frequencies),), table, torch.float32)
+    check_tensor("rotary", rotary, (len(rotary), 2, rotary.shape[2]), table, torch.float32)
     if rows is not None and sampled is not None:
         check_tensor("feeds.rows", rows, (count,), table, torch.int64)
         check_tensor("feeds.sampled", sampled, (sampled.numel(),), table, torch.int64)
@@ -128,10 +136,11 @@ def _launch(
     sampled: Tensor | None,
     positions: Tensor,
     table: Tensor,
-    frequencies: Tensor,
+    rotary: Tensor,
+    scale: float,
     out: tuple[Tensor, Tensor, Tensor],
 ) -> Launch:
-    columns, half_dim = table.shape[1], len(frequencies)
+    columns, (kinds, _, half_dim) = table.shape[1], rotary.shape
     return launch(
         embed_kernel,
         (len(tokens), 1, 1),
@@ -140,10 +149,12 @@ def _launch(
         sampled,
         positions,
         table,
-        frequencies,
+        rotary,
         *out,
         columns,
         half_dim,
+        scale,
+        KINDS=kinds,
         BLOCK=min(BLOCK, triton.next_power_of_2(columns)),
         HALF=triton.next_power_of_2(half_dim),
         num_warps=4,

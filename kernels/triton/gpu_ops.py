@@ -1,4 +1,4 @@
-"""The model's operations on GPU: Triton kernels, and cuBLAS for dense products.
+"""The model's operations on GPU: Triton kernels, cuBLAS for dense products, torch's kernels for what few models have.
 
 Triton's interpreter runs the same functions on CPU tensors.
 """
@@ -6,6 +6,7 @@ Triton's interpreter runs the same functions on CPU tensors.
 from torch import Tensor
 from torch.nn import functional
 
+from kvrelay.kernels.cpu.ops import gelu, layer_norm
 from kvrelay.kernels.ops import Linear
 from kvrelay.kernels.triton.add_rmsnorm import Norms
 from kvrelay.kernels.triton.embed import Embed
@@ -27,3 +28,6 @@ class GpuOps:
         self.rms_norm = norms.rms_norm
         self.add_rms_norm = norms.add_rms_norm
         self.silu_mul = SiluMul()
+        self.gelu_mul = SiluMul(gelu=True)
+        self.layer_norm = layer_norm
+        self.gelu = gelu

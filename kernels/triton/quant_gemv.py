@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvrelay.kernels.codes import CodeType
 from kvrelay.kernels.triton.checks import check_tensor
 from kvrelay.kernels.triton.launch import Repeat, launch
 from kvrelay.kernels.triton.overlap import begin_after_inputs, overlapping
@@ -57,11 +58,20 @@ class QuantizedWeight:
     """A weight [N, K] of 8 or 4 bits."""
 
     q: Tensor
-    """int8 [N, K], or uint8 [N, K / 2]."""
+    """int8 [N, K]; uint8 [N, K] of E4M3; or uint8 [N, K / 2] of 4 bits."""
     scale: Tensor
-    """[N], or [N, K / group]."""
+    """float32 [N] of int8; float32 [N, ceil(K / group)] of E4M3; or [N, K / group] of 4 bits."""
     zero: Tensor | None = None
     """[N, K / group] of 4 bits."""
+    fp8_group: int | None = None
+    """Number of E4M3 weights along K that share a scale, of which the last group may have fewer; None for integers."""
+
+    @property
+    def type(self) -> CodeType:
+        """INT8, INT4 or FP8."""
+        if self.fp8_group is not None:
+            return CodeType.FP8
+        return CodeType.INT8 if self.zero is None else CodeType.INT4
 
     @property
     def bits(self) -> int:
@@ -74,7 +84,9 @@ class QuantizedWeight:
 
     @property
     def group(self) -> int:
-        """Weights along K that share a scale; with 8 bits, K."""
+        """Weights along K that share a scale; of int8, K."""
+        if self.fp8_group is not None:
+            return self.fp8_group
         return self.shape[1] if self.zero is None else self.shape[1] // self.scale.shape[1]
 
 
@@ -209,7 +221,9 @@ class QuantGemv:
             ValueError: a tensor has another shape, type or device than it should.
         """
         outputs, inputs = weight.shape
-        _check(weight, bias)
+        check_weight(weight, bias)
+        if weight.type is CodeType.FP8:
+            raise ValueError("weight is FP8; allowed: INT8, INT4")
         self._tile = TILES[weight.bits]
         tiles = triton.cdiv(outputs, self._tile.outputs)
         self._weight = weight
@@ -279,12 +293,28 @@ class QuantGemv:
         return y
 
 
-def _check(weight: QuantizedWeight, bias: Tensor | None) -> None:
+def check_weight(weight: QuantizedWeight, bias: Tensor | None) -> None:
+    """Checks a weight, and the bias of its products.
+
+    Raises:
+        ValueError: a tensor has another shape, type or device than it should.
+    """
     outputs, inputs = weight.shape
     q, scale, zero = weight.q, weight.scale, weight.zero
-    if q.dim() != 2 or q.dtype != (torch.int8 if zero is None else torch.uint8) or not q.is_contiguous():
-        raise ValueError(f"q is {q.dtype} {list(q.shape)}; allowed: int8 [N, K], or uint8 [N, K / 2], contiguous")
-    if zero is None:
+    if (
+        q.dim() != 2
+        or q.dtype != (torch.int8 if weight.type is CodeType.INT8 else torch.uint8)
+        or not q.is_contiguous()
+    ):
+        raise ValueError(
+            f"q of {weight.type.name} is {q.dtype} {list(q.shape)}, strides {q.stride()}; "
+            "allowed: int8 [N, K], uint8 [N, K] of FP8, or uint8 [N, K / 2] of INT4, contiguous"
+        )
+    if weight.fp8_group is not None:
+        if zero is not None or not (weight.group == inputs or (0 < weight.group < inputs and not weight.group % 32)):
+            raise ValueError(f"group of FP8 is {weight.group}; allowed: a multiple of 32, or {inputs}, without zeros")
+        check_tensor("scale", scale, (outputs, triton.cdiv(inputs, weight.group)), q, torch.float32)
+    elif zero is None:
         check_tensor("scale", scale, (outputs,), q, torch.float32)
     else:
         if scale.dim() != 2 or weight.group not in GROUPS or inputs % weight.group:

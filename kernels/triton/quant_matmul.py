@@ -12,28 +12,20 @@
     y      [T, N]
 
 Grid: (ceil(N / BLOCK_N), ceil(T / BLOCK_M)). Limit: with few rows the reading of q, with many the products. Each
-BLOCK_M rows decode the weights again. E4M3 is decoded by arithmetic, which every GPU has.
+BLOCK_M rows decode the weights again.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor, dtype
 
-from kvrelay.kernels.codes import CodedWeight, CodeType
+from kvrelay.kernels.codes import CodeType
 from kvrelay.kernels.triton.checks import check_tensor
 from kvrelay.kernels.triton.launch import Repeat, launch
-from kvrelay.kernels.triton.quant_gemv import GROUPS, QuantizedWeight
+from kvrelay.kernels.triton.quant_decode import e4m3
+from kvrelay.kernels.triton.quant_gemv import QuantizedWeight, check_weight
 
 BLOCK_N = 128
-INT8, FP8, INT4 = 0, 1, 2
-
-
-@triton.jit
-def _e4m3(codes):
-    """float32 numbers of uint8 codes: exponent and mantissa at their places in float16 are 2^-8 of the number."""
-    wide = codes.to(tl.int16)
-    magnitude = ((wide & 0x7F) << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    return tl.where((wide & 0x80) != 0, -magnitude, magnitude)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -62,7 +54,7 @@ def quant_matmul_kernel(
     valid, filled = (column < outputs)[:, None], (row < rows)[:, None]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, inputs, BLOCK_K):
-        if FORMAT == 2:
+        if FORMAT == "INT4":
             # A step is one group, whose halves are the halves of its bytes.
             half = tl.arange(0, BLOCK_K // 2)
             packed = tl.load(q + wide * (inputs // 2) + (start // 2 + half)[None, :], mask=valid, other=0)
@@ -80,8 +72,8 @@ def quant_matmul_kernel(
             inside = (k < inputs)[None, :]
             codes = tl.load(q + wide * inputs + k[None, :], mask=valid & inside, other=0)
             values = tl.load(source + k[None, :], mask=filled & inside, other=0.0)
-            if FORMAT == 1:
-                numbers = _e4m3(codes)
+            if FORMAT == "FP8":
+                numbers = e4m3(codes)
                 if GROUP > 0:
                     at = wide * groups + start // GROUP
                     numbers = numbers * tl.load(scale + at, mask=valid, other=0.0)
@@ -99,31 +91,20 @@ def quant_matmul_kernel(
 class QuantMatmul:
     """A product with one weight, prepared: but for the first of its kind, a call repeats a launch."""
 
-    def __init__(self, weight: QuantizedWeight | CodedWeight, bias: Tensor | None) -> None:
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
         """
-        Args:
-            weight: of int8 or int4; or codes of fp8.
-
         Raises:
-            ValueError: codes of another type, or groups that the kernel doesn't have.
+            ValueError: a tensor has another shape, type or device than it should.
         """
-        self._bias = bias
-        self._zero: Tensor | None = None
-        if isinstance(weight, CodedWeight):
-            if weight.type is not CodeType.FP8:
-                raise ValueError(f"codes of {weight.type.name}; allowed: FP8")
-            self._shape, self._format = (weight.codes.shape[0], weight.codes.shape[1]), FP8
-            self._q, self._scale = weight.codes.contiguous(), weight.scales.contiguous()
-            self._group = 0 if weight.group >= self._shape[1] else weight.group
+        check_weight(weight, bias)
+        self._weight, self._shape, self._bias = weight, weight.shape, bias
+        # One scale for an output is applied to the sum, so its weights are in no groups here.
+        one = weight.type is not CodeType.INT4 and weight.group == weight.shape[1]
+        self._group = 0 if one else weight.group
+        self._step = self._group
+        if weight.type is not CodeType.INT4:
             self._step = 64 if self._group % 64 == 0 else 32
-        else:
-            self._shape, self._format = weight.shape, INT8 if weight.zero is None else INT4
-            self._q, self._scale, self._zero = weight.q, weight.scale, weight.zero
-            self._group = 0 if weight.zero is None else weight.group
-            self._step = self._group or 64
-            if self._group and self._group not in GROUPS:
-                raise ValueError(f"group is {self._group}; allowed: one of {GROUPS}")
-        self._columns = triton.cdiv(self._shape[0], BLOCK_N)
+        self._columns = triton.cdiv(weight.shape[0], BLOCK_N)
         self._known: dict[tuple[int, dtype], Repeat] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -132,13 +113,14 @@ class QuantMatmul:
         Raises:
             ValueError: x has another shape or device than it should.
         """
+        weight = self._weight
         outputs, inputs = self._shape
         rows = x.shape[0]
         block_m = 16 if rows <= 16 else 64
         grid = (self._columns, -(-rows // block_m), 1)
         known = self._known.get((block_m, x.dtype))
         if known is None or x.shape[1] != inputs or not x.is_contiguous():
-            check_tensor("x", x, (rows, inputs), self._q, x.dtype)
+            check_tensor("x", x, (rows, inputs), weight.q, x.dtype)
         y = x.new_empty((rows, outputs))
         if known is not None:
             known(grid, x, y, rows)
@@ -147,9 +129,9 @@ class QuantMatmul:
             quant_matmul_kernel,
             grid,
             x,
-            self._q,
-            self._scale,
-            self._zero,
+            weight.q,
+            weight.scale,
+            weight.zero,
             self._bias,
             y,
             rows,
@@ -157,7 +139,7 @@ class QuantMatmul:
             inputs,
             triton.cdiv(inputs, self._group) if self._group else 1,
             GROUP=self._group,
-            FORMAT=self._format,
+            FORMAT=weight.type.name,
             HAS_BIAS=self._bias is not None,
             BLOCK_M=block_m,
             BLOCK_N=BLOCK_N,

@@ -5,7 +5,7 @@
     query out  = r of the first H heads;  K of the pool = r of the next Hkv;  V of the pool = qkv of the last Hkv
 
     qkv       [T, H + 2 Hkv, D] contiguous
-    weight    [H + Hkv, D], or none
+    weight    [H + Hkv, D] of qkv's type or float32, or none
     cos, sin  float32 [T, 1, D], as `reference.rope` takes them (the first half of sin is negated)
     slots     int64 [T], block * block_size + position in the block; negative for a token whose KV isn't kept
     pool      [block, layer, k|v, Hkv, slot, D], of qkv's type, int8 or float8_e4m3fn
@@ -159,7 +159,7 @@ def launch_rope_kv_write(
     check_tensor("slots", slots, (tokens,), qkv, torch.int64)
     weight, eps = (None, 0.0) if norm is None else norm
     if weight is not None:
-        check_tensor("norm weight", weight, (heads + kv_heads, dim), qkv)
+        check_tensor("norm weight", weight, (heads + kv_heads, dim), qkv, qkv.dtype, torch.float32)
     check_tensor("out", out, (tokens, heads, dim), qkv)
     if not tokens:
         return None

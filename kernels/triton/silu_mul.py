@@ -1,6 +1,8 @@
 """The gate of a gated MLP.
 
-    out[t, i] = silu(gate_up[t, i]) * gate_up[t, I + i],   silu(x) = x / (1 + exp(-x))    (in float32)
+    out[t, i] = act(gate_up[t, i]) * gate_up[t, I + i]    (in float32)
+    act(x)    = x / (1 + exp(-x)), silu, or
+                x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3): gelu, approximated by tanh
 
     gate_up  [T, 2 I] contiguous, gate first
     out      [T, I]
@@ -19,7 +21,7 @@ BLOCK = 1024
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, inner, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def silu_mul_kernel(gate_up, out, inner, GELU: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     begin_after_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -27,13 +29,17 @@ def silu_mul_kernel(gate_up, out, inner, BLOCK: tl.constexpr, OVERLAP: tl.conste
     source = gate_up + row * 2 * inner + column
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + inner, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * inner + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
+    slope = gate
+    if GELU:
+        slope = gate * (1.5957691216 + 0.0713548163 * gate * gate)
+    tl.store(out + row * inner + column, (gate / (1.0 + tl.exp(-slope)) * up).to(out.dtype.element_ty), mask=inside)
 
 
 class SiluMul:
     """The product, prepared: a call with a tensor like that of a call before repeats its launch."""
 
-    def __init__(self) -> None:
+    def __init__(self, gelu: bool = False) -> None:
+        self._gelu = gelu
         self._known: dict[object, Repeat] = {}
 
     def __call__(self, gate_up: Tensor) -> Tensor:
@@ -53,7 +59,9 @@ class SiluMul:
         if not rows:
             return out
         if known is None:
-            made = launch(silu_mul_kernel, grid, gate_up, out, inner, BLOCK=BLOCK, num_warps=4, **overlapping())
+            made = launch(
+                silu_mul_kernel, grid, gate_up, out, inner, GELU=self._gelu, BLOCK=BLOCK, num_warps=4, **overlapping()
+            )
             self._known[like] = made.repeating("gate_up", "out")
         else:
             known(grid, gate_up, out)

@@ -30,6 +30,7 @@ from kvrelay.router.placing.shares import ROUND_SECONDS
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.options import HELLO_SECONDS
+from kvrelay.rpc.stream_status import peer_status
 
 END_SECONDS = 0.1
 """A process that ends closes its connections and the port that it listens at one after another."""
@@ -265,20 +266,21 @@ class WorkerStream:
         writing = asyncio.create_task(self._write(call), name=f"relay to {self.worker.name}")
         try:
             async with asyncio.timeout(HELLO_SECONDS) as limit:
-                async for response in call:
-                    first = self.model is None
-                    self.heard = time.monotonic()
-                    if first:
-                        limit.reschedule(None)
-                        found = WorkerId(response.hello.name, response.hello.incarnation)
-                        if found != self.worker:
-                            return f"{self._address} is {found}"
-                        self.model = response.hello.model
-                    if not len(response.slots) == len(response.indices) == len(response.token_ids):
-                        return "the worker sent lists of different lengths"
-                    await self._deliver(response)
-                    if first:
-                        self._on_change()
+                with peer_status(call):
+                    async for response in call:
+                        first = self.model is None
+                        self.heard = time.monotonic()
+                        if first:
+                            limit.reschedule(None)
+                            found = WorkerId(response.hello.name, response.hello.incarnation)
+                            if found != self.worker:
+                                return f"{self._address} is {found}"
+                            self.model = response.hello.model
+                        if not len(response.slots) == len(response.indices) == len(response.token_ids):
+                            return "the worker sent lists of different lengths"
+                        await self._deliver(response)
+                        if first:
+                            self._on_change()
             return "the worker ended the stream"
         finally:
             call.cancel()

@@ -96,8 +96,8 @@ class Taken(NamedTuple):
     """Unspecified unless the tokens are the last."""
     logprobs: list[TokenLogprobs]
     """One for each token if they were asked for, else none."""
-    prompt_logprobs: list[TokenLogprobs]
-    """All of them, with the first tokens, if they were asked for."""
+    prompt_logprobs: list[Sequence[TokenLogprobs]]
+    """All of them, with the first tokens, if they were asked for; in the parts that the worker sent."""
 
 
 class AttemptTokens:
@@ -113,7 +113,8 @@ class AttemptTokens:
         self.finish_reason: FinishReason = FINISH_REASON_UNSPECIFIED
         self.end: int | None = None
         """Index after the last token, once it is known."""
-        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[Sequence[TokenLogprobs]] = []
+        """Parts of the worker's messages: to make one list of them would hold the event loop for some milliseconds."""
         self._base, self._left, self._scored = base, left, scored
         self._seen: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -137,6 +138,11 @@ class AttemptTokens:
     def __len__(self) -> int:
         """Tokens that are here in order."""
         return len(self._seen)
+
+    @property
+    def prompt_scored(self) -> int:
+        """Tokens of the prompt whose log-probabilities are here."""
+        return sum(map(len, self.prompt_logprobs))
 
     @property
     def complete(self) -> bool:
@@ -695,9 +701,7 @@ class Attempt:
             self._fail_defect(part, f"sent {len(event.logprobs)} log-probabilities of {len(event.token_ids)} tokens")
             return
         if self._wants_prompt and not self._prompt_complete and part is self._prefill:
-            self._fail_defect(
-                part, f"sent a token after {len(self.tokens.prompt_logprobs)} of the prompt's log-probabilities"
-            )
+            self._fail_defect(part, f"sent a token after {self.tokens.prompt_scored} of the prompt's log-probabilities")
             return
         if conflict := self.tokens.merge(event.first_index, event.token_ids, event.logprobs):
             self._fail_defect(part, conflict)
@@ -710,15 +714,15 @@ class Attempt:
 
     def _merge_prompt(self, part: Part, event: RequestEvent) -> None:
         """Adds log-probabilities of the prompt's tokens, of which the first has none."""
-        due = 1 + len(self.tokens.prompt_logprobs)
+        due = 1 + self.tokens.prompt_scored
         if event.prompt_logprobs_first != due:
             self._fail_defect(part, f"sent log-probabilities of prompt token {event.prompt_logprobs_first}, not {due}")
         else:
-            self.tokens.prompt_logprobs.extend(event.prompt_logprobs)
+            self.tokens.prompt_logprobs.append(event.prompt_logprobs)
 
     @property
     def _prompt_complete(self) -> bool:
-        return 1 + len(self.tokens.prompt_logprobs) == len(self._request.prompt)
+        return 1 + self.tokens.prompt_scored == len(self._request.prompt)
 
     def _fail_defect(self, part: Part, what: str) -> None:
         message = f"worker {part.stream.worker.name} {what} (request {self._key[0]}, attempt {self.number})"

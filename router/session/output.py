@@ -30,7 +30,8 @@ from kvrelay.v1.inference_pb2 import (
 )
 
 PART_TOKENS = 512
-"""Resumed tokens that are added at a time, in some milliseconds; then others have their turn on the event loop."""
+"""Tokens that are added at a time, resumed ones or log-probabilities of a prompt, in a millisecond; then others have
+their turn on the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,8 @@ class Piece:
     """Unspecified unless this is the last piece."""
     logprobs: Sequence[TokenLogprobs] = ()
     """One for each token if they were asked for, else none."""
-    prompt_logprobs: Sequence[TokenLogprobs] = ()
-    """All of them in the first piece with a token, if they were asked for."""
+    prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()
+    """All of them, in parts, in the first piece with a token, if they were asked for."""
 
 
 class Completion:
@@ -253,7 +254,9 @@ class Output:
         """
         if attempt is not None:
             self._gather_behind(attempt)
-        await self._sink.write(self._message(piece))
+        message = self._message(piece)
+        await _add_prompt(message, piece.prompt_logprobs)
+        await self._sink.write(message)
         self._sent(time.monotonic())
 
     async def finish(self, piece: Piece) -> None:
@@ -262,6 +265,7 @@ class Output:
         if piece.token_ids:
             self._sent(now)
         last = self._message(piece)
+        await _add_prompt(last, piece.prompt_logprobs)
         last.finish_reason = piece.finish_reason
         last.usage.CopyFrom(trace.usage())
         last.timeline.CopyFrom(trace.timeline(now))
@@ -303,9 +307,15 @@ class Output:
             message.index = self._request.index
         if piece.logprobs:
             message.logprobs.extend(piece.logprobs)
-        if piece.prompt_logprobs:
-            message.prompt_logprobs.extend(piece.prompt_logprobs)
         if self._first:
             self._first = False
             message.seed = self._request.sampling.seed
         return message
+
+
+async def _add_prompt(message: GenerateResponse, parts: Sequence[Sequence[TokenLogprobs]]) -> None:
+    """Adds the log-probabilities of a prompt to a message, a few at a time; others have their turn in between."""
+    for part in parts:
+        for start in range(0, len(part), PART_TOKENS):
+            message.prompt_logprobs.extend(part[start : start + PART_TOKENS])
+            await asyncio.sleep(0)

@@ -16,7 +16,7 @@ import jsonschema
 import numpy as np
 import pytest
 from aiohttp import web
-from command import call
+from command import call, fails
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -263,10 +263,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         (2, "--percentiles is 'a'", ("--percentiles", "a")),
         (2, "allowed: without --arrivals trace", ("--arrivals", "trace", "--trace", "x", "--sweep", "rate=1")),
     ):
-        result = call("bench", *arguments)
-        assert result.exit_code == code, result.output
-        assert re.search(words, result.stderr), result.stderr
-        assert len(result.stderr.splitlines()) == 1
+        fails(code, words, "bench", *arguments)
 
 
 # The workload.

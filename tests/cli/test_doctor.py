@@ -54,7 +54,7 @@ from kvrelay.router.placing.placement import DecodeCapacity, Demand, WorkerView,
 from kvrelay.rpc.identity import WorkerId, WorkerRole
 from kvrelay.worker.description import driver_rows, rdma_ports
 from support.processes import ProcessCluster, process_cluster, wait_until
-from support.router_fakes import FakeCluster, FakeWorker, Job, decode_of, key_file, pair, until
+from support.router_fakes import FakeCluster, FakeWorker, Job, decode_of, key_file, pair, token_at, until
 from support.scenes import Serve
 
 NOW = 1_800_000_000.0
@@ -286,10 +286,6 @@ def test_a_frozen_member_is_named_in_bounded_time(running: ProcessCluster) -> No
 # Requests.
 
 
-def token(index: int) -> int:
-    return 40 + index
-
-
 async def ask(cluster: FakeCluster, *arguments: str, also: str = "") -> Result:
     """The command, in a thread: it has an event loop of its own."""
     target = f"http://{cluster.router.http_address}{also}"
@@ -305,7 +301,7 @@ async def story(cluster: FakeCluster, name: str) -> dict[str, Any]:
 
 
 async def test_a_wait_for_decode_slots_is_named_while_it_lasts_and_afterwards(serve: Serve) -> None:
-    cluster = await serve(*pair(token), backlog_share=0.0)
+    cluster = await serve(*pair(), backlog_share=0.0)
     async with AsyncClient(cluster.router.address) as client:
         blocks = Blocks(total=100, size=16, free=60, held=40)
         cluster.workers["decode-0"].report_load(Load(blocks=blocks, requests=Requests(running=9, free_slots=0)))
@@ -337,9 +333,9 @@ async def test_a_failed_attempt_and_a_migration_are_named(serve: Serve) -> None:
         elif len(failed) == 2:
             job.fail(Failure.CODE_RETRY, "this worker stops", cause=Failure.CAUSE_DRAINING)
         else:
-            await decode_of(token)(job)
+            await decode_of()(job)
 
-    prefill, _ = pair(token)
+    prefill, _ = pair()
     decodes = [FakeWorker(f"decode-{index}", "decode", moody) for index in range(3)]
     cluster = await serve(prefill, *decodes)
     async with AsyncClient(cluster.router.address) as client:
@@ -356,13 +352,13 @@ async def test_a_failed_attempt_and_a_migration_are_named(serve: Serve) -> None:
 async def test_slow_prefill_and_a_late_grant_are_told_apart(serve: Serve) -> None:
     async def prefill(job: Job) -> None:
         report = PrefillReport(queue_seconds=0.1, prefill_seconds=2.0, cached_tokens=1)
-        job.send(job.base, (token(job.base),), prefill=report)
+        job.send(job.base, (token_at(job.base),), prefill=report)
         transfer = TransferReport(
             transfer_seconds=1.5, handoff_seconds=0.5, transfer_bytes=3 * 2**20, grant_seconds=0.75
         )
         job.send(transfer=transfer)
 
-    workers = FakeWorker("prefill-0", "prefill", prefill), pair(token)[1]
+    workers = FakeWorker("prefill-0", "prefill", prefill), pair()[1]
     cluster = await serve(*workers)
     async with AsyncClient(cluster.router.address) as client:
         await client.complete([1, 2, 3], max_tokens=3, temperature=0, request_id="mine")
@@ -374,7 +370,7 @@ async def test_slow_prefill_and_a_late_grant_are_told_apart(serve: Serve) -> Non
 
 
 async def test_a_failure_is_told_with_its_reason(serve: Serve) -> None:
-    cluster = await serve(*pair(token), worker_wait_seconds=0.0)
+    cluster = await serve(*pair(), worker_wait_seconds=0.0)
     async with AsyncClient(cluster.router.address, resume_seconds=0.0) as client:
         cluster.announce(decode_0=MEMBER_STATE_DEAD)
         await cluster.ready("prefill-0")
@@ -385,7 +381,7 @@ async def test_a_failure_is_told_with_its_reason(serve: Serve) -> None:
 
 
 async def test_a_tenant_sees_its_own_requests_only(serve: Serve, tmp_path: Path) -> None:
-    cluster = await serve(*pair(token), api_keys=key_file(tmp_path, a="", b=""))
+    cluster = await serve(*pair(), api_keys=key_file(tmp_path, a="", b=""))
     async with AsyncClient(cluster.router.address, api_key="a") as client:
         await client.complete([1, 2, 3], max_tokens=3, temperature=0, request_id="mine")
         assert (await ask(cluster, "mine", "--api-key", "a")).exit_code == 0
@@ -395,7 +391,7 @@ async def test_a_tenant_sees_its_own_requests_only(serve: Serve, tmp_path: Path)
 
 
 async def test_unknown_requests_and_routers_are_named(serve: Serve) -> None:
-    cluster = await serve(*pair(token))
+    cluster = await serve(*pair())
     result = await ask(cluster, "nobody")
     assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
     assert "no router knows request 'nobody'" in result.stderr

@@ -1,6 +1,5 @@
 """`kvrelay generate`: what it asks a router for, and what it prints."""
 
-import hashlib
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from command import KVRELAY, LISTENING_TO_CTRL_C, call, fails, run
 
 from kvrelay.cluster.state import ClusterState, save
 from support.background import Background
+from support.router_fakes import key_file
 from support.secrets import self_signed
 
 SECONDS = 30.0
@@ -91,9 +91,8 @@ def test_generate_distinguishes_a_refusal_from_a_failure(target: str) -> None:
 
 def test_generate_reaches_a_router_with_tls_and_api_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     certificate, key = self_signed(tmp_path)
-    keys = tmp_path / "api_keys"
-    keys.write_text(f"team-a {hashlib.sha256(b'secret').hexdigest()}\n")
-    options = {"tls_certificate": str(certificate), "tls_key": str(key), "api_keys": str(keys)}
+    keys = key_file(tmp_path, secret="")
+    options = {"tls_certificate": str(certificate), "tls_key": str(key), "api_keys": keys}
     with Background(tmp_path, lambda index: 40 + index, **options) as background:
         target = background.cluster.router.address
         asked = ("generate", "hello", "--target", target, "--max-tokens", "2", "--json")

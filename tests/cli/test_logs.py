@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from command import call
+from command import call, fails
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -255,9 +255,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="--since is"):
             parse_since(text)
     state.keep_logs(tmp_path / "gone")
-    result = call("logs")
-    assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
-    assert "there is no folder" in result.stderr
+    fails(1, "there is no folder", "logs")
     state.keep_logs(None)
-    assert "no cluster is running" in call("logs").stderr
+    fails(1, "no cluster is running", "logs")
     assert shown("--folder", str(folder), "--tail", "1") == [("decode-0", "at 5")]

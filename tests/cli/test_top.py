@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import call
+from command import call, fails
 from rich.console import Console
 
 from kvrelay.cli.top import run as top_run
@@ -217,7 +217,4 @@ def test_mistakes_are_one_line(tmp_path: Path, nobody: str) -> None:
             (2, "--svg is given", ("--json", "--svg", "x.svg")),
             (2, "--goodput has", ("--once", "--goodput", "x")),
         ):
-            result = call("top", *arguments)
-            assert result.exit_code == code, result.output
-            assert words in result.stderr
-            assert len(result.stderr.splitlines()) == 1
+            fails(code, words, "top", *arguments)

@@ -31,18 +31,18 @@ def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = 
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("engine: {block_sizes: 8}", "engine.block_sizes: unknown key; did you mean block_size?"),
-        (
-            "prefill: {engine: {blocksize: 8}}",
-            "prefill.engine.blocksize: unknown key; did you mean block_size?",
-        ),
+        ("prefill: {engine: {blocksize: 8}}", "prefill.engine.blocksize: unknown key; did you mean block_size?"),
         ("grpc_port: 1", "grpc_port: unknown key; did you mean router.grpc_port?"),
+        (
+            "model: {trust_remote_code: true}",
+            "model.trust_remote_code is True; allowed: false; kvrelay runs no code that comes with a model, only "
+            "architectures that it has itself",
+        ),
         (
             "heartbeat: {zzz: 1}",
             "heartbeat.zzz: unknown key; allowed: suspect_seconds, dead_seconds, step_suspect_seconds, "
             "step_dead_seconds",
         ),
-        ("engine: {block_size: 17}", "engine.block_size is 17; allowed: auto, or a power of two from 8 to 128"),
         (
             "decode: {engine: {block_size: 9}}",
             "decode.engine.block_size is 9; allowed: auto, or a power of two from 8 to 128",
@@ -240,27 +240,57 @@ def test_memory_is_given_in_bytes_or_as_text_or_left_to_the_worker(tmp_path: Pat
     assert load(path) == config
 
 
+ON_CPU = {"engine": {"device": "cpu"}}
+
+
 @pytest.mark.parametrize(
-    ("present", "given", "gpus"),
+    ("present", "given", "gpus", "parts"),
     [
-        (0, {}, {"prefill": 0, "decode": 0}),
-        (1, {}, {"prefill": 0.5, "decode": 0.5}),
-        (8, {}, {"prefill": 1, "decode": 1}),
-        (8, {"prefill": {"replicas": 2}, "decode": {"replicas": 8}}, {"prefill": 0.5, "decode": 0.5}),
-        (1, {"decode": {"replicas": 2}}, {"prefill": 0.3333, "decode": 0.3333}),
-        (2, {"ray": {"gpus": 1}}, {"prefill": 0.5, "decode": 0.5}),
-        (2, {"ray": {"gpus": 0}}, {"prefill": 0, "decode": 0}),
-        (1, {"prefill": {"gpus": 1}}, {"prefill": 1, "decode": 0}),
-        (1, {"prefill": {"engine": {"device": "cpu"}}}, {"prefill": 0, "decode": 1}),
+        (0, {}, (0, 0), [0.5, 0.5]),
+        (0, {"decode": {"replicas": 3}}, (0, 0), [0.25] * 4),
+        (0, {"engine": {"memory_part": 0.2}}, (0, 0), [0.2, 0.2]),
+        (1, {}, (0.5, 0.5), [0.5, 0.5]),
+        (1, {"prefill": {"gpus": 0.5}, "decode": {"gpus": 0.5}}, (0.5, 0.5), [0.5, 0.5]),
+        (1, {"decode": {"replicas": 2}}, (0.3333, 0.3333), [0.3333] * 3),
+        (1, {"prefill": {"gpus": 1}}, (1, 0), [1.0, 1.0]),
+        (1, {"prefill": {"gpus": 1}, "decode": {"replicas": 2}}, (1, 0), [1.0, 0.5, 0.5]),
+        (1, {"prefill": ON_CPU}, (0, 1), [1.0, 1.0]),
+        (2, {}, (1, 1), [1.0, 1.0]),
+        (2, {"ray": {"gpus": 1}}, (0.5, 0.5), [0.5, 0.5]),
+        (2, {"ray": {"gpus": 0}}, (0, 0), [0.5, 0.5]),
+        (2, {"prefill": {"gpus": 1}, "decode": {"gpus": 1}}, (1, 1), [1.0, 1.0]),
+        (2, {"prefill": {"gpus": 1, **ON_CPU}, "decode": {"gpus": 1}}, (1, 1), [1.0, 1.0]),
+        (8, {}, (1, 1), [1.0, 1.0]),
+        (8, {"prefill": {"replicas": 2}, "decode": {"replicas": 8}}, (0.5, 0.5), [0.5] * 10),
+        (0, JOINED, (0, 0), [0, 0]),  # each by the CPUs that it gets of its node
     ],
 )
-def test_gpus_that_are_there_are_shared_out(present: float, given: dict[str, Any], gpus: dict[str, float]) -> None:
-    """Each worker reserves its part, and one without computes on the CPU: Ray hides no GPU from it."""
-    config = ClusterConfig.model_validate(given).with_gpus(present)
-    assert {role: config.role(role).gpus for role in gpus} == gpus
+def test_gpus_and_memory_of_a_machine_are_shared_out(
+    present: float, given: dict[str, Any], gpus: tuple[float, float], parts: list[float]
+) -> None:
+    """Each worker reserves its part of the GPUs, and one without computes on the CPU: Ray hides no GPU from it.
+
+    One that is added later has what those of its role have, also by the configuration as the record has it.
+    """
+    fitted = ClusterConfig.model_validate(given).with_gpus(present)
+    config = ClusterConfig.model_validate_json(fitted.model_dump_json())
+    assert config == fitted
+    assert (config.prefill.gpus, config.decode.gpus) == gpus
     assert config.total_resources().get("GPU", 0.0) <= present
-    for worker in config.worker_configs():
-        assert (worker.engine.device == "cpu") == (gpus[worker.role] == 0)
+    workers = config.worker_configs()
+    assert [worker.engine.memory_part for worker in workers] == parts
+    for worker in workers:
+        reserved = config.bundle(worker.role).get("GPU", 0.0)
+        assert reserved == config.role(worker.role).gpus
+        on_cpu = reserved == 0 or "engine" in given.get(worker.role, {})
+        assert worker.engine.device == ("cpu" if on_cpu else "auto")
+        assert config.startable(worker.role, 4) == ""
+        assert config.worker_config("worker-9", worker.role).engine == worker.engine
+    if gpus[0] == gpus[1] and "engine" not in given.get("prefill", {}):
+        # A role that no worker has at the start gets what the others have.
+        engine = config.worker_config("worker-9", "colocated").engine
+        assert (engine.device, engine.memory_part) == (workers[0].engine.device, parts[0])
+        assert config.bundle("colocated").get("GPU", 0.0) == gpus[0]
 
 
 @pytest.mark.parametrize("given", [{"prefill": {"gpus": 1}}, {"ray": {"gpus": 1}}, {"decode": {"gpus": 0.5}}])
@@ -269,47 +299,6 @@ def test_gpus_that_are_not_there_are_refused_on_this_machine_only(given: dict[st
         ClusterConfig.model_validate(given).with_gpus(0)
     joined = ClusterConfig.model_validate({**given, "ray": {**given.get("ray", {}), "address": "auto"}})
     assert joined.with_gpus(0).total_resources()["GPU"] > 0
-
-
-@pytest.mark.parametrize(
-    ("present", "given", "parts"),
-    [
-        (0, {}, [0.5, 0.5]),
-        (0, {"decode": {"replicas": 3}}, [0.25] * 4),
-        (2, {}, [1.0, 1.0]),
-        (1, {}, [0.5, 0.5]),
-        (1, {"prefill": {"gpus": 1}, "decode": {"replicas": 2}}, [1.0, 0.5, 0.5]),
-        (0, {"engine": {"memory_part": 0.2}}, [0.2, 0.2]),
-        (2, {"prefill": {"gpus": 1, "engine": {"device": "cpu"}}, "decode": {"gpus": 1}}, [1.0, 1.0]),
-        (0, JOINED, [0, 0]),  # each by the CPUs that it gets of its node
-    ],
-)
-def test_workers_of_one_machine_divide_its_memory(present: float, given: dict[str, Any], parts: list[float]) -> None:
-    config = ClusterConfig.model_validate(given).with_gpus(present)
-    assert [worker.engine.memory_part for worker in config.worker_configs()] == parts
-
-
-@pytest.mark.parametrize(
-    ("present", "given", "gpus", "part"),
-    [
-        (2, {}, 1.0, 1.0),
-        (2, {"prefill": {"gpus": 1}, "decode": {"gpus": 1}}, 1.0, 1.0),
-        (1, {"prefill": {"gpus": 0.5}, "decode": {"gpus": 0.5}}, 0.5, 0.5),
-        (0, {}, 0.0, 0.5),
-    ],
-)
-def test_a_worker_that_is_added_later_has_what_the_others_have(
-    present: float, given: dict[str, Any], gpus: float, part: float
-) -> None:
-    """Workers of a role that no worker has at the start are tested too, and the configuration as the record has it."""
-    fitted = ClusterConfig.model_validate(given).with_gpus(present)
-    config = ClusterConfig.model_validate_json(fitted.model_dump_json())
-    assert config == fitted
-    for role in WORKER_ROLES:
-        engine = config.worker_config("worker-9", role).engine
-        assert config.startable(role, 4) == ""
-        assert config.bundle(role).get("GPU", 0.0) == gpus
-        assert (engine.device, engine.memory_part) == ("auto" if gpus else "cpu", part)
 
 
 def test_a_worker_can_be_added_on_cpus_but_not_without_the_gpu_that_it_asks_for() -> None:

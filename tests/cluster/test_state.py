@@ -54,10 +54,6 @@ def test_the_folder_is_chosen_by_the_environment(monkeypatch: pytest.MonkeyPatch
     assert state.folder() == tmp_path / "home" / ".local" / "state" / "kvrelay"
 
 
-def test_there_is_no_record_at_first() -> None:
-    assert state.current() is None
-
-
 def test_only_the_user_can_read_the_record(folder: Path) -> None:
     state.save(ClusterState(pid=None, namespace="n", router="127.0.0.1:5"))
     assert stat.S_IMODE((folder / "cluster.json").stat().st_mode) == 0o600

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP face of a real pair, against gRPC and transformers."""
+"""The OpenAI-compatible HTTP face of a real pair, against gRPC."""
 
 import http.client
 import json
@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from openai import OpenAI
-from transformers import AutoModelForCausalLM, GenerationConfig
 
 from kvrelay.client import Client
 from support.checkpoints import make_checkpoint
@@ -51,23 +49,14 @@ def post(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
         connection.close()
 
 
-def expected(checkpoint: Path, prompt: list[int], count: int) -> list[int]:
-    oracle = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    oracle.generation_config.eos_token_id = None
-    greedy = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
-    with torch.inference_mode():
-        ids = torch.tensor([prompt])
-        whole = oracle.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
-    return [int(token) for token in whole[0, len(prompt) :]]
-
-
-def test_greedy_tokens_equal_grpcs_and_transformers(served: tuple[ProcessCluster, int], checkpoint: Path) -> None:
+def test_greedy_tokens_equal_grpcs(served: tuple[ProcessCluster, int]) -> None:
+    """`test_road.py` has those of gRPC and of transformers."""
     cluster, port = served
     with Client(cluster.router) as client:
         ours = client.complete(PROMPT, max_tokens=OUT, temperature=0, ignore_eos=True, timeout=60)
     answer = post(port, "/v1/completions", GREEDY)
     choice = answer["choices"][0]
-    assert choice["token_ids"] == list(ours.token_ids) == expected(checkpoint, PROMPT, OUT)
+    assert choice["token_ids"] == list(ours.token_ids)
     assert (choice["text"], choice["finish_reason"]) == (ours.text, "length")
     # The second request found the first one's full blocks.
     usage = answer["usage"]
@@ -104,34 +93,28 @@ def test_several_completions_compute_and_ship_their_prompt_once(served: tuple[Pr
     cluster.wait_idle()
 
 
-def test_log_probabilities_are_those_of_transformers(served: tuple[ProcessCluster, int], checkpoint: Path) -> None:
+def test_log_probabilities_are_those_of_grpc(served: tuple[ProcessCluster, int]) -> None:
     """Log probabilities of the completion and, with `echo`, of the prompt, as lm-eval's loglikelihood tasks ask for
-    them."""
-    _, port = served
+    them. `test_sampling.py` compares gRPC's with those of transformers."""
+    cluster, port = served
+    with Client(cluster.router, timeout=60) as ours:
+        asked: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+        done = ours.complete(PROMPT, logprobs=2, prompt_logprobs=2, **asked)
+    expected = [*done.prompt_logprobs, *done.logprobs]
     with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=60) as client:
-        asked: dict[str, Any] = {"model": "llama", "prompt": PROMPT, "temperature": 0, "logprobs": 2, "echo": True}
-        options = {"return_token_ids": True, "ignore_eos": True}
-        choice = client.completions.create(**asked, max_tokens=6, extra_body=options).choices[0]
-        alone = client.completions.create(**asked, max_tokens=0).choices[0]
-    tokens = [*PROMPT, *choice.token_ids]  # type: ignore[attr-defined]  # not a field of OpenAI's
-    oracle = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    with torch.inference_mode():
-        rows = oracle(torch.tensor([tokens])).logits[0].log_softmax(-1)
-    expected = [float(rows[at, token]) for at, token in enumerate(tokens[1:])]
-    assert choice.logprobs is not None
-    assert alone.logprobs is not None
-    for found in (choice.logprobs, alone.logprobs):
+        asked = {"model": "llama", "prompt": PROMPT, "temperature": 0, "logprobs": 2, "echo": True}
+        whole = client.completions.create(**asked, max_tokens=6, extra_body={"ignore_eos": True}).choices[0].logprobs
+        alone = client.completions.create(**asked, max_tokens=0).choices[0].logprobs
+    for found, count in ((whole, len(PROMPT) + 6), (alone, len(PROMPT))):
+        assert found is not None
         assert found.token_logprobs is not None
+        assert len(found.token_logprobs) == count
         assert found.token_logprobs[0] is None
-        known = found.token_logprobs[1:]
-        assert known == pytest.approx(expected[: len(known)], abs=CLOSE)
+        assert found.token_logprobs[1:] == pytest.approx([each.logprob for each in expected[: count - 1]], abs=CLOSE)
         assert found.top_logprobs is not None
-        for at, top in enumerate(found.top_logprobs[1:]):
+        for top, each in zip(found.top_logprobs[1:], expected, strict=False):
             # The token itself is among them, and two tokens may have one name.
-            likeliest = float(rows[at].max())
-            assert max(top.values()) == pytest.approx(likeliest, abs=CLOSE)
-    assert len(choice.logprobs.token_logprobs or ()) == len(tokens)
-    assert len(alone.logprobs.token_logprobs or ()) == len(PROMPT)
+            assert max(top.values()) == pytest.approx(each.top_logprobs[0], abs=CLOSE)
 
 
 def test_completions_streamed_together_are_those_of_grpc(served: tuple[ProcessCluster, int]) -> None:

@@ -137,17 +137,6 @@ with Client(sys.argv[1]) as client:
 """
 
 
-def test_a_client_that_stops_reading_the_stream_frees_its_blocks(road: Road) -> None:
-    with Client(road.cluster.router) as client:
-        stream = client.generate(
-            road.prompt(100, seed=7), max_tokens=ENDLESS, temperature=0, ignore_eos=True, timeout=60
-        )
-        for _ in range(3):
-            next(stream)
-        stream.close()
-        road.cluster.wait_idle(seconds=3)
-
-
 def test_a_killed_client_frees_its_blocks(road: Road) -> None:
     client = subprocess.Popen([sys.executable, "-c", READER, road.cluster.router], stdout=subprocess.PIPE, text=True)
     try:

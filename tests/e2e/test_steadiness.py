@@ -52,8 +52,3 @@ def test_two_thousand_requests_leave_memory_flat_and_every_block_accounted_for(t
         after = resident(cluster)
         assert {name: after[name] / before[name] for name in after if after[name] > GROWTH * before[name]} == {}
         assert all(count <= threads_before[name] + 2 for name, count in threads(cluster).items())
-
-
-def test_a_burst_leaves_every_block_accounted_for(pair: ProcessCluster) -> None:
-    serve(pair, 60, seed=2)
-    pair.wait_idle()

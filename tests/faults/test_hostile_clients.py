@@ -1,7 +1,6 @@
 """Hundreds of clients that begin what they don't finish: the router lives, stays small, and is rid of them in time."""
 
 import asyncio
-import hashlib
 import time
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from kvrelay.client import AsyncClient
 from kvrelay.router.doors.sockets import raise_limit
 from support.hostile import CHECK, GENERATE, client_tls, half_a_body, half_a_call
 from support.processes import free_port
-from support.router_fakes import FakeWorker, colocated_of, run
+from support.router_fakes import FakeWorker, colocated_of, key_file, run
 from support.router_process import router_process
 from support.secrets import secrets_in
 
@@ -22,10 +21,6 @@ LIMIT_BYTES = 64 * MIB
 DEADLINES = {"header_timeout_seconds": 3.0, "request_timeout_seconds": 4.0}
 CLOSED_SECONDS = 30.0
 """Seconds until connections are closed: far more than the deadlines together, for a busy machine."""
-
-
-def token_at(index: int) -> int:
-    return 40 + index
 
 
 @pytest.mark.more
@@ -41,16 +36,15 @@ def test_unfinished_requests_hold_little_memory_and_end(tmp_path: Path, kind: st
     """The clients have no key."""
     raise_limit()
     folder = secrets_in(tmp_path, "mutual").folder / "certificates"
-    keys = tmp_path / "api_keys"
-    keys.write_text(f"a {hashlib.sha256(b'a').hexdigest()}\n")
-    files = {"tls_certificate": folder / "router.crt", "tls_key": folder / "router.key", "api_keys": keys}
+    files = {"tls_certificate": folder / "router.crt", "tls_key": folder / "router.key"}
+    files["api_keys"] = key_file(tmp_path, a="")
     options: dict[str, object] = {name: str(path) for name, path in files.items()} if secured else {}
     options |= {**DEADLINES, "http_port": free_port()}
     tls = client_tls(str(folder / "ca.crt"), "http/1.1" if kind == "http" else "h2") if secured else None
     methods = {"Generate": GENERATE, "health": CHECK}
 
     async def test() -> None:
-        worker = FakeWorker("colocated-0", "colocated", colocated_of(token_at))
+        worker = FakeWorker("colocated-0", "colocated", colocated_of())
         async with router_process(tmp_path, worker, **options) as (address, pid):
 
             async def one() -> None:
@@ -88,7 +82,7 @@ def test_many_handshakes_at_once_do_not_end_a_router(tmp_path: Path) -> None:
     tls = client_tls(str(folder / "ca.crt"), "h2")
 
     async def test() -> None:
-        worker = FakeWorker("colocated-0", "colocated", colocated_of(token_at))
+        worker = FakeWorker("colocated-0", "colocated", colocated_of())
         many = {"max_connections_per_address": 10_000}
         async with router_process(tmp_path, worker, **files, **many) as (address, pid):
             host, _, port = address.rpartition(":")

@@ -1,6 +1,5 @@
 """Four times as many long streams as the KV pool holds: they wait before they begin, and what has begun goes on."""
 
-import hashlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -11,6 +10,7 @@ import pytest
 from kvrelay.client import Client
 from support.faults import scene
 from support.hash_worker import STEP_SECONDS
+from support.router_fakes import key_file
 
 POOL_TOKENS = 1024
 LONG = 256
@@ -22,14 +22,11 @@ IDLE_SECONDS = 2.0
 """Seconds without a token after which a router gives a stream up: far less than the crowd takes."""
 GAP_SECONDS = 1.0
 """Longest wait of another tenant's short request for its next token, in seconds."""
-KEYS = {"many": "key of many", "few": "key of few"}
 
 
 @pytest.mark.more
 def test_no_begun_stream_fails_and_anothers_short_one_is_not_stalled(tmp_path: Path) -> None:
     """One worker of each role, and two routers that know two tenants."""
-    keys = tmp_path / "keys"
-    keys.write_text("".join(f"{name} {hashlib.sha256(key.encode()).hexdigest()}\n" for name, key in KEYS.items()))
     streams, over = OVERSUBSCRIBED * POOL_TOKENS // (LONG + PROMPT), threading.Event()
     with ExitStack() as stack:
         it = stack.enter_context(
@@ -40,12 +37,12 @@ def test_no_begun_stream_fails_and_anothers_short_one_is_not_stalled(tmp_path: P
                 routers=2,
                 variables={STEP_SECONDS: 0.004},
                 engine={"kv_memory_bytes": POOL_TOKENS * 1024, "speculation": {"method": "off"}},
-                router={"idle_timeout_seconds": IDLE_SECONDS, "api_keys": str(keys)},
+                router={"idle_timeout_seconds": IDLE_SECONDS, "api_keys": key_file(tmp_path, many="", few="")},
             )
         )
         routers = it.cluster.router.split(",")
-        many = [stack.enter_context(Client(order, api_key=KEYS["many"])) for order in (routers, routers[::-1])]
-        few = stack.enter_context(Client(routers, api_key=KEYS["few"]))
+        many = [stack.enter_context(Client(order, api_key="many")) for order in (routers, routers[::-1])]
+        few = stack.enter_context(Client(routers, api_key="few"))
         pool = stack.enter_context(ThreadPoolExecutor(streams + 1))
 
         def short_ones() -> int:

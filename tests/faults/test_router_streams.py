@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams, TokenIds
-from support.router_fakes import FakeWorker, Job, colocated_of, length_if, run
+from support.router_fakes import FakeWorker, Job, colocated_of, length_if, run, token_at
 from support.router_process import router_process
 
 STARVED_SECONDS = 10.0
@@ -30,10 +30,6 @@ with Client(sys.argv[1]) as client:
         print("token", flush=True)
     print(json.dumps(tokens), flush=True)
 """
-
-
-def token_at(index: int) -> int:
-    return 40 + index
 
 
 async def slowly(job: Job) -> None:
@@ -71,7 +67,7 @@ def test_a_stream_survives_ten_seconds_without_cpu(tmp_path: Path, who: str) -> 
 @pytest.mark.parametrize("streams", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_thousands_of_streams_at_once_are_served_or_refused_with_a_delay(tmp_path: Path, streams: int) -> None:
     async def test() -> None:
-        worker = FakeWorker("colocated-0", "colocated", colocated_of(token_at))
+        worker = FakeWorker("colocated-0", "colocated", colocated_of())
         async with router_process(tmp_path, worker, max_requests=500) as (address, _):
             options = [("grpc.use_local_subchannel_pool", 1)]
             channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(CONNECTIONS)]

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -342,47 +341,6 @@ def test_the_role_that_is_short_gets_workers_while_streams_run(tmp_path: Path, m
         assert found.decode_queue_seconds > 0
         time.sleep(3)  # without traffic, nothing more is decided
         assert len(status().scaling.decisions) == len(found.decisions)
-        stop(cluster)
-
-
-@pytest.mark.slow
-def test_a_worker_of_the_bundled_model_takes_another_role_in_seconds(tmp_path: Path) -> None:
-    """The figures are printed (`pytest -s`)."""
-    engine = {"kv_memory_bytes": 16 * 2**20, "threads": 1}
-    options: dict[str, Any] = {"model": "pico", "dtype": "float32", "engine": engine, "drain_seconds": 1.0}
-    model: dict[str, dict[str, Any]] = {
-        f"worker-{index}": {"module": "kvrelay.cluster.processes.worker", "options": {"role": role, **options}}
-        for index, role in enumerate(("prefill", "decode", "decode"))
-    }
-    model["router-0"] = members()["router-0"]
-    streams = 6
-    with supervised(tmp_path, model, drain_seconds=1.0) as cluster, ThreadPoolExecutor(streams) as pool:
-        all_ready(cluster)
-
-        def ask(number: int, begun: threading.Barrier) -> list[int]:
-            prompt = [(number * 7919 + position * 104729) % 500 + 1 for position in range(48)]
-            tokens: list[int] = []
-            with Client(ROUTERS.partition(",")[0]) as client:
-                for chunk in client.generate(prompt, max_tokens=500, temperature=0.0, ignore_eos=True, timeout=120):
-                    if not tokens:
-                        begun.wait(120)
-                    tokens += chunk.token_ids
-            return tokens
-
-        alone = [ask(number, threading.Barrier(1)) for number in range(streams)]
-        begun, before = threading.Barrier(streams + 1), cluster.member("worker-2").member
-        running = [pool.submit(ask, number, begun) for number in range(streams)]
-        begun.wait(120)
-        wait_until(lambda: cluster.member("worker-2").load.requests.running, "streams on the worker", 120)
-        began = time.monotonic()
-        cluster.settle(cluster.control.set_role("worker-2", "prefill"))
-        seconds = time.monotonic() - began
-        after = cluster.member("worker-2").member
-        assert [stream.result() for stream in running] == alone
-        print(f"\nrole switch {seconds:.2f} s")
-        assert after.pid == before.pid
-        assert after.incarnation != before.incarnation
-        assert seconds < SWITCH_SECONDS * BUSY
         stop(cluster)
 
 

@@ -146,15 +146,10 @@ def heartbeat() -> Target:
     return target
 
 
-def whole(target: Target) -> Callable[[], Target]:
-    """A maker of a target that needs no preparation."""
-    return lambda: target
-
-
 KEY = ("request", 1)
 TARGETS: dict[str, tuple[Callable[[], Target], list[bytes]]] = {
     "control": (
-        whole(control),
+        lambda: control,
         [
             messages.encode([messages.Renew((KEY,))]),
             messages.encode([messages.Offer(*KEY, 40, b"d" * 16)]),
@@ -163,7 +158,7 @@ TARGETS: dict[str, tuple[Callable[[], Target], list[bytes]]] = {
         ],
     ),
     "outline": (
-        whole(outline),
+        lambda: outline,
         [
             GenerateRequest(text="text", sampling=SamplingParams(max_tokens=4)).SerializeToString(),
             GenerateRequest(token_ids=TokenIds(ids=range(40))).SerializeToString(),

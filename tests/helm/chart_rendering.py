@@ -15,20 +15,77 @@ from kvrelay.cluster.config.options import ClusterConfig
 HELM = Path(__file__).parents[2] / "helm"
 CHART = HELM / "kvrelay"
 PROFILES = sorted(CHART.glob("values-*.yaml"))
-EXAMPLES = [*sorted((HELM / "examples").glob("*.yaml")), *PROFILES]
-SHAPES = [
-    pytest.param(None, id="defaults"),
-    *(pytest.param(path, id=path.stem, marks=() if path.stem == "gpu-rdma" else pytest.mark.more) for path in EXAMPLES),
-]
-"""Cases of tests that hold for every values file: the defaults, and each example."""
+EXAMPLES = {path.stem: path for path in [*sorted((HELM / "examples").glob("*.yaml")), *PROFILES]}
+EVERYTHING: dict[str, Any] = {
+    "model": {"path": "hf:org/name", "dtype": "float32", "hub": {"tokenSecret": "hub"}},
+    "engine": {"block_size": 32, "prefix_cache": False},
+    "transfer": {"checksum": False, "lease_seconds": 2.5, "encrypt": "full"},
+    "heartbeat": {"suspect_seconds": 2, "dead_seconds": 5, "step_dead_seconds": 60},
+    "scaling": {"enabled": True, "ttft_target_seconds": 0.5},
+    "security": {
+        "joinTokenSecret": "mine",
+        "tls": {"enabled": True, "secrets": {part: part for part in ("supervisor", "router", "worker", "operator")}},
+    },
+    "router": {
+        "tlsSecret": "public",
+        "apiKeysSecret": "keys",
+        "replicas": 3,
+        "options": {"max_requests": 7},
+        "grpcPort": 65535,
+        "httpPort": 1024,
+    },
+    "helmTest": {"apiKeySecret": "key", "tlsHost": "llm.example.com"},
+    "prefill": {"threads": 1},
+    "decode": {"replicas": 2, "minReplicas": 0, "maxReplicas": 5},
+    "drainSeconds": 7.5,
+    "startupSeconds": 123,
+    "ray": {"namespace": "blue"},
+    "gcsFaultTolerance": {"enabled": True, "redisAddress": "redis:6380", "redisPasswordSecret": "redis"},
+    "autoscaling": {"enabled": True},
+    "networkPolicy": {
+        "defaultDeny": True,
+        "egressTo": [{"to": [{"ipBlock": {"cidr": "10.1.0.0/16"}}]}],
+        "grpcFrom": [{"namespaceSelector": {"matchLabels": {"team": "a"}}}],
+        "metricsFrom": [{"namespaceSelector": {}}],
+        "dashboardFrom": [{"podSelector": {}}],
+    },
+    "metrics": {"routerPort": 9500, "workerPort": 9400, "supervisorPort": 9300},
+    "ingress": {"enabled": True, "className": "nginx", "hosts": ["a.b"], "grpcHosts": ["g.b"], "tlsSecret": "outside"},
+    "gateway": {"enabled": True, "parentRefs": [{"name": "public"}], "grpcHostnames": ["g.b"]},
+    "podMonitor": {"enabled": True},
+    "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+    "dashboards": {"enabled": True},
+    "service": {"type": "LoadBalancer"},
+}
+"""Values that make every kind of object, and fill every section of the configuration."""
+FILLED: dict[str, Any] = {
+    "model": {"path": "/models/a", "volume": {"source": {"emptyDir": {"sizeLimit": "40Gi"}}}},
+    "decode": {
+        "extraInitContainers": [
+            {"name": "fill", "image": "busybox", "volumeMounts": [{"name": "model", "mountPath": "/models"}]}
+        ]
+    },
+}
+"""Values by which an init container of the user's fills the model's volume."""
+SHAPES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "everything": EVERYTHING,
+    **{name: {"values": path} for name, path in EXAMPLES.items()},
+    "filled": FILLED,
+}
+"""Arguments of `render` for which the properties of every rendering are tested."""
+IN_TURN = ("defaults", "everything", "gpu-rdma")
+"""Shapes in `make test`."""
+EVERY_SHAPE = [pytest.param(name, marks=() if name in IN_TURN else pytest.mark.more) for name in SHAPES]
 
 Object = dict[str, Any]
 
 
 class Rendered:
-    """The documents that `helm template` printed."""
+    """The documents that `helm template` printed for these values, the chart's own among them."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, given: Object) -> None:
+        self.given = given
         self.objects: list[Object] = [document for document in yaml.safe_load_all(text) if document]
 
     def all(self, kind: str) -> list[Object]:

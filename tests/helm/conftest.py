@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from chart_rendering import CHART, Rendered
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -38,6 +39,12 @@ def helm(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
+def merged(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Values in which those of a later file win, as helm merges them."""
+    both = {key: merged(values[key], over[key]) for key in values.keys() & over if isinstance(over[key], dict)}
+    return {**values, **over, **both}
+
+
 @pytest.fixture(scope="session")
 def render(helm: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Rendered]:
     """Renders the chart with a values file and further values, for a version of Kubernetes; the same ones only once."""
@@ -56,7 +63,10 @@ def render(helm: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
         (folder / "further.json").write_text(json.dumps(further))
         files = [folder / "further.json"] if values is None else [values, folder / "further.json"]
         options = ["--kube-version", kubernetes, *(option for file in files for option in ("--values", file))]
-        return Rendered(helm("template", release, CHART, "--namespace", "serving", *options).stdout)
+        given: dict[str, Any] = {}
+        for file in (CHART / "values.yaml", *files):
+            given = merged(given, yaml.safe_load(file.read_text()))
+        return Rendered(helm("template", release, CHART, "--namespace", "serving", *options).stdout, given)
 
     return rendered
 

@@ -26,6 +26,23 @@ def fields(schema: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def unknown(spec: Any) -> list[str]:
+    """The paths of what the definition doesn't name, in a RayCluster's `spec`."""
+    return _unknown(spec, json.loads(TARGET.read_text()), "spec")
+
+
+def _unknown(value: Any, known: dict[str, Any], path: str) -> list[str]:
+    if isinstance(value, list):
+        return [found for child in value for found in _unknown(child, known, path)]
+    if not known or not isinstance(value, dict):
+        return []
+    return [
+        found
+        for name, child in value.items()
+        for found in (_unknown(child, known[name], f"{path}.{name}") if name in known else [f"{path}.{name}"])
+    ]
+
+
 def main() -> None:
     document = yaml.safe_load(Path(sys.argv[1]).read_text())
     if "spec" in document and "versions" in document["spec"]:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chart_rendering import PROFILES, container
+from chart_rendering import EXAMPLES, container
 
 SCRIPT = Path(__file__).parent / "chart_scene.py"
 UNSHARE = ["unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-(LOCAL,) = [path for path in PROFILES if path.stem == "values-local"]
+LOCAL = EXAMPLES["values-local"]
 RAY_TOKEN = "a-token-of-ray-for-this-test-only"
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -35,3 +35,30 @@ def test_the_numbers_of_the_formats() -> None:
 def test_groups_that_cannot_be_are_refused(group: int, shape: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=r"allowed: (a multiple of 32|\[4, 3\])"):
         CodedWeight(CodeType.INT8, torch.zeros(4, 96, dtype=torch.uint8), torch.ones(shape), None, group)
+
+
+def test_a_weight_has_zeros_or_minima() -> None:
+    one, point = torch.ones(4, 1), torch.ones(4, 1, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="zeros and minima"):
+        CodedWeight(CodeType.INT4, torch.zeros(4, 32, dtype=torch.uint8), one, point, 32, minima=one)
+
+
+def test_weights_in_several_formats_become_alike_without_loss() -> None:
+    draw = torch.Generator().manual_seed(0)
+
+    def weight(kind: CodeType, group: int, shift: str) -> CodedWeight:
+        found = torch.randint(0, 2**kind.bits, (4, 64), generator=draw, dtype=torch.uint8)
+        scales, numbers = torch.rand(2, 4, 64 // group, generator=draw).unbind()
+        zeros = (16 * numbers).to(torch.uint8) if shift == "zeros" else None
+        return CodedWeight(kind, found, scales, zeros, group, minima=numbers if shift == "minima" else None)
+
+    weights = [
+        weight(CodeType.INT4, 64, "zeros"),
+        weight(CodeType.INT4, 32, "minima"),
+        weight(CodeType.INT8, 16, ""),
+        weight(CodeType.INT8, 32, "minima"),
+    ]
+    joined = codes.join(codes.alike(weights))
+    assert (joined.type, joined.group) == (CodeType.INT8, 16)
+    assert torch.equal(joined.dequantize(), torch.cat([each.dequantize() for each in weights]))
+    assert codes.alike(weights[:1]) == weights[:1]

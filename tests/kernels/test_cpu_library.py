@@ -25,7 +25,7 @@ from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.kernels.cpu import library as module
 from kvrelay.kernels.cpu.attention import AttentionArgs
 from kvrelay.kernels.cpu.library import build, library
-from kvrelay.kernels.cpu.packed import EmbedArgs, LinearArgs
+from kvrelay.kernels.cpu.packed import EmbedArgs, LinearArgs, NormArgs
 from kvrelay.kernels.cpu.passes import PassArgs
 from kvrelay.kernels.cpu.program import Program, Team
 from kvrelay.kernels.cpu.sample import ROW, SampleArgs
@@ -101,7 +101,7 @@ def test_arguments_are_laid_out_as_the_kernels_read_them() -> None:
     assert kernels is not None
     kernels.kvrelay_args_bytes.restype = ctypes.c_int64
     structs = LinearArgs, EmbedArgs, SampleArgs, AttentionArgs
-    for index, size in enumerate((*map(ctypes.sizeof, structs), ROW.size, ctypes.sizeof(PassArgs))):
+    for index, size in enumerate((*map(ctypes.sizeof, structs), ROW.size, *map(ctypes.sizeof, (PassArgs, NormArgs)))):
         assert kernels.kvrelay_args_bytes(index) == size, index
 
 

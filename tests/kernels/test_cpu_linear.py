@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvrelay.kernels import codes, reference
-from kvrelay.kernels.codes import NUMBERS, CodedWeight, CodeType
+from kvrelay.kernels.codes import GROUP_MULTIPLE, NUMBERS, SMALLEST_GROUP, CodedWeight, CodeType
 from kvrelay.kernels.cpu.library import instruction_set
 from kvrelay.kernels.cpu.packed import (
     BLOCK,
     EMBED,
     LINEAR,
+    NORM,
     Arena,
     EmbedArgs,
     Epilogue,
     LinearArgs,
+    NormArgs,
     PackedLinear,
 )
 from kvrelay.kernels.cpu.program import Program, Team
@@ -36,7 +38,9 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
 
 
-def random_codes(kind: CodeType, outputs: int, inputs: int, group: int, *, zeros: bool, seed: int = 0) -> CodedWeight:
+def random_codes(
+    kind: CodeType, outputs: int, inputs: int, group: int, *, zeros: bool, minima: bool = False, seed: int = 0
+) -> CodedWeight:
     """Random codes: any but NaN, which only fp8 has here."""
     generator = torch.Generator().manual_seed(seed)
     found = torch.randint(0, 2**kind.bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
@@ -46,7 +50,8 @@ def random_codes(kind: CodeType, outputs: int, inputs: int, group: int, *, zeros
     largest = NUMBERS[kind]().nan_to_num(0).abs().max()
     scales = (0.5 + torch.rand(shape, generator=generator)) / largest
     points = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8) if zeros else None
-    return CodedWeight(kind, found, scales, points, group)
+    lowest = torch.rand(shape, generator=generator) - 0.5 if minima else None
+    return CodedWeight(kind, found, scales, points, group, minima=lowest)
 
 
 def error_of(dtype: torch.dtype, team: Team) -> float:
@@ -94,9 +99,10 @@ class Case:
     def x(self) -> Tensor:
         return normal(self.rows, self.inputs, seed=self.seed)
 
-    def codes(self, kind: CodeType, group: int, *, zeros: bool) -> CodedWeight:
+    def codes(self, kind: CodeType, group: int, *, zeros: bool, minima: bool = False) -> CodedWeight:
         """A random weight."""
-        return random_codes(kind, self.outputs, self.inputs, min(group, self.inputs), zeros=zeros, seed=self.seed)
+        group = min(group, self.inputs)
+        return random_codes(kind, self.outputs, self.inputs, group, zeros=zeros, minima=minima, seed=self.seed)
 
 
 def cases(rows: st.SearchStrategy[int]) -> st.SearchStrategy[Case]:
@@ -139,16 +145,59 @@ def test_a_product_with_all_that_is_fused(
 @pytest.mark.parametrize("rows", [1, 5, 12, 13, 100])
 @pytest.mark.parametrize("half", [BLOCK, 3 * BLOCK, 11 * BLOCK])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_gated_product(team_of: Callable[[int], Team], dtype: torch.dtype, rows: int, half: int, bias: bool) -> None:
+@pytest.mark.parametrize("gate", [Epilogue.SILU_MUL, Epilogue.GELU_MUL])
+def test_a_gated_product(
+    team_of: Callable[[int], Team], dtype: torch.dtype, rows: int, half: int, bias: bool, gate: Epilogue
+) -> None:
     team = team_of(2)
     weight = (2 * normal(2 * half, 72) / math.sqrt(72)).to(dtype)
     offset = normal(2 * half) if bias else None
     x = normal(rows, 72)
     product = Product(team, PackedLinear.pack(team, Arena(), weight, offset), x, half)
-    found = product.run(product.linear.args(Epilogue.SILU_MUL))
-    expected = reference.silu_mul(reference.linear(weight.float(), offset)(x))
+    found = product.run(product.linear.args(gate))
+    gated = reference.silu_mul if gate is Epilogue.SILU_MUL else reference.gelu_mul
+    expected = gated(reference.linear(weight.float(), offset)(x))
     bound = 8 * error_of(dtype, team)
     torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("outputs", [1, BLOCK, 100])
+def test_a_product_with_gelu(team_of: Callable[[int], Team], outputs: int) -> None:
+    weight, offset, x = 3 * normal(outputs, 72) / math.sqrt(72), normal(outputs), normal(13, 72)
+    team = team_of(2)
+    product = Product(team, PackedLinear.pack(team, Arena(), weight, offset), x, outputs)
+    found = product.run(product.linear.args(Epilogue.GELU))
+    torch.testing.assert_close(found, reference.gelu(reference.linear(weight, offset)(x)), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("width", [1, 15, 64, 100])
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("add", [False, True])
+def test_a_norm(team_of: Callable[[int], Team], width: int, centered: bool, add: bool) -> None:
+    """In other rows' strides, and in place."""
+    team, rows = team_of(3), ctypes.c_int64(7)
+    x, weight = 5 + normal(7, width), normal(width)
+    bias = normal(width, seed=1) if centered else None
+    source = torch.full((7, width + 5), torch.nan)
+    source[:, :width] = x
+    expected = reference.layer_norm(x, weight, bias, 1e-5) if centered else reference.rms_norm(x, weight, 1e-5)
+    for out, before in ((torch.ones(7, width + 3), 1.0), (source, x)):
+        args = NormArgs(
+            rows=ctypes.addressof(rows),
+            input=source.data_ptr(),
+            input_stride=source.stride(0),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            weight=weight.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            width=width,
+            eps=1e-5,
+            centered=centered,
+            add=add,
+        )
+        team.run(Program(team.library, (NORM, args)))
+        wanted = expected + before if add else expected
+        torch.testing.assert_close(out[:, :width], wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_a_gate_far_from_zero_neither_overflows_nor_turns_into_nan(team_of: Callable[[int], Team]) -> None:
@@ -171,11 +220,17 @@ def test_a_gate_far_from_zero_neither_overflows_nor_turns_into_nan(team_of: Call
 
 
 @settings(max_examples=80, deadline=None)
-@given(case=any_case, kind=st.sampled_from(CodeType), group=groups, zeros=st.booleans())
+@given(
+    case=any_case,
+    kind=st.sampled_from(CodeType),
+    group=st.one_of(groups, st.just(SMALLEST_GROUP)),
+    shift=st.sampled_from(["", "zeros", "minima"]),
+)
 def test_a_product_with_codes(
-    team_of: Callable[[int], Team], case: Case, kind: CodeType, group: int, zeros: bool
+    team_of: Callable[[int], Team], case: Case, kind: CodeType, group: int, shift: str
 ) -> None:
-    weight = case.codes(kind, group, zeros=zeros and kind is CodeType.INT4)
+    group = group if kind is CodeType.INT8 else max(group, GROUP_MULTIPLE)
+    weight = case.codes(kind, group, zeros=shift == "zeros" and kind is CodeType.INT4, minima=shift == "minima")
     bias = normal(case.outputs)
     found = PackedLinear.pack(team_of(case.threads), Arena(), weight, bias)(case.x)
     expected = reference.linear(weight.dequantize(), bias)(case.x)
@@ -229,13 +284,14 @@ def rounded_spans(x: Tensor, span: int) -> tuple[Tensor, float]:
     kind=st.sampled_from([CodeType.INT4, CodeType.FP4]),
     group=groups,
     exponent=st.integers(-40, 30),
+    minima=st.booleans(),
 )
 def test_a_product_of_4_bits_rounds_spans_of_inputs(
-    team_of: Callable[[int], Team], case: Case, kind: CodeType, group: int, exponent: int
+    team_of: Callable[[int], Team], case: Case, kind: CodeType, group: int, exponent: int, minima: bool
 ) -> None:
     """The rounding loses nothing else, whatever the magnitudes of a span. (With AMX, more rows are multiplied as
     bfloat16.)"""
-    weight, x = case.codes(kind, group, zeros=kind is CodeType.INT4), case.x
+    weight, x = case.codes(kind, group, zeros=kind is CodeType.INT4 and not minima, minima=minima), case.x
     x[:, : case.inputs // 2] *= 10.0**exponent
     found = PackedLinear.pack(team_of(case.threads), Arena(), weight, None)(x)
     rounded, scale = rounded_spans(x, 64 if group >= case.inputs or group % 64 == 0 else 32)
@@ -262,9 +318,10 @@ def test_inputs_that_are_not_finite_show(team_of: Callable[[int], Team], kind: C
         replace(random_codes(CodeType.INT8, 100, 200, 200, zeros=False), round_inputs=True),
         random_codes(CodeType.FP8, 100, 200, 200, zeros=False),
         random_codes(CodeType.INT4, 100, 200, 64, zeros=True),
+        random_codes(CodeType.INT4, 100, 200, 32, zeros=False, minima=True),
         random_codes(CodeType.FP4, 100, 200, 32, zeros=False),
     ],
-    ids=["bfloat16", "int8", "w8a8", "fp8", "int4", "fp4"],
+    ids=["bfloat16", "int8", "w8a8", "fp8", "int4", "int4 with minima", "fp4"],
 )
 def test_a_row_does_not_depend_on_its_company(team_of: Callable[[int], Team], weight: Tensor | CodedWeight) -> None:
     """Results are equal to the last bit for every batch and number of threads. (Not with 8 bits in groups.)"""
@@ -283,7 +340,7 @@ def test_a_row_does_not_depend_on_its_company(team_of: Callable[[int], Team], we
 def table_of(kind: torch.dtype | CodeType, width: int) -> Tensor | CodedWeight:
     if isinstance(kind, torch.dtype):
         return normal(50, width).to(kind)
-    return random_codes(kind, 50, width, min(32, width), zeros=kind is CodeType.INT4)
+    return random_codes(kind, 50, width, min(32, width), zeros=kind is CodeType.INT4, minima=kind is CodeType.INT8)
 
 
 @pytest.mark.parametrize("kind", [*DTYPES, *CodeType], ids=str)
@@ -307,6 +364,7 @@ def test_looking_up_is_exact(
         weight=table.data_ptr() if dense and not packed else parts.weight,
         scales=parts.scales,
         zeros=parts.zeros,
+        minima=parts.minima,
         group=parts.group,
         out=out.data_ptr(),
         out_stride=out.stride(0),
@@ -314,6 +372,8 @@ def test_looking_up_is_exact(
         type=parts.type,
         packed=packed,
     )
-    team.run(Program(team.library, (EMBED, embed)))
-    assert torch.equal(out[:, :width], (table.float() if dense else table.dequantize())[tokens])
+    for scale in (1.0, 3.0):
+        embed.scale = scale
+        team.run(Program(team.library, (EMBED, embed)))
+        assert torch.equal(out[:, :width], (table.float() if dense else table.dequantize())[tokens] * scale)
     assert out[:, width:].isnan().all()

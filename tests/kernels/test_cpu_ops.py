@@ -43,6 +43,15 @@ ARGUMENTS: dict[str, Callable[[int, torch.dtype], tuple[Any, ...]]] = {
     ),
     "rope": lambda rows, dtype: (normal(rows, 9, 32, dtype=dtype)[:, :6], *rotations(rows, 16)),
     "silu_mul": lambda rows, dtype: (normal(rows, 2 * 56, dtype=dtype),),
+    "gelu_mul": lambda rows, dtype: (normal(rows, 2 * 56, dtype=dtype),),
+    "gelu": lambda rows, dtype: (4 * normal(rows, 56, dtype=dtype),),
+    "rms_norm by float32": lambda rows, dtype: (normal(rows, 96, dtype=dtype), normal(96), 1e-5),
+    "layer_norm": lambda rows, dtype: (normal(rows, 96, dtype=dtype), normal(96, dtype=dtype), None, 1e-5),
+    "layer_norm with bias": lambda rows, dtype: (
+        3 + normal(rows, 96, dtype=dtype),
+        *(normal(96, dtype=dtype, seed=seed) for seed in range(2)),
+        1e-5,
+    ),
 }
 
 

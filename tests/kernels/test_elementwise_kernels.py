@@ -3,6 +3,7 @@
 import gc
 import os
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -60,29 +61,33 @@ def test_norms(columns: int, dtype: torch.dtype) -> None:
         found, kept = norms.add_rms_norm(x, residual, weight, eps)
         close(found, expected)
         assert torch.equal(kept, total)
+        close(norms.rms_norm(x, weight.float(), eps), reference.rms_norm(x, weight, eps))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("inner", [112, 1500, *(pytest.param(inner, marks=more) for inner in (1, 2048))])
-def test_gate(inner: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("gelu", [False, True])
+def test_gate(inner: int, dtype: torch.dtype, gelu: bool) -> None:
     """Repeated launches are among these, and keep nothing alive."""
-    gate = SiluMul()
+    gate, expected = SiluMul(gelu), reference.gelu_mul if gelu else reference.silu_mul
     for rows in (3, 3, 5, 0, 1):
-        x = normal(rows, 2 * inner, dtype=dtype) * 4
+        x = normal(rows, 2 * inner, dtype=dtype) * (2 if gelu else 4)
         out = gate(x)
-        close(out, reference.silu_mul(x))
+        close(out, expected(x))
     gone = weakref.ref(x), weakref.ref(out)
     del x, out
     gc.collect()
     assert [each() for each in gone] == [None, None]
 
 
-def embed_inputs(tokens: int, columns: int, half_dim: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def embed_inputs(tokens: int, columns: int, half_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    angles = 10000.0 ** -(torch.arange(half_dim, device=DEVICE) / half_dim)
     return {
         "tokens": torch.arange(tokens, device=DEVICE) * 7 % 11,
         "positions": torch.arange(tokens, device=DEVICE) * 3777,
         "table": normal(11, columns, dtype=dtype),
-        "frequencies": 10000.0 ** -(torch.arange(half_dim, device=DEVICE) / half_dim),
+        "rotary": torch.stack((angles, normal(half_dim))).expand(2, -1, -1) * torch.tensor([1.0, 0.5])[:, None, None],
+        "scale": 3.0,
     }
 
 
@@ -214,7 +219,7 @@ def test_norm_gate_and_embedding_refuse_what_does_not_fit() -> None:
     given = embed_inputs(2, 8, 4, torch.float32)
     with pytest.raises(ValueError, match=r"feeds.rows is torch.int32; allowed: torch.int64"):
         Embed()(feeds=Feeds(given["tokens"].int(), given["tokens"]), **given)
-    with pytest.raises(ValueError, match=r"tokens, table and frequencies are "):
+    with pytest.raises(ValueError, match=r"tokens, table and rotary are "):
         Embed()(feeds=None, **given | {"table": given["table"][0]})
 
 
@@ -226,11 +231,11 @@ def launch_norms(columns: int) -> None:
 
 def launch_embed() -> None:
     longs, table = torch.zeros(4, dtype=torch.int64), torch.zeros(16, 4096, dtype=torch.bfloat16)
-    Embed()(longs, Feeds(longs, longs), longs, table, torch.zeros(64))
+    Embed()(longs, Feeds(longs, longs), longs, table, torch.zeros(1, 2, 64))
 
 
-def launch_gate() -> None:
-    SiluMul()(torch.zeros(4, 2 * 14336, dtype=torch.bfloat16))
+def launch_gate(gelu: bool) -> None:
+    SiluMul(gelu)(torch.zeros(4, 2 * 14336, dtype=torch.bfloat16))
 
 
 def launch_rope(dim: int, norm: bool, kv: torch.dtype) -> None:
@@ -246,7 +251,8 @@ LAUNCHES = [
     (launch_norms, 4096),
     (launch_norms, 16384),
     (launch_embed,),
-    (launch_gate,),
+    (launch_gate, False),
+    (launch_gate, True),
     (launch_rope, 64, True, torch.bfloat16),
     (launch_rope, 128, False, torch.bfloat16),
     (launch_rope, 128, True, torch.int8),

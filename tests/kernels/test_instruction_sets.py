@@ -25,19 +25,32 @@ def own_team() -> Team:
 
 
 @pytest.mark.parametrize(
-    ("kind", "round_inputs"),
-    [(CodeType.INT8, False), (CodeType.INT8, True), (CodeType.INT4, False), (CodeType.FP4, False)],
+    ("kind", "round_inputs", "minima"),
+    [
+        (CodeType.INT8, False, False),
+        (CodeType.INT8, True, False),
+        (CodeType.INT4, False, False),
+        (CodeType.INT4, False, True),
+        (CodeType.FP4, False, False),
+    ],
 )
 @pytest.mark.parametrize("rows", [1, 4, 13, 40])
 @pytest.mark.parametrize("inputs", [7, 200, 1536])
 def test_products(
-    team_of: Callable[[int], Team], own_team: Team, rows: int, inputs: int, kind: CodeType, round_inputs: bool
+    team_of: Callable[[int], Team],
+    own_team: Team,
+    rows: int,
+    inputs: int,
+    kind: CodeType,
+    round_inputs: bool,
+    minima: bool,
 ) -> None:
     """Products of int8 are scaled in floating point at their ends, with rounding of their own."""
     teams, few_bits = (team_of(2), own_team), kind.bits == 4
     if few_bits and rows > 6 and any(team.library.kvrelay_tiles_used() for team in teams):
         pytest.skip("AMX multiplies many rows with weights of 4 bits as bfloat16")
-    weight = random_codes(kind, 70, inputs, min(64, inputs) if few_bits else inputs, zeros=kind is CodeType.INT4)
+    group, zeros = min(64, inputs) if few_bits else inputs, kind is CodeType.INT4 and not minima
+    weight = random_codes(kind, 70, inputs, group, zeros=zeros, minima=minima)
     weight, x = replace(weight, round_inputs=round_inputs), normal(rows, inputs)
     found, expected = (PackedLinear.pack(team, Arena(), weight, None)(x) for team in teams)
     bound = 0.0 if few_bits else 1e-6

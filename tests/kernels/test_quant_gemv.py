@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_refused() -> None:
         product(normal(2, 256))
     with pytest.raises(ValueError, match=r"scale is \[7\]; allowed: \[8\]"):
         QuantGemv(QuantizedWeight(weight.q, weight.scale[:7]), None, processors=8)
-    with pytest.raises(ValueError, match=r"q is torch\.float16"):
+    with pytest.raises(ValueError, match=r"q of INT8 is torch\.float16"):
         QuantGemv(QuantizedWeight(weight.q.half(), weight.scale), None, processors=8)
 
 

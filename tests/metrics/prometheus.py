@@ -9,12 +9,13 @@ import shutil
 import subprocess
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from support.processes import free_port, wait_until
 
@@ -28,6 +29,16 @@ def program(name: str) -> str:
     if found is None:
         pytest.skip(f"{name} is not here; tests/metrics/prometheus.py says how to get it")
     return found
+
+
+def values(page: str, name: str, labels: Mapping[str, str]) -> list[float]:
+    """Values of a scraped page: of the series of this name that have these labels."""
+    return [
+        sample.value
+        for metric in text_string_to_metric_families(page)
+        for sample in metric.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    ]
 
 
 def promtool(*arguments: str, stdin: bytes | None = None, folder: Path | None = None) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from expressions import RULES, dashboards, queries, rule_groups
-from prometheus import prometheus, promtool
+from prometheus import prometheus, promtool, values
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -52,12 +52,7 @@ class Watched:
 
     def value(self, process: str, series: str, **labels: str) -> float:
         """The sum of the series of a process that have these labels."""
-        found = [
-            sample.value
-            for metric in self.metrics(process).values()
-            for sample in metric.samples
-            if sample.name == series and labels.items() <= sample.labels.items()
-        ]
+        found = values(self.get(self.addresses[process]), series, labels)
         assert found, f"{process} has no {series} with {labels}"
         return sum(found)
 

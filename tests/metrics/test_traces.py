@@ -5,19 +5,18 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import grpc
 import pytest
-from prometheus_client import Metric
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus import values
 
 from kvrelay.router.records.spans import SpanExport
 from kvrelay.rpc.tracing import TraceContext
 from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 from support.faults import OUT, PROMPT, Scene, prompt_of, scene
 from support.http_calls import CHAT, HELLO
 from support.processes import wait_until
@@ -52,30 +51,15 @@ class Traced:
         """A metric's sum over all processes that serve theirs."""
         status = self.scene.cluster.status()
         addresses = [member.member.metrics_address for member in status.members] + [status.metrics_address]
-        return sum(
-            sample.value
-            for address in addresses
-            for metric in self._scraped(address)
-            for sample in metric.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
-
-    def _scraped(self, address: str) -> list[Metric]:
-        try:
-            with urllib.request.urlopen(f"http://{address}/metrics", timeout=SECONDS) as response:
-                return list(text_string_to_metric_families(response.read().decode()))
-        except urllib.error.URLError:
-            return []  # the killed one
+        return sum(value for address in addresses for value in values(scraped(address), name, labels))
 
 
-@contextmanager
-def generate(router: str) -> Iterator[grpc.UnaryStreamMultiCallable]:
-    with grpc.insecure_channel(router) as channel:
-        yield channel.unary_stream(
-            "/kvrelay.v1.InferenceService/Generate",
-            request_serializer=pb.GenerateRequest.SerializeToString,
-            response_deserializer=pb.GenerateResponse.FromString,
-        )
+def scraped(address: str) -> str:
+    try:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=SECONDS) as response:
+            return str(response.read().decode())
+    except urllib.error.URLError:
+        return ""  # the killed one
 
 
 def below(spans: list[Received], parent: Received) -> list[Received]:
@@ -103,8 +87,9 @@ def traced(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> It
             token_ids=pb.TokenIds(ids=prompt_of(RETRIED)),
             sampling=pb.SamplingParams(max_tokens=OUT, temperature=0.0, ignore_eos=True),
         )
-        with generate(it.cluster.router) as call:
-            messages = list(call(request, timeout=SECONDS, metadata=[("traceparent", PARENT)]))
+        with grpc.insecure_channel(it.cluster.router) as channel:
+            call = InferenceServiceStub(channel).Generate(request, timeout=SECONDS, metadata=[("traceparent", PARENT)])
+            messages = list(call)
         assert messages[-1].usage.completion_tokens == OUT
         assert messages[-1].timeline.retries == 1
         spans = collector.trace(TRACE, 14)

@@ -4,9 +4,11 @@ import hashlib
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from functools import cached_property
 from http import HTTPStatus
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 from kvrelay.models import bundled, model_name, resolve
+from support.terminal import Terminal
 
 NAME = "someone/tiny"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -39,8 +42,13 @@ class Hub(http.server.ThreadingHTTPServer):
         assert folder is not None
         self.files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
         self.files["pytorch_model.bin"] = b"pickled"
+        self.files["modeling_tiny.py"] = b"raise SystemExit('code of the model was run')"
         self.sent: list[str] = []
         """Name of each file that was asked for."""
+        self.breaks_off = False
+        """Whether each file ends in its middle."""
+        self.pause = 0.0
+        """Seconds between the two halves of a file."""
 
     @property
     def address(self) -> str:
@@ -95,7 +103,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if body:
-            self.wfile.write(data)
+            self.wfile.write(data[: len(data) // 2])
+            self.wfile.flush()
+            time.sleep(self.server.pause)
+            if not self.server.breaks_off:
+                self.wfile.write(data[len(data) // 2 :])
 
     def _refuse(self, code: str) -> None:
         self.send_response(HTTPStatus.NOT_FOUND)
@@ -114,24 +126,57 @@ def hub() -> Iterator[Hub]:
         thread.join(SECONDS)
 
 
+def variables_of(cache: Path, endpoint: str) -> dict[str, str]:
+    """The environment of a process whose hub is at `endpoint`, and whose cache is `cache`."""
+    return os.environ | {"HF_HOME": str(cache), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1"}
+
+
 def resolved(cache: Path, endpoint: str, model: str, *, weights: bool = True, **variables: str) -> str:
-    """The folder, or "refused: " and why, as a process sees it whose cache is `cache`."""
-    environment = os.environ | {"HF_HOME": str(cache), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1"} | variables
+    """The folder, or "refused: " and why, as a process sees it in the folder of the cache."""
+    environment = variables_of(cache, endpoint) | variables
     command = [sys.executable, "-c", RESOLVE, model, str(weights)]
-    done = subprocess.run(command, env=environment, timeout=SECONDS, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, timeout=SECONDS, capture_output=True, text=True, cwd=cache)
     return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
 
 
-def test_a_model_is_downloaded_once_and_used_without_the_hub(hub: Hub, tmp_path: Path) -> None:
-    tokenizer = Path(resolved(tmp_path, hub.address, f"hf:{NAME}", weights=False))
+@pytest.mark.parametrize("prefix", ["hf:", ""])
+def test_a_model_is_downloaded_once_and_used_without_the_hub(hub: Hub, tmp_path: Path, prefix: str) -> None:
+    model = prefix + NAME
+    tokenizer = Path(resolved(tmp_path, hub.address, model, weights=False))
     assert (tokenizer / "tokenizer.json").read_bytes() == hub.files["tokenizer.json"]
     assert not (tokenizer / "model.safetensors").exists()
-    folder = Path(resolved(tmp_path, hub.address, f"hf:{NAME}@main"))
+    folder = Path(resolved(tmp_path, hub.address, f"{model}@main"))
     assert (folder / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
     assert len(hub.sent) == len(set(hub.sent)), "a file was downloaded twice"
-    assert "pytorch_model.bin" not in hub.sent
-    assert resolved(tmp_path, hub.address, f"hf:{NAME}", HF_HUB_OFFLINE="1") == str(folder)
-    assert resolved(tmp_path, "http://127.0.0.1:9", f"hf:{NAME}") == str(folder)
+    assert {name.rpartition(".")[2] for name in hub.sent} <= {"json", "jinja", "safetensors"}, "no code, no pickle"
+    assert resolved(tmp_path, hub.address, model, HF_HUB_OFFLINE="1") == str(folder)
+    assert resolved(tmp_path, "http://127.0.0.1:9", model) == str(folder)
+
+
+def test_a_folder_takes_precedence_over_a_model_of_the_hub_without_the_prefix(hub: Hub, tmp_path: Path) -> None:
+    folder = bundled("pico-draft")
+    assert folder is not None
+    (tmp_path / NAME).parent.mkdir()
+    (tmp_path / NAME).symlink_to(folder)
+    assert resolved(tmp_path, hub.address, NAME) == NAME
+    assert hub.sent == []
+    assert f"models--{NAME.replace('/', '--')}" in resolved(tmp_path, hub.address, f"hf:{NAME}")
+
+
+def test_a_download_shows_one_bar_on_a_terminal_and_one_that_is_not_needed_shows_nothing(
+    hub: Hub, tmp_path: Path
+) -> None:
+    hub.pause = 1.0
+    command = [sys.executable, "-m", "kvrelay.models", NAME]
+    with Terminal(command, variables_of(tmp_path, hub.address), columns=200) as terminal:
+        terminal.wait_until(lambda lines: any(re.search(rf"{NAME}: +\d+%.*B / .*B", line) for line in lines), "a bar")
+        assert len(terminal.lines) == 1
+        assert terminal.end() == 0
+        (folder,) = terminal.lines
+    assert (Path(folder) / "model.safetensors").is_file()
+    with Terminal(command, variables_of(tmp_path, hub.address), columns=200) as terminal:
+        assert terminal.end() == 0
+        assert terminal.lines == [folder]
 
 
 @pytest.mark.parametrize(
@@ -148,9 +193,33 @@ def test_what_the_hub_does_not_give_is_refused_with_the_reason(
     answer = resolved(tmp_path, hub.address, model, HF_HUB_OFFLINE=offline)
     assert answer.startswith("refused: ")
     assert said in answer
+    if model.startswith("hf:"):
+        bare = resolved(tmp_path, hub.address, model.removeprefix("hf:"), HF_HUB_OFFLINE=offline)
+        assert bare.startswith(
+            f"refused: model: {model.removeprefix('hf:')!r} is no folder here, and as a model of the"
+        )
+        assert bare.partition("can't be had: ")[2] == answer.partition("can't be had: ")[2]
 
 
-@pytest.mark.parametrize("model", ["hf:", "hf:tiny", "hf:a/b/c", "hf:a/b@", "hf:a/b@r e"])
+@pytest.mark.parametrize("model", [f"hf:{NAME}", NAME])
+def test_a_broken_download_is_one_line_and_can_be_tried_again(hub: Hub, tmp_path: Path, model: str) -> None:
+    hub.breaks_off = True
+    answer = resolved(tmp_path, hub.address, model)
+    assert answer.startswith(f"refused: model: {model!r} ")
+    assert "the download broke off (" in answer
+    assert answer.endswith("; what has come is kept, so try again")
+    hub.breaks_off = False
+    assert Path(resolved(tmp_path, hub.address, model)).is_dir()
+
+
+def test_a_model_that_has_pickled_weights_only_is_refused(hub: Hub, tmp_path: Path) -> None:
+    del hub.files["model.safetensors"]
+    answer = resolved(tmp_path, hub.address, NAME)
+    assert answer.endswith("can't be had: it has no weights in safetensors; pickled ones are never read")
+    assert "pytorch_model.bin" not in hub.sent
+
+
+@pytest.mark.parametrize("model", ["hf:", "hf:tiny", "hf:a/b/c", "hf:a/b@", "hf:a/b@r e", "hf:../a", "hf:a/.."])
 def test_a_name_that_the_hub_can_not_have_is_refused(model: str) -> None:
     with pytest.raises(ValueError, match=r"is no name of the Hugging Face hub; give hf:ORG/NAME or hf:ORG/NAME@REV"):
         resolve(model)
@@ -158,19 +227,31 @@ def test_a_name_that_the_hub_can_not_have_is_refused(model: str) -> None:
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ValueError, match=r"needs huggingface_hub; run `pip install 'kvrelay\[hub\]'`"):
-        resolve("hf:someone/tiny")
+    for model in (f"hf:{NAME}", NAME):
+        with pytest.raises(ValueError, match=rf"'{model}' .*needs huggingface_hub; run `pip install 'kvrelay\[hub\]'`"):
+            resolve(model)
 
 
-def test_speculative_heads_come_with_the_files_that_they_are_published_as(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", ["./a/b", "../a", "/a/b", "~/a/b", "a", "a/b/c", "a/", "a/.b", "a/b.gguf"])
+def test_what_has_not_the_form_of_a_name_is_a_path(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.setattr("kvrelay.models.hub.fetch", None)
+    with pytest.raises(ValueError, match="is neither a folder nor a GGUF file nor a bundled model"):
+        resolve(path)
+
+
+def test_speculative_heads_come_with_the_files_that_they_are_published_as(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     asked: list[list[str]] = []
+
+    (tmp_path / "model.safetensors").touch()
 
     def snapshot_download(*_: object, allow_patterns: list[str], **__: object) -> str:
         asked.append(allow_patterns)
-        return "folder"
+        return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    assert resolve(f"hf:{NAME}") == resolve(f"hf:{NAME}", heads=True) == Path("folder")
+    assert resolve(f"hf:{NAME}") == resolve(f"hf:{NAME}", heads=True) == tmp_path
     model, heads = map(set, asked)
     assert heads - model == {"medusa_lm_head.safetensors", "medusa_lm_head.pt", "pytorch_model.bin"}
     assert {"config.json", "model.safetensors"} <= heads
@@ -182,6 +263,8 @@ def test_speculative_heads_come_with_the_files_that_they_are_published_as(monkey
         ("pico", "pico"),
         (f"hf:{NAME}", NAME),
         (f"hf:{NAME}@v2", NAME),
+        (NAME, NAME),
+        (f"{NAME}@v2", NAME),
         (f"/hub/models--someone--tiny/snapshots/{COMMIT}", NAME),
         ("/models/tiny/", "tiny"),
         ("~/tiny", "tiny"),

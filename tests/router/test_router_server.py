@@ -2,14 +2,10 @@
 
 import asyncio
 import json
-import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
@@ -203,20 +199,3 @@ def test_a_router_that_can_not_start_says_why_in_a_line(tmp_path: Path) -> None:
         assert process.popen.stdout is not None
         assert process.popen.stdout.read() == b""
         process.stop()
-
-
-def test_foreground_process(tmp_path: Path) -> None:
-    model, config = model_folder(tmp_path / "model"), tmp_path / "router.json"
-    config.write_text(json.dumps({"model": str(model), "grpc_port": 0, "http_port": None}))
-    command = [sys.executable, "-m", "kvrelay.router", "--config", str(config)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    address = json.loads(process.stdout.readline())["address"]
-    with grpc.insecure_channel(address) as channel:
-        grpc.channel_ready_future(channel).result(timeout=TIMEOUT)
-        status = HealthStub(channel).Check(HealthCheckRequest(), timeout=TIMEOUT).status
-        assert status == HealthCheckResponse.NOT_SERVING
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == 0
-    assert all(json.loads(line)["level"] == "info" for line in err.strip().splitlines() if line.startswith("{"))

@@ -51,12 +51,19 @@ def test_each_role_gets_a_certificate_that_names_it_and_no_other(tmp_path: Path)
         assert path.stat().st_mode & 0o077 == 0, "only its user can read it"
 
 
-def test_made_again_they_are_of_the_same_authority(tmp_path: Path) -> None:
-    folder = made(tmp_path)
+def test_made_again_they_are_of_the_same_authority_if_its_key_was_kept_and_can_be_read(tmp_path: Path) -> None:
+    folder = made(tmp_path / "kept")
     before = (folder / "ca.crt").read_bytes(), (folder / "worker.crt").read_bytes()
     made(folder)
     assert (folder / "ca.crt").read_bytes() == before[0]
     assert (folder / "worker.crt").read_bytes() != before[1]
+    for name in ("ca.key", "ca.crt"):
+        (folder / name).write_text("nonsense")
+    with pytest.raises(UsageError, match=r"ca\.crt and ca\.key"):
+        made(folder)
+    assert (folder / "ca.key").read_text() == "nonsense"
+    certificates.make(tmp_path / "not kept", 1, keep_authority=False)
+    assert not (tmp_path / "not kept" / "ca.key").exists()
 
 
 @pytest.mark.parametrize("first", ["old", "new"])
@@ -88,19 +95,6 @@ def test_both_authorities_are_known_while_one_takes_the_others_place(tmp_path: P
             await server.stop(0)
 
     asyncio.run(call())
-
-
-def test_an_authority_whose_key_is_not_kept_can_not_sign_again(tmp_path: Path) -> None:
-    certificates.make(tmp_path, 1, keep_authority=False)
-    assert not (tmp_path / "ca.key").exists()
-
-
-def test_an_authority_that_can_not_be_read_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "ca.key").write_text("nonsense")
-    (tmp_path / "ca.crt").write_text("nonsense")
-    with pytest.raises(UsageError, match=r"ca\.crt and ca\.key"):
-        made(tmp_path)
-    assert (tmp_path / "ca.key").read_text() == "nonsense"
 
 
 def test_new_files_are_read_and_broken_ones_leave_the_last_in_use(
@@ -135,6 +129,8 @@ def test_what_can_not_be_used_is_named_at_start(tmp_path: Path) -> None:
     (folder / "operator.key").write_bytes((folder / "supervisor.key").read_bytes())
     with pytest.raises(ValueError, match=r"names \['supervisor\.kvrelay\.internal'\]; allowed: operator"):
         part_files(folder, "operator")
+    with pytest.raises(ValueError, match="expired at"):
+        part_files(made(tmp_path / "expired", 0), "worker")
 
 
 def test_the_end_of_a_certificate_is_announced_well_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -146,8 +142,3 @@ def test_the_end_of_a_certificate_is_announced_well_before(tmp_path: Path, caplo
             files.check()
             lines = [record for record in caplog.records if record.message == "certificate ends soon"]
             assert len(lines) == warned, "once a day"
-
-
-def test_an_expired_certificate_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expired at"):
-        part_files(made(tmp_path, 0), "worker")

@@ -38,6 +38,30 @@ def ended(process: Process, number: signal.Signals | None = signal.SIGTERM) -> t
         process.popen.communicate()
 
 
+QUICK, ENDED = (0.0, EXIT_SECONDS + SLACK), (GRACE + STOP, GRACE + STOP + SLACK)
+"""Least and most seconds from the signal to the end: of a server that stops by itself, and of one that is ended."""
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "bounds", "said"),
+    [
+        pytest.param({"drain_seconds": 7.5}, 0, QUICK, "stop with 7.5 s", id="its requests get the configured time"),
+        pytest.param({"thread_seconds": FOR_EVER}, 0, QUICK, "stop with 0.5 s", id="a thread never ends"),
+        pytest.param({"stop_seconds": FOR_EVER}, 1, ENDED, "did not stop within 1.5 s", id="its stop never ends"),
+        pytest.param({"blocked_seconds": FOR_EVER}, 1, ENDED, "did not stop within 1.5 s", id="its stop blocks"),
+    ],
+)
+def test_a_process_ends_in_time(
+    tmp_path: Path, config: dict[str, float], code: int, bounds: tuple[float, float], said: str
+) -> None:
+    process = start(tmp_path, **{"drain_seconds": GRACE, **config})
+    process.address()
+    found, seconds = ended(process)
+    assert found == code
+    assert bounds[0] <= seconds < bounds[1]
+    assert said in process.log.read_text()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_process_ends_in_time_while_its_model_loads(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path, load_seconds=FOR_EVER)
@@ -45,33 +69,6 @@ def test_a_process_ends_in_time_while_its_model_loads(tmp_path: Path, number: si
     assert code == 0
     assert seconds < 2
     assert "stop with 0 s" in process.log.read_text()
-
-
-def test_a_server_is_told_the_configured_time_for_its_requests(tmp_path: Path) -> None:
-    process = start(tmp_path, drain_seconds=7.5)
-    process.address()
-    code, seconds = ended(process)
-    assert code == 0
-    assert seconds < EXIT_SECONDS + SLACK
-    assert "stop with 7.5 s" in process.log.read_text()
-
-
-@pytest.mark.parametrize("trouble", ["stop_seconds", "blocked_seconds"])
-def test_a_server_that_never_stops_is_ended(tmp_path: Path, trouble: str) -> None:
-    process = start(tmp_path, drain_seconds=GRACE, **{trouble: FOR_EVER})
-    process.address()
-    code, seconds = ended(process)
-    assert code == 1
-    assert GRACE + STOP <= seconds < GRACE + STOP + SLACK
-    assert "did not stop within 1.5 s" in process.log.read_text()
-
-
-def test_a_thread_that_never_ends_holds_nobody_up(tmp_path: Path) -> None:
-    process = start(tmp_path, thread_seconds=FOR_EVER)
-    process.address()
-    code, seconds = ended(process)
-    assert code == 0
-    assert seconds < EXIT_SECONDS + SLACK
 
 
 def test_a_failed_server_ends_in_time_and_says_why(tmp_path: Path) -> None:

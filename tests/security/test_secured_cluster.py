@@ -1,7 +1,5 @@
 """A cluster with all of its protection on: mutual TLS, encrypted links, TLS and API keys for clients."""
 
-import hashlib
-import random
 import socket
 import ssl
 from collections.abc import Iterator
@@ -14,13 +12,12 @@ import pytest
 from cryptography import x509
 
 from kvrelay.client import Client, Completion, Exhausted, InvalidRequest, Tls, Unauthenticated, Unavailable
-from support.faults import ENGINE
-from support.hash_runner import VOCAB_SIZE, expected_tokens
-from support.hash_worker import MODULE, WORKER_LAYOUT
+from support.faults import ENGINE, oracle, prompt_of
+from support.hash_worker import MODULE
 from support.processes import ProcessCluster, process_cluster, wait_until
+from support.router_fakes import key_file
 from support.secrets import Secrets, secrets_in
 
-KEYS = {"key of a": "a", "key of b": "b"}
 NAME = "router.kvrelay.internal"
 SECONDS = 30.0
 
@@ -43,13 +40,11 @@ class Secured:
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     folder = tmp_path_factory.mktemp("secured")
     secrets = secrets_in(folder, "mutual")
-    keys = folder / "api_keys"
-    keys.write_text("".join(f"{tenant} {hashlib.sha256(key.encode()).hexdigest()}\n" for key, tenant in KEYS.items()))
     certificates = folder / "certificates"
     router: dict[str, Any] = {
         "tls_certificate": str(certificates / "router.crt"),
         "tls_key": str(certificates / "router.key"),
-        "api_keys": str(keys),
+        "api_keys": key_file(folder, a="", b=""),
     }
     worker: dict[str, Any] = {
         "engine": ENGINE,
@@ -68,20 +63,16 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
         yield Secured(cluster, secrets)
 
 
-def prompt_of(seed: object, length: int = 100) -> list[int]:
-    return random.Random(str(seed)).choices(range(VOCAB_SIZE), k=length)
-
-
 def ask(client: Client, prompt: list[int], count: int = 12, **options: Any) -> Completion:
     """A completion, which must be right."""
     done = client.complete(prompt, max_tokens=count, temperature=0, ignore_eos=True, **options)
-    assert list(done.token_ids) == expected_tokens(prompt, count, WORKER_LAYOUT)
+    assert list(done.token_ids) == oracle(prompt, count)
     return done
 
 
 def test_a_tenant_gets_no_hit_in_anothers_prefix_cache(secured: Secured) -> None:
     prompt = prompt_of("shared")
-    with secured.client("key of a") as a, secured.client("key of b") as b:
+    with secured.client("a") as a, secured.client("b") as b:
         first = ask(a, prompt)
         assert first.usage.cached_tokens == 0
         assert first.timeline.transfer_bytes > 0, "it was handed over"
@@ -97,7 +88,7 @@ def test_who_has_no_key_or_no_trust_gets_nothing(secured: Secured, tmp_path: Pat
         client.model_info()
     others = secrets_in(tmp_path, "mutual").folder / "certificates" / "ca.crt"
     for tls in (None, Tls(others, server_name=NAME), Tls(secured.certificates / "ca.crt", server_name="example.org")):
-        client = Client(secured.cluster.router, timeout=SECONDS, api_key="key of a", tls=tls)
+        client = Client(secured.cluster.router, timeout=SECONDS, api_key="a", tls=tls)
         with client, pytest.raises(Unavailable):
             client.model_info()
 
@@ -107,8 +98,8 @@ def test_certificates_are_replaced_under_load_without_an_error(secured: Secured)
 
     def load(number: int) -> None:
         for turn in range(6):
-            with secured.client("key of a") as client:
-                done = ask(client, prompt_of((number, turn)), 24)
+            with secured.client("a") as client:
+                done = ask(client, prompt_of(f"{number} {turn}"), 24)
                 assert done.timeline.retries == 0
 
     before = served(cluster.supervisor, secured)
@@ -124,7 +115,7 @@ def test_certificates_are_replaced_under_load_without_an_error(secured: Secured)
     # A new process has the new certificates only, and gets on with the older ones.
     cluster.processes["decode-0"].popen.kill()
     cluster.start_again("decode-0")
-    with secured.client("key of a") as client:
+    with secured.client("a") as client:
         wait_until(lambda: serves(client), "the new worker serves", SECONDS)
 
 

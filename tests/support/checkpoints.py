@@ -10,6 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from support.tokenizers import byte_level_tokenizer
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+"""Families for which whole engines and clusters are tested."""
+FAMILIES = (
+    *ARCHITECTURES,
+    *("ministral", "seed_oss", "smollm3", "phi3", "granite", "olmo2", "olmo3", "glm", "glm4", "starcoder2"),
+    *("cohere", "cohere2"),
+    *("gemma", "gemma3_text"),
+)
 VOCAB_SIZE = 320
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 
@@ -39,6 +46,30 @@ OWN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 40, "head_dim": 32},
     "qwen2": {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 48, "max_window_layers": 1},
     "qwen3": {"tie_word_embeddings": True, "head_dim": 32},
+    "ministral": {
+        "head_dim": 32,
+        "sliding_window": 40,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "seed_oss": {"head_dim": 16},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "phi3": {"original_max_position_embeddings": 1024},
+    "granite": {
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 3.0,
+        "tie_word_embeddings": True,
+    },
+    "olmo2": {},
+    "olmo3": {"sliding_window": 40},
+    "glm": {"head_dim": 32},
+    "glm4": {"head_dim": 32},
+    "starcoder2": {"sliding_window": 40},
+    "cohere": {},
+    "cohere2": {"sliding_window": 40, "sliding_window_pattern": 2},
+    "gemma": {"head_dim": 32},
+    "gemma3_text": {"head_dim": 32, "sliding_window": 40, "sliding_window_pattern": 2, "query_pre_attn_scalar": 20},
 }
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}\n{% endfor %}"
@@ -58,7 +89,7 @@ def make_checkpoint(
     """Writes a checkpoint with random weights and a byte-level BPE tokenizer into `folder`, and returns it.
 
     Args:
-        architecture: one of ARCHITECTURES.
+        architecture: one of FAMILIES.
         dtype: of the weights in the file.
         overrides: further fields of the architecture's transformers config. Qwen3 without windows unless given.
     """
@@ -80,13 +111,16 @@ def make_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
 
 
 def _randomize(model: torch.nn.Module, seed: int) -> None:
-    """Draws every parameter, norms and biases too, so large that logits are far apart and each part shows in them."""
+    """Draws every parameter, norms and biases too, so large that logits are far apart and each part shows in them.
+
+    Weights of norms are near those of a new model, which are 1, or 0 in families that add 1.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
-                parameter.copy_(1.0 + 0.3 * noise)
+                parameter.add_(0.3 * noise)
             elif parameter.dim() == 1:
                 parameter.copy_(0.5 * noise)
             elif "embed" in name:

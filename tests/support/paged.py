@@ -5,18 +5,35 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from kvrelay.engine.config import Dtype, EngineConfig
+from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+class PagedRunner(Protocol):
+    """A part of `CpuRunner`."""
+
+    @property
+    def pool(self) -> KVPool: ...
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    @property
+    def model(self) -> Any: ...
+
+    def forward(self, plan: StepPlan) -> torch.Tensor: ...
 
 
 @dataclass
@@ -36,7 +53,7 @@ class PagedSequence:
 class PagedSequences:
     """Sequences in one pool, on blocks that are dealt out in random order."""
 
-    def __init__(self, runner: CpuRunner, seed: int = 0) -> None:
+    def __init__(self, runner: PagedRunner, seed: int = 0) -> None:
         self.runner = runner
         self._free = list(range(runner.pool.num_blocks))
         random.Random(seed).shuffle(self._free)

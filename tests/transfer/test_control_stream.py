@@ -292,7 +292,6 @@ async def test_a_prefill_worker_fails_hand_offs_to_a_broken_peer_and_goes_on() -
 
     async def control(requests: AsyncIterator[bytes], context: "grpc.aio.ServicerContext[bytes, bytes]") -> None:
         if sent[-1] is None:
-            # As such a peer does; grpc.aio tells a write that fails as an internal error, in place of the status.
             await anext(aiter(requests))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not msgpack: Unpack failed: incomplete input")
         await context.write(

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -14,7 +15,7 @@ from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
 from kvrelay.rpc import options
 from kvrelay.worker import relay_service
 from kvrelay.worker import worker as worker_module
-from kvrelay.worker.engine_thread import EngineEndedError
+from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
 from kvrelay.worker.server import WorkerServer
 from support.access import METADATA
 from support.relays import LONG, SECONDS, Built, relay, submit, worker
@@ -100,6 +101,36 @@ async def test_blocks_that_nobody_gave_back_end_an_idle_worker(
         await router.send(submit=submit("last"))
         await router.last()
         assert "forgotten by the test" in str(await asyncio.wait_for(server.failed(), SECONDS))
+
+
+async def test_blocks_reserved_for_a_request_that_has_come_before_the_check_are_no_leak(
+    server: WorkerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[Callable[[], None]] = []
+    post = EngineThread.post
+
+    def hold_check_back(self: EngineThread, command: Callable[[], None], *rest: Callable[[], None]) -> None:
+        if not held and getattr(command, "__qualname__", "").startswith("Worker._check_blocks"):
+            held.append(command)
+        else:
+            post(self, command, *rest)
+
+    monkeypatch.setattr(worker_module, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(EngineThread, "post", hold_check_back)
+    async with relay(server) as router:
+        await router.send(submit=submit("first"))
+        await router.last()
+        await until(lambda: held)
+        await router.send(submit=submit("second", **LONG))
+        await router.event()
+        reservation = server.worker.reserve(FORGOTTEN, passing=False)
+        assert reservation is not None
+        checked = threading.Event()
+        for command in (held[0], reservation.release, checked.set):
+            server.worker.post_to_engine(command)
+        assert await asyncio.to_thread(checked.wait, SECONDS)
+        assert not heartbeat(server).failed
+        await router.send(cancel={"request_id": "second", "attempt": 1})
 
 
 async def test_a_co_located_worker_has_a_digest_too(checkpoint: Path) -> None:

@@ -1,7 +1,9 @@
 """Loads a checkpoint's weights."""
 
+import logging
 import math
 import mmap
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,14 +14,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.engine.attention.base import HeadNorm
-from kvrelay.engine.models.fast.decoder import Layer, Weights
-from kvrelay.engine.models.reading.checkpoint import Checkpoint, expected_tensors
+from kvrelay.engine.models.fast.decoder import Layer, Norm, Weights
+from kvrelay.engine.models.reading.checkpoint import EMBEDDING, Checkpoint, expected_tensors, projections
 from kvrelay.engine.models.reading.config import ModelConfig
+from kvrelay.engine.models.reading.gguf import KEPT, coded, dequantized, in_order
 from kvrelay.engine.models.reading.quantized import read_layer
-from kvrelay.engine.models.reading.rope import frequencies
+from kvrelay.engine.models.reading.rope import rotary
 from kvrelay.engine.models.reading.stored import HEAD
-from kvrelay.kernels.codes import CodedWeight, join
+from kvrelay.kernels.codes import CodedWeight, alike, join
 from kvrelay.kernels.ops import Linear
+from kvrelay.machine.gguf import QUANTIZED
+
+logger = logging.getLogger(__name__)
 
 OnLoaded = Callable[[float], None]
 """Called with the loaded share of the weights, 0 to 1."""
@@ -33,7 +39,6 @@ STORED = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
-EMBEDDING = "model.embed_tokens.weight"
 PAGED_BYTES = 2**18
 """Tensors of this many bytes or more get pages of their own."""
 MakeLinear = Callable[[Tensor | CodedWeight, Tensor | None], Linear]
@@ -73,6 +78,8 @@ class Making:
     """Whether tokens are looked up in the head if embeddings are tied, so that they aren't held twice."""
     cache: LayerCache = NO_CACHE
     """Cache of finished layers, whose weights aren't read from the files."""
+    keep: bool = True
+    """Whether weights of GGUF files that can be codes come as such, and not converted to the dtype."""
 
 
 def load_weights(
@@ -101,18 +108,17 @@ def load_weights(
     optional = frozenset({"lm_head.weight"}) if config.tie_embeddings else frozenset()
     expected = expected_tensors(config)
     checkpoint.verify(expected, optional)
-    files = TensorFiles(
-        checkpoint, tuple(name for name in expected if name in checkpoint.tensors), dtype, device, on_loaded
-    )
-    # The head first: it is large, and as it is read and laid out, nothing else is in memory yet.
     making = making or Making(linear)
+    names = tuple(name for name in expected if name in checkpoint.tensors)
+    files = TensorFiles(checkpoint, names, dtype, device, on_loaded, keep=making.keep)
+    # The head first: it is large, and as it is read and laid out, nothing else is in memory yet.
     projection, embedding = making.cache.load(HEAD), None
     if projection is None:
-        if config.tie_embeddings:
-            embedding = files.take(EMBEDDING)
-            projection = making.head(embedding, None)
-        else:
-            projection = making.head(_weight(files, config, (HEAD, config.vocab_size), inputs=config.hidden_size), None)
+        source = EMBEDDING if config.tie_embeddings else HEAD
+        weight = _weight(files, config, (source, config.vocab_size), inputs=config.hidden_size)
+        if config.tie_embeddings and isinstance(weight, Tensor):
+            embedding = weight
+        projection = making.head(weight, None)
         making.cache.store(HEAD, projection)
     else:
         files.skip(HEAD)
@@ -120,20 +126,35 @@ def load_weights(
         embedding = None
         files.skip(EMBEDDING)
     elif embedding is None:
-        embedding = files.take(EMBEDDING)
+        embedding = files.take(f"{EMBEDDING}.weight")
     layers = tuple(_layer(files, config, linear, making.cache, index) for index in range(config.layers))
+    norm = _norm(files, config, "model.norm")
+    if files.kept or files.dequantized:
+        logger.info(
+            "GGUF: weights kept as they are stored: %s; held as %s: %s",
+            _counts(files.kept),
+            str(dtype).removeprefix("torch."),
+            _counts(files.dequantized),
+        )
     return Weights(
         embedding=embedding,
         layers=layers,
-        norm=files.take("model.norm.weight"),
+        norm=norm,
         head=projection,
-        frequencies=frequencies(config.rope, config.head_dim).to(device),
+        rotary=_rotary(config).to(device),
     )
+
+
+def _rotary(config: ModelConfig) -> Tensor:
+    """See `Weights.rotary`."""
+    scale = config.traits.attention_scale * math.sqrt(config.head_dim) or 1.0
+    return torch.stack([rotary(rope, config.head_dim, scale) for rope in config.distinct_ropes])
 
 
 def load_embedding(checkpoint: Checkpoint, dtype: torch.dtype) -> Tensor:
     """[vocab, hidden] the embedding of a checkpoint that was loaded before."""
-    return TensorFiles(checkpoint, (EMBEDDING,), dtype, "cpu", None).take(EMBEDDING)
+    name = f"{EMBEDDING}.weight"
+    return TensorFiles(checkpoint, (name,), dtype, "cpu", None).take(name)
 
 
 class TensorFiles:
@@ -146,19 +167,27 @@ class TensorFiles:
         dtype: torch.dtype,
         device: torch.device | str,
         on_loaded: OnLoaded | None,
+        *,
+        keep: bool = True,
     ) -> None:
+        """See `load_weights` and `Making`."""
         self._checkpoint = checkpoint
         self._entries = checkpoint.tensors
         self._dtype = dtype
         self._device = device
         self._on_loaded = on_loaded
+        self._keep = keep
         self._total = sum(self._bytes(name) for name in names)
         self._unread = set(names)
+        self.kept: Counter[str] = Counter()
+        self.dequantized: Counter[str] = Counter()
+        """Numbers of quantized GGUF tensors by type, that were read as codes or not."""
 
-    def take(self, *names: str) -> Tensor:
-        """The tensors on the device, converted, and joined along their first dimension."""
+    def take(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensors on the device, converted to `dtype` or that of the weights, and joined along their first
+        dimension."""
         shapes = [self._entries[name].shape for name in names]
-        tensor = allocate((sum(shape[0] for shape in shapes), *shapes[0][1:]), self._dtype)
+        tensor = allocate((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype or self._dtype)
         for name, part in zip(names, tensor.split_with_sizes([shape[0] for shape in shapes]), strict=True):
             self._read(name, part)
         self._count(*names)
@@ -169,14 +198,33 @@ class TensorFiles:
         self._count(*[name for name in self._unread if name.startswith(prefixes)])
 
     def stored(self, name: str) -> Tensor | None:
-        """The tensor as it is in the file; None if it isn't there."""
+        """The tensor as it is in the file, uint8 [out, bytes] of a quantized type of GGUF; None if it isn't there."""
         entry = self._entries.get(name)
         if entry is None:
             return None
-        tensor = allocate(entry.shape, STORED[entry.dtype])
-        self._read(name, tensor)
+        quantized = entry.dtype in QUANTIZED
+        shape = (entry.shape[0], self._bytes(name) // entry.shape[0]) if quantized else entry.shape
+        tensor = allocate(shape, torch.uint8 if quantized else STORED[entry.dtype])
+        self._fill(name, tensor)
         self._unread.discard(name)
-        return tensor
+        return in_order(tensor, entry.interleaved_heads) if entry.interleaved_heads else tensor
+
+    def keeps(self, name: str) -> bool:
+        """Whether the tensor becomes codes, of a type of GGUF's."""
+        return self._keep and self._entries[name].dtype in KEPT
+
+    def coded(self, name: str) -> CodedWeight:
+        """The codes of a tensor, of which `keeps` is true.
+
+        Raises:
+            ValueError: a scale isn't finite; the text names the tensor.
+        """
+        entry, raw = self._entries[name], self.stored(name)
+        found = None if raw is None else coded(entry.dtype, raw)
+        if found is None or not found.is_finite():
+            raise ValueError(f"{entry.path}: tensor {name} has a scale that is infinite or no number")
+        self.kept[entry.dtype] += 1
+        return found
 
     def _count(self, *names: str) -> None:
         self._unread.difference_update(names)
@@ -186,12 +234,29 @@ class TensorFiles:
     def _read(self, name: str, out: Tensor) -> None:
         """Fills `out`, converted.
 
+        Raises:
+            ValueError: a number is infinite or none; the text names the tensor.
+        """
+        entry = self._entries[name]
+        if STORED.get(entry.dtype) == out.dtype and not entry.interleaved_heads:
+            self._fill(name, out)
+        else:
+            tensor = self.stored(name)
+            if entry.dtype in QUANTIZED and tensor is not None:
+                tensor = dequantized(entry.dtype, tensor)
+                self.dequantized[entry.dtype] += 1
+            if tensor is not None:
+                out.copy_(tensor)
+        if not math.isfinite(out.sum(dtype=torch.float32).item()):
+            raise ValueError(f"{entry.path}: tensor {name} has a number that is infinite or NaN")
+
+    def _fill(self, name: str, out: Tensor) -> None:
+        """Fills `out` with the bytes of a tensor.
+
         Read, not mapped: the pages of a mapped file would stay in memory beside the weights that were made of them.
         """
         entry = self._entries[name]
-        stored = STORED[entry.dtype]
-        tensor = out if out.dtype == stored else allocate(entry.shape, stored)
-        data: NDArray[np.uint8] = tensor.view(-1).view(torch.uint8).numpy()
+        data: NDArray[np.uint8] = out.view(-1).view(torch.uint8).numpy()
         left = data
         with entry.path.open("rb", buffering=0) as file:
             file.seek(entry.begin)
@@ -201,8 +266,6 @@ class TensorFiles:
                     raise ValueError(f"{entry.path}: tensor {name} is cut short")
                 left = left[count:]
         self._checkpoint.note(name, data.data)
-        if tensor is not out:
-            out.copy_(tensor)
 
     def _bytes(self, name: str) -> int:
         return self._entries[name].end - self._entries[name].begin
@@ -221,37 +284,71 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _layer(files: TensorFiles, config: ModelConfig, linear: MakeLinear, cache: LayerCache, index: int) -> Layer:
-    base, traits = f"model.layers.{index}", config.traits
+    base, traits, order = f"model.layers.{index}", config.traits, config.head_order
+    parts = projections(config)
 
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    hidden, inner = config.hidden_size, config.intermediate_size
-    qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
-
-    def projection(bias: bool, inputs: int, outputs: dict[str, int]) -> Linear:
+    def projection(part: str, rows: Tensor | None = None) -> Linear:
+        """The projection, its outputs in the order `rows` of those in the checkpoint."""
+        outputs, inputs, bias = parts[part]
         name = ", ".join(f"{base}.{part}" for part in outputs)
         found = cache.load(name)
         if found is not None:
             files.skip(*(f"{base}.{part}" for part in outputs))
             return found
         weight = _weight(files, config, *((f"{base}.{name}", count) for name, count in outputs.items()), inputs=inputs)
-        made = linear(weight, files.take(*(f"{base}.{name}.bias" for name in outputs)) if bias else None)
+        offsets = files.take(*(f"{base}.{name}.bias" for name in outputs)) if bias else None
+        if rows is not None:
+            weight = weight.outputs(rows) if isinstance(weight, CodedWeight) else weight[rows]
+            offsets = None if offsets is None else offsets[rows]
+        made = linear(weight, offsets)
         cache.store(name, made)
         return made
 
-    qk_norm = None
+    def norm(name: str) -> Norm | None:
+        return _norm(files, config, f"{base}.{name}") if name else None
+
+    qk_norm, joint = None, tuple[Norm, ...]()
+    if traits.joint_qk_norm:
+        joint = tuple(Norm(files.take(f"{base}.self_attn.{name}_norm.weight")) for name in "qk")
     if traits.qk_norm:
-        query = files.take(f"{base}.self_attn.q_norm.weight").expand(config.heads, -1)
-        key = files.take(f"{base}.self_attn.k_norm.weight").expand(config.kv_heads, -1)
-        qk_norm = HeadNorm(torch.cat((query, key)), config.norm_eps)
+        norms = [_norm_weight(files, config, f"{base}.self_attn.{name}_norm.weight") for name in "qk"]
+        query, key = norms if order is None else [norm[order] for norm in norms]
+        qk_norm = HeadNorm(
+            torch.cat((query.expand(config.heads, -1), key.expand(config.kv_heads, -1))), config.norm_eps
+        )
+    names = traits.norms
     return Layer(
-        input_norm=files.take(f"{base}.input_layernorm.weight"),
-        qkv=projection(traits.qkv_bias, hidden, qkv),
+        input_norm=norm(names.input),
+        qkv=projection("qkv", _head_rows(config, order)),
         qk_norm=qk_norm,
-        output=projection(traits.output_bias, queries, {"self_attn.o_proj": hidden}),
-        mlp_norm=files.take(f"{base}.post_attention_layernorm.weight"),
-        gate_up=projection(traits.mlp_bias, hidden, {"mlp.gate_proj": inner, "mlp.up_proj": inner}),
-        down=projection(traits.mlp_bias, inner, {"mlp.down_proj": hidden}),
+        joint_norms=joint,
+        output=projection("output"),
+        output_norm=norm(names.attention),
+        mlp_norm=norm(names.mlp_input),
+        gate_up=projection("gate_up"),
+        down=projection("down"),
+        down_norm=norm(names.mlp),
     )
+
+
+def _norm(files: TensorFiles, config: ModelConfig, name: str) -> Norm:
+    bias = files.take(f"{name}.bias") if config.traits.norm_bias else None
+    return Norm(_norm_weight(files, config, f"{name}.weight"), bias)
+
+
+def _norm_weight(files: TensorFiles, config: ModelConfig, name: str) -> Tensor:
+    """In float32 if it is the sum of 1 and what the file has, because bfloat16 would keep little of that."""
+    return files.take(name, dtype=torch.float32) + 1 if config.traits.norm_offset else files.take(name)
+
+
+def _head_rows(config: ModelConfig, order: list[int] | None) -> Tensor | None:
+    """int64 [(H + 2 Hkv) * D] the outputs of the QKV projection, with queries and keys in `order` (`head_order`)."""
+    if order is None:
+        return None
+    rows = torch.arange((config.heads + 2 * config.kv_heads) * config.head_dim).view(-1, config.head_dim)
+    rotated = config.heads + config.kv_heads
+    rows[:rotated] = rows[:rotated, order]
+    return rows.flatten()
 
 
 def _weight(files: TensorFiles, config: ModelConfig, *layers: tuple[str, int], inputs: int) -> Tensor | CodedWeight:
@@ -261,9 +358,13 @@ def _weight(files: TensorFiles, config: ModelConfig, *layers: tuple[str, int], i
         ValueError: they are quantized differently, or so that they can't be multiplied.
     """
     form, names = config.stored, ", ".join(name for name, _ in layers)
+    weights = [f"{name}.weight" for name, _ in layers]
+    if form is not None and form.layout == "gguf":
+        kept = all(map(files.keeps, weights))
+        return join(alike([files.coded(name) for name in weights])) if kept else files.take(*weights)
     covered = [form is not None and form.covers(name) for name, _ in layers]
-    if form is None or not any(covered):
-        return files.take(*(f"{name}.weight" for name, _ in layers))
+    if form is None or not any(covered) or layers[0][0] == EMBEDDING:
+        return files.take(*weights)
     if not all(covered):
         raise ValueError(f"{names}: some are quantized; allowed: all or none, because they are multiplied together")
 
@@ -271,3 +372,7 @@ def _weight(files: TensorFiles, config: ModelConfig, *layers: tuple[str, int], i
         return read_layer(form, lambda end: files.stored(f"{name}.{end}"), name, outputs, inputs)
 
     return join([weight(name, outputs) for name, outputs in layers])
+
+
+def _counts(types: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in types.most_common()) or "none"

@@ -9,6 +9,8 @@ A layer is six instructions:
     mlp        norm of residual, gate and up, silu(gate) * up
     down       projection, added to residual
 
+Few models have layer norms, or norms behind projections: these are instructions of their own (`native/norm.h`).
+
 Behind the layers, a step that only chooses tokens has the last norm, the head, the choice and, if it goes on with what
 it has chosen, the beginning of the next pass (`native/passes.h`).
 
@@ -17,6 +19,7 @@ Activations are float32 whatever the type of weights and KV. Their buffers are k
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,7 +28,7 @@ from torch import Tensor
 
 from kvrelay.engine.attention.base import Attention
 from kvrelay.engine.attention.native import NativeAttention
-from kvrelay.engine.models.fast.decoder import NO_TAPS, Taps, Weights
+from kvrelay.engine.models.fast.decoder import NO_TAPS, Layer, Norm, Taps, Weights, tap
 from kvrelay.engine.models.reading.config import ModelConfig
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.sampling.native import pack_draws
@@ -34,10 +37,12 @@ from kvrelay.kernels.cpu.packed import (
     BLOCK,
     EMBED,
     LINEAR,
+    NORM,
     Arena,
     EmbedArgs,
     Epilogue,
     LinearArgs,
+    NormArgs,
     PackedLinear,
 )
 from kvrelay.kernels.cpu.passes import FOLLOW, GATHER, PassArgs
@@ -45,13 +50,15 @@ from kvrelay.kernels.cpu.program import Buffer, Program, Team
 from kvrelay.kernels.cpu.sample import SAMPLE, SampleArgs, workspace_floats
 from kvrelay.kernels.ops import Linear
 
+Step = tuple[str, ctypes.Structure]
+"""Name of a kernel and its arguments."""
 ROW_PADDING = 16
 """Numbers of padding between two rows of a buffer: without them rows could all fall into one set of a cache."""
 
 
 def fits(config: ModelConfig) -> bool:
     """Whether the kernels support a model's shape: its gate and up projections must end at a block's border."""
-    return config.intermediate_size % BLOCK == 0
+    return not config.traits.gated or config.intermediate_size % BLOCK == 0
 
 
 class NativeDecoder:
@@ -65,12 +72,15 @@ class NativeDecoder:
         self.config = config
         # Rows of a tied embedding are looked up in the packed head, so it is held once.
         self._embedding = None if config.tie_embeddings else weights.embedding
-        self._layers = weights.layers
-        attention.turn_by(weights.frequencies)
+        self._layers = tuple(map(_with_float_norms, weights.layers))
+        attention.turn_by(weights.rotary)
+        self._rotations = [config.distinct_ropes.index(rope) for rope in config.ropes]
         self._attention = attention
         self._team = team
-        self._norms = [(layer.input_norm.float(), layer.mlp_norm.float()) for layer in weights.layers]
-        self._last_norm = weights.norm.float()
+        self._norm = weights.norm.weight.float()
+        self._last_norm = weights.norm.times(config.traits.logits_scale, torch.float32)
+        gates = {"silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL}
+        self._activation = gates[config.activation] if config.traits.gated else Epilogue.GELU
         self._head = _packed(weights.head)
         self._rows = ctypes.c_int64()
         self._tokens = ctypes.c_void_p()
@@ -94,6 +104,8 @@ class NativeDecoder:
         self._sample_args.workspace = self._sample_space.data_ptr()
         self._choosing: Program | None = None
         """Layers and all that is behind them; None until it is recorded anew, with new buffers."""
+        self._head_input: Tensor | None = None
+        """[rows, hidden] normed input of the head, for layer norms."""
         self._record(64)
         self._make_logits(1)
 
@@ -105,7 +117,7 @@ class NativeDecoder:
     @property
     def norm(self) -> Tensor:
         """As `Decoder.norm`."""
-        return self._last_norm
+        return self._norm
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, *, taps: Taps = NO_TAPS) -> Tensor:
         """As `Decoder.forward`; returns float32 [T, hidden], valid until the next call.
@@ -125,11 +137,9 @@ class NativeDecoder:
         hidden = self._residual[:count, : self.config.hidden_size]
         self._team.run(self._programs[0])
         for cut, program in zip(cuts, self._programs[1:], strict=True):
-            if cut in taps:
-                taps[cut].copy_(hidden)
+            tap(taps, cut, hidden, self.config.traits.residual_scale)
             self._team.run(program)
-        if last in taps:
-            taps[last].copy_(hidden)
+        tap(taps, last, hidden, self.config.traits.residual_scale)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -137,10 +147,10 @@ class NativeDecoder:
         count = len(hidden)
         self._make_room(0, count)
         self._rows.value = count
-        args = self._head_args
-        args.input, args.input_stride = hidden.data_ptr(), hidden.stride(0)
+        first, last = self._head_steps[0][1], self._head_steps[-1][1]
+        first.input, first.input_stride = hidden.data_ptr(), hidden.stride(0)
         # A longer step may have made a new workspace since.
-        args.workspace = self._workspace.data_ptr()
+        last.workspace = self._workspace.data_ptr()
         self._team.run(self._head_program)
         return self._logits[:count]
 
@@ -186,8 +196,8 @@ class NativeDecoder:
         args, sample = self._pass_args, self._sample_args
         args.hidden, args.hidden_stride = self._residual.data_ptr(), self._residual.stride(0)
         sample.input, sample.input_stride = self._logits.data_ptr(), self._logits.stride(0)
-        head = self._linear(self._head, Epilogue.STORE, self._residual, self._logits, self._last_norm)
-        behind = (GATHER, args), (LINEAR, head), (SAMPLE, sample), (FOLLOW, args)
+        head = self._project(self._head, Epilogue.STORE, self._residual, self._logits, self._last_norm)
+        behind = (GATHER, args), *head, (SAMPLE, sample), (FOLLOW, args)
         return Program(self._team.library, *self._layer_steps, *behind)
 
     def _make_room(self, tokens: int, logits: int = 0) -> None:
@@ -201,8 +211,12 @@ class NativeDecoder:
         """Makes the buffer of logits, for up to `capacity` rows, and the program that writes it."""
         self._logits_capacity = capacity
         self._logits = torch.empty(capacity, self._head.outputs)
-        self._head_args = self._linear(self._head, Epilogue.STORE, self._residual, self._logits, self._last_norm)
-        self._head_program = Program(self._team.library, (LINEAR, self._head_args))
+        if self.config.traits.layer_norm:
+            self._head_input = torch.empty(capacity, self.config.hidden_size)
+        self._head_steps = self._project(
+            self._head, Epilogue.STORE, self._residual, self._logits, self._last_norm, self._head_input
+        )
+        self._head_program = Program(self._team.library, *self._head_steps)
         self._choosing = None
 
     def _record(self, capacity: int) -> None:
@@ -216,27 +230,36 @@ class NativeDecoder:
         self._qkv = _buffer(arena, capacity, heads + 2 * config.kv_heads * config.head_dim)
         self._heads = _buffer(arena, capacity, heads)
         self._inner = _buffer(arena, capacity, config.intermediate_size)
+        traits = config.traits
+        if traits.layer_norm:
+            self._normed = _buffer(arena, capacity, config.hidden_size)
+        if traits.norms.attention or traits.norms.mlp:
+            self._update = _buffer(arena, capacity, config.hidden_size)
         self._workspace = arena.take(max(linear.workspace_bytes for linear in self.linears()))
-        steps: list[tuple[str, ctypes.Structure]] = [(EMBED, self._embed())]
+        steps: list[Step] = [(EMBED, self._embed())]
         parts = []
         for index, layer in enumerate(layers):
             if index in self._cuts:
                 parts.append(steps)
                 steps = []
-            input_norm, mlp_norm = self._norms[index]
-            qkv = self._linear(layer.qkv, Epilogue.STORE, self._residual, self._qkv, input_norm)
-            output = self._linear(layer.output, Epilogue.ADD, self._heads, self._residual)
-            mlp = self._linear(layer.gate_up, Epilogue.SILU_MUL, self._residual, self._inner, mlp_norm)
-            down = self._linear(layer.down, Epilogue.ADD, self._inner, self._residual)
-            attention = self._attention.record(
+            steps += self._project(layer.qkv, Epilogue.STORE, self._residual, self._qkv, layer.input_norm)
+            first = 0
+            for norm in layer.joint_norms:
+                part = self._qkv[:, first : (first := first + len(norm.weight))]
+                steps.append((NORM, self._norm_args(part, part, norm)))
+            steps += self._attention.record(
                 index,
                 self._qkv.data_ptr(),
                 self._qkv.stride(0),
                 self._heads.data_ptr(),
                 self._heads.stride(0),
                 layer.qk_norm,
+                self._rotations[index],
             )
-            steps += [(LINEAR, qkv), *attention, (LINEAR, output), (LINEAR, mlp), (LINEAR, down)]
+            steps += self._add(layer.output, self._heads, layer.output_norm)
+            source = self._normed if traits.parallel else self._residual
+            steps += self._project(layer.gate_up, self._activation, source, self._inner, layer.mlp_norm)
+            steps += self._add(layer.down, self._inner, layer.down_norm)
         parts.append(steps)
         self._programs = [Program(self._team.library, *part) for part in parts]
         self._layer_steps = [step for part in parts for step in part]
@@ -256,24 +279,83 @@ class NativeDecoder:
             weight=head.weight if table is None else table.data_ptr(),
             scales=head.scales,
             zeros=head.zeros,
+            minima=head.minima,
             group=head.group,
             out=self._residual.data_ptr(),
             out_stride=self._residual.stride(0),
             width=self.config.hidden_size,
             type=head.type if table is None else int(table.dtype == torch.bfloat16),
+            scale=self.config.traits.embedding_scale / self.config.traits.residual_scale,
             packed=table is None,
+        )
+
+    def _project(
+        self,
+        linear: Linear,
+        epilogue: Epilogue,
+        source: Tensor,
+        out: Tensor,
+        norm: Norm | None = None,
+        normed: Tensor | None = None,
+    ) -> list[Step]:
+        """The kernels of a projection from `source` to `out`, with a norm of its input if `norm` is given.
+
+        Args:
+            normed: where a layer norm goes; the buffer of the layers unless given.
+        """
+        if norm is None or not self.config.traits.layer_norm:
+            return [(LINEAR, self._linear(linear, epilogue, source, out, None if norm is None else norm.weight))]
+        normed = self._normed if normed is None else normed
+        step = self._norm_args(source, normed, norm)
+        return [(NORM, step), (LINEAR, self._linear(linear, epilogue, normed, out))]
+
+    def _add(self, linear: Linear, source: Tensor, norm: Norm | None) -> list[Step]:
+        """The kernels of a projection that is added to the residual, after a norm if one is given."""
+        if norm is None:
+            return self._project(linear, Epilogue.ADD, source, self._residual)
+        added = self._norm_args(self._update, self._residual, norm, add=True)
+        return [*self._project(linear, Epilogue.STORE, source, self._update), (NORM, added)]
+
+    def _norm_args(self, source: Tensor, out: Tensor, norm: Norm, add: bool = False) -> NormArgs:
+        return NormArgs(
+            rows=ctypes.addressof(self._rows),
+            input=source.data_ptr(),
+            input_stride=source.stride(0),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            weight=norm.weight.data_ptr(),
+            bias=None if norm.bias is None else norm.bias.data_ptr(),
+            width=len(norm.weight),
+            eps=self.config.residual_eps,
+            centered=self.config.traits.layer_norm,
+            add=add,
         )
 
     def _linear(
         self, linear: Linear, epilogue: Epilogue, source: Tensor, out: Tensor, norm: Tensor | None = None
     ) -> LinearArgs:
         """The arguments of a projection from `source` to `out`, with a norm of its input if `norm` is given."""
-        args = _packed(linear).args(epilogue, norm, self.config.norm_eps)
+        args = _packed(linear).args(epilogue, norm, self.config.residual_eps)
         args.rows = ctypes.addressof(self._rows)
         args.input, args.input_stride = source.data_ptr(), source.stride(0)
         args.out, args.out_stride = out.data_ptr(), out.stride(0)
         args.workspace = self._workspace.data_ptr()
         return args
+
+
+def _with_float_norms(layer: Layer) -> Layer:
+    input_norm, output_norm, mlp_norm, down_norm = (
+        None if norm is None else norm.times(1.0, torch.float32)
+        for norm in (layer.input_norm, layer.output_norm, layer.mlp_norm, layer.down_norm)
+    )
+    return replace(
+        layer,
+        input_norm=input_norm,
+        joint_norms=tuple(norm.times(1.0, torch.float32) for norm in layer.joint_norms),
+        output_norm=output_norm,
+        mlp_norm=mlp_norm,
+        down_norm=down_norm,
+    )
 
 
 def _packed(linear: Linear) -> PackedLinear:

@@ -1,4 +1,4 @@
-"""The tensors in the safetensors files of a Hugging Face folder, without reading the weights. No torch."""
+"""The tensors in the safetensors or GGUF files of a Hugging Face folder, without reading the weights. No torch."""
 
 import hashlib
 import json
@@ -7,18 +7,20 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvrelay.engine.models.reading.config import ModelConfig
 from kvrelay.engine.models.reading.fields import Fields, read_json
 from kvrelay.engine.models.reading.hashes import State, hash_bytes, hash_range, recall, remember, state_of
 from kvrelay.engine.models.reading.stored import HEAD, StoredTensor
+from kvrelay.machine import gguf
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 SIZES = {**FLOATS, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
 """Size in bytes of the types of numbers that can be read."""
+EMBEDDING = "model.embed_tokens"
 Expected = tuple[int, ...] | StoredTensor
 """Expected form of a tensor: its shape if it has floats, or a `StoredTensor` if its layer is quantized."""
 MAX_HEADER_BYTES = 100 * 2**20
@@ -38,25 +40,28 @@ class TensorEntry:
     begin: int
     """Offset in bytes of the tensor's data from the start of the file."""
     end: int
+    interleaved_heads: int = 0
+    """Number of heads whose rows take turns between their two halves, as GGUF has queries and keys; 0 if none do."""
 
 
 class Checkpoint:
     """The tensors of one folder, by name."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads the headers of the folder's safetensors files.
+        """Reads the headers of the folder's safetensors files, or the index of its GGUF files.
 
         Raises:
-            ValueError: no safetensors files, pickled ones only, or a broken one; the text names the file.
+            ValueError: neither, pickled files only, or a broken one; the text names the file.
         """
         self.folder = folder
         self.tensors: dict[str, TensorEntry] = {}
         self._hashes: dict[str, str] = {}
         self._unkept: dict[Path, State] = {}
         """States of files whose hashes aren't kept yet, from before their tensors were read."""
-        for path in _files(folder):
+        placed = _placed(folder)
+        for path in placed or _files(folder):
             state, kept = state_of(path), recall(path)
-            entries = _read_header(path)
+            entries = placed[path] if path in placed else _read_header(path)
             for name, entry in entries.items():
                 if name in self.tensors:
                     raise ValueError(f"{path}: tensor {name} is in {self.tensors[name].path.name} too")
@@ -125,16 +130,43 @@ class Checkpoint:
                 raise ValueError(f"{self.folder / file}: tensor {name} is missing, though {INDEX} says it is there")
 
 
+class Projection(NamedTuple):
+    """A linear layer that is computed as one, of one or several in the checkpoint."""
+
+    outputs: Mapping[str, int]
+    """Number of outputs of each part, by its name within the decoder layer, in the order of the joined outputs."""
+    inputs: int
+    bias: bool
+
+
+def projections(config: ModelConfig) -> dict[str, Projection]:
+    """Projections of every decoder layer: `qkv`, `output`, `gate_up` and `down`."""
+    hidden, inner, traits = config.hidden_size, config.intermediate_size, config.traits
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+    if "qkv" in traits.joined:
+        qkv = {"self_attn.qkv_proj": queries + 2 * keys}
+    gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+    if "gate_up" in traits.joined:
+        gate_up = {"mlp.gate_up_proj": 2 * inner}
+    if not traits.gated:
+        gate_up = {"mlp.c_fc": inner}
+    return {
+        "qkv": Projection(qkv, hidden, traits.qkv_bias),
+        "output": Projection({"self_attn.o_proj": hidden}, queries, traits.output_bias),
+        "gate_up": Projection(gate_up, hidden, traits.mlp_bias),
+        "down": Projection({"mlp.down_proj" if traits.gated else "mlp.c_proj": hidden}, inner, traits.mlp_bias),
+    }
+
+
 def expected_tensors(config: ModelConfig) -> dict[str, Expected]:
     """Every tensor of such a model by name; weights are [out, in].
 
     Raises:
         ValueError: a layer's shape doesn't go with how it is quantized.
     """
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    traits = config.traits
-    shapes: dict[str, Expected] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    hidden, traits = config.hidden_size, config.traits
+    shapes: dict[str, Expected] = {}
 
     def linear(name: str, out: int, inputs: int, bias: bool) -> None:
         if config.stored is not None and config.stored.covers(name):
@@ -144,24 +176,50 @@ def expected_tensors(config: ModelConfig) -> dict[str, Expected]:
         if bias:
             shapes[f"{name}.bias"] = (out,)
 
+    def norm(name: str) -> None:
+        shapes[f"{name}.weight"] = (hidden,)
+        if traits.norm_bias:
+            shapes[f"{name}.bias"] = (hidden,)
+
+    if config.stored is not None and config.stored.layout == "gguf":
+        linear(EMBEDDING, config.vocab_size, hidden, bias=False)
+    else:
+        shapes[f"{EMBEDDING}.weight"] = (config.vocab_size, hidden)
     for layer in range(config.layers):
         base = f"model.layers.{layer}"
-        linear(f"{base}.self_attn.q_proj", queries, hidden, traits.qkv_bias)
-        linear(f"{base}.self_attn.k_proj", keys, hidden, traits.qkv_bias)
-        linear(f"{base}.self_attn.v_proj", keys, hidden, traits.qkv_bias)
-        linear(f"{base}.self_attn.o_proj", hidden, queries, traits.output_bias)
-        linear(f"{base}.mlp.gate_proj", inner, hidden, traits.mlp_bias)
-        linear(f"{base}.mlp.up_proj", inner, hidden, traits.mlp_bias)
-        linear(f"{base}.mlp.down_proj", hidden, inner, traits.mlp_bias)
-        shapes[f"{base}.input_layernorm.weight"] = (hidden,)
-        shapes[f"{base}.post_attention_layernorm.weight"] = (hidden,)
-        if traits.qk_norm:
-            shapes[f"{base}.self_attn.q_norm.weight"] = (config.head_dim,)
-            shapes[f"{base}.self_attn.k_norm.weight"] = (config.head_dim,)
-    shapes["model.norm.weight"] = (hidden,)
+        for projection in projections(config).values():
+            for name, outputs in projection.outputs.items():
+                linear(f"{base}.{name}", outputs, projection.inputs, projection.bias)
+        for name in filter(None, traits.norms):
+            norm(f"{base}.{name}")
+        if traits.qk_norm or traits.joint_qk_norm:
+            counts = (1, 1) if traits.qk_norm else (config.heads, config.kv_heads)
+            for name, count in zip("qk", counts, strict=True):
+                shapes[f"{base}.self_attn.{name}_norm.weight"] = (count * config.head_dim,)
+    norm("model.norm")
     if not config.tie_embeddings:
         linear(HEAD, config.vocab_size, hidden, bias=False)
     return shapes
+
+
+def _placed(folder: Path) -> dict[Path, dict[str, TensorEntry]]:
+    """The tensors of each GGUF file, by the folder's index of them; empty if it has none."""
+    index = folder / gguf.INDEX
+    if not index.exists():
+        return {}
+    found: dict[Path, dict[str, TensorEntry]] = {}
+    for name, place in read_json(index)["tensors"].items():
+        path = Path(place["path"])
+        shape = tuple(place["shape"])
+        entry = TensorEntry(path, place["dtype"], shape, place["begin"], place["end"], place["interleaved_heads"])
+        found.setdefault(path, {})[name] = entry
+    for path, entries in found.items():
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file, though {index} names it")
+        size, end = path.stat().st_size, max(entry.end for entry in entries.values())
+        if end > size:
+            raise ValueError(f"{path}: cut short: {size} bytes; its tensors end at {end}")
+    return found
 
 
 def _files(folder: Path) -> list[Path]:

@@ -1,31 +1,17 @@
 """config.json and generation_config.json of a Hugging Face folder, read strictly into one value. No torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 from kvrelay.engine.config import CacheDtype
 from kvrelay.engine.kv.layout import FloatDtype, KVLayout, Order
-from kvrelay.engine.models.reading.families import ARCHITECTURES, Architecture, Traits
+from kvrelay.engine.models.reading.families import ACTIVATIONS, ARCHITECTURES, Activation, Architecture, Traits
 from kvrelay.engine.models.reading.fields import Fields, read_json
+from kvrelay.engine.models.reading.positions import NO_ROPE, RopeConfig, head_order, read_rope
 from kvrelay.engine.models.reading.stored import StoredFormat, stored_format
 
-RopeKind = Literal["default", "linear", "llama3"]
 DTYPES: tuple[FloatDtype, ...] = get_args(FloatDtype)
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary positions: frequencies `theta ** (-2i / head_dim)`, scaled as `kind` says."""
-
-    theta: float
-    kind: RopeKind = "default"
-    factor: float = 1.0
-    """Factor by which the context became longer, for linear and llama3."""
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 0
-    """Positions that the model was first trained on, for llama3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +29,44 @@ class ModelConfig:
     vocab_size: int
     max_positions: int
     norm_eps: float
-    rope: RopeConfig
+    ropes: tuple[RopeConfig, ...]
+    """[layers]."""
     tie_embeddings: bool
     traits: Traits
+    activation: Activation
     eos_token_ids: tuple[int, ...]
     dtype: FloatDtype
     """Dtype of the weights in the files that aren't quantized, as config.json says."""
     stored: StoredFormat | None = None
     """Quantized format of the files' linear layers; None if they aren't quantized."""
+    stretched_positions: int = 0
+    """Positions with the long factors of longrope; 0 for models without, and for those that have them already."""
+
+    @property
+    def distinct_ropes(self) -> tuple[RopeConfig, ...]:
+        """The rotary positions of all layers, each once."""
+        return tuple(dict.fromkeys(self.ropes))
+
+    @property
+    def head_order(self) -> list[int] | None:
+        """See `positions.head_order`."""
+        return head_order(max(self.ropes, key=lambda rope: rope.kind != "none"), self.head_dim, self.traits.interleaved)
+
+    @property
+    def residual_eps(self) -> float:
+        """Eps of norms of the residual, which is kept divided by `Traits.residual_scale`."""
+        return self.norm_eps / self.traits.residual_scale**2
+
+    def for_context(self, max_context: int) -> "ModelConfig":
+        """This for contexts of up to `max_context` tokens, an option; 0 leaves the choice to the model.
+
+        longrope has other frequencies for contexts longer than the original ones, which change all keys. So they are
+        chosen once, for all contexts, and only if longer ones are asked for.
+        """
+        if not self.stretched_positions or max_context <= self.max_positions:
+            return self
+        ropes = tuple(rope.stretched() for rope in self.ropes)
+        return replace(self, ropes=ropes, max_positions=self.stretched_positions, stretched_positions=0)
 
     def kv_layout(self, dtype: FloatDtype, kv_dtype: CacheDtype, block_size: int, order: Order) -> KVLayout:
         """The layout of this model's KV, which is stored in `dtype`, of the weights, if `kv_dtype` is auto."""
@@ -72,7 +88,8 @@ def read_config(folder: Path) -> ModelConfig:
     values = read_json(folder / "config.json")
     architecture = _architecture(Fields("config.json", values))
     fields = Fields("config.json", {**architecture.defaults, **values})
-    fields.choice("hidden_act", ("silu",), default="silu")
+    allowed = (architecture.activation,)
+    activation = fields.choice(architecture.activation_field, allowed, default=architecture.activation)
     layers = fields.integer("num_hidden_layers")
     hidden_size = fields.integer("hidden_size")
     vocab_size = fields.integer("vocab_size")
@@ -85,6 +102,11 @@ def read_config(folder: Path) -> ModelConfig:
     head_dim = fields.integer("head_dim", default=hidden_size // heads)
     if head_dim % 2:
         fields.refuse("head_dim", "an even number")
+    if architecture.sliding_rope is None:
+        rope = sliding = read_rope(fields, head_dim, architecture.partial_rope, architecture.rope_kinds)
+    else:
+        rope, sliding = architecture.sliding_rope(fields, head_dim)
+    traits, positions = architecture.traits(fields, layers), fields.integer("max_position_embeddings")
     return ModelConfig(
         architecture=architecture.model_class,
         layers=layers,
@@ -94,14 +116,19 @@ def read_config(folder: Path) -> ModelConfig:
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=vocab_size,
-        max_positions=fields.integer("max_position_embeddings"),
-        norm_eps=fields.number("rms_norm_eps", default=1e-6),
-        rope=read_rope(fields),
+        max_positions=min(positions, rope.original_max_positions) if rope.long_factors else positions,
+        norm_eps=fields.number(architecture.eps_field, default=1e-6),
+        ropes=tuple(
+            (sliding if window else rope) if rotated else NO_ROPE
+            for window, rotated in zip(traits.windows, traits.rotated or (True,) * layers, strict=True)
+        ),
         tie_embeddings=fields.boolean("tie_word_embeddings", False),
-        traits=architecture.traits(fields, layers),
+        traits=traits,
+        activation=ACTIVATIONS[activation],
         eos_token_ids=_eos_token_ids(folder, fields, vocab_size),
         dtype=_dtype(fields),
         stored=stored_format(fields),
+        stretched_positions=positions if rope.long_factors and positions > rope.original_max_positions else 0,
     )
 
 
@@ -113,61 +140,6 @@ def _architecture(fields: Fields) -> Architecture:
             "architectures", f"[{architecture.model_class!r}], because model_type is {architecture.model_type}"
         )
     return architecture
-
-
-_ROPE_FIELDS: dict[RopeKind, frozenset[str]] = {
-    "default": frozenset({"rope_theta", "rope_type", "type"}),
-    "linear": frozenset({"factor", "partial_rotary_factor"}),
-    "llama3": frozenset(
-        {"factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings", "partial_rotary_factor"}
-    ),
-}
-"""The fields that each kind reads. Each reads those of the default kind too."""
-_OTHER_ROPE_FIELDS = frozenset(
-    {"attention_factor", "beta_fast", "beta_slow", "long_factor", "mrope_section", "mscale", "mscale_all_dim"}
-    | {"short_factor", "truncate"}
-)
-"""Fields that transformers reads for kinds that aren't served."""
-
-
-def read_rope(fields: Fields) -> RopeConfig:
-    """Rotary positions, as transformers 5 reads them (`RotaryEmbeddingConfigMixin` in `modeling_rope_utils.py`).
-
-    `rope_scaling`, which older versions write, wins over `rope_parameters` unless it is empty. `rope_theta` inside of
-    it wins over the one beside it. `original_max_position_embeddings` beside it wins over the one inside, and
-    `max_position_embeddings` stands in for both. A field that the kind doesn't read is ignored if transformers reads it
-    for another kind, and refused if it doesn't.
-    """
-    scaling = fields.fields("rope_scaling")
-    if scaling is None or not scaling.names:
-        scaling = fields.fields("rope_parameters") or Fields("config.json: rope_parameters", {})
-    theta = scaling.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
-    name = "rope_type" if scaling.get("rope_type") is not None else "type"
-    kind = scaling.choice(name, get_args(RopeKind), default="default")
-    for unknown in sorted(scaling.names - _OTHER_ROPE_FIELDS.union(*_ROPE_FIELDS.values())):
-        scaling.refuse(unknown, ", ".join(sorted(_ROPE_FIELDS["default"] | _ROPE_FIELDS[kind])))
-    if kind == "default":
-        return RopeConfig(theta)
-    for source in (scaling, fields):
-        share = source.get("partial_rotary_factor")
-        if share not in (None, 1):
-            source.refuse("partial_rotary_factor", "1.0")
-        if share is not None:
-            break
-    factor = scaling.number("factor")
-    if kind == "linear":
-        return RopeConfig(theta, "linear", factor)
-    original = fields if fields.get("original_max_position_embeddings") is not None else scaling
-    return RopeConfig(
-        theta,
-        "llama3",
-        factor,
-        low_freq_factor=scaling.number("low_freq_factor"),
-        high_freq_factor=scaling.number("high_freq_factor"),
-        original_max_positions=original.integer(
-            "original_max_position_embeddings", default=fields.integer("max_position_embeddings")
-        ),
-    )
 
 
 def _eos_token_ids(folder: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:

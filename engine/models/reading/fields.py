@@ -64,6 +64,17 @@ class Fields:
         )
         return float(valid)
 
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """A list of so many finite numbers above 0."""
+        found = self._values.get(name)
+        if (
+            not isinstance(found, list)
+            or len(found) != count
+            or not all(type(each) in (int, float) and 0 < each < math.inf for each in found)
+        ):
+            self.refuse(name, f"a list of {count} numbers above 0")
+        return tuple(map(float, found))
+
     def boolean(self, name: str, default: bool) -> bool:
         return self._checked(name, default, lambda value: type(value) is bool, "true, false")
 
@@ -88,6 +99,12 @@ class Fields:
         if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
             self.refuse(name, "a token id or a list of them")
         return tuple(ids)
+
+    def merged(self, others: "Fields | None") -> "Fields":
+        """These and those of `others`, which win."""
+        if others is None:
+            return self
+        return Fields(others.source, {**self._values, **{name: others.get(name) for name in others.names}})
 
     def fields(self, name: str) -> "Fields | None":
         """A nested object; None where it is absent or null."""

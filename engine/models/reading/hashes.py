@@ -16,7 +16,7 @@ from pathlib import Path
 
 import xxhash
 
-from kvrelay.kernels.cpu.library import user_cache
+from kvrelay.machine.cache import user_cache
 
 logger = logging.getLogger(__name__)
 

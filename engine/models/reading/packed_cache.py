@@ -27,10 +27,10 @@ import xxhash
 from torch import Tensor
 
 from kvrelay.kernels import codes
-from kvrelay.kernels.cpu.library import user_cache
 from kvrelay.kernels.cpu.packed import Arena, PackedFacts, PackedLinear
 from kvrelay.kernels.cpu.program import Team
 from kvrelay.kernels.ops import Linear
+from kvrelay.machine.cache import user_cache
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ awq                                     qweight int32 [in, out / 8], qzeros int3
                                         scales [in / G, out]
 gptq                                    qweight int32 [in / P, out], qzeros int32 [in / G, out / P],
                                         scales [in / G, out], g_idx int32 [in]; P is 32 / bits
+gguf                                    weight in a type of GGUF's or floats [out, in], of each layer its own
 """
 
 import re
@@ -20,10 +21,11 @@ from typing import Literal
 
 from kvrelay.engine.config import Quantization
 from kvrelay.engine.models.reading.fields import Fields
+from kvrelay.machine import gguf
 from kvrelay.machine.options import require
 
-Layout = Literal["fp8", "int8", "packed", "mxfp4", "awq", "gptq"]
-METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
+Layout = Literal["fp8", "int8", "packed", "mxfp4", "awq", "gptq", "gguf"]
+METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "gguf")
 FORMATS: dict[str, Layout] = {
     "int-quantized": "int8",
     "float-quantized": "fp8",
@@ -56,6 +58,7 @@ class StoredFormat:
     """Method's name in config.json, for messages."""
     layout: Layout
     bits: int
+    """Bits of a weight; 0 for GGUF, where each tensor has its own."""
     group: int
     """Number of inputs that share a scale; 0: all."""
     block: int
@@ -70,7 +73,9 @@ class StoredFormat:
     """Number that is added to a stored zero."""
 
     def covers(self, layer: str) -> bool:
-        """Whether the linear layer of this name is quantized."""
+        """Whether the linear layer of this name is quantized; in GGUF, whether it may be."""
+        if self.layout == "gguf":
+            return True
         if not self.method.startswith("compressed-tensors"):
             return layer != HEAD and not any(part in layer for part in self.ignored)
         return not any(
@@ -84,6 +89,8 @@ class StoredFormat:
         Raises:
             ValueError: such a layer can't be stored so.
         """
+        if self.layout == "gguf":
+            return {"weight": StoredTensor((*FLOATS, *gguf.QUANTIZED), ((outputs, inputs),))}
         group = self.group or inputs
         groups, per_int32 = -(-inputs // group), 32 // self.bits
         if self.layout in ("awq", "gptq", "packed", "mxfp4") and (inputs % group or inputs % 32 or outputs % per_int32):
@@ -133,7 +140,8 @@ def stored_format(fields: Fields) -> StoredFormat | None:
     if found is None:
         return None
     method = found.choice("quant_method", METHODS)
-    return {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq}[method](found)
+    readers = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq, "gguf": _gguf}
+    return readers[method](found)
 
 
 def _fp8(fields: Fields) -> StoredFormat:
@@ -143,6 +151,11 @@ def _fp8(fields: Fields) -> StoredFormat:
     sizes = (0, 0) if block is None else (128, 128)
     name = "modules_to_not_convert" if fields.get("modules_to_not_convert") is not None else "ignored_layers"
     return StoredFormat("fp8", "fp8", 8, sizes[1], sizes[0], False, False, _names(fields, name))
+
+
+def _gguf(fields: Fields) -> StoredFormat:
+    most = fields.choice("type", tuple(gguf.QUANTIZED))
+    return StoredFormat(f"gguf {most}", "gguf", 0, 0, 1, False, False, ())
 
 
 def _awq(fields: Fields) -> StoredFormat:
@@ -224,5 +237,5 @@ def _multiple(fields: Fields, group: int) -> int:
 def check_stored(quantization: Quantization, stored: StoredFormat | None) -> None:
     """Raises ValueError if a checkpoint that is quantized already should be quantized again."""
     if stored is not None:
-        allowed = f"none; the checkpoint is in {stored.method} already"
-        require(quantization == "none", "quantization", quantization, allowed)
+        allowed = f"none, dense; the checkpoint is in {stored.method} already"
+        require(quantization in ("none", "dense"), "quantization", quantization, allowed)

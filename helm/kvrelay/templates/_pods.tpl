@@ -85,7 +85,7 @@ initContainers:
 
 {{/* Not empty if the model is one of the Hugging Face hub. */}}
 {{- define "kvrelay.onHub" -}}
-{{- if hasPrefix "hf:" .Values.model.path }}true{{ end -}}
+{{- if regexMatch "^(hf:|[A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_])" .Values.model.path }}true{{ end -}}
 {{- end -}}
 
 {{/* Not empty if an init container downloads the model. */}}

@@ -6,6 +6,7 @@
 #include "attention_decode.h"
 #include "attention_prefill.h"
 #include "embed.h"
+#include "norm.h"
 #include "passes.h"
 #include "tiles.h"
 
@@ -160,7 +161,10 @@ bool next_tokens(AttentionStep& step) try {
     return false;
 }
 
-void kvrelay_attention_rotate(AttentionStep* step, const float* cos, const float* sin, bool by_position) {
+void kvrelay_attention_rotate(
+    AttentionStep* step, const float* cos, const float* sin, int64_t stride, bool by_position
+) {
+    step->rotation_stride = stride;
     step->by_position = by_position;
     step->cos = cos;
     step->sin = sin;
@@ -187,6 +191,6 @@ void kvrelay_attention(const void* args, int thread, int threads) {
 // Sizes of the structs that Python fills in; a test compares them with its own.
 extern "C" int64_t kvrelay_args_bytes(int32_t which) {
     constexpr int64_t bytes[] = {sizeof(LinearArgs), sizeof(EmbedArgs), sizeof(SampleArgs), sizeof(AttentionArgs),
-                                 sizeof(SampleRow), sizeof(PassArgs)};
+                                 sizeof(SampleRow), sizeof(PassArgs), sizeof(NormArgs)};
     return bytes[which];
 }

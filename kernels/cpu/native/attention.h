@@ -92,8 +92,10 @@ struct AttentionStep {
     std::vector<int64_t> blocks;  // the rows' block tables
     std::vector<Place> places;    // of each token
     bool by_position = false;     // whether rotations are those of positions, or of the step's tokens
-    const float* cos = nullptr;   // [positions or T, D], as `reference.rope` takes them
+    // [R, positions or T, D], as `reference.rope` takes them, for each kind of rotation
+    const float* cos = nullptr;
     const float* sin = nullptr;
+    int64_t rotation_stride = 0;  // numbers from one kind to the next
 };
 
 struct AttentionArgs {
@@ -106,6 +108,7 @@ struct AttentionArgs {
     int64_t out_stride;
     float eps;
     int32_t worklist;       // index into the step's work lists
+    int64_t rotation;       // the layer's kind of rotation
 };
 
 // Makes a step that computes one token more of each row, behind those of `step`. The block tables have room for them, and
@@ -132,7 +135,9 @@ bool kvrelay_attention_plan(
     int64_t width
 );
 // Sets rotations: `by_position` of every later step, else of the step that was planned last.
-void kvrelay_attention_rotate(AttentionStep* step, const float* cos, const float* sin, bool by_position);
+void kvrelay_attention_rotate(
+    AttentionStep* step, const float* cos, const float* sin, int64_t stride, bool by_position
+);
 
 void kvrelay_rope_kv_write(const void* args, int thread, int threads);
 void kvrelay_attention(const void* args, int thread, int threads);

@@ -67,7 +67,7 @@ void write(const AttentionArgs& args, int64_t token, int64_t head) {
             const float* weight = args.norm + head * dim;
             for (int64_t d = 0; d < dim; d++) x[d] *= scale * weight[d];
         }
-        const int64_t angle = step.places[token].angle * dim;
+        const int64_t angle = args.rotation * step.rotation_stride + step.places[token].angle * dim;
         const float *cos = step.cos + angle, *sin = step.sin + angle;
         for (int64_t d = 0; d < half; d++) {
             const float first = x[d], second = x[d + half];

@@ -1,5 +1,5 @@
-// Weights of 4 or 8 bits, and their decoding. value = (number of the code - zero) * scale, where scale and zero belong to
-// one output and `group` consecutive inputs.
+// Weights of 4 or 8 bits, and their decoding. value = (number of the code - zero) * scale + minimum, where scale,
+// zero and minimum belong to one output and `group` consecutive inputs.
 //
 // The codes of a block have four inputs of an output side by side, as products of bytes take them. A vector is four inputs
 // of W outputs, 4 W codes. With 4 bits, the low halves of 4 W bytes are one such vector and the high halves are the next one.
@@ -7,6 +7,7 @@
 //     codes   [block][four inputs][output in block][input in four]
 //     scales  [block][group][output in block]                          float32
 //     zeros   [block][group][output in block]                          uint8, or none: 0
+//     minima  [block][group][output in block]                          float32, or none: 0; not with zeros
 #pragma once
 
 #include "linear.h"
@@ -15,12 +16,13 @@ struct Codes {
     const uint8_t* codes;
     const float* scales;
     const uint8_t* zeros;  // null: 0
+    const float* minima;   // null: 0
     int64_t inputs;
-    int64_t group;  // inputs; a multiple of the inputs of a tile
+    int64_t group;  // inputs; a multiple of the inputs of a tile, or 16 with INT8
     WeightType type;
 
-    // Whether an output has one scale and no zero: its products are scaled, not its weights.
-    bool whole() const { return group >= inputs && zeros == nullptr; }
+    // Whether an output has one scale, and neither zero nor minimum: its products are scaled, not its weights.
+    bool whole() const { return group >= inputs && zeros == nullptr && minima == nullptr; }
     int64_t groups() const { return divide_up(inputs, group); }
     int64_t block_bytes() const { return packed_pairs(inputs, type) * 2 * W * weight_bits(type) / 8; }
 };
@@ -101,7 +103,10 @@ void decode(const Codes& from, int64_t block, bf16* out) {
         const int64_t at = (block * groups + group) * W;
         const uint8_t* last = group + 1 < groups ? codes + group_bytes : end;
         const vf scale = load(from.scales + at);
-        if (from.zeros == nullptr) {
+        if (from.minima != nullptr) {
+            const vf minimum = load(from.minima + at);
+            out = decode_run<TYPE>(codes, last, out, [&](vf x) { return fused(x, scale, minimum); });
+        } else if (from.zeros == nullptr) {
             out = decode_run<TYPE>(codes, last, out, [&](vf x) { return x * scale; });
         } else {
             const vf shift = __builtin_convertvector(load_codes(from.zeros + at), vf) * scale;
@@ -119,5 +124,6 @@ float decode_one(const Codes& from, int64_t output, int64_t input) {
     const CodePlace place(output % W, input, BITS);
     const int code = from.codes[block * from.block_bytes() + place.byte] >> place.shift & ((1 << BITS) - 1);
     const float zero = from.zeros == nullptr ? 0.0f : from.zeros[at];
-    return (numbers<TYPE>(vi{} + code)[0] - zero) * from.scales[at];
+    const float minimum = from.minima == nullptr ? 0.0f : from.minima[at];
+    return (numbers<TYPE>(vi{} + code)[0] - zero) * from.scales[at] + minimum;
 }

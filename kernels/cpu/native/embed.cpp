@@ -19,7 +19,7 @@ void look_up(const EmbedArgs& args, int64_t token, float* out) {
 
 template <WeightType TYPE>
 void look_up_coded(const EmbedArgs& args, int64_t token, float* out) {
-    const Codes codes{static_cast<const uint8_t*>(args.weight), args.scales, args.zeros, args.width, args.group, TYPE};
+    const Codes codes{static_cast<const uint8_t*>(args.weight), args.scales, args.zeros, args.minima, args.width, args.group, TYPE};
     for (int64_t k = 0; k < args.width; k++) out[k] = decode_one<TYPE>(codes, token, k);
 }
 
@@ -40,5 +40,7 @@ void kvrelay_embed(const void* raw, int thread, int threads) {
             case FLOAT8: look_up_coded<FLOAT8>(args, token, out); break;
             case FLOAT4: look_up_coded<FLOAT4>(args, token, out); break;
         }
+        if (args.scale == 1.0f) continue;
+        for (int64_t k = 0; k < args.width; k++) out[k] *= args.scale;
     }
 }

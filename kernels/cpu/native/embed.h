@@ -11,11 +11,13 @@ struct EmbedArgs {
     const void* weight;            // [vocabulary, width]
     const float* scales;           // of the weights of 4 or 8 bits, which are packed; see codes.h
     const uint8_t* zeros;
+    const float* minima;
     float* out;                    // [rows, width]
     int64_t out_stride;
     int64_t width;
     int64_t group;
     WeightType type;
+    float scale;                   // of all embeddings
     int32_t packed;                // 0: `weight` is contiguous; 1: packed as in linear.h
 };
 

@@ -253,6 +253,14 @@ private:
                 totals[m][0] = fused(__builtin_convertvector(sums[m][0], vf) * scale, scale0, totals[m][0]);
                 totals[m][1] = fused(__builtin_convertvector(sums[m][1], vf) * scale, scale1, totals[m][1]);
             }
+            if (args.minima == nullptr) continue;
+            const vf minimum0 = load(args.minima + at0), minimum1 = load(args.minima + at1);
+#pragma GCC unroll 16
+            for (int m = 0; m < M; m++) {
+                const vf sum = splat(spans[m].scale * (float)spans[m].sum);
+                totals[m][0] = fused(sum, minimum0, totals[m][0]);
+                totals[m][1] = fused(sum, minimum1, totals[m][1]);
+            }
         }
         alignas(64) float found[M][2][W];
         for (int m = 0; m < M; m++) {

@@ -10,6 +10,7 @@
 namespace {
 
 constexpr int64_t STEP = 64;  // inputs of a tile of bytes
+constexpr int64_t SMALLEST_GROUP = 16;
 constexpr int64_t PREPARED_BYTES = 1 << 18;
 
 inline int64_t whole_steps(int64_t inputs) { return round_up(inputs, STEP); }

@@ -45,7 +45,8 @@ inline void words(const uint8_t* codes, vi* out) {
 #endif
 }
 
-// Products of words, of int8. A prepared row has its integers and its scale.
+// Products of words, of int8. A prepared row has its integers, its scale and, for weights with minima, the sum of the
+// integers of each group.
 template <bool GROUPED>
 struct Words : ByVectors<Words<GROUPED>> {
     using A = int16_t;
@@ -61,13 +62,22 @@ struct Words : ByVectors<Words<GROUPED>> {
             narrow(to + k, x);
         });
         memcpy(to + scale_at(args.inputs), &scale, sizeof scale);
+        if (!GROUPED || args.minima == nullptr) return;
+        int32_t* sums = reinterpret_cast<int32_t*>(to + sums_at(args.inputs));
+        for (int64_t group = 0, groups = groups_of(args), k = 0; group < groups; group++) {
+            const int64_t end = group + 1 < groups ? k + args.group : args.inputs;
+            for (sums[group] = 0; k < end; k++) sums[group] += to[k];
+        }
     }
 
 private:
     friend ByVectors<Words>;
 
     static int64_t scale_at(int64_t inputs) { return whole_steps(inputs); }
-    static int64_t stride_of(int64_t inputs) { return round_up(scale_at(inputs) + 2, 32) + 32; }
+    static int64_t sums_at(int64_t inputs) { return scale_at(inputs) + 2; }
+    static int64_t stride_of(int64_t inputs) {
+        return round_up(sums_at(inputs) + (GROUPED ? 2 * whole_steps(inputs) / SMALLEST_GROUP : 0), 32) + 32;
+    }
 
     template <int M>
     static void tile(const LinearArgs& args, const A* a, int64_t stride, int64_t row, const Pair<uint8_t>& blocks) {
@@ -117,6 +127,15 @@ private:
             for (int m = 0; m < M; m++) {
                 totals[m][0] = fused(joined(high[m][0], low[m][0]), scale0, totals[m][0]);
                 totals[m][1] = fused(joined(high[m][1], low[m][1]), scale1, totals[m][1]);
+            }
+            if (!GROUPED || args.minima == nullptr) continue;
+            const vf minimum0 = load(args.minima + at0), minimum1 = load(args.minima + at1);
+#pragma GCC unroll 16
+            for (int m = 0; m < M; m++) {
+                int32_t sum;
+                memcpy(&sum, extra + m * stride + 2 * (1 + group), sizeof sum);
+                totals[m][0] = fused(splat((float)sum), minimum0, totals[m][0]);
+                totals[m][1] = fused(splat((float)sum), minimum1, totals[m][1]);
             }
         }
         for (int m = 0; m < M; m++) {

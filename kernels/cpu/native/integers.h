@@ -1,6 +1,7 @@
 // Products of integers: weights of 4 or 8 bits with inputs that each row rounds to integers of 16 or 8 bits.
 //
 //     y[t, n] = scale[t] * sum over groups g of scale[n, g] * sum over k in g of (q[n, k] - zero[n, g]) * x[t, k]
+//                                             + minimum[n, g] * sum over k in g of x[t, k]
 //
 // The inner sums are exact, so a row's result depends neither on the other rows nor on the instructions that make it:
 //

@@ -48,7 +48,7 @@ public:
     using Number = bf16;
 
     Coded(const LinearArgs& args, const Order& order, float* panel)
-        : order_(order), codes_{static_cast<const uint8_t*>(args.weight), args.scales, args.zeros, args.inputs, args.group, TYPE},
+        : order_(order), codes_{static_cast<const uint8_t*>(args.weight), args.scales, args.zeros, args.minima, args.inputs, args.group, TYPE},
           block_(packed_pairs(args.inputs, TYPE) * 2 * W), most_(panel_pairs(args.inputs, sizeof(bf16))), panel_(reinterpret_cast<bf16*>(panel)) {}
 
     // With one part nothing is multiplied twice, so a pair is enough, and stays in the L1 cache.

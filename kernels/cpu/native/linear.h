@@ -27,22 +27,27 @@ enum Epilogue : int32_t {
     STORE = 0,     // out = y
     ADD = 1,       // out += y
     SILU_MUL = 2,  // out = silu(gate) * up: the first and the second half of y
+    GELU_MUL = 3,  // out = gelu(gate) * up
+    GELU = 4,      // out = gelu(y)
 };
+
+inline bool is_gated(Epilogue epilogue) { return epilogue == SILU_MUL || epilogue == GELU_MUL; }
 
 struct LinearArgs {
     const int64_t* rows;     // number of rows of the step
     const void* weight;      // packed
     const float* scales;     // of the weights of 4 or 8 bits; see codes.h
     const uint8_t* zeros;
+    const float* minima;
     const float* bias;       // [outputs], padded to whole blocks; null: none
     const float* norm;       // [inputs] weights of an RMS norm of `in`; null: none
     const float* in;         // [rows, inputs]
-    float* out;              // [rows, outputs], or half as wide with SILU_MUL
+    float* out;              // [rows, outputs], or half as wide with a gate
     float* workspace;        // kvrelay_linear_workspace(inputs, type) floats for each thread
     int64_t in_stride;       // floats from row to row
     int64_t out_stride;
     int64_t inputs;
-    int64_t outputs;         // with SILU_MUL an even number of whole blocks
+    int64_t outputs;         // with a gate an even number of whole blocks
     int64_t group;           // inputs that share a scale
     float eps;
     WeightType type;
@@ -51,7 +56,7 @@ struct LinearArgs {
 
 // Whether the weights' scales, one for each output, are applied to products and not to weights.
 inline bool scaled_last(const LinearArgs& args) {
-    return weight_bits(args.type) <= 8 && args.group >= args.inputs && args.zeros == nullptr;
+    return weight_bits(args.type) <= 8 && args.group >= args.inputs && args.zeros == nullptr && args.minima == nullptr;
 }
 
 // Pairs of inputs of a block, padding included.

@@ -65,6 +65,9 @@ struct Pair {
 
 inline vf silu(vf x) { return x / (exp(-x) + 1.0f); }
 
+// The approximation by tanh: 0.5 x (1 + tanh(u)) = x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3).
+inline vf gelu(vf x) { return x / (exp(x * (-1.59576912f - 0.0713548162f * x * x)) + 1.0f); }
+
 inline void write(float* out, vf y, int64_t count, bool add) {
     if (count >= W) {
         store(out, add ? load(out) + y : y);
@@ -83,9 +86,17 @@ inline void finish(const LinearArgs& args, int64_t row, int64_t rows, int64_t b0
     const vf scale1 = scaled ? load(args.scales + b1 * W) : splat(1.0f);
     const int64_t stride = args.out_stride, left0 = args.outputs - b0 * W, left1 = b1 == b0 ? 0 : args.outputs - b1 * W;
     float *out0 = args.out + row * stride + b0 * W, *out1 = args.out + row * stride + b1 * W;
-    if (args.epilogue == SILU_MUL) {
+    if (is_gated(args.epilogue)) {
         for (int64_t m = 0; m < rows; m++, out0 += stride) {
-            store(out0, silu(fused(sums(m, 0), scale0, bias0)) * fused(sums(m, 1), scale1, bias1));
+            const vf gate = fused(sums(m, 0), scale0, bias0);
+            store(out0, (args.epilogue == SILU_MUL ? silu(gate) : gelu(gate)) * fused(sums(m, 1), scale1, bias1));
+        }
+        return;
+    }
+    if (args.epilogue == GELU) {
+        for (int64_t m = 0; m < rows; m++, out0 += stride, out1 += stride) {
+            write(out0, gelu(fused(sums(m, 0), scale0, bias0)), left0, false);
+            if (left1 > 0) write(out1, gelu(fused(sums(m, 1), scale1, bias1)), left1, false);
         }
         return;
     }
@@ -141,7 +152,7 @@ struct Order {
     int64_t blocks, pairs, steps;  // steps: tiles of inputs of a block
 
     explicit Order(const LinearArgs& args)
-        : gated(args.epilogue == SILU_MUL), blocks(divide_up(args.outputs, W)), pairs(divide_up(blocks, 2)),
+        : gated(is_gated(args.epilogue)), blocks(divide_up(args.outputs, W)), pairs(divide_up(blocks, 2)),
           steps(divide_up(args.inputs, tiles::INPUTS)) {}
 
     int64_t first(int64_t pair) const { return gated ? pair : 2 * pair; }

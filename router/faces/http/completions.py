@@ -222,6 +222,8 @@ class TextChoice:
             self._end["finish_reason"] = "length" if alone else finish_name(message.finish_reason)
             if self._form.timeline:
                 self._end["timeline"] = timeline_json(message.timeline)
+        if not self._form.stream:
+            return None
         plain = self._logprobs is None and not self._form.token_ids and not ended
         if plain:
             return text or None
@@ -246,7 +248,7 @@ class TextChoice:
         """The choice of a whole answer, without its index."""
         whole = self.part("".join(self._text))
         if self._logprobs is not None:
-            whole["logprobs"] = self._logprobs.whole()
+            whole["logprobs"] = self._logprobs.take()
         if self._form.token_ids:
             whole["token_ids"] = self._token_ids
         return whole | self._end

@@ -5,9 +5,10 @@ Also the parts of it that both of OpenAI's APIs share: usage, and log-probabilit
 
 import asyncio
 import codecs
+import secrets
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from google.protobuf.json_format import MessageToDict
@@ -57,10 +58,39 @@ def timeline_json(timeline: Timeline) -> dict[str, Any]:
     return MessageToDict(timeline, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
 
 
-PART_TOKENS = 256
-"""Tokens of a prompt that are added at a time, in some milliseconds."""
+PART_TOKENS = 64
+"""Tokens whose log-probabilities are made JSON at a time, in a millisecond."""
 LEAST = -9999.0
 """Value in place of minus infinity, which JSON doesn't have."""
+
+
+_CUT = secrets.token_hex(16)
+"""Stands for an `Encoded` in JSON. No client can guess it."""
+_CUT_JSON = to_json(_CUT)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A value that is JSON already."""
+
+    json: bytes
+
+
+def _json(value: Any) -> bytes:
+    """JSON of a value, in which there may be an `Encoded` wherever a value may be."""
+    found: list[bytes] = []
+
+    def cut(part: Any) -> str:
+        if not isinstance(part, Encoded):
+            raise TypeError(f"{type(part).__name__} in an answer")
+        found.append(part.json)
+        return _CUT
+
+    data = to_json(value, fallback=cut)
+    if not found:
+        return data
+    first, *others = data.split(_CUT_JSON)
+    return b"".join((first, *(part for pair in zip(found, others, strict=True) for part in pair)))
 
 
 class TextLogprobs:
@@ -70,33 +100,44 @@ class TextLogprobs:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
-        self._taken = 0
-        self._all: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        self._new = _no_logprobs()
+        self._encoded: list[dict[str, bytes]] = []
+        """The tokens before those in `_new`, in parts: the entries of each list as JSON."""
 
     async def add_prompt(self, token_ids: Sequence[int], values: Sequence[TokenLogprobs]) -> None:
         """Adds a prompt, whose first token has no probability, in parts, between which others have their turn."""
-        known = [None, *values]
-        for start in range(0, len(token_ids), PART_TOKENS):
-            self.add(token_ids[start : start + PART_TOKENS], known[start : start + PART_TOKENS])
+        self.add(token_ids[:1], [None])
+        for start in range(0, len(values), PART_TOKENS):
+            part = values[start : start + PART_TOKENS]
+            self.add(token_ids[start + 1 : start + 1 + len(part)], part)
             await asyncio.sleep(0)
 
     def add(self, token_ids: Sequence[int], values: Sequence[TokenLogprobs | None]) -> None:
         """Adds tokens; None for the first token of a prompt, which has no probability."""
         for token, value in zip(token_ids, values, strict=True):
             name = self._name(token)
-            self._all["tokens"].append(name)
-            self._all["text_offset"].append(self._offset)
+            self._new["tokens"].append(name)
+            self._new["text_offset"].append(self._offset)
             self._offset += len(self._utf8.decode(self._tokenizer.token_bytes[token]))
-            self._all["token_logprobs"].append(None if value is None else _finite(value.logprob))
-            self._all["top_logprobs"].append(None if value is None else self._top(name, value))
+            self._new["token_logprobs"].append(None if value is None else _finite(value.logprob))
+            self._new["top_logprobs"].append(None if value is None else self._top(name, value))
+        if len(self._new["tokens"]) >= PART_TOKENS:
+            self._encode()
 
-    def take(self) -> dict[str, Any]:
+    def take(self) -> "dict[str, Any] | Encoded":
         """The tokens that were added since the last call."""
-        start, self._taken = self._taken, len(self._all["tokens"])
-        return {key: values[start:] for key, values in self._all.items()}
+        if not self._encoded:
+            taken, self._new = self._new, _no_logprobs()
+            return taken
+        self._encode()
+        parts, self._encoded = self._encoded, []
+        lists = (b'"%b":[%b]' % (key.encode(), b",".join(part[key] for part in parts)) for key in self._new)
+        return Encoded(b"{%b}" % b",".join(lists))
 
-    def whole(self) -> dict[str, Any]:
-        return self._all
+    def _encode(self) -> None:
+        if self._new["tokens"]:
+            self._encoded.append({key: to_json(values)[1:-1] for key, values in self._new.items()})
+            self._new = _no_logprobs()
 
     def _top(self, name: str, value: TokenLogprobs) -> dict[str, float]:
         pairs = zip(value.top_ids, value.top_logprobs, strict=True)
@@ -109,6 +150,10 @@ class TextLogprobs:
             return known.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in known)
+
+
+def _no_logprobs() -> dict[str, list[Any]]:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
 def chat_logprobs(tokenizer: Tokenizer, token_ids: Sequence[int], values: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -181,7 +226,7 @@ class Reply:
         self._head = {"id": head.pop("id"), "object": kind, "created": int(time.time()), **head}
         self._chunk_head = self._head | {"object": kind if kind == "text_completion" else f"{kind}.chunk"}
         self._prompts: dict[int, CheckedRequest] = {}
-        self._prompt_logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
+        self._prompt_logprobs: dict[int, Sequence[TokenLogprobs]] = {}
         self._choices: dict[int, Choice] = {}
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         self._total = Total()
@@ -195,10 +240,10 @@ class Reply:
         """Adds a message about a prompt; returns the events that it makes, if any."""
         index = self._index(prompt, message)
         if message.prompt_logprobs:
-            self._prompt_logprobs[prompt].extend(message.prompt_logprobs)
+            self._prompt_logprobs[prompt] = message.prompt_logprobs
         if index not in self._choices:
             choice = self._choices[index] = self._make(self._prompts[prompt])
-            await choice.begin(self._prompt_logprobs[prompt])
+            await choice.begin(self._prompt_logprobs.get(prompt, ()))
         return self.add_more(prompt, message)
 
     def add_more(self, prompt: int, message: GenerateResponse) -> bytes:
@@ -208,7 +253,7 @@ class Reply:
         part = choice.add(message)
         if message.finish_reason:
             self._total.end(message.usage)
-        if part is None:
+        if part is None or not self._form.stream:
             return b""
         if isinstance(part, str):
             if not self._form.usage_in_chunks:
@@ -227,7 +272,7 @@ class Reply:
     def whole(self) -> bytes:
         """The whole answer."""
         choices = [{"index": index, **choice.whole()} for index, choice in sorted(self._choices.items())]
-        return to_json({**self._head, "choices": choices, "usage": self._usage()})
+        return _json({**self._head, "choices": choices, "usage": self._usage()})
 
     def _usage(self) -> dict[str, Any]:
         return self._total.json([choice.counted for choice in self._choices.values()])
@@ -236,7 +281,7 @@ class Reply:
         chunk = {**self._chunk_head, "choices": choices}
         if self._form.usage_chunk:
             chunk["usage"] = self._usage() if usage or self._form.usage_in_chunks else None
-        return b"data: " + to_json(chunk) + b"\n\n"
+        return b"data: %b\n\n" % _json(chunk)
 
     def _frame(self, index: int, choice: Choice) -> tuple[bytes, bytes]:
         """The bytes before and behind the text in a chunk that adds only text."""

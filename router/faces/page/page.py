@@ -81,6 +81,8 @@ class Ask(Fields):
     """A prompt to continue."""
     messages: list[Turn] | None = None
     """Conversation in place of `text`, for a model with a chat template."""
+    session: str | None = None
+    """Name of the conversation, whose requests go to workers that have its KV."""
     max_tokens: int | None = Field(None, ge=0, lt=2**32)
     temperature: float | None = None
     top_p: float | None = None
@@ -93,6 +95,8 @@ class Ask(Fields):
             request.text = self.text
         for turn in self.messages or ():
             request.messages.messages.add(role=turn.role, content=turn.content)
+        if self.session is not None:
+            request.session = self.session
         for name in ("max_tokens", "temperature", "top_p", "seed"):
             value = getattr(self, name)
             if value is not None:

@@ -221,12 +221,6 @@ def test_a_cluster_is_scaled_and_its_roles_are_changed_while_it_serves(shared: W
 
 
 @pytest.mark.more
-def test_what_is_killed_is_replaced(shared: World, answer: tuple[int, ...]) -> None:
-    replaced(shared, [shared.member(name) for name in (*shared.names("prefill"), "router-1")])
-    assert shared.generate() == answer
-
-
-@pytest.mark.more
 def test_a_killed_supervisor_is_restarted_and_finds_its_members_while_streams_go_on(
     shared: World, answer: tuple[int, ...]
 ) -> None:

@@ -138,13 +138,6 @@ def test_nothing_is_decided_where_nothing_can_be_done(signals: Signals, split: S
 
 def test_the_way_back_takes_longer_each_time() -> None:
     cluster = Cluster(replace(CONFIG, cooldown_seconds=2.0, reversal_seconds=8.0))
-    for number in range(4):
-        cluster.run(FULL_PREFILL if number % 2 == 0 else FULL_DECODE, 40)
-    times = [at for at, _ in cluster.decisions]
-    directions = [decision.moves[0].role for _, decision in cluster.decisions]
-    turns = [number for number in range(1, len(times)) if directions[number] != directions[number - 1]]
-    assert len(turns) == 3
-    cluster = Cluster(replace(CONFIG, cooldown_seconds=2.0, reversal_seconds=8.0))
     for _ in range(50):  # each flip comes as soon as the one before has been answered
         before = len(cluster.decisions)
         signals = FULL_PREFILL if before % 2 == 0 else FULL_DECODE
@@ -153,7 +146,7 @@ def test_the_way_back_takes_longer_each_time() -> None:
     gaps = [later - earlier for (earlier, _), (later, _) in zip(cluster.decisions, cluster.decisions[1:], strict=False)]
     assert gaps == sorted(gaps)
     assert gaps[0] >= 8.0
-    assert len(gaps) < 6
+    assert 2 < len(gaps) < 6
 
 
 def test_a_change_needs_a_gain() -> None:

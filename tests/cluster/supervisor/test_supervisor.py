@@ -1,13 +1,8 @@
 """The supervisor over real gRPC, with members that only send heartbeats."""
 
 import asyncio
-import json
-import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -288,21 +283,6 @@ async def test_what_a_member_waits_for_is_told() -> None:
         await until(lambda: launcher.calls.count("run decode-0") == 2, "it was started")
 
 
-async def test_a_silent_process_is_killed_and_replaced() -> None:
-    launcher = FakeLauncher()
-    async with supervisor(launcher, step_dead_seconds=4.0) as server:
-        await until(lambda: server.membership.ready, "ready")
-        # It neither ends nor sends heartbeats, on an open connection. A replacement's heartbeats get through.
-        server.membership.attend = refuse(server.membership.attend, "prefill-0#")  # type: ignore[method-assign]
-        await until(lambda: "kill prefill-0" in launcher.calls, "killed")
-        await until(lambda: launcher.calls.count("run prefill-0") == 2, "replaced")
-
-
-def refuse(attend: Callable[[Member, Load], bool], incarnation: str) -> Callable[[Member, Load], bool]:
-    """Loses the heartbeats of one incarnation."""
-    return lambda member, load: True if member.incarnation.startswith(incarnation) else attend(member, load)
-
-
 async def test_a_mistake_at_the_first_start_is_reported_and_not_tried_again() -> None:
     launcher = FakeLauncher(hopeless="prefill-0")
     async with supervisor(launcher) as server:
@@ -350,25 +330,3 @@ async def test_the_failure_of_one_members_keeper_is_that_members(monkeypatch: py
         launcher.broken = ""
         await until(lambda: server.membership.ready, "the member is back")
         assert [launcher.calls.count(f"run {name}") for name in ("router-0", "decode-0")] == [1, 1]
-
-
-def test_it_runs_in_the_foreground_and_ends_on_sigterm(tmp_path: Path) -> None:
-    config = tmp_path / "supervisor.json"
-    config.write_text('{"port": 0, "suspect_seconds": 2}')
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvrelay.cluster.supervisor", "--config", str(config)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        address = json.loads(process.stdout.readline())["address"]
-        status = get_status(state_of(address), timeout=SECONDS)
-        assert status is not None
-        assert not status.ready
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(SECONDS) == 0
-        assert get_status(state_of(address), timeout=0.5) is None
-    finally:
-        process.kill()
-        process.communicate()

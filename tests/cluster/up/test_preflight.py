@@ -12,6 +12,7 @@ import pytest
 from kvrelay.cluster.config.options import ClusterConfig
 from kvrelay.cluster.errors import UsageError
 from kvrelay.cluster.up.preflight import check, check_checkpoint, check_port
+from kvrelay.engine.config import SpeculationConfig
 from kvrelay.models import resolve
 
 
@@ -38,16 +39,19 @@ def test_a_model_is_found_by_name_or_folder_and_files_become_absolute(
     assert check(joined) == joined, "folders and ports of other machines are not checked"
 
 
-def test_an_instruction_set_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVRELAY_INSTRUCTION_SET", "sse2")
-    with pytest.raises(UsageError, match=r"KVRELAY_INSTRUCTION_SET is 'sse2'; allowed here:"):
-        check(config())
-
-
-@pytest.mark.parametrize("path", ["/nope", "", "pico2"])
-def test_a_model_that_is_not_there(path: str) -> None:
-    with pytest.raises(UsageError, match=f"{path!r}.*neither a folder nor a bundled model"):
-        check(config(model={"path": path}))
+def test_draft_models_are_found_before_the_start(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+    own = {"engine": {"speculation": {"method": "eagle3", "draft_model": "model"}}}
+    checked = check(config(engine={"speculation": {"method": "draft", "draft_model": "pico-draft"}}, decode=own))
+    prefill, decode = checked.worker_configs()
+    assert prefill.engine.speculation.draft_model == str(resolve("pico-draft"))
+    assert decode.engine.speculation == SpeculationConfig("eagle3", str(checkpoint))
+    for sections, key in (
+        ({"engine": {"speculation": {"method": "draft", "draft_model": "nope"}}}, "engine"),
+        ({"decode": {"engine": {"speculation": {"method": "medusa", "draft_model": "nope"}}}}, "decode.engine"),
+    ):
+        with pytest.raises(UsageError, match=rf"^{key}\.speculation\.draft_model: 'nope' is neither a folder nor"):
+            check(config(**sections))
 
 
 def changed(folder: Path, **values: object) -> None:
@@ -101,16 +105,30 @@ def test_a_host_that_is_not_this_machines_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "options", "said"),
+    ("sections", "said"),
     [
-        ("router", {"api_keys": "missing"}, "router: api_keys missing: No such file"),
-        ("router", {"tls_certificate": "missing", "tls_key": "k"}, "router: certificate: missing: No such file"),
-        ("security", {"join_token_path": "missing"}, "security: join_token_path missing: No such file"),
-        ("security", {"tls": "mutual", "certificates": "nowhere"}, "security: certificate: nowhere/supervisor.crt"),
+        ({"model": {"path": "/nope"}}, "'/nope'.*neither a folder nor a GGUF file nor a bundled model"),
+        ({"model": {"path": ""}}, "''.*neither a folder nor a GGUF file nor a bundled model"),
+        ({"model": {"path": "pico2"}}, "'pico2'.*neither a folder nor a GGUF file nor a bundled model"),
+        ({"router": {"api_keys": "missing"}}, "router: api_keys missing: No such file"),
+        (
+            {"router": {"tls_certificate": "missing", "tls_key": "k"}},
+            "router: certificate: missing: No such file",
+        ),
+        ({"security": {"join_token_path": "missing"}}, "security: join_token_path missing: No such file"),
+        (
+            {"security": {"tls": "mutual", "certificates": "nowhere"}},
+            "security: certificate: nowhere/supervisor.crt",
+        ),
     ],
 )
-def test_a_missing_secret_is_named_before_ray_starts(section: str, options: dict[str, str], said: str) -> None:
-    router = {"grpc_port": 0, "http_port": None, **(options if section == "router" else {})}
-    security = options if section == "security" else {}
+def test_what_is_missing_is_named(sections: dict[str, dict[str, object]], said: str) -> None:
+    router = {"grpc_port": 0, "http_port": None, **sections.get("router", {})}
     with pytest.raises(UsageError, match=said):
-        check(config(router=router, security=security))
+        check(config(**{**sections, "router": router}))
+
+
+def test_an_instruction_set_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_INSTRUCTION_SET", "sse2")
+    with pytest.raises(UsageError, match=r"KVRELAY_INSTRUCTION_SET is 'sse2'; allowed here:"):
+        check(config())

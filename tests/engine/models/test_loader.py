@@ -4,6 +4,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,21 @@ def test_every_weight_type_loads_into_every_run_type(model_of: Callable[..., Pat
             found = logits_by(runner, TOKENS)
             expected = found if expected is None else expected
             assert (found - expected).std() < 0.05 * expected.std()
+
+
+def test_longrope_is_stretched_for_longer_contexts_only(model_of: Callable[..., Path]) -> None:
+    """All sequences of a worker have the same frequencies, and workers with others don't pair."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    folder = model_of("phi3", original_max_position_embeddings=64, rope_parameters=rope)
+    found = []
+    for most, context in ((0, 64), (64, 64), (65, 65), (4096, 1024)):
+        runner = build_cpu_runner(folder, "float32", replace(OPTIONS, max_context=most))
+        assert runner.spec.max_context == context
+        found.append((runner.spec.fingerprint, logits_by(runner, TOKENS)))
+    (plain, short), (same, _), (stretched, long), (same_stretched, _) = found
+    assert plain == same != stretched == same_stretched
+    assert (short - long).std() > 0.01 * short.std()
 
 
 def test_progress_grows_to_one(llama: Path) -> None:

@@ -1,18 +1,27 @@
 """Logits equal those of transformers, however a sequence is cut into chunks and batched with others."""
 
+import os
 import random
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from kvrelay.engine.attention.base import AttentionInputs
 from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.models.fast.decoder import Decoder
+from kvrelay.engine.models.fast.native import NativeDecoder
+from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.runner import cpu
 from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
-from support.checkpoints import ARCHITECTURES, LLAMA3_ROPE, VOCAB_SIZE
+from kvrelay.engine.runner.gpu import build_gpu_runner
+from support.checkpoints import FAMILIES, LLAMA3_ROPE, VOCAB_SIZE
 from support.paged import PagedSequence, PagedSequences
 
 BLOCK = 16
@@ -20,14 +29,46 @@ TILE = 64
 """Tokens of a prefill tile of the native kernels."""
 TOLERANCE = 1e-4
 LENGTH = 300
+OPTIONS = EngineConfig(block_size=BLOCK, kv_memory_bytes=8 * 2**20, threads=1, max_context=1024)
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "beta_fast": 8.0,
+    "truncate": False,
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "factor": 4.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{architecture: (architecture, {}) for architecture in ARCHITECTURES},
+    **{family: (family, {}) for family in FAMILIES},
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": PLAIN_ROPE}),
     "llama-linear-rope": ("llama", {"rope_parameters": LINEAR_ROPE, "num_key_value_heads": 4}),
     "llama-llama3-blend": ("llama", {"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 0.1, "factor": 3.0}}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN_ROPE}),
+    "llama-dynamic": ("llama", {"rope_parameters": LINEAR_ROPE | {"rope_type": "dynamic"}}),
+    "phi3-longrope-short": (
+        "phi3",
+        {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 1024, "sliding_window": 70},
+    ),
+    "phi3-longrope-long": ("phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 64}),
+    "smollm3-windows": ("smollm3", {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 40}),
+    "starcoder2-no-biases": ("starcoder2", {"use_bias": False, "sliding_window": None, "intermediate_size": 100}),
+    "cohere2-biases": ("cohere2", {"attention_bias": True, "logit_scale": 0.3}),
+    "gemma3-linear-rope": (
+        "gemma3_text",
+        {"rope_parameters": {"full_attention": LINEAR_ROPE, "sliding_attention": PLAIN_ROPE}},
+    ),
     "mistral-no-window": ("mistral", {"sliding_window": None, "num_key_value_heads": 1}),
     "mistral-window-1": ("mistral", {"sliding_window": 1}),
     "mistral-window-past-a-tile": ("mistral", {"sliding_window": 150}),
@@ -43,9 +84,9 @@ class Case:
     """A runner and the logits that transformers gives for one long prompt, of which tests take beginnings."""
 
     def __init__(self, folder: Path) -> None:
-        self.runner: CpuRunner = build_cpu_runner(
-            folder, "float32", EngineConfig(block_size=BLOCK, kv_memory_bytes=8 * 2**20, threads=1)
-        )
+        self.folder = folder
+        self.runner: CpuRunner = build_cpu_runner(folder, "float32", OPTIONS)
+        assert isinstance(self.runner.model, NativeDecoder)
         self.prompts = [random.Random(seed).choices(range(VOCAB_SIZE), k=LENGTH) for seed in range(3)]
         # In float32, the oracle itself is wrong by up to 9e-5.
         oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
@@ -120,13 +161,59 @@ def test_mixed_batches(case: Case, seed: int) -> None:
         case.check(sequence, prompt)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_the_native_kernels(
+    family: str, case_of: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = case_of(family)
+    monkeypatch.setattr(cpu, "library", lambda: None)
+    runner = build_cpu_runner(case.folder, "float32", OPTIONS)
+    assert isinstance(runner.model, Decoder)
+    sequences = PagedSequences(runner)
+    sequence = sequences.add(case.prompts[0])
+    for count in (100, 1, 1, 130, 68):
+        sequences.compute((sequence, count))
+    case.check(sequence)
+
+
+class OnGpu:
+    """A GPU's model as `PagedSequences` takes it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.runner = build_gpu_runner(folder, "float32", OPTIONS, device=DEVICE)
+        self.pool, self.layout, self.model = self.runner.pool, self.runner.layout, self
+
+    def forward(self, plan: StepPlan) -> Tensor:
+        """The logits: `logits` has nothing left to do."""
+        device, attention = self.runner.device, self.runner.attention
+        inputs = AttentionInputs.from_plan(plan, BLOCK, device)
+        attention.plan(inputs)
+        tokens = torch.from_numpy(plan.tokens.astype(np.int64)).to(device)
+        return self.runner.model.forward_logits(tokens, inputs.positions, attention).cpu()
+
+    def logits(self, logits: Tensor) -> Tensor:
+        return logits
+
+
+@pytest.mark.parametrize(
+    "family",
+    [family if family in ("glm4", "cohere2") else pytest.param(family, marks=pytest.mark.more) for family in FAMILIES],
+)
+def test_on_a_gpu(family: str, case_of: Callable[[str], Case]) -> None:
+    case = case_of(family)
+    sequences = PagedSequences(OnGpu(case.folder))
+    sequence = sequences.add(case.prompts[0][:60])
+    for count in (41, 1, 17, 1):
+        sequences.compute((sequence, count))
+    case.check(sequence)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_bfloat16_is_close_to_float32(architecture: str, model_of: Callable[..., Path]) -> None:
     """bfloat16 carries 8 bits: logits agree to a few percent of their spread, in chunks and decode as well."""
     folder = model_of(architecture, dtype="bfloat16")
     case = Case(folder)
-    options = EngineConfig(block_size=BLOCK, kv_memory_bytes=8 * 2**20, threads=1)
-    runner = build_cpu_runner(folder, "auto", options)
+    runner = build_cpu_runner(folder, "auto", OPTIONS)
     assert runner.spec.dtype == "bfloat16"
     sequences = PagedSequences(runner)
     sequence = sequences.add(case.prompts[0])

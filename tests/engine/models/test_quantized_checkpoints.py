@@ -14,6 +14,7 @@ from support.paged import logits_of
 
 TOKENS = [5, 9, 2, 7, 7, 1, 30, 12, 4, 4, 21, 8]
 GROUP = 32
+SHAPE = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
 Layer = tuple[dict[str, Tensor], Tensor]
 """The stored tensors of a layer, by the end of their names, and the weight that they stand for."""
 
@@ -123,7 +124,7 @@ LAYOUTS: dict[str, tuple[Callable[[int, int, int], Layer], dict[str, Any]]] = {
 
 @pytest.fixture
 def plain(model_of: Callable[..., Path]) -> Path:
-    return model_of("llama", hidden_size=128, intermediate_size=192, num_hidden_layers=2)
+    return model_of("llama", **SHAPE)
 
 
 def quantized(plain: Path, folder: Path, layout: str, **changes: Any) -> tuple[Path, Path]:
@@ -146,9 +147,14 @@ def quantized(plain: Path, folder: Path, layout: str, **changes: Any) -> tuple[P
     return folder / "stored", folder / "values"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_quantized_checkpoint_computes_with_its_numbers(plain: Path, tmp_path: Path, layout: str) -> None:
-    stored, values = quantized(plain, tmp_path, layout)
+FAMILIES = [*((layout, "llama") for layout in LAYOUTS), ("gptq", "glm4"), ("fp8 in blocks", "phi3")]
+
+
+@pytest.mark.parametrize(("layout", "family"), FAMILIES)
+def test_a_quantized_checkpoint_computes_with_its_numbers(
+    model_of: Callable[..., Path], tmp_path: Path, layout: str, family: str
+) -> None:
+    stored, values = quantized(model_of(family, **SHAPE), tmp_path, layout)
     found, expected = logits_of(stored, TOKENS), logits_of(values, TOKENS)
     # W8A8 rounds inputs to 8 bits, the others to 16 or to bfloat16.
     assert (found - expected).norm() <= (5e-2 if layout == "w8a8" else 3e-2) * expected.norm()
@@ -178,7 +184,9 @@ def test_what_cannot_be_read_is_refused_by_name(
 def test_a_quantized_checkpoint_is_refused_by_the_place_of_what_cannot_be(plain: Path, tmp_path: Path) -> None:
     """It can't be quantized again, and its inputs can't be in an order of their own."""
     stored, _ = quantized(plain, tmp_path, "gptq", desc_act=True)
-    with pytest.raises(ValueError, match="quantization is 'int8'; allowed: none; the checkpoint is in gptq already"):
+    with pytest.raises(
+        ValueError, match="quantization is 'int8'; allowed: none, dense; the checkpoint is in gptq already"
+    ):
         logits_of(stored, TOKENS, quantization="int8")
     tensors = load_file(stored / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.g_idx"

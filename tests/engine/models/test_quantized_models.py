@@ -30,7 +30,7 @@ SCHEMES: tuple[Quantization, ...] = ("int8", "int4", "fp8", "w8a8")
 TOKENS = [5, 9, 2, 7, 7, 1, 30, 12, 4, 4, 21, 8]
 
 
-@pytest.fixture(params=["llama", "qwen3"])
+@pytest.fixture(params=["llama", "qwen3", "glm4", "starcoder2"])
 def folder(request: pytest.FixtureRequest, model_of: Callable[..., Path]) -> Path:
     return model_of(request.param)
 
@@ -85,7 +85,7 @@ def test_packed_weights_are_small(folder: Path, quantization: Quantization, most
         assert size <= most * 4 * linear.inputs * linear.outputs
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_a_gpu_computes_the_same(folder: Path, quantization: Quantization) -> None:
     options = EngineConfig(kv_memory_bytes=4 * 2**20, quantization=quantization)
     runner = build_gpu_runner(folder, "float32", options, device=DEVICE)

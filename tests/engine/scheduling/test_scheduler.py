@@ -327,3 +327,19 @@ def test_a_hand_off_leaves_nothing_in_flight() -> None:
     assert report.hold is not None
     bench.exports.pop()[0].release()
     bench.check_over()
+
+
+@pytest.mark.parametrize("lead", range(8))
+def test_a_request_that_takes_the_last_block_beside_a_plan_in_flight_ends_no_engine(lead: int) -> None:
+    """It comes some steps before a running sequence needs a block, while the plan is in flight that preempts nobody."""
+    bench = Bench(8, max_batch_tokens=64, max_sequences=2, lag=1)
+    bench.add(bench.request(numbers(7 * SIZE - lead), max_tokens=8))
+    assert bench.launch() is not None
+    for step in range(2 * SIZE):
+        if step == lead // 2:
+            bench.add(bench.request(numbers(3, 5), max_tokens=4, holder=1))
+        bench.launch()
+        if bench.flight:
+            bench.land()
+    bench.drain()
+    bench.check_over()

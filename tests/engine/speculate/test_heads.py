@@ -347,7 +347,7 @@ def test_streams_are_the_same_without_the_native_kernels(
     assert run(with_heads(request.getfixturevalue(method), eight, method), asked) == plain
 
 
-def test_medusa_heads_that_do_not_fit_are_refused(llama: Path, tmp_path: Path) -> None:
+def test_medusa_heads_that_do_not_fit_are_refused(llama: Path, model_of: Callable[..., Path], tmp_path: Path) -> None:
     good = medusa_tensors(2, 1, HIDDEN, VOCAB_SIZE)
     wide = medusa_tensors(2, 1, HIDDEN + 4, VOCAB_SIZE)
     short = {name: tensor for name, tensor in good.items() if name != "1.1.weight"}
@@ -365,6 +365,8 @@ def test_medusa_heads_that_do_not_fit_are_refused(llama: Path, tmp_path: Path) -
         folder = write_medusa(tmp_path / f"{number}", tensors, **config)
         with pytest.raises(ValueError, match=why):
             with_heads(folder, llama)
+    with pytest.raises(ValueError, match=r"method is medusa; allowed for Starcoder2ForCausalLM: others"):
+        with_heads(write_medusa(tmp_path / "fitting", good), model_of("starcoder2"))
     with pytest.raises(ValueError, match=r"has none of the files medusa_lm_head.safetensors, medusa_lm_head.pt"):
         with_heads(llama, llama)
     for method in ("medusa", "eagle3"):

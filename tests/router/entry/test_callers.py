@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.client import AsyncClient, Exhausted, InvalidRequest, Tls, Unauthenticated, Unavailable
+from kvrelay.client import AsyncClient, InvalidRequest, Tls, Unauthenticated, Unavailable
 from kvrelay.router.entry import callers
 from kvrelay.router.entry.callers import ApiKeys
 from kvrelay.v1.inference_pb2 import GenerateRequest, Resume, SamplingParams, TokenIds
 from support.key_edits import EDITS, UNREADABLE, WHOLE, digest, edit
-from support.router_fakes import pair, silent
+from support.router_fakes import pair
 from support.scenes import Serve
 from support.secrets import secrets_in
 
@@ -63,15 +63,6 @@ async def test_every_call_needs_a_known_key(serve: Serve, keys: str) -> None:
     assert not cluster.workers["prefill-0"].jobs
 
 
-async def test_without_authentication_all_share_one_tenant_and_none_can_be_claimed(serve: Serve) -> None:
-    cluster = await serve(*pair())
-    client = cluster.client_of(api_key="unneeded")
-    await client.complete(PROMPT, max_tokens=2)
-    assert (await cluster.job("prefill-0")).submit.tenant == ""
-    with pytest.raises(InvalidRequest, match="this router knows no tenants"):
-        await client.complete(PROMPT, max_tokens=2, tenant="a")
-
-
 async def test_a_client_certificate_names_the_tenant(serve: Serve, tmp_path: Path) -> None:
     folder, name = secrets_in(tmp_path, "mutual").folder / "certificates", "router.kvrelay.internal"
     files = {"tls_certificate": "router.crt", "tls_key": "router.key", "tls_client_ca": "ca.crt"}
@@ -82,22 +73,6 @@ async def test_a_client_certificate_names_the_tenant(serve: Serve, tmp_path: Pat
     for tls in (Tls(folder / "ca.crt", server_name=name), None):
         with pytest.raises(Unavailable):
             await cluster.client_of(tls=tls).complete(PROMPT, max_tokens=2, timeout=10)
-
-
-async def test_one_tenant_can_not_take_the_memory_of_another(serve: Serve, keys: str) -> None:
-    """The tenants call from one address: a gateway may call for all of them."""
-    prefill, decode = pair()
-    prefill.script = silent
-    cluster = await serve(prefill, decode, api_keys=keys, max_queued_bytes=200_000, max_message_bytes=20_000)
-    a, b = cluster.client_of(api_key="key of a"), cluster.client_of(api_key="key of b")
-    text = "x" * 15_000
-    running = asyncio.ensure_future(a.complete("hello"))
-    await cluster.job("prefill-0")
-    answers = await asyncio.gather(*(a.tokenize(text) for _ in range(40)), return_exceptions=True)
-    assert any(isinstance(answer, Exhausted) for answer in answers), "its own share is bounded"
-    await b.tokenize(text)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_a_key_that_any_edit_removes_is_refused_within_a_second(serve: Serve, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Limits of API keys: classes of service, requests and tokens a minute, requests at once."""
 
-import asyncio
 from pathlib import Path
 
 import grpc
@@ -8,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.client import Exhausted
+from kvrelay.client import Exhausted, KvrelayError
 from kvrelay.router.config import ServiceClass
 from kvrelay.router.entry.limits import KeyLimits, Limits
 from kvrelay.router.errors import LimitReached
-from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams, TokenIds
 from support.http_calls import HELLO
 from support.router_fakes import fake, key_file, pair, silent
 from support.scenes import Serve
@@ -20,82 +18,49 @@ from support.scenes import Serve
 PROMPT = [5] * 20
 
 
-async def test_requests_at_once(serve: Serve, tmp_path: Path) -> None:
-    prefill, decode = pair()
-    prefill.script, answer = silent, prefill.script
-    cluster = await serve(prefill, decode, api_keys=key_file(tmp_path, a="concurrent=2", b=""))
-    a, b = cluster.client_of(api_key="a"), cluster.client_of(api_key="b")
-    running = [asyncio.create_task(a.complete(PROMPT, max_tokens=2)) for _ in range(2)]
-    await cluster.job("prefill-0", 1)
-    with pytest.raises(Exhausted, match="2 requests of the API key are in flight; its limit") as refused:
-        await a.complete(PROMPT, max_tokens=2)
-    assert refused.value.retry_after == 1.0
-    unlimited = asyncio.create_task(b.complete(PROMPT, max_tokens=2))
-    await cluster.job("prefill-0", 2)
-    for job in prefill.jobs:
-        await answer(job)
-    await asyncio.gather(*running, unlimited)
-    prefill.script = answer
-    await a.complete(PROMPT, max_tokens=2)
-
-
-async def test_requests_and_tokens_a_minute(serve: Serve, tmp_path: Path) -> None:
-    keys = key_file(tmp_path, a="requests_per_minute=3", b="tokens_per_minute=50")
-    cluster = await serve(*pair(), api_keys=keys)
-    a, b = cluster.client_of(api_key="a"), cluster.client_of(api_key="b")
-    for _ in range(3):
-        await a.complete(PROMPT, max_tokens=2)
-    with pytest.raises(Exhausted, match="requests_per_minute, 3, are used up") as refused:
-        await a.complete(PROMPT, max_tokens=2)
+async def test_tokens_a_minute(serve: Serve, tmp_path: Path) -> None:
+    cluster = await serve(*pair(), api_keys=key_file(tmp_path, b="tokens_per_minute=50"))
+    client = cluster.client_of(api_key="b")
+    await client.complete(PROMPT, max_tokens=8)
+    await client.tokenize("free of charge")
+    with pytest.raises(Exhausted, match="tokens_per_minute, 50, are used up") as refused:
+        await client.complete(PROMPT * 2, max_tokens=8)
     assert refused.value.retry_after is not None
-    assert 10 < refused.value.retry_after <= 20
-    await b.complete(PROMPT, max_tokens=8)
-    await a.tokenize("free of charge")
-    with pytest.raises(Exhausted, match="tokens_per_minute, 50, are used up"):
-        await b.complete(PROMPT * 2, max_tokens=8)
-    assert cluster.outcomes.count("exhausted") == 2
+    assert 10 < refused.value.retry_after <= 60
+    assert cluster.outcomes.count("exhausted") == 1
 
 
-async def test_classes_of_service(serve: Serve, tmp_path: Path) -> None:
+async def test_classes_of_service_and_requests_a_minute(serve: Serve, tmp_path: Path) -> None:
     classes = {"batch": ServiceClass(), "chat": ServiceClass(weight=4, first_token_timeout_seconds=0.3)}
     prefill, decode = pair()
-    keys = key_file(tmp_path, a="classes=batch", b="")
+    keys = key_file(tmp_path, a="classes=batch requests_per_minute=3", b="", c="classes=batch")
     cluster = await serve(prefill, decode, api_keys=keys, classes=classes)
 
-    async def ask(key: str, name: str) -> str:
-        """Status and text of the error; "OK" without one."""
-        sampling = SamplingParams(max_tokens=2)
-        request = GenerateRequest(token_ids=TokenIds(ids=PROMPT), sampling=sampling, slo_class=name)
-        call = cluster.stub.Generate(request, metadata=(("authorization", f"Bearer {key}"),), timeout=20)
-        try:
-            async for _ in call:
-                pass
-        except grpc.aio.AioRpcError as error:
-            return f"{error.code().name}: {error.details()}"
-        return "OK"
+    async def ask(key: str, name: str) -> tuple[int, str, int]:
+        """Status, text of the error, and seconds after which to try again."""
+        headers = {"Authorization": f"Bearer {key}"}
+        call = cluster.http.session.post("/v1/completions", json={**HELLO, "slo_class": name}, headers=headers)
+        async with call as response:
+            error = (await response.json()).get("error", {"message": ""})
+            return response.status, error["message"], int(response.headers.get("Retry-After", 0))
 
-    assert await ask("a", "batch") == "OK"
+    served = (200, "", 0)
+    assert await ask("a", "batch") == served
     for name in ("chat", ""):
-        said = await ask("a", name)
-        assert said.startswith("PERMISSION_DENIED")
-        assert said.endswith("allowed for this API key: 'batch'")
-    said = await ask("b", "fast")
-    assert said.startswith("INVALID_ARGUMENT: slo_class is 'fast'; allowed: 'default', 'batch', 'chat', or empty")
-    assert await ask("b", "chat") == await ask("b", "") == "OK"
+        status, said, _ = await ask("a", name)
+        assert (status, said.partition("allowed")[2]) == (403, " for this API key: 'batch'")
+    with pytest.raises(KvrelayError, match="allowed for this API key: 'batch'") as refused:
+        await cluster.client_of(api_key="c").complete(PROMPT, slo_class="chat")
+    assert refused.value.code is grpc.StatusCode.PERMISSION_DENIED
+    status, said, seconds = await ask("a", "batch")
+    assert (status, "requests_per_minute, 3, are used up" in said) == (429, True)
+    assert 10 < seconds <= 20
+    status, said, _ = await ask("b", "fast")
+    assert status == 400
+    assert said.startswith("slo_class is 'fast'; allowed: 'default', 'batch', 'chat', or empty")
+    assert await ask("b", "chat") == await ask("b", "") == served
     prefill.script = silent
-    said = await ask("b", "chat")
-    assert said == "DEADLINE_EXCEEDED: no token within the router's first_token_timeout_seconds, 0.3"
-
-
-async def test_limits_and_classes_over_http(serve: Serve, tmp_path: Path) -> None:
-    keys = key_file(tmp_path, a="classes=default requests_per_minute=2")
-    cluster = await serve(*pair(), api_keys=keys, classes={"batch": ServiceClass()})
-    url, headers = "/v1/completions", {"Authorization": "Bearer a"}
-    for slo_class, status, said in (("", 200, ""), ("batch", 403, "slo_class"), ("", 429, "requests_per_minute")):
-        async with cluster.http.session.post(url, json={**HELLO, "slo_class": slo_class}, headers=headers) as response:
-            assert response.status == status
-            assert said in (await response.json()).get("error", {}).get("message", "")
-            assert (1 <= int(response.headers.get("Retry-After", 0)) <= 60) == (status == 429)
+    assert await ask("b", "chat") == (504, "no token within the router's first_token_timeout_seconds, 0.3", 0)
 
 
 async def test_a_session_is_named_by_header_cache_key_or_user(serve: Serve) -> None:

@@ -1,11 +1,12 @@
 """Placement: which workers take a request."""
 
 from collections import Counter
+from unittest import mock
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.internal.v1.worker_pb2 import PHASE_DECODE, PHASE_PREFILL, RequestEvent, RouterHello, Sampling, Submit
+from kvrelay.internal.v1.worker_pb2 import PHASE_DECODE, PHASE_PREFILL, RouterHello, Sampling, Submit
 from kvrelay.router.placing.placement import (
     AHEAD_PROMPTS,
     TRANSFER_SHARE,
@@ -226,23 +227,11 @@ def test_what_another_router_has_placed_counts_as_if_this_one_had() -> None:
         chain = [unit + 100 for unit in chain]
 
 
-class Deaf:
-    """Listens to a stream on which nothing comes."""
-
-    def on_token(self, index: int, token: int, now: float) -> None: ...
-
-    def on_event(self, event: RequestEvent) -> None: ...
-
-    def on_lost(self) -> None: ...
-
-    def on_doubt(self) -> None: ...
-
-
 def test_load_is_what_runs_and_what_is_to_compute_not_what_may_be_generated() -> None:
     def load(*submits: Submit) -> int:
         stream = WorkerStream(WorkerId("w", "i"), "", credentials("router"), RouterHello(), lambda: None)
         for submit in submits:
-            stream.submit(submit, Deaf(), cached_tokens=30)
+            stream.submit(submit, mock.Mock(), cached_tokens=30)
         view = WorkerView(
             stream.worker,
             "decode",

@@ -1,7 +1,6 @@
 """A router whose decode worker is full: requests wait in the router, in order, and no prefill starts for them."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -91,35 +90,23 @@ async def test_prompts_wait_while_the_prefill_worker_has_enough_to_do_and_tenant
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_cancel_in_the_queue_leaves_nothing_anywhere(full: Start) -> None:
-    cluster = await full()
-    (task,) = await begin(cluster)
-    started = time.monotonic()
-    task.cancel()
-    await until(lambda: cluster.router.waiting == 0, "it no longer waits")
-    assert time.monotonic() - started < 0.5
-    await until(lambda: cluster.outcomes == ["cancelled"], "it has ended")
-    assert cluster.workers["prefill-0"].jobs == cluster.workers["decode-0"].jobs == []
-
-
-async def test_the_clients_deadline_and_the_routers_limits_hold_in_the_queue(full: Start) -> None:
-    cluster = await full(first_token_timeout_seconds=0.5)
+async def test_a_wait_ends_with_a_cancel_the_clients_deadline_or_the_routers_limits(full: Start) -> None:
+    """Nothing of the request is left anywhere."""
+    cluster = await full(first_token_timeout_seconds=1.0, max_queue=2)
     with pytest.raises(DeadlineExceeded):
         await cluster.ask(PROMPT, timeout=0.2)
-    with pytest.raises(Exhausted, match="waited for workers with capacity") as shed:
-        await cluster.ask(PROMPT)
-    assert shed.value.retry_after == RATE_SECONDS, "nothing has ended lately"
     await until(lambda: cluster.router.waiting == 0, "nobody waits")
-
-
-async def test_a_request_beyond_the_queues_limit_gets_a_retry_delay(full: Start) -> None:
-    cluster = await full(max_queue=2)
-    tasks = await begin(cluster, 2)
+    cancelled, shed = await begin(cluster, 2)
     with pytest.raises(Exhausted, match="max_queue") as refused:
         await cluster.ask(PROMPT)
-    assert refused.value.retry_after == RATE_SECONDS
-    await cluster.report("decode-0", load(free=90))
-    await asyncio.gather(*tasks)
+    cancelled.cancel()
+    await until(lambda: cluster.router.waiting == 1, "one waits no longer", 0.5)
+    with pytest.raises(Exhausted, match="waited for workers with capacity") as late:
+        await shed
+    assert refused.value.retry_after == late.value.retry_after == RATE_SECONDS, "nothing has ended lately"
+    await cluster.idle()
+    assert set(cluster.outcomes[1:]) == {"exhausted", "cancelled"}
+    assert cluster.workers["prefill-0"].jobs == cluster.workers["decode-0"].jobs == []
 
 
 async def test_waiting_requests_are_refused_when_no_worker_is_left(full: Start) -> None:

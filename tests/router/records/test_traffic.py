@@ -66,15 +66,10 @@ def test_ends_count_tokens_and_the_time_between_them() -> None:
 @pytest.mark.parametrize(("outcome", "missed"), [("deadline", 1), ("unavailable", 1), ("cancelled", 0), ("invalid", 0)])
 def test_a_request_that_fails_before_its_first_token_has_missed_its_target(outcome: str, missed: int) -> None:
     meter = TrafficMeter(TARGETS)
+    meter.end(RequestTrace(time.monotonic()), "invalid")  # one that has not begun counts nothing
     meter.end(begun(meter, None), outcome)  # type: ignore[arg-type]  # one of the outcomes
     report = meter.report([], waits_for_prefill)
     assert (report.first_tokens, report.ttft_attained, report.streams) == (missed, 0, 0)
-
-
-def test_an_end_without_a_begin_counts_nothing() -> None:
-    meter = TrafficMeter(TARGETS)
-    meter.end(RequestTrace(time.monotonic()), "invalid")
-    assert meter.report([], waits_for_prefill).first_tokens == 0
 
 
 def test_young_requests_are_forgotten_when_they_grow_up(monkeypatch: pytest.MonkeyPatch) -> None:

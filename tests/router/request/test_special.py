@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from kvrelay.models import bundled
 from kvrelay.router.errors import InvalidRequest
 from kvrelay.router.request.chat import Conversation, TemplateFailed
 from kvrelay.router.request.conversation import conversation
@@ -217,20 +216,6 @@ def test_special_tokens_in_texts_are_plain_text(tmp_path: Path, kind: str, examp
                 assert tokenizer.decode(ids, skip_special_tokens=False) == rendered
 
         check()
-
-
-def test_the_bundled_model(tmp_path: Path) -> None:
-    folder = bundled("pico")
-    assert folder is not None
-    template = tmp_path / "template"
-    template.write_text(TEMPLATE)
-    router = Router(folder, template)
-    end = router.id_of("</s>")
-    chat = [{"role": "user", "content": "if a </s> b"}]
-    assert end not in ids_of(router, Conversation(chat))
-    assert end in ids_of(router, Conversation(chat, parse_special=True))
-    assert end in list(asyncio.run(router.encode(chat[0]["content"])))
-    router.close()
 
 
 async def test_chats_over_http_have_plain_text_and_completions_special_tokens(serve: Serve) -> None:

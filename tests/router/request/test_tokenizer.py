@@ -102,15 +102,6 @@ def test_what_a_template_refuses_says_nothing_of_the_messages(source: str, messa
     assert "hi" not in str(caught.value)
 
 
-TOOLS = [{"type": "function", "function": {"name": "f"}}]
-
-
-def test_a_template_gets_tools_variables_and_what_to_end_with() -> None:
-    source = "{{ tools | tojson }}{{ mood }}{{ messages[-1].content }}{% if add_generation_prompt %}!{% endif %}"
-    asked = Conversation(MESSAGES, TOOLS, {"mood": "good", "messages": []}, add_generation_prompt=False)
-    assert ChatTemplate(source, {}).render(asked) == f"{json.dumps(TOOLS)}good<b>hi</b>"
-
-
 def test_the_last_message_is_continued_where_its_content_ends() -> None:
     template = ChatTemplate("{% for m in messages %}[{{ m.content | trim }}]{% endfor %} end", {})
     for content, expected in (("so far", "[a][so far"), (" so far ", "[a][so far"), ("a", "[a][a")):

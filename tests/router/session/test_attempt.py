@@ -1,6 +1,7 @@
 """Two workers' events, in any order between them, make one sequence without a gap or a duplicate."""
 
 import asyncio
+from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,7 +79,7 @@ def test_every_index_comes_once_and_in_order(
         attempt, prefill, decode = attempt_of(total, generated, logprobs=0 if scored else None)
         taken: list[int] = []
         scores: list[TokenLogprobs] = []
-        prompt_scores: list[TokenLogprobs] = []
+        prompt_scores: list[Sequence[TokenLogprobs]] = []
         finish = FINISH_REASON_UNSPECIFIED
         if scored and not generated:
             for place in range(1, len(PROMPT)):
@@ -106,7 +107,7 @@ def test_every_index_comes_once_and_in_order(
         taken, scores, prompt_scores = taken + tokens, scores + logprobs, prompt_scores + prompt_logprobs
         assert [score.rank for score in scores] == [1 + index for index in range(generated, total) if scored]
         # A client that has tokens has the prompt's log-probabilities.
-        assert [score.rank for score in prompt_scores] == (
+        assert [score.rank for part in prompt_scores for score in part] == (
             [] if generated or not scored else list(range(1, len(PROMPT)))
         )
         assert taken == [100 + index for index in range(generated, total)]

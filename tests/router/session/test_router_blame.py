@@ -18,7 +18,6 @@ from support.router_fakes import (
     colocated_of,
     decode_of,
     fake,
-    length_if,
     prefill_of,
     silent,
     token_at,
@@ -26,14 +25,12 @@ from support.router_fakes import (
 )
 from support.scenes import Serve
 
-TOTAL = 10
 REQUESTS = 30
 """Requests that run at once; the retry budget allows fewer to fail together."""
 BUDGET = 6
 """Retries that the budget allows of so many requests."""
 INNOCENT, POISON = [5, 9], [7, 9]
 """A prompt, and one that ends the workers that compute it."""
-SECRET = "the text of a client"
 
 
 class Gate:
@@ -181,42 +178,6 @@ async def test_a_cluster_without_a_working_way_still_ends_its_retries(serve: Ser
     outcomes = await asyncio.gather(*(cluster.ask() for _ in range(REQUESTS)), return_exceptions=True)
     assert all(isinstance(outcome, Unavailable) for outcome in outcomes)
     assert len(prefill.jobs) < 3 * REQUESTS
-
-
-@pytest.mark.both_loops
-@pytest.mark.parametrize("tokens", [0, 2])
-async def test_a_request_that_ends_two_workers_fails_and_takes_no_other_along(
-    serve: Serve, tokens: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def script(job: Job) -> None:
-        """Ends its worker when it has computed some tokens of the poison."""
-        if list(job.submit.token_ids[:2]) == POISON:
-            for index in range(job.base, job.base + tokens):
-                job.send(index, (token_at(index),))
-            await asyncio.sleep(0.1)
-            await job.worker.server.stop(None)
-            return
-        for index in range(job.base, TOTAL):
-            await asyncio.sleep(0.05)
-            job.send(index, (token_at(index),), length_if(index == TOTAL - 1))
-
-    workers = [fake(f"colocated-{index}", script) for index in range(4)]
-    cluster = await serve(*workers)
-    innocents = [cluster.asking(INNOCENT) for _ in range(12)]
-    await cluster.job("colocated-3", 2)
-    with pytest.raises(InternalError, match="suspected of ending workers"):
-        await cluster.ask(POISON, choice=[SECRET, "other"], logit_bias={77: 1.5}, top_k=12)
-    assert any(completion.timeline.retries for completion in await asyncio.gather(*innocents))
-    later = await asyncio.gather(*(cluster.ask(INNOCENT) for _ in range(4)))
-    assert not any(completion.timeline.retries for completion in later)
-    poisoned = [job for worker in workers for job in worker.jobs if list(job.submit.token_ids[:2]) == POISON]
-    assert len(poisoned) == 2, "two workers are lost, not more"
-    views = cluster.router.registry.view()
-    assert len([view for view in views if view.ready]) == 2
-    assert all(view.suspects == view.requests == 0 for view in views)
-    (line,) = [vars(record) for record in caplog.records if record.message == "request suspected of ending workers"]
-    assert (line["prompt_tokens"], line["sampling"]["max_tokens"], line["sampling"]["top_k"]) == (2, TOTAL, 12)
-    assert not any(SECRET in str(vars(record)) for record in caplog.records)
 
 
 async def test_a_decode_worker_whose_loss_overtakes_the_first_token_counts(serve: Serve) -> None:

@@ -171,18 +171,12 @@ async def test_another_incarnation_at_the_same_address_is_not_used(serve: Serve)
     await cluster.ask()
 
 
-async def test_a_refused_request_goes_elsewhere(serve: Serve) -> None:
-    refusing = fake("colocated-0", failing(Failure.CODE_RETRY))
-    cluster = await serve(refusing, fake("colocated-1"))
-    await cluster.ask()
-    assert len(refusing.jobs) == 1
-
-
 async def test_refusals_end_with_the_attempts_and_with_the_budget(serve: Serve) -> None:
     worker = fake("colocated-0", failing(Failure.CODE_RETRY, "the link is down"))
     cluster = await serve(worker, max_attempts=3)
-    with pytest.raises(Unavailable, match=r"after 3 attempts.*the link is down"):
+    with pytest.raises(Unavailable, match=r"after 3 attempts.*the link is down") as caught:
         await cluster.ask()
+    assert caught.value.given_up
     with pytest.raises(Unavailable, match="retry budget"):
         await cluster.ask()
     assert len(worker.jobs) == 5  # 3 attempts, then the one retry that was left

@@ -9,8 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvrelay.internal.v1.worker_pb2 import Blocks, Failure, Load, Requests
-from kvrelay.router.errors import GIVEN_UP_KEY
+from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Requests
 from kvrelay.v1.inference_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
@@ -20,7 +19,7 @@ from kvrelay.v1.inference_pb2 import (
     SamplingParams,
 )
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
-from support.router_fakes import FakeCluster, Job, failing, fake, length_if, second_router, silent, until
+from support.router_fakes import FakeCluster, Job, fake, length_if, second_router, silent, until
 from support.scenes import Serve
 from support.tokenizers import byte_level_tokenizer
 
@@ -77,64 +76,51 @@ def tokens_of(responses: list[GenerateResponse]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "shown", "reason"),
+    ("n", "sampling", "shown", "reason"),
     [
-        ({}, TEXT, FINISH_REASON_LENGTH),
-        ({"max_tokens": len(IDS) + 5}, TEXT, FINISH_REASON_STOP),
-        ({"max_tokens": len(IDS) + 1, "min_tokens": len(IDS) + 1}, TEXT, FINISH_REASON_STOP),
-        ({"stop": ["STOP"]}, TEXT[: TEXT.index("STOP")], FINISH_REASON_STOP),
-        ({"stop": ["🙃 STOP a", "STO 🙂 off"]}, TEXT[: TEXT.index("🙃 STOP")], FINISH_REASON_STOP),
-        ({"stop": ["STOP"], "min_tokens": 25}, TEXT, FINISH_REASON_LENGTH),
-        ({"stop": ["ößer"], "min_tokens": 9}, TEXT, FINISH_REASON_LENGTH),
+        (1, {}, TEXT, FINISH_REASON_LENGTH),
+        (1, {"max_tokens": len(IDS) + 5}, TEXT, FINISH_REASON_STOP),
+        (1, {"max_tokens": len(IDS) + 1, "min_tokens": len(IDS) + 1}, TEXT, FINISH_REASON_STOP),
+        (1, {"stop": ["STOP"]}, TEXT[: TEXT.index("STOP")], FINISH_REASON_STOP),
+        (1, {"stop": ["🙃 STOP a", "STO 🙂 off"]}, TEXT[: TEXT.index("🙃 STOP")], FINISH_REASON_STOP),
+        (1, {"stop": ["STOP"], "min_tokens": 25}, TEXT, FINISH_REASON_LENGTH),
+        (1, {"stop": ["ößer"], "min_tokens": 9}, TEXT, FINISH_REASON_LENGTH),
+        (3, {"stop": ["STOP"]}, TEXT[: TEXT.index("STOP")], FINISH_REASON_STOP),
         # The text ends inside a character.
-        ({"max_tokens": 13, "stop": ["nope"]}, None, FINISH_REASON_LENGTH),
+        (1, {"max_tokens": 13, "stop": ["nope"]}, None, FINISH_REASON_LENGTH),
     ],
 )
 async def test_a_call_that_was_lost_anywhere_goes_on_with_the_same_text(
-    talk: Any, sampling: dict[str, Any], shown: str | None, reason: int
+    talk: Any, n: int, sampling: dict[str, Any], shown: str | None, reason: int
 ) -> None:
+    """Each completion goes on where it was; one that had ended has its last message once more."""
+
+    def each(responses: list[GenerateResponse]) -> list[list[GenerateResponse]]:
+        """The responses of each completion."""
+        return [[response for response in responses if response.index == index] for index in range(n)]
+
     _, one, two = await talk()
-    whole = await read(one(request(**sampling)))
-    last = whole[-1]
-    assert shown is None or text_of(whole) == shown
+    asked = request(**sampling)
+    asked.n = n
+    responses = await read(one(asked))
+    whole = each(responses)
+    for complete in whole:
+        assert shown is None or text_of(complete) == shown
+        assert (complete[-1].finish_reason, complete[-1].timeline.resumes) == (reason, 0)
     if "stop" in sampling and reason == FINISH_REASON_STOP:
-        assert TEXT.encode()[: len(tokens_of(whole))].decode().endswith(tuple(sampling["stop"]))
-    assert (last.finish_reason, last.timeline.resumes) == (reason, 0)
-    for cut in range(len(whole)):
-        before = whole[:cut]
-        rest = await read(two(request(2, tokens_of(before), key=b"%16d" % cut, **sampling)))
-        assert text_of(before) + text_of(rest) == text_of(whole), cut
-        assert tokens_of(before) + tokens_of(rest) == tokens_of(whole), cut
-        assert all(not response.finish_reason for response in rest[:-1])
-        assert (rest[-1].finish_reason, rest[-1].usage, rest[-1].timeline.resumes) == (reason, last.usage, 1)
-    # The last message alone was lost.
-    (alone,) = await read(two(request(3, tokens_of(whole), key=b"%16d" % len(whole), **sampling)))
-    assert (alone.text, list(alone.token_ids), alone.finish_reason) == ("", [], reason)
-    assert alone.usage.completion_tokens == last.usage.completion_tokens
-
-
-async def test_several_completions_go_on_wherever_each_was(talk: Any) -> None:
-    """Cut at any message: each completion's tokens and text are whole, and each has one last message more."""
-    _, one, two = await talk()
-    asked = request(stop=["STOP"])
-    asked.n = 3
-    whole = await read(one(asked))
-    (last,) = {message.index: message for message in whole if message.finish_reason and not message.index}.values()
-    for cut in range(len(whole)):
-        again = request(2, stop=["STOP"], key=b"%16d" % cut)
-        again.n = 3
-        before = [[message for message in whole[:cut] if message.index == index] for index in range(3)]
-        again.resume.token_ids.extend(tokens_of(before[0]))
+        assert TEXT.encode()[: len(tokens_of(whole[0]))].decode().endswith(tuple(sampling["stop"]))
+    for cut in range(len(responses) + 1):
+        before = each(responses[:cut])
+        again = request(2, tokens_of(before[0]), key=b"%16d" % cut, **sampling)
+        again.n = n
         for had in before[1:]:
             again.resume.others.add(ids=tokens_of(had))
-        rest = await read(two(again))
-        for index, had in enumerate(before):
-            new = [message for message in rest if message.index == index]
-            expected = [message for message in whole if message.index == index]
-            assert text_of(had) + text_of(new) == text_of(expected), (cut, index)
-            assert tokens_of(had) + tokens_of(new) == tokens_of(expected), (cut, index)
-            assert [message.finish_reason for message in new if message.finish_reason] == [FINISH_REASON_STOP]
-            assert new[-1].usage.completion_tokens == last.usage.completion_tokens
+        for had, rest, complete in zip(before, each(await read(two(again))), whole, strict=True):
+            assert text_of(had) + text_of(rest) == text_of(complete), cut
+            assert tokens_of(had) + tokens_of(rest) == tokens_of(complete), cut
+            assert not any(response.finish_reason for response in rest[:-1])
+            last = rest[-1]
+            assert (last.finish_reason, last.usage, last.timeline.resumes) == (reason, complete[-1].usage, 1), cut
 
 
 @pytest.mark.both_loops
@@ -221,14 +207,6 @@ async def test_what_is_wrong_with_a_later_call_is_named(talk: Any) -> None:
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     unseeded.sampling.temperature = 0
     assert len(tokens_of(await read(two(unseeded)))) == len(IDS) - 1
-
-
-async def test_a_request_that_several_workers_have_failed_is_marked(serve: Serve) -> None:
-    cluster = await serve(fake("colocated-0", failing(Failure.CODE_RETRY)), max_attempts=2)
-    with pytest.raises(grpc.aio.AioRpcError, match="given up") as caught:
-        await read(cluster.stub.Generate(request()))
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert GIVEN_UP_KEY in dict(caught.value.trailing_metadata() or ())
 
 
 @pytest.mark.both_loops

@@ -5,11 +5,10 @@ import asyncio
 import grpc
 import pytest
 
-from kvrelay.client import AsyncClient
 from kvrelay.internal.v1.worker_pb2 import TransferReport
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, GenerateRequest, SamplingParams
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
-from support.router_fakes import Job, after, decode_of, fake, pair, prefill_of, silent, token_at, tokens, until, within
+from support.router_fakes import Job, fake, pair, silent, token_at, tokens, until, within
 from support.scenes import Serve
 from support.tokenizers import byte_level_tokenizer
 
@@ -31,17 +30,6 @@ async def test_a_stream_has_every_token_once_and_its_figures(serve: Serve) -> No
     (record,) = cluster.records
     assert (record.outcome, record.completion_tokens, record.transfer_bytes) == ("length", 8, 640)
     assert record.ttft_seconds == line.first_token_seconds
-
-
-async def test_decode_tokens_that_overtake_the_first_one_wait_for_it(serve: Serve) -> None:
-    decode_done = asyncio.Event()
-
-    async def decode(job: Job) -> None:
-        await decode_of()(job)
-        decode_done.set()
-
-    cluster = await serve(fake("prefill-0", after(decode_done, prefill_of())), fake("decode-0", decode))
-    await cluster.ask(count=6)
 
 
 async def test_repeated_tokens_are_shown_once_and_those_of_other_attempts_never(serve: Serve) -> None:
@@ -82,65 +70,49 @@ async def test_a_single_token_needs_no_decode_worker(serve: Serve) -> None:
     assert not cluster.workers["prefill-0"].jobs[0].submit.HasField("peer")
 
 
-async def test_a_colocated_worker_does_it_alone(serve: Serve) -> None:
-    cluster = await serve(fake("colocated-0"))
-    completion = await cluster.ask(count=5)
-    assert completion.timeline.prefill_worker == completion.timeline.decode_worker == "colocated-0"
-    assert completion.timeline.transfer_bytes == 0
-
-
-async def test_a_first_token_that_ends_the_request_cancels_decode(serve: Serve) -> None:
-    async def prefill(job: Job) -> None:
-        job.send(0, (1,), FINISH_REASON_STOP)
-
-    cluster = await serve(fake("prefill-0", prefill), fake("decode-0", silent))
-    completion = await cluster.client.complete("hello", max_tokens=5, timeout=10)
-    assert (completion.text, completion.token_ids, completion.finish_reason) == ("", (1,), "stop")
-    await within(0.5, (await cluster.job("decode-0")).cancelled, "it is cancelled")
-
-
-async def test_a_stop_string_cancels_decode_at_once(serve: Serve) -> None:
+async def test_a_stop_string_or_a_first_token_that_ends_the_request_cancels_decode_at_once(serve: Serve) -> None:
     async def decode(job: Job) -> None:
         job.send(1, tokens(4)[1:])
+
+    async def end(job: Job) -> None:
+        job.send(0, (1,), FINISH_REASON_STOP)
 
     cluster = await serve(fake("prefill-0"), fake("decode-0", decode))
     stop = TOKENIZER.decode(tokens(4)[2:])
     completion = await cluster.client.complete("hello", max_tokens=40, stop=stop)
     assert (completion.text, completion.finish_reason) == (TOKENIZER.decode(tokens(2)), "stop")
     assert completion.timeline.transfer_bytes == 640
-    await within(0.5, (await cluster.job("decode-0")).cancelled, "it is cancelled")
+    cluster.workers["prefill-0"].script, cluster.workers["decode-0"].script = end, silent
+    completion = await cluster.client.complete("hello", max_tokens=5)
+    assert (completion.text, completion.token_ids, completion.finish_reason) == ("", (1,), "stop")
+    for at in range(2):
+        await within(0.5, (await cluster.job("decode-0", at)).cancelled, "it is cancelled")
 
 
 @pytest.mark.both_loops
 @pytest.mark.parametrize("how", ["aclose", "break", "cancel"])
 async def test_a_client_that_leaves_ends_the_request_on_both_workers(serve: Serve, how: str) -> None:
-    async def decode(job: Job) -> None:
-        job.send(1, tokens(3)[1:])
+    async def some(job: Job) -> None:
+        job.send(0, tokens(3 if job.worker.role == "decode" else 1))
 
-    async def read(client: AsyncClient) -> None:
-        async for chunk in client.generate("hello", max_tokens=30):
-            if token_at(2) in chunk.token_ids and how == "break":
+    async def read() -> None:
+        stream = cluster.client.generate("hello", max_tokens=30)
+        async for chunk in stream:
+            if token_at(2) in chunk.token_ids and how != "cancel":
                 break
+        if how == "aclose":
+            await stream.aclose()
 
-    async def prefill(job: Job) -> None:
-        job.send(0, tokens(1))
-
-    cluster = await serve(fake("prefill-0", prefill), fake("decode-0", decode))
-    client = cluster.client
-    if how == "aclose":
-        stream = client.generate("hello", max_tokens=30)
-        await anext(stream)
-        await stream.aclose()
-    else:
-        reading = asyncio.create_task(read(client))
-        await cluster.job("decode-0")
-        if how == "cancel":
-            reading.cancel()
-        await asyncio.wait([reading])
+    cluster = await serve(fake("prefill-0", some), fake("decode-0", some))
+    reading = asyncio.create_task(read())
+    if how == "cancel":
+        await (await cluster.job("decode-0")).shown(3)
+        reading.cancel()
+    await asyncio.wait([reading])
     for name in cluster.workers:
         await within(0.5, (await cluster.job(name)).cancelled, "it is cancelled")
-    await until(lambda: cluster.records, "a record")
-    assert cluster.records[0].outcome == "cancelled"
+    await cluster.idle()
+    assert cluster.outcomes == ["cancelled"]
     assert all(view.outstanding_tokens == 0 for view in cluster.router.registry.view())
 
 

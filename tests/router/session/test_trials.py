@@ -27,6 +27,7 @@ from support.scenes import Serve
 TOTAL = 10
 INNOCENT, POISON = [5, 9], [7, 9]
 """A prompt, and one that ends the workers that compute it."""
+SECRET = "the text of a client"
 
 
 def refuse(job: Job) -> None:
@@ -44,33 +45,22 @@ async def at_work(*workers: FakeWorker) -> tuple[FakeWorker, Job]:
     return found[0], found[0].jobs[0]
 
 
-async def test_a_worker_that_is_lost_before_a_trial_begins_convicts_nobody(serve: Serve) -> None:
-    """The worker may have been lost in another router's trial, and its refusal with it."""
-    workers = colocated(*[silent] * 4, suspected=lambda job: None)
+@pytest.mark.parametrize("lives", [False, True])
+async def test_a_worker_that_lives_or_is_lost_before_a_trial_begins_convicts_nobody(serve: Serve, lives: bool) -> None:
+    """A worker lives if only its stream was lost. One that is lost before may have been lost in another router's trial,
+    and its refusal with it."""
+    workers = colocated(*[silent] * 3, suspected=Job.take if lives else lambda job: None)
     cluster = await serve(*workers)
     asked = cluster.asking(INNOCENT)
     for tries in range(2):
         worker, job = await at_work(*workers)
         assert (job.submit.suspect_tokens > 0) == job.submit.on_trial == (tries > 0)
-        workers.remove(worker)
-        if tries == 1:
-            for left in workers:
-                left.suspected, left.script = Job.take, colocated_of()
-        await worker.stop()
-    assert (await asked).timeline.retries == 2
-
-
-async def test_a_worker_that_lives_after_its_stream_was_lost_convicts_nobody(serve: Serve) -> None:
-    workers = colocated(*[silent] * 3)
-    cluster = await serve(*workers)
-    asked = cluster.asking(INNOCENT)
-    for tries in range(2):
-        worker, job = await at_work(*workers)
-        await job.begun.wait()
+        if lives:
+            await job.begun.wait()
         workers.remove(worker)
         for left in workers if tries else ():
-            left.script = colocated_of()
-        if tries:
+            left.suspected, left.script = Job.take, colocated_of()
+        if lives and tries:
             worker.cut()
         else:
             await worker.stop()
@@ -187,7 +177,7 @@ class Endangered:
 @pytest.mark.both_loops
 @pytest.mark.parametrize("lost", [1, 2])
 async def test_suspects_of_two_routers_are_tried_alone(
-    serve: Serve, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, lost: int
+    serve: Serve, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lost: int
 ) -> None:
     """Suspects are tried alone after the first lost worker, or after two where there was no time for trials before."""
     seconds = Suspicion.tried_by
@@ -203,7 +193,10 @@ async def test_suspects_of_two_routers_are_tried_alone(
         await asyncio.gather(*(cluster.ask(INNOCENT, client=client) for _ in range(2)))
     innocents = {20 + at: cluster.asking([20 + at, 9], client=client) for at, client in enumerate([one, other] * 12)}
     with pytest.raises(InternalError, match=f"suspected of ending workers: {lost + 1}"):
-        await cluster.ask(POISON)
+        await cluster.ask(POISON, choice=[SECRET, "other"], logit_bias={77: 1.5}, top_k=12)
+    (line,) = [vars(record) for record in caplog.records if record.message == "request suspected of ending workers"]
+    assert (line["prompt_tokens"], line["sampling"]["max_tokens"], line["sampling"]["top_k"]) == (2, TOTAL, 12)
+    assert not any(SECRET in str(vars(record)) for record in caplog.records)
     retries = {first: (await innocent).timeline.retries for first, innocent in innocents.items()}
     jobs = [job for worker in workers for job in worker.jobs]
     tried = {job.submit.token_ids[0] for job in jobs if job.submit.on_trial and job.begun.is_set()}
@@ -215,3 +208,5 @@ async def test_suspects_of_two_routers_are_tried_alone(
         left = [view for view in router.registry.view() if view.ready]
         assert len(left) == len(workers) - lost - 1
         assert all(view.suspects == view.requests == 0 for view in left)
+    later = await asyncio.gather(*(cluster.ask(INNOCENT) for _ in range(4)))
+    assert not any(completion.timeline.retries for completion in later)

@@ -71,7 +71,6 @@ def cuts(text: str, seed: int) -> list[str]:
 
 
 CALLS = [
-    ("hermes", f'<tool_call>\n{{"name": "get_weather", "arguments": {W}}}\n</tool_call>', "", ["get_weather"]),
     (
         "hermes",
         f'I look.\n\n<tool_call>{{"arguments": {W}, "name": "get_weather"}}</tool_call>\n'
@@ -81,15 +80,7 @@ CALLS = [
     ),
     ("hermes", '<tool_call>{"name": "add"}</tool_call>', "", ["add"]),
     ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}", "n": 5 }</tool_call>', "", ["add"]),
-    ("llama3", f'{{"name": "get_weather", "parameters": {W}}}', "", ["get_weather"]),
     ("llama3", f'<|python_tag|>{{"type": "function", "name": "get_weather", "parameters": {W}}}', "", ["get_weather"]),
-    (
-        "llama3",
-        f'{{"name": "get_weather", "parameters": {W}}}; {{"name": "add", "parameters": {{}}}}',
-        "",
-        ["get_weather", "add"],
-    ),
-    ("mistral", f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {W}}}]', "", ["get_weather"]),
     (
         "mistral",
         f'Yes. [TOOL_CALLS][{{"name": "get_weather", "arguments": {W}}}, {{"name": "add", "arguments": {{}}}}]',
@@ -98,7 +89,6 @@ CALLS = [
     ),
     ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{W}[TOOL_CALLS]add[ARGS]{{}}", "", ["get_weather", "add"]),
     ("mistral", f"[TOOL_CALLS]get_weather[CALL_ID]abc123456[ARGS]{W}", "", ["get_weather"]),
-    ("array", f'[{{"name": "get_weather", "parameters": {W}}}]', "", ["get_weather"]),
     ("array", f'[ {{"name": "get_weather", "parameters": {W}}} , {{"name":"add"}}]', "", ["get_weather", "add"]),
     ("named", W, "", ["add"]),
 ]

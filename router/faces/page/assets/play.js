@@ -1,4 +1,4 @@
-// The playground: one request at a time, with its text and its life as they come.
+// The playground: one request at a time, with its text and its life as they come. Chats are conversations.
 
 import { generate } from "./api.js";
 import { Growing } from "./life.js";
@@ -17,7 +17,10 @@ export class Playground {
     this.stopping = at("stop");
     this.fields = ["max_tokens", "temperature", "top_p"].map(at);
     this.seed = at("seed");
+    this.fresh = at("fresh");
     this.running = null;
+    this.forget();
+    this.fresh.addEventListener("click", () => this.forget());
     at("ask").addEventListener("submit", (event) => {
       event.preventDefault();
       this.run();
@@ -31,32 +34,45 @@ export class Playground {
     if (possible === !option.hidden) return;
     option.hidden = !possible;
     this.chat.checked = possible;
+    if (possible && this.prompt.value === this.prompt.defaultValue) this.prompt.value = "";
+  }
+
+  /** Begins a new conversation. */
+  forget() {
+    this.said = []; // messages and answers, by turns
+    this.session = crypto.getRandomValues(new Uint32Array(4)).join("-"); // keeps a conversation where its KV is
+    this.answer.replaceChildren();
+    this.fresh.hidden = true;
   }
 
   stop() {
     this.running?.abort();
   }
 
-  ask() {
+  ask(text) {
     const options = Object.fromEntries(this.fields.filter((field) => field.value !== "").map((field) => [field.id, Number(field.value)]));
-    const text = this.prompt.value;
-    const prompt = this.chat.checked ? { messages: [{ role: "user", content: text }] } : { text };
+    const messages = [...this.said, { role: "user", content: text }];
+    const prompt = this.chat.checked ? { messages, session: this.session } : { text };
     return JSON.stringify({ ...prompt, ...options }).slice(0, -1) + (this.seed.value ? `,"seed":${BigInt(this.seed.value)}}` : "}");
   }
 
   async run() {
     if (this.running) return;
     const running = (this.running = new AbortController());
-    this.begin();
+    const text = this.prompt.value;
+    const ask = this.ask(text);
+    const turn = this.begin(text);
     let growing = null;
+    let came = "";
     const tokens = [];
     try {
-      for await (const [name, value] of generate(this.ask(), running.signal)) {
+      for await (const [name, value] of generate(ask, running.signal)) {
         if (name === "life") {
           growing ??= new Growing(value, tokens);
           growing.set({ ...value, ttft: value.ttft ?? growing.life.ttft });
           this.follow(growing);
         } else if (name === "text") {
+          came += value.text;
           this.add(value, growing, tokens);
         } else if (name === "end") {
           growing = new Growing(value.life, tokens);
@@ -70,19 +86,39 @@ export class Playground {
       if (growing) this.follow(new Growing({ ...growing.life, outcome: "cancelled", age: growing.age }, tokens));
     } finally {
       this.running = null;
+      if (turn) this.keep(turn, text, came);
       this.answer.classList.remove("live");
       this.go.disabled = false;
       this.stopping.disabled = true;
+      this.fresh.disabled = false;
     }
   }
 
-  begin() {
+  /** Shows what is asked, and returns its element if it is a message of a conversation. */
+  begin(text) {
     this.go.disabled = true;
     this.stopping.disabled = false;
+    this.fresh.disabled = true;
     this.say("");
-    this.answer.replaceChildren(...(this.chat.checked ? [] : [element("span", { class: "given" }, this.prompt.value)]));
+    const chat = this.chat.checked;
+    if (!chat || !this.said.length) this.forget();
+    const given = element("span", { class: chat ? "given turn" : "given" }, text);
+    this.answer.append(given);
+    if (chat) this.prompt.value = "";
     this.answer.classList.add("live");
     this.answer.scrollTop = this.answer.scrollHeight;
+    return chat ? given : null;
+  }
+
+  /** Keeps a message and its answer, as far as that came. A message without any goes back to where it was written. */
+  keep(turn, text, came) {
+    if (came) {
+      this.said.push({ role: "user", content: text }, { role: "assistant", content: came });
+    } else {
+      turn.remove();
+      this.prompt.value ||= text;
+    }
+    this.fresh.hidden = !this.said.length;
   }
 
   add(value, growing, tokens) {

@@ -88,16 +88,6 @@ async def test_a_client_that_does_not_read_is_given_up(serve: Serve) -> None:
         assert cluster.records[0].outcome == "cancelled"
 
 
-async def test_a_client_that_leaves_frees_the_worker_while_tokens_come(serve: Serve) -> None:
-    cluster = await serve(worker(endless))
-    response = await cluster.http.session.post("/v1/completions", json=LONG)
-    await response.content.readline()
-    response.close()
-    await asyncio.wait_for((await cluster.job("colocated-0")).cancelled.wait(), 20)
-    await cluster.idle()
-    assert cluster.records[0].outcome == "cancelled"
-
-
 async def test_a_worker_that_falls_silent_is_given_up_after_its_last_token(serve: Serve) -> None:
     """Each token counts as a sign of life."""
     idle = 0.5

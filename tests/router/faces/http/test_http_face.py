@@ -6,13 +6,11 @@ from typing import Any
 import grpc
 import pytest
 
+from kvrelay.client import InvalidRequest
 from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.router.request.validation import completion_seed
 from kvrelay.v1.inference_pb2 import (
     FINISH_REASON_STOP,
-    GenerateRequest,
-    GenerateResponse,
-    SamplingParams,
     TokenLogprobs,
 )
 from support.http_calls import CHAT, HELLO, text_of, usage_of, writer_of
@@ -44,6 +42,8 @@ async def test_both_apis_give_the_tokens_of_grpc_whole_and_streamed(serve: Serve
     assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == expected
     assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]}
+    (fingerprint,) = {each["system_fingerprint"] for each in (whole, chat, *chunks)}
+    assert fingerprint.startswith("fp_")
 
 
 async def test_every_form_of_a_prompt_is_served_in_order(serve: Serve) -> None:
@@ -96,27 +96,17 @@ async def test_completions_of_one_prompt_begin_when_its_kv_is_cached_and_have_se
     assert sum(record.prompt_tokens for record in cluster.records) == 4
 
 
-async def test_grpc_has_several_completions_and_names_of_the_model(serve: Serve) -> None:
+async def test_grpc_names_the_model_the_seeds_and_the_limit_of_completions(serve: Serve) -> None:
     cluster = await serve(*pair(), served_model_name=("main", "other"))
-    generate = cluster.stub.Generate
-    request = GenerateRequest(text="hello", model="other", n=3, sampling=SamplingParams(max_tokens=4, seed=7))
-    found: dict[int, list[GenerateResponse]] = {}
-    async for message in generate(request, timeout=20):
-        found.setdefault(message.index, []).append(message)
-    assert sorted(found) == [0, 1, 2]
-    for index, messages in found.items():
-        assert [message.seed for message in messages if message.HasField("seed")] == [completion_seed(7, index)]
-        assert [token for message in messages for token in message.token_ids] == [40, 41, 42, 43]
-        assert messages[-1].usage.prompt_tokens == (0 if index else 4)
-        assert messages[-1].usage.completion_tokens == 4
-    request.model = "fake"
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await anext(aiter(generate(request, timeout=20)))
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-    assert caught.value.details() == "model is 'fake'; allowed: 'main', 'other', or empty"
-    request.model, request.n = "", 129
-    with pytest.raises(grpc.aio.AioRpcError, match="n is 129; allowed: 1 to 128"):
-        await anext(aiter(generate(request, timeout=20)))
+    done = await cluster.client.completions("hello", model="other", n=3, seed=7, max_tokens=4)
+    assert [each.seed for each in done] == [completion_seed(7, index) for index in range(3)]
+    for options, code, said in (
+        ({"model": "fake"}, grpc.StatusCode.NOT_FOUND, "model is 'fake'; allowed: 'main', 'other', or empty"),
+        ({"n": 129}, grpc.StatusCode.INVALID_ARGUMENT, "n is 129; allowed: 1 to 128"),
+    ):
+        with pytest.raises(InvalidRequest, match=said) as caught:
+            await cluster.client.completions("hello", **options)
+        assert caught.value.code is code
 
 
 async def test_a_failed_completion_ends_the_others(serve: Serve) -> None:

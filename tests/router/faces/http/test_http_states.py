@@ -111,25 +111,31 @@ async def test_a_request_names_the_model_or_an_alias(serve: Serve) -> None:
 
 
 @pytest.mark.both_loops
-async def test_a_client_that_closes_its_connection_frees_both_workers(serve: Serve) -> None:
-    async def endless(job: Job) -> None:
-        job.send(job.base, (40,)) if job.submit.HasField("peer") and job.worker.role == "prefill" else None
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(COMPLETIONS, HELLO), (COMPLETIONS, {**HELLO, "stream": True}), ("/page/generate", {"text": "hello"})],
+)
+@pytest.mark.parametrize("answered", [False, True])
+async def test_a_client_that_closes_its_connection_frees_both_workers(
+    serve: Serve, path: str, body: dict[str, Any], answered: bool
+) -> None:
+    """Before the router answers, or, if it answers with a stream, after the first token."""
 
-    workers = [fake("prefill-0", endless), fake("decode-0", endless)]
-    cluster = await serve(*workers)
-    http = cluster.http
-    for at, stream in enumerate((True, False)):
-        body = {**HELLO, "stream": stream}
-        task = asyncio.create_task(http.session.post("/v1/completions", json=body).__aenter__())
-        jobs = [await cluster.job(name, at) for name in ("prefill-0", "decode-0")]
-        if stream:
-            (await task).close()
-        else:
-            task.cancel()
-        for job in jobs:
-            await within(0.5, job.cancelled, "it is cancelled")
-        await cluster.idle()
-    assert cluster.outcomes == ["cancelled"] * 2
+    async def prefill(job: Job) -> None:
+        if answered:
+            job.send(job.base, (40,))
+
+    cluster = await serve(fake("prefill-0", prefill), fake("decode-0", silent))
+    task = asyncio.create_task(cluster.http.session.post(path, json=body).__aenter__())
+    jobs = [await cluster.job(name) for name in ("prefill-0", "decode-0")]
+    if answered and body != HELLO:
+        (await task).close()
+    else:
+        task.cancel()
+    for job in jobs:
+        await within(0.5, job.cancelled, "it is cancelled")
+    await cluster.idle()
+    assert cluster.outcomes == ["cancelled"]
 
 
 @pytest.mark.both_loops

@@ -3,6 +3,7 @@
 The browser knows no other host than this one, so whatever the page needs comes from the router.
 """
 
+import itertools
 import re
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -210,6 +211,57 @@ async def test_the_playground_chats_with_models_that_have_a_template_only(
     job = await cluster.job("prefill-0")
     assert (list(job.submit.token_ids) == byte_level_tokenizer().encode("hello").ids) == (not template)
     await tab.until("!document.querySelector('#go').disabled")
+
+
+async def test_the_playground_holds_a_conversation(page: Open, steps: Steps, tmp_path: Path) -> None:
+    cluster, tab = await page(*steps.workers(), model=str(model_folder(tmp_path / "own")))
+    await tab.until("document.querySelector('#chat').checkVisibility()")
+    assert await tab.value("document.querySelector('#prompt').value") == ""
+    assert await tab.value("document.querySelector('#fresh').checkVisibility()") is False
+    await tab.value("document.querySelector('#max_tokens').value = 3")
+    answer = await cluster.client.detokenize([40, 41, 42])
+    requests = itertools.count()
+
+    async def say(text: str, *before: str) -> None:
+        """Sends a message, which is asked behind the others of its conversation, user's and answers by turns."""
+        await tab.write("#prompt", text)
+        await tab.press("Enter", "Control")
+        job = await cluster.job("prefill-0", next(requests))
+        said = zip(itertools.cycle(("user", "assistant")), (*before, text), strict=False)
+        turns = "".join(f"{role}: {content}\n" for role, content in said)
+        assert byte_level_tokenizer().decode(list(job.submit.token_ids)) == f"{turns}assistant:"
+
+    async def shown() -> str:
+        await tab.until("!document.querySelector('#go').disabled")
+        return str(await tab.value("document.querySelector('#answer').textContent"))
+
+    await say("hello")
+    await tab.until("!document.querySelector('#stop').disabled")
+    await tab.press("Escape")
+    assert await shown() == "", "no answer came"
+    assert await tab.value("document.querySelector('#prompt').value") == "hello"
+    steps.all()
+    await say("hello")
+    assert await shown() == f"hello{answer}"
+    assert await tab.value("document.querySelector('#prompt').value") == ""
+    await say("and now", "hello", answer)
+    assert await shown() == f"hello{answer}and now{answer}"
+    for width in (400, 1400):
+        await tab.resize(width, 3000)
+        await tab.until(DRAWN)
+        assert await tab.value(CUT) == [], f"at {width}"
+        assert await tab.value(OVERFLOW) == 0
+    await tab.value("document.querySelector('#fresh').click()")
+    assert await shown() == ""
+    await say("again")
+    assert await shown() == f"again{answer}"
+    await tab.value("document.querySelector('#chat').checked = false")
+    await tab.write("#prompt", "a text")
+    await tab.press("Enter", "Control")
+    await cluster.job("prefill-0", next(requests))
+    assert await shown() == f"a text{answer}"
+    assert await tab.value("document.querySelector('#fresh').checkVisibility()") is False
+    assert tab.complaints == []
 
 
 async def test_a_stopped_request_frees_its_workers_and_a_wrong_key_is_asked_for_again(

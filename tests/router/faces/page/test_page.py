@@ -65,15 +65,6 @@ async def test_a_request_is_followed_through_its_stages(serve: Serve, steps: Ste
     assert {"transfer", "decode_queue", "decode"} <= {span["stage"] for span in shown["spans"]}
 
 
-async def test_leaving_the_stream_frees_both_workers(serve: Serve, steps: Steps) -> None:
-    cluster = await serve(*steps.workers())
-    session = cluster.http.session
-    async with session.post("/page/generate", json={"text": "hello"}) as response:
-        await first(events(response), "life")
-    for worker in cluster.workers.values():
-        await until(lambda job=worker.jobs[0]: job.cancelled.is_set(), f"cancelled on {worker.name}")
-
-
 async def test_a_viewer_sees_workers_links_and_requests_but_no_text(
     serve: Serve, steps: Steps, stack: AsyncExitStack
 ) -> None:
@@ -136,6 +127,16 @@ async def test_with_api_keys_only_the_page_itself_is_open_and_tenants_see_their_
             assert len(await first(events(answer), "recent")) == count
 
 
+def test_the_turns_of_a_conversation_are_one_session() -> None:
+    said = [page.Turn(role="user", content="hello"), page.Turn(role="assistant", content="yes")]
+    request = page.Ask(messages=said, session="one").request()
+    assert request.session == "one"
+    assert [(turn.role, turn.content) for turn in request.messages.messages] == [
+        ("user", "hello"),
+        ("assistant", "yes"),
+    ]
+
+
 async def test_what_the_playground_may_not_send_is_refused_by_name(serve: Serve, steps: Steps) -> None:
     cluster = await serve(*steps.workers())
     for body, status, said in (
@@ -143,6 +144,7 @@ async def test_what_the_playground_may_not_send_is_refused_by_name(serve: Serve,
         ('{"text": "hello", "max_tokens": 999}', 400, "max_tokens"),
         ('{"text": "hello", "temperature": -1}', 400, "temperature is -1"),
         ('{"text": "hello", "stop": "x"}', 400, "stop is not a field"),
+        ('{"text": "hello", "session": "%s"}' % ("x" * 129), 400, "session"),
         ("{}", 400, "input"),
         ('{"text": ', 400, "not valid JSON"),
         ("[]", 400, "allowed: "),
@@ -158,27 +160,15 @@ async def test_what_the_playground_may_not_send_is_refused_by_name(serve: Serve,
         assert answer.status == 400
 
 
-async def test_open_pages_are_limited_and_do_not_delay_a_stop(serve: Serve, steps: Steps) -> None:
+async def test_an_open_page_does_not_delay_a_stop(serve: Serve, steps: Steps) -> None:
     cluster = await serve(*steps.workers())
-    session = cluster.http.session
-    opened = [await session.get("/page/events") for _ in range(page.MAX_VIEWERS)]
-    streams = [events(response) for response in opened]
-    for stream in streams:
+    async with cluster.http.session.get("/page/events") as response:
+        stream = events(response)
         await first(stream, "fleet")
-    async with session.get("/page/events") as answer:
-        assert answer.status == 429
-    opened.pop().close()
-    async with asyncio.timeout(SECONDS):
-        while True:  # the router notices at its next write
-            async with session.get("/page/events") as answer:
-                if answer.status == 200:
-                    break
-    began = asyncio.get_running_loop().time()
-    await cluster.router.stop(60.0)
-    assert asyncio.get_running_loop().time() - began < SECONDS
-    await first(streams[0], "over")
-    for response in opened:
-        response.close()
+        began = asyncio.get_running_loop().time()
+        await cluster.router.stop(60.0)
+        assert asyncio.get_running_loop().time() - began < SECONDS
+        await first(stream, "over")
 
 
 async def test_without_the_option_there_is_no_page(serve: Serve, steps: Steps) -> None:

@@ -1,0 +1,22 @@
+// Norms that no product can take over: layer norms, and norms of what a product or several heads have made.
+#pragma once
+
+#include <cstdint>
+
+struct NormArgs {
+    const int64_t* rows;
+    const float* in;      // [rows, width]
+    float* out;           // [rows, width], perhaps `in`
+    const float* weight;  // [width]
+    const float* bias;    // [width]; null: none
+    int64_t in_stride;    // floats from row to row
+    int64_t out_stride;
+    int64_t width;
+    float eps;
+    int32_t centered;     // 1: a layer norm, which subtracts the mean first; 0: an RMS norm
+    int32_t add;          // 1: out += norm; 0: out = norm
+};
+
+extern "C" {
+void kvrelay_norm(const void* args, int thread, int threads);
+}
