@@ -19,10 +19,7 @@ first.
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence, Set
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from kvrelay.engine.kv.sides import SideHold
+from typing import Any
 
 
 class IntegrityError(RuntimeError):
@@ -37,7 +34,7 @@ class Hold:
         owner: who must release it, for messages; changes when the hold is passed on.
         chain: the prefix index's digests of the leading blocks' content, as far as they were needed.
         published: leading blocks that the prefix index has been offered.
-        sides: blocks of the layer groups behind the first (`engine/kv/sides.py`), in the order of the groups.
+        sides: a `SideHold` of each layer group behind the first (`engine/kv/sides.py`, which imports this module).
     """
 
     __slots__ = ("_pool", "blocks", "chain", "owner", "published", "released", "sides")
@@ -49,7 +46,7 @@ class Hold:
         self.chain: list[bytes] = []
         self.published = 0
         self.released = False
-        self.sides: tuple[SideHold, ...] = ()
+        self.sides: tuple[Any, ...] = ()
 
     def extend(self, count: int) -> bool:
         """Adds `count` fresh blocks at the end; False, and nothing changes, if the pool has too few.

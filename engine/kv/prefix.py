@@ -131,7 +131,8 @@ class PrefixIndex:
             hold.extend(lacking)
         room = min(tokens, len(hold.blocks) * self.block_size)
         if hold.sides and not hold.cover(room):
-            return min([room, *[side.room() for side in hold.sides]])
+            rooms: list[int] = [side.room() for side in hold.sides]
+            return min(room, *rooms)
         return room
 
     def publish(self, tokens: Sequence[int], tenant: str, hold: Hold, computed: int) -> None:
