@@ -50,7 +50,7 @@ modules="aiohttp aiohttp_cors cryptography google.protobuf grpc grpc_health grpc
 missing="import importlib.util as u, sys; m = [n for n in sys.argv[1:] if not (u.find_spec(n.split(\".\")[0]) and u.find_spec(n))];
  print(\"missing modules:\", *m); sys.exit(len(m))"
 engine="tests/engine/runner/test_gpu_engine.py tests/engine/runner/test_gpu_runner.py tests/engine/runner/test_gpu_heads.py
- tests/engine/kv/test_pool.py tests/engine/models/test_quantized_models.py tests/engine/test_prefill_attention.py"
+ tests/engine/kv/test_pool.py tests/engine/models/test_models_logits.py tests/engine/models/test_quantized_models.py tests/engine/test_prefill_attention.py"
 links="tests/transfer/test_transports.py tests/transfer/test_gpu_frames.py"
 
 names=() ; declare -A limit command
