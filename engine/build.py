@@ -11,7 +11,15 @@ from pathlib import Path
 
 import torch
 
-from kvrelay.engine.config import STATE_METHODS, Device, Dtype, EngineConfig, SpeculationConfig
+from kvrelay.engine.config import (
+    MODEL_METHODS,
+    STATE_METHODS,
+    Device,
+    Dtype,
+    EngineConfig,
+    ModelPath,
+    SpeculationConfig,
+)
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import BlockPool
 from kvrelay.engine.kv.memory import asking, memory_of
@@ -19,7 +27,7 @@ from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.models.fast.loader import OnLoaded, load_embedding
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
-from kvrelay.engine.models.reading.config import read_config
+from kvrelay.engine.models.reading.config import is_of_family, read_config
 from kvrelay.engine.runner.base import ModelRunner, Runner
 from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.scheduling.scheduler import Scheduler
@@ -50,13 +58,14 @@ def build_engine(
     """
     device = device_of(options.device)
     build: Callable[[Path, Dtype, EngineConfig, OnLoaded | None], ModelRunner] = build_cpu_runner
-    memory = 0
+    memory = torch.cuda.mem_get_info()[1] if device == "cuda" else 0
+    if not is_fast(folder, options.model_path):
+        return _build_general(folder, dtype, options.on(device, memory), on_loaded)
     if device == "cuda":
         # Imported here because it needs Triton, which doesn't exist for every platform with a CPU runner.
         from kvrelay.engine.runner.gpu import build_gpu_runner
 
         build = partial(build_gpu_runner, later_bytes=heads_bytes(options.speculation))
-        memory = torch.cuda.mem_get_info()[1]
         logger.info("the engine computes on %s", torch.cuda.get_device_name())
     options = options.on(device, memory)
     proposer = proposer_of(options.speculation)
@@ -73,6 +82,48 @@ def build_engine(
             most = min(options.speculation.max_tokens, proposer.most)
             options = replace(options, speculation=replace(options.speculation, max_tokens=most))
     return engine_on(runner, options, proposer), runner
+
+
+def is_fast(folder: Path, path: ModelPath) -> bool:
+    """Whether kvrelay's own code runs the model in `folder`, rather than that of transformers.
+
+    Raises:
+        ValueError: the model's config can't be read.
+    """
+    if path != "auto":
+        return path == "fast"
+    try:
+        read_config(folder)
+    except ValueError as error:
+        from kvrelay.engine.models.general.reading import read_general_config
+
+        try:
+            read_general_config(folder)
+        except ValueError as other:
+            # The one that says most: a family's own config is read more strictly.
+            raise (error if is_of_family(folder) else other) from None
+        return False
+    return True
+
+
+def _build_general(
+    folder: Path, dtype: Dtype, options: EngineConfig, on_loaded: OnLoaded | None
+) -> tuple[Engine, Runner]:
+    """`build_engine` for a model that transformers' code runs.
+
+    Raises:
+        ValueError: as there.
+    """
+    # Imported here because transformers takes seconds, which workers of the fast path needn't wait for.
+    from kvrelay.engine.runner.general import build_general_runner
+
+    method = options.speculation.method
+    if method in MODEL_METHODS:
+        raise ValueError(
+            f"speculation.method is {method!r}; allowed for a model that transformers' code runs: off, ngram, suffix"
+        )
+    runner = build_general_runner(folder, dtype, options, on_loaded)
+    return engine_on(runner, options), runner
 
 
 def draft_options(folder: Path, options: EngineConfig) -> EngineConfig:

@@ -25,7 +25,7 @@ import psutil
 import torch
 
 from kvrelay.engine.config import CPU_DEFAULTS, GPU_DEFAULTS, EngineConfig
-from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.layout import CacheLayout, KVLayout
 from kvrelay.engine.kv.pool import KVPool, allocate_pool
 from kvrelay.machine.control_groups import GROUPS, PROC, free_memory, total_memory
 
@@ -127,6 +127,36 @@ def make_pool(
         memory.settle()
         size = pool_bytes(layout, options, max_context, memory, later_bytes)
         return allocate_pool(layout, size, device)
+
+
+def make_pools(
+    layout: CacheLayout,
+    options: EngineConfig,
+    max_context: int,
+    memory: DeviceMemory,
+    device: torch.device | str = "cpu",
+) -> tuple[KVPool, ...]:
+    """The pools of a layout's tracks, together of `kv_memory_bytes` or sized as the module says. Groups of blocks have
+    as many each; a group of states has a slot for each of `max_sequences`, and as many for snapshots.
+
+    Args:
+        options, max_context, memory, device: as for `make_pool`.
+
+    Raises:
+        ValueError: there isn't enough memory; the text says how much there is.
+    """
+    slots = 2 * options.max_sequences
+    states = [layout.groups[group].kind == "state" for group, _ in layout.tracks]
+    fixed = sum(slots * track.block_bytes for (_, track), state in zip(layout.tracks, states, strict=True) if state)
+    block = sum(track.block_bytes for (_, track), state in zip(layout.tracks, states, strict=True) if not state)
+    # As one track, whose blocks are as large as those of all.
+    whole = KVLayout(1, 1, max(1, block // layout.block_size), layout.block_size, "raw", planes=1)
+    with _turn():
+        memory.settle()
+        size = options.kv_memory_bytes or pool_bytes(whole, options, max_context, memory, fixed)
+        blocks = whole.blocks_in(size)
+        counts = [slots if state else blocks for state in states]
+        return tuple(KVPool(track, n, device) for (_, track), n in zip(layout.tracks, counts, strict=True))
 
 
 def pool_bytes(

@@ -99,10 +99,19 @@ def read_config(folder: Path) -> ModelConfig:
         rope=read_rope(fields),
         tie_embeddings=fields.boolean("tie_word_embeddings", False),
         traits=architecture.traits(fields, layers),
-        eos_token_ids=_eos_token_ids(folder, fields, vocab_size),
+        eos_token_ids=eos_token_ids(folder, fields, vocab_size),
         dtype=_dtype(fields),
         stored=stored_format(fields),
     )
+
+
+def is_of_family(folder: Path) -> bool:
+    """Whether the model in `folder` is of a type that the fast path serves.
+
+    Raises:
+        ValueError: there is no config, or it isn't readable.
+    """
+    return read_json(folder / "config.json").get("model_type") in ARCHITECTURES
 
 
 def _architecture(fields: Fields) -> Architecture:
@@ -170,7 +179,7 @@ def read_rope(fields: Fields) -> RopeConfig:
     )
 
 
-def _eos_token_ids(folder: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
+def eos_token_ids(folder: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
     """The end-of-sequence ids of generation_config.json if it has any, else those of config.json; perhaps none."""
     sources = [fields]
     generation = folder / "generation_config.json"

@@ -92,7 +92,7 @@ struct AttentionStep {
     std::vector<int64_t> blocks;  // the rows' block tables
     std::vector<Place> places;    // of each token
     bool by_position = false;     // whether rotations are those of positions, or of the step's tokens
-    const float* cos = nullptr;   // [positions or T, D], as `reference.rope` takes them
+    const float* cos = nullptr;   // [positions or T, D], as `reference.rope` takes them; null rotates nothing
     const float* sin = nullptr;
 };
 

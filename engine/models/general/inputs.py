@@ -1,0 +1,81 @@
+"""Calls of a model's `forward`, whatever arguments its class takes."""
+
+import inspect
+from collections.abc import Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvrelay.engine.models.general.reading import parameters_of
+from kvrelay.engine.models.general.step import UnfitError
+
+
+class Inputs:
+    """Calls a model with those of our arguments that it has."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self.positions: Tensor | None = None
+        """Positions of the step that is being computed, int64 [B, T]."""
+        self._names = parameters_of(model)
+        self._selects = "logits_to_keep" in self._names
+        for module in model.modules():
+            if _counts_positions(module):
+                _give_positions(module, self)
+
+    def call(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        wanted: Tensor,
+        cache: Mapping[str, Any],
+    ) -> Tensor:
+        """float32 [B, N, V], the logits of the columns `wanted` of each row.
+
+        Args:
+            tokens, positions: int64 [B, T].
+            mask: int64 [B, past + T], 0 where there is padding.
+            wanted: int64 [N].
+            cache: by the name of its argument; empty to compute without one.
+        """
+        given: dict[str, Any] = {"input_ids": tokens, "return_dict": True, **cache}
+        if "use_cache" in self._names:
+            given["use_cache"] = bool(cache)
+        if "position_ids" in self._names:
+            given["position_ids"] = positions
+        if mask is not None and "attention_mask" in self._names:
+            given["attention_mask"] = mask
+        if self._selects:
+            given["logits_to_keep"] = wanted
+        self.positions = positions
+        logits: Tensor = self._model(**given).logits
+        if not self._selects or logits.shape[1] != len(wanted):
+            if logits.shape[1] != tokens.shape[1]:
+                raise UnfitError(f"it gives logits of {logits.shape[1]} tokens, not of all")
+            logits = logits[:, wanted]
+        return logits.float()
+
+
+def _give_positions(module: torch.nn.Module, inputs: "Inputs") -> None:
+    """Has an embedding of positions that counts from the cache's length take the true ones."""
+    original = module.forward
+
+    @wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        positions = inputs.positions
+        if positions is None or kwargs.get("position_ids") is not None:
+            return original(*args, **kwargs)  # type: ignore[no-any-return]  # transformers' code
+        # Some take positions of one sequence only, so they get all as one.
+        embedded: Tensor = original(args[0], position_ids=positions.flatten())
+        return embedded.view(*positions.shape, -1)
+
+    module.forward = forward
+
+
+def _counts_positions(module: torch.nn.Module) -> bool:
+    parameters = inspect.signature(module.forward).parameters
+    return "position_ids" in parameters and "past_key_values_length" in parameters
