@@ -9,7 +9,9 @@ from transformers import PreTrainedModel
 
 from kvrelay.engine.kv.layout import CacheLayout
 from kvrelay.engine.models.general import check
+from kvrelay.engine.models.general.again import AgainWay
 from kvrelay.engine.models.general.flat import FlatWay
+from kvrelay.engine.models.general.gather import GatherWay
 from kvrelay.engine.models.general.native import Call
 from kvrelay.engine.models.general.places import Placing
 from kvrelay.engine.models.general.step import UnfitError, Way
@@ -94,5 +96,9 @@ def _native(model: PreTrainedModel, calls: Mapping[int, Call], team: Team | None
     return make
 
 
-WAYS: tuple[tuple[str, MakeWay, bool], ...] = (("flat", FlatWay, False),)
+WAYS: tuple[tuple[str, MakeWay, bool], ...] = (
+    ("flat", FlatWay, False),
+    ("gather", GatherWay, False),
+    ("again", AgainWay, True),
+)
 """Name, class, and whether the sequence's tokens are kept, fastest first."""

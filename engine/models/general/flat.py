@@ -233,8 +233,8 @@ def flat_attention(
     **others: object,
 ) -> tuple[Tensor, None]:
     """An attention function of transformers; see `AttentionInterface`."""
-    layer: object = getattr(key, MARK, None)
-    if not isinstance(layer, FlatLayer) or getattr(value, MARK, None) is not layer:
+    layer, of_value = getattr(key, MARK, None), getattr(value, MARK, None)
+    if not isinstance(layer, FlatLayer) or id(of_value) != id(layer):
         raise UnfitError("keys or values are changed after the cache's update")
     unknown = sorted(
         name for name, given in others.items() if given is not None and given is not False and name not in HARMLESS

@@ -78,9 +78,10 @@ def general_config(config: PreTrainedConfig, fields: Fields, folder: Path) -> Ge
     model_class: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
     text = config.get_text_config(decoder=True)
     # Set before the class is made: a model that is one half of an encoder and a decoder must know it.
-    for name, value in (("is_decoder", True), ("is_encoder_decoder", False), ("use_cache", True)):
-        if hasattr(text, name):
-            setattr(text, name, value)
+    for part in (config, text):
+        for name, value in (("is_decoder", True), ("is_encoder_decoder", False), ("use_cache", True)):
+            if hasattr(part, name):
+                setattr(part, name, value)
     vocab_size = int(getattr(text, "vocab_size", 0) or 0)
     if vocab_size < 1:
         fields.refuse("vocab_size", "an integer of at least 1")
