@@ -13,10 +13,16 @@ VOCAB_SIZE = 256
 LAYERS = 4
 WINDOW = 8
 SMALL: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "embedding_dim", "emb_dim", "lru_width"), 64),
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "embedding_size", "embedding_dim", "emb_dim", "lru_width"), 64
+    ),
     **dict.fromkeys(("word_embed_proj_dim", "input_embedding_size", "output_embedding_size"), 64),
-    **dict.fromkeys(("intermediate_size", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_dim", "ffn_hidden_size", "dff"), 128),
-    **dict.fromkeys(("dim_ff", "d_inner", "feed_forward_size", "dense_intermediate_size", "shared_intermediate_size"), 128),
+    **dict.fromkeys(
+        ("intermediate_size", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_dim", "ffn_hidden_size", "dff"), 128
+    ),
+    **dict.fromkeys(
+        ("dim_ff", "d_inner", "feed_forward_size", "dense_intermediate_size", "shared_intermediate_size"), 128
+    ),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
     **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "num_decoder_attention_heads"), 4),
     **dict.fromkeys(("num_encoder_attention_heads", "linear_num_heads", "swa_num_attention_heads"), 4),
@@ -34,7 +40,9 @@ SMALL: dict[str, Any] = {
     "swa_num_key_value_heads": 2,
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), LAYERS),
     **dict.fromkeys(("encoder_layers", "num_decoder_layers", "num_encoder_layers", "num_blocks"), LAYERS),
-    **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCAB_SIZE),
+    **dict.fromkeys(
+        ("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCAB_SIZE
+    ),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), 256),
     **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_window_size", "local_attention"), WINDOW),
     **dict.fromkeys(("window_size", "attention_chunk_size"), WINDOW),
@@ -62,12 +70,40 @@ KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types")
 """Fields that list the kinds of layers; each kind that the default has is in turn."""
 MIXED = ["conv", "full_attention"] * 2
 OWN: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {"mamba_ngroups": 1},
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention"] * 2,
+        "ple_layer_ids": [1, 2],
+        "ngram_vocab_size_base": 100,
+        "split_ngram_parts": 1,
+        "heads_per_ngram": 2,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "hc_lowrank": 8,
+        "indexer_n_heads": 16,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+    },
+    "xlm": {"causal": True},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "index_block_size": 8,
+        "index_topk_blocks": 8,
+    },
     "lfm2": {"layer_types": MIXED},
     "lfm2_moe": {"layer_types": MIXED, "num_dense_layers": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    "gemma4_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2, "per_layer_config": None},
+    "gemma4_text": {
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "per_layer_config": None,
+    },
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "rope_parameters": None},
     "dots3_note": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 128},
@@ -75,8 +111,16 @@ OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 16]},
     "zaya": {"num_experts_per_tok": 1},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0}, "ffn_config": {"ffn_hidden_size": 128}},
-    "roc_bert": {"pronunciation_vocab_size": 256, "pronunciation_embed_dim": 16, "shape_vocab_size": 256, "shape_embed_dim": 16},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 128},
+    },
+    "roc_bert": {
+        "pronunciation_vocab_size": 256,
+        "pronunciation_embed_dim": 16,
+        "shape_vocab_size": 256,
+        "shape_embed_dim": 16,
+    },
     "marian": {"share_encoder_decoder_embeddings": True},
 }
 """Fields of one model type."""
@@ -118,11 +162,19 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
 
 def _small(default: PreTrainedConfig, own: dict[str, Any]) -> dict[str, Any]:
     known = default.to_dict()
-    fields = {name: value for name, value in SMALL.items() if known.get(name) is not None or name in ("head_dim",) and name in known}
+    fields = {
+        name: value
+        for name, value in SMALL.items()
+        if known.get(name) is not None or name in ("head_dim",) and name in known
+    }
     for name in KINDS:
         if isinstance(known.get(name), list):
             kinds = list(dict.fromkeys(known[name]))
             fields[name] = [kinds[number % len(kinds)] for number in range(LAYERS)]
+    if "num_key_value_heads" in fields and known["num_key_value_heads"] == known.get("num_attention_heads"):
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
+    if "qk_rope_head_dim" in fields and "head_dim" in fields:
+        fields["head_dim"] = fields["qk_rope_head_dim"]
     return {**fields, **own}
 
 
@@ -135,7 +187,17 @@ def tiny_model(model_type: str, seed: int = 0) -> PreTrainedModel:
             if hasattr(part, name):
                 setattr(part, name, value)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _randomize(model)
     return model.eval()
+
+
+def _randomize(model: PreTrainedModel) -> None:
+    """Draws the weights of products and convolutions so large that each part of the model shows in the logits."""
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            if weight.dim() > 1 and not any(part in name for part in ("A_log", "norm")):
+                spread = 0.3 if "embed" in name or "wte" in name else 1.2 * weight[0].numel() ** -0.5
+                weight.copy_(spread * torch.randn(weight.shape))
 
 
 def save(model_type: str, folder: Path) -> Path:

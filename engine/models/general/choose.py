@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -99,6 +100,8 @@ def _native(model: PreTrainedModel, calls: Mapping[int, Call], team: Team | None
 WAYS: tuple[tuple[str, MakeWay, bool], ...] = (
     ("flat", FlatWay, False),
     ("gather", GatherWay, False),
+    ("gather, whole prompts", partial(GatherWay, whole=True), True),
+    ("gather, row by row", partial(GatherWay, single=True), False),
     ("again", AgainWay, True),
 )
 """Name, class, and whether the sequence's tokens are kept, fastest first."""

@@ -48,6 +48,8 @@ class Batch:
     """Columns of queries, T."""
     columns: int
     """All columns, L."""
+    written_from: NDArray[np.int64]
+    """[B] first position of each row that is written."""
     positions: Tensor = field(init=False)
     """int64 [B, L] position of each column's token in its row; 0 where there is padding."""
     mask: Tensor = field(init=False)
@@ -60,8 +62,11 @@ class Batch:
         self._positions = np.maximum(positions, 0)
         self.positions = host(self._positions, self.store.device)
         self.mask = host((positions >= 0).astype(np.int64), self.store.device)
-        # [B, T] whether a query is the row's own.
-        self._own = host(np.arange(self.queries)[None] >= self.queries - self.step.lengths[:, None], self.store.device)
+        kept = positions[:, self.past :] >= self.written_from[:, None]
+        # [B, T] whether a query's numbers are written.
+        self._kept = host(kept, self.store.device)
+        rows, queries = np.nonzero(kept)
+        self._written_rows, self._written_positions = rows, positions[:, self.past :][rows, queries]
 
     @property
     def past(self) -> int:
@@ -71,19 +76,24 @@ class Batch:
     def write(self, place: Place, numbers: Tensor) -> None:
         """Writes the rows' own numbers of [B, heads, T, dim]."""
         if place.track not in self._written:
-            self._written[place.track] = self.store.slots(self.step, place.track)
-        self.store.write(place, self._written[place.track], numbers.transpose(1, 2)[self._own])
+            table, positions, size = self._table(place), self._written_positions, self.store.size
+            blocks = host(table[self._written_rows, positions // size], self.store.device)
+            self._written[place.track] = blocks, host(positions % size, self.store.device)
+        self.store.write(place, self._written[place.track], numbers.transpose(1, 2)[self._kept])
 
     def read(self, place: Place, columns: int, dtype: torch.dtype) -> Tensor:
         """[B, heads, columns, dim] of the last columns."""
         if (place.track, columns) not in self._slots:
             positions = self._positions[:, self.columns - columns :]
-            size, table = self.store.size, self.step.tables[self.store.groups[place.track]]
-            blocks = np.take_along_axis(table, positions // size, 1)
+            size = self.store.size
+            blocks = np.take_along_axis(self._table(place), positions // size, 1)
             # Padding reads the row's first token here, never memory that nobody has written.
             slots = host(blocks, self.store.device), host(positions % size, self.store.device)
             self._slots[place.track, columns] = slots
         return self.store.read(place, self._slots[place.track, columns], dtype).transpose(1, 2).contiguous()
+
+    def _table(self, place: Place) -> NDArray[np.int64]:
+        return self.step.tables[self.store.groups[place.track]]
 
 
 class Gathered:
@@ -101,7 +111,8 @@ class Gathered:
             if place is None:
                 raise UnfitError("a layer has keys that it hadn't at first")
             self.batch.write(place, numbers)
-            read.append(self.batch.read(place, columns, numbers.dtype))
+            # Without a past, all that there is was just computed.
+            read.append(self.batch.read(place, columns, numbers.dtype) if self.batch.past else numbers)
         return read[0], read[1]
 
 
@@ -112,7 +123,9 @@ class GatherLayer(DynamicLayer, Gathered):
         DynamicLayer.__init__(self)
         self.places, self.batch = places, batch
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         return self.gather(key_states, value_states, self.batch.columns)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -137,6 +150,8 @@ class GatherIndexedLayer(DynamicIndexedLayer, Gathered):
         if self.places.indexer is None:
             raise UnfitError("a layer has an indexer that it hadn't at first")
         self.batch.write(self.places.indexer, indexer_key_states[:, None])
+        if not self.batch.past:
+            return indexer_key_states
         return self.batch.read(self.places.indexer, self.batch.columns, indexer_key_states.dtype)[:, 0]
 
 
@@ -152,7 +167,9 @@ class GatherWindowLayer(DynamicSlidingWindowLayer, Gathered):
         """The last columns that a query may see."""
         return min(self.batch.past, self.places.cache.window - 1) + self.batch.queries
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         return self.gather(key_states, value_states, self.columns)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -191,15 +208,21 @@ class GatherWay:
     """Implements `Way`."""
 
     name = "gather"
-    whole_prompts = False
 
-    def __init__(self, model: PreTrainedModel, store: Store, team: object = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, store: Store, team: object = None, *, whole: bool = False, single: bool = False
+    ) -> None:
+        """
+        Args:
+            whole: whether chunks of a prompt are computed from its beginning on, without a state to begin with.
+            single: whether each row has a forward pass of its own.
+        """
         self._model, self._store = model, store
+        self._whole, self._single = whole, single
         self._argument = cache_argument(model)
         self._inputs = Inputs(model)
         self._has_states = any(layer.states for layer in store.placing.layers)
         self._has_tokens = any(layer.keys is not None for layer in store.placing.layers)
-        self._attention = "sdpa" if model.config._attn_implementation == "sdpa" else "eager"  # noqa: SLF001
 
     def run(self, step: Step, wanted: NDArray[np.int64]) -> Tensor:
         """See `Way.run`."""
@@ -212,9 +235,12 @@ class GatherWay:
 
     def _batches(self, step: Step) -> list[NDArray[np.int64]]:
         """Rows of each forward pass: those of one token together, and chunks that need little padding."""
-        kinds: dict[tuple[int, bool], list[int]] = {}
+        if self._single:
+            return [np.array([row]) for row in range(len(step.lengths))]
+        kinds: dict[tuple[int, int], list[int]] = {}
         for row, (length, start) in enumerate(zip(step.lengths.tolist(), step.starts.tolist(), strict=True)):
-            kinds.setdefault((length, start > 0), []).append(row)
+            whole = self._whole and length > 1
+            kinds.setdefault((start + length, -1) if whole else (length, int(start > 0)), []).append(row)
         if self._has_states:
             # Padding between a state and the next token would change the state, so chunks of a batch have one length.
             return [np.array(rows) for rows in kinds.values()]
@@ -233,14 +259,19 @@ class GatherWay:
             tokens += length
         return [np.array(rows) for rows in ([*batches, batch] if batch else batches)]
 
-    def _run_batch(self, step: Step, rows: NDArray[np.int64], wanted: NDArray[np.int64], found: dict[int, Tensor]) -> None:
-        part = step.part(rows)
-        batch = Batch(part, self._store, int(part.lengths.max()), int(part.contexts.max()))
+    def _run_batch(
+        self, step: Step, rows: NDArray[np.int64], wanted: NDArray[np.int64], found: dict[int, Tensor]
+    ) -> None:
+        part, written_from = step.part(rows), step.starts[rows]
+        if self._whole and int(part.lengths.max()) > 1:
+            part = self._from_beginning(step, rows)
+        batch = Batch(part, self._store, int(part.lengths.max()), int(part.contexts.max()), written_from)
         cache = Cache(layers=[self._layer(places, batch) for places in self._store.placing.layers])
         tokens = np.zeros((len(rows), batch.queries), np.int64)
         for row, (first, length) in enumerate(zip(part.firsts, part.lengths, strict=True)):
             tokens[row, batch.queries - length :] = part.tokens[first : first + length]
         columns: list[tuple[int, int, int]] = []
+        """(row, column, token) of each wanted token."""
         for row, number in enumerate(rows.tolist()):
             first, length = int(step.firsts[number]), int(step.lengths[number])
             columns += [
@@ -259,6 +290,13 @@ class GatherWay:
         for row, column, token in columns:
             found[token] = logits[row, needed.index(column)]
         self._keep_states(cache, batch)
+
+    def _from_beginning(self, step: Step, rows: NDArray[np.int64]) -> Step:
+        """The rows' whole sequences as one step."""
+        tokens = [self._store.sequence(step, int(row)) for row in rows]
+        lengths = np.array([len(one) for one in tokens])
+        tables = tuple([table[rows] for table in step.tables])
+        return Step(np.concatenate(tokens), np.zeros_like(lengths), lengths, tables)
 
     def _layer(self, places: LayerPlaces, batch: Batch) -> DummyLayer | LinearAttentionLayer | DynamicLayer:
         window = places.cache.window

@@ -12,19 +12,22 @@ from transformers import PreTrainedModel
 from kvrelay.engine.models.general.reading import parameters_of
 from kvrelay.engine.models.general.step import UnfitError
 
+POSITIONS = "_kvrelay_positions"
+"""Attribute of a model: the positions int64 [B, T] that it computes, or None."""
+
 
 class Inputs:
     """Calls a model with those of our arguments that it has."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self.positions: Tensor | None = None
-        """Positions of the step that is being computed, int64 [B, T]."""
         self._names = parameters_of(model)
         self._selects = "logits_to_keep" in self._names
-        for module in model.modules():
-            if _counts_positions(module):
-                _give_positions(module, self)
+        if not hasattr(model, POSITIONS):
+            setattr(model, POSITIONS, None)
+            for module in model.modules():
+                if _counts_positions(module):
+                    _give_positions(module, model)
 
     def call(
         self,
@@ -51,7 +54,7 @@ class Inputs:
             given["attention_mask"] = mask
         if self._selects:
             given["logits_to_keep"] = wanted
-        self.positions = positions
+        setattr(self._model, POSITIONS, positions)
         logits: Tensor = self._model(**given).logits
         if not self._selects or logits.shape[1] != len(wanted):
             if logits.shape[1] != tokens.shape[1]:
@@ -60,22 +63,24 @@ class Inputs:
         return logits.float()
 
 
-def _give_positions(module: torch.nn.Module, inputs: "Inputs") -> None:
+def _give_positions(module: torch.nn.Module, model: PreTrainedModel) -> None:
     """Has an embedding of positions that counts from the cache's length take the true ones."""
     original = module.forward
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        positions = inputs.positions
-        if positions is None or kwargs.get("position_ids") is not None:
+        positions: Tensor | None = getattr(model, POSITIONS)
+        if positions is None or not args:
             return original(*args, **kwargs)  # type: ignore[no-any-return]  # transformers' code
         # Some take positions of one sequence only, so they get all as one.
         embedded: Tensor = original(args[0], position_ids=positions.flatten())
-        return embedded.view(*positions.shape, -1)
+        if embedded.dim() == 2 and len(positions) > 1:
+            raise UnfitError("positions are the same for all rows")
+        return embedded if embedded.dim() == 2 else embedded.view(*positions.shape, -1)
 
     module.forward = forward
 
 
 def _counts_positions(module: torch.nn.Module) -> bool:
     parameters = inspect.signature(module.forward).parameters
-    return "position_ids" in parameters and "past_key_values_length" in parameters
+    return {"position_ids", "past_key_values_length"} < parameters.keys() and next(iter(parameters)) != "position_ids"
