@@ -18,6 +18,7 @@ from kvrelay.engine.models.fast.loader import OnLoaded
 from kvrelay.engine.models.general.check import Prompts
 from kvrelay.engine.models.general.choose import Choice, choose
 from kvrelay.engine.models.general.linears import swap, watching
+from kvrelay.engine.models.general.norms import swap_norms
 from kvrelay.engine.models.general.observe import observe
 from kvrelay.engine.models.general.places import LayerCache, Placing, place
 from kvrelay.engine.models.general.reading import VERSION, GeneralConfig, load_model, read_general_config
@@ -192,6 +193,7 @@ def build_general_runner(
     windows = tuple({layer.window for layer in layers or () if layer.window})
     with watching(model) as uses:
         prompts = Prompts(model, config.vocab_size, windows, config.max_positions)
+    swap_norms(model)
     if team is not None:
         total = sum(parameter.nbytes for parameter in model.parameters())
         lay_out = packer(team)

@@ -204,11 +204,10 @@ class PackedLinear:
         args, program = self._called
         source = x.float().contiguous()
         out = torch.empty(len(x), self.outputs)
-        workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8)
         self._rows.value = len(x)
         args.input, args.input_stride = source.data_ptr(), source.stride(0)
         args.out, args.out_stride = out.data_ptr(), out.stride(0)
-        args.workspace = workspace.data_ptr()
+        args.workspace = self._team.workspace(self.workspace_bytes)
         self._team.run(program)
         return out.to(x.dtype)
 

@@ -137,11 +137,27 @@ def classes() -> dict[str, str]:
 
 
 OTHERS = frozenset(
-    "BltForCausalLM Emu3ForCausalLM FuyuForCausalLM Gemma3ForConditionalGeneration Gemma3nForConditionalGeneration "
-    "Gemma4ForConditionalGeneration Gemma4AssistantForCausalLM Gemma4UnifiedForConditionalGeneration "
-    "Gemma4UnifiedAssistantForCausalLM GitForCausalLM GotOcr2ForConditionalGeneration MllamaForCausalLM "
-    "MoshiForCausalLM MossTranscribeDiarizeForConditionalGeneration MusicgenForCausalLM MusicgenMelodyForCausalLM "
-    "Phi4MultimodalForCausalLM TrOCRForCausalLM WhisperForCausalLM".split()
+    {
+        "BltForCausalLM",
+        "Emu3ForCausalLM",
+        "FuyuForCausalLM",
+        "Gemma3ForConditionalGeneration",
+        "Gemma3nForConditionalGeneration",
+        "Gemma4ForConditionalGeneration",
+        "Gemma4AssistantForCausalLM",
+        "Gemma4UnifiedForConditionalGeneration",
+        "Gemma4UnifiedAssistantForCausalLM",
+        "GitForCausalLM",
+        "GotOcr2ForConditionalGeneration",
+        "MllamaForCausalLM",
+        "MoshiForCausalLM",
+        "MossTranscribeDiarizeForConditionalGeneration",
+        "MusicgenForCausalLM",
+        "MusicgenMelodyForCausalLM",
+        "Phi4MultimodalForCausalLM",
+        "TrOCRForCausalLM",
+        "WhisperForCausalLM",
+    }
 )
 """Classes whose input isn't text alone."""
 
@@ -165,7 +181,7 @@ def _small(default: PreTrainedConfig, own: dict[str, Any]) -> dict[str, Any]:
     fields = {
         name: value
         for name, value in SMALL.items()
-        if known.get(name) is not None or name in ("head_dim",) and name in known
+        if known.get(name) is not None or (name in ("head_dim",) and name in known)
     }
     for name in KINDS:
         if isinstance(known.get(name), list):

@@ -99,8 +99,9 @@ class Joined:
     def take(self, index: int, given: Tensor) -> Tensor:
         """The product of the layer with this index."""
         if given is not self._input or index not in self._results:
-            whole = self._run(given.reshape(-1, self._inputs)).view(*given.shape[:-1], sum(self._outputs))
-            self._input, self._results = given, dict(enumerate(whole.split_with_sizes(self._outputs, -1)))
+            whole = self._run(given.reshape(-1, self._inputs))
+            parts = whole.view(*given.shape[:-1], whole.shape[1]).split_with_sizes(self._outputs, -1)
+            self._input, self._results = given, dict(enumerate(parts))
         result = self._results.pop(index)
         if not self._results:
             self._input = None

@@ -22,6 +22,8 @@ CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_
 """Fields that hold the longest context, in the order in which they are asked."""
 UNLIMITED_CONTEXT = 2**17
 """Longest context, in tokens, of a model whose config names none."""
+ATTENTION = "_kvrelay_attention"
+"""Attribute of a model: the name of the function that its parts attend by."""
 MODEL_TYPES = "a model type of transformers " + VERSION
 
 
@@ -154,6 +156,9 @@ def parameters_of(model: PreTrainedModel) -> frozenset[str]:
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
     """Has all of the model's parts attend by a function that is registered with transformers."""
+    if getattr(model, ATTENTION, None) == name:
+        return
+    setattr(model, ATTENTION, name)
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     for config in configs.values():
         if isinstance(config, PreTrainedConfig):
