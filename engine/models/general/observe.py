@@ -1,5 +1,7 @@
 """What a model's cache holds in each layer, by a run of a few tokens."""
 
+from typing import Any
+
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
@@ -49,7 +51,7 @@ def observe(model: PreTrainedModel) -> tuple[LayerCache, ...]:
         UnfitError: it keeps something that isn't known.
     """
     name = cache_argument(model)
-    cache = DynamicCache(config=model.config)
+    cache: Any = DynamicCache(config=model.config)
     tokens = torch.ones((1, LENGTH), dtype=torch.long, device=model.device)
     with torch.inference_mode():
         out = model(input_ids=tokens, use_cache=True, return_dict=True, **{name: cache})

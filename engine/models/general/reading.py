@@ -128,7 +128,7 @@ def load_model(
             name = found if isinstance(found, str) else found[0]
             raise ValueError(f"{_file_of(checkpoint, name)}: tensor {name} {why}")
     check_numbers(model, checkpoint)
-    moved: Any = model.to(device)  # type: ignore[arg-type]  # its decorator hides the arguments
+    moved: Any = model.to(device)
     moved.eval().requires_grad_(False)
     return model
 

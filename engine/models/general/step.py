@@ -88,6 +88,6 @@ class Way(Protocol):
         ...
 
 
-def host(array: NDArray[np.integer], device: torch.device) -> Tensor:
+def host(array: NDArray[np.integer] | NDArray[np.bool_], device: torch.device) -> Tensor:
     """The array on the device."""
     return torch.from_numpy(np.ascontiguousarray(array)).to(device)
