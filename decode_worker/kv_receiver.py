@@ -40,6 +40,7 @@ from kvrelay.transfer.protocol.events import (
     Tell,
     tokens_digest,
 )
+from kvrelay.transfer.protocol.handshake import tracks_of
 from kvrelay.transfer.protocol.messages import (
     Abort,
     CloseLink,
@@ -162,13 +163,10 @@ class KVReceiver(Endpoint[Receiving]):
     def _expect(self, transfer: Receiving, pair: Pair | None) -> None:
         """Tells the machine what to expect, once the router's announcement and the sender's layout are known."""
         if transfer.announced is not None and transfer.manifest is None and pair is not None and pair.hello is not None:
-            theirs = pair.hello.layout.sent_to(self.local.layout)
-            size = theirs.block_size
-            wanted = self.local.states
+            wanted, (tokens, digest) = self.local.states, transfer.announced
             state_bytes = 0 if wanted is None else wanted.token_bytes
-            manifest = Manifest(
-                *transfer.announced, theirs.token_bytes, size, size, theirs.layers, state_bytes=state_bytes
-            )
+            tracks = tracks_of(pair.hello.cache.sent_to(self.local.cache), tokens)
+            manifest = Manifest(tokens, digest, tracks, state_bytes=state_bytes)
             transfer.manifest = manifest
             self._feed(transfer, Expected(manifest))
 
@@ -218,7 +216,12 @@ class KVReceiver(Endpoint[Receiving]):
             states = transfer.states[first : first + frame.tokens]
             job = self._frames.receive_states(transfer.key, frame, claim, states, hello, on_end)
         else:
-            job = self._frames.receive(transfer.key, frame, claim, transfer.table, transfer.keep, hello, on_end)
+            group = self.local.cache.tracks[frame.track][0]
+            table, keep = transfer.tables[group], transfer.keep
+            if group:
+                # Blocks before these aren't needed, and may not be there: the sender's blocks may have another size.
+                keep = next((index for index, block in enumerate(table) if block >= 0), 0) * self.local.cache.block_size
+            job = self._frames.receive(transfer.key, frame, claim, table, keep, hello, on_end)
         self.links.submit(pair.incarnation, frame.epoch, job)
 
     def _met(self, transfer: Receiving) -> tuple[Pair, Hello]:
@@ -239,7 +242,7 @@ class KVReceiver(Endpoint[Receiving]):
         return TransferStats(
             transfer_seconds=now - (transfer.granted_at or now),
             handoff_seconds=now - (transfer.finish_at or now),
-            nbytes=0 if manifest is None else manifest.nbytes(manifest.tokens - transfer.have),
+            nbytes=0 if manifest is None else manifest.nbytes(self._have(transfer, manifest)),
             state_nbytes=0 if states is None else states.nbytes,
         )
 
@@ -258,15 +261,22 @@ class KVReceiver(Endpoint[Receiving]):
             if passing and not self._waiting.passing(key):
                 self.blocks_freed()  # those that it would have passed are gone
         else:
-            transfer.table = list(answer.hold.blocks)
+            transfer.tables = answer.hold.tables()
             transfer.keep = transfer.have = answer.have_tokens
-            if transfer.manifest is not None and not transfer.manifest.is_border(transfer.have):
-                transfer.have -= transfer.have % transfer.manifest.block_size
             transfer.granted_at = self.runtime.now()
             self._make_states(transfer)
-            self._feed(transfer, Reserved(answer, transfer.have, transfer.states_from))
+            have = () if transfer.manifest is None else self._have(transfer, transfer.manifest)
+            self._feed(transfer, Reserved(answer, have, transfer.states_from))
             if self._waiting.leave(key):
                 self.blocks_freed()
+
+    def _have(self, transfer: Receiving, manifest: Manifest) -> tuple[int, ...]:
+        """The token of each track before which nothing is needed: the prefix cache has it, or the window ends there."""
+        found = []
+        for (group, _), track in zip(self.local.cache.tracks, manifest.tracks, strict=True):
+            have = track.first if group else transfer.have
+            found.append(have if track.is_border(have) else have - have % track.block_size)
+        return tuple(found)
 
     def _make_states(self, transfer: Receiving) -> None:
         """Takes memory for the hidden states that are wanted; none are, if it doesn't fit."""
@@ -291,7 +301,7 @@ class KVReceiver(Endpoint[Receiving]):
 
     def accept(self, stream: ControlStream, hello: Hello) -> None:
         """Takes a control stream of a peer to which there is no `objection`; an older one of that peer ends."""
-        conversion = self.local.layout.conversion(hello.layout.sent_to(self.local.layout))
+        conversion = self.local.cache.conversion(hello.cache.sent_to(self.local.cache))
         if conversion is not None:
             logger.warning("KV is converted on arrival", extra={"peer": stream.peer.name, "differing": conversion})
         older = self._pairs.get(stream.peer.incarnation)

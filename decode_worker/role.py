@@ -61,7 +61,7 @@ class DecodeRole(HandoffRole):
         """Blocks that requests without a reservation are expected to need in the end."""
         self._coming: dict[Key, int] = {}
         """Holders of the requests that have not asked for blocks yet."""
-        self._room = Room(worker.pool.num_blocks, worker.layout.block_size)
+        self._room = Room(worker.num_blocks, worker.cache.block_size)
         self._service = HandoffService(self.setup, self)
         self._receiver = self._service.receiver
 

@@ -25,6 +25,7 @@ from kvrelay.engine.kv.blocks import BlockPool
 from kvrelay.engine.kv.memory import asking, memory_of
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.kv.prefix import PrefixIndex
+from kvrelay.engine.kv.sides import SidePool, blocks_without_kv
 from kvrelay.engine.models.fast.loader import OnLoaded, load_embedding
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.config import is_of_family, read_config
@@ -174,10 +175,20 @@ def engine_on(runner: Runner, options: EngineConfig, proposer: Proposer | None =
     """
     for name in ("block_size", "max_batch_tokens", "max_sequences"):
         require(getattr(options, name) != AUTO, name, "auto", "a number, as `EngineConfig.on` makes it")
-    pool = BlockPool(runner.pool.num_blocks)
-    namespace = hashlib.sha256(f"{runner.spec.fingerprint} {runner.layout}".encode()).digest()
-    prefix = PrefixIndex(pool, options.block_size, namespace, enabled=options.prefix_cache)
+    cache, counts = runner.cache_layout, [pool.num_blocks for pool in runner.pools]
+    by_group: dict[int, int] = {}
+    for (index, _), count in zip(cache.tracks, counts, strict=True):
+        by_group.setdefault(index, count)
+    pool = BlockPool(by_group.get(0) or blocks_without_kv(options, runner.spec.max_context))
+    namespace = hashlib.sha256(f"{runner.spec.fingerprint} {cache}".encode()).digest()
+    sides = [
+        SidePool(group, by_group[index], options.block_size) for index, group in enumerate(cache.side_groups, start=1)
+    ]
+    prefix = PrefixIndex(pool, options.block_size, namespace, enabled=options.prefix_cache, sides=sides)
     proposer = proposer or proposer_of(options.speculation)
+    if proposer is not None and any(group.kind == "state" for group in cache.groups):
+        method = options.speculation.method
+        raise ValueError(f"speculation.method is {method!r}; allowed for a model whose layers keep a state: 'off'")
     speculation = None
     if proposer is not None:
         # A step that `launch` computes is measured in CPU time of its thread, which other processes don't change.

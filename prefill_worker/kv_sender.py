@@ -39,9 +39,10 @@ from kvrelay.transfer.protocol.events import (
     SendFrame,
     StopFrames,
     Tell,
+    Track,
     tokens_digest,
 )
-from kvrelay.transfer.protocol.handshake import FrameCut
+from kvrelay.transfer.protocol.handshake import cuts_of, largest, tracks_of
 from kvrelay.transfer.protocol.messages import (
     MAX_FRAME_BYTES,
     MAX_PARTS,
@@ -153,15 +154,16 @@ class KVSender(Endpoint[Sending]):
             ValueError: one layer of a KV block is larger than a frame can be, or too many frames make a block.
         """
         super().__init__(context)
-        layout, config = self.local.layout, self.config
-        self._cuts = FrameCut.of(layout, config.frame_bytes), FrameCut.of(layout, config.gpu_frame_bytes)
-        """Cuts of frames over other links, and of frames from GPU to GPU."""
-        for cut in self._cuts:
-            if cut.nbytes > MAX_FRAME_BYTES or cut.parts > MAX_PARTS:
-                raise ValueError(
-                    f"a KV block takes {layout.block_bytes} bytes and would be sent in {cut.parts} frames of"
-                    f" {cut.nbytes}; allowed: up to {MAX_PARTS} frames of up to {MAX_FRAME_BYTES} bytes"
-                )
+        cache, config = self.local.cache, self.config
+        self._cuts = cuts_of(cache, config.frame_bytes), cuts_of(cache, config.gpu_frame_bytes)
+        """Cuts of frames over other links, and of frames from GPU to GPU, by track."""
+        for cuts in self._cuts:
+            for (_, layout), cut in zip(cache.tracks, cuts, strict=True):
+                if cut.nbytes > MAX_FRAME_BYTES or cut.parts > MAX_PARTS:
+                    raise ValueError(
+                        f"a KV block takes {layout.block_bytes} bytes and would be sent in {cut.parts} frames of"
+                        f" {cut.nbytes}; allowed: up to {MAX_PARTS} frames of up to {MAX_FRAME_BYTES} bytes"
+                    )
         self._frames = frames
         self._host = host
         self._connect = connect
@@ -195,24 +197,18 @@ class KVSender(Endpoint[Sending]):
             if refusal is not None:
                 self._refuse(key, *refusal)
                 return
-        layout, cut, wanted = self.local.layout, self._cuts[pair.between_gpus], peer.states
+        nbytes, wanted = largest(self._cuts[pair.between_gpus]), peer.states
         state_bytes = 0 if wanted is None else wanted.token_bytes
-        if state_bytes > cut.nbytes:
-            message = (
-                f"states: those of a token take {state_bytes} bytes; frames (transfer.frame_bytes) have {cut.nbytes}"
-            )
+        if state_bytes > nbytes:
+            message = f"states: those of a token take {state_bytes} bytes; frames (transfer.frame_bytes) have {nbytes}"
             self._refuse(key, Code.INCOMPATIBLE, message)
             return
         manifest = Manifest(
             len(tokens),
             tokens_digest(tokens),
-            self._token_bytes(pair),
-            layout.block_size,
-            cut.tokens,
-            layout.layers,
-            cut.parts,
+            self._tracks(pair, len(tokens)),
             state_bytes=state_bytes,
-            state_tokens=cut.nbytes // state_bytes if state_bytes else 0,
+            state_tokens=nbytes // state_bytes if state_bytes else 0,
         )
         now = self.runtime.now()
         machine = SendAttempt(key, manifest, self.timeouts, now)
@@ -238,11 +234,17 @@ class KVSender(Endpoint[Sending]):
         if transfer is None:
             self._host.release(hold)
             return
-        manifest = transfer.machine.manifest
+        manifest, size, given = transfer.machine.manifest, self.local.cache.block_size, hold.tables()
+        known = len(transfer.tables[0])
         if not written.ended:
-            transfer.steps.append((len(transfer.table) * manifest.block_size, written))
-        transfer.table.extend(hold.blocks)
-        tokens = min(len(transfer.table) * manifest.block_size, manifest.tokens)
+            transfer.steps.append((known * size, written))
+        transfer.tables[0] += given[0]
+        transfer.tables += [[] for _ in given[len(transfer.tables) :]]
+        for table, blocks in zip(transfer.tables[1:], given[1:], strict=True):
+            # Their tables begin with the first token; of a window, `hold` has what it has of the new blocks.
+            table += [-1] * (known - len(table))
+            table[known:] = blocks[known:]
+        tokens = min(len(transfer.tables[0]) * size, manifest.tokens)
         self._feed(transfer, Computed(tokens, hold))
 
     def finished(self, key: Key, first_token: int, hold: Hold) -> None:
@@ -254,7 +256,7 @@ class KVSender(Endpoint[Sending]):
         if transfer is None:
             self._host.release(hold)
             return
-        transfer.table = list(hold.blocks)
+        transfer.tables = hold.tables()
         transfer.steps.clear()
         transfer.finished_at = now = self.runtime.now()
         if transfer.claims:
@@ -300,7 +302,8 @@ class KVSender(Endpoint[Sending]):
             job = self._frames.send_states(transfer.key, frame, claim, states, pair.hello, announce, on_read)
         else:
             claim = self._claim(transfer, frame, transfer.written(frame.first + frame.tokens))
-            job = self._frames.send(transfer.key, frame, claim, transfer.table, pair.hello, announce, on_read)
+            table = transfer.tables[self.local.cache.tracks[frame.track][0]]
+            job = self._frames.send(transfer.key, frame, claim, table, pair.hello, announce, on_read)
         if claim.written.ended:
             transfer.started_at = transfer.started_at or self.runtime.now()
         self.links.submit(pair.incarnation, frame.epoch, job)
@@ -319,11 +322,12 @@ class KVSender(Endpoint[Sending]):
 
     def _stats(self, transfer: Sending) -> TransferStats:
         now = self.runtime.now()
-        tokens = transfer.machine.manifest.tokens - (transfer.machine.have or 0)
+        manifest = transfer.machine.manifest
+        have = transfer.machine.have or tuple([track.first for track in manifest.tracks])
         return TransferStats(
             transfer_seconds=now - (transfer.started_at or now),
             handoff_seconds=now - (transfer.finished_at or now),
-            nbytes=transfer.machine.manifest.nbytes(tokens),
+            nbytes=manifest.nbytes(have),
             state_nbytes=transfer.state_nbytes,
             grant_seconds=(transfer.granted_at or now) - transfer.offered_at,
         )
@@ -346,7 +350,8 @@ class KVSender(Endpoint[Sending]):
     def _on_hello(self, pair: Pair, hello: Hello) -> None:
         pair.hello = hello
         for transfer in self._of(pair):
-            transfer.machine.manifest = replace(transfer.machine.manifest, token_bytes=self._token_bytes(pair))
+            manifest = transfer.machine.manifest
+            transfer.machine.manifest = replace(manifest, tracks=self._tracks(pair, manifest.tokens))
         objection = self.local.objection(hello, self.config)
         if hello.states != pair.peer.states:
             objection = Code.INCOMPATIBLE, f"states: {pair.peer.states} in the membership, {hello.states} in the hello"
@@ -355,10 +360,12 @@ class KVSender(Endpoint[Sending]):
         if objection is not None:
             pair.stream.end(*objection)
 
-    def _token_bytes(self, pair: Pair) -> int:
-        """Bytes of a token on the link, as far as the receiver's layout is known."""
-        mine = self.local.layout
-        return (mine if pair.hello is None else mine.sent_to(pair.hello.layout)).token_bytes
+    def _tracks(self, pair: Pair, tokens: int) -> tuple[Track, ...]:
+        """The tracks of an attempt on the link, as far as the receiver's layout is known."""
+        cache = self.local.cache
+        if pair.hello is not None and cache.mismatch(pair.hello.cache) is None:
+            cache = cache.sent_to(pair.hello.cache)
+        return tracks_of(cache, tokens, self._cuts[pair.between_gpus])
 
     def _dial(self, pair: Pair) -> tuple[Code, str] | None:
         """Starts to open a link of the next epoch; why it can't be, or None."""
@@ -367,7 +374,7 @@ class KVSender(Endpoint[Sending]):
         except NoTransportError as error:
             return Code.INCOMPATIBLE, f"{pair.peer.name}: {error}"
         epoch = self._epochs.get(pair.incarnation, 0) + 1
-        refusal = self._open_link(pair, epoch, transport, self._cuts[pair.between_gpus].nbytes)
+        refusal = self._open_link(pair, epoch, transport, largest(self._cuts[pair.between_gpus]))
         if refusal is not None:
             return Code.NO_CAPACITY, refusal
         pair.stream.put(Dial(epoch, transport))

@@ -132,8 +132,8 @@ class PrefillRole(HandoffRole):
         at the prompt's end only, where nothing more is written to it.
         """
         worker, key = self.worker, sequence.request.key
-        done, size = self._shipped.get(key, 0), worker.layout.block_size
-        end = computed // size if computed < sequence.num_tokens else worker.layout.blocks_for(computed)
+        done, size = self._shipped.get(key, 0), worker.cache.block_size
+        end = computed // size if computed < sequence.num_tokens else -(-computed // size)
         # A preempted sequence computes the same blocks again; those shipped before have the same content.
         if end > done:
             self._shipped[key] = end

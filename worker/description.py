@@ -35,10 +35,10 @@ def describe_worker(config: WorkerConfig, worker: Worker | None) -> Description:
         if torch.distributed.is_nccl_available():
             found.versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     if worker is not None:
-        pool, model = worker.pool, worker.hello().model
-        found.kv_bytes, found.device = pool.nbytes, pool.tensor.device.type
+        memory, model = worker.pools[0].bytes, worker.hello().model
+        found.kv_bytes, found.device = sum(pool.nbytes for pool in worker.pools), memory.device.type
         if worker.role.endpoint is not None:
-            usable = reasons(config.transfer.transport, pool.tensor.is_cuda, config.transfer.encrypt)
+            usable = reasons(config.transfer.transport, memory.is_cuda, config.transfer.encrypt)
             for name, missing in usable.items():
                 found.transports.add(name=name, missing=missing or "")
         found.max_context, found.context_limit = model.max_context, model.context_limit

@@ -61,10 +61,10 @@ class HandoffRole(Role, ABC):
 
     def make_setup(self) -> HandoffSetup:
         """Everything that this worker hands KV over with."""
-        worker, config, gpu = self.worker, self.worker.config, self.worker.pool.tensor.is_cuda
+        worker, config, gpu = self.worker, self.worker.config, self.worker.pools[0].bytes.is_cuda
         return HandoffSetup(
             self.local,
-            PoolFrames(worker.pool, config.transfer.checksum),
+            PoolFrames(worker.pools, config.transfer.checksum),
             self.peers,
             config.transfer,
             available_transports(

@@ -83,8 +83,8 @@ class Worker:
         self.credentials = credentials
         self.metrics = hooks.metrics
         self.spec = runner.spec
-        self.pool = runner.pool
-        self.layout = runner.layout
+        self.pools = runner.pools
+        self.cache = runner.cache_layout
         self.states_shape = runner.states_shape
         self.fetch = runner.fetch
         guesses = engine.scheduler.speculation
@@ -103,7 +103,7 @@ class Worker:
         """Number of requests that have come so far."""
         self._fences = Fences()
         self._foreign = ForeignPrompts()
-        self._loads = LoadReports(engine, self.layout.block_size, lambda: self.role.promised())
+        self._loads = LoadReports(engine, self.cache.block_size, lambda: self.role.promised())
         self._constraints = ConstraintCompiler(
             resolve(config.model),
             self.spec.vocab_size,
@@ -170,9 +170,9 @@ class Worker:
         """This worker, as it introduces itself to its peers; with `takes_states`, hidden states may come from them."""
         return LocalWorker(
             self.id,
-            self.layout,
+            self.cache,
             self.spec.fingerprint,
-            self.pool.tensor.is_cuda,
+            self.pools[0].bytes.is_cuda,
             self.states if takes_states and self.config.transfer.states_bytes else None,
             self.states_shape,
         )
@@ -272,6 +272,11 @@ class Worker:
         """Most tokens of one step of the engine, also where the options leave it to the worker. Any thread."""
         return self._engine.scheduler.config.max_batch_tokens
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool that counts a sequence's tokens."""
+        return self._engine.scheduler.prefix.pool.total
+
     def share(self, sequence: EngineSequence, first: int, end: int) -> Hold:
         """Another hold on the blocks [first, end) of a sequence. On the engine thread."""
         return self._engine.scheduler.share(sequence, first, end)
@@ -331,7 +336,7 @@ class Worker:
         member.failed = thread.ended
         member.max_context = self.spec.max_context
         member.context_limit = context_limit(self.spec.context_limit)
-        member.weights, member.kv_dtype = self.spec.weights, self.pool.layout.dtype
+        member.weights, member.kv_dtype = self.spec.weights, self.cache.dtype
         member.prefill_attention = self._prefill_attention
 
     def hello(self) -> WorkerHello:

@@ -19,6 +19,10 @@ first.
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence, Set
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvrelay.engine.kv.sides import SideHold
 
 
 class IntegrityError(RuntimeError):
@@ -33,9 +37,10 @@ class Hold:
         owner: who must release it, for messages; changes when the hold is passed on.
         chain: the prefix index's digests of the leading blocks' content, as far as they were needed.
         published: leading blocks that the prefix index has been offered.
+        sides: blocks of the layer groups behind the first (`engine/kv/sides.py`), in the order of the groups.
     """
 
-    __slots__ = ("_pool", "blocks", "chain", "owner", "published", "released")
+    __slots__ = ("_pool", "blocks", "chain", "owner", "published", "released", "sides")
 
     def __init__(self, pool: "BlockPool", blocks: list[int], owner: str) -> None:
         self._pool = pool
@@ -44,6 +49,7 @@ class Hold:
         self.chain: list[bytes] = []
         self.published = 0
         self.released = False
+        self.sides: tuple[SideHold, ...] = ()
 
     def extend(self, count: int) -> bool:
         """Adds `count` fresh blocks at the end; False, and nothing changes, if the pool has too few.
@@ -59,12 +65,43 @@ class Hold:
         self.blocks += fresh
         return True
 
+    def pass_to(self, owner: str) -> None:
+        """Names another owner."""
+        self.owner = owner
+        for side in self.sides:
+            side.hold.owner = owner
+
+    def drop(self, count: int) -> None:
+        """Drops the references on the first `count` blocks."""
+        self._pool.give_back(self.blocks[:count])
+        del self.blocks[:count]
+
+    def cover(self, tokens: int) -> bool:
+        """Lets the groups behind the first have room for so many tokens, too; False, and nothing changes, if one of
+        their pools has too few blocks."""
+        if all(side.can_cover(tokens) for side in self.sides):
+            for side in self.sides:
+                side.cover(tokens)
+            return True
+        return False
+
+    def slide(self, tokens: int) -> None:
+        """Gives up blocks that no token behind the first `tokens` ones needs."""
+        for side in self.sides:
+            side.slide(tokens)
+
+    def tables(self) -> list[list[int]]:
+        """The block table of each layer group: the block, or slot, of each logical block, -1 where it has none."""
+        return [list(self.blocks), *[side.table() for side in self.sides]]
+
     def release(self) -> None:
         """Drops the references, the last block's first, so that a prefix is evicted from its end. Idempotent."""
         if not self.released:
             self.released = True
-            self._pool.give_back(self)
+            self._pool.end(self)
             self.blocks = []
+            for side in self.sides:
+                side.release()
 
     def __repr__(self) -> str:
         return f"Hold(owner={self.owner!r}, blocks={self.blocks}, released={self.released})"
@@ -228,11 +265,15 @@ class BlockPool:
         self._holds[hold] = None
         return hold
 
-    def give_back(self, hold: Hold) -> None:
+    def end(self, hold: Hold) -> None:
         """Takes the references of a hold that is released. For this module only."""
         del self._holds[hold]
+        self.give_back(hold.blocks)
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Takes one reference on each block, the last one's first. For this module only."""
         refs = self._refs
-        for block in reversed(hold.blocks):
+        for block in reversed(blocks):
             refs[block] -= 1
             if refs[block] == 0:
                 if block in self._indexed:

@@ -51,7 +51,8 @@ class KVLayout:
     """Shape and order of a block-first KV pool: `[block, layer, plane of the layer, bytes]`.
 
     A block across all layers is one contiguous run of `block_bytes`. A plane is the keys, or the values, of one layer
-    in one block; a layer has both, unless `planes` is 1. It has numbers `[*inner]` and, if the dtype is one of SCALED, then their scales `[*inner without dim]`.
+    in one block; a layer has both, unless `planes` is 1. It has numbers `[*inner]` and, if the dtype is one of SCALED,
+    then their scales `[*inner without dim]`.
     `inner` is `[slot, head, dim]` for NHD (CPU) and `[head, slot, dim]` for HND (GPU, where a tensor-parallel slice of
     heads then stays contiguous).
     """
@@ -227,6 +228,52 @@ class CacheLayout:
     def block_bytes(self) -> int:
         """Bytes of one block of the first group, in all of its tracks."""
         return sum(track.block_bytes for track in self.groups[0].tracks)
+
+    def sent_to(self, receiver: "CacheLayout") -> "CacheLayout":
+        """The layout of frames to a worker with this layout, track by track (`KVLayout.sent_to`); the two workers'
+        layouts have no `mismatch`."""
+        groups = tuple(
+            replace(
+                mine,
+                tracks=tuple(one.sent_to(other) for one, other in zip(mine.tracks, theirs.tracks, strict=True)),
+            )
+            for mine, theirs in zip(self.groups, receiver.groups, strict=True)
+        )
+        return replace(self, groups=groups)
+
+    def mismatch(self, other: "CacheLayout") -> str | None:
+        """Names the first field that keeps what `other` holds from being converted to this layout; None if nothing
+        does."""
+        if len(self.groups) != len(other.groups):
+            return f"groups: {self.kinds} here, {other.kinds} there"
+        for number, (mine, theirs) in enumerate(zip(self.groups, other.groups, strict=True)):
+            what = "" if len(self.groups) == 1 else f"groups[{number}]."
+            for name, here, there in (
+                ("kind", mine.kind, theirs.kind),
+                ("window", mine.window, theirs.window),
+                ("tracks", len(mine.tracks), len(theirs.tracks)),
+            ):
+                if here != there:
+                    return f"{what}{name}: {here} here, {there} there"
+            for one, track in zip(mine.tracks, theirs.tracks, strict=True):
+                if (found := one.mismatch(track)) is not None:
+                    return what + found
+        return None
+
+    def conversion(self, other: "CacheLayout") -> str | None:
+        """Names the first field for which what `other` holds must be converted; None if the bytes are the same."""
+        pairs = zip(self.tracks, other.tracks, strict=True)
+        return next((found for (_, one), (_, track) in pairs if (found := one.conversion(track)) is not None), None)
+
+    @property
+    def kinds(self) -> str:
+        """The groups' kinds, for people."""
+        return ", ".join(group.kind for group in self.groups)
+
+    @property
+    def dtype(self) -> KVDtype:
+        """The dtype of the first track, for people and for comparisons."""
+        return self.tracks[0][1].dtype
 
     def with_block_size(self, block_size: int) -> "CacheLayout":
         """This layout with blocks of so many tokens."""

@@ -7,6 +7,9 @@ The name of a full block is a digest of everything that its KV depends on:
 
 so two blocks have the same name only if model, layout, tenant and all tokens up to the block's end are the same. The
 hash is cryptographic, because a collision would give one prompt's KV to another.
+
+Where a model has layer groups behind the first, a prefix is known only if all of them know what the tokens behind it
+need: the blocks of a window before its end, and the state at its end. Both have the names of the first group's blocks.
 """
 
 import hashlib
@@ -14,6 +17,8 @@ import struct
 from collections.abc import Sequence
 
 from kvrelay.engine.kv.blocks import BlockPool, Hold, IntegrityError
+from kvrelay.engine.kv.contents import Contents
+from kvrelay.engine.kv.sides import SidePool
 
 
 class PrefixIndex:
@@ -23,31 +28,37 @@ class PrefixIndex:
     token is hashed twice. It is extended in place as far as needed, and the tokens that it covers never change.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, namespace: bytes, *, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        namespace: bytes,
+        *,
+        enabled: bool = True,
+        sides: Sequence[SidePool] = (),
+    ) -> None:
         """Becomes the pool's index.
 
         Args:
             enabled: if False, it stays empty and finds nothing.
+            sides: pools of the layer groups behind the first.
 
         Raises:
             ValueError: the pool has an index already.
         """
-        if pool.on_evict is not None:
-            raise ValueError("the block pool already has a prefix index")
-        pool.on_evict = self._drop
+        self._contents = Contents(pool)
         self.pool = pool
+        self.sides = tuple(sides)
         self.queried_tokens = self.hit_tokens = 0
         """Tokens for which blocks were allocated so far, and those of them that were found."""
-        self._block_size = block_size
-        self._enabled = enabled
+        self.block_size = block_size
+        self.enabled = enabled
         self._root = hashlib.sha256(b"kvrelay prefix" + struct.pack("<Q", len(namespace)) + namespace)
         self._pack = struct.Struct(f"<{block_size}i").pack
-        self._block_of: dict[bytes, int] = {}
-        self._digest_of: dict[int, bytes] = {}
 
     def __len__(self) -> int:
         """Blocks whose content is known, held or not."""
-        return len(self._block_of)
+        return len(self._contents)
 
     def find(self, tokens: Sequence[int], tenant: str, limit: int, chain: list[bytes]) -> list[int]:
         """The blocks of the longest known prefix of `tokens`, in whole blocks and at most `limit` tokens.
@@ -58,17 +69,25 @@ class PrefixIndex:
             limit: one less than there are tokens if the last token's logits are needed.
         """
         blocks: list[int] = []
-        if not self._enabled:
+        if not self.enabled:
             return blocks
-        for index in range(min(limit, len(tokens)) // self._block_size):
-            block = self._block_of.get(self._digest(tokens, tenant, index, chain))
+        for index in range(min(limit, len(tokens)) // self.block_size):
+            block = self._contents.get(self.digest(tokens, tenant, index, chain))
             if block is None:
                 break
             blocks.append(block)
         return blocks
 
     def allocate(
-        self, tokens: Sequence[int], tenant: str, chain: list[bytes], count: int, limit: int, spare: int = 0
+        self,
+        tokens: Sequence[int],
+        tenant: str,
+        chain: list[bytes],
+        count: int,
+        limit: int,
+        spare: int = 0,
+        *,
+        imports: int | None = None,
     ) -> Hold | None:
         """A hold of `count` blocks: those of the longest known prefix, then fresh ones. The caller names its owner.
 
@@ -76,21 +95,29 @@ class PrefixIndex:
             chain: the digests known already; the hold keeps it, and `publish` continues from there.
             limit: as for `find`.
             spare: blocks that must be left in the pool.
+            imports: number of tokens whose KV comes from another worker; the groups behind the first then have what
+                the token behind them needs, none of it shared. None if none comes.
 
         Returns:
             None if there are too few blocks.
         """
         shared = self.find(tokens, tenant, limit, chain)
+        if imports is None and self.sides:
+            known = longest(self.sides, chain[: len(shared)])
+            shared = shared[:known]
         fresh = count - len(shared)
         if not self.pool.can_allocate(shared, fresh + spare):
             return None
+        if not all(side.can_begin(imports) for side in self.sides):
+            return None
         hold = self.pool.share(shared, "a new hold")
+        hold.sides = tuple([side.begin(chain[: len(shared)], imports) for side in self.sides])
         if not hold.extend(fresh):
             raise IntegrityError(f"the pool has no {fresh} blocks beside {len(shared)} shared ones, as it said")
         hold.chain = chain
         hold.published = len(shared)
         self.queried_tokens += limit
-        self.hit_tokens += len(shared) * self._block_size
+        self.hit_tokens += len(shared) * self.block_size
         return hold
 
     def make_room(self, hold: Hold, tokens: int, spare: int) -> int:
@@ -99,10 +126,13 @@ class PrefixIndex:
         Returns:
             The tokens that it has room for, `tokens` or fewer.
         """
-        lacking = -(-tokens // self._block_size) - len(hold.blocks)
+        lacking = -(-tokens // self.block_size) - len(hold.blocks)
         if lacking > 0 and self.pool.can_allocate((), lacking + spare):
             hold.extend(lacking)
-        return min(tokens, len(hold.blocks) * self._block_size)
+        room = min(tokens, len(hold.blocks) * self.block_size)
+        if hold.sides and not hold.cover(room):
+            return min([room, *[side.room() for side in hold.sides]])
+        return room
 
     def publish(self, tokens: Sequence[int], tenant: str, hold: Hold, computed: int) -> None:
         """Adds the blocks of `hold` that the first `computed` tokens fill and that weren't published before.
@@ -115,36 +145,32 @@ class PrefixIndex:
         Raises:
             IntegrityError: a block to publish is known as other content.
         """
-        if not self._enabled:
+        if not self.enabled:
             return
-        for index in range(hold.published, computed // self._block_size):
-            digest = self._digest(tokens, tenant, index, hold.chain)
-            block = hold.blocks[index]
-            if digest not in self._block_of:
-                if block in self._digest_of:
-                    raise IntegrityError(f"block {block} of {hold.owner!r} is published as other content")
-                self.pool.remember(block)
-                self._block_of[digest] = block
-                self._digest_of[block] = digest
+        for index in range(hold.published, computed // self.block_size):
+            digest = self.digest(tokens, tenant, index, hold.chain)
+            self._contents.add(digest, hold.blocks[index], hold.owner)
+            for side in hold.sides:
+                side.publish(index, digest)
             hold.published = index + 1
 
     def withdraw(self, hold: Hold) -> None:
         """Forgets every block of `hold`, shared ones too, because their content is in doubt."""
-        for block in hold.blocks:
-            if block in self._digest_of:
-                self._drop(block)
-                self.pool.forget(block)
+        self._contents.forget(hold.blocks)
+        for side in hold.sides:
+            side.withdraw()
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError, naming blocks, unless digests and blocks map one to one and the pool agrees."""
-        if {block: digest for digest, block in self._block_of.items()} != self._digest_of:
-            odd = set(self._block_of.values()) ^ set(self._digest_of)
-            raise IntegrityError(f"prefix index is not one to one; blocks on one side only: {sorted(odd)}")
-        if self._digest_of.keys() != self.pool.indexed:
-            odd = self._digest_of.keys() ^ self.pool.indexed
-            raise IntegrityError(f"prefix index and block pool differ about blocks {sorted(odd)}")
+        """Checks this index, and the pools of the groups behind the first.
 
-    def _digest(self, tokens: Sequence[int], tenant: str, index: int, chain: list[bytes]) -> bytes:
+        Raises:
+            IntegrityError: digests and blocks don't map one to one, or a pool disagrees; names blocks.
+        """
+        self._contents.check_integrity()
+        for side in self.sides:
+            side.check_integrity()
+
+    def digest(self, tokens: Sequence[int], tenant: str, index: int, chain: list[bytes]) -> bytes:
         """Digest of block `index`, which is at most one past the end of `chain`; a new digest is appended."""
         if index < len(chain):
             return chain[index]
@@ -154,10 +180,19 @@ class PrefixIndex:
             digest = self._root.copy()
             digest.update(tenant.encode())
             digest = hashlib.sha256(digest.digest())
-        start = index * self._block_size
-        digest.update(self._pack(*tokens[start : start + self._block_size]))
+        start = index * self.block_size
+        digest.update(self._pack(*tokens[start : start + self.block_size]))
         chain.append(digest.digest())
         return chain[-1]
 
-    def _drop(self, block: int) -> None:
-        del self._block_of[self._digest_of.pop(block)]
+
+def longest(sides: Sequence[SidePool], chain: Sequence[bytes]) -> int:
+    """The most of the leading blocks with these digests behind which a sequence can go on in all groups."""
+    found = 0
+    known = [0] * len(sides)
+    """Blocks before the current one that each group knows without a gap."""
+    for count, digest in enumerate(chain, 1):
+        known = [before + 1 if side.knows(digest) else 0 for side, before in zip(sides, known, strict=True)]
+        if all(count - side.first_needed(count) <= have for side, have in zip(sides, known, strict=True)):
+            found = count
+    return found

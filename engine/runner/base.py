@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from kvrelay.engine.kv.layout import FloatDtype, KVLayout
+from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout
 from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
@@ -64,6 +64,16 @@ class Runner(Protocol):
 
     @property
     def pool(self) -> "KVPool": ...
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """All that the model keeps of a sequence; `layout` is its first track."""
+        ...
+
+    @property
+    def pools(self) -> "tuple[KVPool, ...]":
+        """Pool of each track of `cache_layout`; `pool` is the first one."""
+        ...
 
     @property
     def states_shape(self) -> StatesShape | None:

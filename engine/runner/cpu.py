@@ -16,7 +16,7 @@ from kvrelay.engine.attention.base import CPU, Attention, AttentionInputs
 from kvrelay.engine.attention.native import NativeAttention, supports
 from kvrelay.engine.attention.torch import TorchAttention
 from kvrelay.engine.config import Dtype, EngineConfig, Quantization
-from kvrelay.engine.kv.layout import FloatDtype, KVLayout
+from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout
 from kvrelay.engine.kv.memory import DeviceMemory, HostMemory, make_pool
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.models.fast.decoder import NO_TAPS, Decoder, Model, Taps, Weights, taps_into
@@ -83,6 +83,14 @@ class CpuRunner:
     @property
     def layout(self) -> KVLayout:
         return self.pool.layout
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        return CacheLayout.of(self.layout)
+
+    @property
+    def pools(self) -> tuple[KVPool, ...]:
+        return (self.pool,)
 
     @property
     def states_shape(self) -> StatesShape:

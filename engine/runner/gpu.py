@@ -28,7 +28,7 @@ from kvrelay.engine.attention.choice import fastest
 from kvrelay.engine.attention.prefill import Prefill
 from kvrelay.engine.attention.triton import TritonAttention, architecture_of
 from kvrelay.engine.config import Dtype, EngineConfig
-from kvrelay.engine.kv.layout import FloatDtype, KVLayout
+from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout
 from kvrelay.engine.kv.memory import DeviceMemory, asking, make_pool, memory_of
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.kv.writes import WRITTEN, EventWaiter, KVWrites
@@ -153,6 +153,14 @@ class GpuRunner:
     @property
     def layout(self) -> KVLayout:
         return self.pool.layout
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        return CacheLayout.of(self.layout)
+
+    @property
+    def pools(self) -> tuple[KVPool, ...]:
+        return (self.pool,)
 
     @property
     def states_shape(self) -> StatesShape:

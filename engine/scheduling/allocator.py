@@ -63,9 +63,10 @@ class Allocator:
         starved = self._waiting[0] if self._waiting and self._waiting[0] is self.starved else None
         if (passing or starved is not None) and not self._may_pass(use, request, starved):
             return None
-        hold = self._allocate(request, request.tokens, [], length + 1, length, self._spare(use, request))
+        spare = self._spare(use, request)
+        hold = self._allocate(request, request.tokens, [], length + 1, length, spare, imports=length)
         if hold is not None:
-            hold.owner = f"reservation {request}"
+            hold.pass_to(f"reservation {request}")
             self._ever_reserved.append((hold, request))
         return hold
 
@@ -120,7 +121,7 @@ class Allocator:
         hold = self._allocate(request, sequence.tokens, sequence.chain, length, limit, spare)
         if hold is None:
             return False
-        hold.owner = sequence.hold.owner
+        hold.pass_to(sequence.hold.owner)
         sequence.hold.release()
         sequence.hold = hold
         sequence.num_computed = hold.published * self._limits.block_size
@@ -129,9 +130,16 @@ class Allocator:
         return True
 
     def _allocate(
-        self, request: Request, tokens: Sequence[int], chain: list[bytes], capacity: int, limit: int, spare: int
+        self,
+        request: Request,
+        tokens: Sequence[int],
+        chain: list[bytes],
+        capacity: int,
+        limit: int,
+        spare: int,
+        imports: int | None = None,
     ) -> Hold | None:
         """Blocks for `capacity` tokens, of which the first `limit` may come from the prefix cache. None unless `spare`
-        blocks are left."""
+        blocks are left. `imports` as for `PrefixIndex.allocate`."""
         blocks = self._limits.blocks_for(capacity)
-        return self._prefix.allocate(tokens, request.tenant, chain, blocks, limit, spare)
+        return self._prefix.allocate(tokens, request.tenant, chain, blocks, limit, spare, imports=imports)

@@ -50,8 +50,10 @@ def continues_unseen(sequence: Sequence, length: int, speculation: Speculation |
 def has_mask(sequence: Sequence) -> bool:
     """Whether the next token of a sequence can be chosen in the next step. If not, a step without the row goes on."""
     matcher = None if sequence.shaping is None else sequence.shaping.matcher
-    # What leaves with its first token isn't computed twice: its KV may be on its way once it was computed.
-    return matcher is None or matcher.ready(surely=sequence.handoff)
+    # What leaves with its first token isn't computed twice: its KV may be on its way once it was computed. Nor is what
+    # has a state, which would have the token twice.
+    once = sequence.handoff or any(side.side.is_state for side in sequence.hold.sides)
+    return matcher is None or matcher.ready(surely=once)
 
 
 def kept_rows(plan: StepPlan, sampled: Rows[int | None]) -> list[bool]:
@@ -131,6 +133,21 @@ def tables_of(rows: list[Row], tables: BlockTables, limits: SequenceLimits) -> N
         tables.grow(slot, sequence.hold.blocks, limits.blocks_for(sequence.reach + length + count))
         slots += [slot] * (1 + count) if count else (slot,)
     return tables.gather(slots)
+
+
+def side_tables_of(rows: list[Row], width: int) -> tuple[NDArray[np.int32], ...]:
+    """The tables of the groups behind the first, as `StepPlan.side_tables`; `width` is that of the first one's."""
+    found = []
+    for number, side in enumerate(rows[0].sequence.hold.sides):
+        table = np.zeros((sum([row.rows for row in rows]), 1 if side.side.is_state else width), np.int32)
+        at = 0
+        for row in rows:
+            own = row.sequence.hold.sides[number]
+            used = own.hold.blocks[: width - own.first]
+            table[at : at + row.rows, own.first : own.first + len(used)] = used
+            at += row.rows
+        found.append(table)
+    return tuple(found)
 
 
 def build_plan(

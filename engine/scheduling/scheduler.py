@@ -29,9 +29,13 @@ too small for all that the holder has, those that decode take turns, and the old
 import itertools
 from bisect import insort
 from collections import Counter, deque
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.blocks import Hold, IntegrityError
@@ -39,7 +43,7 @@ from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.kv.tables import BlockTables
 from kvrelay.engine.lifetime import now
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.engine.plan import StepOutput, StepPlan
+from kvrelay.engine.plan import SlotCopy, StepOutput, StepPlan
 from kvrelay.engine.request import Request
 from kvrelay.engine.scheduling.allocator import Allocator
 from kvrelay.engine.scheduling.fairness import Most, StepShares, StepTimes, shares_of_step
@@ -51,14 +55,17 @@ from kvrelay.engine.scheduling.planning import (
     continues_unseen,
     has_mask,
     settled,
+    side_tables_of,
     tables_of,
     with_output,
 )
 from kvrelay.engine.scheduling.progress import OnStart, Progress, Reservation
 from kvrelay.engine.scheduling.room import Use, victim
+from kvrelay.engine.scheduling.snapshots import Snapshots
 from kvrelay.engine.sequence import Sequence, Status
 from kvrelay.engine.speculate.speculation import Speculation
 from kvrelay.engine.states import StatesLayout
+from kvrelay.machine.options import require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,9 +89,10 @@ class Scheduler:
         Args:
             prefix: with the pool that blocks are taken from.
             spec: of the model, for the limits on requests.
-            lag: plans that may be in flight when another one is made, 0 or 1.
+            lag: plans that may be in flight when another one is made, 0 or 1; 0 if there are groups behind the first.
             speculation: guesses tokens; None guesses none.
         """
+        require(not (lag and prefix.sides), "lag", lag, "0 for a model with windows or states")
         self.speculation = speculation
         self.on_start: OnStart | None = None
         self.on_preempt: OnStart | None = None
@@ -111,6 +119,7 @@ class Scheduler:
         """Costs of steps, as whoever runs them observes them: then their time is shared among holders."""
         self.coming: frozenset[int] = frozenset()
         """Holders of requests that will soon ask for a reservation. Any thread may set it."""
+        self._snapshots = Snapshots(prefix)
         self._lag = lag
         self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
 
@@ -174,7 +183,7 @@ class Scheduler:
             raise ValueError(f"hold of {hold.owner!r} has {len(hold.blocks)} blocks; {length} tokens need more")
         if self._limits.finish_reason(request, length + 1, first_token) is not None:
             raise ValueError(f"first_token is {first_token}; it ends request {request.key} already")
-        hold.owner = f"sequence {request}"
+        hold.pass_to(f"sequence {request}")
         self._allocator.resumed(hold)
         sequence = self._sequence(request, hold, False, [*request.tokens, first_token])
         sequence.take_kv(length)
@@ -197,7 +206,10 @@ class Scheduler:
 
     def share(self, sequence: Sequence, first: int, end: int) -> Hold:
         """A further hold of blocks [first, end) of a sequence's table, so that they can be sent while it continues."""
-        return self._pool.share(sequence.hold.blocks[first:end], f"export {sequence.request}")
+        owner = f"export {sequence.request}"
+        hold = self._pool.share(sequence.hold.blocks[first:end], owner)
+        hold.sides = tuple([side.share(first, end, owner) for side in sequence.hold.sides])
+        return hold
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """Recounts every block and its holds; takes O(pool). `idle`: nobody outside the engine may hold a block.
@@ -206,7 +218,8 @@ class Scheduler:
             IntegrityError: a block is lost, in two states, or held while all is idle; names blocks and owners.
         """
         if idle and not self._live and not self._in_flight:
-            self._pool.check_idle()
+            for pool in (self._pool, *[side.pool for side in self.prefix.sides]):
+                pool.check_idle()
         self._pool.check_integrity()
         self.prefix.check_integrity()
 
@@ -276,7 +289,13 @@ class Scheduler:
             room, spare = min(budget, self._rows - len(rows)), len(self._running)
             add_drafts(self.speculation, rows, room, partial(self.prefix.make_room, spare=spare))
         block_tables = tables_of(rows, self._tables, self._limits)
+        side_tables: tuple[NDArray[np.int32], ...] = ()
+        copies: tuple[SlotCopy, ...] = ()
+        if self.prefix.sides:
+            side_tables = side_tables_of(rows, block_tables.shape[1])
+            copies = self._snapshots.plan(rows)
         plan = build_plan(self._step, rows, block_tables, keep, behind=bool(self._in_flight))
+        plan = replace(plan, side_tables=side_tables, copies=copies) if side_tables else plan
         self._step += 1
         self._in_flight.append((plan, [row.sequence for row in rows for _ in range(row.rows)]))
         return plan
@@ -316,6 +335,8 @@ class Scheduler:
                 reports.append((row, self._fail(sequence, moment, refused[row])._replace(refused=True)))
             else:
                 reports.append((row, self._advance(sequence, lengths[row], token, moment)))
+        if self.prefix.sides:
+            self._snapshots.settle({rows[row].handle for row in out.nonfinite})
         if self.speculation is not None:
             self.speculation.settle(plan, kept, rows, out.states)
         return with_output(plan, out, reports)
@@ -386,7 +407,7 @@ class Scheduler:
             # `_extend` may have preempted it for one before it.
             if sequence.status is not Status.RUNNING or (shares is not None and not shares.decodes[sequence.holder]):
                 continue
-            if sequence.expected <= len(sequence.hold.blocks) * self._block_size or self._extend(sequence):
+            if self._covers(sequence, sequence.expected) or self._extend(sequence):
                 rows.append(Row(sequence, 1))
                 budget -= 1
                 if shares is not None:
@@ -402,9 +423,11 @@ class Scheduler:
 
         A chunk that isn't the last ends at a block's border if it reaches one, so that whole blocks can be sent.
         """
-        for sequence in self._running if len(rows) < len(self._running) else ():
+        for sequence in tuple(self._running) if len(rows) < len(self._running) else ():
             if not budget or len(rows) == self._rows:
                 break
+            if sequence.status is not Status.RUNNING:
+                continue  # `_extend` has preempted it for one before it
             start, end = sequence.reach, sequence.expected
             most = budget if shares is None else min(budget, shares.chunks[sequence.holder])
             if end - start == 1 or not most:
@@ -415,6 +438,9 @@ class Scheduler:
                 end = start + most
                 border = end - end % self._block_size
                 end = border if border > start else end
+            end = self._snapshots.end_of_chunk(start, end, sequence.expected)
+            if not sequence.hold.cover(end) and (rows or not self._extend(sequence, end)):
+                continue
             rows.append(Row(sequence, end - start))
             budget -= end - start
             if shares is not None:
@@ -432,6 +458,8 @@ class Scheduler:
         sequence.advance(end)
         if end // self._block_size > sequence.hold.published:
             self._publish(sequence)
+        if sequence.hold.sides:
+            sequence.hold.slide(end)
         if end < len(sequence.tokens):
             return Progress(sequence, end)
         if token is None:
@@ -445,7 +473,7 @@ class Scheduler:
             self._end(sequence, Status.FINISHED, moment)
         elif sequence.handoff:
             hold = sequence.hold
-            hold.owner = f"export {sequence.request}"
+            hold.pass_to(f"export {sequence.request}")
             self._end(sequence, Status.HANDED_OFF, moment)
             return Progress(sequence, end, token, index, hold=hold)
         elif sequence.shaping is not None:
@@ -486,14 +514,26 @@ class Scheduler:
         if status is not Status.HANDED_OFF and not sequence.scheduled:
             sequence.hold.release()
 
-    def _extend(self, sequence: Sequence) -> bool:
-        """Takes one more block for a running sequence, from another one if none is free; False if it must wait."""
-        while not ((allowed := self._allocator.may_grow(sequence)) and sequence.hold.extend(1)):
+    def _covers(self, sequence: Sequence, tokens: int) -> bool:
+        """Whether a sequence has blocks of all groups for so many tokens; those behind the first take what they lack
+        if it is free."""
+        return tokens <= len(sequence.hold.blocks) * self._block_size and sequence.hold.cover(tokens)
+
+    def _extend(self, sequence: Sequence, tokens: int | None = None) -> bool:
+        """Takes blocks for so many tokens of a running sequence, one token more unless given, from another one if none
+        is free; False if it must wait. In the first group, it lacks one block at most."""
+        tokens = sequence.expected if tokens is None else tokens
+
+        def grow() -> bool:
+            enough = tokens <= len(sequence.hold.blocks) * self._block_size
+            return (enough or sequence.hold.extend(1)) and sequence.hold.cover(tokens)
+
+        while not ((allowed := self._allocator.may_grow(sequence)) and grow()):
             if self._in_flight:
                 raise IntegrityError(f"{sequence!r} needs a block while plan {self._in_flight[0][0].step} is in flight")
             loser = victim(self._running, self._ready)
             others = loser is None or loser.request.holder != sequence.request.holder
-            if not allowed and others and sequence.hold.extend(1):
+            if not allowed and others and grow():
                 return True  # nobody but others would lose blocks for the reserve
             if loser is None:
                 # It runs alone: exports and reservations hold the other blocks, and both end by themselves.

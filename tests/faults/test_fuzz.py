@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from kvrelay.engine.kv.layout import CacheLayout
 from kvrelay.internal.v1.supervisor_pb2 import ROLE_PREFILL, AttendRequest, GetStatusRequest, Member
 from kvrelay.internal.v1.worker_pb2 import RelayRequest, RouterHello, Sampling, Submit
 from kvrelay.rpc.identity import WorkerId
@@ -155,7 +156,7 @@ def test_a_decode_worker_survives_any_control_stream(it: Scene, amount: settings
     """The sender has the name and incarnation of a real one, so nothing is refused for that. That one is replaced in
     the end, since the epochs of its links are used up."""
     prefill, decode = it.cluster.member("prefill-0").member, it.cluster.member("decode-0").member
-    local = LocalWorker(WorkerId(prefill.name, prefill.incarnation), WORKER_LAYOUT, hash_spec(MAX_CONTEXT).fingerprint)
+    local = LocalWorker(WorkerId(prefill.name, prefill.incarnation), CacheLayout.of(WORKER_LAYOUT), hash_spec(MAX_CONTEXT).fingerprint)
     hello = local.hello(WorkerId(decode.name, decode.incarnation), TransferConfig())
     key, numbers = ("fuzz", 1), st.integers(1, 2**31)
     messages = st.one_of(

@@ -11,7 +11,7 @@ import torch
 
 from kvrelay.decode_worker.handoff_service import HandoffService
 from kvrelay.decode_worker.kv_receiver import KVReceiver
-from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.layout import CacheLayout, KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.states import StatesLayout, StatesShape
 from kvrelay.prefill_worker.handoff_client import HandoffClient
@@ -284,8 +284,8 @@ def setup(
 ) -> HandoffSetup:
     """The hand-off setup of a worker of the model "fingerprint", which wants `states` and can keep those of `shape`;
     `damage` are rules of `support.damage`."""
-    local = LocalWorker(worker, pool.layout, "fingerprint", states=states, states_shape=shape)
-    frames = PoolFrames(pool, config.checksum)
+    local = LocalWorker(worker, CacheLayout.of(pool.layout), "fingerprint", states=states, states_shape=shape)
+    frames = PoolFrames([pool], config.checksum)
     if damage:
         frames = DamagedFrames(frames, parse(damage))
     return HandoffSetup(local, frames, peers, config, transports, credentials("worker"))

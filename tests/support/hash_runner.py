@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.engine.attention.base import CPU
-from kvrelay.engine.kv.layout import FloatDtype, KVLayout
+from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout, LayerGroup
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool, fields
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import PromptPart, StepOutput, StepPlan, TokenLogprobs
@@ -37,6 +37,16 @@ GREEDY = SamplingParams(temperature=0.0)
 STATES_WIDTH = 16
 Bytes = NDArray[np.uint8]
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=4, block_size=8, dtype="float32")
+STATE_LAYOUT = KVLayout(layers=3, kv_heads=1, head_dim=64, block_size=1, dtype="raw", planes=1)
+POISON = b"a window or a state is not what the first group's bytes say"
+
+
+def window_of(tokens: int, layout: KVLayout = LAYOUT) -> LayerGroup:
+    """A group of layers that see the last `tokens` tokens."""
+    return LayerGroup("window", (layout,), tokens)
+
+
+STATE = LayerGroup("state", (STATE_LAYOUT,))
 
 
 def hash_spec(max_context: int = 256, vocab_size: int = VOCAB_SIZE) -> ModelSpec:
@@ -139,11 +149,18 @@ class HashRunner:
     prefill_attention = ""
 
     def __init__(
-        self, num_blocks: int, layout: KVLayout = LAYOUT, spec: ModelSpec | None = None, *, lag: int = 0
+        self,
+        num_blocks: int,
+        layout: KVLayout = LAYOUT,
+        spec: ModelSpec | None = None,
+        *,
+        lag: int = 0,
+        sides: Sequence[tuple[LayerGroup, int]] = (),
     ) -> None:
         """
         Args:
             lag: with 1, a step is computed when its result is asked for.
+            sides: layer groups behind the first, with the blocks, or slots, of each.
         """
         self.lag = lag
         self.spec = hash_spec() if spec is None else spec
@@ -152,8 +169,12 @@ class HashRunner:
         memory = self.pool.bytes.numpy()
         # Noise, as in memory that others have used.
         memory[...] = np.random.default_rng(num_blocks).integers(0, 256, memory.shape, np.uint8)
-        self.parts = [np.moveaxis(part, 3 if layout.order == "NHD" else 4, 1) for part in fields(memory, layout)]
+        self.parts = _by_slot(self.pool)
         """Views [block, slot, layer, k|v, head, bytes] of the pool: numbers and, if there are any, their scales."""
+        self.cache_layout = CacheLayout(
+            (LayerGroup("full", (layout,)), *[group for group, _ in sides]), layout.block_size
+        )
+        self.pools = (self.pool, *[KVPool(group.tracks[0], blocks) for group, blocks in sides])
         self.steps = 0
         self.states_shape: StatesShape | None = StatesShape(layout.layers, STATES_WIDTH)
         self._last: HashStep | None = None
@@ -180,13 +201,16 @@ class HashRunner:
         """Computes a plan whose tokens are all known."""
         check_plan(plan, self.layout.block_size, self.pool.num_blocks)
         self.steps += 1
+        self._copy_slots(plan, before=True)
         offsets = np.cumsum(plan.lengths) - plan.lengths
         for row, (offset, start, length) in enumerate(zip(offsets, plan.starts, plan.lengths, strict=True)):
-            self.fill(plan.block_tables[row], plan.tokens[offset : offset + length].tolist(), int(start))
+            tokens = plan.tokens[offset : offset + length].tolist()
+            self.fill(plan.block_tables[row], tokens, int(start), [table[row] for table in plan.side_tables])
         rows = np.flatnonzero(plan.sample)
         digests = [self._digest(plan, row, int(plan.starts[row] + plan.lengths[row])) for row in rows]
         choice = choose_tokens(digests, draws_of(plan, rows), self.spec.vocab_size)
         logprobs = tuple([self._prompt_logprobs(plan, part) for part in plan.prompt_parts])
+        self._copy_slots(plan, before=False)
         return dataclasses.replace(step_output(plan, rows, choice, logprobs), states=self._states(plan))
 
     def _states(self, plan: StepPlan) -> Tensor | None:
@@ -199,32 +223,106 @@ class HashRunner:
         return torch.cat(parts) if parts else None
 
     def _digest(self, plan: StepPlan, row: int, num_tokens: int) -> bytes:
-        return xxhash.xxh3_64_digest(np.ascontiguousarray(self.held_bytes(plan.block_tables[row], num_tokens)))
+        held = np.ascontiguousarray(self.held_bytes(plan.block_tables[row], num_tokens))
+        sound = all(
+            self._side_holds(number, table[row], held, 0) for number, table in enumerate(plan.side_tables, start=1)
+        )
+        return xxhash.xxh3_64_digest(held if sound else held.tobytes() + POISON)
+
+    def _side_holds(self, number: int, table: Sequence[int] | NDArray[np.int32], held: Bytes, behind: int) -> bool:
+        """Whether a group has what a token needs that is so many tokens behind those with the KV `held`: the last of
+        them itself, or the next one."""
+        group, pool = self.cache_layout.groups[number], self.pools[number]
+        if group.kind == "state":
+            return np.array_equal(pool.bytes.numpy()[table[0]], _state_after(held, None))
+        first = max(0, len(held) + behind - group.window)
+        return np.array_equal(_held(_by_slot(pool), table, first, len(held), pool.layout.block_size), held[first:])
+
+    def sides_hold(self, tables: Sequence[Sequence[int]], num_tokens: int) -> bool:
+        """Whether the groups behind the first have what a token behind the first `num_tokens` ones needs.
+
+        Args:
+            tables: of all groups, as `Hold.tables`.
+        """
+        held = np.ascontiguousarray(self.held_bytes(tables[0], num_tokens))
+        return all(self._side_holds(number, table, held, 1) for number, table in enumerate(tables[1:], start=1))
+
+    def _copy_slots(self, plan: StepPlan, *, before: bool) -> None:
+        for copy in plan.copies:
+            if copy.before == before:
+                memory = self.pools[copy.group].bytes
+                memory[copy.target] = memory[copy.source]
 
     def _prompt_logprobs(self, plan: StepPlan, part: PromptPart) -> tuple[TokenLogprobs, ...]:
         ends = range(part.first, part.first + len(part.targets))
         logits = _logits([self._digest(plan, part.row, end) for end in ends], self.spec.vocab_size)
         return tuple(Scores(logits, torch.from_numpy(part.targets.astype(np.int64)), [part.top] * len(ends)).read())
 
-    def fill(self, blocks: Sequence[int] | NDArray[np.int32], tokens: Sequence[int], first_position: int) -> None:
-        """Writes the KV of consecutive tokens through a block table, as computing them does."""
-        positions = np.arange(first_position, first_position + len(tokens))
-        size = self.layout.block_size
-        where = np.asarray(blocks)[positions // size]
+    def fill(
+        self,
+        blocks: Sequence[int] | NDArray[np.int32],
+        tokens: Sequence[int],
+        first_position: int,
+        side_tables: Sequence[Sequence[int] | NDArray[np.int32]] = (),
+    ) -> None:
+        """Writes the KV of consecutive tokens through the block tables, as computing them does; of no further group if
+        its table isn't given."""
         data = kv_bytes(tokens, first_position, self.layout)
-        for part in self.parts:
-            part[where, positions % size] = data[..., : part.shape[-1]]
-            data = data[..., part.shape[-1] :]
+        _write(self.parts, blocks, data, first_position, self.layout.block_size)
+        for group, pool, table in zip(self.cache_layout.side_groups, self.pools[1:], side_tables, strict=False):
+            if group.kind == "state":
+                slot = pool.bytes.numpy()[table[0]]
+                slot[...] = _state_after(data, slot if first_position else None)
+            else:
+                # What comes from another worker has no blocks before the window.
+                size = pool.layout.block_size
+                gap = int(np.argmax(np.asarray(table) >= 0)) * size
+                first = max(0, gap - first_position)
+                _write(_by_slot(pool), table, data[first:], first_position + first, size)
 
     def held_bytes(self, blocks: Sequence[int] | NDArray[np.int32], num_tokens: int) -> NDArray[np.uint8]:
         """The KV of a sequence's first tokens as it is in the pool, in the shape of `kv_bytes`."""
-        used = np.asarray(blocks, np.int64)[: -(-num_tokens // self.layout.block_size)]
-        slots = np.concatenate([part[used] for part in self.parts], -1)
-        return slots.reshape(-1, *slots.shape[2:])[:num_tokens]
+        return _held(self.parts, blocks, 0, num_tokens, self.layout.block_size)
 
     def holds_kv_of(self, blocks: Sequence[int], tokens: Sequence[int]) -> bool:
         """Whether the pool has the KV of exactly these tokens in `blocks`."""
         return np.array_equal(self.held_bytes(blocks, len(tokens)), kv_bytes(tokens, 0, self.layout))
+
+
+def _by_slot(pool: KVPool) -> list[Bytes]:
+    """Views [block, slot, layer, k|v, head, bytes] of a pool: numbers and, if there are any, their scales."""
+    layout = pool.layout
+    return [np.moveaxis(part, 3 if layout.order == "NHD" else 4, 1) for part in fields(pool.bytes.numpy(), layout)]
+
+
+def _write(
+    parts: list[Bytes], blocks: Sequence[int] | NDArray[np.int32], data: Bytes, first_position: int, size: int
+) -> None:
+    positions = np.arange(first_position, first_position + len(data))
+    where = np.asarray(blocks)[positions // size]
+    for part in parts:
+        part[where, positions % size] = data[..., : part.shape[-1]]
+        data = data[..., part.shape[-1] :]
+
+
+def _held(
+    parts: list[Bytes], blocks: Sequence[int] | NDArray[np.int32], first: int, end: int, size: int
+) -> NDArray[np.uint8]:
+    """The KV of tokens [first, end) of a sequence, in the shape of `kv_bytes`."""
+    used = np.asarray(blocks, np.int64)[first // size : -(-end // size)]
+    slots = np.concatenate([part[used] for part in parts], -1)
+    before = first // size * size
+    return slots.reshape(-1, *slots.shape[2:])[first - before : end - before]
+
+
+def _state_after(kv: Bytes, state: Bytes | None) -> Bytes:
+    """A state [layer, 1, bytes] behind tokens with this KV; `state` is that before them, None if there are none."""
+    shape = STATE_LAYOUT.layers, 1, STATE_LAYOUT.head_dim
+    now = bytes(np.prod(shape)) if state is None else state.tobytes()
+    for token in kv:
+        seed = xxhash.xxh3_64_intdigest(now + token.tobytes())
+        now = _mix(np.arange(len(now) // 8, dtype=np.uint64) + np.uint64(seed)).tobytes()
+    return np.frombuffer(now, np.uint8).reshape(shape)
 
 
 class HashStep:

@@ -33,6 +33,7 @@ from kvrelay.transfer.protocol.events import (
     StopFrames,
     Tell,
     Timeouts,
+    Track,
 )
 from kvrelay.transfer.protocol.messages import Ack, Code, Finish, Grant, Offer, Push, Wait
 from kvrelay.transfer.protocol.table import MAX_LINK_LOSSES, ReceiveAttempt, SendAttempt
@@ -40,7 +41,8 @@ from kvrelay.transfer.protocol.table import MAX_LINK_LOSSES, ReceiveAttempt, Sen
 KEY = ("request", 2)
 TIMEOUTS = Timeouts(lease=5, grant=30, prefill=120, transfer=60)
 BLOCK = 4
-SHAPE = Manifest(tokens=10, digest=b"d" * 16, token_bytes=3, block_size=BLOCK, frame_tokens=BLOCK)
+TRACK = Track(tokens=10, token_bytes=3, block_size=BLOCK, frame_tokens=BLOCK)
+SHAPE = Manifest(tokens=10, digest=b"d" * 16, tracks=(TRACK,))
 OFFER = Offer(*KEY, 10, b"d" * 16)
 FRAMES = [Frame(1, 0, 0, 4, 12), Frame(1, 1, 4, 4, 12), Frame(1, 2, 8, 2, 6)]
 
@@ -75,7 +77,7 @@ def push(frame: Frame) -> Push:
 
 # The sender.
 
-GRANT, FINISH = Grant(*KEY, 1, 0), SendFinish(Finish(*KEY, 1, 7, 3, 30))
+GRANT, FINISH = Grant(*KEY, 1, (0,)), SendFinish(Finish(*KEY, 1, 7, 3, 30))
 FINISHED = Finished(7, ALL)
 SENT = [*map(SendFrame, FRAMES), FINISH]
 SENDER: dict[str, tuple[list[Step], State, int]] = {
@@ -108,7 +110,7 @@ SENDER: dict[str, tuple[list[Step], State, int]] = {
             (LinkLost(1), []),
             (GRANT, []),  # of the lost link's epoch
             (
-                Grant(*KEY, 2, 4),
+                Grant(*KEY, 2, (4,)),
                 [
                     SendFrame(Frame(2, 0, 4, 4, 12)),
                     SendFrame(Frame(2, 1, 8, 2, 6)),
@@ -129,7 +131,7 @@ SENDER: dict[str, tuple[list[Step], State, int]] = {
         0,
     ),
 } | {
-    f"a grant from token {have} on": ([(FINISHED, []), (Grant(*KEY, 1, have), Code.PROTOCOL)], State.FAILED, 0)
+    f"a grant from token {have} on": ([(FINISHED, []), (Grant(*KEY, 1, (have,)), Code.PROTOCOL)], State.FAILED, 0)
     for have in (1, 5, 11, 12)  # inside a block, or past the end
 }
 
@@ -142,9 +144,9 @@ def test_sender(name: str) -> None:
 
 # The receiver.
 
-GRANTED = Tell(Grant(*KEY, 1, 0))
+GRANTED = Tell(Grant(*KEY, 1, (0,)))
 COMMIT = [Commit(ALL, 7), Tell(Ack(*KEY, 1))]
-READY: list[Step] = [(Expected(SHAPE), []), (OFFER, [Reserve()]), (LinkUp(1), []), (Reserved(ALL, 0), [GRANTED])]
+READY: list[Step] = [(Expected(SHAPE), []), (OFFER, [Reserve()]), (LinkUp(1), []), (Reserved(ALL, (0,)), [GRANTED])]
 PUSHED: list[Step] = [(push(frame), [ReceiveFrame(frame)]) for frame in FRAMES]
 RECEIVER: dict[str, tuple[list[Step], State, int]] = {
     "blocks are reserved once announcement and offer are known": (
@@ -172,7 +174,7 @@ RECEIVER: dict[str, tuple[list[Step], State, int]] = {
             *PUSHED[:2],
             (FrameEnded(FRAMES[0]), []),
             (LinkUp(2), []),
-            (FrameEnded(FRAMES[1], Outcome.LOST), [Tell(Grant(*KEY, 2, 4))]),
+            (FrameEnded(FRAMES[1], Outcome.LOST), [Tell(Grant(*KEY, 2, (4,)))]),
         ],
         State.TRANSFERRING,
         0,
@@ -198,7 +200,7 @@ GRANT_FIRST, EXPECTED = [(GRANT, ...)], [(OFFER, ...), (LinkUp(1), ...), (Expect
         ("sender", [*GRANT_FIRST, (FINISHED, ...)], State.TRANSFERRING),
         ("receiver", EXPECTED[:2], State.ADMITTED),
         ("receiver", EXPECTED, State.WAITING),
-        ("receiver", [*EXPECTED, (Reserved(ALL), ...), PUSHED[0]], State.TRANSFERRING),
+        ("receiver", [*EXPECTED, (Reserved(ALL, (0,)), ...), PUSHED[0]], State.TRANSFERRING),
     ],
 )
 def test_renewals_keep_no_attempt_past_its_deadline(role: str, steps: list[Step], state: State) -> None:
@@ -236,13 +238,13 @@ def test_tokens_count_once_all_of_their_parts_have_verified() -> None:
         ReceiveAttempt(KEY, TIMEOUTS, 0.0),
         [
             (LinkUp(1), ...),
-            (Expected(replace(SHAPE, token_bytes=6, layers=3)), ...),
+            (Expected(replace(SHAPE, tracks=(replace(TRACK, token_bytes=6, layers=3),))), ...),
             (OFFER, ...),
-            (Reserved(ALL), ...),
+            (Reserved(ALL, (0,)), ...),
             *((push(frame), [ReceiveFrame(frame)]) for frame in (first, second)),
             (FrameEnded(first), ...),
             (FrameEnded(second, Outcome.LOST), ...),
-            (LinkUp(2), [Tell(Grant(*KEY, 2, 0))]),  # half of the layers are no tokens
+            (LinkUp(2), [Tell(Grant(*KEY, 2, (0,)))]),  # half of the layers are no tokens
             (push(again), [ReceiveFrame(again)]),
             (push(replace(again, index=1, part=LayerPart(1, 3))), Code.PROTOCOL),
         ],

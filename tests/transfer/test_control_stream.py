@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_handoff_messages import INVALID
 
 from kvrelay.decode_worker.reservation_queue import ReservationQueue
-from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.layout import CacheLayout, KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.prefill_worker.handoff_client import HandoffClient
 from kvrelay.transfer.config import TransferConfig
@@ -48,7 +48,7 @@ from support.handoff import HOST, LAYOUT, RECEIVER, SENDER, Ends, Pair, SendingH
 
 pytestmark = pytest.mark.anyio
 CONFIG = TransferConfig(frame_timeout_seconds=2.0)
-HELLO = LocalWorker(SENDER, LAYOUT, "fingerprint").hello(RECEIVER, CONFIG)
+HELLO = LocalWorker(SENDER, CacheLayout.of(LAYOUT), "fingerprint").hello(RECEIVER, CONFIG)
 PATIENCE_SECONDS = 10.0
 TOKENS = list(range(20))
 KEY = ("r", 1)
@@ -295,7 +295,7 @@ async def test_a_prefill_worker_fails_hand_offs_to_a_broken_peer_and_goes_on() -
             # As such a peer does; grpc.aio tells a write that fails as an internal error, in place of the status.
             await anext(aiter(requests))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not msgpack: Unpack failed: incomplete input")
-        await context.write(encode([LocalWorker(RECEIVER, LAYOUT, "fingerprint").hello(SENDER, CONFIG)]))
+        await context.write(encode([LocalWorker(RECEIVER, CacheLayout.of(LAYOUT), "fingerprint").hello(SENDER, CONFIG)]))
         await context.write(sent[-1])
         async for _ in requests:
             pass
@@ -330,7 +330,7 @@ async def test_leases_of_many_hand_offs_are_renewed_in_messages_of_bounded_size(
 async def test_a_layer_of_a_block_that_fits_into_no_frame_is_refused_at_start() -> None:
     layout = KVLayout(layers=2, kv_heads=1024, head_dim=512, block_size=128, dtype="float32")
     worker = setup(SENDER, KVPool(LAYOUT, 1), PeerTable(), CONFIG, {})
-    worker = replace(worker, local=replace(worker.local, layout=layout))
+    worker = replace(worker, local=replace(worker.local, cache=CacheLayout.of(layout)))
     with pytest.raises(ValueError, match=rf"{layout.block_bytes} bytes.*{MAX_FRAME_BYTES}"):
         HandoffClient(worker, SendingHost(Ends()))
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.layout import CacheLayout, KVLayout
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.protocol.endpoint import Endpoint
@@ -184,7 +184,7 @@ def test_digests_are_equal_exactly_where_neither_side_objects(
 def test_without_conversion_the_dtype_is_part_of_the_digest() -> None:
     strict = TransferConfig(convert_dtype=False)
     layout = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
-    one = LocalWorker(WorkerId("w", "1"), layout, "model")
-    other = replace(one, layout=replace(layout, dtype="bfloat16"))
+    one = LocalWorker(WorkerId("w", "1"), CacheLayout.of(layout), "model")
+    other = replace(one, cache=CacheLayout.of(replace(layout, dtype="bfloat16")))
     assert one.digest(strict) != other.digest(strict)
     assert one.digest(TransferConfig()) == other.digest(TransferConfig())

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.layout import CacheLayout, KVLayout, LayerGroup
 from kvrelay.engine.states import StatesLayout
 from kvrelay.internal.v1.handoff_pb2 import HandoffBatch, HandoffMessage
 from kvrelay.transfer.protocol import messages as wire
@@ -56,7 +56,8 @@ SEED = os.environ.get("KVRELAY_SEED")
 CPU_SECONDS = 1e-3
 PEAK_BYTES = 2 * 2**20
 """Bytes of memory for refusing a batch: a small multiple of the longest batch, whatever lengths it claims."""
-HELLO = Hello(VERSION, "p", "i", "j", "f", KVLayout(2, 2, 8, 16, "float32"), True, "none", False, 65536)
+CACHE = CacheLayout.of(KVLayout(2, 2, 8, 16, "float32"))
+HELLO = Hello(VERSION, "p", "i", "j", "f", True, "none", False, 65536, None, CACHE)
 OFFER: dict[str, Any] = {"request": "r", "attempt": 1, "tokens": 20, "digest": b"0123456789abcdef"}
 SOUND = HandoffMessage.Offer(**OFFER).SerializeToString()
 GIGABYTE = b"\x80\x80\x80\x80\x04"
@@ -295,7 +296,7 @@ VALID: list[list[Message]] = [
     [Push("r", 1, 1, 0, 0, 16, 6144)] * 3 + [Finish("r", 1, 1, 7, 3, 20)],
     [Renew((("r", 1), ("s", 2)))],
     [Abort("r", 1, Code.CANCELLED, "cancelled by the sender"), CloseLink(1, "")],
-    [Wait("r", 1), Grant("r", 1, 1, 0), Ack("r", 1, 1), Nack("r", 1, Code.NO_CAPACITY, "full")],
+    [Wait("r", 1), Grant("r", 1, 1, (0,)), Ack("r", 1, 1), Nack("r", 1, Code.NO_CAPACITY, "full")],
     [Refuse(Code.INCOMPATIBLE, "layout.layers: 4 here, 3 there")],
 ]
 
@@ -406,7 +407,7 @@ def test_a_links_message_has_exactly_its_form(message: bytes) -> None:
     [
         (Offer("", 1, 10, b"0" * 16), "Offer.request"),
         (Push("r", 1, 1, 0, 0, 16, MAX_FRAME_BYTES + 1), "Push.nbytes"),
-        (Grant("r", 1, 0, 0), "Grant.epoch"),
+        (Grant("r", 1, 0, (0,)), "Grant.epoch"),
         (Renew((("r", 1),) * (MAX_KEYS + 1)), "Renew.keys"),
         (Renew((("r", 1), ("s", 0))), "Renew.keys.attempt"),
         (Renew(()), "Renew.keys"),

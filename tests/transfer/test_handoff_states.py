@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvrelay.engine.kv.layout import CacheLayout
 from kvrelay.engine.states import StatesLayout, StatesShape
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.protocol.handshake import LocalWorker
@@ -113,8 +114,8 @@ async def test_who_wants_none_gets_none() -> None:
     ],
 )
 def test_a_worker_that_cannot_keep_them_refuses_by_name(shape: StatesShape | None, why: str) -> None:
-    here = LocalWorker(SENDER, LAYOUT, "model", states_shape=shape)
-    there = LocalWorker(RECEIVER, LAYOUT, "model", states=STATES)
+    here = LocalWorker(SENDER, CacheLayout.of(LAYOUT), "model", states_shape=shape)
+    there = LocalWorker(RECEIVER, CacheLayout.of(LAYOUT), "model", states=STATES)
     code, message = here.objection(there.hello(SENDER, CONFIG), CONFIG) or (None, "")
     assert code is Code.INCOMPATIBLE
     assert message.startswith(why)

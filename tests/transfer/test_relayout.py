@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.kv.layout import KVLayout, LayerPart
+from kvrelay.engine.kv.layout import CacheLayout, KVLayout, LayerPart
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.kernels.kv_codes import dequantize, quantize
 from kvrelay.transfer.config import TransferConfig
@@ -27,7 +27,7 @@ DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
 def test_pages_of_large_models_fit_into_frames_of_the_default_size(layers: int, block_size: int) -> None:
     """A Llama's KV: 8 heads of 128, in bfloat16."""
     layout = KVLayout(layers, kv_heads=8, head_dim=128, block_size=block_size, dtype="bfloat16", order="HND")
-    announced = LocalWorker(SENDER, layout, "").hello(RECEIVER, TransferConfig()).frame_bytes
+    announced = LocalWorker(SENDER, CacheLayout.of(layout), "").hello(RECEIVER, TransferConfig()).frame_bytes
     assert announced <= TransferConfig().frame_bytes
 
 

@@ -59,7 +59,9 @@ def pieces(runs: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 def announce(key: Key, frame: Frame) -> Push:
     """The message that announces a frame."""
-    return Push(*key, frame.epoch, frame.index, frame.first, frame.tokens, frame.nbytes, *frame.part, frame.states)
+    return Push(
+        *key, frame.epoch, frame.index, frame.first, frame.tokens, frame.nbytes, *frame.part, frame.states, frame.track
+    )
 
 
 class FrameJob:
@@ -318,12 +320,17 @@ class DrainJob:
 class PoolFrames:
     """Makes the jobs of one worker's links: they read frames from its KV pool, or write frames to it."""
 
-    def __init__(self, pool: KVPool, checksum: bool) -> None:
-        self._pool = pool
+    def __init__(self, pools: Sequence[KVPool], checksum: bool) -> None:
+        """`pools` are those of the worker's tracks."""
+        self._pools = pools
         self._checksum = checksum
 
     def _kind(self, peer: Hello | None) -> ChecksumKind:
-        return ChecksumKind.of(self._checksum, self._pool.tensor.is_cuda and peer is not None and peer.gpu)
+        return ChecksumKind.of(self._checksum, self._is_cuda and peer is not None and peer.gpu)
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self._pools[0].bytes.is_cuda
 
     def send(
         self,
@@ -336,11 +343,12 @@ class PoolFrames:
         on_read: Callable[[], None],
     ) -> SendJob:
         """See `SendJob`; `table` is the sequence's block table."""
-        place: FrameBuffer = PoolFrame(self._pool, table, frame)
-        mine = self._pool.layout
-        wire = mine if peer is None else mine.sent_to(peer.layout)
+        pool = self._pools[frame.track]
+        place: FrameBuffer = PoolFrame(pool, table, frame)
+        mine = pool.layout
+        wire = mine if peer is None else mine.sent_to(peer.cache.tracks[frame.track][1])
         if wire != mine:
-            place = NarrowedFrame(self._pool, wire, table, frame)
+            place = NarrowedFrame(pool, wire, table, frame)
         return SendJob(key, frame, claim, place, self._kind(peer), announce, on_read)
 
     def receive(
@@ -354,10 +362,11 @@ class PoolFrames:
         on_end: Callable[[Outcome], None],
     ) -> ReceiveJob:
         """See `ReceiveJob`; the first `keep` tokens have their KV here already."""
-        place: FrameBuffer = PoolFrame(self._pool, table, frame)
-        wire = peer.layout.sent_to(self._pool.layout)
-        if self._pool.layout.conversion(wire) is not None:
-            place = ConvertedFrame(self._pool, wire, table, frame, keep)
+        pool = self._pools[frame.track]
+        place: FrameBuffer = PoolFrame(pool, table, frame)
+        wire = peer.cache.tracks[frame.track][1].sent_to(pool.layout)
+        if pool.layout.conversion(wire) is not None:
+            place = ConvertedFrame(pool, wire, table, frame, keep)
         return ReceiveJob(key, frame, claim, place, self._kind(peer), on_end)
 
     def send_states(
@@ -378,7 +387,7 @@ class PoolFrames:
         is to read them, so that nobody waits for that.
         """
         shape = tokens, len(layout.layers), layout.hidden_size
-        return torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype], pin_memory=self._pool.tensor.is_cuda)
+        return torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype], pin_memory=self._is_cuda)
 
     def receive_states(
         self,

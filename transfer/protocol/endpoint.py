@@ -75,8 +75,8 @@ class Transfer(Generic[MachineT]):
     machine: MachineT
     pair: Pair | None
     """Pair of the attempt; None at a receiver that has had no offer yet."""
-    table: list[int] = field(default_factory=list)
-    """Blocks from the first token on, as far as they are known."""
+    tables: list[list[int]] = field(default_factory=lambda: [[]])
+    """Blocks of each layer group from the first token on, as far as they are known; -1 where there is none."""
     claims: dict[Frame, BlockClaim] = field(default_factory=dict)
 
     @property

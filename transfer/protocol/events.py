@@ -47,12 +47,11 @@ class Timeouts:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
-    """Content of one attempt, and how it is cut into frames."""
+class Track:
+    """The part of an attempt that is of one track (`kvrelay.engine.kv.layout`), and how it is cut into frames."""
 
     tokens: int
-    digest: bytes
-    """Digest of the prompt, by `tokens_digest`."""
+    """The end of the tokens whose KV is handed over; 1 for a state."""
     token_bytes: int
     block_size: int
     frame_tokens: int
@@ -61,18 +60,37 @@ class Manifest:
     parts: int = 1
     """Number of frames, by layers, in which the same tokens are sent; more than one only if a block is too large for a
     frame."""
+    first: int = 0
+    """The first token whose KV is handed over: a block's border."""
+    late: bool = False
+    """Whether it is complete only when the whole prompt is computed, as a state is."""
+
+    def is_border(self, token: int) -> bool:
+        """Whether a frame may begin or end at `token`: at a block border, or at the end."""
+        return token == self.tokens or (self.first <= token < self.tokens and token % self.block_size == 0)
+
+    def nbytes(self, tokens: int, part: LayerPart = ALL_LAYERS) -> int:
+        """KV bytes of so many tokens."""
+        return tokens * self.token_bytes // self.layers * len(part.layers(self.layers))
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Content of one attempt, and how it is cut into frames."""
+
+    tokens: int
+    digest: bytes
+    """Digest of the prompt, by `tokens_digest`."""
+    tracks: tuple[Track, ...]
     state_bytes: int = 0
     """Bytes of a token's hidden states; 0 if none are handed over."""
     state_tokens: int = 0
     """Largest number of tokens whose hidden states one frame carries."""
 
-    def is_border(self, token: int) -> bool:
-        """Whether a frame may begin or end at `token`: at a block border, or at the end of the prompt."""
-        return token == self.tokens or (0 <= token < self.tokens and token % self.block_size == 0)
-
-    def nbytes(self, tokens: int, part: LayerPart = ALL_LAYERS) -> int:
-        """KV bytes of so many tokens."""
-        return tokens * self.token_bytes // self.layers * len(part.layers(self.layers))
+    def nbytes(self, have: Sequence[int]) -> int:
+        """KV bytes that are to be handed over where the receiver has those before the tokens `have`, by track."""
+        pairs = zip(self.tracks, have, strict=True)
+        return sum(track.nbytes(track.tokens - max(track.first, first)) for track, first in pairs)
 
 
 def tokens_digest(tokens: Sequence[int]) -> bytes:
@@ -94,6 +112,8 @@ class Frame:
     nbytes: int
     part: LayerPart = ALL_LAYERS
     states: bool = False
+    track: int = 0
+    """Index of the track that the KV is of."""
 
 
 class Outcome(enum.Enum):
@@ -148,12 +168,12 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Receiver: the answer to Reserve; None where no blocks are free. `have` tokens need not be transferred, and hidden
-    states are wanted of the tokens from `states` on.
+    """Receiver: the answer to Reserve; None where no blocks are free. Of each track, the tokens before those in `have`
+    need not be transferred, and hidden states are wanted of the tokens from `states` on.
     """
 
     reservation: Hold | None
-    have: int = 0
+    have: tuple[int, ...] = ()
     states: int = 0
 
 

@@ -3,10 +3,11 @@
 import hashlib
 from dataclasses import dataclass, replace
 
-from kvrelay.engine.kv.layout import KVLayout, LayerPart
+from kvrelay.engine.kv.layout import CacheLayout, KVLayout, LayerPart
 from kvrelay.engine.states import StatesLayout, StatesShape
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import TransferConfig
+from kvrelay.transfer.protocol.events import Track
 from kvrelay.transfer.protocol.messages import VERSION, Code, Hello
 
 
@@ -31,12 +32,41 @@ class FrameCut:
         return cls(tokens, parts, max(layout.nbytes(tokens, LayerPart(index, parts)) for index in range(parts)))
 
 
+def cuts_of(cache: CacheLayout, frame_bytes: int) -> tuple[FrameCut, ...]:
+    """The cut of each track."""
+    return tuple(FrameCut.of(layout, frame_bytes) for _, layout in cache.tracks)
+
+
+def largest(cuts: tuple[FrameCut, ...]) -> int:
+    """Bytes of the largest frame."""
+    return max(cut.nbytes for cut in cuts)
+
+
+def tracks_of(cache: CacheLayout, tokens: int, cuts: tuple[FrameCut, ...] | None = None) -> tuple[Track, ...]:
+    """The tracks of an attempt with so many tokens, whose frames have the layout `cache`.
+
+    Args:
+        cuts: of the sender; a receiver takes any.
+    """
+    found = []
+    for number, (index, layout) in enumerate(cache.tracks):
+        group = cache.groups[index]
+        late = group.kind == "state"
+        frame_tokens, parts = layout.block_size, 1
+        if cuts is not None:
+            frame_tokens, parts = cuts[number].tokens, cuts[number].parts
+        end, first = (1, 0) if late else (tokens, group.first_needed(tokens))
+        track = Track(end, layout.token_bytes, layout.block_size, frame_tokens, layout.layers, parts, first, late)
+        found.append(track)
+    return tuple(found)
+
+
 @dataclass(frozen=True, slots=True)
 class LocalWorker:
     """This worker, as it introduces itself to its peers."""
 
     id: WorkerId
-    layout: KVLayout
+    cache: CacheLayout
     fingerprint: str
     """Fingerprint of the model."""
     gpu: bool = False
@@ -46,19 +76,20 @@ class LocalWorker:
     states_shape: StatesShape | None = None
     """Shape of the hidden states that its steps can keep for others; None if they can keep nothing."""
 
-    def hello(self, peer: WorkerId, config: TransferConfig, cut: FrameCut | None = None) -> Hello:
-        """The first message of this worker on a stream to `peer`; `cut` is that of the frames it sends, if it does."""
+    def hello(self, peer: WorkerId, config: TransferConfig, cuts: tuple[FrameCut, ...] | None = None) -> Hello:
+        """The first message of this worker on a stream to `peer`; `cuts` are those of the frames it sends, if it
+        does."""
         return Hello(
             version=VERSION,
             worker=self.id.name,
             incarnation=self.id.incarnation,
             peer_incarnation=peer.incarnation,
             fingerprint=self.fingerprint,
-            layout=self.layout,
+            cache=self.cache,
             checksum=config.checksum,
             encrypt=config.encrypt,
             gpu=self.gpu,
-            frame_bytes=(cut or FrameCut.of(self.layout, config.frame_bytes)).nbytes,
+            frame_bytes=largest(cuts or cuts_of(self.cache, config.frame_bytes)),
             states=self.states,
         )
 
@@ -66,10 +97,14 @@ class LocalWorker:
         """A text that is equal for two workers that have no `objection` to each other: what can't be converted must be
         equal. Hidden states aren't in it: only one of the two needs them.
         """
-        layout = replace(self.layout, order="NHD", block_size=1)
-        if config.convert_dtype:
-            layout = replace(layout, dtype="float32")
-        common = f"{VERSION} {self.fingerprint} {layout} {config.checksum} {config.encrypt} {config.convert_dtype}"
+
+        def common_form(layout: KVLayout) -> KVLayout:
+            dtype = "float32" if config.convert_dtype and layout.dtype != "raw" else layout.dtype
+            return replace(layout, order="NHD", dtype=dtype)
+
+        cache = self.cache.with_block_size(1)
+        groups = tuple(replace(group, tracks=tuple(map(common_form, group.tracks))) for group in cache.groups)
+        common = f"{VERSION} {self.fingerprint} {groups} {config.checksum} {config.encrypt} {config.convert_dtype}"
         return hashlib.sha256(common.encode()).hexdigest()[:16]
 
     def objection(self, hello: Hello, config: TransferConfig) -> tuple[Code, str] | None:
@@ -77,15 +112,16 @@ class LocalWorker:
 
         None if they can.
         """
-        mine = self.id.incarnation
-        if hello.peer_incarnation != mine:
-            return Code.UNKNOWN_PEER, f"incarnation: {hello.peer_incarnation} was meant, this is {mine}"
-        differing = self.layout.mismatch(hello.layout)
+        incarnation = self.id.incarnation
+        if hello.peer_incarnation != incarnation:
+            return Code.UNKNOWN_PEER, f"incarnation: {hello.peer_incarnation} was meant, this is {incarnation}"
+        differing = self.cache.mismatch(hello.cache)
         if differing is not None:
             return Code.INCOMPATIBLE, f"layout.{differing}"
-        if self.layout.dtype != hello.layout.dtype and not config.convert_dtype:
-            dtypes = f"{self.layout.dtype} here, {hello.layout.dtype} there"
-            return Code.INCOMPATIBLE, f"layout.dtype: {dtypes}; transfer.convert_dtype is off"
+        for (_, mine), (_, theirs) in zip(self.cache.tracks, hello.cache.tracks, strict=True):
+            if mine.dtype != theirs.dtype and (not config.convert_dtype or "raw" in (mine.dtype, theirs.dtype)):
+                dtypes = f"{mine.dtype} here, {theirs.dtype} there"
+                return Code.INCOMPATIBLE, f"layout.dtype: {dtypes}; transfer.convert_dtype is off"
         for name, here, there in (
             ("version", VERSION, hello.version),
             ("fingerprint", self.fingerprint, hello.fingerprint),

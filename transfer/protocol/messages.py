@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from kvrelay.engine.kv.layout import DTYPE_BYTES, FloatDtype, KVLayout, Order
+from kvrelay.engine.kv.layout import DTYPE_BYTES, CacheLayout, FloatDtype, GroupKind, KVLayout, LayerGroup, Order
 from kvrelay.engine.states import StatesLayout
 from kvrelay.internal.v1.handoff_pb2 import DESCRIPTOR, HandoffBatch, HandoffMessage
 from kvrelay.transfer.protocol.packing import MAX_REASON, Flag, Number, Raw, Rule, Text, WireError, shown
@@ -25,7 +25,7 @@ from kvrelay.transfer.protocol.packing import MAX_REASON, Flag, Number, Raw, Rul
 Key = tuple[str, int]
 """(request_id, attempt): identifies one hand-off."""
 
-VERSION = 7
+VERSION = 8
 SERVICE = DESCRIPTOR.services_by_name["HandoffService"].full_name
 """Name of the service. Both ends of its method `Control` take and give the bytes of batches: gRPC itself would parse
 any size."""
@@ -41,6 +41,9 @@ MAX_KEYS = 32
 MAX_FRAME_BYTES = 256 * 2**20
 """Largest size in KV bytes of one frame on a link."""
 MAX_PARTS = 1024
+MAX_GROUPS = 32
+MAX_TRACKS = 64
+"""Largest number of tracks in one group, and of all that a worker has."""
 MAX_STATE_LAYERS = 16
 """Largest number of layers whose inputs one worker asks another for."""
 
@@ -66,14 +69,15 @@ class Choice(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Many(Rule):
-    """Rule of a list of at least one item, and at most `most`."""
+    """Rule of a list of at least `least` items, and at most `most`."""
 
     item: Rule
     most: int
+    least: int = 1
 
     def _sized(self, name: str, value: Sequence[Any]) -> Sequence[Any]:
-        if not 1 <= len(value) <= self.most:
-            raise WireError(f"{name} has {len(value)} items; allowed: 1 to {self.most}")
+        if not self.least <= len(value) <= self.most:
+            raise WireError(f"{name} has {len(value)} items; allowed: {self.least} to {self.most}")
         return value
 
     def check(self, name: str, value: Any) -> tuple[Any, ...]:
@@ -96,14 +100,18 @@ class Fields(Rule):
         if value.ByteSize() <= SMALL_BYTES and len(unknown := UnknownFieldSet(value)):
             number = unknown[0].field_number
             raise WireError(f"{name} has a field {number}; version {VERSION} of the protocol has none such")
-        found, rules = value.ListFields(), self.rules
+        found, rules, fields = value.ListFields(), self.rules, {}
         if len(found) < len(rules):
             names = {descriptor.name for descriptor, _ in found}
             for field, rule in rules.items():
-                if field not in names and not (isinstance(rule, Fields) and rule.optional):
+                if field in names:
+                    continue
+                if isinstance(rule, Many) and not rule.least:
+                    fields[field] = ()
+                elif not (isinstance(rule, Fields) and rule.optional):
                     raise WireError(f"{name}.{field} is missing")
             rules = {field: rule for field, rule in rules.items() if field in names}
-        fields = {
+        fields |= {
             field: rule.check(f"{name}.{field}", item)
             for (field, rule), (_, item) in zip(rules.items(), found, strict=True)
         }
@@ -137,8 +145,18 @@ LAYOUT = Fields(
         "order": _names(get_args(Order)),
         "tp_rank": Number(0, 2**20),
         "tp_size": _SIZE,
+        "planes": Number(1, 2),
     },
 )
+GROUP = Fields(
+    LayerGroup,
+    {
+        "kind": _names(get_args(GroupKind)),
+        "tracks": Many(LAYOUT, MAX_TRACKS, least=0),
+        "window": Number(0, 2**31),
+    },
+)
+CACHE = Fields(CacheLayout, {"groups": Many(GROUP, MAX_GROUPS), "block_size": _SIZE})
 STATES = Fields(
     StatesLayout,
     {
@@ -197,7 +215,8 @@ CODE = Choice({HandoffMessage.Code.Value(f"CODE_{code.name}"): code for code in 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of either end of a stream: its identity, the incarnation that it wants to reach, its KV layout."""
+    """First message of either end of a stream: its identity, the incarnation that it wants to reach, what it keeps of a
+    sequence."""
 
     version: Count
     worker: Name
@@ -206,7 +225,6 @@ class Hello:
     """Incarnation that this message is meant for."""
     fingerprint: Reason
     """Fingerprint of the model."""
-    layout: Annotated[KVLayout, LAYOUT]
     checksum: Annotated[bool, Flag()]
     encrypt: Annotated[str, Text(1, 16)]
     """Value of `TransferConfig.encrypt`."""
@@ -214,8 +232,9 @@ class Hello:
     """Whether the worker's KV pool is in GPU memory. If both pools are, frames in GPU memory carry the GPU checksum."""
     frame_bytes: Annotated[int, Number(1, MAX_FRAME_BYTES)]
     """KV bytes of the largest frame that the worker sends."""
-    states: Annotated[StatesLayout | None, STATES] = None
+    states: Annotated[StatesLayout | None, STATES]
     """Hidden states of prompts that a receiver wants beside their KV; None if it wants none."""
+    cache: Annotated[CacheLayout, CACHE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,13 +297,13 @@ class Wait(ToAttempt):
 
 @dataclass(frozen=True, slots=True)
 class Grant(ToAttempt):
-    """Blocks are reserved: frames may be sent on the link of `epoch`, from token `have` to the end of the prompt.
+    """Blocks are reserved: frames may be sent on the link of `epoch`, of each track from its token in `have` on.
 
     A grant of a later epoch starts the frames again at its own `have`, and those of hidden states at its own `states`.
     """
 
     epoch: Epoch
-    have: Tokens
+    have: Annotated[tuple[int, ...], Many(Number(0, 2**31), MAX_TRACKS)]
     states: Tokens = 0
     """First token whose hidden states are wanted, if the hello asked for any."""
 
@@ -305,6 +324,8 @@ class Push(ToAttempt):
     parts: Annotated[int, Number(1, MAX_PARTS)] = 1
     states: Annotated[bool, Flag()] = False
     """Whether the frame carries the tokens' hidden states, and not their KV."""
+    track: Annotated[int, Number(0, MAX_TRACKS - 1)] = 0
+    """Index of the track that the KV is of."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,15 +49,18 @@ class ReceiveAttempt:
         self._quarantine: set[Frame] = set()
         self._epoch = 0
         self._granted_epoch = 0
-        # Tokens: the first one of this epoch, and the next one to be announced. Frames: the number announced.
-        self._next = self._index = 0
+        self._next: list[int] = []
+        """Next token to be announced, of each track."""
+        self._index = 0
+        """Number of frames announced."""
         self._nbytes = 0
         """Bytes announced in this epoch."""
         self._begun: Push | None = None
         """The frame announced last, if it was one part of its tokens' KV and other parts follow."""
-        self._verified = self._verified_parts = 0
-        """Number of tokens whose KV is there, and number of parts that are there of the KV of the tokens that follow
-        them."""
+        self._verified: list[int] = []
+        """Number of tokens whose KV is there, of each track."""
+        self._verified_parts: list[int] = []
+        """Number of parts that are there of the KV of the tokens that follow them, of each track."""
         # Hidden states are those of the tokens from `_states_from` on: verified up to `_states_verified`, announced up
         # to `_states_next`. Behind a gap they begin anew.
         self._states_from = self._states_verified = self._states_next = 0
@@ -163,7 +166,7 @@ class ReceiveAttempt:
         self._asked = False
         if event.reservation is not None:
             self._reservation = event.reservation
-            self._verified = event.have
+            self._verified = list(event.have)
             self._states_from = self._states_verified = event.states
             self.state = State.TRANSFERRING
             self._deadline = now + self._timeouts.prefill
@@ -179,12 +182,13 @@ class ReceiveAttempt:
         if self.state is not State.TRANSFERRING or self._granted_epoch == self._epoch or self._quarantine:
             return
         self._granted_epoch = self._epoch
-        self._next, self._states_next = self._verified, self._states_verified
-        self._index = self._nbytes = self._verified_parts = 0
+        self._next, self._states_next = list(self._verified), self._states_verified
+        self._verified_parts = [0] * len(self._next)
+        self._index = self._nbytes = 0
         self._begun = None
         self._states_torn = False
         self._finish = None
-        yield Tell(Grant(*self.key, self._epoch, self._next, self._states_next))
+        yield Tell(Grant(*self.key, self._epoch, tuple(self._next), self._states_next))
 
     def _known_manifest(self) -> Manifest:
         if self._manifest is None:
@@ -198,14 +202,15 @@ class ReceiveAttempt:
         manifest, part = self._known_manifest(), LayerPart(push.part, push.parts)
         follows = self._states_follow if push.states else self._follows
         if push.index != self._index or not follows(push, manifest):
-            what = f"hidden states behind {self._states_next}" if push.states else f"{self._next}"
+            after = self._next[push.track] if push.track < len(self._next) else "nothing"
+            what = f"hidden states behind {self._states_next}" if push.states else f"{after}"
             message = (
-                f"frame {push.index} of tokens {push.first} to {push.first + push.tokens}, part {part.number} of"
-                f" {part.of}, {push.nbytes} bytes, can't follow {what}"
+                f"frame {push.index} of track {push.track}, tokens {push.first} to {push.first + push.tokens}, part"
+                f" {part.number} of {part.of}, {push.nbytes} bytes, can't follow {what}"
             )
             yield from self._end(State.FAILED, Code.PROTOCOL, message)
             return
-        frame = Frame(push.epoch, push.index, push.first, push.tokens, push.nbytes, part, push.states)
+        frame = Frame(push.epoch, push.index, push.first, push.tokens, push.nbytes, part, push.states, push.track)
         if push.states:
             if push.first > self._states_next:
                 self._states_from = push.first
@@ -213,7 +218,7 @@ class ReceiveAttempt:
         else:
             self._begun = push if part.number + 1 < part.of else None
             if self._begun is None:
-                self._next += push.tokens
+                self._next[push.track] += push.tokens
         self._index += 1
         self._nbytes += push.nbytes
         self._quarantine.add(frame)
@@ -228,13 +233,17 @@ class ReceiveAttempt:
     def _follows(self, push: Push, manifest: Manifest) -> bool:
         """Whether the frame is the next one: in place, whole, and of as many bytes as its tokens have in its layers."""
         before, part = self._begun, LayerPart(push.part, push.parts)
+        if push.track >= len(manifest.tracks):
+            return False
+        track = manifest.tracks[push.track]
         if before is None:
-            in_order = push.part == 0 and push.parts <= manifest.layers
+            in_order = push.part == 0 and push.parts <= track.layers
         else:
-            in_order = (push.part, push.parts, push.tokens) == (before.part + 1, before.parts, before.tokens)
-        in_place = push.first == self._next
-        whole = manifest.is_border(push.first + push.tokens)
-        return in_order and in_place and whole and push.nbytes == manifest.nbytes(push.tokens, part)
+            known = before.track, before.part + 1, before.parts, before.tokens
+            in_order = (push.track, push.part, push.parts, push.tokens) == known
+        in_place = push.first == self._next[push.track]
+        whole = track.is_border(push.first + push.tokens)
+        return in_order and in_place and whole and push.nbytes == track.nbytes(push.tokens, part)
 
     def _on_finish(self, finish: Finish, now: float) -> Iterator[ReceiveAction]:
         if finish.epoch != self._granted_epoch or finish.epoch != self._epoch or self._finish is not None:
@@ -242,10 +251,11 @@ class ReceiveAttempt:
             return
         manifest = self._known_manifest()
         counts = finish.nbytes == self._nbytes and finish.frames == self._index
-        if not counts or self._next != manifest.tokens:
+        ends = [track.tokens for track in manifest.tracks]
+        if not counts or self._next != ends:
             message = (
                 f"finish of {finish.nbytes} bytes in {finish.frames} frames; {self._nbytes} in {self._index} were"
-                f" announced, up to token {self._next} of {manifest.tokens}"
+                f" announced, up to token {', '.join(map(str, self._next))} of {', '.join(map(str, ends))}"
             )
             yield from self._end(State.FAILED, Code.PROTOCOL, message)
             return
@@ -259,22 +269,27 @@ class ReceiveAttempt:
             message = f"frame {frame.index} of tokens {frame.first} to {frame.first + frame.tokens} failed its checksum"
             yield from self._end(State.FAILED, Code.CORRUPT, message)
             return
-        at = self._granted_epoch, self._verified, self._verified_parts
+        track = frame.track
         if frame.states:
             self._states_torn |= outcome is not Outcome.VERIFIED or frame.epoch != self._granted_epoch
             if not self._states_torn:
                 self._states_verified = frame.first + frame.tokens
-        elif outcome is Outcome.VERIFIED and (frame.epoch, frame.first, frame.part.number) == at:
-            self._verified_parts += 1
-            if self._verified_parts == frame.part.of:
-                self._verified, self._verified_parts = self._verified + frame.tokens, 0
+        elif outcome is Outcome.VERIFIED and (frame.epoch, frame.first, frame.part.number) == (
+            self._granted_epoch,
+            self._verified[track],
+            self._verified_parts[track],
+        ):
+            self._verified_parts[track] += 1
+            if self._verified_parts[track] == frame.part.of:
+                self._verified[track], self._verified_parts[track] = self._verified[track] + frame.tokens, 0
         yield from self._grant()
         yield from self._commit()
 
     def _commit(self) -> Iterator[ReceiveAction]:
-        finish = self._finish
-        tokens = self._known_manifest().tokens
-        if finish is None or self._quarantine or self._verified != tokens or self._states_verified != self._states_next:
+        finish, manifest = self._finish, self._known_manifest()
+        tokens = manifest.tokens
+        complete = self._verified == [track.tokens for track in manifest.tracks]
+        if finish is None or self._quarantine or not complete or self._states_verified != self._states_next:
             return
         self.state = State.COMMITTED
         reservation, self._reservation = self._reservation, None

@@ -40,11 +40,11 @@ class SendAttempt:
         self.key = key
         self.state = State.ADMITTED
         self.dropped = 0
-        self.have: int | None = None
-        """Tokens that the receiver had before the first frame; None before its first grant."""
+        self.have: tuple[int, ...] | None = None
+        """Tokens of each track that the receiver had before the first frame; None before its first grant."""
         self.manifest = manifest
-        """Manifest of the attempt, whose `token_bytes` may be replaced until the first grant: they depend on the
-        receiver's layout."""
+        """Manifest of the attempt, whose tracks may be replaced until the first grant: they depend on the receiver's
+        layout."""
         self.states = 0, 0
         """Bounds of the tokens whose hidden states the owner has: the first one, and the one behind the last. May be
         replaced."""
@@ -57,8 +57,9 @@ class SendAttempt:
         self._first_token: int | None = None
         self._epoch = 0
         self._granted = False
-        # Tokens: the next ones to send, of KV and of hidden states. Frames: the number sent in this epoch.
-        self._next = self._next_states = self._index = 0
+        # Tokens: the next ones to send, of each track's KV and of hidden states. Frames: the number sent in this epoch.
+        self._next: list[int] = []
+        self._next_states = self._index = 0
         self._nbytes = 0
         """Bytes announced in this epoch."""
         self._finish_epoch = 0
@@ -152,17 +153,26 @@ class SendAttempt:
     def _on_grant(self, grant: Grant, now: float) -> Iterator[SendAction]:
         if grant.epoch <= self._epoch:
             self.dropped += 1
-        elif not self.manifest.is_border(grant.have) or grant.states > self.manifest.tokens:
-            message = f"grant from token {grant.have}, and {grant.states}, of {self.manifest.tokens}"
+        elif not self._is_border(grant.have) or grant.states > self.manifest.tokens:
+            have = ", ".join(map(str, grant.have))
+            message = f"grant from tokens {have}, and {grant.states}, of {self.manifest.tokens}"
             yield from self._end(State.FAILED, Code.PROTOCOL, message, tell=True)
         else:
             self.have = grant.have if self.have is None else self.have
             self._epoch, self._granted = grant.epoch, True
-            self._next = grant.have
+            self._next = [
+                max(first, track.first) for first, track in zip(grant.have, self.manifest.tracks, strict=True)
+            ]
             self._next_states = grant.states if self.manifest.state_bytes else self.manifest.tokens
             self._index = self._nbytes = 0
             self._enter(now)
             yield from self._send()
+
+    def _is_border(self, have: tuple[int, ...]) -> bool:
+        """Whether frames of each track can begin at these tokens."""
+        tracks = self.manifest.tracks
+        pairs = zip(tracks, have, strict=False)
+        return len(have) == len(tracks) and all(track.is_border(max(first, track.first)) for track, first in pairs)
 
     def _on_link_lost(self, epoch: int, now: float) -> Iterator[SendAction]:
         if epoch < self._epoch or (epoch == self._epoch and not self._granted):
@@ -180,15 +190,18 @@ class SendAttempt:
         manifest = self.manifest
         if not self._granted:
             return
-        end = self._computed
-        if end < manifest.tokens:
-            end -= end % manifest.block_size
-        for first in range(self._next, end, manifest.frame_tokens):
-            tokens = min(manifest.frame_tokens, end - first)
-            for part in (LayerPart(index, manifest.parts) for index in range(manifest.parts)):
-                yield self._frame(first, tokens, manifest.nbytes(tokens, part), part)
-        self._next = max(self._next, end)
-        known, end = self.states[0], min(self.states[1], end)
+        for number, track in enumerate(manifest.tracks):
+            end = min(self._computed, track.tokens)
+            if track.late:
+                end = 0 if self._first_token is None else track.tokens
+            if end < track.tokens:
+                end -= end % track.block_size
+            for first in range(self._next[number], end, track.frame_tokens):
+                tokens = min(track.frame_tokens, end - first)
+                for part in (LayerPart(index, track.parts) for index in range(track.parts)):
+                    yield self._frame(first, tokens, track.nbytes(tokens, part), part, track=number)
+            self._next[number] = max(self._next[number], end)
+        known, end = self.states[0], min(self.states[1], self._computed)
         for first in range(max(self._next_states, known), end, manifest.state_tokens or 1):
             tokens = min(manifest.state_tokens, end - first)
             yield self._frame(first, tokens, tokens * manifest.state_bytes, states=True)
@@ -198,9 +211,16 @@ class SendAttempt:
             yield SendFinish(Finish(*self.key, self._epoch, self._first_token, self._index, self._nbytes))
 
     def _frame(
-        self, first: int, tokens: int, nbytes: int, part: LayerPart = ALL_LAYERS, *, states: bool = False
+        self,
+        first: int,
+        tokens: int,
+        nbytes: int,
+        part: LayerPart = ALL_LAYERS,
+        *,
+        states: bool = False,
+        track: int = 0,
     ) -> SendFrame:
-        frame = Frame(self._epoch, self._index, first, tokens, nbytes, part, states)
+        frame = Frame(self._epoch, self._index, first, tokens, nbytes, part, states, track)
         self._index += 1
         self._nbytes += nbytes
         self._quarantine.add(frame)

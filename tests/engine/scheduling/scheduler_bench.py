@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from kvrelay.engine.config import EngineConfig, SpeculationConfig
 from kvrelay.engine.constrain.grammar import Constraint, MaskNotReadyError
 from kvrelay.engine.kv.blocks import BlockPool, Hold
+from kvrelay.engine.kv.layout import LayerGroup
 from kvrelay.engine.kv.prefix import PrefixIndex
+from kvrelay.engine.kv.sides import SidePool, side_blocks
 from kvrelay.engine.plan import NOT_READY, StepPlan
 from kvrelay.engine.request import FinishReason, Request, SamplingParams
 from kvrelay.engine.runner.base import StepHandle
@@ -70,18 +72,23 @@ class Bench:
         lag: int = 0,
         drafts: int = 0,
         step_cost: tuple[float, float] | None = None,
+        sides: Tokens[LayerGroup] = (),
     ) -> None:
         """
         Args:
+            sides: layer groups behind the first; each has just what rows and reservations may need.
             drafts: that each sequence gets in a step, at most.
             step_cost: seconds of a step, and of each of its tokens, as the scheduler observes them; None: not at all.
         """
         self.config = EngineConfig(block_size=SIZE, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
         self.max_context = blocks * SIZE if max_context is None else max_context
         self.pool = BlockPool(blocks)
-        self.prefix = PrefixIndex(self.pool, SIZE, b"hash", enabled=prefix_cache)
+        counts = [side_blocks(group, self.config) for group in sides]
+        pools = [SidePool(group, count, SIZE) for group, count in zip(sides, counts, strict=True)]
+        self.prefix = PrefixIndex(self.pool, SIZE, b"hash", enabled=prefix_cache, sides=pools)
         # Computes as late as a device may, whatever the lag.
-        self.runner = HashRunner(blocks, spec=hash_spec(self.max_context), lag=1)
+        found = list(zip(sides, counts, strict=True))
+        self.runner = HashRunner(blocks, spec=hash_spec(self.max_context), lag=1, sides=found)
         speculation = None
         if drafts:
             options = SpeculationConfig("ngram", max_tokens=drafts, adaptive=False)
@@ -118,7 +125,10 @@ class Bench:
         have = reservation.have_tokens
         assert have % SIZE == 0
         assert self.runner.holds_kv_of(reservation.hold.blocks, request.tokens[:have])
-        self.runner.fill(reservation.hold.blocks, request.tokens[have:], have)
+        tables = reservation.hold.tables()
+        self.runner.fill(tables[0], request.tokens[have:], have)
+        if self.prefix.sides:
+            self.runner.fill(tables[0], request.tokens, 0, tables[1:])
 
     def resume(self, request: Request, reservation: Reservation) -> Sequence:
         token = expected_tokens(request.tokens, 1)[0]
@@ -195,6 +205,12 @@ class Bench:
             assert sequence.num_computed < sequence.num_tokens
             assert sequence.status is not Status.PREEMPTED or sequence.scheduled == 0, "it waits for what is in flight"
             assert self.runner.holds_kv_of(sequence.hold.blocks, sequence.tokens[: sequence.num_computed])
+            if sequence.num_computed and not any(side.snapshot for side in sequence.hold.sides):
+                assert self.runner.sides_hold(sequence.hold.tables(), sequence.num_computed)
+            for side in sequence.hold.sides:
+                # The window of the next token, and the tokens of the plans in flight.
+                most = 1 if side.side.is_state else side.side.group.window + sequence.scheduled + 2 * SIZE
+                assert len(side.hold.blocks) * SIZE <= max(most, SIZE) + SIZE
         for hold, tokens in self.exports:
             assert self.runner.holds_kv_of(hold.blocks, tokens)
 
@@ -203,6 +219,8 @@ class Bench:
         self.check()
         assert self.pool.owners() == {}
         assert self.pool.free + self.pool.cached == self.pool.total
+        for side in self.prefix.sides:
+            assert side.pool.owners() == {}
         for sequence in self.sequences:
             assert sequence.ended
             times = sequence.lifetime

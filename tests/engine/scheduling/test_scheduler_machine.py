@@ -12,7 +12,7 @@ from scheduler_bench import SIZE, Bench
 from kvrelay.engine.request import Request
 from kvrelay.engine.scheduling.progress import Reservation
 from kvrelay.engine.sequence import Status
-from support.hash_runner import expected_outcome, expected_tokens
+from support.hash_runner import STATE, expected_outcome, expected_tokens, window_of
 
 # Beginnings are often alike, and lengths lie around the borders of blocks and chunks.
 BEGINNINGS = ((), (1,) * SIZE, (1,) * (3 * SIZE), (1,) * SIZE + (2,) * SIZE)
@@ -56,8 +56,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         lag=st.integers(0, 1),
         drafts=st.sampled_from([0, 1, 4]),
         step_cost=st.sampled_from([None, (0.0, 1.0), (2.0, 1.0), (1.0, 0.0)]),
+        sides=st.sampled_from([(), (), (window_of(20),), (STATE,), (window_of(5), STATE, window_of(40))]),
     )
     def start(self, blocks: int, **options: Any) -> None:
+        if options["sides"]:
+            options |= {"lag": 0}
+        if STATE in options["sides"]:
+            options |= {"drafts": 0}
         self.bench = Bench(blocks, **options)
         self.scheduler = self.bench.scheduler
         self.reserved: list[tuple[Request, Reservation]] = []
@@ -101,7 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if sharable:
             sequence = data.draw(st.sampled_from(sharable))
             blocks = sequence.num_computed // SIZE
-            hold = self.bench.pool.share(sequence.hold.blocks[:blocks], "exporter")
+            hold = self.scheduler.share(sequence, 0, blocks)
             self.bench.exports.append((hold, tuple(sequence.tokens[: blocks * SIZE])))
 
     @rule(data=st.data())

@@ -102,7 +102,7 @@ class ObservedSendAttempt(_Observed, SendAttempt):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.heard = arguments[-1]
-        self.granted: dict[int, tuple[int, int]] = {}
+        self.granted: dict[int, tuple[tuple[int, ...], int]] = {}
         """First tokens whose KV, and whose hidden states, may be sent, by epoch."""
         self.lost = 0
         """The latest epoch whose link is known to be lost."""
@@ -126,7 +126,8 @@ class ObservedSendAttempt(_Observed, SendAttempt):
             match action:
                 case SendFrame(frame):
                     firsts = self.granted.get(frame.epoch)
-                    if firsts is None or frame.epoch <= self.lost or frame.first < firsts[frame.states]:
+                    first = None if firsts is None else firsts[1] if frame.states else firsts[0][frame.track]
+                    if first is None or frame.epoch <= self.lost or frame.first < first:
                         raise Violation("credit", f"{self.key}: {frame} without a grant: {self.granted}, {self.lost}")
                 case SendFinish(message):
                     self.finished.add(message.epoch)

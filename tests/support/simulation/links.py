@@ -49,7 +49,7 @@ class Stream:
         if roll < 0.03:
             return
         if isinstance(message, Grant) and random() < 0.05:
-            message = replace(message, have=message.have + 1)  # inside a block, or behind the last token
+            message = replace(message, have=(message.have[0] + 1, *message.have[1:]))  # inside a block, or behind the last token
         delay = random() * (2.0 if roll > 0.92 else 0.02)
         for _ in range(2 if roll < 0.06 else 1):
             world.post(delay, other.process, other.arrive, message)
@@ -138,7 +138,7 @@ class SimulatedFrames(PoolFrames):
     """Makes the work of one process."""
 
     def __init__(self, blocks: Blocks, checksum: bool) -> None:
-        super().__init__(blocks.pool, checksum)
+        super().__init__([blocks.pool], checksum)
         self._blocks = blocks
 
     def send(self, key: Key, frame: Frame, claim: BlockClaim, table: Sequence[int], *rest: Any) -> Any:

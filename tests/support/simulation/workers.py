@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvrelay.engine.kv.layout import CacheLayout
 from kvrelay.decode_worker.kv_receiver import KVReceiver
 from kvrelay.engine.states import StatesShape
 from kvrelay.prefill_worker.kv_sender import KVSender
@@ -65,7 +66,7 @@ class Process:
         self.links = LinkManager(transports, limits, LinkTimeouts(0.5, 0.5), "auto", self)
         self.peers = PeerTable()
         self.context = EndpointContext(
-            LocalWorker(self.id, world.layout, "model", states=states, states_shape=SHAPE),
+            LocalWorker(self.id, CacheLayout.of(world.layout), "model", states=states, states_shape=SHAPE),
             self.peers,
             world.config,
             self,

@@ -44,7 +44,7 @@ class HandoffMessage(_message.Message):
     CODE_TIMEOUT: HandoffMessage.Code
     CODE_UNKNOWN_PEER: HandoffMessage.Code
     class Layout(_message.Message):
-        __slots__ = ("layers", "kv_heads", "head_dim", "block_size", "dtype", "order", "tp_rank", "tp_size")
+        __slots__ = ("layers", "kv_heads", "head_dim", "block_size", "dtype", "order", "tp_rank", "tp_size", "planes")
         LAYERS_FIELD_NUMBER: _ClassVar[int]
         KV_HEADS_FIELD_NUMBER: _ClassVar[int]
         HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class HandoffMessage(_message.Message):
         ORDER_FIELD_NUMBER: _ClassVar[int]
         TP_RANK_FIELD_NUMBER: _ClassVar[int]
         TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+        PLANES_FIELD_NUMBER: _ClassVar[int]
         layers: int
         kv_heads: int
         head_dim: int
@@ -61,7 +62,24 @@ class HandoffMessage(_message.Message):
         order: str
         tp_rank: int
         tp_size: int
-        def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., order: _Optional[str] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ...) -> None: ...
+        planes: int
+        def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., order: _Optional[str] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., planes: _Optional[int] = ...) -> None: ...
+    class Group(_message.Message):
+        __slots__ = ("kind", "tracks", "window")
+        KIND_FIELD_NUMBER: _ClassVar[int]
+        TRACKS_FIELD_NUMBER: _ClassVar[int]
+        WINDOW_FIELD_NUMBER: _ClassVar[int]
+        kind: str
+        tracks: _containers.RepeatedCompositeFieldContainer[HandoffMessage.Layout]
+        window: int
+        def __init__(self, kind: _Optional[str] = ..., tracks: _Optional[_Iterable[_Union[HandoffMessage.Layout, _Mapping]]] = ..., window: _Optional[int] = ...) -> None: ...
+    class Cache(_message.Message):
+        __slots__ = ("groups", "block_size")
+        GROUPS_FIELD_NUMBER: _ClassVar[int]
+        BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+        groups: _containers.RepeatedCompositeFieldContainer[HandoffMessage.Group]
+        block_size: int
+        def __init__(self, groups: _Optional[_Iterable[_Union[HandoffMessage.Group, _Mapping]]] = ..., block_size: _Optional[int] = ...) -> None: ...
     class States(_message.Message):
         __slots__ = ("layers", "hidden_size", "dtype", "last")
         LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -74,30 +92,30 @@ class HandoffMessage(_message.Message):
         last: bool
         def __init__(self, layers: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[str] = ..., last: _Optional[bool] = ...) -> None: ...
     class Hello(_message.Message):
-        __slots__ = ("version", "worker", "incarnation", "peer_incarnation", "fingerprint", "layout", "checksum", "encrypt", "gpu", "frame_bytes", "states")
+        __slots__ = ("version", "worker", "incarnation", "peer_incarnation", "fingerprint", "checksum", "encrypt", "gpu", "frame_bytes", "states", "cache")
         VERSION_FIELD_NUMBER: _ClassVar[int]
         WORKER_FIELD_NUMBER: _ClassVar[int]
         INCARNATION_FIELD_NUMBER: _ClassVar[int]
         PEER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
         FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-        LAYOUT_FIELD_NUMBER: _ClassVar[int]
         CHECKSUM_FIELD_NUMBER: _ClassVar[int]
         ENCRYPT_FIELD_NUMBER: _ClassVar[int]
         GPU_FIELD_NUMBER: _ClassVar[int]
         FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
         STATES_FIELD_NUMBER: _ClassVar[int]
+        CACHE_FIELD_NUMBER: _ClassVar[int]
         version: int
         worker: str
         incarnation: str
         peer_incarnation: str
         fingerprint: str
-        layout: HandoffMessage.Layout
         checksum: bool
         encrypt: str
         gpu: bool
         frame_bytes: int
         states: HandoffMessage.States
-        def __init__(self, version: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., peer_incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., layout: _Optional[_Union[HandoffMessage.Layout, _Mapping]] = ..., checksum: _Optional[bool] = ..., encrypt: _Optional[str] = ..., gpu: _Optional[bool] = ..., frame_bytes: _Optional[int] = ..., states: _Optional[_Union[HandoffMessage.States, _Mapping]] = ...) -> None: ...
+        cache: HandoffMessage.Cache
+        def __init__(self, version: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., peer_incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., checksum: _Optional[bool] = ..., encrypt: _Optional[str] = ..., gpu: _Optional[bool] = ..., frame_bytes: _Optional[int] = ..., states: _Optional[_Union[HandoffMessage.States, _Mapping]] = ..., cache: _Optional[_Union[HandoffMessage.Cache, _Mapping]] = ...) -> None: ...
     class Refuse(_message.Message):
         __slots__ = ("code", "message")
         CODE_FIELD_NUMBER: _ClassVar[int]
@@ -156,11 +174,11 @@ class HandoffMessage(_message.Message):
         request: str
         attempt: int
         epoch: int
-        have: int
+        have: _containers.RepeatedScalarFieldContainer[int]
         states: int
-        def __init__(self, request: _Optional[str] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., have: _Optional[int] = ..., states: _Optional[int] = ...) -> None: ...
+        def __init__(self, request: _Optional[str] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., have: _Optional[_Iterable[int]] = ..., states: _Optional[int] = ...) -> None: ...
     class Push(_message.Message):
-        __slots__ = ("request", "attempt", "epoch", "index", "first", "tokens", "nbytes", "part", "parts", "states")
+        __slots__ = ("request", "attempt", "epoch", "index", "first", "tokens", "nbytes", "part", "parts", "states", "track")
         REQUEST_FIELD_NUMBER: _ClassVar[int]
         ATTEMPT_FIELD_NUMBER: _ClassVar[int]
         EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +189,7 @@ class HandoffMessage(_message.Message):
         PART_FIELD_NUMBER: _ClassVar[int]
         PARTS_FIELD_NUMBER: _ClassVar[int]
         STATES_FIELD_NUMBER: _ClassVar[int]
+        TRACK_FIELD_NUMBER: _ClassVar[int]
         request: str
         attempt: int
         epoch: int
@@ -181,7 +200,8 @@ class HandoffMessage(_message.Message):
         part: int
         parts: int
         states: bool
-        def __init__(self, request: _Optional[str] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., index: _Optional[int] = ..., first: _Optional[int] = ..., tokens: _Optional[int] = ..., nbytes: _Optional[int] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ..., states: _Optional[bool] = ...) -> None: ...
+        track: int
+        def __init__(self, request: _Optional[str] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., index: _Optional[int] = ..., first: _Optional[int] = ..., tokens: _Optional[int] = ..., nbytes: _Optional[int] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ..., states: _Optional[bool] = ..., track: _Optional[int] = ...) -> None: ...
     class Finish(_message.Message):
         __slots__ = ("request", "attempt", "epoch", "first_token", "frames", "nbytes")
         REQUEST_FIELD_NUMBER: _ClassVar[int]

@@ -1,0 +1,204 @@
+"""Blocks of the layer groups behind the first: those of windows, and the slots of states.
+
+The first group's blocks count a sequence's tokens. Each further group has a pool of its own, of which a sequence's hold
+has a `SideHold`:
+
+    window   the blocks of the last tokens. It grows with the steps, and what falls out of the window is given up: it is
+             cached then, as it is a part of a prefix that another sequence may go on behind
+    state    one slot, from the sequence's start to its end. A snapshot of it is a slot of its own that is only cached,
+             under the digest of the block at whose end it was made
+
+    prompt   |  block 0  |  block 1  |  block 2  |  block 3  |
+    full        held        held        held        held
+    window      cached      cached      held        held          a window of 1.5 blocks
+    state                   snapshot                snapshot      behind chunks of two blocks, and a slot
+"""
+
+from collections.abc import Sequence
+
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.kv.blocks import BlockPool, Hold, IntegrityError
+from kvrelay.engine.kv.contents import Contents
+from kvrelay.engine.kv.layout import LayerGroup
+from kvrelay.machine.options import AUTO, require
+
+
+def side_blocks(group: LayerGroup, options: EngineConfig) -> int:
+    """Blocks, or slots, of a group that are enough for all sequences that an engine may have at a time, and their next
+    steps: those that run, and as many that wait for their KV or are sent.
+
+    Raises:
+        ValueError: an option that it depends on is still `auto`.
+    """
+    for name in ("block_size", "max_batch_tokens", "max_sequences"):
+        require(getattr(options, name) != AUTO, name, "auto", "a number, as `EngineConfig.on` makes it")
+    sequences = 2 * options.max_sequences + 2
+    if group.kind == "state":
+        return 2 * sequences
+    each = -(-group.window // options.block_size) + 2
+    return sequences * each + -(-options.max_batch_tokens // options.block_size)
+
+
+def blocks_without_kv(options: EngineConfig, max_context: int) -> int:
+    """Blocks of a first group that keeps nothing: enough for all sequences, since they take no memory."""
+    return (2 * options.max_sequences + 2) * -(-max_context // options.block_size)
+
+
+class SidePool:
+    """The blocks, or slots, of one group, and which of them have known content. Not thread-safe."""
+
+    def __init__(self, group: LayerGroup, num_blocks: int, block_size: int) -> None:
+        """
+        Args:
+            block_size: tokens of a block of the first group.
+        """
+        self.group = group
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.contents = Contents(self.pool)
+
+    @property
+    def is_state(self) -> bool:
+        return self.group.kind == "state"
+
+    def first_needed(self, count: int) -> int:
+        """The first logical block that a token behind `count` whole blocks needs; for a state, the last of them, at
+        whose end its snapshot is."""
+        if self.is_state:
+            return count - 1
+        return self.group.first_needed(count * self.block_size) // self.block_size
+
+    def knows(self, digest: bytes) -> bool:
+        """Whether the content of this logical block, or the state at its end, is there."""
+        return self.contents.get(digest) is not None
+
+    def can_begin(self, imports: int | None) -> bool:
+        """Whether a sequence can begin; `imports` as for `PrefixIndex.allocate`."""
+        # Of a prefix that is there, blocks that are cached now are taken, too.
+        return self.pool.available >= (2 if self.is_state else self._import_blocks(imports) + self._most_shared())
+
+    def begin(self, chain: Sequence[bytes], imports: int | None) -> "SideHold":
+        """What a sequence begins with behind the blocks with these digests, all of which are known.
+
+        Raises:
+            IntegrityError: they aren't, or there is no room, though `can_begin` said so.
+        """
+        if self.is_state:
+            snapshot = None
+            if chain and imports is None:
+                # First, because a slot is evicted to make room for the sequence's own.
+                snapshot = self.pool.share(self._known(chain[-1:]), "a new hold")
+            slot = self.pool.allocate(1, "a new hold")
+            if slot is None:
+                raise IntegrityError("the pool of states has no slot, as it said")
+            return SideHold(self, slot, 0, snapshot)
+        if imports is not None:
+            first = self.group.first_needed(imports) // self.block_size
+            hold = self.pool.allocate(self._import_blocks(imports), "a new hold")
+            if hold is None:
+                raise IntegrityError("the pool of a window has too few blocks, unlike what it said")
+            # The sender's blocks may be smaller, and begin inside of the first one.
+            return SideHold(self, hold, first, complete=first + (first > 0))
+        first = self.first_needed(len(chain))
+        return SideHold(self, self.pool.share(self._known(chain[first:]), "a new hold"), first)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless every block is in one state, and the index agrees."""
+        self.pool.check_integrity()
+        self.contents.check_integrity()
+
+    def _known(self, digests: Sequence[bytes]) -> list[int]:
+        blocks = [block for digest in digests if (block := self.contents.get(digest)) is not None]
+        if len(blocks) != len(digests):
+            raise IntegrityError(f"{len(blocks)} of {len(digests)} blocks of a {self.group.kind} are known")
+        return blocks
+
+    def _import_blocks(self, imports: int | None) -> int:
+        """Blocks for what comes from another worker, and for the token behind it."""
+        if imports is None:
+            return 0
+        return imports // self.block_size + 1 - self.group.first_needed(imports) // self.block_size
+
+    def _most_shared(self) -> int:
+        return -(-self.group.window // self.block_size) + 1
+
+
+class SideHold:
+    """One sequence's blocks of one group."""
+
+    __slots__ = ("complete", "first", "hold", "side", "snapshot")
+
+    def __init__(self, side: SidePool, hold: Hold, first: int, snapshot: Hold | None = None, complete: int = 0) -> None:
+        """
+        Args:
+            first: logical block of the first block of `hold`.
+            snapshot: slot of the state that the sequence begins with, until its first step has copied it.
+            complete: first logical block that has, or will have, the KV of all of its tokens.
+        """
+        self.side = side
+        self.hold = hold
+        self.first = first
+        self.snapshot = snapshot
+        self.complete = complete
+
+    def can_cover(self, tokens: int) -> bool:
+        """Whether there is room for so many tokens of the sequence."""
+        return self._lacking(tokens) <= self.side.pool.available
+
+    def cover(self, tokens: int) -> None:
+        """Takes blocks up to so many tokens of the sequence; `can_cover` must be true."""
+        lacking = self._lacking(tokens)
+        if lacking > 0 and not self.hold.extend(lacking):
+            raise IntegrityError(f"the pool of a {self.side.group.kind} has no {lacking} blocks, as it said")
+
+    def room(self) -> int:
+        """Tokens of the sequence that it has room for."""
+        if self.side.is_state:
+            return 2**62
+        return (self.first + len(self.hold.blocks)) * self.side.block_size
+
+    def slide(self, tokens: int) -> None:
+        """Gives up blocks that no token behind the first `tokens` ones needs, and the snapshot that it began with."""
+        if self.snapshot is not None:
+            self.snapshot.release()
+            self.snapshot = None
+        if self.side.is_state:
+            return
+        count = self.side.group.first_needed(tokens) // self.side.block_size - self.first
+        if count > 0:
+            self.hold.drop(min(count, len(self.hold.blocks)))
+            self.first += count
+
+    def share(self, first: int, end: int, owner: str) -> "SideHold":
+        """A further hold of what it has of the logical blocks [first, end); of a state, nothing: it still changes."""
+        begin = max(first, self.first)
+        blocks = [] if self.side.is_state else self.hold.blocks[begin - self.first : max(begin, end) - self.first]
+        return SideHold(self.side, self.side.pool.share(blocks, owner), begin)
+
+    def table(self) -> list[int]:
+        """The block of each logical block, -1 for those before the first; of a state, its slot."""
+        return [-1] * self.first + self.hold.blocks
+
+    def publish(self, index: int, digest: bytes) -> None:
+        """Notes the content of logical block `index`, if it is here."""
+        if self.side.is_state or index < self.complete:
+            return
+        if 0 <= index - self.first < len(self.hold.blocks):
+            self.side.contents.add(digest, self.hold.blocks[index - self.first], self.hold.owner)
+
+    def withdraw(self) -> None:
+        """Forgets the content of every block, because it is in doubt."""
+        self.side.contents.forget(self.hold.blocks)
+        if self.snapshot is not None:
+            self.side.contents.forget(self.snapshot.blocks)
+
+    def release(self) -> None:
+        """Drops all references. Idempotent."""
+        self.hold.release()
+        if self.snapshot is not None:
+            self.snapshot.release()
+
+    def _lacking(self, tokens: int) -> int:
+        if self.side.is_state:
+            return 0
+        return -(-tokens // self.side.block_size) - self.first - len(self.hold.blocks)
