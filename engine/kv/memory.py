@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +28,7 @@ import torch
 from kvrelay.engine.config import CPU_DEFAULTS, GPU_DEFAULTS, EngineConfig
 from kvrelay.engine.kv.layout import CacheLayout, KVLayout
 from kvrelay.engine.kv.pool import KVPool, allocate_pool
+from kvrelay.engine.kv.sides import side_blocks
 from kvrelay.machine.control_groups import GROUPS, PROC, free_memory, total_memory
 
 logger = logging.getLogger(__name__)
@@ -136,8 +138,10 @@ def make_pools(
     memory: DeviceMemory,
     device: torch.device | str = "cpu",
 ) -> tuple[KVPool, ...]:
-    """The pools of a layout's tracks, together of `kv_memory_bytes` or sized as the module says. Groups of blocks have
-    as many each; a group of states has a slot for each of `max_sequences`, and as many for snapshots.
+    """The pools of a layout's tracks, together of `kv_memory_bytes` or sized as the module says.
+
+    Groups behind the first have as many blocks as `side_blocks` says. The first one takes the rest of the memory, and
+    at least half of what `kv_memory_bytes` gives.
 
     Args:
         options, max_context, memory, device: as for `make_pool`.
@@ -145,18 +149,19 @@ def make_pools(
     Raises:
         ValueError: there isn't enough memory; the text says how much there is.
     """
-    slots = 2 * options.max_sequences
-    states = [layout.groups[group].kind == "state" for group, _ in layout.tracks]
-    fixed = sum(slots * track.block_bytes for (_, track), state in zip(layout.tracks, states, strict=True) if state)
-    block = sum(track.block_bytes for (_, track), state in zip(layout.tracks, states, strict=True) if not state)
-    # As one track, whose blocks are as large as those of all.
-    whole = KVLayout(1, 1, max(1, block // layout.block_size), layout.block_size, "raw", planes=1)
+    whole = KVLayout(1, 1, 1, layout.block_size, "raw", planes=1)
     with _turn():
         memory.settle()
-        size = options.kv_memory_bytes or pool_bytes(whole, options, max_context, memory, fixed)
-        blocks = whole.blocks_in(size)
-        counts = [slots if state else blocks for state in states]
-        return tuple(KVPool(track, n, device) for (_, track), n in zip(layout.tracks, counts, strict=True))
+        counts = {0: 0, **{index: side_blocks(group, options) for index, group in enumerate(layout.groups) if index}}
+        sizes = {index: sum(track.block_bytes for track in group.tracks) for index, group in enumerate(layout.groups)}
+        sides = sum(counts[index] * sizes[index] for index in counts)
+        if layout.block_bytes:
+            # As one track, whose blocks are as large as those of all tracks of the first group.
+            whole = replace(whole, head_dim=layout.block_bytes // layout.block_size)
+            size = options.kv_memory_bytes or pool_bytes(whole, options, max_context, memory, sides)
+            left = size - min(sides, size // 2) if options.kv_memory_bytes else size
+            counts[0] = whole.blocks_in(left)
+        return tuple(KVPool(track, counts[index], device) for index, track in layout.tracks)
 
 
 def pool_bytes(

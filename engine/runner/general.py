@@ -124,7 +124,8 @@ class GeneralRunner:
 
     def warm_up(self, keep: tuple[int, ...] = ()) -> None:
         """Runs steps of a few shapes, so that the first request finds code and buffers ready. Overwrites KV blocks."""
-        capacity = min(self.pool.num_tokens, self.spec.max_context)
+        blocks = min(pool.num_blocks for pool in self.pools)
+        capacity = min(blocks * self.cache_layout.block_size, self.spec.max_context)
         for step, length in enumerate((1, 8, 64)):
             if length < capacity:
                 self.launch(self._warm_up_plan(2 * step, 0, length))
@@ -159,8 +160,6 @@ def build_general_runner(
     options: EngineConfig,
     on_loaded: OnLoaded | None = None,
     memory: DeviceMemory | None = None,
-    *,
-    windows_as_full: bool = True,
 ) -> GeneralRunner:
     """Loads the checkpoint in `folder`, finds the way of running it, and allocates the pools of its KV.
 
@@ -169,7 +168,6 @@ def build_general_runner(
         options: without `auto`, but that of `kv_memory_bytes`.
         on_loaded: called with the loaded share of the weights, 0 to 1.
         memory: of the device.
-        windows_as_full: see `places.place`.
 
     Raises:
         ValueError: the checkpoint or an option can't be used; the text says which and why.
@@ -216,7 +214,6 @@ def build_general_runner(
             kv_dtype,
             options.block_size,
             "HND" if device.type == "cuda" else "NHD",
-            windows_as_full=windows_as_full,
             with_tokens=with_tokens,
         )
 
@@ -232,7 +229,8 @@ def build_general_runner(
     )
     pools = make_pools(choice.layout, options, spec.max_context, memory or memory_of(device), device)
     store = Store(choice.placing, pools)
-    spec = spec.within(pools[0].num_blocks * choice.layout.block_size)
+    if choice.layout.block_bytes:
+        spec = spec.within(pools[0].num_blocks * choice.layout.block_size)
     logger.info("%s runs as transformers' code, %s; faster ways: %s", config.architecture, choice.name, choice.refused)
     chooser: Sample = sample if team is None else NativeSampler(team)
     return GeneralRunner(spec, choice.make(store), store, choice, threads, chooser)

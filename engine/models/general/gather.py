@@ -59,8 +59,8 @@ class Batch:
 
     def __post_init__(self) -> None:
         positions = np.arange(self.columns)[None] - (self.columns - self.step.contexts[:, None])
-        self._positions = np.maximum(positions, 0)
-        self.positions = host(self._positions, self.store.device)
+        self._positions = positions
+        self.positions = host(np.maximum(positions, 0), self.store.device)
         self.mask = host((positions >= 0).astype(np.int64), self.store.device)
         kept = positions[:, self.past :] >= self.written_from[:, None]
         # [B, T] whether a query's numbers are written.
@@ -85,9 +85,13 @@ class Batch:
         """[B, heads, columns, dim] of the last columns."""
         if (place.track, columns) not in self._slots:
             positions = self._positions[:, self.columns - columns :]
+            # What a mask hides, and padding, is read from the row's last token, never from memory that nobody has
+            # written, or that holds another sequence's numbers.
+            window = self.store.placing.layout.groups[self.store.groups[place.track]].window
+            first = np.maximum(self.step.starts - window + 1, 0) if window else np.zeros_like(self.step.starts)
+            positions = np.where(positions < first[:, None], self.step.contexts[:, None] - 1, positions)
             size = self.store.size
             blocks = np.take_along_axis(self._table(place), positions // size, 1)
-            # Padding reads the row's first token here, never memory that nobody has written.
             slots = host(blocks, self.store.device), host(positions % size, self.store.device)
             self._slots[place.track, columns] = slots
         return self.store.read(place, self._slots[place.track, columns], dtype).transpose(1, 2).contiguous()

@@ -1,7 +1,5 @@
 """What a model's cache holds in each layer, by a run of a few tokens."""
 
-from typing import Any
-
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
@@ -51,12 +49,12 @@ def observe(model: PreTrainedModel) -> tuple[LayerCache, ...]:
         UnfitError: it keeps something that isn't known.
     """
     name = cache_argument(model)
-    cache: Any = DynamicCache(config=model.config)
+    cache = DynamicCache(config=model.config)
     tokens = torch.ones((1, LENGTH), dtype=torch.long, device=model.device)
     with torch.inference_mode():
         out = model(input_ids=tokens, use_cache=True, return_dict=True, **{name: cache})
     given = getattr(out, name, None)
-    if given is not cache:
+    if id(given) != id(cache):
         kind = "none" if given is None else type(given).__name__
         raise UnfitError(f"it has a cache of its own ({kind})")
     return tuple(_layer(layer) for layer in cache.layers)

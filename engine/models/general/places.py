@@ -96,7 +96,6 @@ def place(
     block_size: int,
     order: Order,
     *,
-    windows_as_full: bool = False,
     with_tokens: bool = False,
 ) -> Placing:
     """Puts layers that need the same tokens into one group, and tensors of one shape into one track.
@@ -104,7 +103,6 @@ def place(
     Args:
         dtype: of the model.
         kv_dtype: of keys and values.
-        windows_as_full: whether layers with a window keep all tokens, whose masks then leave out those before it.
         with_tokens: whether the sequence's tokens are kept too.
     """
     tracks: dict[tuple[int, str, int, int, int], list[int]] = {}
@@ -119,7 +117,7 @@ def place(
     if with_tokens:
         put(0, "tokens", 0, TOKENS_TRACK, 1, 1, 1)
     for number, layer in enumerate(layers):
-        window = 0 if windows_as_full else layer.window
+        window = layer.window
         if layer.keys is not None and layer.keys == layer.values:
             put(number, "kv", window, "kv", *layer.keys, 2)
         elif layer.keys is not None and layer.values is not None:
