@@ -16,7 +16,7 @@ from kvrelay.engine.kv.memory import DeviceMemory, make_pools, memory_of
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.models.fast.loader import OnLoaded
 from kvrelay.engine.models.general.check import Prompts
-from kvrelay.engine.models.general.choose import Choice, choose
+from kvrelay.engine.models.general.choose import Choice, Kept, choose
 from kvrelay.engine.models.general.linears import swap, watching
 from kvrelay.engine.models.general.norms import swap_norms
 from kvrelay.engine.models.general.observe import observe
@@ -205,16 +205,16 @@ def build_general_runner(
     torch.set_num_threads(threads)
     kv_dtype = run_dtype if options.kv_dtype == "auto" else options.kv_dtype
 
-    def placing(with_tokens: bool) -> Placing:
-        if layers is None and not with_tokens:
+    def placing(kept: Kept) -> Placing:
+        if layers is None and kept != "tokens":
             raise UnfitError(why)
         return place(
-            layers or (),
+            () if layers is None or kept == "tokens" else layers,
             run_dtype,
             kv_dtype,
             options.block_size,
             "HND" if device.type == "cuda" else "NHD",
-            with_tokens=with_tokens,
+            with_tokens=kept != "cache",
         )
 
     choice = choose(model, prompts, placing, team, TORCH_DTYPES[run_dtype])

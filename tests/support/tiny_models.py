@@ -68,15 +68,18 @@ SMALL: dict[str, Any] = {
 """Values of fields, by name, where a config has them."""
 KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types")
 """Fields that list the kinds of layers; each kind that the default has is in turn."""
+KINDS_OF_ATTENTION = ("sliding_attention", "full_attention")
 MIXED = ["conv", "full_attention"] * 2
 OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "xmod": {"default_language": "en_XX"},
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "zamba2": {"mamba_ngroups": 1},
     "qwen4_exp_text": {
         "layer_types": ["linear_attention", "indexed_attention"] * 2,
-        "ple_layer_ids": [1, 2],
+        "eos_token_id": 2,
+        "ple_layer_ids": [1, 3],
         "ngram_vocab_size_base": 100,
         "split_ngram_parts": 1,
         "heads_per_ngram": 2,
@@ -93,6 +96,7 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
         "index_block_size": 8,
         "index_topk_blocks": 8,
+        "index_n_heads": 4,
     },
     "lfm2": {"layer_types": MIXED},
     "lfm2_moe": {"layer_types": MIXED, "num_dense_layers": 1},
@@ -104,8 +108,11 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "per_layer_config": None,
     },
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "rope_parameters": None},
-    "dots3_note": {"num_key_value_heads": 4},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in KINDS_OF_ATTENTION},
+    },
+    "dots3_note_text": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 128},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
@@ -127,12 +134,12 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def classes() -> dict[str, str]:
-    """Names of the classes, each with the first of its model types. Those for more than text are left out."""
+    """Names of the classes, each with the last of its model types, that of text alone. Those for more than text are left out."""
     found: dict[str, str] = {}
     for model_type, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         name = names if isinstance(names, str) else names[0]
         if name not in OTHERS:
-            found.setdefault(name, model_type)
+            found[name] = model_type
     return dict(sorted(found.items()))
 
 
@@ -167,7 +174,7 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
     config_class = CONFIG_MAPPING[model_type]
     default = config_class()
     text = default if getattr(default, "is_encoder_decoder", False) else default.get_text_config(decoder=True)
-    small = _small(text, OWN.get(model_type, {}))
+    small = _small(text, OWN.get(text.model_type, {}))
     if text is not default:
         names = [name for name, value in default.to_dict().items() if getattr(default, name, None) is text]
         config = config_class(**{names[0]: small}) if names else copy.deepcopy(default)

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -22,8 +23,9 @@ from kvrelay.kernels.cpu.program import Team
 logger = logging.getLogger(__name__)
 
 MakeWay = Callable[[PreTrainedModel, Store, Team | None], Way]
-PlaceWay = Callable[[bool], Placing]
-"""Places what a model keeps; the argument says whether its tokens are kept too."""
+Kept = Literal["cache", "cache and tokens", "tokens"]
+PlaceWay = Callable[[Kept], Placing]
+"""Places what a model keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,9 @@ def choose(
         ValueError: none does; the text says why for each.
     """
     refused: list[tuple[str, str]] = []
-    for name, make, with_tokens in WAYS:
+    for name, make, kept in WAYS:
         try:
-            placing = place(with_tokens)
+            placing = place(kept)
             blocks = check.blocks_of(prompts, placing.layout.block_size)
             pools = scratch_pools(placing.layout, blocks, check.slots_of(prompts), model.device)
             way = make(model, Store(placing, pools), team)
@@ -97,11 +99,11 @@ def _native(model: PreTrainedModel, calls: Mapping[int, Call], team: Team | None
     return make
 
 
-WAYS: tuple[tuple[str, MakeWay, bool], ...] = (
-    ("flat", FlatWay, False),
-    ("gather", GatherWay, False),
-    ("gather, whole prompts", partial(GatherWay, whole=True), True),
-    ("gather, row by row", partial(GatherWay, single=True), False),
-    ("again", AgainWay, True),
+WAYS: tuple[tuple[str, MakeWay, Kept], ...] = (
+    ("flat", FlatWay, "cache"),
+    ("gather", GatherWay, "cache"),
+    ("gather, whole prompts", partial(GatherWay, whole=True), "cache and tokens"),
+    ("gather, row by row", partial(GatherWay, single=True), "cache"),
+    ("again", AgainWay, "tokens"),
 )
-"""Name, class, and whether the sequence's tokens are kept, fastest first."""
+"""Name and class of each way, and what of a sequence it keeps, fastest first."""

@@ -49,7 +49,9 @@ class Stream:
         if roll < 0.03:
             return
         if isinstance(message, Grant) and random() < 0.05:
-            message = replace(message, have=(message.have[0] + 1, *message.have[1:]))  # inside a block, or behind the last token
+            message = replace(
+                message, have=(message.have[0] + 1, *message.have[1:])
+            )  # inside a block, or behind the last token
         delay = random() * (2.0 if roll > 0.92 else 0.02)
         for _ in range(2 if roll < 0.06 else 1):
             world.post(delay, other.process, other.arrive, message)
