@@ -106,7 +106,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": {
         "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "per_layer_config": None,
+        "per_layer_config": {"01": {"head_dim": 32}, "03": {"head_dim": 32}},
     },
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -134,7 +134,8 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def classes() -> dict[str, str]:
-    """Names of the classes, each with the last of its model types, that of text alone. Those for more than text are left out."""
+    """Names of the classes, each with the last of its model types, that of text alone; without those
+    that take more than text."""
     found: dict[str, str] = {}
     for model_type, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         name = names if isinstance(names, str) else names[0]

@@ -15,9 +15,10 @@ ROWS = 3
 class Norm(nn.Module):
     """`rms_norm` with the weight that a module has."""
 
-    def __init__(self, weight: Tensor, eps: float, scale: Tensor) -> None:
+    def __init__(self, original: nn.Module, weight: Tensor, eps: float, scale: Tensor) -> None:
         """
         Args:
+            original: the module.
             weight: as the module holds it.
             scale: what it multiplies by.
         """
@@ -25,8 +26,13 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.variance_epsilon = eps
         self._scale, self._shape = scale, scale.shape
+        self._original = (original,)  # in a tuple, so that it is no part of this module
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        if hidden_states.shape[-1:] != self._shape:
+            # Some normalize a part of what their weight is for, by which they don't multiply then.
+            other: Tensor = self._original[0](hidden_states)
+            return other
         return rms_norm(hidden_states, self._shape, self._scale, self.variance_epsilon)
 
 
@@ -60,7 +66,7 @@ def _same(module: nn.Module) -> Norm | None:
             return None
         rounding = 2 * torch.finfo(weight.dtype).eps
         for scale in (weight.detach(), (1.0 + weight.float()).to(weight.dtype)):
-            norm = Norm(weight.detach(), eps, scale)
+            norm = Norm(module, weight.detach(), eps, scale)
             found = norm(given)
             same = found.shape == expected.shape and found.dtype == expected.dtype
             if same and torch.allclose(found.float(), expected.float(), rtol=rounding, atol=rounding):
