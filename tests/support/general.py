@@ -120,7 +120,7 @@ def greedy(model: PreTrainedModel, prompt: list[int], most: int) -> tuple[list[i
     tokens, found = list(prompt), []
     with torch.inference_mode():
         for _ in range(most):
-            logits = model(input_ids=torch.tensor([tokens])).logits[0, -1].float()
+            logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].float()
             found.append(logits.log_softmax(-1))
             tokens.append(int(logits.argmax()))
     return tokens[len(prompt) :], found

@@ -36,7 +36,7 @@ size doesn't depend on the sequence.
 |---|---|---|
 """
 OPTIONS = EngineConfig(
-    kv_memory_bytes=2**21,
+    kv_memory_bytes=2**24,
     threads=1,
     device="cpu",
     max_sequences=4,

@@ -75,7 +75,9 @@ OWN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "xmod": {"default_language": "en_XX"},
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "zamba2": {"mamba_ngroups": 1},
+    # In both, transformers applies this limit to chunks, but not to single tokens.
+    "zamba2": {"mamba_ngroups": 1, "time_step_min": 1e-9},
+    "nemotron_h": {"time_step_min": 1e-9},
     "qwen4_exp_text": {
         "layer_types": ["linear_attention", "indexed_attention"] * 2,
         "eos_token_id": 2,

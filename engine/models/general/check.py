@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvrelay.engine.models.general.inputs import Inputs
+from kvrelay.engine.models.general.inputs import OFFSET, Inputs
 from kvrelay.engine.models.general.places import Placing
 from kvrelay.engine.models.general.reading import set_attention
 from kvrelay.engine.models.general.step import Step, UnfitError, Way
 
-EXACT = 1e-3
+EXACT = 1e-4
 ROUNDED = 0.1
 LENGTHS = (5, 23, 41)
 CHUNK = 16
@@ -48,10 +48,28 @@ class Prompts:
         with torch.inference_mode():
             for tokens in self.tokens:
                 ids = torch.from_numpy(tokens).to(model.device)[None]
-                positions = torch.arange(len(tokens), device=model.device)
-                self.logits.append(inputs.call(ids, positions[None], None, positions, {})[0].cpu())
+                wanted = torch.arange(len(tokens), device=model.device)
+                self.logits.append(inputs.call(ids, None, None, wanted, {})[0].cpu())
+            find_offset(model, inputs, self.tokens[0], self.logits[0])
         if not all(bool(logits.isfinite().all()) for logits in self.logits):
             raise UnfitError("its logits aren't finite")
+
+
+def find_offset(model: PreTrainedModel, inputs: Inputs, tokens: NDArray[np.int64], logits: Tensor) -> None:
+    """Finds the number that the model calls its first position: those of RoBERTa's family begin behind the padding's.
+
+    Args:
+        logits: [T, V] of the tokens where the model itself numbers them.
+    """
+    ids = torch.from_numpy(tokens).to(model.device)[None]
+    wanted = torch.arange(len(tokens), device=model.device)
+    padding = getattr(model.config, "pad_token_id", None)
+    for offset in (0, *((padding + 1,) if isinstance(padding, int) and padding >= 0 else ())):
+        setattr(model, OFFSET, offset)
+        found = inputs.call(ids, wanted[None], None, wanted, {})[0].cpu()
+        if torch.allclose(found, logits, rtol=EXACT, atol=EXACT):
+            return
+    setattr(model, OFFSET, 0)
 
 
 def difference(way: Way, prompts: Prompts, placing: Placing) -> tuple[float, float]:

@@ -14,6 +14,8 @@ from kvrelay.engine.models.general.step import UnfitError
 
 POSITIONS = "_kvrelay_positions"
 """Attribute of a model: the positions int64 [B, T] that it computes, or None."""
+OFFSET = "_kvrelay_offset"
+"""Attribute of a model: what it calls the first position, which isn't 0 for all."""
 
 
 class Inputs:
@@ -32,7 +34,7 @@ class Inputs:
     def call(
         self,
         tokens: Tensor,
-        positions: Tensor,
+        positions: Tensor | None,
         mask: Tensor | None,
         wanted: Tensor,
         cache: Mapping[str, Any],
@@ -40,7 +42,8 @@ class Inputs:
         """float32 [B, N, V], the logits of the columns `wanted` of each row.
 
         Args:
-            tokens, positions: int64 [B, T].
+            tokens: int64 [B, T].
+            positions: int64 [B, T], from 0 on; None leaves them to the model.
             mask: int64 [B, past + T], 0 where there is padding.
             wanted: int64 [N].
             cache: by the name of its argument; empty to compute without one.
@@ -48,8 +51,8 @@ class Inputs:
         given: dict[str, Any] = {"input_ids": tokens, "return_dict": True, **cache}
         if "use_cache" in self._names:
             given["use_cache"] = bool(cache)
-        if "position_ids" in self._names:
-            given["position_ids"] = positions
+        if "position_ids" in self._names and positions is not None:
+            given["position_ids"] = positions + getattr(self._model, OFFSET, 0)
         if mask is not None and "attention_mask" in self._names:
             given["attention_mask"] = mask
         if self._selects:
