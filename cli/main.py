@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvrelay.cluster.config.options import ClusterConfig
     from kvrelay.cluster.state import ClusterState
 
-COMMANDS = {name: name for name in ("bench", "chat", "doctor", "logs", "top")} | dict.fromkeys(
+COMMANDS = {name: name for name in ("bench", "chat", "doctor", "logs", "model", "top")} | dict.fromkeys(
     ("scale", "drain", "role", "upgrade", "restart"), "change"
 )
 """Commands of the modules in `commands`, which are imported when a command is called or listed."""

@@ -17,7 +17,6 @@ from kvrelay.engine.config import (
     Device,
     Dtype,
     EngineConfig,
-    ModelPath,
     SpeculationConfig,
 )
 from kvrelay.engine.engine import Engine
@@ -26,9 +25,10 @@ from kvrelay.engine.kv.memory import asking, memory_of
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.kv.sides import SidePool, blocks_without_kv
+from kvrelay.engine.models.choice import is_fast
 from kvrelay.engine.models.fast.loader import OnLoaded, load_embedding
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
-from kvrelay.engine.models.reading.config import is_of_family, read_config
+from kvrelay.engine.models.reading.config import read_config
 from kvrelay.engine.runner.base import ModelRunner, Runner
 from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.scheduling.scheduler import Scheduler
@@ -83,28 +83,6 @@ def build_engine(
             most = min(options.speculation.max_tokens, proposer.most)
             options = replace(options, speculation=replace(options.speculation, max_tokens=most))
     return engine_on(runner, options, proposer), runner
-
-
-def is_fast(folder: Path, path: ModelPath) -> bool:
-    """Whether kvrelay's own code runs the model in `folder`, rather than that of transformers.
-
-    Raises:
-        ValueError: the model's config can't be read.
-    """
-    if path != "auto":
-        return path == "fast"
-    try:
-        read_config(folder)
-    except ValueError as error:
-        from kvrelay.engine.models.general.reading import read_general_config
-
-        try:
-            read_general_config(folder)
-        except ValueError as other:
-            # The one that says most: a family's own config is read more strictly.
-            raise (error if is_of_family(folder) else other) from None
-        return False
-    return True
 
 
 def _build_general(
