@@ -20,6 +20,9 @@ VERSION: str = transformers.__version__
 CONFIG = "config.json"
 CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 """Fields that hold the longest context, in the order in which they are asked."""
+MOST_LAYERS = 4096
+MOST_WEIGHTS_A_BYTE = 16
+"""Largest number of weights for each byte of the files: tied ones are held once there."""
 UNLIMITED_CONTEXT = 2**17
 """Longest context, in tokens, of a model whose config names none."""
 ATTENTION = "_kvrelay_attention"
@@ -109,6 +112,8 @@ def load_model(
         ValueError: the files don't hold what the class needs, or have weights that are no numbers; the text names file
             and tensor.
     """
+    _check_size(config, checkpoint)
+    transformers.utils.logging.disable_progress_bar()
     try:
         loaded: Any = config.model_class.from_pretrained(
             checkpoint.folder,
@@ -118,6 +123,7 @@ def load_model(
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named, and refused, below
         )
     except (OSError, RuntimeError, KeyError) as error:
         raise ValueError(f"{checkpoint.folder}: {error}") from error
@@ -131,6 +137,20 @@ def load_model(
     moved: Any = model.to(device)
     moved.eval().requires_grad_(False)
     return model
+
+
+def _check_size(config: GeneralConfig, checkpoint: Checkpoint) -> None:
+    """Raises ValueError if the model has far more weights than the files, which would take the memory for them."""
+    layers = getattr(config.text, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise ValueError(f"{CONFIG}: num_hidden_layers is {layers}; allowed: up to {MOST_LAYERS}")
+    with torch.device("meta"):
+        weights = sum(weight.numel() for weight in config.model_class(config.config).parameters())
+    held = sum(entry.end - entry.begin for entry in checkpoint.tensors.values())
+    if weights > MOST_WEIGHTS_A_BYTE * held:
+        raise ValueError(
+            f"{checkpoint.folder}: {CONFIG} describes a model of {weights} weights, and the files have {held} bytes"
+        )
 
 
 def check_numbers(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
