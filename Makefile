@@ -62,6 +62,7 @@ proto: setup
 # Regenerates the reference pages.
 docs: setup
 	$(BIN)/python docs/generate.py
+	PYTHONPATH=tests $(BIN)/python -m support.general_table
 
 clean:
 	rm -rf build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -23,7 +23,7 @@ from kvrelay.cluster.errors import ERROR_PREFIX, NO_CLUSTER, ClusterError, Usage
 if TYPE_CHECKING:
     from kvrelay.client import GenerateOptions
 
-COMMANDS = {name: name for name in ("bench", "chat", "doctor", "logs", "top", "up")} | dict.fromkeys(
+COMMANDS = {name: name for name in ("bench", "chat", "doctor", "logs", "model", "top", "up")} | dict.fromkeys(
     ("scale", "drain", "role", "upgrade", "restart"), "change"
 )
 """Commands of the modules in `commands`, which are imported when a command is called or listed."""

@@ -11,13 +11,21 @@ from pathlib import Path
 
 import torch
 
-from kvrelay.engine.config import STATE_METHODS, Device, Dtype, EngineConfig, SpeculationConfig
+from kvrelay.engine.config import (
+    MODEL_METHODS,
+    STATE_METHODS,
+    Device,
+    Dtype,
+    EngineConfig,
+    SpeculationConfig,
+)
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import BlockPool
 from kvrelay.engine.kv.memory import asking, memory_of
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.kv.sides import SidePool, blocks_without_kv
+from kvrelay.engine.models.choice import is_fast
 from kvrelay.engine.models.fast.loader import OnLoaded, load_embedding
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.config import read_config
@@ -51,13 +59,14 @@ def build_engine(
     """
     device = device_of(options.device)
     build: Callable[[Path, Dtype, EngineConfig, OnLoaded | None], ModelRunner] = build_cpu_runner
-    memory = 0
+    memory = torch.cuda.mem_get_info()[1] if device == "cuda" else 0
+    if not is_fast(folder, options.model_path):
+        return _build_general(folder, dtype, options.on(device, memory), on_loaded)
     if device == "cuda":
         # Imported here because it needs Triton, which doesn't exist for every platform with a CPU runner.
         from kvrelay.engine.runner.gpu import build_gpu_runner
 
         build = partial(build_gpu_runner, later_bytes=heads_bytes(options.speculation))
-        memory = torch.cuda.mem_get_info()[1]
         logger.info("the engine computes on %s", torch.cuda.get_device_name())
     options = options.on(device, memory)
     proposer = proposer_of(options.speculation)
@@ -74,6 +83,26 @@ def build_engine(
             most = min(options.speculation.max_tokens, proposer.most)
             options = replace(options, speculation=replace(options.speculation, max_tokens=most))
     return engine_on(runner, options, proposer), runner
+
+
+def _build_general(
+    folder: Path, dtype: Dtype, options: EngineConfig, on_loaded: OnLoaded | None
+) -> tuple[Engine, Runner]:
+    """`build_engine` for a model that transformers' code runs.
+
+    Raises:
+        ValueError: as there.
+    """
+    # Imported here because transformers takes seconds, which workers of the fast path needn't wait for.
+    from kvrelay.engine.runner.general import build_general_runner
+
+    method = options.speculation.method
+    if method in MODEL_METHODS:
+        raise ValueError(
+            f"speculation.method is {method!r}; allowed for a model that transformers' code runs: off, ngram, suffix"
+        )
+    runner = build_general_runner(folder, dtype, options, on_loaded)
+    return engine_on(runner, options), runner
 
 
 def draft_options(folder: Path, options: EngineConfig) -> EngineConfig:

@@ -17,6 +17,7 @@ SpeculationMethod = Literal["off", "ngram", "suffix", "draft", "medusa", "eagle3
 CacheDtype = Literal["auto", "int8", "fp8"]
 PrefillKernel = Literal["triton", "varlen_attn", "flashinfer"]
 PrefillAttention = Literal["auto", "triton", "varlen_attn", "flashinfer"]
+ModelPath = Literal["auto", "fast", "general"]
 
 MODEL_METHODS: tuple[SpeculationMethod, ...] = ("draft", "medusa", "eagle3")
 """Methods with a checkpoint of their own."""
@@ -154,6 +155,11 @@ class EngineConfig(Options):
     constraint_bytes: Annotated[int, Interval(ge=2**20)] = 256 * 2**20
     """Memory limit in bytes of all compiled constraints and their followers. Constraints beyond it are forgotten, and
     compiled again when they are needed."""
+
+    model_path: ModelPath = "auto"
+    """Code that runs the model. fast: kvrelay's own, for its families. general: transformers' modelling code over
+    kvrelay's KV, for every architecture that it has; the checkpoint's own code never runs. auto: fast where the model
+    is of one of the families, else general."""
 
     threads: Annotated[int, Interval(ge=0, le=1024)] = 0
     """CPU threads of the forward pass; 0 divides the machine's cores among its workers."""

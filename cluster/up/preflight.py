@@ -9,7 +9,8 @@ from typing import Any
 
 from kvrelay.cluster.config.options import ClusterConfig
 from kvrelay.cluster.errors import ERROR_PREFIX, UsageError
-from kvrelay.engine.config import STATE_METHODS, SpeculationConfig
+from kvrelay.engine.config import STATE_METHODS, ModelPath, SpeculationConfig
+from kvrelay.engine.models.choice import is_fast
 from kvrelay.engine.models.reading.checkpoint import Checkpoint, expected_tensors
 from kvrelay.engine.models.reading.config import read_config
 from kvrelay.kernels.cpu.library import named_set
@@ -67,7 +68,7 @@ def check_files(config: ClusterConfig) -> ClusterConfig:
         folder = resolve(config.model.path)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    check_checkpoint(folder)
+    check_checkpoint(folder, config.engine.model_path)
     config = _with_draft_models(config)
     check_access(config)
     given = {name: getattr(config.router, name) for name in ROUTER_FILES}
@@ -124,16 +125,21 @@ def check_access(config: ClusterConfig) -> None:
         raise UsageError(f"{section}: {error}") from None
 
 
-def check_checkpoint(folder: Path) -> None:
+def check_checkpoint(folder: Path, path: ModelPath = "auto") -> None:
     """Checks the files' headers; the workers check the weights.
+
+    Args:
+        path: the option `engine.model_path`.
 
     Raises:
         UsageError: a file is missing, pickled or broken, or its tensors don't match the architecture.
     """
     try:
-        config = read_config(folder)
-        optional = frozenset({"lm_head.weight"}) if config.tie_embeddings else frozenset()
-        Checkpoint(folder).verify(expected_tensors(config), optional)
+        checkpoint = Checkpoint(folder)
+        if is_fast(folder, path):
+            config = read_config(folder)
+            optional = frozenset({"lm_head.weight"}) if config.tie_embeddings else frozenset()
+            checkpoint.verify(expected_tensors(config), optional)
     except ValueError as error:
         raise UsageError(f"model: {error}") from None
     if not (folder / "tokenizer.json").is_file():

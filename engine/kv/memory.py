@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -25,8 +26,9 @@ import psutil
 import torch
 
 from kvrelay.engine.config import CPU_DEFAULTS, GPU_DEFAULTS, EngineConfig
-from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.layout import CacheLayout, KVLayout
 from kvrelay.engine.kv.pool import KVPool, allocate_pool
+from kvrelay.engine.kv.sides import side_blocks
 from kvrelay.machine.control_groups import GROUPS, PROC, free_memory, total_memory
 
 logger = logging.getLogger(__name__)
@@ -127,6 +129,39 @@ def make_pool(
         memory.settle()
         size = pool_bytes(layout, options, max_context, memory, later_bytes)
         return allocate_pool(layout, size, device)
+
+
+def make_pools(
+    layout: CacheLayout,
+    options: EngineConfig,
+    max_context: int,
+    memory: DeviceMemory,
+    device: torch.device | str = "cpu",
+) -> tuple[KVPool, ...]:
+    """The pools of a layout's tracks, together of `kv_memory_bytes` or sized as the module says.
+
+    Groups behind the first have as many blocks as `side_blocks` says. The first one takes the rest of the memory, and
+    at least half of what `kv_memory_bytes` gives.
+
+    Args:
+        options, max_context, memory, device: as for `make_pool`.
+
+    Raises:
+        ValueError: there isn't enough memory; the text says how much there is.
+    """
+    whole = KVLayout(1, 1, 1, layout.block_size, "raw", planes=1)
+    with _turn():
+        memory.settle()
+        counts = {0: 0, **{index: side_blocks(group, options) for index, group in enumerate(layout.groups) if index}}
+        sizes = {index: sum(track.block_bytes for track in group.tracks) for index, group in enumerate(layout.groups)}
+        sides = sum(counts[index] * sizes[index] for index in counts)
+        if layout.block_bytes:
+            # As one track, whose blocks are as large as those of all tracks of the first group.
+            whole = replace(whole, head_dim=layout.block_bytes // layout.block_size)
+            size = options.kv_memory_bytes or pool_bytes(whole, options, max_context, memory, sides)
+            left = size - min(sides, size // 2) if options.kv_memory_bytes else size
+            counts[0] = whole.blocks_in(left)
+        return tuple(KVPool(track, counts[index], device) for index, track in layout.tracks)
 
 
 def pool_bytes(

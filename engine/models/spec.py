@@ -2,14 +2,36 @@
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from kvrelay.engine.config import Quantization
 from kvrelay.engine.kv.layout import FloatDtype
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
-from kvrelay.engine.models.reading.config import ModelConfig
+from kvrelay.engine.models.reading.stored import StoredFormat
 
 ContextLimit = Literal["model", "option", "pool"]
+
+
+class ModelFacts(Protocol):
+    """What a config says of a model, on either path; `ModelConfig` has the docstrings."""
+
+    @property
+    def architecture(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def stored(self) -> StoredFormat | None: ...
+
+    @property
+    def form(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +54,20 @@ class ModelSpec:
     weights: str = ""
     """Format of the layers' weights, for people: `dtype`, a value of the option `quantization`, or the quantization
     method that the checkpoint names."""
+    way: str = ""
+    """How transformers' own code runs: its way, its version, and the groups of layers. Empty on the fast path."""
 
     @classmethod
     def of(
         cls,
         checkpoint: Checkpoint,
-        config: ModelConfig,
+        config: ModelFacts,
         dtype: FloatDtype,
         *,
         quantization: Quantization,
         max_context: int,
         pool_tokens: int,
+        way: str = "",
     ) -> "ModelSpec":
         """The spec of a checkpoint.
 
@@ -50,18 +75,23 @@ class ModelSpec:
             quantization: the option.
             max_context: the option; 0 is no limit.
             pool_tokens: tokens that the KV pool holds; 0 is no limit.
+            way: see the attribute; it is a part of the fingerprint, as KV of other code may be something else.
         """
         limits: dict[ContextLimit, int] = {"model": config.max_positions, "option": max_context, "pool": pool_tokens}
         context_limit = min((name for name in limits if limits[name]), key=limits.__getitem__)
+        fingerprint = checkpoint.fingerprint()
+        if form := config.form or way:
+            fingerprint = hashlib.sha256(f"{fingerprint} {form}".encode()).hexdigest()
         return cls(
             architecture=config.architecture,
             vocab_size=config.vocab_size,
             max_context=limits[context_limit],
             eos_token_ids=config.eos_token_ids,
             dtype=dtype,
-            fingerprint=_fingerprint(checkpoint, config),
+            fingerprint=fingerprint,
             context_limit=context_limit,
             weights=_weights(config, dtype, quantization),
+            way=way,
         )
 
     @property
@@ -78,14 +108,7 @@ class ModelSpec:
         return replace(self, max_context=pool_tokens, context_limit="pool")
 
 
-def _fingerprint(checkpoint: Checkpoint, config: ModelConfig) -> str:
-    """The checkpoint's; another one if `ModelConfig.for_context` has changed the rotation of keys."""
-    found = checkpoint.fingerprint()
-    stretched = any(rope.long_factors and rope.factors == rope.long_factors for rope in config.ropes)
-    return hashlib.sha256(f"{found} stretched".encode()).hexdigest() if stretched else found
-
-
-def _weights(config: ModelConfig, dtype: FloatDtype, quantization: Quantization) -> str:
+def _weights(config: ModelFacts, dtype: FloatDtype, quantization: Quantization) -> str:
     if quantization == "dense":
         return dtype
     if config.stored is not None:

@@ -117,7 +117,8 @@ class PagedAttention:
             raise MemoryError
 
     def rotate(self, cos: Tensor, sin: Tensor, by_position: bool = False) -> None:
-        """Sets rotations, float32 [R, positions or T, 1, D]; see `reference.rotations`.
+        """Sets rotations, float32 [R, positions or T, 1, D]; see `reference.rotations`. Before the first call,
+        queries and keys are not rotated.
 
         Args:
             by_position: they are those of positions 0, 1, 2 ... in the steps that are planned from now on; else those

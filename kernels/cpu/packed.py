@@ -139,6 +139,9 @@ class PackedLinear:
         self.outputs, self.inputs, self.type, self.group = facts
         self.packed, self.scales, self.zeros, self.minima, self.bias = packed, scales, zeros, minima, bias
         self._team = team
+        self._rows = ctypes.c_int64()
+        self._called: tuple[LinearArgs, Program] | None = None
+        """Arguments and program of calls, made by the first one."""
         if packed.nbytes != (size := _packed_bytes(team, facts)):
             raise ValueError(f"a packed weight has {packed.nbytes} bytes; one of {facts} has {size}")
         library.kvrelay_linear_workspace.restype = ctypes.c_int64
@@ -214,17 +217,19 @@ class PackedLinear:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product with `x`, which is float32 or of the weights' type; the result has x's type."""
-        rows = ctypes.c_int64(len(x))
+        """The product with `x`, which is float32 or of the weights' type; the result has x's type. Not thread-safe."""
+        if self._called is None:
+            args = self.args(Epilogue.STORE)
+            args.rows = ctypes.addressof(self._rows)
+            self._called = args, Program(self._team.library, (LINEAR, args))
+        args, program = self._called
         source = x.float().contiguous()
         out = torch.empty(len(x), self.outputs)
-        workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8)
-        args = self.args(Epilogue.STORE)
-        args.rows = ctypes.addressof(rows)
+        self._rows.value = len(x)
         args.input, args.input_stride = source.data_ptr(), source.stride(0)
         args.out, args.out_stride = out.data_ptr(), out.stride(0)
-        args.workspace = workspace.data_ptr()
-        self._team.run(Program(self._team.library, (LINEAR, args)))
+        args.workspace = self._team.workspace(self.workspace_bytes)
+        self._team.run(program)
         return out.to(x.dtype)
 
 

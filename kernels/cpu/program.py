@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Number = TypeVar("Number", bound=np.generic)
+LINE = 64
+"""Bytes of a cache line."""
 
 
 def fields(ctype: Any, names: str) -> tuple[tuple[str, Any], ...]:
@@ -53,11 +55,17 @@ class Team:
             raise OSError(f"{threads} threads for the forward pass can't be started")
         self.library = library
         self.threads = threads
+        self._workspace: Buffer[np.uint8] = Buffer(np.uint8)
         self._team = ctypes.c_void_p(team)
         self._run = library.kvrelay_team_run
         self._run.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p
         # Not at exit, when a thread may still be in a run.
         weakref.finalize(self, library.kvrelay_team_free, self._team).atexit = False
+
+    def workspace(self, size: int) -> int:
+        """Address of `size` bytes for a program of one kernel, at a cache line's border; valid until the next call."""
+        self._workspace.take(size + LINE)
+        return -(-self._workspace.address // LINE) * LINE
 
     def run(self, program: "Program", passes: "ctypes.c_int64 | None" = None) -> None:
         """Returns when all of the program's kernels have ended.

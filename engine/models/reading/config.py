@@ -57,6 +57,13 @@ class ModelConfig:
         """Eps of norms of the residual, which is kept divided by `Traits.residual_scale`."""
         return self.norm_eps / self.traits.residual_scale**2
 
+    @property
+    def form(self) -> str:
+        """A name for rotations that aren't the config's own, so that keys differ (`for_context`); else empty."""
+        return (
+            "stretched" if any(rope.long_factors and rope.factors == rope.long_factors for rope in self.ropes) else ""
+        )
+
     def for_context(self, max_context: int) -> "ModelConfig":
         """This for contexts of up to `max_context` tokens, an option; 0 leaves the choice to the model.
 
@@ -125,11 +132,20 @@ def read_config(folder: Path) -> ModelConfig:
         tie_embeddings=fields.boolean("tie_word_embeddings", False),
         traits=traits,
         activation=ACTIVATIONS[activation],
-        eos_token_ids=_eos_token_ids(folder, fields, vocab_size),
+        eos_token_ids=eos_token_ids(folder, fields, vocab_size),
         dtype=_dtype(fields),
         stored=stored_format(fields),
         stretched_positions=positions if rope.long_factors and positions > rope.original_max_positions else 0,
     )
+
+
+def is_of_family(folder: Path) -> bool:
+    """Whether the model in `folder` is of a type that the fast path serves.
+
+    Raises:
+        ValueError: there is no config, or it isn't readable.
+    """
+    return read_json(folder / "config.json").get("model_type") in ARCHITECTURES
 
 
 def _architecture(fields: Fields) -> Architecture:
@@ -142,7 +158,7 @@ def _architecture(fields: Fields) -> Architecture:
     return architecture
 
 
-def _eos_token_ids(folder: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
+def eos_token_ids(folder: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
     """The end-of-sequence ids of generation_config.json if it has any, else those of config.json; perhaps none."""
     sources = [fields]
     generation = folder / "generation_config.json"

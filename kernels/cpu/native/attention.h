@@ -92,7 +92,7 @@ struct AttentionStep {
     std::vector<int64_t> blocks;  // the rows' block tables
     std::vector<Place> places;    // of each token
     bool by_position = false;     // whether rotations are those of positions, or of the step's tokens
-    // [R, positions or T, D], as `reference.rope` takes them, for each kind of rotation
+    // [R, positions or T, D], as `reference.rope` takes them, for each kind of rotation; null rotates nothing
     const float* cos = nullptr;
     const float* sin = nullptr;
     int64_t rotation_stride = 0;  // numbers from one kind to the next

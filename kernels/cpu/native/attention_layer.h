@@ -69,7 +69,7 @@ void write(const AttentionArgs& args, int64_t token, int64_t head) {
         }
         const int64_t angle = args.rotation * step.rotation_stride + step.places[token].angle * dim;
         const float *cos = step.cos + angle, *sin = step.sin + angle;
-        for (int64_t d = 0; d < half; d++) {
+        for (int64_t d = 0; step.cos != nullptr && d < half; d++) {
             const float first = x[d], second = x[d + half];
             x[d] = first * cos[d] + second * sin[d];
             x[d + half] = second * cos[d + half] + first * sin[d + half];

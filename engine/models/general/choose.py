@@ -1,0 +1,109 @@
+"""The first way of running a model whose logits agree with those of transformers' own forward pass."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from kvrelay.engine.kv.layout import CacheLayout
+from kvrelay.engine.models.general import check
+from kvrelay.engine.models.general.again import AgainWay
+from kvrelay.engine.models.general.flat import FlatWay
+from kvrelay.engine.models.general.gather import GatherWay
+from kvrelay.engine.models.general.native import Call
+from kvrelay.engine.models.general.places import Placing
+from kvrelay.engine.models.general.step import UnfitError, Way
+from kvrelay.engine.models.general.store import Store, scratch_pools
+from kvrelay.kernels.cpu.program import Team
+
+logger = logging.getLogger(__name__)
+
+MakeWay = Callable[[PreTrainedModel, Store, Team | None], Way]
+Kept = Literal["cache", "cache and tokens", "tokens"]
+PlaceWay = Callable[[Kept], Placing]
+"""Places what a model keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The way that a model runs in."""
+
+    name: str
+    placing: Placing
+    make: Callable[[Store], Way]
+    """Makes the way, over the pools that serve."""
+    difference: tuple[float, float]
+    """See `check.difference`."""
+    refused: tuple[tuple[str, str], ...]
+    """Faster ways, and why the model can't be run in them."""
+
+    @property
+    def layout(self) -> CacheLayout:
+        return self.placing.layout
+
+
+def choose(
+    model: PreTrainedModel, prompts: check.Prompts, place: PlaceWay, team: Team | None, dtype: torch.dtype
+) -> Choice:
+    """The first way that agrees.
+
+    Args:
+        prompts: with the logits of transformers' own code.
+        team: threads of the native kernels; None without those.
+
+    Raises:
+        ValueError: none does; the text says why for each.
+    """
+    refused: list[tuple[str, str]] = []
+    for name, make, kept in WAYS:
+        try:
+            placing = place(kept)
+            blocks = check.blocks_of(prompts, placing.layout.block_size)
+            pools = scratch_pools(placing.layout, blocks, check.slots_of(prompts), model.device)
+            way = make(model, Store(placing, pools), team)
+            found = check.difference(way, prompts, placing)
+            if not check.agrees(found, dtype):
+                raise UnfitError(f"its logits differ by {found[0]:.2g} of the largest, {found[1]:.2g} of their spread")
+            serving = _serving(model, make, team)
+            if isinstance(way, FlatWay) and way.use_native():
+                calls = dict(way.calls)
+                native = check.difference(way, prompts, placing)
+                if check.agrees(native, dtype):
+                    found, serving = native, _native(model, calls, team)
+                else:
+                    logger.warning("the native attention's logits differ by %g, so torch attends", native[0])
+            return Choice(name, placing, serving, found, tuple(refused))
+        except Exception as error:  # noqa: BLE001  # the model's code fails in whatever way
+            reason = str(error) if isinstance(error, UnfitError) else f"{type(error).__name__}: {error}"
+            refused.append((name, reason.splitlines()[0][:200]))
+            logger.info("%s doesn't run as %s: %s", type(model).__name__, name, reason)
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
+    raise ValueError(f"{type(model).__name__} can't be served ({reasons})")
+
+
+def _serving(model: PreTrainedModel, make: MakeWay, team: Team | None) -> Callable[[Store], Way]:
+    return lambda store: make(model, store, team)
+
+
+def _native(model: PreTrainedModel, calls: Mapping[int, Call], team: Team | None) -> Callable[[Store], Way]:
+    def make(store: Store) -> Way:
+        way = FlatWay(model, store, team)
+        way.calls.update(calls)
+        way.use_native()
+        return way
+
+    return make
+
+
+WAYS: tuple[tuple[str, MakeWay, Kept], ...] = (
+    ("flat", FlatWay, "cache"),
+    ("gather", GatherWay, "cache"),
+    ("gather, whole prompts", partial(GatherWay, whole=True), "cache and tokens"),
+    ("gather, row by row", partial(GatherWay, single=True), "cache"),
+    ("again", AgainWay, "tokens"),
+)
+"""Name and class of each way, and what of a sequence it keeps, fastest first."""

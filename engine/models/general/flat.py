@@ -1,0 +1,273 @@
+"""All rows of a step, chunks and decode alike, as one row of tokens; attention reads and writes blocks.
+
+The model's cache gives keys and values back as it got them, with a mark that names the cache layer. The attention
+function, which is registered with transformers, finds the layer by that mark: modules that share a layer, or run
+several times, name another one. The mask function, registered too, only says which keys a query may see; it is asked
+at the tokens' positions in their own sequences.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.masking_utils import causal_mask_function
+
+from kvrelay.engine.models.general.attend import attend
+from kvrelay.engine.models.general.inputs import Inputs
+from kvrelay.engine.models.general.native import Call, NativeFlat
+from kvrelay.engine.models.general.observe import cache_argument
+from kvrelay.engine.models.general.places import LayerPlaces
+from kvrelay.engine.models.general.reading import set_attention
+from kvrelay.engine.models.general.step import Step, UnfitError, host
+from kvrelay.engine.models.general.store import Store
+from kvrelay.kernels.cpu.program import Team
+
+NAME = "kvrelay_flat"
+MARK = "_kvrelay_layer"
+WINDOWED = ["sliding_window_overlay.<locals>.inner_mask", "causal_mask_function"]
+"""Names of the mask functions that together make a causal mask with a window."""
+HARMLESS = frozenset(
+    {"position_ids", "sliding_window", "use_cache", "is_causal", "output_attentions", "cache_position"}
+)
+"""Arguments of an attention function that say nothing that the mask doesn't."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatMask:
+    """Which keys a query may see."""
+
+    function: Callable[..., Any]
+    """The mask function of transformers: (batch, head, query's position, key's position) -> bool."""
+    window: int | None
+    """The window, or 0, if it is that of a causal mask and nothing else; None if it is another mask."""
+
+    def of(self, positions: Tensor, context: int) -> Tensor | None:
+        """bool [T, context]; None if each query sees all keys."""
+        if len(positions) == 1 and self.window is not None and (not self.window or context <= self.window):
+            return None
+        keys = torch.arange(context, device=positions.device)
+        zero = torch.zeros((1, 1, 1, 1), dtype=torch.long, device=positions.device)
+        mask: Tensor = self.function(zero, zero, positions[None, None, :, None], keys[None, None, None, :])
+        return mask.expand(1, 1, len(positions), context)[0, 0]
+
+
+CAUSAL = FlatMask(causal_mask_function, 0)
+
+
+@dataclass(eq=False)
+class Running:
+    """The step that is being computed."""
+
+    step: Step
+    positions: Tensor
+    slots: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Slots of the step's tokens, by track."""
+
+
+class FlatLayer(DynamicLayer):
+    """A cache layer whose keys and values are in blocks."""
+
+    def __init__(self, way: "FlatWay", number: int, places: LayerPlaces) -> None:
+        DynamicLayer.__init__(self)
+        self.way, self.number, self.places = way, number, places
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        # New objects: a model may give the same tensor twice, or to two layers.
+        keys, values = key_states.view(key_states.shape), value_states.view(value_states.shape)
+        setattr(keys, MARK, self)
+        setattr(values, MARK, self)
+        self.way.write(self, keys, values)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+
+class FlatWindowLayer(FlatLayer, DynamicSlidingWindowLayer):
+    """The same, for transformers to find the layers that have a window."""
+
+    is_sliding = True
+
+    def __init__(self, way: "FlatWay", number: int, places: LayerPlaces) -> None:
+        DynamicSlidingWindowLayer.__init__(self, places.cache.window)
+        self.way, self.number, self.places = way, number, places
+
+
+class FlatWay:
+    """Implements `Way`."""
+
+    name = "flat"
+
+    def __init__(self, model: PreTrainedModel, store: Store, team: Team | None = None) -> None:
+        """
+        Args:
+            team: threads of the native kernels, where those may be used.
+
+        Raises:
+            UnfitError: some layers keep what has no place in blocks.
+        """
+        for layer in store.placing.layers:
+            if layer.states:
+                raise UnfitError("layers keep states")
+            if layer.indexer is not None:
+                raise UnfitError("layers choose their keys by an indexer")
+        self._model, self._store, self._team = model, store, team
+        self._argument = cache_argument(model)
+        self._inputs = Inputs(model)
+        self._running: Running | None = None
+        self._attended: set[int] = set()
+        self.calls: dict[int, Call] = {}
+        """How each cache layer was attended to last."""
+        self._native: NativeFlat | None = None
+        layers = [
+            DummyLayer()
+            if layer.keys is None
+            else (FlatWindowLayer if layer.cache.window else FlatLayer)(self, number, layer)
+            for number, layer in enumerate(store.placing.layers)
+        ]
+        self._cache = Cache(layers=[*layers])
+        self._kept = {number for number, layer in enumerate(store.placing.layers) if layer.keys is not None}
+
+    def run(self, step: Step, wanted: NDArray[np.int64]) -> Tensor:
+        """See `Way.run`."""
+        set_attention(self._model, NAME)
+        device = self._store.device
+        positions = host(step.positions, device)
+        self._running = Running(step, positions)
+        self._attended.clear()
+        if self._native is not None:
+            self._native.plan(step)
+        tokens = host(step.tokens, device)[None]
+        cache = {self._argument: self._cache}
+        out = self._inputs.call(tokens, positions[None], None, host(wanted, device), cache)
+        if self._attended != self._kept:
+            raise UnfitError("it takes no other attention function")
+        return out[0]
+
+    def use_native(self) -> bool:
+        """Has the native kernels attend from now on, if they can do what the model asked for so far."""
+        if self._team is None:
+            return False
+        self._native = NativeFlat.fitting(self._store, self.calls, self._team)
+        return self._native is not None
+
+    def write(self, layer: FlatLayer, keys: Tensor, values: Tensor) -> None:
+        """Writes a layer's new keys and values [1, heads, T, dim]."""
+        running, places = self._at_work(), layer.places
+        if keys.dim() != 4 or keys.shape[0] != 1 or keys.shape[2] != len(running.positions):
+            raise UnfitError(f"keys have the shape {list(keys.shape)}")
+        if self._native is not None and self._native.serves(layer.number):
+            return
+        for place, numbers in ((places.keys, keys), (places.values, values)):
+            if place is not None:
+                if place.track not in running.slots:
+                    running.slots[place.track] = self._store.slots(running.step, place.track)
+                self._store.write(place, running.slots[place.track], numbers[0].transpose(0, 1))
+
+    def attend(
+        self,
+        layer: FlatLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: FlatMask,
+        scaling: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """[1, T, H, Dv]."""
+        self._attended.add(layer.number)
+        plain = softcap is None and sinks is None
+        self.calls[layer.number] = Call(query.shape[1], mask.window, plain)
+        if self._native is not None and self._native.serves(layer.number):
+            return self._native.run(layer.number, query, key, value, scaling)
+        running, places = self._at_work(), layer.places
+        if places.keys is None or places.values is None:
+            raise UnfitError("a layer without keys is attended to")
+        queries = query[0].transpose(0, 1)
+        table = running.step.tables[self._store.groups[places.keys.track]]
+        out = queries.new_empty((len(queries), queries.shape[1], value.shape[3]))
+        window = mask.window or 0
+        for row, (first, start, length) in enumerate(
+            zip(running.step.firsts.tolist(), running.step.starts.tolist(), running.step.lengths.tolist(), strict=True)
+        ):
+            own = slice(first, first + length)
+            seen = max(0, start - window + 1) if window else 0
+            keys, values = (
+                self._store.read_range(place, table[row], seen, start + length, queries.dtype)
+                for place in (places.keys, places.values)
+            )
+            visible = mask.of(running.positions[own], start + length)
+            visible = None if visible is None else visible[:, seen:]
+            out[own] = attend(queries[own], keys, values, visible, scaling, softcap, sinks)
+        return out[None]
+
+    def _at_work(self) -> Running:
+        if self._running is None:
+            raise UnfitError("the cache is used outside of a step")
+        return self._running
+
+
+def flat_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: FlatMask | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers; see `AttentionInterface`."""
+    layer, of_value = getattr(key, MARK, None), getattr(value, MARK, None)
+    if not isinstance(layer, FlatLayer) or id(of_value) != id(layer):
+        raise UnfitError("keys or values are changed after the cache's update")
+    unknown = sorted(
+        name for name, given in others.items() if given is not None and given is not False and name not in HARMLESS
+    )
+    if unknown:
+        raise UnfitError(f"attention has arguments that aren't known ({', '.join(unknown)})")
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if not causal:
+            raise UnfitError("attention isn't causal")
+        attention_mask = CAUSAL
+    if not isinstance(attention_mask, FlatMask):
+        raise UnfitError("the mask is changed")
+    scaling = query.shape[3] ** -0.5 if scaling is None else float(scaling)
+    return layer.way.attend(layer, query, key, value, attention_mask, scaling, softcap, s_aux), None
+
+
+def flat_mask(mask_function: Callable[..., Any] = causal_mask_function, **others: object) -> FlatMask:
+    """A mask function of transformers; see `AttentionMaskInterface`."""
+    return FlatMask(mask_function, _window_of(mask_function, others.get("local_size")))
+
+
+def _window_of(function: Callable[..., Any], window: object) -> int | None:
+    """See `FlatMask.window`."""
+    if function is causal_mask_function:
+        return 0
+    if not isinstance(window, int):
+        return None
+    cells: Any = getattr(function, "__closure__", None) or ()
+    parts: Any = cells[0].cell_contents if len(cells) == 1 else None
+    names = [getattr(part, "__qualname__", "") for part in parts] if isinstance(parts, tuple) else []
+    return window if names == WINDOWED else None
+
+
+AttentionInterface.register(NAME, flat_attention)
+AttentionMaskInterface.register(NAME, flat_mask)

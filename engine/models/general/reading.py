@@ -1,0 +1,187 @@
+"""Config, class and weights of a checkpoint of any architecture that transformers has. No code of a checkpoint runs."""
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from kvrelay.engine.kv.layout import FloatDtype
+from kvrelay.engine.models.reading.checkpoint import Checkpoint
+from kvrelay.engine.models.reading.config import DTYPES, eos_token_ids
+from kvrelay.engine.models.reading.fields import Fields, read_json
+
+VERSION: str = transformers.__version__
+CONFIG = "config.json"
+CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+"""Fields that hold the longest context, in the order in which they are asked."""
+MOST_LAYERS = 4096
+MOST_WEIGHTS_A_BYTE = 16
+"""Largest number of weights for each byte of the files: tied ones are held once there."""
+UNLIMITED_CONTEXT = 2**17
+"""Longest context, in tokens, of a model whose config names none."""
+ATTENTION = "_kvrelay_attention"
+"""Attribute of a model: the name of the function that its parts attend by."""
+MODEL_TYPES = "a model type of transformers " + VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class GeneralConfig:
+    """A model as its config describes it."""
+
+    config: PreTrainedConfig
+    model_class: type[PreTrainedModel]
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+    dtype: FloatDtype
+    """Dtype of the weights in the files, as the config says; float32 if it doesn't."""
+
+    stored = None
+    """The files' weights aren't quantized."""
+    form = ""
+    """See `ModelConfig.form`."""
+
+    @property
+    def architecture(self) -> str:
+        return self.model_class.__name__
+
+    @property
+    def text(self) -> PreTrainedConfig:
+        """The config of the text model, which may be a part of the whole."""
+        return self.config.get_text_config(decoder=True)
+
+
+def read_general_config(folder: Path) -> GeneralConfig:
+    """The config of the model in `folder`.
+
+    Raises:
+        ValueError: the config can't be read, or transformers has no model of this type that continues a text; the text
+            names file, field and value.
+    """
+    values = read_json(folder / CONFIG)
+    fields = Fields(CONFIG, values)
+    if fields.get("model_type") not in CONFIG_MAPPING:
+        fields.refuse("model_type", MODEL_TYPES)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from error
+    return general_config(config, fields, folder)
+
+
+def general_config(config: PreTrainedConfig, fields: Fields, folder: Path) -> GeneralConfig:
+    """See `read_general_config`, with a config that transformers has read."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        fields.refuse("model_type", MODEL_TYPES + " that continues a text")
+    if getattr(config, "quantization_config", None) is not None:
+        fields.refuse("quantization_config", "none, because this architecture isn't one of kvrelay's own")
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
+    text = config.get_text_config(decoder=True)
+    # Set before the class is made: a model that is one half of an encoder and a decoder must know it.
+    for part in (config, text):
+        for name, value in (("is_decoder", True), ("is_encoder_decoder", False), ("use_cache", True)):
+            if hasattr(part, name):
+                setattr(part, name, value)
+    vocab_size = int(getattr(text, "vocab_size", 0) or 0)
+    if vocab_size < 1:
+        fields.refuse("vocab_size", "an integer of at least 1")
+    limits = [getattr(text, name, None) for name in CONTEXT_FIELDS]
+    known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
+    dtype = str(config.dtype or "float32").removeprefix("torch.")
+    return GeneralConfig(
+        config,
+        model_class,
+        vocab_size,
+        known[0] if known else UNLIMITED_CONTEXT,
+        eos_token_ids(folder, fields, vocab_size),
+        dtype if dtype in DTYPES else "float32",
+    )
+
+
+def load_model(
+    config: GeneralConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str
+) -> PreTrainedModel:
+    """The model with its weights on a device.
+
+    Raises:
+        ValueError: the files don't hold what the class needs, or have weights that are no numbers; the text names file
+            and tensor.
+    """
+    _check_size(config, checkpoint)
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        loaded: Any = config.model_class.from_pretrained(
+            checkpoint.folder,
+            config=config.config,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named, and refused, below
+        )
+    except (OSError, RuntimeError, KeyError) as error:
+        raise ValueError(f"{checkpoint.folder}: {error}") from error
+    model: PreTrainedModel
+    model, info = loaded
+    for kind, why in (("missing_keys", "is missing"), ("mismatched_keys", "has another shape than config.json says")):
+        for found in sorted(info[kind]):
+            name = found if isinstance(found, str) else found[0]
+            raise ValueError(f"{_file_of(checkpoint, name)}: tensor {name} {why}")
+    check_numbers(model, checkpoint)
+    moved: Any = model.to(device)
+    moved.eval().requires_grad_(False)
+    return model
+
+
+def _check_size(config: GeneralConfig, checkpoint: Checkpoint) -> None:
+    """Raises ValueError if the model has far more weights than the files, which would take the memory for them."""
+    layers = getattr(config.text, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise ValueError(f"{CONFIG}: num_hidden_layers is {layers}; allowed: up to {MOST_LAYERS}")
+    with torch.device("meta"):
+        weights = sum(weight.numel() for weight in config.model_class(config.config).parameters())
+    held = sum(entry.end - entry.begin for entry in checkpoint.tensors.values())
+    if weights > MOST_WEIGHTS_A_BYTE * held:
+        raise ValueError(
+            f"{checkpoint.folder}: {CONFIG} describes a model of {weights} weights, and the files have {held} bytes"
+        )
+
+
+def check_numbers(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
+    """Raises ValueError naming file and tensor if a weight is no number."""
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and weight.isnan().any():
+            raise ValueError(f"{_file_of(checkpoint, name)}: tensor {name} holds NaN")
+
+
+def _file_of(checkpoint: Checkpoint, name: str) -> Path:
+    """The file that has the tensor; the folder if the name is another one there."""
+    for known, entry in checkpoint.tensors.items():
+        if known == name or name.endswith(f".{known}") or known.endswith(f".{name}"):
+            return entry.path
+    return checkpoint.folder
+
+
+def parameters_of(model: PreTrainedModel) -> frozenset[str]:
+    """Names of the arguments of the model's `forward`."""
+    signature: Any = inspect.signature(model.forward)
+    return frozenset(signature.parameters)
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Has all of the model's parts attend by a function that is registered with transformers."""
+    if getattr(model, ATTENTION, None) == name:
+        return
+    setattr(model, ATTENTION, name)
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    for config in configs.values():
+        if isinstance(config, PreTrainedConfig):
+            config._attn_implementation = name  # noqa: SLF001  # `set_attn_implementation` refuses some models

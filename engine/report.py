@@ -1,0 +1,82 @@
+"""What a model runs as on this machine: path, way, what it keeps of a sequence, and what isn't available."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvrelay.engine.config import Dtype, EngineConfig
+from kvrelay.engine.kv.layout import CacheLayout
+from kvrelay.engine.models.choice import is_fast
+from kvrelay.engine.models.reading.config import read_config
+
+POOL_BYTES = 2**26
+"""Size of the pools of a model that is only looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """What a model runs as."""
+
+    architecture: str
+    dtype: str
+    path: str
+    """`fast` or `general`."""
+    way: str
+    """Way of the general path, with transformers' version; empty on the fast one."""
+    slower_because: tuple[tuple[str, str], ...]
+    """Faster ways, each with the reason why the model can't be run in it."""
+    groups: tuple[tuple[str, int, int], ...]
+    """(kind, window, bytes) of each layer group: bytes of a token, or of a sequence's whole state."""
+    unavailable: tuple[tuple[str, str], ...]
+    """What isn't available, and why."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token that all tokens of a sequence take."""
+        return sum(size for kind, window, size in self.groups if kind != "state" and not window)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence whatever its length: its states, and its windows when they are full."""
+        states = sum(size for kind, _, size in self.groups if kind == "state")
+        return states + sum(window * size for _, window, size in self.groups)
+
+
+def report_on(folder: Path, dtype: Dtype, options: EngineConfig) -> ModelReport:
+    """What the model in `folder` runs as on the CPU. Loads its weights, unless it is on the fast path.
+
+    Raises:
+        ValueError: it can't be served; the text says why.
+    """
+    if is_fast(folder, options.model_path):
+        config = read_config(folder)
+        run_dtype = config.dtype if dtype == "auto" else dtype
+        layout = CacheLayout.of(config.kv_layout(run_dtype, options.kv_dtype, options.on("cpu").block_size, "NHD"))
+        return ModelReport(config.architecture, run_dtype, "fast", "", (), _groups(layout), ())
+    # Imported here because transformers takes seconds.
+    from kvrelay.engine.models.general.reading import VERSION
+    from kvrelay.engine.runner.general import build_general_runner
+
+    options = replace(options.on("cpu"), kv_memory_bytes=options.kv_memory_bytes or POOL_BYTES, max_sequences=1)
+    runner = build_general_runner(folder, dtype, options)
+    layout = runner.cache_layout
+    unavailable = [("medusa, eagle3", "transformers' code doesn't yield the hidden states that their heads read")]
+    unavailable.append(("a draft model", "its steps need kvrelay's own code"))
+    if any(group.kind == "state" for group in layout.groups):
+        unavailable.append(("speculation", "a state can't be taken back when a guess was wrong"))
+    return ModelReport(
+        runner.spec.architecture,
+        runner.spec.dtype,
+        "general",
+        f"{runner.choice.name}, transformers {VERSION}",
+        runner.choice.refused,
+        _groups(layout),
+        tuple(unavailable),
+    )
+
+
+def _groups(layout: CacheLayout) -> tuple[tuple[str, int, int], ...]:
+    return tuple(
+        (group.kind, group.window, sum(track.token_bytes for track in group.tracks))
+        for group in layout.groups
+        if group.tracks
+    )

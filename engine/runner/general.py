@@ -1,0 +1,252 @@
+"""The runner of transformers' own modelling code: `launch` computes the step to its end."""
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvrelay.engine.config import Dtype, EngineConfig
+from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout
+from kvrelay.engine.kv.memory import DeviceMemory, make_pools, memory_of
+from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
+from kvrelay.engine.models.fast.loader import OnLoaded
+from kvrelay.engine.models.general.check import Prompts
+from kvrelay.engine.models.general.choose import Choice, Kept, choose
+from kvrelay.engine.models.general.linears import swap, watching
+from kvrelay.engine.models.general.norms import swap_norms
+from kvrelay.engine.models.general.observe import observe
+from kvrelay.engine.models.general.places import LayerCache, Placing, place
+from kvrelay.engine.models.general.reading import VERSION, GeneralConfig, load_model, read_general_config
+from kvrelay.engine.models.general.step import Step, UnfitError, Way
+from kvrelay.engine.models.general.store import Store
+from kvrelay.engine.models.reading.checkpoint import Checkpoint
+from kvrelay.engine.models.spec import ModelSpec
+from kvrelay.engine.plan import StepOutput, StepPlan
+from kvrelay.engine.quant.schemes import HEAD, LAYERS, quantizing
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.runner.base import FinishedStep, chain_of_steps
+from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts
+from kvrelay.engine.sampling.native import NativeSampler
+from kvrelay.engine.sampling.sampler import Sample, draws_of, sample, step_output
+from kvrelay.engine.sampling.sampler import choose as choose_tokens
+from kvrelay.engine.states import StatesShape
+from kvrelay.kernels.cpu.library import instruction_set, library
+from kvrelay.kernels.cpu.packed import packer
+from kvrelay.kernels.cpu.program import Team
+
+logger = logging.getLogger(__name__)
+
+
+class GeneralRunner:
+    """Implements `Runner`."""
+
+    lag = 0
+    prefill_attention = ""
+    states_shape: StatesShape | None = None
+
+    def __init__(self, spec: ModelSpec, way: Way, store: Store, choice: Choice, threads: int, sample: Sample) -> None:
+        """
+        Args:
+            choice: how the way was chosen.
+            threads: that torch uses in a step.
+            sample: chooses tokens.
+        """
+        self.spec = spec
+        self.way = way
+        self.store = store
+        self.choice = choice
+        self._threads = threads
+        self._sample = sample
+        self._thread: int | None = None
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """All that the model keeps of a sequence."""
+        return self.choice.layout
+
+    @property
+    def pools(self) -> tuple[KVPool, ...]:
+        """Pools of the tracks, in order."""
+        return self.store.pools
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.pool.layout
+
+    @property
+    def pool(self) -> KVPool:
+        return self.pools[0]
+
+    def launch(self, plan: StepPlan) -> FinishedStep:
+        """See `Runner.launch`."""
+        self._set_threads()
+        rows = np.flatnonzero(plan.sample)
+        ends = np.cumsum(plan.lengths, dtype=np.int64)
+        for copy in plan.copies:
+            if copy.before:
+                self.store.copy_slots(copy.group, copy.source, copy.target)
+        begins = [int(ends[part.row] - plan.lengths[part.row]) + part.begin for part in plan.prompt_parts]
+        asked = [begin + np.arange(len(part.targets)) for begin, part in zip(begins, plan.prompt_parts, strict=True)]
+        wanted = np.unique(np.concatenate((ends[rows] - 1, *asked))).astype(np.int64)
+        with torch.inference_mode():
+            logits = self.way.run(Step.of(plan), wanted).cpu()
+
+            def at(tokens: Tensor) -> Tensor:
+                return logits[torch.from_numpy(np.searchsorted(wanted, tokens.numpy()))]
+
+            prompt_logprobs = read_prompts(score_prompts(plan, torch.arange(plan.num_tokens), at))
+            for copy in plan.copies:
+                if not copy.before:
+                    self.store.copy_slots(copy.group, copy.source, copy.target)
+            if not len(rows):
+                return FinishedStep(StepOutput((None,) * plan.num_rows, prompt_logprobs=prompt_logprobs))
+            chosen = choose_tokens(at(torch.from_numpy(ends[rows] - 1)), draws_of(plan, rows), self._sample)
+        return FinishedStep(step_output(plan, rows, chosen, prompt_logprobs))
+
+    def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
+        """See `ChainRunner.chain`."""
+        return chain_of_steps(self, plan, count)
+
+    def fetch(
+        self, states: Tensor, places: tuple[int, ...], dtype: FloatDtype, then: Callable[[Tensor], object]
+    ) -> None:
+        """See `Runner.fetch`; this runner keeps no hidden states.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("the general path keeps no hidden states")
+
+    def warm_up(self, keep: tuple[int, ...] = ()) -> None:
+        """Runs steps of a few shapes, so that the first request finds code and buffers ready. Overwrites KV blocks."""
+        blocks = min(pool.num_blocks for pool in self.pools)
+        capacity = min(blocks * self.cache_layout.block_size, self.spec.max_context)
+        for step, length in enumerate((1, 8, 64)):
+            if length < capacity:
+                self.launch(self._warm_up_plan(2 * step, 0, length))
+                self.launch(self._warm_up_plan(2 * step + 1, length, 1))
+
+    def _warm_up_plan(self, step: int, start: int, length: int) -> StepPlan:
+        blocks = np.arange(-(-(start + length) // self.cache_layout.block_size), dtype=np.int32)[None]
+        slot = np.zeros((1, 1), np.int32)
+        return StepPlan(
+            step=step,
+            handles=(0,),
+            tokens=np.zeros(length, np.int32),
+            starts=np.array([start], np.int32),
+            lengths=np.array([length], np.int32),
+            block_tables=blocks,
+            sample=np.array([True]),
+            sampling=(SamplingParams(temperature=float(step % 2)),),
+            generated=np.zeros(1, np.int32),
+            side_tables=tuple(slot if group.kind == "state" else blocks for group in self.cache_layout.side_groups),
+        )
+
+    def _set_threads(self) -> None:
+        """torch keeps its number of threads per calling thread, so every thread that runs steps must set it."""
+        if self._thread != threading.get_ident():
+            torch.set_num_threads(self._threads)
+            self._thread = threading.get_ident()
+
+
+def build_general_runner(
+    folder: Path,
+    dtype: Dtype,
+    options: EngineConfig,
+    on_loaded: OnLoaded | None = None,
+    memory: DeviceMemory | None = None,
+) -> GeneralRunner:
+    """Loads the checkpoint in `folder`, finds the way of running it, and allocates the pools of its KV.
+
+    Args:
+        dtype: of weights and KV; auto takes the checkpoint's, or float32 in place of float16 on CPU.
+        options: without `auto`, but that of `kv_memory_bytes`.
+        on_loaded: called with the loaded share of the weights, 0 to 1.
+        memory: of the device.
+
+    Raises:
+        ValueError: the checkpoint or an option can't be used; the text says which and why.
+    """
+    device = torch.device("cuda" if options.device == "cuda" else "cpu")
+    config = read_general_config(folder)
+    checkpoint = Checkpoint(folder)
+    run_dtype = run_dtype_of(dtype, config, device)
+    threads = options.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    model = load_model(config, checkpoint, TORCH_DTYPES[run_dtype], device)
+    if on_loaded is not None:
+        on_loaded(1.0)
+    team = _team(run_dtype, threads, device)
+    layers: tuple[LayerCache, ...] | None
+    try:
+        layers = observe(model)
+        why = ""
+    except Exception as error:  # noqa: BLE001  # the model's code fails in whatever way
+        layers, why = None, str(error)
+    windows = tuple({layer.window for layer in layers or () if layer.window})
+    with watching(model) as uses:
+        prompts = Prompts(model, config.vocab_size, windows, config.max_positions)
+    swap_norms(model)
+    if team is not None:
+        total = sum(parameter.nbytes for parameter in model.parameters())
+        lay_out = packer(team)
+        linear = quantizing(LAYERS.get(options.quantization), lay_out)
+        head = quantizing(HEAD.get(options.quantization), lay_out)
+        swapped = swap(model, uses, linear, head, config.vocab_size)
+        # torch's threads spin for a while after each call, which would take the cores from the kernels' own threads.
+        threads = 1 if swapped > 0.4 * total else threads
+        if options.quantization != "none":
+            prompts = Prompts(model, config.vocab_size, windows, config.max_positions)
+    torch.set_num_threads(threads)
+    kv_dtype = run_dtype if options.kv_dtype == "auto" else options.kv_dtype
+
+    def placing(kept: Kept) -> Placing:
+        if layers is None and kept != "tokens":
+            raise UnfitError(why)
+        return place(
+            () if layers is None or kept == "tokens" else layers,
+            run_dtype,
+            kv_dtype,
+            options.block_size,
+            "HND" if device.type == "cuda" else "NHD",
+            with_tokens=kept != "cache",
+        )
+
+    choice = choose(model, prompts, placing, team, TORCH_DTYPES[run_dtype])
+    spec = ModelSpec.of(
+        checkpoint,
+        config,
+        run_dtype,
+        quantization=options.quantization,
+        max_context=options.max_context,
+        pool_tokens=0,
+        way=f"{choice.name}, transformers {VERSION}, {choice.layout.groups}",
+    )
+    pools = make_pools(choice.layout, options, spec.max_context, memory or memory_of(device), device)
+    store = Store(choice.placing, pools)
+    if choice.layout.block_bytes:
+        spec = spec.within(pools[0].num_blocks * choice.layout.block_size)
+    logger.info("%s runs as transformers' code, %s; faster ways: %s", config.architecture, choice.name, choice.refused)
+    chooser: Sample = sample if team is None else NativeSampler(team)
+    return GeneralRunner(spec, choice.make(store), store, choice, threads, chooser)
+
+
+def run_dtype_of(dtype: Dtype, config: GeneralConfig, device: torch.device) -> FloatDtype:
+    """The dtype that weights run in."""
+    if dtype != "auto":
+        return dtype
+    return "float32" if config.dtype == "float16" and device.type == "cpu" else config.dtype
+
+
+def _team(dtype: FloatDtype, threads: int, device: torch.device) -> Team | None:
+    """The threads of the native kernels; None if those aren't available, or don't support the dtype."""
+    kernels = library() if dtype != "float16" and device.type == "cpu" else None
+    if kernels is None:
+        return None
+    logger.info("the engine computes with native kernels for %s, on %d threads", instruction_set(kernels), threads)
+    return Team(kernels, threads)

@@ -1,0 +1,64 @@
+"""Every architecture of transformers' causal-LM mapping: served together as in one forward pass."""
+
+from pathlib import Path
+
+import pytest
+
+from support.general import Driver, greedy
+from support.general_table import build, line, lines
+from support.tiny_models import classes, save, tiny_model
+
+PROMPTS = [[5, 9, 7, 11, 200], list(range(3, 26)), [3 + (7 * n) % 251 for n in range(41)]]
+CHUNK = 16
+COMPLETION = 8
+COVERING = (
+    "BambaForCausalLM",
+    "BartForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3nForCausalLM",
+    "GptOssForCausalLM",
+    "Lfm2ForCausalLM",
+    "Llama4ForCausalLM",
+    "LlamaForCausalLM",
+    "MambaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "RoFormerForCausalLM",
+    "RwkvForCausalLM",
+)
+"""Classes that have every kind of group and way between them."""
+SERVED_AT_LEAST = 150
+
+
+def case(name: str) -> object:
+    return pytest.param(name, marks=[] if name in COVERING else [pytest.mark.more])
+
+
+@pytest.mark.parametrize("name", [case(name) for name in classes()])
+def test_sequences_served_together_are_those_of_whole_passes(name: str, tmp_path: Path) -> None:
+    folder = save(classes()[name], tmp_path)
+    assert line(name, folder) == lines()[name]
+    if " | - | " in lines()[name]:
+        return
+    driver = Driver(build(folder), PROMPTS, COMPLETION)
+    while any(served.computed < served.prompt for served in driver.sequences):
+        driver.step(CHUNK)
+    for step in range(COMPLETION):
+        if step == COMPLETION // 2:
+            driver.move()
+        driver.step(1)
+    model = tiny_model(classes()[name])
+    for served, prompt in zip(driver.sequences, PROMPTS, strict=True):
+        tokens, expected = greedy(model, prompt, COMPLETION)
+        assert served.tokens[len(prompt) :][:COMPLETION] == tokens
+        for scores, logprobs in zip(served.logprobs, expected, strict=False):
+            for token, found in zip(scores.top_ids, scores.top_logprobs, strict=True):
+                assert found == pytest.approx(float(logprobs[token]), abs=1e-3)
+
+
+def test_nearly_all_architectures_are_served() -> None:
+    served = [text for text in lines().values() if " | - | " not in text]
+    assert lines().keys() == classes().keys()
+    assert len(served) >= SERVED_AT_LEAST

@@ -1,0 +1,47 @@
+"""Engines that transformers' code runs: the tokens of its own forward pass, whatever shares a step."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvrelay.engine.build import build_engine
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.request import Request, SamplingParams
+from support.checkpoints import make_checkpoint
+from support.serving import run
+
+PROMPTS = ([5, 9, 7, 11, 300], list(range(3, 26)), [(7 * n) % 311 for n in range(45)])
+COMPLETION = 12
+GREEDY = {"temperature": 0.0, "max_tokens": COMPLETION}
+
+
+def expected(folder: Path) -> dict[str, list[int]]:
+    """Greedy tokens by whole forward passes."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = {}
+    for number, prompt in enumerate(PROMPTS):
+        tokens = list(prompt)
+        for _ in range(COMPLETION):
+            with torch.inference_mode():
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        found[str(number)] = tokens[len(prompt) :]
+    return found
+
+
+def requests(**sampling: object) -> list[Request]:
+    return [
+        Request(str(number), 1, tuple(prompt), len(prompt), SamplingParams(**{**GREEDY, **sampling}))  # type: ignore[arg-type]
+        for number, prompt in enumerate(PROMPTS)
+    ]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])
+def test_prompts_served_together_get_the_tokens_of_whole_passes(architecture: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, architecture)
+    options = EngineConfig(model_path="general", kv_memory_bytes=2**22, threads=1, max_batch_tokens=16, device="cpu")
+    engine, runner = build_engine(folder, "float32", options)
+    assert runner.spec.way.startswith("flat, transformers ")
+    assert run(engine, requests()) == expected(folder)
+    engine.scheduler.check_integrity(idle=True)
