@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from kvrelay.engine.build import build_engine
-from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.config import EngineConfig, SpeculationConfig
 from support.tiny_models import save
 
 OPTIONS = EngineConfig(kv_memory_bytes=2**22, threads=1, device="cpu", max_sequences=4)
@@ -104,7 +105,7 @@ def test_absurd_configs(folder: Path, field: str, value: object, pattern: str) -
 
 
 @pytest.mark.parametrize("method", ["medusa", "draft"])
-def test_guesses_that_need_our_own_code(folder: Path, method: str) -> None:
-    options = EngineConfig(kv_memory_bytes=2**22, device="cpu", speculation={"method": method, "draft_model": "pico"})  # type: ignore[arg-type]
+def test_guesses_that_need_our_own_code(folder: Path, method: Literal["medusa", "draft"]) -> None:
+    options = EngineConfig(kv_memory_bytes=2**22, device="cpu", speculation=SpeculationConfig(method, "pico"))
     with pytest.raises(ValueError, match=f"speculation.method is '{method}'; allowed .* off, ngram, suffix"):
         build_engine(folder, "float32", options)
