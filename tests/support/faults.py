@@ -33,7 +33,7 @@ from support.chaos import Chaos, Proxy
 from support.detours import DESK, HOSTS
 from support.drawn import sampling_options, seed_of
 from support.hash_runner import VOCAB_SIZE, Case, tokens_of_all
-from support.hash_worker import BEAT_SECONDS, MODULE, STATES, STEP_SECONDS, WORKER_LAYOUT
+from support.hash_worker import BEAT_SECONDS, GROUPS, MODULE, STATES, STEP_SECONDS, WORKER_LAYOUT
 from support.history import Asked, History, violations
 from support.processes import START_SECONDS, ProcessCluster, process_cluster, wait_until
 
@@ -72,7 +72,9 @@ ALL_TRANSPORTS = ("auto", MORE_TCP, SLOW_GLOO)
 
 def over(kind: str) -> dict[str, dict[str, Any]]:
     """Options of a scene: over a transport; or, for what `auto` picks, "int8" with KV in int8, or "states" with hidden
-    states of prompts beside it."""
+    states of prompts beside it, or "groups" with a window and a state beside it."""
+    if kind == "groups":
+        return {"transfer": TRANSFER, "engine": {"speculation": {"method": "off"}}, "variables": {GROUPS: 1.0}}
     if kind == "states":
         return {"transfer": TRANSFER, "variables": {STATES: 1.0}}
     if kind == "int8":

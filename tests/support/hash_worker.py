@@ -10,6 +10,8 @@ is the time that its model takes to load. HASH_ORDERS names the file of the
 orders, which have failpoints and damage to frames (`support.damage`), too. CHAOS_DESK routes links through proxies
 (`support.detours`).
 
+With HASH_GROUPS=1 the model has a window and a state beside its first layer group.
+
 With `speculation` on, whatever the method, half of its guesses are right (`support.guesses`). With HASH_STATES=1 it
 guesses only behind prompts whose hidden states it has, and a wrong one ends it.
 
@@ -33,7 +35,8 @@ from kvrelay.decode_worker.role import DecodeRole
 from kvrelay.engine.build import engine_on
 from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.kv.layout import FloatDtype, KVLayout
+from kvrelay.engine.kv.layout import FloatDtype, KVLayout, LayerGroup
+from kvrelay.engine.kv.sides import side_blocks
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.runner.base import Runner
 from kvrelay.internal.v1.supervisor_pb2 import Member
@@ -51,7 +54,7 @@ from kvrelay.worker.server import WorkerServer
 from support import damage, orders
 from support.detours import DESK, detoured
 from support.guesses import HashGuesses, HashHeads
-from support.hash_runner import HashRunner, hash_spec
+from support.hash_runner import STATE, HashRunner, hash_spec, window_of
 from support.orders import OrderedRules, Orders
 
 MODULE = "support.hash_worker"
@@ -60,9 +63,12 @@ LAG = "HASH_LAG"
 NEWS_SECONDS = "HASH_NEWS_SECONDS"
 BEAT_SECONDS = "HASH_BEAT_SECONDS"
 STATES = "HASH_STATES"
+GROUPS = "HASH_GROUPS"
 FETCH_SECONDS = "HASH_FETCH_SECONDS"
 LOAD_SECONDS = "HASH_LOAD_SECONDS"
 MAX_CONTEXT = 4096
+WINDOW = 50
+"""Tokens of the window."""
 # 1 KiB per token, so that a link needs some time to send a frame.
 WORKER_LAYOUT = KVLayout(layers=2, kv_heads=4, head_dim=16, block_size=8, dtype="float32")
 # As many bytes in int8, so that hash models of both have the same KV bytes and yield the same tokens.
@@ -103,7 +109,10 @@ def build(folder: Path, dtype: Dtype, config: EngineConfig, loaded: Callable[[fl
     spec = hash_spec(MAX_CONTEXT)
     if folder.name != "pico":  # as if it had other weights, though the tokens are the same
         spec = replace(spec, fingerprint=f"{spec.fingerprint}-{folder.name}")
-    runner = SlowHashRunner(blocks, layout, spec, lag=int(os.environ.get(LAG, "0")))
+    sides: list[tuple[LayerGroup, int]] = []
+    if float(os.environ.get(GROUPS, "0")):
+        sides = [(group, side_blocks(group, config)) for group in (window_of(WINDOW, layout), STATE)]
+    runner = SlowHashRunner(blocks, layout, spec, lag=int(os.environ.get(LAG, "0")), sides=sides)
     loaded(1.0)
     proposer = HashHeads if float(os.environ.get(STATES, "0")) else HashGuesses
     guesses = None if config.speculation.method == "off" else proposer(WORKER_LAYOUT)
