@@ -29,7 +29,7 @@ def peer_status(call: StreamCall) -> Iterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        if error.details() != WRITE_FAILED:
+        if error.details() != WRITE_FAILED or not statuses:
             raise
         if statuses[0].code() is not grpc.StatusCode.OK:
             raise statuses[0] from None

@@ -36,6 +36,8 @@ VALUES = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>", "<lambda>", "__i
 """Names of code that only computes a value."""
 PERIODIC = {"Endpoint.tick"}
 """Functions that run again and again, whatever is asked."""
+LOOPS = {"LinkThread._begin_jobs"}
+"""Functions in which a thread waits for work: whether they were entered before the request is a matter of chance."""
 THREADS = {"MainThread": "event loop", "engine": "engine thread", "link": "link's thread"}
 PROMPT_TOKENS = 64
 SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -126,7 +128,7 @@ class Walk:
             hop = stack[-1][1]
             if hop in listed and PERIODIC.isdisjoint(each.name for _, each in stack):
                 new = stack[-1:] if hop in seen else [each for each in stack if each[0] >= first]
-                steps |= {each: THREADS[thread] for each in new if each not in steps}
+                steps |= {each: THREADS[thread] for each in new if each not in steps and each[1].name not in LOOPS}
                 seen.add(hop)
         return [(hop, thread) for (_, hop), thread in steps.items()]
 

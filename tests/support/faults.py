@@ -184,14 +184,17 @@ class Scene:
         self.order()
         if self.chaos is not None:
             self.chaos.clear()
-        if "supervisor" in self._hit or self.cluster.processes["supervisor"].popen.poll() is not None:
-            self._restart_supervisor()
+        restarts = "supervisor" in self._hit or self.cluster.processes["supervisor"].popen.poll() is not None
+        if restarts:
+            self.cluster.restart_supervisor()
         members = [name for name in self.cluster.processes if name != "supervisor"]
         gone = [name for name in members if name in self._hit or self.cluster.processes[name].popen.poll() is not None]
         for name in gone:
             self.cluster.processes[name].popen.kill()
         if gone:
             self.cluster.replace(*gone)
+        if restarts:
+            self._wait_for_news(members)  # routers without workers of a role aren't ready
         self.cluster.wait_idle(IDLE_SECONDS)
         for known in (self._hit, self.frozen, self.may_fail, self._lines_judged):
             known.clear()
@@ -255,8 +258,20 @@ class Scene:
     def _restart_supervisor(self, **options: Any) -> None:
         self.cluster.restart_supervisor(**options)
         alive = [name for name, process in self.cluster.processes.items() if process.popen.poll() is None]
-        members = [name for name in alive if name != "supervisor" and name not in self._hit]
-        wait_until(lambda: all(map(self.cluster.is_ready, members)), "the supervisor has heard of all", START_SECONDS)
+        self._wait_for_news([name for name in alive if name != "supervisor" and name not in self._hit])
+
+    def _wait_for_news(self, members: Sequence[str]) -> None:
+        """Waits until the supervisor has heard that these members are ready."""
+
+        def unheard() -> list[str]:
+            return [name for name in members if not self.cluster.is_ready(name)]
+
+        def who() -> str:
+            found = [(name, self.cluster.processes[name]) for name in unheard()]
+            states = [f"{name} ({process.popen.poll()}): {process.log.read_text()[-500:]}" for name, process in found]
+            return "the supervisor has heard of all, but not of " + "; ".join(states)
+
+        wait_until(lambda: not unheard(), who, START_SECONDS)
 
     def signal(self, name: str, number: signal.Signals) -> None:
         self._hit.add(name)
