@@ -225,7 +225,7 @@ def build_general_runner(
         quantization=options.quantization,
         max_context=options.max_context,
         pool_tokens=0,
-        way=f"{choice.name}, transformers {VERSION}, {choice.layout.groups}",
+        way=f"{choice.name}, transformers {VERSION}, {choice.layout.kinds}",
     )
     pools = make_pools(choice.layout, options, spec.max_context, memory or memory_of(device), device)
     store = Store(choice.placing, pools)
