@@ -92,15 +92,16 @@ class Walk:
         self.calls: Counter[Hop] = Counter()
         """How often each was entered, from its beginning."""
         self._begun: dict[int, tuple[int, FrameType]] = {}
-        self._hops: dict[CodeType, Hop | None] = {}
+        # By id, since two functions of the same text on the same line of two files are equal.
+        self._hops: dict[int, tuple[CodeType, Hop | None]] = {}
 
     def _hop(self, code: CodeType) -> Hop | None:
-        if code not in self._hops:
+        if id(code) not in self._hops:
             path = Path(os.path.realpath(code.co_filename))
             ours = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] not in ("tests", ".venv")
             known = ours and code.co_name not in VALUES
-            self._hops[code] = Hop(str(path.relative_to(ROOT)), code.co_qualname) if known else None
-        return self._hops[code]
+            self._hops[id(code)] = code, Hop(str(path.relative_to(ROOT)), code.co_qualname) if known else None
+        return self._hops[id(code)][1]
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         entered = self._hop(frame.f_code) if self.on and event == "call" else None

@@ -63,7 +63,7 @@ def changed(folder: Path, **values: object) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda folder: changed(folder, model_type="mamba"), r"model_type.*'mamba'.*llama"),
+        (lambda folder: changed(folder, model_type="nothing"), r"model_type.*'nothing'"),
         (lambda folder: (folder / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),
         (
             lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),

@@ -85,7 +85,7 @@ async def seconds_until_known(condition: Callable[[], object]) -> float:
 
 async def test_blocks_promised_to_one_router_are_known_to_another(two_routers: Any) -> None:
     cluster, second, server = await two_routers("decode", fake("prefill-0", silent))
-    blocks = -(-(len(PROMPT) + TOKENS) // server.worker.layout.block_size)
+    blocks = -(-(len(PROMPT) + TOKENS) // server.worker.cache.block_size)
 
     def promised() -> tuple[int, int]:
         found = view(second, "decode").capacity
