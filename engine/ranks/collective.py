@@ -67,13 +67,16 @@ class Alone:
         """Does nothing, because no call waits."""
 
 
+NO_GROUP = Alone()
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """What one rank is among the ranks of its worker."""
 
     degree: Degree = ONE
     rank: int = 0
-    group: Collective = Alone()
+    group: Collective = NO_GROUP
     """Ranks of the same stage, which share its layers."""
 
     @property
