@@ -188,12 +188,12 @@ def heads_bytes(config: SpeculationConfig) -> int:
     """About what the weights of a proposer's heads take, by their file; 0 if it has none.
 
     Raises:
-        ValueError: the file isn't there.
+        ValueError: the file isn't there, or is a pickled one.
     """
     if config.method not in STATE_METHODS:
         return 0
-    files = medusa.FILES if config.method == "medusa" else eagle_model.FILES
-    return find_file(Path(config.draft_model), files).stat().st_size
+    name = medusa.FILE if config.method == "medusa" else eagle_model.FILE
+    return find_file(Path(config.draft_model), name).stat().st_size
 
 
 def state_proposer(options: EngineConfig, folder: Path, runner: ModelRunner) -> Proposer:

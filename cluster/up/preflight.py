@@ -9,7 +9,7 @@ from typing import Any
 
 from kvrelay.cluster.config.options import ClusterConfig
 from kvrelay.cluster.errors import ERROR_PREFIX, UsageError
-from kvrelay.engine.config import STATE_METHODS, ModelPath, SpeculationConfig
+from kvrelay.engine.config import ModelPath, SpeculationConfig
 from kvrelay.engine.models.choice import is_fast
 from kvrelay.engine.models.reading.checkpoint import Checkpoint, expected_tensors
 from kvrelay.engine.models.reading.config import read_config
@@ -98,7 +98,7 @@ def _with_folder(speculation: SpeculationConfig, section: str) -> SpeculationCon
     if not speculation.draft_model:
         return speculation
     try:
-        folder = resolve(speculation.draft_model, heads=speculation.method in STATE_METHODS)
+        folder = resolve(speculation.draft_model)
     except ValueError as error:
         reason = str(error).removeprefix("model: ")
         raise UsageError(f"{section}.speculation.draft_model: {reason}") from None

@@ -26,7 +26,7 @@ from kvrelay.engine.models.reading.rope import rotary
 from kvrelay.engine.speculate.tensors import Tensors
 from kvrelay.kernels.ops import Linear
 
-FILES = ("model.safetensors", "pytorch_model.bin")
+FILE = "model.safetensors"
 LAYER = "midlayer"
 STATES = 3
 
@@ -134,7 +134,7 @@ def load_eagle(folder: Path, target: ModelConfig, embedding: Tensor, parts: Part
     """
     fields = Fields("config.json", read_json(folder / "config.json"))
     config, rope = _read_config(fields, target)
-    tensors = Tensors(folder, FILES, parts.device)
+    tensors = Tensors(folder, FILE, parts.device)
     for old, new in (("model.", ""), ("layers.0.", f"{LAYER}.")):
         tensors.rename(old, new)
     hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.draft_vocab_size

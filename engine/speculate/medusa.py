@@ -28,7 +28,7 @@ from kvrelay.engine.speculate.chains import draws_at, read_chains, wanting
 from kvrelay.engine.speculate.tensors import Tensors
 from kvrelay.kernels.ops import Linear
 
-FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+FILE = "medusa_lm_head.safetensors"
 PREFIXES = ("medusa_head.", "medusa_heads.")
 """Prefixes of the names, where the heads were saved as a part of something larger."""
 
@@ -62,7 +62,7 @@ def load_medusa(folder: Path, config: ModelConfig, parts: Parts) -> tuple[Medusa
         raise ValueError(
             f"speculation.method is medusa; allowed for {config.architecture}: others, as it has layer norms"
         )
-    fields, tensors = Fields("config.json", read_json(folder / "config.json")), Tensors(folder, FILES, parts.device)
+    fields, tensors = Fields("config.json", read_json(folder / "config.json")), Tensors(folder, FILE, parts.device)
     for prefix in PREFIXES:
         tensors.rename(prefix, "")
     hidden = config.hidden_size

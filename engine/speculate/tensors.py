@@ -1,53 +1,48 @@
-"""The tensors of a proposer's checkpoint: one file, of safetensors or pickled. Of the latter only tensors are read."""
+"""The tensors of a proposer's checkpoint: one file of safetensors."""
 
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kvrelay.engine.models.reading.checkpoint import refuse_pickled
+
 SHOWN = 4
 
 
-def find_file(folder: Path, files: tuple[str, ...]) -> Path:
-    """The first of these files that is in the folder.
+def find_file(folder: Path, name: str) -> Path:
+    """The file of this name in the folder.
 
     Raises:
-        ValueError: none is.
+        ValueError: there is none, or a pickled one in its place.
     """
-    path = next((folder / name for name in files if (folder / name).is_file()), None)
-    if path is None:
-        raise ValueError(f"{folder}: has none of the files {', '.join(files)}")
+    path = folder / name
+    if not path.is_file():
+        refuse_pickled(folder, name)
+        raise ValueError(f"{path}: no such file")
     return path
 
 
 class Tensors:
     """Tensors of one file, each to be taken once."""
 
-    def __init__(self, folder: Path, files: tuple[str, ...], device: torch.device) -> None:
+    def __init__(self, folder: Path, name: str, device: torch.device) -> None:
         """
         Args:
-            files: the first of these that is in the folder is read.
+            name: of the file.
             device: where tensors go that are taken.
 
         Raises:
-            ValueError: none is there, or it can't be read as tensors by name; the text names the file.
+            ValueError: it isn't there, or can't be read as tensors; the text names the file.
         """
-        self.path = find_file(folder, files)
+        self.path = find_file(folder, name)
         try:
-            if self.path.suffix == ".safetensors":
-                found = load_file(self.path)
-            else:
-                # Refuses to unpickle anything but tensors and plain containers, so no code of the file runs.
-                found = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
-        except (SafetensorError, UnpicklingError, RuntimeError, EOFError, OSError) as error:
+            self._left = load_file(self.path)
+        except (SafetensorError, OSError) as error:
             raise ValueError(f"{self.path}: not readable as tensors: {str(error).splitlines()[0]}") from error
-        if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
-            raise ValueError(f"{self.path}: holds a {type(found).__name__}; allowed: tensors by name")
         self._device = device
-        self._left: dict[str, Tensor] = {str(name): tensor for name, tensor in found.items()}
 
     @property
     def left(self) -> list[str]:
@@ -64,13 +59,15 @@ class Tensors:
         """The tensor with this name.
 
         Raises:
-            ValueError: it isn't there, or has another shape; names the tensor and the shape expected.
+            ValueError: it isn't there, has another shape, or a number that isn't finite; names file and tensor.
         """
         if name not in self._left:
             raise ValueError(f"{self.path}: tensor {name} {list(shape)} is missing")
         tensor = self._left.pop(name)
         if tensor.shape != shape:
             raise ValueError(f"{self.path}: tensor {name} has shape {list(tensor.shape)}; expected: {list(shape)}")
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ValueError(f"{self.path}: tensor {name} has a number that is infinite or NaN")
         return tensor.to(self._device)
 
     def finish(self) -> None:

@@ -15,14 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from kvrelay.engine.build import engine_on
+from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.constrain.grammar import Constraint, MaskNotReadyError
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.kv.sides import side_blocks
 from kvrelay.engine.kv.writes import KVWrites
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.scheduling.progress import Progress
 from kvrelay.engine.sequence import Sequence as EngineSequence
-from support.hash_runner import GREEDY, LAYOUT, HashRunner, expected_tokens, hash_spec, kv_bytes
+from support.hash_runner import GREEDY, LAYOUT, VOCAB_SIZE, HashRunner, expected_tokens, hash_spec, kv_bytes, window_of
 from support.paged import PagedSequence, make_plan
 from support.serving import reports_of, tokens_of
 
@@ -245,6 +248,30 @@ def test_nothing_grows_with_requests_served() -> None:
     assert engine.step() == []
     assert live() == before
     assert len(engine.scheduler.prefix) <= engine.scheduler.prefix.pool.total
+
+
+def test_a_long_context_holds_the_blocks_of_its_window_only() -> None:
+    """Also between the chunks of its prompt."""
+    context, window, chunk, out = 2**15, 1024, 512, 40
+    blocks = context // LAYOUT.block_size + 8
+    group = window_of(window)
+    options = EngineConfig(block_size=LAYOUT.block_size, max_batch_tokens=chunk, max_sequences=1)
+    sides = [(group, side_blocks(group, options))]
+    engine = engine_on(HashRunner(blocks, spec=hash_spec(context + out), sides=sides), options)
+    (side,) = engine.scheduler.prefix.sides
+    prompt = [n % VOCAB_SIZE for n in range(context)]
+    sequence = engine.scheduler.add(request("long", prompt, max_tokens=out))
+    held = []
+    while engine.has_work:
+        engine.step()
+        held.append(side.pool.held)
+    assert sequence.tokens[context:] == expected_tokens(prompt, out)
+    assert len(held) == context // chunk + out - 1
+    most = -(-window // LAYOUT.block_size) + 1
+    assert max(held[: context // chunk]) <= most + chunk // LAYOUT.block_size
+    assert 0 < max(held[context // chunk :]) <= most
+    assert held[-1] == 0
+    engine.scheduler.check_integrity(idle=True)
 
 
 def test_code_that_decides_needs_no_torch() -> None:

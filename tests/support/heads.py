@@ -27,18 +27,15 @@ def medusa_tensors(heads: int, blocks: int, hidden: int, vocab: int, seed: int =
     return tensors
 
 
-def write_medusa(folder: Path, tensors: dict[str, Tensor], *, pickled: bool = False, **config: object) -> Path:
+def write_medusa(folder: Path, tensors: dict[str, Tensor], **config: object) -> Path:
     """Writes a folder of Medusa heads, and returns it."""
-    return _write(folder, tensors, config, "medusa_lm_head.pt" if pickled else "medusa_lm_head.safetensors")
+    return _write(folder, tensors, config, "medusa_lm_head.safetensors")
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, object], name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    if name.endswith(".safetensors"):
-        save_file(tensors, folder / name)
-    else:
-        torch.save(tensors, folder / name)
+    save_file(tensors, folder / name)
     return folder
 
 
@@ -94,9 +91,9 @@ def eagle_config(tensors: dict[str, Tensor], vocab: int) -> dict[str, object]:
     }
 
 
-def write_eagle(folder: Path, tensors: dict[str, Tensor], config: dict[str, object], *, pickled: bool = False) -> Path:
+def write_eagle(folder: Path, tensors: dict[str, Tensor], config: dict[str, object]) -> Path:
     """Writes a folder of an EAGLE-3 checkpoint, and returns it."""
-    return _write(folder, tensors, config, "pytorch_model.bin" if pickled else "model.safetensors")
+    return _write(folder, tensors, config, "model.safetensors")
 
 
 def handed_over(

@@ -70,6 +70,12 @@ KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types")
 """Fields that list the kinds of layers; each kind that the default has is in turn."""
 KINDS_OF_ATTENTION = ("sliding_attention", "full_attention")
 MIXED = ["conv", "full_attention"] * 2
+NOTE = {
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4),
+    **dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank"), 16),
+    "head_dim": 24,
+    "qk_rope_head_dim": 8,
+}
 OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
@@ -114,7 +120,11 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in KINDS_OF_ATTENTION},
     },
-    "dots3_note_text": {"num_key_value_heads": 4},
+    "dots3_note_text": {
+        "num_key_value_heads": 4,
+        "shared_experts_intermediate_size": 64,
+        "per_layer_config": dict.fromkeys(("01", "03"), NOTE),
+    },
     "falcon_h1": {"mamba_d_ssm": 128},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
@@ -172,12 +182,12 @@ OTHERS = frozenset(
 """Classes whose input isn't text alone."""
 
 
-def tiny_config(model_type: str) -> PreTrainedConfig:
-    """A small config of a model type."""
+def tiny_config(model_type: str, **fields: object) -> PreTrainedConfig:
+    """A small config of a model type, with these fields in the place of its own."""
     config_class = CONFIG_MAPPING[model_type]
     default = config_class()
     text = default if getattr(default, "is_encoder_decoder", False) else default.get_text_config(decoder=True)
-    small = _small(text, OWN.get(text.model_type, {}))
+    small = _small(text, {**OWN.get(text.model_type, {}), **fields})
     if text is not default:
         names = [name for name, value in default.to_dict().items() if getattr(default, name, None) is text]
         config = config_class(**{names[0]: small}) if names else copy.deepcopy(default)
@@ -204,10 +214,10 @@ def _small(default: PreTrainedConfig, own: dict[str, Any]) -> dict[str, Any]:
     return {**fields, **own}
 
 
-def tiny_model(model_type: str, seed: int = 0) -> PreTrainedModel:
-    """A model with random weights, so large that logits are far apart."""
-    torch.manual_seed(seed)
-    config = tiny_config(model_type)
+def tiny_model(model_type: str, **fields: object) -> PreTrainedModel:
+    """A model with random weights, so large that logits are far apart; `fields` as for `tiny_config`."""
+    torch.manual_seed(0)
+    config = tiny_config(model_type, **fields)
     for part in (config, config.get_text_config(decoder=True)):
         for name, value in (("is_decoder", True), ("is_encoder_decoder", False)):
             if hasattr(part, name):
@@ -226,7 +236,7 @@ def _randomize(model: PreTrainedModel) -> None:
                 weight.copy_(spread * torch.randn(weight.shape))
 
 
-def save(model_type: str, folder: Path) -> Path:
-    """Writes a tiny checkpoint into `folder`."""
-    tiny_model(model_type).save_pretrained(folder)
+def save(model_type: str, folder: Path, **fields: object) -> Path:
+    """Writes a tiny checkpoint into `folder`; `fields` as for `tiny_config`."""
+    tiny_model(model_type, **fields).save_pretrained(folder)
     return folder

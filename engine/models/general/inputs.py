@@ -86,4 +86,5 @@ def _give_positions(module: torch.nn.Module, model: PreTrainedModel) -> None:
 
 def _counts_positions(module: torch.nn.Module) -> bool:
     parameters = inspect.signature(module.forward).parameters
-    return {"position_ids", "past_key_values_length"} < parameters.keys() and next(iter(parameters)) != "position_ids"
+    counted = "past_key_values_length" in parameters or "cache_length" in parameters
+    return counted and "position_ids" in parameters and next(iter(parameters)) != "position_ids"

@@ -26,7 +26,8 @@ KNOWN = (
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
-CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+CACHE_ARGUMENTS = ("past_key_values", "cache_params", "cache")
+"""Names of the argument of `forward` that takes the cache: until 5.23 one of the first two, from 5.24 on the last."""
 LENGTH = 3
 
 

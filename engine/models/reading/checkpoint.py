@@ -23,6 +23,8 @@ SIZES = {**FLOATS, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
 EMBEDDING = "model.embed_tokens"
 Expected = tuple[int, ...] | StoredTensor
 """Expected form of a tensor: its shape if it has floats, or a `StoredTensor` if its layer is quantized."""
+PICKLED = (".bin", ".pt", ".pth")
+"""Ends of the names of pickled weights."""
 MAX_HEADER_BYTES = 100 * 2**20
 # Written by old exporters; their values follow from the config.
 HARMLESS = (".rotary_emb.inv_freq", ".attention.masked_bias")
@@ -238,13 +240,22 @@ def _files(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
-    pickled = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pth"))
-    if pickled:
-        raise ValueError(
-            f"{folder / pickled[0]}: a pickled checkpoint, which can run code when read; "
-            f"allowed: {SINGLE}, or shards with {INDEX}"
-        )
+    refuse_pickled(folder, f"{SINGLE}, or shards with {INDEX}")
     raise ValueError(f"{folder}: has neither {SINGLE} nor {INDEX}")
+
+
+def refuse_pickled(folder: Path, allowed: str) -> None:
+    """Raises ValueError, naming the file, if the folder has pickled weights.
+
+    Args:
+        allowed: the files that are read.
+    """
+    for suffix in PICKLED:
+        for path in sorted(folder.glob(f"*{suffix}")):
+            raise ValueError(
+                f"{path}: a pickled checkpoint, which can run code when read; allowed: {allowed}. Convert it: "
+                f"safetensors.torch.save_file(torch.load(FILE, weights_only=True), NAME)"
+            )
 
 
 def _read_header(path: Path) -> dict[str, TensorEntry]:

@@ -1,5 +1,10 @@
 """Every architecture of transformers' causal-LM mapping: served together as in one forward pass."""
 
+import os
+import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -30,6 +35,8 @@ COVERING = (
 )
 """Classes that have every kind of group and way between them."""
 SERVED_AT_LEAST = 150
+ROOT = Path(__file__).parents[3]
+INSTALL_SECONDS, RUN_SECONDS = 300, 900
 
 
 def case(name: str) -> object:
@@ -62,3 +69,28 @@ def test_nearly_all_architectures_are_served() -> None:
     served = [text for text in lines().values() if " | - | " not in text]
     assert lines().keys() == classes().keys()
     assert len(served) >= SERVED_AT_LEAST
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(INSTALL_SECONDS + RUN_SECONDS)
+@pytest.mark.parametrize("end", ["oldest", "newest"])
+def test_the_covering_ones_run_with_both_ends_of_the_range_of_transformers(end: str, tmp_path: Path) -> None:
+    """All other packages are those that are installed."""
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (declared,) = [requirement for requirement in requirements if requirement.startswith("transformers>=")]
+    wanted = re.sub(">=([0-9.]+),.*", r"==\1", declared) if end == "oldest" else declared
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path), wanted]
+    subprocess.run(pip, check=True, timeout=INSTALL_SECONDS)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    asked = [sys.executable, "-c", "import transformers; print(transformers.__file__)"]
+    found = subprocess.run(asked, env=environment, capture_output=True, text=True, check=True, timeout=RUN_SECONDS)
+    assert Path(found.stdout.strip()).is_relative_to(tmp_path)
+    chosen = [
+        f"{Path(__file__)}::{test_sequences_served_together_are_those_of_whole_passes.__name__}[{name}]"
+        for name in COVERING
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *chosen],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]

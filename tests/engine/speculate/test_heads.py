@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -80,11 +81,10 @@ def medusa_formula(tensors: dict[str, Tensor], head: int, state: Tensor) -> Tens
     return tensors[f"{head}.{block}.weight"] @ state
 
 
-@pytest.mark.parametrize("pickled", [False, True])
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_medusa_heads_guess_by_the_formula(llama: Path, tmp_path: Path, blocks: int, pickled: bool) -> None:
+def test_medusa_heads_guess_by_the_formula(llama: Path, tmp_path: Path, blocks: int) -> None:
     tensors = medusa_tensors(3, blocks, HIDDEN, VOCAB_SIZE, seed=blocks)
-    engine = with_heads(write_medusa(tmp_path / "heads", tensors, pickled=pickled), llama)
+    engine = with_heads(write_medusa(tmp_path / "heads", tensors), llama)
     speculation = engine.scheduler.speculation
     assert speculation is not None
     prompt = list(range(7, 27))
@@ -173,14 +173,14 @@ def speculators(tensors: dict[str, Tensor], config: dict[str, object]) -> tuple[
     return renamed, {**two, **outer}
 
 
-@pytest.mark.parametrize("form", ["safetensors", "pickled", "speculators"])
+@pytest.mark.parametrize("form", ["eagle", "speculators"])
 def test_an_eagle_checkpoint_guesses_by_the_formula(eight: Path, tmp_path: Path, form: str) -> None:
     """The guesses are compared over a prompt in several steps, and behind it."""
     tensors = eagle_tensors(HIDDEN, VOCAB_SIZE, 200, seed=3)
     config = eagle_config(tensors, VOCAB_SIZE)
     two_levels = form == "speculators"
     stored = speculators(tensors, config) if two_levels else (tensors, config)
-    engine = with_heads(write_eagle(tmp_path / "eagle", *stored, pickled=form == "pickled"), eight, "eagle3")
+    engine = with_heads(write_eagle(tmp_path / "eagle", *stored), eight, "eagle3")
     speculation = engine.scheduler.speculation
     assert speculation is not None
     proposer = speculation.proposer
@@ -359,6 +359,11 @@ def test_medusa_heads_that_do_not_fit_are_refused(llama: Path, model_of: Callabl
             (short, {}, r"tensor 1.1.weight \[320, 64\] is missing"),
             ({**good, "extra": torch.zeros(1)}, {}, "tensors that such a checkpoint doesn't have: extra"),
             ({"x": torch.zeros(1)}, {}, "doesn't have: x"),
+            (
+                {**good, "1.1.weight": good["1.1.weight"] / 0},
+                {},
+                r"medusa_lm_head\.safetensors: tensor 1\.1\.weight has a number that is infinite or NaN",
+            ),
             (good, {"medusa_num_heads": 3}, "medusa_num_heads is 3; allowed: as many heads as .* at most, 2"),
         )
     ):
@@ -367,7 +372,7 @@ def test_medusa_heads_that_do_not_fit_are_refused(llama: Path, model_of: Callabl
             with_heads(folder, llama)
     with pytest.raises(ValueError, match=r"method is medusa; allowed for Starcoder2ForCausalLM: others"):
         with_heads(write_medusa(tmp_path / "fitting", good), model_of("starcoder2"))
-    with pytest.raises(ValueError, match=r"has none of the files medusa_lm_head.safetensors, medusa_lm_head.pt"):
+    with pytest.raises(ValueError, match=r"medusa_lm_head\.safetensors: no such file"):
         with_heads(llama, llama)
     for method in ("medusa", "eagle3"):
         with pytest.raises(ValueError, match=rf"draft_model is ''; allowed: a model with .*{method}"):
@@ -384,14 +389,24 @@ class Evil:
         return Path.touch, (self.path,)
 
 
-def test_a_pickled_file_runs_no_code(llama: Path, tmp_path: Path) -> None:
-    folder = write_medusa(tmp_path / "heads", medusa_tensors(1, 1, HIDDEN, VOCAB_SIZE), pickled=True)
-    file = folder / "medusa_lm_head.pt"
-    torch.save({"0.0.linear.weight": Evil(tmp_path / "ran")}, file)
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"medusa_lm_head.pt: not readable as tensors"):
-            with_heads(folder, llama)
-        file.write_bytes(file.read_bytes()[:100])
+@pytest.mark.parametrize(
+    ("method", "pickled", "read"),
+    [
+        ("medusa", "medusa_lm_head.pt", "medusa_lm_head.safetensors"),
+        ("eagle3", "pytorch_model.bin", "model.safetensors"),
+    ],
+)
+def test_a_pickled_file_is_refused_unread(llama: Path, tmp_path: Path, method: str, pickled: str, read: str) -> None:
+    folder = tmp_path / "heads"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(eagle_config(eagle_tensors(HIDDEN, VOCAB_SIZE, 200), VOCAB_SIZE)))
+    torch.save({"0.0.linear.weight": Evil(tmp_path / "ran")}, folder / pickled)
+    with pytest.raises(ValueError, match=rf"{pickled}: a pickled .*; allowed: {read}\. Convert it: safetensors\.torch"):
+        with_heads(folder, llama, method)
+    assert not (tmp_path / "ran").exists()
+    (folder / read).write_bytes((folder / pickled).read_bytes())
+    with pytest.raises(ValueError, match=rf"{read}: not readable as tensors"):
+        with_heads(folder, llama, method)
     assert not (tmp_path / "ran").exists()
 
 
