@@ -19,7 +19,6 @@ import os
 import random
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 PREFILLS = (512, 2048)
@@ -62,7 +61,9 @@ class LlamaCpp:
 
         self._clock = clock
         threads = {"n_threads": args.threads, "n_threads_batch": args.threads}
-        self._model = Llama(args.model, n_ctx=4096, n_batch=2048, n_ubatch=512, verbose=False, **threads)
+        self._model = Llama(
+            args.model, n_ctx=4096, n_batch=2048, n_ubatch=512, flash_attn=True, verbose=False, **threads
+        )
 
     def seconds(self, batch: int, length: int, out: int) -> tuple[float, ...]:
         (prompt,) = prompts(batch, length)
@@ -83,11 +84,12 @@ class Kvrelay:
         from kvrelay.engine.build import build_engine
         from kvrelay.engine.config import EngineConfig
         from kvrelay.engine.request import Request, SamplingParams
+        from kvrelay.models import resolve
 
         options = {"threads": args.threads, "quantization": args.quantization}
         config = EngineConfig(**options, kv_memory_bytes=2**30, prefix_cache=False)
         start = time.perf_counter()
-        self._engine, runner = build_engine(Path(args.model), args.dtype, config)
+        self._engine, runner = build_engine(resolve(args.model), args.dtype, config)
         load = time.perf_counter() - start
         print(json.dumps({"engine": "kvrelay", "load_s": round(load, 2)}), flush=True)
         runner.warm_up()
@@ -145,7 +147,7 @@ def figures(engine: Engine, cell: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="folder of a checkpoint, or of llama.cpp's a file")
+    parser.add_argument("model", help="folder of a checkpoint, or a GGUF file")
     parser.add_argument("--engine", choices=ENGINES, default="kvrelay")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of kvrelay")
     parser.add_argument("--quantization", default="none", help="of kvrelay's weights, see docs/quantization.md")

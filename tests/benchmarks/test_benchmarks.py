@@ -86,6 +86,13 @@ def test_each_cell_has_its_figures(tmp_path: Path) -> None:
     assert 0 < decode["outside_forward"] < 1
 
 
+def test_an_instruction_set_that_llama_cpp_is_not_compiled_for_is_refused(tmp_path: Path) -> None:
+    options = ["--peers", tmp_path, "--engines", "kvrelay,llama_cpp", "--instruction-set", "avx2"]
+    done = run("compare.py", tmp_path / "model.gguf", *options)
+    assert done.returncode == 2
+    assert f"--instruction-set avx2: {tmp_path}/llama_cpp-avx2/llama_cpp/lib is missing" in done.stderr
+
+
 @pytest.mark.more
 def test_a_quick_run_of_guesses_has_all_figures(tmp_path: Path) -> None:
     tiny, out = make_checkpoint(tmp_path / "tiny", "llama", dtype="bfloat16"), tmp_path / "out.json"
