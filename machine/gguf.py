@@ -5,6 +5,10 @@ from typing import NamedTuple
 INDEX = "gguf.json"
 """Name of the file that tells, in a Hugging Face folder, where tensors are in GGUF files that lie elsewhere."""
 
+GENERAL_SUFFIX = " in GGUF"
+"""End of the `model_type` in such a folder's config.json of a model that transformers' code runs; the beginning is the
+architecture as the GGUF file names it."""
+
 
 class BlockType(NamedTuple):
     """A type of tensors. Weights are stored in blocks of consecutive ones."""

@@ -178,7 +178,7 @@ def build_general_runner(
     run_dtype = run_dtype_of(dtype, config, device)
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    model = load_model(config, checkpoint, TORCH_DTYPES[run_dtype], device)
+    model = load_model(config, checkpoint, TORCH_DTYPES[run_dtype], device, on_loaded)
     if on_loaded is not None:
         on_loaded(1.0)
     team = _team(run_dtype, threads, device)

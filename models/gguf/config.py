@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from kvrelay.machine.gguf import FLOATS
+from kvrelay.machine.gguf import FLOATS, GENERAL_SUFFIX
 from kvrelay.models.gguf.header import GGUFError, Header
 
 ModelType = Literal["llama", "mistral", "qwen2", "qwen3"]
@@ -18,7 +18,9 @@ CLASSES: Mapping[ModelType, str] = {
     "qwen3": "Qwen3ForCausalLM",
 }
 ARCHITECTURES: Mapping[str, ModelType] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""The `model_type` of each architecture that is served. Mistral's models are of `llama`, too."""
+"""The `model_type` of each architecture that kvrelay's own code runs. Mistral's models are of `llama`, too."""
+GENERAL = ("gemma2", "gemma3", "gpt2", "mamba", "nemotron", "phi3", "stablelm", "starcoder2")
+"""Architectures whose models transformers' code runs, with weights that its rules make of the file's."""
 INTERLEAVED = ("llama", "mistral")
 """Types of models whose files have the rows of queries and keys in another order: in each head, the rows of its first
 half and those of its second take turns."""
@@ -73,8 +75,10 @@ def config_of(header: Header) -> dict[str, Any]:
         GGUFError: a key is missing or has a value that isn't served; the text names it.
     """
     architecture = header.text("general.architecture")
+    if architecture in GENERAL:
+        return _general_config(header, architecture)
     if architecture not in ARCHITECTURES:
-        header.refuse("general.architecture", ", ".join(ARCHITECTURES))
+        header.refuse("general.architecture", ", ".join((*ARCHITECTURES, *GENERAL)))
     model_type = ARCHITECTURES[architecture]
 
     def key(name: str) -> str:
@@ -126,6 +130,30 @@ def config_of(header: Header) -> dict[str, Any]:
         "bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_tokens(header),
         **_weights(header),
+    }
+
+
+def _general_config(header: Header, architecture: str) -> dict[str, Any]:
+    """The config.json of a model that transformers' code runs. It has all metadata of the model, because fingerprints
+    cover this file.
+
+    Raises:
+        GGUFError: the text names the key.
+    """
+    if EMBEDDING not in header.tensors:
+        raise GGUFError(header.path, f"tensor {EMBEDDING} is missing")
+    if header.integer("split.count", 1) != 1:
+        header.refuse("split.count", f"1, because architecture {architecture} is read from single files only")
+    if header.text(f"{architecture}.rope.scaling.type", "none") not in ("none", "linear"):
+        header.refuse(f"{architecture}.rope.scaling.type", "none, linear")
+    header.integer(f"{architecture}.block_count")
+    metadata = {key: value for key, value in header.metadata.items() if key.startswith(f"{architecture}.")}
+    return {
+        "model_type": f"{architecture}{GENERAL_SUFFIX}",
+        "vocab_size": header.tensors[EMBEDDING].shape[0],
+        "eos_token_id": end_tokens(header),
+        "dtype": _weights(header)["dtype"],
+        "metadata": metadata,
     }
 
 

@@ -11,8 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.machine.cache import user_cache
-from kvrelay.machine.gguf import INDEX
-from kvrelay.models.gguf.config import CLASSES, INTERLEAVED, ROPE_FACTORS, config_of, hugging_face_name, needed_names
+from kvrelay.machine.gguf import GENERAL_SUFFIX, INDEX
+from kvrelay.models.gguf.config import (
+    CLASSES,
+    INTERLEAVED,
+    ROPE_FACTORS,
+    config_of,
+    hugging_face_name,
+    needed_names,
+)
 from kvrelay.models.gguf.header import GGUFError, Header, TensorInfo, read_header
 from kvrelay.models.gguf.tokenizer import tokenizer_of
 
@@ -117,7 +124,9 @@ def _contents(files: Sequence[Path]) -> Mapping[str, str]:
 
 
 def _places(header: Header, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The place of each tensor by its Hugging Face name."""
+    """The place of each tensor by its Hugging Face name, or by its own if transformers' code runs the model."""
+    if config["model_type"].endswith(GENERAL_SUFFIX):
+        return {name: _place(tensor) for name, tensor in header.tensors.items()}
     places = {}
     interleaved = config["model_type"] in INTERLEAVED
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
@@ -127,18 +136,22 @@ def _places(header: Header, config: Mapping[str, Any]) -> dict[str, Any]:
         theirs = hugging_face_name(name)
         if theirs is None:
             raise GGUFError(tensor.path, f"tensor {name}: {CLASSES[config['model_type']]} has no such tensor")
-        places[theirs] = {
-            "path": str(tensor.path),
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "begin": tensor.begin,
-            "end": tensor.end,
-            "interleaved_heads": heads.get(theirs.split(".")[-2], 0) if interleaved else 0,
-        }
+        places[theirs] = _place(tensor, heads.get(theirs.split(".")[-2], 0) if interleaved else 0)
     for name in needed_names(config):
         if name not in header.tensors:
             raise GGUFError(header.path, f"tensor {name} is missing")
     return places
+
+
+def _place(tensor: TensorInfo, interleaved_heads: int = 0) -> dict[str, Any]:
+    return {
+        "path": str(tensor.path),
+        "dtype": tensor.dtype,
+        "shape": tensor.shape,
+        "begin": tensor.begin,
+        "end": tensor.end,
+        "interleaved_heads": interleaved_heads,
+    }
 
 
 def _write(folder: Path, contents: Mapping[str, str]) -> None:

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
+from transformers import PreTrainedModel
 
-from support.checkpoints import BOS, EOS
+from support.checkpoints import BOS, EOS, make_tokenizer
 
 Quantize = Callable[[str], str]
 """The type of a matrix by its GGUF name."""
@@ -79,6 +80,56 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return sorted(path.parent.glob(f"{path.stem}*.gguf"))[0]
+
+
+def write_general_gguf(
+    model: PreTrainedModel,
+    path: Path,
+    architecture: str,
+    fields: Callable[[gguf.GGUFWriter], object],
+    dtype_of: Quantize = lambda name: "F32",
+) -> Path:
+    """Writes a model of an architecture that transformers' code runs as one file, and returns it.
+
+    Args:
+        architecture: as GGUF names it.
+        fields: adds the metadata, besides the tokenizer's.
+        dtype_of: of each matrix; other tensors are F32.
+    """
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(256)
+    writer.add_embedding_length(config.hidden_size)
+    fields(writer)
+    _add_tokenizer(writer, make_tokenizer(config.vocab_size).backend_tokenizer)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        theirs = names.get_name(name, try_suffixes=(".weight", ".bias")) or names.get_name(
+            name.removeprefix("transformer."), try_suffixes=(".weight", ".bias")
+        )
+        values = tensor.numpy()
+        if architecture == "gpt2" and any(part in name for part in ("c_attn.w", "c_proj.w", "c_fc.w")):
+            values = values.T
+        if architecture in ("gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
+            values = values + 1
+        if architecture == "mamba" and name.endswith("A_log"):
+            values = -np.exp(values)
+        if name.endswith(("conv1d.weight", "conv.conv.weight")):
+            values = values[:, 0]
+        kind = gguf.GGMLQuantizationType[dtype_of(theirs) if values.ndim > 1 else "F32"]
+        values = np.ascontiguousarray(values)
+        if kind is not gguf.GGMLQuantizationType.F32:
+            values = gguf.quants.quantize(values, kind)
+        writer.add_tensor(theirs, values, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def gguf_name(name: str) -> str:

@@ -1,7 +1,7 @@
 """Config, class and weights of a checkpoint of any architecture that transformers has. No code of a checkpoint runs."""
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvrelay.engine.kv.layout import FloatDtype
+from kvrelay.engine.models.fast.loader import OnLoaded
+from kvrelay.engine.models.general.gguf import architecture_of, read_gguf_config, read_gguf_weights
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.config import DTYPES, eos_token_ids
 from kvrelay.engine.models.reading.fields import Fields, read_json
@@ -41,6 +43,8 @@ class GeneralConfig:
     eos_token_ids: tuple[int, ...]
     dtype: FloatDtype
     """Dtype of the weights in the files, as the config says; float32 if it doesn't."""
+    gguf: str = ""
+    """Architecture as the GGUF file names it; empty if the weights are in safetensors files."""
 
     stored = None
     """The files' weights aren't quantized."""
@@ -64,8 +68,10 @@ def read_general_config(folder: Path) -> GeneralConfig:
         ValueError: the config can't be read, or transformers has no model of this type that continues a text; the text
             names file, field and value.
     """
-    values = read_json(folder / CONFIG)
-    fields = Fields(CONFIG, values)
+    fields = Fields(CONFIG, read_json(folder / CONFIG))
+    if architecture := architecture_of(fields):
+        found = general_config(read_gguf_config(Checkpoint(folder), fields), fields, folder)
+        return replace(found, gguf=architecture)
     if fields.get("model_type") not in CONFIG_MAPPING:
         fields.refuse("model_type", MODEL_TYPES)
     try:
@@ -106,9 +112,16 @@ def general_config(config: PreTrainedConfig, fields: Fields, folder: Path) -> Ge
 
 
 def load_model(
-    config: GeneralConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str
+    config: GeneralConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    on_loaded: OnLoaded | None = None,
 ) -> PreTrainedModel:
     """The model with its weights on a device.
+
+    Args:
+        on_loaded: called with the loaded share of a GGUF file's weights, 0 to 1.
 
     Raises:
         ValueError: the files don't hold what the class needs, or have weights that are no numbers; the text names file
@@ -116,10 +129,14 @@ def load_model(
     """
     _check_size(config, checkpoint)
     transformers.utils.logging.disable_progress_bar()
+    weights = None
+    if config.gguf:
+        weights = read_gguf_weights(config.model_class, config.config, checkpoint, config.gguf, dtype, on_loaded)
     try:
         loaded: Any = config.model_class.from_pretrained(
-            checkpoint.folder,
+            None if config.gguf else checkpoint.folder,
             config=config.config,
+            state_dict=weights,
             dtype=dtype,
             use_safetensors=True,
             trust_remote_code=False,
@@ -163,11 +180,12 @@ def check_numbers(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _file_of(checkpoint: Checkpoint, name: str) -> Path:
-    """The file that has the tensor; the folder if the name is another one there."""
+    """The file that has the tensor; if the name is another one there, the only file, or the folder."""
     for known, entry in checkpoint.tensors.items():
         if known == name or name.endswith(f".{known}") or known.endswith(f".{name}"):
             return entry.path
-    return checkpoint.folder
+    paths = {entry.path for entry in checkpoint.tensors.values()}
+    return paths.pop() if len(paths) == 1 else checkpoint.folder
 
 
 def parameters_of(model: PreTrainedModel) -> frozenset[str]:
