@@ -186,7 +186,7 @@ def test_the_mark_of_a_step_comes_behind_all_that_writes_kv_and_before_the_sampl
     """A chunk's KV may therefore be sent before logits and tokens are computed; a decode step's can't, as it is one
     graph."""
     plain = gpu_runner(one_layer)
-    runner = MarkedRunner(plain.spec, plain.model, plain.pool, OPTIONS)
+    runner = MarkedRunner(plain.spec, plain.model, plain.cache_layout, plain.pools, OPTIONS)
     engine = engine_on(runner, OPTIONS)
     engine.scheduler.add(requests_of((length, greedy(1)))[0])
     with Launches() as launches:
