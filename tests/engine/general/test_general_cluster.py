@@ -1,4 +1,6 @@
-"""Models that transformers' code runs, through a router and a pair of workers whose blocks have other sizes."""
+"""Models that transformers' code runs, and models of the fast path with windows, through a router and a pair of workers
+whose blocks have other sizes.
+"""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -22,7 +24,13 @@ from support.tokenizers import byte_level_tokenizer
 
 PROMPTS = [[5, 9, 7, 11, 200], list(range(3, 26)), [3 + (7 * n) % 251 for n in range(41)]]
 COMPLETION = 12
-COVERING = ("BambaForCausalLM", "DeepseekV3ForCausalLM", "Gemma2ForCausalLM")
+COVERING = (
+    "BambaForCausalLM",
+    "Cohere2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "MistralForCausalLM",
+)
 MORE = (
     "DeepseekV32ForCausalLM",
     "FalconH1ForCausalLM",
@@ -55,7 +63,7 @@ async def tokens_through_a_pair(folder: Path) -> list[list[int]]:
                 max_batch_tokens=16,
                 max_sequences=4,
                 device="cpu",
-                model_path="general",
+                model_path="auto",
             )
             config = WorkerConfig(name, kind, str(folder), supervisor=address, engine=engine, dtype="float32")  # type: ignore[arg-type]
             servers.append(WorkerServer(config, {kind: role}))  # type: ignore[dict-item]
