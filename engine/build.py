@@ -58,7 +58,7 @@ def build_engine(
         ValueError: the checkpoint or an option can't be used; the text says which and why.
     """
     device = device_of(options.device)
-    build: Callable[[Path, Dtype, EngineConfig, OnLoaded | None], ModelRunner] = build_cpu_runner
+    build: Callable[..., ModelRunner] = build_cpu_runner
     memory = torch.cuda.mem_get_info()[1] if device == "cuda" else 0
     if not is_fast(folder, options.model_path):
         return _build_general(folder, dtype, options.on(device, memory), on_loaded)
@@ -72,7 +72,8 @@ def build_engine(
     proposer = proposer_of(options.speculation)
     if options.speculation.method == "draft":
         # First, because the served model's KV takes what is left of the memory.
-        draft = build(Path(options.speculation.draft_model), dtype, draft_options(folder, options), None)
+        # Its rejected guesses are overwritten, also where they had filled a window.
+        draft = build(Path(options.speculation.draft_model), dtype, draft_options(folder, options), slides=False)
         proposer = DraftProposer(draft, options.max_batch_tokens)
     runner = build(folder, dtype, options, on_loaded)
     if isinstance(proposer, DraftProposer):
@@ -157,12 +158,14 @@ def engine_on(runner: Runner, options: EngineConfig, proposer: Proposer | None =
     by_group: dict[int, int] = {}
     for (index, _), count in zip(cache.tracks, counts, strict=True):
         by_group.setdefault(index, count)
-    pool = BlockPool(by_group.get(0) or blocks_without_kv(options, runner.spec.max_context))
+    windows = [(group.window, by_group[index]) for index, group in enumerate(cache.groups) if group.kind == "window"]
+    pool = BlockPool(by_group.get(0) or blocks_without_kv(options, runner.spec.max_context, windows))
     namespace = hashlib.sha256(f"{runner.spec.fingerprint} {cache}".encode()).digest()
     sides = [
         SidePool(group, by_group[index], options.block_size) for index, group in enumerate(cache.side_groups, start=1)
     ]
-    prefix = PrefixIndex(pool, options.block_size, namespace, enabled=options.prefix_cache, sides=sides)
+    memory = None if 0 in by_group else next((side.pool for side in sides if not side.is_state), None)
+    prefix = PrefixIndex(pool, options.block_size, namespace, enabled=options.prefix_cache, sides=sides, memory=memory)
     proposer = proposer or proposer_of(options.speculation)
     if proposer is not None and any(group.kind == "state" for group in cache.groups):
         method = options.speculation.method
@@ -221,5 +224,5 @@ def state_proposer(options: EngineConfig, folder: Path, runner: ModelRunner) -> 
             head_dim=eagle.config.head_dim,
             dtype=runner.spec.dtype,
         )
-        pool = KVPool(layout, runner.pool.num_blocks, parts.device)
+        pool = KVPool(layout, max([pool.num_blocks for pool in runner.pools]), parts.device)
         return EagleProposer(eagle, pool, parts, options.max_batch_tokens, config.max_tokens)

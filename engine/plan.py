@@ -101,7 +101,7 @@ class StepPlan:
     """Prompt parts in order of their rows, at most one for each."""
     side_tables: tuple[NDArray[np.int32], ...] = ()
     """Block tables of the layer groups behind the first, in their order: of a window [R, W], where a logical block has
-    the column that it has in `block_tables` and blocks outside of the window are never read; of a state [R, 1], the
+    the column that it has in `block_tables` and columns before the window repeat its first one; of a state [R, 1], the
     row's slot. A row that starts at 0 finds nothing of use in its slot."""
     copies: tuple["SlotCopy", ...] = ()
     """State slots to copy."""

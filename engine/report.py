@@ -48,9 +48,10 @@ def report_on(folder: Path, dtype: Dtype, options: EngineConfig) -> ModelReport:
         ValueError: it can't be served; the text says why.
     """
     if is_fast(folder, options.model_path):
-        config = read_config(folder)
+        config = read_config(folder).for_context(options.max_context)
         run_dtype = config.dtype if dtype == "auto" else dtype
-        layout = CacheLayout.of(config.kv_layout(run_dtype, options.kv_dtype, options.on("cpu").block_size, "NHD"))
+        whole = config.kv_layout(run_dtype, options.kv_dtype, options.on("cpu").block_size, "NHD")
+        layout = config.cache_layout(whole, min(config.max_positions, options.max_context or config.max_positions))
         return ModelReport(config.architecture, run_dtype, "fast", "", (), _groups(layout), ())
     # Imported here because transformers takes seconds.
     from kvrelay.engine.models.general.reading import VERSION

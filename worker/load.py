@@ -112,7 +112,7 @@ class LoadReports:
         """The engine's load now."""
         self._note_pace()
         scheduler = self._engine.scheduler
-        pool, use = scheduler.prefix.pool, scheduler.use(SOON_SECONDS / self._pace if self._pace else 0.0)
+        pool, use = scheduler.prefix.memory, scheduler.use(SOON_SECONDS / self._pace if self._pace else 0.0)
         read = Load(
             blocks=Blocks(total=pool.total, free=pool.free, cached=pool.cached, held=pool.held, size=self._block_size),
             requests=Requests(waiting=scheduler.waiting, running=scheduler.running, free_slots=scheduler.free_slots()),

@@ -82,7 +82,7 @@ class FlashInferPrefill:
             wrapper.plan(
                 torch.from_numpy(_bounds(lengths)),
                 torch.from_numpy(pages),
-                inputs.block_tables[index[0], index[1]],
+                inputs.of(window).block_tables[index[0], index[1]],
                 last,
                 self._shapes.heads,
                 layout.kv_heads,

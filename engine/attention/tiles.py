@@ -18,12 +18,13 @@ class PlannedTiles:
     """Implements `PlannedPrefill`."""
 
     prefill: "TritonPrefill"
-    tables: Tensor
+    tables: Mapping[int, Tensor]
+    """Block tables by window."""
     tiles: Mapping[int, Tensor]
     """Tiles by window; see `plan_tiles`."""
 
     def launch(self, query: Tensor, kv: PagedKV, window: int, out: Tensor) -> None:
-        self.prefill.launch(query, kv, self.tables, self.tiles[window], window, out)
+        self.prefill.launch(query, kv, self.tables[window], self.tiles[window], window, out)
 
 
 class TritonPrefill:
@@ -36,8 +37,8 @@ class TritonPrefill:
         block_size = 0 if layout.scaled else layout.block_size
         self._shapes = shapes
         self._tile = choose_tile(layout.head_dim, shapes.dtype, block_size, shapes.architecture, shapes.group)
-        self._launches: dict[int, Repeat] = {}
-        """Launches of an earlier step by layer, to be repeated."""
+        self._launches: dict[tuple[int, int], Repeat] = {}
+        """Launches of an earlier step by window and layer, to be repeated."""
         self._table_stride = 0
         """Stride of the block tables of `_launches`."""
 
@@ -49,17 +50,17 @@ class TritonPrefill:
             window: to_device(plan_tiles(inputs.starts, inputs.lengths, tokens, window, rows), shapes.device)
             for window in shapes.windows
         }
-        return PlannedTiles(self, inputs.block_tables, tiles)
+        return PlannedTiles(self, {window: inputs.of(window).block_tables for window in shapes.windows}, tiles)
 
     def launch(self, query: Tensor, kv: PagedKV, tables: Tensor, tiles: Tensor, window: int, out: Tensor) -> None:
         """See `PlannedPrefill.launch`. Checks the arguments of a layer's first call."""
         if self._table_stride != tables.stride(0):
             self._table_stride = tables.stride(0)
             self._launches.clear()
-        known = self._launches.get(kv.layer)
+        known = self._launches.get((window, kv.layer))
         if known is not None:
             known((len(tiles) * self._shapes.layout.kv_heads, 1, 1), query, tables, tiles, out)
             return
         made = flash_prefill(query, kv, tables, tiles, self._tile, window, out)
         if made is not None:
-            self._launches[kv.layer] = made.repeating("query", "block_tables", "tiles", "out")
+            self._launches[window, kv.layer] = made.repeating("query", "block_tables", "tiles", "out")

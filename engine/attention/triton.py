@@ -6,6 +6,7 @@ prefill         rows of several tokens, by one of `choice.py`
 """
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvrelay.engine.attention.base import AttentionInputs, HeadNorm, Rotation
+from kvrelay.engine.attention.base import AttentionInputs, HeadNorm, LayerKV, Places, Rotation
 from kvrelay.engine.attention.choice import choose_prefill
 from kvrelay.engine.attention.prefill import PlannedPrefill, Prefill, Shapes
 from kvrelay.engine.config import PrefillAttention
 from kvrelay.engine.kv.layout import KVLayout
-from kvrelay.engine.kv.pool import KVPool
 from kvrelay.kernels.triton.decode_work import DecodeParts, DecodeWork, count_programs, plan_decode
 from kvrelay.kernels.triton.launch import Repeat
 from kvrelay.kernels.triton.paged import PagedKV
@@ -30,7 +30,8 @@ from kvrelay.kernels.triton.rope_kv_write import HEADS, launch_rope_kv_write
 class PlannedStep:
     """Work of one step, the same in every layer."""
 
-    inputs: AttentionInputs
+    places: Mapping[int, Places]
+    """Places of the tokens by window."""
     decodes: int
     """Number of rows with one token each, which come first."""
     prompts: PlannedPrefill | None
@@ -99,9 +100,8 @@ class TritonAttention:
 
     def __init__(
         self,
-        pool: KVPool,
+        layers: Sequence[LayerKV],
         dtype: torch.dtype,
-        windows: tuple[int, ...],
         heads: int,
         rows: int,
         prefill: PrefillAttention = "triton",
@@ -110,7 +110,6 @@ class TritonAttention:
         """
         Args:
             dtype: of queries.
-            windows: of each layer; see `Traits`.
             heads: query heads.
             rows: of a step at most.
             prefill: what attends for rows of several tokens; see `choose_prefill`.
@@ -118,16 +117,15 @@ class TritonAttention:
                 begun. Two, because a step is planned while the one before it runs.
 
         Raises:
-            ValueError: the pool's order isn't HND, or `prefill` can't be had.
+            ValueError: a pool's order isn't HND, or `prefill` can't be had.
         """
-        if pool.layout.order != "HND":
-            raise ValueError(f"KVLayout.order is {pool.layout.order}; attention on GPU takes HND")
-        self._pool = pool
-        self._windows = windows
-        self._layers = [PagedKV(pool.tensor, layer, pool.scales) for layer in range(len(windows))]
-        self._launches = [LayerLaunches() for _ in windows]
-        layout, device = pool.layout, pool.tensor.device
-        kinds = tuple(sorted(set(windows)))
+        layout, device = layers[0].pool.layout, layers[0].pool.tensor.device
+        if layout.order != "HND":
+            raise ValueError(f"KVLayout.order is {layout.order}; attention on GPU takes HND")
+        self._layers = [PagedKV(pool.tensor, layer, pool.scales) for pool, layer, _ in layers]
+        self._windows = [layer.window for layer in layers]
+        self._launches = [LayerLaunches() for _ in layers]
+        self._kinds = kinds = tuple(sorted(set(self._windows)))
         shapes = Shapes(layout, dtype, heads, kinds, architecture_of(device), device)
         self.candidates = choose_prefill(prefill, shapes)
         """Kernels that may attend for rows of several tokens."""
@@ -148,7 +146,7 @@ class TritonAttention:
             self._schedule.load(inputs.starts[:decodes] + 1)
         if decodes < rows:
             prompts = self.prefill.plan(inputs, decodes)
-        self._step = PlannedStep(inputs, decodes, prompts)
+        self._step = PlannedStep({window: inputs.of(window) for window in self._kinds}, decodes, prompts)
 
     def run(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
         """See `Attention.run`."""
@@ -168,7 +166,7 @@ class TritonAttention:
             qkv: [T, H + 2 Hkv, D].
             query: [T, H, D].
         """
-        slots, known = self._planned().inputs.slots, self._launches[layer]
+        slots, known = self._planned().places[self._windows[layer]].slots, self._launches[layer]
         tokens = qkv.shape[0]
         if known.write is None or known.norm is not norm or slots.shape[0] != tokens:
             made = launch_rope_kv_write(qkv, rotation, slots, self._layers[layer], norm, query)
@@ -184,7 +182,8 @@ class TritonAttention:
             query, out: [T, H, D], T at least as many as the plan's tokens. Rows of `out` past those aren't touched.
         """
         step, known = self._planned(), self._launches[layer]
-        tables, window = step.inputs.block_tables, self._windows[layer]
+        window = self._windows[layer]
+        tables = step.places[window].block_tables
         if known.table_stride != tables.stride(0):
             known.table_stride, known.decode = tables.stride(0), None
         first = step.decodes

@@ -5,7 +5,7 @@ and blocks have 128 at most. So it computes by a package that PyTorch activates 
 (`flash_attn_interface`) on Hopper, FlashAttention 4 (`flash_attn.cute`) on Blackwell.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,8 +38,8 @@ class VarlenStep:
     """Tokens of the row with most in this step, and of the row with most in its sequence."""
     contexts: Tensor
     """int32 [R]."""
-    tables: Tensor
-    """int32 [R, W]."""
+    tables: Mapping[int, Tensor]
+    """int32 [R, W] by window."""
 
     def launch(self, query: Tensor, kv: PagedKV, window: int, out: Tensor) -> None:
         """See `PlannedPrefill.launch`."""
@@ -56,7 +56,7 @@ class VarlenStep:
             window_size=(window - 1 if window else -1, 0),
             enable_gqa=True,
             seqused_k=self.contexts,
-            block_table=self.tables,
+            block_table=self.tables[window],
             # Parts of a row's keys would be added up in an order that depends on the batch.
             num_splits=1,
         )
@@ -85,7 +85,7 @@ class VarlenPrefill:
                 activate(implementation)
             except Exception as error:  # the package is imported, which may raise anything
                 raise Unavailable(f"{PACKAGE} can't activate {implementation} ({error})") from error
-        self._device = shapes.device
+        self._device, self._windows = shapes.device, shapes.windows
 
     def plan(self, inputs: AttentionInputs, first: int) -> PlannedPrefill:
         """See `Prefill.plan`."""
@@ -97,5 +97,5 @@ class VarlenPrefill:
             to_device(offsets, self._device),
             (int(lengths.max()), int((inputs.starts[first:] + lengths).max())),
             inputs.contexts[first:],
-            inputs.block_tables[first:],
+            {window: inputs.of(window).block_tables[first:] for window in self._windows},
         )

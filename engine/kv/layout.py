@@ -125,17 +125,6 @@ class KVLayout:
         """Blocks that hold `tokens` tokens."""
         return math.ceil(tokens / self.block_size)
 
-    def blocks_in(self, memory_bytes: int) -> int:
-        """Blocks that fit into `memory_bytes`.
-
-        Raises:
-            ValueError: not even one fits.
-        """
-        blocks = memory_bytes // self.block_bytes
-        if blocks < 1:
-            raise ValueError(f"kv_memory_bytes is {memory_bytes}; one KV block of this model takes {self.block_bytes}")
-        return blocks
-
     def sent_to(self, receiver: "KVLayout") -> "KVLayout":
         """The layout of frames from a pool of this layout to one of `receiver`'s.
 

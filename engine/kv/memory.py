@@ -16,9 +16,8 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -26,7 +25,7 @@ import psutil
 import torch
 
 from kvrelay.engine.config import CPU_DEFAULTS, GPU_DEFAULTS, EngineConfig
-from kvrelay.engine.kv.layout import CacheLayout, KVLayout
+from kvrelay.engine.kv.layout import CacheLayout
 from kvrelay.engine.kv.pool import KVPool, allocate_pool
 from kvrelay.engine.kv.sides import side_blocks
 from kvrelay.machine.control_groups import GROUPS, PROC, free_memory, total_memory
@@ -36,6 +35,8 @@ logger = logging.getLogger(__name__)
 TURN_SECONDS = 60.0
 """Longest time in seconds that a worker waits for another one to size and zero its pool."""
 GIB = 2**30
+UNBOUNDED = 2**62
+"""Number of tokens that no pool bounds."""
 
 
 class DeviceMemory(Protocol):
@@ -104,70 +105,81 @@ def memory_of(device: torch.device | str) -> DeviceMemory:
     return GpuMemory(device) if torch.device(device).type == "cuda" else HostMemory()
 
 
-def make_pool(
-    layout: KVLayout,
-    options: EngineConfig,
-    max_context: int,
-    memory: DeviceMemory,
-    device: torch.device | str = "cpu",
-    later_bytes: int = 0,
-) -> KVPool:
-    """The worker's KV pool, of `kv_memory_bytes` or sized as the module says.
-
-    Args:
-        options: without `auto`, but that of `kv_memory_bytes`.
-        max_context: tokens of the longest sequence, whatever the pool holds.
-        memory: of `device`.
-        later_bytes: what this process will take beside the pool, and doesn't use yet.
-
-    Raises:
-        ValueError: there isn't enough memory; the text says how much there is.
-    """
-    if options.kv_memory_bytes:
-        return allocate_pool(layout, options.kv_memory_bytes, device)
-    with _turn():
-        memory.settle()
-        size = pool_bytes(layout, options, max_context, memory, later_bytes)
-        return allocate_pool(layout, size, device)
-
-
 def make_pools(
     layout: CacheLayout,
     options: EngineConfig,
     max_context: int,
     memory: DeviceMemory,
     device: torch.device | str = "cpu",
+    later_bytes: int = 0,
 ) -> tuple[KVPool, ...]:
     """The pools of a layout's tracks, together of `kv_memory_bytes` or sized as the module says.
 
-    Groups behind the first have as many blocks as `side_blocks` says. The first one takes the rest of the memory, and
-    at least half of what `kv_memory_bytes` gives.
-
     Args:
-        options, max_context, memory, device: as for `make_pool`.
+        options: without `auto`, but that of `kv_memory_bytes`.
+        max_context: tokens of the longest sequence, whatever the pools hold.
+        memory: of `device`.
+        later_bytes: what this process will take beside the pools, and doesn't use yet.
 
     Raises:
         ValueError: there isn't enough memory; the text says how much there is.
     """
-    whole = KVLayout(1, 1, 1, layout.block_size, "raw", planes=1)
+
+    def allocate(size: int) -> tuple[KVPool, ...]:
+        counts = block_counts(layout, options, size)
+        return tuple([allocate_pool(track, counts[index], device) for index, track in layout.tracks])
+
+    if options.kv_memory_bytes:
+        return allocate(options.kv_memory_bytes)
     with _turn():
         memory.settle()
-        counts = {0: 0, **{index: side_blocks(group, options) for index, group in enumerate(layout.groups) if index}}
-        sizes = {index: sum(track.block_bytes for track in group.tracks) for index, group in enumerate(layout.groups)}
-        sides = sum(counts[index] * sizes[index] for index in counts)
-        if layout.block_bytes:
-            # As one track, whose blocks are as large as those of all tracks of the first group.
-            whole = replace(whole, head_dim=layout.block_bytes // layout.block_size)
-            size = options.kv_memory_bytes or pool_bytes(whole, options, max_context, memory, sides)
-            left = size - min(sides, size // 2) if options.kv_memory_bytes else size
-            counts[0] = whole.blocks_in(left)
-        return tuple(KVPool(track, counts[index], device) for index, track in layout.tracks)
+        return allocate(pool_bytes(layout, options, max_context, memory, later_bytes))
+
+
+def block_counts(layout: CacheLayout, options: EngineConfig, size: int) -> dict[int, int]:
+    """Blocks, or slots, of each group with tracks, by its index, for pools of `size` bytes together.
+
+    A window has as many as `side_blocks` says, but no more than all layers had if none had a window. The first group
+    takes the rest, and at least half of what `kv_memory_bytes` gives, if there are states.
+
+    Raises:
+        ValueError: not even one block fits.
+    """
+    counts = {index: side_blocks(group, options) for index, group in enumerate(layout.groups) if index}
+    sizes = [sum([track.block_bytes for track in group.tracks]) for group in layout.groups]
+    states = sum([counts[index] * sizes[index] for index in counts if layout.groups[index].kind == "state"])
+    left = size - (min(states, size // 2) if options.kv_memory_bytes else states)
+    windows = [index for index in counts if layout.groups[index].kind == "window"]
+    each = sizes[0] + sum([sizes[index] for index in windows])
+    if not each:
+        return counts
+    if left < each:
+        raise ValueError(f"kv_memory_bytes is {size}; one KV block of this model takes {each}")
+    for index in windows:
+        counts[index] = min(counts[index], left // each)
+    if sizes[0]:
+        counts[0] = (left - sum([counts[index] * sizes[index] for index in windows])) // sizes[0]
+    return counts
+
+
+def tokens_within(layout: CacheLayout, pools: Sequence[KVPool], options: EngineConfig) -> int:
+    """Tokens of the longest sequence for which there are blocks, if it is alone.
+
+    A window's pool bounds it only if it is too small for the window and the next step's tokens.
+    """
+    found = UNBOUNDED
+    for (index, _), pool in zip(layout.tracks, pools, strict=True):
+        group = layout.groups[index]
+        whole = -(-(group.window + options.max_batch_tokens) // options.block_size) + 2
+        if group.kind != "state" and (group.kind != "window" or pool.num_blocks < whole):
+            found = min(found, pool.num_tokens)
+    return found
 
 
 def pool_bytes(
-    layout: KVLayout, options: EngineConfig, max_context: int, memory: DeviceMemory, later_bytes: int = 0
+    layout: CacheLayout, options: EngineConfig, max_context: int, memory: DeviceMemory, later_bytes: int = 0
 ) -> int:
-    """Bytes of a pool whose `kv_memory_bytes` is `auto`; the arguments are those of `make_pool`.
+    """Bytes of the pools together if `kv_memory_bytes` is `auto`; the arguments are those of `make_pools`.
 
     Raises:
         ValueError: not even one block fits.
@@ -180,10 +192,12 @@ def pool_bytes(
         f"{own / GIB:.2f} GiB are this worker's of {total / GIB:.2f} GiB, {free / GIB:.2f} GiB are free, and it uses "
         f"{(used + later_bytes) / GIB:.2f} GiB without a KV pool"
     )
-    if size < layout.block_bytes:
+    if size < max(1, layout.block_bytes):
         raise ValueError(f"kv_memory_bytes is auto; no memory is left for a KV pool: {facts}")
     contexts = (GPU_DEFAULTS if options.device == "cuda" else CPU_DEFAULTS).pool_contexts
-    most = contexts * layout.blocks_for(max_context) * layout.block_bytes
+    most = contexts * -(-max_context // layout.block_size) * layout.block_bytes
+    for group in layout.side_groups:
+        most += side_blocks(group, options) * sum([track.block_bytes for track in group.tracks])
     logger.info("the KV pool takes %.2f GiB: %s", min(size, most) / GIB, facts)
     return min(size, most)
 

@@ -328,18 +328,18 @@ def fields(array: Any, layout: KVLayout) -> list[Any]:
     return [part.reshape(*array.shape[:-1], *inner, part.shape[-1] // (slots * heads)) for part in parts]
 
 
-def allocate_pool(layout: KVLayout, memory_bytes: int, device: torch.device | str = "cpu") -> KVPool:
-    """A pool of as many blocks as fit into `memory_bytes`.
+def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device | str = "cpu") -> KVPool:
+    """A pool of so many blocks.
 
     Raises:
-        ValueError: not even one block fits, or the device doesn't have the memory.
+        ValueError: the device doesn't have the memory.
     """
-    num_blocks = layout.blocks_in(memory_bytes)
     try:
         return KVPool(layout, num_blocks, device)
     except torch.cuda.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(device)
-        raise ValueError(f"kv_memory_bytes is {memory_bytes}; {free} of {total} bytes are free on {device}") from error
+        size = num_blocks * layout.block_bytes
+        raise ValueError(f"kv_memory_bytes is {size}; {free} of {total} bytes are free on {device}") from error
 
 
 def _empty(shape: tuple[int, ...], device: torch.device) -> Tensor:

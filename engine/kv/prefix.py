@@ -36,18 +36,22 @@ class PrefixIndex:
         *,
         enabled: bool = True,
         sides: Sequence[SidePool] = (),
+        memory: BlockPool | None = None,
     ) -> None:
         """Becomes the pool's index.
 
         Args:
             enabled: if False, it stays empty and finds nothing.
             sides: pools of the layer groups behind the first.
+            memory: see the attribute.
 
         Raises:
             ValueError: the pool has an index already.
         """
         self._contents = Contents(pool)
         self.pool = pool
+        self.memory = memory or pool
+        """Pool whose blocks bound what the engine can take: that of a window, if the first group's take no memory."""
         self.sides = tuple(sides)
         self.queried_tokens = self.hit_tokens = 0
         """Tokens for which blocks were allocated so far, and those of them that were found."""
@@ -108,10 +112,10 @@ class PrefixIndex:
         fresh = count - len(shared)
         if not self.pool.can_allocate(shared, fresh + spare):
             return None
-        if not all(side.can_begin(imports) for side in self.sides):
+        if not all(side.can_begin(count) for side in self.sides):
             return None
         hold = self.pool.share(shared, "a new hold")
-        hold.sides = tuple([side.begin(chain[: len(shared)], imports) for side in self.sides])
+        hold.sides = tuple([side.begin(chain[: len(shared)], imports, count) for side in self.sides])
         if not hold.extend(fresh):
             raise IntegrityError(f"the pool has no {fresh} blocks beside {len(shared)} shared ones, as it said")
         hold.chain = chain

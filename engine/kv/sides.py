@@ -36,12 +36,20 @@ def side_blocks(group: LayerGroup, options: EngineConfig) -> int:
     if group.kind == "state":
         return 2 * sequences
     each = -(-group.window // options.block_size) + 2
-    return sequences * each + -(-options.max_batch_tokens // options.block_size)
+    return sequences * each + 2 * -(-options.max_batch_tokens // options.block_size)
 
 
-def blocks_without_kv(options: EngineConfig, max_context: int) -> int:
-    """Blocks of a first group that keeps nothing: enough for all sequences, since they take no memory."""
-    return (2 * options.max_sequences + 2) * -(-max_context // options.block_size)
+def blocks_without_kv(options: EngineConfig, max_context: int, windows: Sequence[tuple[int, int]] = ()) -> int:
+    """Blocks of a first group that keeps nothing, which take no memory: enough for all sequences that windows have
+    blocks for.
+
+    Args:
+        windows: (window in tokens, blocks) of each window group.
+    """
+    sequences = 2 * options.max_sequences + 2
+    for window, blocks in windows:
+        sequences = min(sequences, blocks // -(-window // options.block_size) + 1)
+    return sequences * -(-max_context // options.block_size)
 
 
 class SidePool:
@@ -56,6 +64,8 @@ class SidePool:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.contents = Contents(self.pool)
+        self.live: set[SideHold] = set()
+        """What sequences, and reservations, have of a window, until they release it."""
 
     @property
     def is_state(self) -> bool:
@@ -72,13 +82,17 @@ class SidePool:
         """Whether the content of this logical block, or the state at its end, is there."""
         return self.contents.get(digest) is not None
 
-    def can_begin(self, imports: int | None) -> bool:
-        """Whether a sequence can begin; `imports` as for `PrefixIndex.allocate`."""
-        # Of a prefix that is there, blocks that are cached now are taken, too.
-        return self.pool.available >= (2 if self.is_state else self._import_blocks(imports) + self._most_shared())
+    def can_begin(self, blocks: int) -> bool:
+        """Whether a sequence of so many logical blocks can begin, and all that are here find theirs. Blocks of its
+        prefix that are cached now count as available until it has them."""
+        if self.is_state:
+            return self.pool.available >= 2
+        lacking = sum([max(0, min(own.wanted, self.most) - len(own.hold.blocks)) for own in self.live])
+        return self.pool.available >= min(blocks, self.most) + lacking
 
-    def begin(self, chain: Sequence[bytes], imports: int | None) -> "SideHold":
-        """What a sequence begins with behind the blocks with these digests, all of which are known.
+    def begin(self, chain: Sequence[bytes], imports: int | None, blocks: int) -> "SideHold":
+        """What a sequence of so many logical blocks begins with behind those with these digests, all of which are
+        known. `imports` as for `PrefixIndex.allocate`.
 
         Raises:
             IntegrityError: they aren't, or there is no room, though `can_begin` said so.
@@ -98,9 +112,13 @@ class SidePool:
             if hold is None:
                 raise IntegrityError("the pool of a window has too few blocks, unlike what it said")
             # The sender's blocks may be smaller, and begin inside of the first one.
-            return SideHold(self, hold, first, complete=first + (first > 0))
-        first = self.first_needed(len(chain))
-        return SideHold(self, self.pool.share(self._known(chain[first:]), "a new hold"), first)
+            own = SideHold(self, hold, first, complete=first + (first > 0))
+        else:
+            first = self.first_needed(len(chain))
+            own = SideHold(self, self.pool.share(self._known(chain[first:]), "a new hold"), first)
+        own.wanted = blocks
+        self.live.add(own)
+        return own
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every block is in one state, and the index agrees."""
@@ -119,14 +137,16 @@ class SidePool:
             return 0
         return imports // self.block_size + 1 - self.group.first_needed(imports) // self.block_size
 
-    def _most_shared(self) -> int:
+    @property
+    def most(self) -> int:
+        """Blocks of a window that a sequence has at most between two steps."""
         return -(-self.group.window // self.block_size) + 1
 
 
 class SideHold:
     """One sequence's blocks of one group."""
 
-    __slots__ = ("complete", "first", "hold", "side", "snapshot")
+    __slots__ = ("complete", "first", "hold", "side", "snapshot", "wanted")
 
     def __init__(self, side: SidePool, hold: Hold, first: int, snapshot: Hold | None = None, complete: int = 0) -> None:
         """
@@ -140,6 +160,8 @@ class SideHold:
         self.first = first
         self.snapshot = snapshot
         self.complete = complete
+        self.wanted = 0
+        """Logical blocks of the sequence, as far as they are known: it will want as many that are in the window."""
 
     def can_cover(self, tokens: int) -> bool:
         """Whether there is room for so many tokens of the sequence."""
@@ -150,6 +172,8 @@ class SideHold:
         lacking = self._lacking(tokens)
         if lacking > 0 and not self.hold.extend(lacking):
             raise IntegrityError(f"the pool of a {self.side.group.kind} has no {lacking} blocks, as it said")
+        # It grows on.
+        self.wanted = max(self.wanted, self.first + len(self.hold.blocks) + 1)
 
     def room(self) -> int:
         """Tokens of the sequence that it has room for."""
@@ -169,9 +193,10 @@ class SideHold:
             self.hold.drop(min(count, len(self.hold.blocks)))
             self.first += count
 
-    def share(self, first: int, end: int, owner: str) -> "SideHold":
-        """A further hold of what it has of the logical blocks [first, end); of a state, nothing: it still changes."""
-        begin = max(first, self.first)
+    def share(self, first: int, end: int, tokens: int, owner: str) -> "SideHold":
+        """A further hold of what it has of the logical blocks [first, end) and a token behind `tokens` ones needs; of a
+        state, nothing: it still changes."""
+        begin = max(first, self.first, self.side.group.first_needed(tokens) // self.side.block_size)
         blocks = [] if self.side.is_state else self.hold.blocks[begin - self.first : max(begin, end) - self.first]
         return SideHold(self.side, self.side.pool.share(blocks, owner), begin)
 
@@ -194,6 +219,7 @@ class SideHold:
 
     def release(self) -> None:
         """Drops all references. Idempotent."""
+        self.side.live.discard(self)
         self.hold.release()
         if self.snapshot is not None:
             self.snapshot.release()

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvrelay.engine.attention.base import CPU, Attention, AttentionInputs
+from kvrelay.engine.attention.base import CPU, Attention, AttentionInputs, LayerKV, layers_of
 from kvrelay.engine.attention.native import NativeAttention, supports
 from kvrelay.engine.attention.torch import TorchAttention
 from kvrelay.engine.config import Dtype, EngineConfig, Quantization
 from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout
-from kvrelay.engine.kv.memory import DeviceMemory, HostMemory, make_pool
+from kvrelay.engine.kv.memory import DeviceMemory, HostMemory, make_pools, tokens_within
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.models.fast.decoder import NO_TAPS, Decoder, Model, Taps, Weights, taps_into
 from kvrelay.engine.models.fast.loader import NO_CACHE, LayerCache, Making, OnLoaded, load_weights
@@ -43,9 +43,6 @@ from kvrelay.kernels.ops import Linear
 
 logger = logging.getLogger(__name__)
 
-ALL_KEYS = (0,)
-"""The windows of one layer that has none."""
-
 
 class CpuRunner:
     """Implements `Runner`."""
@@ -57,7 +54,8 @@ class CpuRunner:
         self,
         spec: ModelSpec,
         model: Model,
-        pool: KVPool,
+        cache_layout: CacheLayout,
+        pools: tuple[KVPool, ...],
         attention: Attention,
         threads: int,
         parts: Parts,
@@ -71,10 +69,12 @@ class CpuRunner:
         """
         self.spec = spec
         self.parts = parts
-        self.pool = pool
+        self.cache_layout = cache_layout
+        self.pools = pools
         self.model = model
         self.attention = attention
         self._threads = threads
+        self._windows = [group.window for group in cache_layout.side_groups]
         self._sample = sample
         self._thread: int | None = None
 
@@ -83,12 +83,8 @@ class CpuRunner:
         return self.pool.layout
 
     @property
-    def cache_layout(self) -> CacheLayout:
-        return CacheLayout.of(self.layout)
-
-    @property
-    def pools(self) -> tuple[KVPool, ...]:
-        return (self.pool,)
+    def pool(self) -> KVPool:
+        return self.pools[0]
 
     @property
     def states_shape(self) -> StatesShape:
@@ -120,9 +116,9 @@ class CpuRunner:
         return FinishedStep(output if states is None else replace(output, states=states))
 
     def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
-        """See `ChainRunner.chain`. On the native kernels, all of it is one call."""
+        """See `ChainRunner.chain`. On the native kernels, all of it is one call, unless windows have pools."""
         self._set_threads()
-        if not isinstance(self.model, NativeDecoder):
+        if not isinstance(self.model, NativeDecoder) or self._windows:
             return chain_of_steps(self, plan, count)
         rows = np.arange(plan.num_rows)
         chosen, largest = self.model.choose(plan, rows, draws_of(plan, rows), count)
@@ -135,7 +131,7 @@ class CpuRunner:
         Args:
             taps: as for `Decoder.forward`.
         """
-        inputs = AttentionInputs.from_plan(plan, self.layout.block_size)
+        inputs = AttentionInputs.from_plan(plan, self.cache_layout.block_size, windows=self._windows)
         self.attention.plan(inputs)
         tokens = torch.from_numpy(plan.tokens.astype(np.int64))
         return self.model.forward(tokens, inputs.positions, self.attention, taps=taps)
@@ -149,24 +145,25 @@ class CpuRunner:
 
     def warm_up(self, keep: tuple[int, ...] = ()) -> None:
         """Runs steps of a few shapes, so that the first request finds code and buffers ready. Overwrites KV blocks."""
-        capacity = min(self.pool.num_tokens, self.spec.max_context)
+        capacity = min([self.spec.max_context, *[pool.num_tokens for pool in self.pools]])
         for step, length in enumerate((1, 8, 64, 256)):
             if length < capacity:
                 self.launch(self._warm_up_plan(2 * step, 0, length))
                 self.launch(self._warm_up_plan(2 * step + 1, length, 1))
 
     def _warm_up_plan(self, step: int, start: int, length: int) -> StepPlan:
-        blocks = self.layout.blocks_for(start + length)
+        table = np.arange(self.layout.blocks_for(start + length), dtype=np.int32)[None]
         return StepPlan(
             step=step,
             handles=(0,),
             tokens=np.zeros(length, np.int32),
             starts=np.array([start], np.int32),
             lengths=np.array([length], np.int32),
-            block_tables=np.arange(blocks, dtype=np.int32)[None],
+            block_tables=table,
             sample=np.array([True]),
             sampling=(SamplingParams(temperature=float(step % 2)),),
             generated=np.zeros(1, np.int32),
+            side_tables=(table,) * len(self._windows),
         )
 
     def _set_threads(self) -> None:
@@ -182,13 +179,16 @@ def build_cpu_runner(
     options: EngineConfig,
     on_loaded: OnLoaded | None = None,
     memory: DeviceMemory | None = None,
+    *,
+    slides: bool = True,
 ) -> CpuRunner:
-    """Loads the checkpoint in `folder` and allocates its KV pool.
+    """Loads the checkpoint in `folder` and allocates its KV pools.
 
     Args:
         dtype: of weights and KV; auto takes the checkpoint's, or float32 in place of float16, which is slow on CPU.
         on_loaded: called with the loaded share of the weights, 0 to 1.
         memory: of the machine; None asks Linux.
+        slides: whether layers with a window keep the KV of their windows only.
 
     Raises:
         ValueError: the checkpoint or an option can't be used; the text says which and why.
@@ -198,10 +198,10 @@ def build_cpu_runner(
     options = options.on("cpu")
     check_stored(options.quantization, config.stored)
     run_dtype = _run_dtype(dtype, config)
-    layout = config.kv_layout(run_dtype, options.kv_dtype, options.block_size, "NHD")
+    whole = config.kv_layout(run_dtype, options.kv_dtype, options.block_size, "NHD")
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    team = _team(config, run_dtype, layout, threads)
+    team = _team(config, run_dtype, whole, threads)
     choice = sample if team is None else NativeSampler(team)
     parts = _parts(TORCH_DTYPES[run_dtype], team, options.quantization, choice)
     with torch.inference_mode():
@@ -214,18 +214,21 @@ def build_cpu_runner(
         max_context=options.max_context,
         pool_tokens=0,
     )
-    pool = make_pool(layout, options, spec.max_context, memory or HostMemory())
-    spec = spec.within(pool.num_tokens)
-    windows = config.windows(spec.max_context)
+    layout = config.cache_layout(whole, spec.max_context) if slides else CacheLayout.of(whole)
+    pools = make_pools(layout, options, spec.max_context, memory or HostMemory())
+    # Which layers have a pool of their own doesn't depend on the memory.
+    layers = layers_of(pools, config.windows(spec.max_context))
+    spec = spec.within(tokens_within(layout, pools, options))
     if team is None:
         plain = Decoder(config, weights, ops)
-        return CpuRunner(spec, plain, pool, TorchAttention(pool, windows), threads, parts, choice)
+        return CpuRunner(spec, plain, layout, pools, TorchAttention(layers), threads, parts, choice)
     # torch has little left to do here. Its threads spin for a while after each call, which would take the cores from
     # the kernels' own threads.
     torch.set_num_threads(1)
-    attention = NativeAttention(pool, windows, config.heads, team)
+    attention = NativeAttention(layers, config.heads, team)
     with torch.inference_mode():
-        return CpuRunner(spec, NativeDecoder(config, weights, attention, team), pool, attention, 1, parts, choice)
+        native = NativeDecoder(config, weights, attention, team)
+        return CpuRunner(spec, native, layout, pools, attention, 1, parts, choice)
 
 
 def _team(config: ModelConfig, dtype: FloatDtype, layout: KVLayout, threads: int) -> Team | None:
@@ -284,9 +287,9 @@ def _parts(dtype: torch.dtype, team: Team | None, quantization: Quantization, ch
         lay_out = dequantizing(dtype, lay_out)
     linear, head = quantizing(quantize, lay_out), quantizing(quantize_head, lay_out)
     attention: MakeAttention = (
-        (lambda pool, heads, plans: TorchAttention(pool, ALL_KEYS))
+        (lambda pool, heads, plans: TorchAttention([LayerKV(pool, 0, 0)]))
         if team is None
-        else (lambda pool, heads, plans: NativeAttention(pool, ALL_KEYS, heads, team))
+        else (lambda pool, heads, plans: NativeAttention([LayerKV(pool, 0, 0)], heads, team))
     )
     activations = dtype if team is None else torch.float32
     return Parts(linear, head, ops, attention, guessing(choice), dtype, activations, CPU, torch.inference_mode)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout
-from kvrelay.engine.kv.memory import DeviceMemory, make_pools, memory_of
+from kvrelay.engine.kv.memory import DeviceMemory, make_pools, memory_of, tokens_within
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.models.fast.loader import OnLoaded
 from kvrelay.engine.models.general.check import Prompts
@@ -229,8 +229,7 @@ def build_general_runner(
     )
     pools = make_pools(choice.layout, options, spec.max_context, memory or memory_of(device), device)
     store = Store(choice.placing, pools)
-    if choice.layout.block_bytes:
-        spec = spec.within(pools[0].num_blocks * choice.layout.block_size)
+    spec = spec.within(tokens_within(choice.layout, pools, options))
     logger.info("%s runs as transformers' code, %s; faster ways: %s", config.architecture, choice.name, choice.refused)
     chooser: Sample = sample if team is None else NativeSampler(team)
     return GeneralRunner(spec, choice.make(store), store, choice, threads, chooser)

@@ -23,13 +23,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvrelay.engine.attention.base import Attention
+from kvrelay.engine.attention.base import Attention, LayerKV, layers_of
 from kvrelay.engine.attention.choice import fastest
 from kvrelay.engine.attention.prefill import Prefill
 from kvrelay.engine.attention.triton import TritonAttention, architecture_of
 from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout
-from kvrelay.engine.kv.memory import DeviceMemory, asking, make_pool, memory_of
+from kvrelay.engine.kv.memory import DeviceMemory, asking, make_pools, memory_of, tokens_within
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.kv.writes import WRITTEN, EventWaiter, KVWrites
 from kvrelay.engine.models.fast.decoder import NO_TAPS, Decoder, Taps, taps_into
@@ -65,8 +65,6 @@ FP8_ARCHITECTURE = 89
 """Compute capability, times ten, from which on GPUs convert to and from E4M3."""
 Makers = tuple[MakeLinear, MakeLinear]
 """`linear` and `head` of `Parts`."""
-ALL_KEYS = (0,)
-"""The windows of one layer that has none."""
 
 
 def dense(weight: Tensor | CodedWeight, bias: Tensor | None) -> Linear:
@@ -86,24 +84,27 @@ class GpuRunner:
         self,
         spec: ModelSpec,
         model: Decoder,
-        pool: KVPool,
+        cache_layout: CacheLayout,
+        pools: tuple[KVPool, ...],
         options: EngineConfig,
         capture: Capture | None = None,
         make: Makers = DENSE,
     ) -> None:
         """
         Args:
-            model: on the pool's device.
-            capture: makes graphs in `warm_up`; CUDA's own if None and the pool is on a GPU.
+            model: on the pools' device.
+            capture: makes graphs in `warm_up`; CUDA's own if None and the pools are on a GPU.
             make: layers of a proposer that guesses from hidden states.
         """
         self.spec = spec
-        self.pool = pool
+        self.cache_layout = cache_layout
+        self.pools = pools
         self.model = model
-        self.device = pool.tensor.device
+        self.device = pools[0].tensor.device
+        kv_bytes = sum([pool.nbytes for pool in pools])
         self._purpose = (
             f"steps of max_batch_tokens {options.max_batch_tokens} and max_sequences {options.max_sequences} beside"
-            f" {pool.nbytes} bytes of KV (kv_memory_bytes)"
+            f" {kv_bytes} bytes of KV (kv_memory_bytes)"
         )
         self._cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if self._cuda else None
@@ -111,21 +112,24 @@ class GpuRunner:
         self._written: KVWrites = WRITTEN
         """KV writes of the step that is being launched."""
         rows = min(options.max_sequences, options.max_batch_tokens)
-        width = min(self.layout.blocks_for(spec.max_context), pool.num_blocks)
-        size = self.layout.block_size
         # A decode step has one token per row; a step with chunks may use the whole token budget.
-        self._decode = InputBuffers(rows, rows, width, size, MAX_BANNED, self.device)
-        self._mixed = InputBuffers(rows, options.max_batch_tokens, width, size, MAX_BANNED, self.device)
-        windows = model.config.windows(spec.max_context)
+        self._decode = InputBuffers(rows, rows, cache_layout, spec.max_context, MAX_BANNED, self.device)
+        self._mixed = InputBuffers(
+            rows, options.max_batch_tokens, cache_layout, spec.max_context, MAX_BANNED, self.device
+        )
+        own = {group.window for group in cache_layout.side_groups}
+        windows = [
+            window if window in own or window < spec.max_context else 0 for window in model.config.traits.windows
+        ]
         self.attention = TritonAttention(
-            pool, TORCH_DTYPES[spec.dtype], windows, model.config.heads, rows, options.prefill_attention
+            layers_of(pools, windows), TORCH_DTYPES[spec.dtype], model.config.heads, rows, options.prefill_attention
         )
         self._scratch = Workspace.empty(rows, spec.vocab_size, self.device)
         dtype = TORCH_DTYPES[spec.dtype]
         self.parts = Parts(
             *make,
             gpu_ops.GpuOps(),
-            lambda pool, heads, plans: TritonAttention(pool, dtype, ALL_KEYS, heads, rows, plans=plans),
+            lambda pool, heads, plans: TritonAttention([LayerKV(pool, 0, 0)], dtype, heads, rows, plans=plans),
             GpuGuesses(rows, self._scratch),
             dtype,
             dtype,
@@ -155,12 +159,8 @@ class GpuRunner:
         return self.pool.layout
 
     @property
-    def cache_layout(self) -> CacheLayout:
-        return CacheLayout.of(self.layout)
-
-    @property
-    def pools(self) -> tuple[KVPool, ...]:
-        return (self.pool,)
+    def pool(self) -> KVPool:
+        return self.pools[0]
 
     @property
     def states_shape(self) -> StatesShape:
@@ -201,7 +201,7 @@ class GpuRunner:
 
     @torch.inference_mode()
     def warm_up(self, keep: tuple[int, ...] = ()) -> None:
-        """Compiles the kernels, also those of the hand-off, and captures the graphs; changes nothing in the pool.
+        """Compiles the kernels, also those of the hand-off, and captures the graphs; changes nothing in the pools.
 
         Args:
             keep: what the graphs keep. A step that keeps anything else runs without them.
@@ -209,7 +209,8 @@ class GpuRunner:
         Raises:
             ValueError: the device doesn't have the memory.
         """
-        self.pool.warm_up()
+        for pool in self.pools:
+            pool.warm_up()
         capture = self._capture
         if capture is None and self._stream is not None:
             capture = cuda_capture(self._stream)
@@ -319,7 +320,7 @@ class GpuRunner:
     def _prefill_once(self) -> None:
         """Runs a step of the largest size, of tokens whose KV isn't kept."""
         inputs = self._mixed
-        tokens = min(len(inputs.tokens), self.spec.max_context, self.pool.num_tokens)
+        tokens = min(len(inputs.tokens), self.spec.max_context)
         inputs.contexts[0] = tokens
         self.attention.plan(inputs.view(np.zeros(1, np.int64), np.array([tokens]), tokens))
         hidden = self._forward(inputs, tokens, self.attention)
@@ -358,14 +359,17 @@ def build_gpu_runner(
     device: torch.device | str = "cuda",
     memory: DeviceMemory | None = None,
     later_bytes: int = 0,
+    *,
+    slides: bool = True,
 ) -> GpuRunner:
-    """Loads the checkpoint in `folder` onto a device and allocates its KV pool there.
+    """Loads the checkpoint in `folder` onto a device and allocates its KV pools there.
 
     Args:
         dtype: of weights and KV; auto takes the checkpoint's.
         on_loaded: called with the loaded share of the weights, 0 to 1.
         memory: of the device; None asks CUDA.
         later_bytes: what else will be loaded onto the device.
+        slides: whether layers with a window keep the KV of their windows only.
 
     Raises:
         ValueError: the checkpoint or an option can't be used; the text says which and why.
@@ -378,7 +382,7 @@ def build_gpu_runner(
     coded = options.kv_dtype != "fp8" or architecture_of(torch.device(device)) >= FP8_ARCHITECTURE
     require(coded, "kv_dtype", options.kv_dtype, "auto, or int8 on a GPU of compute capability below 8.9")
     run_dtype, quantization = config.dtype if dtype == "auto" else dtype, options.quantization
-    layout = config.kv_layout(run_dtype, options.kv_dtype, options.block_size, "HND")
+    whole = config.kv_layout(run_dtype, options.kv_dtype, options.block_size, "HND")
 
     def lay_out(weight: Tensor | CodedWeight, bias: Tensor | None) -> Linear:
         if isinstance(weight, CodedWeight):
@@ -400,23 +404,25 @@ def build_gpu_runner(
         max_context=options.max_context,
         pool_tokens=0,
     )
+    layout = config.cache_layout(whole, unbounded.max_context) if slides else CacheLayout.of(whole)
     if not options.kv_memory_bytes:
         later_bytes += _runner_bytes(unbounded, model, layout, options, memory, device)
-    pool = make_pool(layout, options, unbounded.max_context, memory, device, later_bytes)
-    with asking(f"buffers beside {pool.nbytes} bytes of KV (kv_memory_bytes)", memory):
-        return GpuRunner(unbounded.within(pool.num_tokens), model, pool, options, make=(linear, head))
+    pools = make_pools(layout, options, unbounded.max_context, memory, device, later_bytes)
+    spec = unbounded.within(tokens_within(layout, pools, options))
+    with asking(f"buffers beside {sum([pool.nbytes for pool in pools])} bytes of KV (kv_memory_bytes)", memory):
+        return GpuRunner(spec, model, layout, pools, options, make=(linear, head))
 
 
 def _runner_bytes(
     spec: ModelSpec,
     model: Decoder,
-    layout: KVLayout,
+    layout: CacheLayout,
     options: EngineConfig,
     memory: DeviceMemory,
     device: torch.device | str,
 ) -> int:
     """Bytes that a runner takes beside weights and pool: buffers, a step's intermediate tensors, graphs. It makes a
-    runner with a pool for one step and measures it; compiled kernels stay for the runner to come.
+    runner with pools for one step and measures it; compiled kernels stay for the runner to come.
 
     Raises:
         ValueError: the device doesn't have that much.
@@ -425,8 +431,8 @@ def _runner_bytes(
     before = memory.used()
     tokens = min(options.max_batch_tokens, spec.max_context)
     with asking(f"buffers of max_sequences {options.max_sequences} beside the weights", memory):
-        pool = KVPool(layout, layout.blocks_for(tokens), device)
-        runner = GpuRunner(spec, model, pool, options)
+        pools = tuple([KVPool(track, track.blocks_for(tokens), device) for _, track in layout.tracks])
+        runner = GpuRunner(spec, model, layout, pools, options)
     runner.warm_up()
     del runner
-    return max(0, memory.used() - before - pool.num_blocks * layout.block_bytes)
+    return max(0, memory.used() - before - sum([pool.nbytes for pool in pools]))

@@ -145,6 +145,8 @@ def side_tables_of(rows: list[Row], width: int) -> tuple[NDArray[np.int32], ...]
             own = row.sequence.hold.sides[number]
             used = own.hold.blocks[: width - own.first]
             table[at : at + row.rows, own.first : own.first + len(used)] = used
+            # Kernels may load keys before the window, which they then give no weight: they must be numbers.
+            table[at : at + row.rows, : own.first] = own.hold.blocks[0]
             at += row.rows
         found.append(table)
     return tuple(found)

@@ -89,10 +89,10 @@ class Scheduler:
         Args:
             prefix: with the pool that blocks are taken from.
             spec: of the model, for the limits on requests.
-            lag: plans that may be in flight when another one is made, 0 or 1; 0 if there are groups behind the first.
+            lag: plans that may be in flight when another one is made, 0 or 1; 0 if there are states.
             speculation: guesses tokens; None guesses none.
         """
-        require(not (lag and prefix.sides), "lag", lag, "0 for a model with windows or states")
+        require(not (lag and any(side.is_state for side in prefix.sides)), "lag", lag, "0 for a model with states")
         self.speculation = speculation
         self.on_start: OnStart | None = None
         self.on_preempt: OnStart | None = None
@@ -205,10 +205,11 @@ class Scheduler:
         return True
 
     def share(self, sequence: Sequence, first: int, end: int) -> Hold:
-        """A further hold of blocks [first, end) of a sequence's table, so that they can be sent while it continues."""
+        """A further hold of blocks [first, end) of a sequence's table, so that they can be sent while it continues. Of
+        a window, it has those that the token behind all of the sequence's needs."""
         owner = f"export {sequence.request}"
         hold = self._pool.share(sequence.hold.blocks[first:end], owner)
-        hold.sides = tuple([side.share(first, end, owner) for side in sequence.hold.sides])
+        hold.sides = tuple([side.share(first, end, sequence.num_tokens, owner) for side in sequence.hold.sides])
         return hold
 
     def check_integrity(self, *, idle: bool = False) -> None:
@@ -383,6 +384,11 @@ class Scheduler:
     def _can_extend_all(self) -> bool:
         """Whether every running sequence that needs one more block can get it without a preemption."""
         running, kept = self._running, self._allocator.kept_from_growth
+        for number, side in enumerate(self.prefix.sides):
+            if side.pool.available < len(running):
+                lacking = sum([sequence.hold.sides[number].room() <= sequence.reach for sequence in running])
+                if side.pool.available < lacking:
+                    return False
         if self._pool.can_allocate((), len(running) + kept):
             return True
         wanted = [len(sequence.hold.blocks) * self._block_size <= sequence.reach for sequence in running]
@@ -441,7 +447,7 @@ class Scheduler:
                 border = end - end % self._block_size
                 end = border if border > start else end
             end = self._snapshots.end_of_chunk(start, end, sequence.expected)
-            if not sequence.hold.cover(end) and (rows or not self._extend(sequence, end)):
+            if not sequence.hold.cover(end) and (rows or self._in_flight or not self._extend(sequence, end)):
                 continue
             rows.append(Row(sequence, end - start))
             budget -= end - start

@@ -195,7 +195,9 @@ def flash_prefill_kernel(
     end = before + tokens
     unmasked_end = (before + 1) // BLOCK_N * BLOCK_N
     left, unmasked = 0, 0
+    oldest = None
     if WINDOWED:
+        oldest = tl.maximum(before - window + 1, 0)
         left = tl.maximum(before - window + 1, 0) // BLOCK_N * BLOCK_N
         unmasked = tl.minimum((tl.maximum(end - window, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N, unmasked_end)
     edges = (left, unmasked, unmasked_end, end)
@@ -209,7 +211,7 @@ def flash_prefill_kernel(
             table,
             edges[part],
             edges[part + 1],
-            None,
+            oldest,
             position,
             window,
             MASKED=part != 1,

@@ -147,7 +147,8 @@ def attend_keys(
         row: with TMA, the head's first row of keys, and of values, in block 0.
         table: the sequence's block table.
         begin: a multiple of BLOCK_N.
-        first, position: either the first key that all rows see, or the position [BLOCK_M] of each row; the other None.
+        first: the first key that a row sees; keys before it aren't loaded. None if there are none.
+        position: the position [BLOCK_M] of each row; None if all rows see all keys from `first` on.
         MASKED: not all rows see all of the keys.
     """
     total, largest, weight = state

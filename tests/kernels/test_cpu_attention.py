@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvrelay.engine.attention.base import Attention, AttentionInputs, HeadNorm, Rotation
+from kvrelay.engine.attention.base import Attention, AttentionInputs, HeadNorm, Rotation, layers_of
 from kvrelay.engine.attention.native import NativeAttention
 from kvrelay.engine.attention.torch import TorchAttention
 from kvrelay.engine.kv.layout import KVDtype, KVLayout
@@ -150,7 +150,7 @@ def windows(shape: Shape) -> tuple[int, ...]:
 
 
 def native(step: Step, kernels: ctypes.CDLL, threads: int = 2) -> NativeAttention:
-    return NativeAttention(step.pool, windows(step.shape), step.shape.heads, Team(kernels, threads))
+    return NativeAttention(layers_of([step.pool], windows(step.shape)), step.shape.heads, Team(kernels, threads))
 
 
 def check_native(step: Step, kernels: ctypes.CDLL, threads: int = 2, scale: float = 1.0) -> None:
@@ -179,7 +179,7 @@ any_step = st.builds(
 @settings(max_examples=15, deadline=None)
 @given(any_step.filter(lambda step: step.pool.layout.dtype != "bfloat16"))
 def test_any_step_in_torch(step: Step) -> None:
-    step.check(TorchAttention(step.pool, windows(step.shape)))
+    step.check(TorchAttention(layers_of([step.pool], windows(step.shape))))
 
 
 def check_any(kernels: ctypes.CDLL, step: Step, threads: int) -> None:
@@ -303,4 +303,4 @@ def test_what_the_kernels_cannot_read_is_refused(kernels: ctypes.CDLL) -> None:
         KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=4, dtype="float32", order="HND"),
     ):
         with pytest.raises(ValueError, match=r"allowed|takes"):
-            NativeAttention(KVPool(layout, 2), (0,), 1, team)
+            NativeAttention(layers_of([KVPool(layout, 2)], (0,)), 1, team)

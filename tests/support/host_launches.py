@@ -78,7 +78,7 @@ def no_capture() -> Iterator[Any]:
 def runner_of(folder: Path, options: EngineConfig, graphs: bool) -> GpuRunner:
     options = options.on("cuda")
     made = build_gpu_runner(folder, "float16", options, device="cpu")
-    runner = GpuRunner(made.spec, made.model, made.pool, options, no_capture if graphs else None)
+    runner = GpuRunner(made.spec, made.model, made.cache_layout, made.pools, options, no_capture if graphs else None)
     runner.warm_up()
     return runner
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kvrelay.engine.config import Dtype, EngineConfig
-from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.layout import CacheLayout, KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.request import SamplingParams
@@ -25,10 +25,13 @@ class PagedRunner(Protocol):
     """A part of `CpuRunner`."""
 
     @property
-    def pool(self) -> KVPool: ...
+    def pools(self) -> tuple[KVPool, ...]: ...
 
     @property
     def layout(self) -> KVLayout: ...
+
+    @property
+    def cache_layout(self) -> CacheLayout: ...
 
     @property
     def model(self) -> Any: ...
@@ -38,7 +41,7 @@ class PagedRunner(Protocol):
 
 @dataclass
 class PagedSequence:
-    """A sequence whose KV lies in `blocks` as far as it is computed."""
+    """A sequence whose KV lies in `blocks`, of all pools, as far as it is computed."""
 
     tokens: list[int]
     blocks: list[int]
@@ -51,11 +54,13 @@ class PagedSequence:
 
 
 class PagedSequences:
-    """Sequences in one pool, on blocks that are dealt out in random order."""
+    """Sequences on blocks that are dealt out in random order, the same in all pools."""
 
     def __init__(self, runner: PagedRunner, seed: int = 0) -> None:
         self.runner = runner
-        self._free = list(range(runner.pool.num_blocks))
+        # `make_plan` has another use for block 0 where there are windows.
+        first = len(runner.cache_layout.side_groups[:1])
+        self._free = list(range(first, min(pool.num_blocks for pool in runner.pools)))
         random.Random(seed).shuffle(self._free)
 
     def add(self, tokens: Sequence[int], extra: int = 0) -> PagedSequence:
@@ -65,8 +70,8 @@ class PagedSequences:
 
     def compute(self, *work: tuple[PagedSequence, int]) -> None:
         """One step: so many tokens of each sequence."""
-        plan = make_plan([(sequence, count, GREEDY) for sequence, count in work])
         runner = self.runner
+        plan = make_plan([(sequence, count, GREEDY) for sequence, count in work], runner.cache_layout)
         with torch.inference_mode():
             logits = runner.model.logits(runner.forward(plan))
         for (sequence, count), rows in zip(work, logits.split([count for _, count in work]), strict=True):
@@ -101,7 +106,7 @@ def step(runner: Runner, work: Work, **changes: Any) -> StepOutput:
     Args:
         changes: of the plan.
     """
-    out = runner.launch(dataclasses.replace(make_plan(work), **changes)).result()
+    out = runner.launch(dataclasses.replace(make_plan(work, runner.cache_layout), **changes)).result()
     for (sequence, count, _), token in zip(work, out.tokens, strict=True):
         sequence.computed += count
         if token is not None:
@@ -109,11 +114,21 @@ def step(runner: Runner, work: Work, **changes: Any) -> StepOutput:
     return out
 
 
-def make_plan(rows: Work) -> StepPlan:
-    """A plan that computes so many tokens of each sequence and samples from those that it catches up with."""
+def make_plan(rows: Work, layout: CacheLayout | None = None) -> StepPlan:
+    """A plan that computes so many tokens of each sequence and samples from those that it catches up with.
+
+    Args:
+        layout: of all that the model keeps; None if it is one group. Of a window, block 0 takes the place of blocks
+            that no token of the step needs.
+    """
     tables = np.zeros((len(rows), max(len(sequence.blocks) for sequence, _, _ in rows)), np.int32)
     for table, (sequence, _, _) in zip(tables, rows, strict=True):
         table[: len(sequence.blocks)] = sequence.blocks
+    sides = []
+    for group in () if layout is None else layout.side_groups:
+        sides.append(tables.copy())
+        for table, (sequence, _, _) in zip(sides[-1], rows, strict=True):
+            table[: group.first_needed(sequence.computed) // group.tracks[0].block_size] = 0
     return StepPlan(
         step=0,
         handles=tuple(range(100, 100 + len(rows))),
@@ -124,4 +139,5 @@ def make_plan(rows: Work) -> StepPlan:
         sample=np.array([count == sequence.left for sequence, count, _ in rows]),
         sampling=tuple(params for _, _, params in rows),
         generated=np.zeros(len(rows), np.int32),
+        side_tables=tuple(sides),
     )

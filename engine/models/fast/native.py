@@ -163,7 +163,7 @@ class NativeDecoder:
             plan: its block tables have room for `count` - 1 tokens more of each row.
             rows: [R] of the plan, ascending; all of them if `count` is above 1.
             draws: [R] how their first tokens are chosen; those that follow alike.
-            count: tokens of each row, 1 or more.
+            count: tokens of each row, 1 or more; 1 unless all layers have one pool.
 
         Returns:
             [count, R] tokens, and the largest logit of each. Where that isn't finite, a row's tokens mean nothing.
@@ -171,7 +171,7 @@ class NativeDecoder:
         Raises:
             MemoryError: no memory for the work lists of attention.
         """
-        self._attention.plan_rows(plan.starts, plan.lengths, plan.block_tables)
+        self._attention.plan_rows(plan.starts, plan.lengths, plan.block_tables, plan.side_tables)
         tokens, each = plan.num_tokens, len(rows)
         self._make_room(tokens, each)
         if self._choosing is None:

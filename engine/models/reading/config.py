@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import get_args
 
 from kvrelay.engine.config import CacheDtype
-from kvrelay.engine.kv.layout import FloatDtype, KVLayout, Order
+from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout, LayerGroup, Order
 from kvrelay.engine.models.reading.families import ACTIVATIONS, ARCHITECTURES, Activation, Architecture, Traits
 from kvrelay.engine.models.reading.fields import Fields, read_json
 from kvrelay.engine.models.reading.positions import NO_ROPE, RopeConfig, head_order, read_rope
@@ -76,9 +76,22 @@ class ModelConfig:
         return replace(self, ropes=ropes, max_positions=self.stretched_positions, stretched_positions=0)
 
     def kv_layout(self, dtype: FloatDtype, kv_dtype: CacheDtype, block_size: int, order: Order) -> KVLayout:
-        """The layout of this model's KV, which is stored in `dtype`, of the weights, if `kv_dtype` is auto."""
+        """The layout of the KV of all layers in one pool, stored in `dtype`, of the weights, if `kv_dtype` is auto."""
         stored = dtype if kv_dtype == "auto" else kv_dtype
         return KVLayout(self.layers, self.kv_heads, self.head_dim, block_size, stored, order)
+
+    def cache_layout(self, whole: KVLayout, max_context: int) -> CacheLayout:
+        """The layout of what this model keeps of sequences of up to `max_context` tokens: a full group of the layers
+        that see all tokens of one, and a group of one track for each window.
+
+        Args:
+            whole: the layout of the KV of all layers in one pool.
+        """
+        windows = self.windows(max_context)
+        tracks = {window: (replace(whole, layers=windows.count(window)),) for window in sorted(set(windows))}
+        full = LayerGroup("full", tracks.pop(0, ()))
+        sides = [LayerGroup("window", track, window) for window, track in tracks.items()]
+        return CacheLayout((full, *sides), whole.block_size)
 
     def windows(self, max_context: int) -> tuple[int, ...]:
         """[layers] the window of each layer, as in `Traits`; 0 too if no context is longer than it."""

@@ -1,13 +1,14 @@
 """Engines that transformers' code runs: the tokens of its own forward pass, whatever shares a step."""
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from kvrelay.engine.build import build_engine
-from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.config import EngineConfig, SpeculationConfig
 from kvrelay.engine.request import Request, SamplingParams
 from support.checkpoints import make_checkpoint
 from support.serving import run
@@ -45,3 +46,30 @@ def test_prompts_served_together_get_the_tokens_of_whole_passes(architecture: st
     assert runner.spec.way.startswith("flat, transformers ")
     assert run(engine, requests()) == expected(folder)
     engine.scheduler.check_integrity(idle=True)
+
+
+@pytest.mark.parametrize("kv_memory_bytes", [2**18, 2**22], ids=["little memory", "enough"])
+@pytest.mark.parametrize("method", ["off", "ngram"])
+@pytest.mark.parametrize("architecture", ["mistral", "gemma3_text", "cohere2"])
+def test_the_fast_path_frees_what_falls_out_of_a_window(
+    architecture: str, method: Literal["off", "ngram"], kv_memory_bytes: int, tmp_path: Path
+) -> None:
+    """Windows of 11 tokens: each sequence gives up blocks, with guesses, preemptions and prefixes that are cached."""
+    folder = make_checkpoint(tmp_path, architecture, sliding_window=11)
+    options = EngineConfig(
+        kv_memory_bytes=kv_memory_bytes,
+        threads=1,
+        max_batch_tokens=16,
+        block_size=8,
+        device="cpu",
+        speculation=SpeculationConfig(method=method),
+    )
+    engine, runner = build_engine(folder, "float32", options)
+    assert [group.window for group in runner.cache_layout.side_groups] == [11]
+    tokens = expected(folder)
+    for _ in range(2):
+        assert run(engine, requests()) == tokens
+        engine.scheduler.check_integrity(idle=True)
+        (side,) = engine.scheduler.prefix.sides
+        assert not side.pool.held
+        assert not side.live

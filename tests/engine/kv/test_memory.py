@@ -13,8 +13,8 @@ import torch
 
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv import memory as of_device
-from kvrelay.engine.kv.layout import KVLayout
-from kvrelay.engine.kv.memory import HostMemory, make_pool, pool_bytes
+from kvrelay.engine.kv.layout import CacheLayout, KVLayout
+from kvrelay.engine.kv.memory import HostMemory, make_pools, pool_bytes
 from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.runner.gpu import build_gpu_runner
 
@@ -46,7 +46,7 @@ class FakeMemory:
 
 def size(memory: FakeMemory, options: EngineConfig, later: int = 0, context: int = 131072) -> float:
     """GiB of the pool."""
-    return pool_bytes(LAYOUT, options, context, memory, later) / GIB
+    return pool_bytes(CacheLayout.of(LAYOUT), options, context, memory, later) / GIB
 
 
 GPU = EngineConfig().on("cuda", 80 * GIB)
@@ -96,16 +96,16 @@ def test_workers_of_one_machine_take_memory_in_turn(tmp_path: Path, monkeypatch:
             together.reset()
             return found
 
-    def allocate(layout: KVLayout, amount: int, device: str) -> int:
-        taken.append(amount)
-        return amount
+    def allocate(layout: KVLayout, blocks: int, device: str) -> int:
+        taken.append(blocks * layout.block_bytes)
+        return blocks
 
     monkeypatch.setattr(of_device, "allocate_pool", allocate)
     start = threading.Barrier(4)
 
     def worker() -> None:
         start.wait()
-        make_pool(small, EngineConfig(memory_part=0.25).on("cpu"), 10**6, Shared(10**9, 0, 0))
+        make_pools(CacheLayout.of(small), EngineConfig(memory_part=0.25).on("cpu"), 10**6, Shared(10**9, 0, 0))
 
     threads = [threading.Thread(target=worker) for _ in range(4)]
     for thread in threads:

@@ -114,7 +114,8 @@ def case_of(model_of: Callable[..., Path]) -> Callable[[str], Case]:
 def case(request: pytest.FixtureRequest, case_of: Callable[[str], Case]) -> Case:
     # Whatever was in the pool before must not show.
     case = case_of(request.param)
-    case.runner.pool.tensor.fill_(torch.nan)
+    for pool in case.runner.pools:
+        pool.tensor.fill_(torch.nan)
     return case
 
 
@@ -181,12 +182,14 @@ class OnGpu:
 
     def __init__(self, folder: Path) -> None:
         self.runner = build_gpu_runner(folder, "float32", OPTIONS, device=DEVICE)
-        self.pool, self.layout, self.model = self.runner.pool, self.runner.layout, self
+        self.pools, self.layout, self.model = self.runner.pools, self.runner.layout, self
+        self.cache_layout = self.runner.cache_layout
 
     def forward(self, plan: StepPlan) -> Tensor:
         """The logits: `logits` has nothing left to do."""
         device, attention = self.runner.device, self.runner.attention
-        inputs = AttentionInputs.from_plan(plan, BLOCK, device)
+        windows = [group.window for group in self.cache_layout.side_groups]
+        inputs = AttentionInputs.from_plan(plan, BLOCK, device, windows)
         attention.plan(inputs)
         tokens = torch.from_numpy(plan.tokens.astype(np.int64)).to(device)
         return self.runner.model.forward_logits(tokens, inputs.positions, attention).cpu()

@@ -25,9 +25,13 @@ def gpu_runner(
 ) -> GpuRunner:
     """A runner on CPU tensors. What lies in unused slots must change nothing, so its pool is full of NaN."""
     plain = build_gpu_runner(folder, dtype, options, device="cpu")
-    numbers = plain.pool.tensor if plain.pool.scales is None else plain.pool.scales
-    numbers.fill_(torch.nan)
-    return plain if graphs is None else GpuRunner(plain.spec, plain.model, plain.pool, options, capture=graphs)
+    for pool in plain.pools:
+        (pool.tensor if pool.scales is None else pool.scales).fill_(torch.nan)
+    return (
+        plain
+        if graphs is None
+        else GpuRunner(plain.spec, plain.model, plain.cache_layout, plain.pools, options, capture=graphs)
+    )
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:

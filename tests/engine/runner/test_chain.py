@@ -80,7 +80,7 @@ def test_a_chain_has_the_tokens_of_its_steps(
 ) -> None:
     """The chains begin behind parts of prompts, whose KV is not there yet, and behind single tokens; rows get more."""
     folder = model_of(architecture, dtype="bfloat16", **config)
-    runner = build_cpu_runner(folder, "auto", dataclasses.replace(OPTIONS, **options))
+    runner = build_cpu_runner(folder, "auto", dataclasses.replace(OPTIONS, **options), slides=False)
     for lengths in ([1], [3], [1, 1], [5, 33, 16, 1], [1] * 9, [70, 2, 2, 31]):
         plan = plan_of(lengths)
         for count in (1, 12):

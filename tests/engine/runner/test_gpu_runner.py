@@ -67,6 +67,18 @@ def test_tokens_equal_the_cpus(model_of: ModelOf, architecture: str, kv_dtype: C
     assert serve(runner, asked) == on_cpu(folder, asked, kv_dtype=kv_dtype)
 
 
+@interpreted
+@pytest.mark.parametrize("architecture", ["mistral", pytest.param("gemma3_text", marks=pytest.mark.more)])
+def test_steps_planned_ahead_never_read_what_a_window_has_given_up(model_of: ModelOf, architecture: str) -> None:
+    """Blocks are freed while the next step is planned; the pools have few, so others take them at once."""
+    folder = model_of(architecture, sliding_window=11, num_hidden_layers=2)
+    asked = requests_of((40, greedy(6)), (5, greedy(14)), (20, greedy(8)))
+    options = replace(OPTIONS, max_batch_tokens=32, kv_memory_bytes=2**17).on("cuda")
+    engine = engine_on(gpu_runner(folder, options), options)
+    assert list(run(engine, asked).values()) == on_cpu(folder, asked)
+    engine.scheduler.check_integrity(idle=True)
+
+
 @pytest.mark.more
 @interpreted
 @pytest.mark.parametrize("faster", ["triton", "varlen_attn"])
@@ -186,7 +198,7 @@ def test_the_mark_of_a_step_comes_behind_all_that_writes_kv_and_before_the_sampl
     """A chunk's KV may therefore be sent before logits and tokens are computed; a decode step's can't, as it is one
     graph."""
     plain = gpu_runner(one_layer)
-    runner = MarkedRunner(plain.spec, plain.model, plain.pool, OPTIONS)
+    runner = MarkedRunner(plain.spec, plain.model, plain.cache_layout, plain.pools, OPTIONS)
     engine = engine_on(runner, OPTIONS)
     engine.scheduler.add(requests_of((length, greedy(1)))[0])
     with Launches() as launches:
