@@ -9,7 +9,7 @@ from pydantic_core import to_json
 
 from kvrelay.router.records.life import Life, life
 from kvrelay.router.request.validation import WIRE_NAME_CHARACTERS
-from kvrelay.router.trace import Outcome, RequestTrace
+from kvrelay.router.trace import RequestTrace
 
 RECENT = 200
 """Ended requests that are kept."""
@@ -22,14 +22,11 @@ class EndedRequest:
     number: int
     """Increases by one with each."""
     trace: RequestTrace
-    outcome: Outcome
-    at: float
-    """Monotonic time."""
 
     @cached_property
     def life(self) -> Life:
         """Made when somebody asks: that takes longer than all else at a request's end, and mostly nobody does."""
-        return life(self.trace, self.outcome, self.at)
+        return life(self.trace)
 
     @cached_property
     def json(self) -> bytes:
@@ -58,11 +55,11 @@ class Requests:
         """A request was checked, and runs from now on."""
         self._running[id(trace)] = trace
 
-    def end(self, trace: RequestTrace, outcome: Outcome, now: float) -> None:
+    def end(self, trace: RequestTrace) -> None:
         """A request has ended; one that has not begun here is not kept."""
         if self._running.pop(id(trace), None) is None:
             return
-        self._recent.append(EndedRequest(next(self._numbers), trace, outcome, now))
+        self._recent.append(EndedRequest(next(self._numbers), trace))
         self._add(self._links, trace)
 
     def find(self, request_id: str) -> RequestTrace | None:
@@ -91,7 +88,7 @@ class Requests:
 
         ended = [each.life for each in self.recent(tenant) if named(each.life.id)]
         running = [trace for trace in self._running.values() if trace.tenant == tenant and named(trace.wire_id)]
-        return ended + [life(trace, None, now) for trace in running]
+        return ended + [life(trace, now) for trace in running]
 
     def latest(self, request_id: str) -> Life:
         """The life of the request that has ended under this name just now.

@@ -276,7 +276,7 @@ class _Run:
         while True:
             trace = self._requests.find(self._id)
             if trace is not None:
-                shown = life(trace, None, time.monotonic())
+                shown = life(trace, time.monotonic())
                 stages = shown.spans, shown.chunks, shown.placed
                 if stages != sent:
                     await self._events.write(_event("life", shown))
