@@ -62,10 +62,6 @@ class Requests:
         self._recent.append(EndedRequest(next(self._numbers), trace))
         self._add(self._links, trace)
 
-    def find(self, request_id: str) -> RequestTrace | None:
-        """The first completion of the running request that the router has named so."""
-        return next((trace for trace in self._running.values() if trace.wire_id == request_id), None)
-
     def running(self, tenant: str, most: int) -> list[RequestTrace]:
         """A tenant's running requests, the latest last, up to `most` of them."""
         return [trace for trace in self._running.values() if trace.tenant == tenant][-most:]
@@ -86,20 +82,9 @@ class Requests:
         def named(wire_id: str) -> bool:
             return wire_id == request_id or wire_id.startswith((start, f"{request_id}/"))
 
-        ended = [each.life for each in self.recent(tenant) if named(each.life.id)]
+        ended = [each.life for each in self.recent(tenant) if named(each.trace.wire_id)]
         running = [trace for trace in self._running.values() if trace.tenant == tenant and named(trace.wire_id)]
         return ended + [life(trace, now) for trace in running]
-
-    def latest(self, request_id: str) -> Life:
-        """The life of the request that has ended under this name just now.
-
-        Raises:
-            KeyError: it has not.
-        """
-        for ended in reversed(self._recent):
-            if ended.trace.wire_id == request_id:
-                return ended.life
-        raise KeyError(request_id)
 
     def links(self) -> dict[tuple[str, str], LinkUse]:
         """The KV that each prefill worker has sent to each decode worker, by their names, running requests included."""

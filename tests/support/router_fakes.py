@@ -119,8 +119,8 @@ class Job:
         assert router is not None
 
         def reached() -> bool:
-            trace = router.requests.find(self.submit.request_id)
-            return trace is not None and trace.completion_tokens >= tokens
+            lives = router.requests.lives(self.submit.tenant, self.submit.request_id, 0.0)
+            return any(life.completion_tokens >= tokens for life in lives)
 
         await until(reached, f"the client has {tokens} tokens")
 
