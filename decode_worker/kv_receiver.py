@@ -211,17 +211,17 @@ class KVReceiver(Endpoint[Receiving]):
     def _receive(self, transfer: Receiving, frame: Frame) -> None:
         pair, hello = self._met(transfer)
         claim, on_end = self._claim(transfer, frame), partial(self.runtime.post, self._on_frame_ended, transfer, frame)
+        group, keep = self.local.cache.tracks[frame.track][0], transfer.keep
         if frame.states:
             first = frame.first - transfer.states_from
-            states = transfer.states[first : first + frame.tokens]
-            job = self._frames.receive_states(transfer.key, frame, claim, states, hello, on_end)
+            target = transfer.states[first : first + frame.tokens]
         else:
-            group = self.local.cache.tracks[frame.track][0]
-            table, keep = transfer.tables[group], transfer.keep
+            target = transfer.tables[group]
             if group:
                 # Blocks before these aren't needed, and may not be there: the sender's blocks may have another size.
-                keep = next((index for index, block in enumerate(table) if block >= 0), 0) * self.local.cache.block_size
-            job = self._frames.receive(transfer.key, frame, claim, table, keep, hello, on_end)
+                there = next((index for index, block in enumerate(target) if block >= 0), 0)
+                keep = there * self.local.cache.block_size
+        job = self._frames.receive(transfer.key, frame, claim, target, keep, hello, on_end)
         self.links.submit(pair.incarnation, frame.epoch, job)
 
     def _met(self, transfer: Receiving) -> tuple[Pair, Hello]:

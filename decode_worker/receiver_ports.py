@@ -1,6 +1,6 @@
 """Interfaces that the `KVReceiver` calls: its worker, and the maker of its links' jobs. Tests simulate both."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvrelay.engine.states import StatesLayout
@@ -49,7 +49,7 @@ class ReceiveJobs(Protocol):
         key: Key,
         frame: Frame,
         claim: BlockClaim,
-        table: Sequence[int],
+        target: Any,
         keep: int,
         peer: Hello,
         on_end: Callable[[Outcome], None],
@@ -57,16 +57,6 @@ class ReceiveJobs(Protocol):
 
     def make_states(self, layout: StatesLayout, tokens: int) -> Any:
         """Host memory for the hidden states of so many tokens, whose slices are views."""
-
-    def receive_states(
-        self,
-        key: Key,
-        frame: Frame,
-        claim: BlockClaim,
-        states: Any,
-        peer: Hello,
-        on_end: Callable[[Outcome], None],
-    ) -> Any: ...
 
     def drain(self, nbytes: int, peer: Hello) -> Any:
         """Receives and discards a frame."""

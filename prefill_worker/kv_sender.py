@@ -90,18 +90,7 @@ class SendJobs(Protocol):
         key: Key,
         frame: Frame,
         claim: BlockClaim,
-        table: Sequence[int],
-        peer: Hello | None,
-        announce: Callable[[Push], None],
-        on_read: Callable[[], None],
-    ) -> Any: ...
-
-    def send_states(
-        self,
-        key: Key,
-        frame: Frame,
-        claim: BlockClaim,
-        states: Sequence[Any],
+        source: Sequence[Any],
         peer: Hello | None,
         announce: Callable[[Push], None],
         on_read: Callable[[], None],
@@ -297,13 +286,13 @@ class KVSender(Endpoint[Sending]):
     def _send(self, transfer: Sending, frame: Frame) -> None:
         pair, post = transfer.pair, self.runtime.post
         announce, on_read = partial(post, self._announce, transfer), partial(post, self._sent, transfer, frame)
+        source: Sequence[Any]
         if frame.states:
-            claim, states = self._claim(transfer, frame), transfer.states.slices(frame.first, frame.tokens)
-            job = self._frames.send_states(transfer.key, frame, claim, states, pair.hello, announce, on_read)
+            claim, source = self._claim(transfer, frame), transfer.states.slices(frame.first, frame.tokens)
         else:
             claim = self._claim(transfer, frame, transfer.written(frame.first + frame.tokens))
-            table = transfer.tables[self.local.cache.tracks[frame.track][0]]
-            job = self._frames.send(transfer.key, frame, claim, table, pair.hello, announce, on_read)
+            source = transfer.tables[self.local.cache.tracks[frame.track][0]]
+        job = self._frames.send(transfer.key, frame, claim, source, pair.hello, announce, on_read)
         if claim.written.ended:
             transfer.started_at = transfer.started_at or self.runtime.now()
         self.links.submit(pair.incarnation, frame.epoch, job)

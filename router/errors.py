@@ -21,7 +21,7 @@ class RequestError(Exception):
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     outcome: ClassVar[Outcome] = "internal"
-    """The value of `RequestRecord.outcome`."""
+    """The value of `RequestTrace.outcome`."""
     metadata: tuple[tuple[str, str], ...] = ()
     """Trailing metadata of the status."""
     field: str | None = None

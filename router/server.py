@@ -48,7 +48,6 @@ from kvrelay.router.request.tokenizer import Tokenizer
 from kvrelay.router.session.budget import RetryBudget
 from kvrelay.router.session.dispatch import Dispatch
 from kvrelay.router.session.pacer import Pacer
-from kvrelay.router.trace import Observer
 from kvrelay.rpc.certificates import server_context
 from kvrelay.rpc.credentials import Credentials, bind
 from kvrelay.rpc.description import describe
@@ -78,15 +77,8 @@ class RouterServer:
     Its health, for the whole server and for the service, is SERVING while a request can be placed.
     """
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        observer: Observer | None = None,
-    ) -> None:
+    def __init__(self, config: RouterConfig) -> None:
         """Reads the tokenizer and the defaults of sampling.
-
-        Args:
-            observer: called on the event loop with the record of every request that has ended; must not raise or block.
 
         Raises:
             ValueError: the model folder, the join token, the API keys or a certificate can't be used.
@@ -150,7 +142,7 @@ class RouterServer:
         traffic = TrafficMeter(LatencyTargets(config.ttft_target_seconds, config.tpot_target_seconds))
         self._callers = Callers(config)
         self._watching: asyncio.Task[None] | None = None
-        self._front = Front(dispatch, self._callers, observer, read, traffic, self._spans)
+        self._front = Front(dispatch, self._callers, read, traffic, self._spans)
         self._doors = Doors(config, self._front.addresses, metrics)
         metrics.watch(
             lambda: (len(self._queue), len(self._trials)),

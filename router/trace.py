@@ -1,7 +1,6 @@
 """The figures of one request, for the client's last message, the metrics and the log."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeVar
 
@@ -10,40 +9,6 @@ from kvrelay.rpc.tracing import TraceContext
 from kvrelay.v1.inference_pb2 import Timeline, Usage
 
 Outcome = Literal["stop", "length", "cancelled", "invalid", "exhausted", "unavailable", "deadline", "internal"]
-
-
-@dataclass(frozen=True, slots=True)
-class RequestRecord:
-    """One request that has ended. Times are in seconds; None for a stage that the request did not reach."""
-
-    outcome: Outcome
-    service: str = ""
-    """The class of service; empty if the request failed before that was known."""
-    tenant: str = ""
-    attempts: int = 0
-    """Placements, the failed ones too."""
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    retries: int = 0
-    migrations: int = 0
-    """Number of times it moved away from workers that were stopped on purpose; not among the retries."""
-    resumed: bool = False
-    """Whether this call continues a request whose earlier call was lost. All that follows is about this call."""
-    ttft_seconds: float | None = None
-    """Request received to first token sent; None too if the client had a token from an earlier call."""
-    tpot_seconds: float | None = None
-    """Average time between two tokens, the first one excluded."""
-    total_seconds: float = 0.0
-    router_queue_seconds: float = 0.0
-    """Time spent waiting for capacity on a decode worker."""
-    handoff_seconds: float | None = None
-    transfer_bytes: int = 0
-    prediction_errors: tuple[int, ...] = ()
-    """Tokens by which the expected prefix-cache hit was wrong, for each attempt whose prompt was computed."""
-
-
-Observer = Callable[[RequestRecord], None]
 
 
 ReportT = TypeVar("ReportT", PrefillReport, TransferReport, DecodeReport)
@@ -149,6 +114,12 @@ class RequestTrace:
     """Incidents that delayed or ended it, the latest last."""
     longest_gap: tuple[float, float] = (0.0, 0.0)
     """The longest time between two messages with tokens: seconds, and when it ended."""
+    outcome: Outcome | None = None
+    """How it ended; None while it runs."""
+    ended: float | None = None
+    """When it ended."""
+    failure: str = ""
+    """Reason why it has no end of its own, as the client was told; empty if it has one."""
 
     @property
     def latest(self) -> AttemptTrace:
@@ -216,6 +187,32 @@ class RequestTrace:
         return self.completion_tokens - self.resumed_tokens
 
     @property
+    def transfer_bytes(self) -> int:
+        """The KV that all attempts have sent from one worker to another."""
+        return sum(each.nbytes for each in self.handoffs)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were in a prefix cache."""
+        return self.usage().cached_tokens
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        """Request received to first token sent; None too if the client had a token from an earlier call."""
+        return None if self.first_sent is None or self.resumed_tokens else self.first_sent - self.received
+
+    @property
+    def tpot_seconds(self) -> float | None:
+        """Average time between two tokens of this call, the first one excluded."""
+        first, last, count = self.first_sent, self.last_sent, self.generated_tokens
+        return None if first is None or last is None or count < 2 else (last - first) / (count - 1)
+
+    @property
+    def total_seconds(self) -> float:
+        """From its receipt to its end, or to now."""
+        return (self.ended or time.monotonic()) - self.received
+
+    @property
     def retries(self) -> int:
         """Attempts after a failed one."""
         return max(0, self.attempts - 1 - self.migrations - self.turned_away)
@@ -279,6 +276,12 @@ class RequestTrace:
         latest.failure, latest.ended = reason, time.monotonic()
         self.asked = latest.ended
 
+    def end(self, outcome: Outcome, failure: str = "") -> None:
+        """Notes how it ended; `failure` as there."""
+        self.outcome, self.failure, self.ended = outcome, failure, time.monotonic()
+        if failure:
+            self.delayed("ended", failure)
+
     def sent(self, now: float) -> float | None:
         """Notes that tokens were sent to the client; returns the seconds since others were, if any."""
         latest, before = self.tries[-1], self.last_sent
@@ -303,7 +306,7 @@ class RequestTrace:
             decode_queue_seconds=decode.queue_seconds,
             decode_seconds=(first if last is None else last) - first,
             total_seconds=now - self.received,
-            transfer_bytes=sum(each.nbytes for each in self.handoffs),
+            transfer_bytes=self.transfer_bytes,
             retries=self.retries,
             migrations=self.migrations,
             resumes=self.resumes,
@@ -311,36 +314,6 @@ class RequestTrace:
             accepted_tokens=self.accepted_tokens,
             prefill_worker=self.latest.prefill_worker,
             decode_worker=self.latest.decode_worker,
-        )
-
-    def record(self, outcome: Outcome, now: float) -> RequestRecord:
-        """The figures for the metrics and the log."""
-        timeline, usage = self.timeline(now), self.usage()
-        sent = self.generated_tokens
-        tpot = timeline.decode_seconds / (sent - 1) if sent > 1 else None
-        begun = self.first_sent is not None
-        return RequestRecord(
-            outcome=outcome,
-            service=self.service,
-            tenant=self.tenant,
-            attempts=self.attempts,
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            cached_tokens=usage.cached_tokens,
-            retries=self.retries,
-            migrations=self.migrations,
-            resumed=self.resumes > 0,
-            ttft_seconds=timeline.first_token_seconds if begun and not self.resumed_tokens else None,
-            tpot_seconds=tpot if begun else None,
-            total_seconds=timeline.total_seconds,
-            router_queue_seconds=self.router_queue_seconds,
-            handoff_seconds=None if self.transfer is None else self.transfer.handoff_seconds,
-            transfer_bytes=timeline.transfer_bytes,
-            prediction_errors=tuple(
-                abs(each.expected_tokens - each.prefill.cached_tokens)
-                for each in self.tries
-                if each.prefill is not None
-            ),
         )
 
 

@@ -32,14 +32,14 @@ from kvrelay.router.errors import (
     Unavailable,
 )
 from kvrelay.router.records.requests import Requests
-from kvrelay.router.records.spans import Asked, EndedCompletion, SpanExport
+from kvrelay.router.records.spans import Asked, SpanExport
 from kvrelay.router.records.traffic import TrafficMeter
 from kvrelay.router.request.reading import Asking, PackedRequest, Plan, Reading
 from kvrelay.router.request.validation import CheckedRequest, completions
 from kvrelay.router.session.dispatch import Dispatch
 from kvrelay.router.session.output import FirstSink, Sink
 from kvrelay.router.session.session import Session
-from kvrelay.router.trace import Observer, Outcome, RequestTrace
+from kvrelay.router.trace import Outcome, RequestTrace
 from kvrelay.rpc.tracing import TraceContext
 from kvrelay.v1.inference_pb2 import FinishReason, GenerateRequest
 
@@ -72,7 +72,6 @@ class Front:
         self,
         dispatch: Dispatch,
         callers: Callers,
-        observer: Observer | None,
         reading: Reading,
         traffic: TrafficMeter,
         spans: SpanExport | None = None,
@@ -83,7 +82,6 @@ class Front:
         self.traffic = traffic
         self.dispatch = dispatch
         self.callers = callers
-        self._observer = observer
         self._spans = spans
         self.limits = KeyLimits()
         self.addresses = Addresses(self.config.trusted_proxies)
@@ -200,46 +198,36 @@ class Front:
         its first completion."""
         received = time.monotonic()
         call: Call | None = None
-        ended: list[EndedCompletion] = []
+        ended: list[RequestTrace] = []
         try:
             with self.call(caller, size, deadline) as call:
                 ended = call.ended
                 yield call
         except RequestError as error:
             if not ended:
-                ended.append(EndedCompletion(RequestTrace(received, context=caller.context), error.outcome, str(error)))
-                self.note_end(ended[0])
+                ended.append(RequestTrace(received, context=caller.context))
+                self.note_end(ended[0], error.outcome, str(error))
             raise
         finally:
             if self._spans is not None:
                 asked = None if call is None else call.asked
                 self._spans.add(caller.context, received, asked, ended)
 
-    def note_end(self, ended: "EndedCompletion") -> None:
-        """Notes in log and metrics how a completion ended."""
-        trace, outcome, now = ended.trace, ended.outcome, time.monotonic()
-        if ended.failure:
-            trace.delayed("ended", ended.failure)
-        self.requests.end(trace, outcome, now)
-        self.traffic.end(trace, outcome)
-        record = trace.record(outcome, now)
-        fields: dict[str, object] = {
-            "trace_id": trace.context.trace_id,
-            "request": trace.wire_id,
-            "attempt": trace.attempts,
-            "prefill": trace.latest.prefill_worker,
-            "decode": trace.latest.decode_worker,
+    def note_end(self, trace: RequestTrace, outcome: Outcome, failure: str = "") -> None:
+        """Notes how a completion ended, as `RequestTrace.end` says; in log and metrics, too."""
+        trace.end(outcome, failure)
+        self.requests.end(trace)
+        self.traffic.end(trace)
+        fields = trace.log_fields | {
             "outcome": outcome,
-            "prompt_tokens": record.prompt_tokens,
-            "completion_tokens": record.completion_tokens,
-            "seconds": round(record.total_seconds, 4),
+            "prompt_tokens": trace.usage().prompt_tokens,
+            "completion_tokens": trace.completion_tokens,
+            "seconds": round(trace.total_seconds, 4),
         }
-        if ended.failure:
-            fields["reason"] = ended.failure
+        if failure:
+            fields["reason"] = failure
         logger.info("request ended", extra=fields)
-        self.dispatch.metrics.ended(record)
-        if self._observer is not None:
-            self._observer(record)
+        self.dispatch.metrics.ended(trace)
 
     def _shutting_down(self) -> Unavailable:
         return Unavailable(f"{self.dispatch.config.name} is shutting down")
@@ -250,7 +238,7 @@ class Call:
 
     def __init__(self, front: Front, grant: Grant, ticket: Ticket, deadline: float, context: TraceContext) -> None:
         self.ticket = ticket
-        self.ended: list[EndedCompletion] = []
+        self.ended: list[RequestTrace] = []
         """The completions that have ended, in that order."""
         self.chat = False
         """Whether the prompt was made of a chat's messages."""
@@ -449,8 +437,8 @@ class Call:
         return "unavailable" if self._front.ending else "cancelled"
 
     def _note_end(self, trace: RequestTrace, outcome: Outcome, failure: str = "") -> None:
-        self.ended.append(EndedCompletion(trace, outcome, failure))
-        self._front.note_end(self.ended[-1])
+        self.ended.append(trace)
+        self._front.note_end(trace, outcome, failure)
 
 
 async def together(works: AsyncIterator[Coroutine[Any, Any, None]]) -> None:

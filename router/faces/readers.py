@@ -12,14 +12,11 @@ from pathlib import Path
 from kvrelay.machine.forks import Fork, Message, control_of, serve
 from kvrelay.router.faces import grpc_face
 from kvrelay.router.faces.http import readers as bodies
-from kvrelay.router.faces.http.body import parse
 from kvrelay.router.faces.http.chat import Chats
-from kvrelay.router.faces.page.page import Ask
 from kvrelay.router.request.lanes import DEFECT, Lanes
-from kvrelay.router.request.reading import Asking, Plan, Reader, Reading
+from kvrelay.router.request.reading import Asking, Reading
 from kvrelay.router.request.sampling import read_defaults
 from kvrelay.router.request.tokenizer import Tokenizer
-from kvrelay.router.request.wire import is_light_json
 from kvrelay.router.text.tools.choose import ReasoningParserName, ToolParserName, reasons, tool_format
 
 NICE = 5
@@ -28,11 +25,6 @@ MORE_BYTES = 2**30
 """Memory that a process may take for one request, in bytes."""
 BYTES_PER_BYTE = 256
 """Memory that each byte of a request may take beside, in bytes."""
-
-
-async def page(data: bytes, _: Asking) -> Plan:
-    """Reads a request of the page."""
-    return Plan([parse(Ask, data).request()])
 
 
 def chats_of(tokenizer: Tokenizer, tool_parser: ToolParserName, reasoning_parser: ReasoningParserName) -> Chats:
@@ -50,7 +42,7 @@ def reading(folder: Path, tokenizer: Tokenizer, chats: Chats, lanes: Lanes | Non
     Raises:
         ValueError: a file of the model can't be used.
     """
-    readers = {**bodies.readers(tokenizer, chats), **grpc_face.readers(tokenizer), "page": Reader(page, is_light_json)}
+    readers = {**bodies.readers(tokenizer, chats), **grpc_face.readers(tokenizer)}
     return Reading(tokenizer, read_defaults(folder), readers, lanes)
 
 

@@ -13,6 +13,7 @@ where the router heard of it, a network's delay late, and began that long before
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Literal
 
 from kvrelay.router.trace import AttemptTrace, Incident, Outcome, RequestTrace
@@ -70,14 +71,10 @@ class Life:
     """The longest time between two messages with tokens, and when it ended, since receipt."""
 
 
-def life(trace: RequestTrace, outcome: Outcome | None, now: float) -> Life:
-    """The life of a request up to `now`, on the monotonic clock.
-
-    Args:
-        outcome: None if it runs.
-    """
-    record, whole = trace.record(outcome or "cancelled", now), trace.whole
-    since = trace.received
+def life(trace: RequestTrace, now: float = inf) -> Life:
+    """The life of a request up to its end or, if it runs, up to `now` on the monotonic clock."""
+    now = now if trace.ended is None else trace.ended
+    whole, since = trace.whole, trace.received
 
     def at(moment: float, earliest: float = 0.0) -> float:
         return max(earliest, min(moment, now) - since)
@@ -91,22 +88,22 @@ def life(trace: RequestTrace, outcome: Outcome | None, now: float) -> Life:
         id=trace.wire_id,
         index=trace.index,
         received=time.time() - (time.monotonic() - since),
-        outcome=outcome,
+        outcome=trace.outcome,
         age=at(now),
-        spans=tuple(map(shown, _spans(trace, None if outcome is None else now))),
+        spans=tuple(map(shown, _spans(trace, trace.ended))),
         chunks=tuple((at(moment), tokens) for moment, tokens in whole.chunks),
         placed=tuple(map(at, trace.placed)),
         prompt_tokens=trace.prompt_tokens,
-        cached_tokens=record.cached_tokens,
+        cached_tokens=trace.cached_tokens,
         completion_tokens=trace.completion_tokens,
-        transfer_bytes=record.transfer_bytes,
+        transfer_bytes=trace.transfer_bytes,
         retries=trace.retries,
         migrations=trace.migrations,
         prefill_worker=whole.prefill_worker,
         decode_worker=whole.decode_worker,
-        ttft=record.ttft_seconds,
-        tpot=record.tpot_seconds,
-        handoff=record.handoff_seconds,
+        ttft=trace.ttft_seconds,
+        tpot=trace.tpot_seconds,
+        handoff=None if trace.transfer is None else trace.transfer.handoff_seconds,
         grant=None if whole.transfer is None else whole.transfer.grant_seconds,
         incidents=tuple(incident._replace(at=at(incident.at)) for incident in trace.incidents),
         longest_gap=(trace.longest_gap[0], at(trace.longest_gap[1])),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvrelay.router.config import DEFAULT_CLASS
 from kvrelay.router.placing.placement import WorkerView
-from kvrelay.router.trace import RequestRecord
+from kvrelay.router.trace import RequestTrace
 from kvrelay.rpc.identity import WORKER_ROLES
 from kvrelay.rpc.metrics import families, labels
 from kvrelay.rpc.metrics.metric_set import MetricSet
@@ -95,31 +95,33 @@ class RouterMetrics:
         """The time between two messages with tokens of a completion."""
         self._itl.observe(seconds)
 
-    def ended(self, record: RequestRecord) -> None:
+    def ended(self, trace: RequestTrace) -> None:
         """A completion has ended."""
-        metrics, service, tenant = self.metrics, record.service or NO_CLASS, self._tenant(record.tenant)
-        metrics.counter(families.REQUESTS, record.outcome, service).inc()
+        metrics, service, tenant = self.metrics, trace.service or NO_CLASS, self._tenant(trace.tenant)
+        usage = trace.usage()
+        metrics.counter(families.REQUESTS, str(trace.outcome), service).inc()
         metrics.counter(families.TENANT_REQUESTS, tenant).inc()
-        metrics.counter(families.TENANT_TOKENS, tenant, "prompt").inc(record.prompt_tokens)
-        metrics.counter(families.TENANT_TOKENS, tenant, "completion").inc(record.completion_tokens)
-        self._prompt_tokens.inc(record.prompt_tokens)
-        self._cached_tokens.inc(record.cached_tokens)
-        self._completion_tokens.inc(record.completion_tokens)
-        self._retries.inc(record.retries)
-        self._migrations.inc(record.migrations)
-        self._resumes.inc(record.resumed)
-        for tokens in record.prediction_errors:
-            self._prediction_error.observe(tokens)
-        if not record.attempts:
+        metrics.counter(families.TENANT_TOKENS, tenant, "prompt").inc(usage.prompt_tokens)
+        metrics.counter(families.TENANT_TOKENS, tenant, "completion").inc(usage.completion_tokens)
+        self._prompt_tokens.inc(usage.prompt_tokens)
+        self._cached_tokens.inc(usage.cached_tokens)
+        self._completion_tokens.inc(usage.completion_tokens)
+        self._retries.inc(trace.retries)
+        self._migrations.inc(trace.migrations)
+        self._resumes.inc(trace.resumes > 0)
+        for each in trace.tries:
+            if each.prefill is not None:
+                self._prediction_error.observe(abs(each.expected_tokens - each.prefill.cached_tokens))
+        if not trace.attempts:
             return
-        self._request_prompt.observe(record.prompt_tokens)
-        self._request_completion.observe(record.completion_tokens)
-        metrics.histogram(families.QUEUE, service).observe(record.router_queue_seconds)
-        metrics.histogram(families.E2E, service).observe(record.total_seconds)
-        if record.ttft_seconds is not None:
-            metrics.histogram(families.TTFT, service).observe(record.ttft_seconds)
-        if record.tpot_seconds is not None:
-            metrics.histogram(families.TPOT, service).observe(record.tpot_seconds)
+        self._request_prompt.observe(usage.prompt_tokens)
+        self._request_completion.observe(usage.completion_tokens)
+        metrics.histogram(families.QUEUE, service).observe(trace.router_queue_seconds)
+        metrics.histogram(families.E2E, service).observe(trace.total_seconds)
+        if trace.ttft_seconds is not None:
+            metrics.histogram(families.TTFT, service).observe(trace.ttft_seconds)
+        if trace.tpot_seconds is not None:
+            metrics.histogram(families.TPOT, service).observe(trace.tpot_seconds)
 
     def _tenant(self, name: str) -> str:
         """The label of a tenant."""

@@ -9,7 +9,7 @@ from pydantic_core import to_json
 
 from kvrelay.router.records.life import Life, life
 from kvrelay.router.request.validation import WIRE_NAME_CHARACTERS
-from kvrelay.router.trace import Outcome, RequestTrace
+from kvrelay.router.trace import RequestTrace
 
 RECENT = 200
 """Ended requests that are kept."""
@@ -22,14 +22,11 @@ class EndedRequest:
     number: int
     """Increases by one with each."""
     trace: RequestTrace
-    outcome: Outcome
-    at: float
-    """Monotonic time."""
 
     @cached_property
     def life(self) -> Life:
         """Made when somebody asks: that takes longer than all else at a request's end, and mostly nobody does."""
-        return life(self.trace, self.outcome, self.at)
+        return life(self.trace)
 
     @cached_property
     def json(self) -> bytes:
@@ -58,16 +55,12 @@ class Requests:
         """A request was checked, and runs from now on."""
         self._running[id(trace)] = trace
 
-    def end(self, trace: RequestTrace, outcome: Outcome, now: float) -> None:
+    def end(self, trace: RequestTrace) -> None:
         """A request has ended; one that has not begun here is not kept."""
         if self._running.pop(id(trace), None) is None:
             return
-        self._recent.append(EndedRequest(next(self._numbers), trace, outcome, now))
+        self._recent.append(EndedRequest(next(self._numbers), trace))
         self._add(self._links, trace)
-
-    def find(self, request_id: str) -> RequestTrace | None:
-        """The first completion of the running request that the router has named so."""
-        return next((trace for trace in self._running.values() if trace.wire_id == request_id), None)
 
     def running(self, tenant: str, most: int) -> list[RequestTrace]:
         """A tenant's running requests, the latest last, up to `most` of them."""
@@ -89,20 +82,9 @@ class Requests:
         def named(wire_id: str) -> bool:
             return wire_id == request_id or wire_id.startswith((start, f"{request_id}/"))
 
-        ended = [each.life for each in self.recent(tenant) if named(each.life.id)]
+        ended = [each.life for each in self.recent(tenant) if named(each.trace.wire_id)]
         running = [trace for trace in self._running.values() if trace.tenant == tenant and named(trace.wire_id)]
-        return ended + [life(trace, None, now) for trace in running]
-
-    def latest(self, request_id: str) -> Life:
-        """The life of the request that has ended under this name just now.
-
-        Raises:
-            KeyError: it has not.
-        """
-        for ended in reversed(self._recent):
-            if ended.trace.wire_id == request_id:
-                return ended.life
-        raise KeyError(request_id)
+        return ended + [life(trace, now) for trace in running]
 
     def links(self) -> dict[tuple[str, str], LinkUse]:
         """The KV that each prefill worker has sent to each decode worker, by their names, running requests included."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrelay.internal.v1.worker_pb2 import Sampling
 from kvrelay.router.records.life import stages
-from kvrelay.router.trace import AttemptTrace, Outcome, RequestTrace
+from kvrelay.router.trace import AttemptTrace, RequestTrace
 from kvrelay.rpc import log
 from kvrelay.rpc.tracing import TraceContext
 
@@ -51,16 +51,6 @@ class Asked:
     chat: bool
     sampling: Sampling
     completions: int
-
-
-@dataclass(frozen=True, slots=True)
-class EndedCompletion:
-    """A completion that has ended."""
-
-    trace: RequestTrace
-    outcome: Outcome
-    failure: str = ""
-    """Reason why it has no end of its own, as the client was told; empty if it has one."""
 
 
 class SpanExport:
@@ -115,9 +105,7 @@ class SpanExport:
         closing.start()
         await asyncio.to_thread(closing.join, CLOSE_SECONDS)
 
-    def add(
-        self, context: TraceContext, received: float, asked: Asked | None, ended: Sequence[EndedCompletion]
-    ) -> None:
+    def add(self, context: TraceContext, received: float, asked: Asked | None, ended: Sequence[RequestTrace]) -> None:
         """Makes the spans of a call that has ended.
 
         Args:
@@ -144,16 +132,16 @@ class SpanExport:
         root.set_attributes(_ended(ended, received))
         failed = [each for each in ended if each.outcome not in SERVED]
         if failed:
-            _fail(root, failed[0].outcome, failed[0].failure)
+            _fail(root, str(failed[0].outcome), failed[0].failure)
         inside = set_span_in_context(root)
         for each in ended:
-            for number, attempt in enumerate(each.trace.tries, 1):
+            for number, attempt in enumerate(each.tries, 1):
                 end = attempt.ended or now
                 span = self._tracer.start_span("attempt", inside, start_time=clock.at(attempt.asked))
                 span.set_attributes(
                     {
                         "kvrelay.attempt": number,
-                        "kvrelay.completion.index": each.trace.index,
+                        "kvrelay.completion.index": each.index,
                         "kvrelay.worker.prefill": attempt.prefill_worker,
                         "kvrelay.worker.decode": attempt.decode_worker,
                     }
@@ -226,15 +214,14 @@ def _asked(asked: Asked) -> Attributes:
     return attributes
 
 
-def _ended(ended: Sequence[EndedCompletion], received: float) -> Attributes:
+def _ended(traces: Sequence[RequestTrace], received: float) -> Attributes:
     """Figures of all completions of a call."""
-    traces = [each.trace for each in ended]
     usages = [trace.usage() for trace in traces]
     attributes: dict[str, str | int | float | Sequence[str]] = {
         "gen_ai.usage.input_tokens": sum(usage.prompt_tokens for usage in usages),
         "gen_ai.usage.output_tokens": sum(usage.completion_tokens for usage in usages),
         "gen_ai.usage.cache_read.input_tokens": sum(usage.cached_tokens for usage in usages),
-        "gen_ai.response.finish_reasons": [each.outcome for each in ended],
+        "gen_ai.response.finish_reasons": [str(trace.outcome) for trace in traces],
         "kvrelay.retries": sum(trace.retries for trace in traces),
         "kvrelay.migrations": sum(trace.migrations for trace in traces),
     }

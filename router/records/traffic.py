@@ -26,14 +26,6 @@ class LatencyTargets:
     tpot_seconds: float
 
 
-@dataclass(slots=True)
-class _Young:
-    """A request whose first token was sent lately."""
-
-    trace: RequestTrace
-    ended: bool = False
-
-
 class TrafficMeter:
     """Counts a router's requests. On the event loop."""
 
@@ -42,8 +34,8 @@ class TrafficMeter:
         self._totals = Traffic()
         self._waiting: dict[int, RequestTrace] = {}
         """Requests without a first token."""
-        self._young: dict[int, _Young] = {}
-        """Young requests, in the order in which their first tokens were noticed."""
+        self._young: dict[int, RequestTrace] = {}
+        """Requests whose first token was sent lately, in the order in which their first tokens were noticed."""
         self._reported = time.monotonic()
 
     def begin(self, trace: RequestTrace) -> None:
@@ -52,24 +44,21 @@ class TrafficMeter:
         self._totals.prompt_tokens += trace.prompt_tokens
         self._waiting[id(trace)] = trace
 
-    def end(self, trace: RequestTrace, outcome: Outcome) -> None:
+    def end(self, trace: RequestTrace) -> None:
         """A request has ended. One that never began is not counted."""
         totals = self._totals
         if self._waiting.pop(id(trace), None) is not None:
             if trace.first_sent is not None:
                 self._count_first(trace)
-            elif outcome in FAILURES:
+            elif trace.outcome in FAILURES:
                 totals.first_tokens += 1
                 return
         if trace.first_sent is None:
             return
-        if (young := self._young.get(id(trace))) is not None:
-            young.ended = True
         totals.completion_tokens += trace.generated_tokens
         if trace.decode is not None:
             totals.decode_queue_seconds += trace.decode.queue_seconds
-        if trace.generated_tokens > 1 and trace.last_sent is not None:
-            seconds = (trace.last_sent - trace.first_sent) / (trace.generated_tokens - 1)
+        if (seconds := trace.tpot_seconds) is not None:
             totals.streams += 1
             totals.tpot_attained += seconds <= self._targets.tpot_seconds
 
@@ -85,9 +74,9 @@ class TrafficMeter:
         for trace in [trace for trace in self._waiting.values() if trace.first_sent is not None]:
             del self._waiting[id(trace)]
             self._count_first(trace)
-        grown = (key for key, young in self._young.items() if (young.trace.first_sent or 0.0) < now - YOUNG_SECONDS)
-        for key in list(grown):
-            del self._young[key]
+        for trace in list(self._young.values()):
+            if (trace.first_sent or 0.0) < now - YOUNG_SECONDS:
+                del self._young[id(trace)]
         # All wait for what the next one waits for: it goes first.
         for_decode = bool(queued) and waits_for(queued[0]) == "decode"
         prompts, streams = (0, len(queued)) if for_decode else (len(queued), 0)
@@ -95,8 +84,8 @@ class TrafficMeter:
         self._totals.decode_queue_seconds += elapsed * streams
         traffic = Traffic()
         traffic.CopyFrom(self._totals)
-        traffic.young_tokens = sum(young.trace.generated_tokens for young in self._young.values())
-        traffic.young_ended = sum(young.ended for young in self._young.values())
+        traffic.young_tokens = sum(trace.generated_tokens for trace in self._young.values())
+        traffic.young_ended = sum(trace.ended is not None for trace in self._young.values())
         traffic.queued_prompts, traffic.queued_streams = prompts, streams
         traffic.queued_tokens = sum(demand.prompt_tokens for demand in queued)
         return traffic
@@ -104,7 +93,7 @@ class TrafficMeter:
     def _count_first(self, trace: RequestTrace) -> None:
         if trace.first_sent is None or trace.resumed_tokens:
             return
-        self._young[id(trace)] = _Young(trace)
+        self._young[id(trace)] = trace
         totals, prefill = self._totals, trace.prefill
         seconds = trace.first_sent - trace.received
         on_worker = 0.0 if prefill is None else prefill.queue_seconds

@@ -1,6 +1,6 @@
 """The output of one request: the tokens of its attempts become text, and text and tokens become messages.
 
-    attempt's tokens -> Completion (text, stop strings) -> a message -> Sink (gRPC, HTTP, the page)
+    attempt's tokens -> Completion (text, stop strings) -> a message -> Sink (gRPC, HTTP)
 
 Most tokens change nothing but the completion. While the session's task waits, the callback that finds such tokens due
 sends them (`Output.relay`), if the sink can take a message without waiting: to wake the task would cost as much as all
@@ -148,7 +148,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AwaitedSink:
-    """Sink of a face whose every write must be awaited: gRPC, and the page."""
+    """Sink of a face whose every write must be awaited: gRPC."""
 
     write: Callable[[GenerateResponse], Awaitable[None]]
 

@@ -11,7 +11,7 @@ from kvrelay.internal.v1.supervisor_pb2 import MemberState, Role
 from kvrelay.internal.v1.worker_pb2 import Blocks, Failure, Load
 from kvrelay.router.records.metrics import MAX_TENANTS, RouterMetrics
 from kvrelay.router.session.attempt import AttemptFailure
-from kvrelay.router.trace import Outcome, RequestRecord
+from kvrelay.router.trace import Outcome, RequestTrace
 from kvrelay.rpc.metrics import families, labels
 from kvrelay.rpc.metrics.families import FAMILIES
 from kvrelay.rpc.metrics.family import SECONDS, Family
@@ -117,9 +117,9 @@ def test_a_worker_in_another_role_counts_on_under_its_name() -> None:
 def test_tenants_beyond_a_bound_share_a_series() -> None:
     metrics = RouterMetrics("router-0", "pico")
     for number in range(3 * MAX_TENANTS):
-        metrics.ended(RequestRecord("stop", tenant=f"tenant-{number}", completion_tokens=2))
-    metrics.ended(RequestRecord("stop", tenant="tenant-0"))
-    metrics.ended(RequestRecord("stop"))
+        metrics.ended(RequestTrace(0.0, tenant=f"tenant-{number}", completion_tokens=2, outcome="stop"))
+    metrics.ended(RequestTrace(0.0, tenant="tenant-0", outcome="stop"))
+    metrics.ended(RequestTrace(0.0, outcome="stop"))
     values = {
         sample.labels["tenant"]: sample.value
         for metric in metrics.metrics.registry.collect()

@@ -18,7 +18,6 @@ from pydantic import BaseModel
 
 from kvrelay.router.__main__ import GC_THRESHOLDS
 from kvrelay.router.faces.http import openapi
-from kvrelay.router.faces.page.page import Ask
 from kvrelay.router.request.validation import DETOKENIZE_IDS
 from kvrelay.router.request.wire import MAX_ESCAPES, MAX_LISTS, MAX_STRINGS, MAX_VALUES
 from kvrelay.v1 import inference_pb2 as pb
@@ -38,7 +37,6 @@ PATHS: dict[str, tuple[type[BaseModel], Mapping[str, Any], int]] = {
     "/v1/chat/completions": (openapi.BODIES["/v1/chat/completions"][0], CHAT, 0),
     "/tokenize": (openapi.BODIES["/tokenize"][0], {"prompt": "a"}, 0),
     "/detokenize": (openapi.BODIES["/detokenize"][0], {"tokens": [5]}, DETOKENIZE_IDS),
-    "/page/generate": (Ask, {"prompt": "a"}, 0),
 }
 """Facts about each path of HTTP: the model of its body, a right body, and the entries that a list of numbers may have
 in addition to `MAX_VALUES`."""

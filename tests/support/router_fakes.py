@@ -37,7 +37,7 @@ from kvrelay.internal.v1.worker_pb2 import (
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.server import RouterServer
-from kvrelay.router.trace import RequestRecord
+from kvrelay.router.trace import RequestTrace
 from kvrelay.rpc.identity import ROLES
 from kvrelay.rpc.options import server_options
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, FinishReason, TokenLogprobs
@@ -119,8 +119,8 @@ class Job:
         assert router is not None
 
         def reached() -> bool:
-            trace = router.requests.find(self.submit.request_id)
-            return trace is not None and trace.completion_tokens >= tokens
+            lives = router.requests.lives(self.submit.tenant, self.submit.request_id, 0.0)
+            return any(life.completion_tokens >= tokens for life in lives)
 
         await until(reached, f"the client has {tokens} tokens")
 
@@ -447,7 +447,8 @@ class FakeCluster:
     router: RouterServer
     supervisor: FakeSupervisor
     workers: dict[str, FakeWorker]
-    records: list[RequestRecord]
+    records: list[RequestTrace]
+    """Requests that have ended."""
     callers: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
     """Callers and later workers, which end with the cluster."""
 
@@ -513,7 +514,7 @@ class FakeCluster:
     @property
     def outcomes(self) -> list[str]:
         """The outcomes of the requests that have ended, in order."""
-        return [record.outcome for record in self.records]
+        return [str(record.outcome) for record in self.records]
 
     def announce(self, **states: MemberState) -> None:
         """Announces every worker as ready, or in the state given by name (`_` for `-`)."""
@@ -550,15 +551,28 @@ class FakeCluster:
         return jobs[at]
 
 
+def _noting(router: RouterServer, records: list[RequestTrace]) -> RouterServer:
+    """The same router; its requests are among the records when they have ended."""
+    metrics = router._front.dispatch.metrics
+    ended = metrics.ended
+
+    def noted(trace: RequestTrace) -> None:
+        ended(trace)
+        records.append(trace)
+
+    metrics.ended = noted  # type: ignore[method-assign]
+    return router
+
+
 @contextlib.asynccontextmanager
 async def fake_cluster(folder: Path, *workers: FakeWorker, **config: Any) -> AsyncIterator[FakeCluster]:
     """A router that has reached all of the workers."""
     supervisor = FakeSupervisor()
     await supervisor.start()
-    records: list[RequestRecord] = []
     options = {"model": str(model_folder(folder)), "grpc_port": 0, "http_port": None}
     options["supervisor"] = f"127.0.0.1:{supervisor.port}"
-    router = RouterServer(RouterConfig(**{**options, **config}), records.append)
+    records: list[RequestTrace] = []
+    router = _noting(RouterServer(RouterConfig(**{**options, **config})), records)
     for worker in workers:
         worker.router = router
         await worker.start()
@@ -580,7 +594,7 @@ async def fake_cluster(folder: Path, *workers: FakeWorker, **config: Any) -> Asy
 async def second_router(cluster: FakeCluster, **config: Any) -> AsyncIterator[RouterServer]:
     """Another router of the cluster, which has reached all of its workers."""
     options = {"name": "router-1", "grpc_port": 0, "http_port": None, **config}
-    router = RouterServer(replace(cluster.router.config, **options), cluster.records.append)
+    router = _noting(RouterServer(replace(cluster.router.config, **options)), cluster.records)
     await router.start()
     try:
         names = set(cluster.workers)

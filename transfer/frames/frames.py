@@ -19,6 +19,7 @@ On the link a frame is its bytes (`kvrelay.engine.kv.pool` has their order), fol
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -337,18 +338,20 @@ class PoolFrames:
         key: Key,
         frame: Frame,
         claim: BlockClaim,
-        table: Sequence[int],
+        source: Sequence[Any],
         peer: Hello | None,
         announce: Callable[[Push], None],
         on_read: Callable[[], None],
     ) -> SendJob:
-        """See `SendJob`; `table` is the sequence's block table."""
-        pool = self._pools[frame.track]
-        place: FrameBuffer = PoolFrame(pool, table, frame)
-        mine = pool.layout
-        wire = mine if peer is None else mine.sent_to(peer.cache.tracks[frame.track][1])
-        if wire != mine:
-            place = NarrowedFrame(pool, wire, table, frame)
+        """See `SendJob`; `source` is the sequence's block table or, of a frame of states, those in their pieces."""
+        place: FrameBuffer
+        if frame.states:
+            place = StatesFrame(source)
+        else:
+            pool = self._pools[frame.track]
+            wire = pool.layout if peer is None else pool.layout.sent_to(peer.cache.tracks[frame.track][1])
+            narrowed = wire != pool.layout
+            place = NarrowedFrame(pool, wire, source, frame) if narrowed else PoolFrame(pool, source, frame)
         return SendJob(key, frame, claim, place, self._kind(peer), announce, on_read)
 
     def receive(
@@ -356,31 +359,26 @@ class PoolFrames:
         key: Key,
         frame: Frame,
         claim: BlockClaim,
-        table: Sequence[int],
+        target: Any,
         keep: int,
         peer: Hello,
         on_end: Callable[[Outcome], None],
     ) -> ReceiveJob:
-        """See `ReceiveJob`; the first `keep` tokens have their KV here already."""
-        pool = self._pools[frame.track]
-        place: FrameBuffer = PoolFrame(pool, table, frame)
-        wire = peer.cache.tracks[frame.track][1].sent_to(pool.layout)
-        if pool.layout.conversion(wire) is not None:
-            place = ConvertedFrame(pool, wire, table, frame, keep)
-        return ReceiveJob(key, frame, claim, place, self._kind(peer), on_end)
+        """See `ReceiveJob`.
 
-    def send_states(
-        self,
-        key: Key,
-        frame: Frame,
-        claim: BlockClaim,
-        states: Sequence[Tensor],
-        peer: Hello | None,
-        announce: Callable[[Push], None],
-        on_read: Callable[[], None],
-    ) -> SendJob:
-        """See `SendJob`; `states` are those of the frame, in one or several pieces."""
-        return SendJob(key, frame, claim, StatesFrame(states), self._kind(peer), announce, on_read)
+        Args:
+            target: the sequence's block table or, of a frame of states, its part of what `make_states` made.
+            keep: so many first tokens have their KV here already.
+        """
+        place: FrameBuffer
+        if frame.states:
+            place = StatesFrame([target])
+        else:
+            pool = self._pools[frame.track]
+            wire = peer.cache.tracks[frame.track][1].sent_to(pool.layout)
+            alike = pool.layout.conversion(wire) is None
+            place = PoolFrame(pool, target, frame) if alike else ConvertedFrame(pool, wire, target, frame, keep)
+        return ReceiveJob(key, frame, claim, place, self._kind(peer), on_end)
 
     def make_states(self, layout: StatesLayout, tokens: int) -> Tensor:
         """[tokens, layers, hidden] host memory for the hidden states of so many tokens, uninitialized; pinned if a GPU
@@ -388,18 +386,6 @@ class PoolFrames:
         """
         shape = tokens, len(layout.layers), layout.hidden_size
         return torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype], pin_memory=self._is_cuda)
-
-    def receive_states(
-        self,
-        key: Key,
-        frame: Frame,
-        claim: BlockClaim,
-        states: Tensor,
-        peer: Hello,
-        on_end: Callable[[Outcome], None],
-    ) -> ReceiveJob:
-        """See `ReceiveJob`; `states` is the frame's part of what `make_states` made."""
-        return ReceiveJob(key, frame, claim, StatesFrame([states]), self._kind(peer), on_end)
 
     def drain(self, nbytes: int, peer: Hello) -> DrainJob:
         """See `DrainJob`."""

@@ -5,53 +5,39 @@
     GET  /page/events   `recent`, then `fleet` whenever something has changed, and `ended` for each request that ends;
                         `over` in the end, or `error`
     GET  /page/requests/ID  what a running or recent request went through
-    POST /page/generate runs one request: `life` as it goes on, `text`, and `end` or `error`
 
-Whoever asks for more than the page itself needs the API key or certificate that any other call needs, and sees the
-requests of its own tenant only.
+The playground asks the HTTP API, as any client does. Whoever asks for more than the page itself needs the API key or
+certificate that any other call needs, and sees the requests of its own tenant only.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from functools import partial
 from importlib.resources import files
 from math import inf
-from typing import Any, Literal, cast
 
 from aiohttp import web
-from pydantic import Field
 from pydantic_core import to_json
 
 from kvrelay.router.entry.front import Front
 from kvrelay.router.errors import NotKept, RequestError, SlowReader, shorten
-from kvrelay.router.faces.http.body import declared_size, read
 from kvrelay.router.faces.http.errors import body_of
-from kvrelay.router.faces.http.exchange import Events, caller_of, check_type
-from kvrelay.router.faces.http.fields import Fields
-from kvrelay.router.faces.http.reply import finish_name
+from kvrelay.router.faces.http.exchange import Events, caller_of
 from kvrelay.router.faces.page.view import about, fleet
 from kvrelay.router.placing.registry import WorkerRegistry
 from kvrelay.router.placing.shares import Seats
-from kvrelay.router.records.life import Life, life
 from kvrelay.router.records.requests import RECENT, EndedRequest
-from kvrelay.router.request.reading import Plan
-from kvrelay.router.request.validation import CheckedRequest
-from kvrelay.router.session.output import AwaitedSink
-from kvrelay.v1.inference_pb2 import GenerateRequest, GenerateResponse
 
 MAX_VIEWERS = 16
 """Pages that may be open at once: each gets a few events a second. A newcomer takes the place of another client's
 oldest page if that client has two more than it has."""
 FLEET_SECONDS = 0.2
 """Seconds between two looks at the workers."""
-LIFE_SECONDS = 0.05
-"""Seconds between two looks at the playground's request."""
 JSONS_A_TURN = 10
 """Requests whose JSON is made in one turn of the event loop, some 0.1 ms each."""
 SILENCE_SECONDS = 10.0
 """Seconds after which an event is sent though nothing has changed, to notice a viewer that is gone."""
-MAX_BODY_BYTES = 1024 * 1024
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 SECURITY = {
     # No script, style or connection that isn't the router's own, and no frame around the page.
@@ -65,43 +51,6 @@ SECURITY = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-
-
-class Turn(Fields):
-    """A message of a conversation."""
-
-    role: Literal["system", "user", "assistant"]
-    content: str
-
-
-class Ask(Fields):
-    """A request from the playground. An option that is null or absent has the default of the gRPC face."""
-
-    text: str | None = None
-    """A prompt to continue."""
-    messages: list[Turn] | None = None
-    """Conversation in place of `text`, for a model with a chat template."""
-    session: str | None = None
-    """Name of the conversation, whose requests go to workers that have its KV."""
-    max_tokens: int | None = Field(None, ge=0, lt=2**32)
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = Field(None, ge=0, lt=2**64)
-
-    def request(self) -> GenerateRequest:
-        """The request that the router checks."""
-        request = GenerateRequest()
-        if self.text is not None:
-            request.text = self.text
-        for turn in self.messages or ():
-            request.messages.messages.add(role=turn.role, content=turn.content)
-        if self.session is not None:
-            request.session = self.session
-        for name in ("max_tokens", "temperature", "top_p", "seed"):
-            value = getattr(self, name)
-            if value is not None:
-                setattr(request.sampling, name, value)
-        return request
 
 
 class Page:
@@ -129,7 +78,6 @@ class Page:
             web.get("/page/about", self._about),
             web.get("/page/events", self._events),
             web.get("/page/requests/{id:.+}", self._request),
-            web.post("/page/generate", self._generate),
         ]
 
     async def _asset(self, name: str, _: web.Request) -> web.Response:
@@ -197,91 +145,6 @@ class Page:
             self._fleets = {name: kept for name, kept in self._fleets.items() if now - kept[0] < FLEET_SECONDS}
             self._fleets[tenant] = now, event
         return event
-
-    # The playground.
-
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        check_type(request)
-        front, limit = self._front, self._front.config.idle_timeout_seconds
-        most = min(MAX_BODY_BYTES, front.config.max_message_bytes)
-        events = Events(request, limit)
-        try:
-            with front.generation(caller_of(request), declared_size(request, most)) as call:
-                data = await read(request, most, limit)
-                call.ticket.resize(len(data))
-                plan = cast(Plan, await call.read("page", data))
-                run = _Run(front, events)
-                await run.follow(call.generate(plan.requests.pop(), AwaitedSink(run.write), run.begin))
-                return await events.end(run.end())
-        except SlowReader:
-            raise asyncio.CancelledError from None
-        except RequestError as error:
-            if events.begun:
-                return await events.end(b"event: error\ndata: " + body_of(error) + b"\n\n")
-            raise
-        finally:
-            events.close()
-
-
-class _Run:
-    """The playground's request, from its check to its end."""
-
-    def __init__(self, front: Front, events: Events) -> None:
-        self._requests = front.requests
-        self._events = events
-        self._id = ""
-        self._last = GenerateResponse()
-
-    def begin(self, checked: CheckedRequest) -> None:
-        """The request was checked, and has a name."""
-        self._id = checked.wire_id
-
-    async def follow(self, generation: Coroutine[Any, Any, None]) -> None:
-        """Runs the request, and sends its life whenever it enters another stage.
-
-        Raises:
-            RequestError: what `generation` raises; SlowReader too if the life can't be written.
-        """
-        following = asyncio.create_task(self._send_life(), name="life of the playground's request")
-        try:
-            await generation
-        finally:
-            following.cancel()
-            await asyncio.wait((following,))
-        if not following.cancelled():
-            following.result()
-
-    async def write(self, message: GenerateResponse) -> None:
-        """Sends new text, and when it came."""
-        trace = self._requests.find(self._id)
-        since = 0.0 if trace is None else time.monotonic() - trace.received
-        if message.finish_reason:
-            self._last = message
-        shown = {"at": since, "text": message.text, "tokens": len(message.token_ids)}
-        await self._events.write(
-            _event("text", shown | ({"seed": str(message.seed)} if message.HasField("seed") else {}))
-        )
-
-    def end(self) -> bytes:
-        """The last event."""
-        last = self._last
-        usage = {name: getattr(last.usage, name) for name in ("prompt_tokens", "cached_tokens", "completion_tokens")}
-        return _event("end", {"finish_reason": finish_name(last.finish_reason), "usage": usage, "life": self._life()})
-
-    def _life(self) -> Life:
-        return self._requests.latest(self._id)
-
-    async def _send_life(self) -> None:
-        sent: object = None
-        while True:
-            trace = self._requests.find(self._id)
-            if trace is not None:
-                shown = life(trace, None, time.monotonic())
-                stages = shown.spans, shown.chunks, shown.placed
-                if stages != sent:
-                    await self._events.write(_event("life", shown))
-                    sent = stages
-            await asyncio.sleep(LIFE_SECONDS)
 
 
 async def _jsons(requests: list[EndedRequest]) -> AsyncIterator[bytes]:

@@ -97,7 +97,7 @@ def fleet(front: Front, registry: WorkerRegistry, tenant: str, now: float) -> Fl
             else LinkShown(*pair, 0, 0, sending[pair])
             for pair in sorted(used.keys() | sending.keys())
         ),
-        tuple(life(trace, None, now) for trace in requests.running(tenant, MAX_RUNNING)),
+        tuple(life(trace, now) for trace in requests.running(tenant, MAX_RUNNING)),
     )
 
 

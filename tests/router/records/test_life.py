@@ -60,7 +60,8 @@ def test_each_stage_has_its_place() -> None:
         (0.9, note(DECODE)),
         sent(2.0),
     )
-    shown = life(trace, "length", 102.1)
+    trace.outcome, trace.ended = "length", 102.1
+    shown = life(trace)
     assert spans(shown) == {
         "router": (0.0, 0.1),
         "queue": (0.1, 0.2),
@@ -87,7 +88,7 @@ def test_each_stage_has_its_place() -> None:
 def test_a_running_request_is_in_its_latest_stage(
     steps: list[tuple[float, Callable[[RequestTrace], object]]], going_on: str
 ) -> None:
-    shown = life(traced(*steps), None, 101.0)
+    shown = life(traced(*steps), 101.0)
     assert shown.outcome is None
     assert [span.stage for span in shown.spans if span.end is None][-1] == going_on
 
@@ -112,7 +113,9 @@ def test_bars_stay_within_the_request(steps: list[tuple[float, str]], outcome: O
     request."""
     begun = itertools.dropwhile(lambda step: step[1] not in ATTEMPTS, steps)
     trace = traced(*((at, STEPS[name]) for at, name in begun))
-    shown = life(trace, outcome, 105.0)
+    if outcome is not None:
+        trace.outcome, trace.ended = outcome, 105.0
+    shown = life(trace, 105.0)
     for span in shown.spans:
         assert 0 <= span.start <= 5.0 + 1e-9
         assert span.end is None or span.start - 1e-9 <= span.end <= 5.0 + 1e-9
@@ -131,7 +134,8 @@ def test_the_latest_requests_are_kept_and_links_count_all() -> None:
         trace.note(TRANSFER)
         assert requests.sending() == {}
         assert requests.links()["prefill-0", "decode-0"].transfers == number + 1, "once, while it runs and afterwards"
-        requests.end(trace, "stop", 105.0)
+        trace.end("stop")
+        requests.end(trace)
     assert requests.links()["prefill-0", "decode-0"].nbytes == 1000 * (RECENT + 5)
     recent = requests.recent("a")
     assert recent[-1].life.id == f"r{RECENT + 4}"

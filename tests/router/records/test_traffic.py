@@ -8,7 +8,7 @@ from kvrelay.internal.v1.worker_pb2 import DecodeReport, PrefillReport
 from kvrelay.router.placing.placement import Demand
 from kvrelay.router.records import traffic as module
 from kvrelay.router.records.traffic import LatencyTargets, TrafficMeter
-from kvrelay.router.trace import RequestTrace
+from kvrelay.router.trace import Outcome, RequestTrace
 from kvrelay.rpc.identity import WorkerRole
 
 TARGETS = LatencyTargets(1.0, 0.1)
@@ -34,6 +34,11 @@ def waits_for_decode(demand: Demand) -> WorkerRole:
     return "decode"
 
 
+def end(meter: TrafficMeter, trace: RequestTrace, outcome: Outcome) -> None:
+    trace.end(outcome)
+    meter.end(trace)
+
+
 def test_first_tokens_count_while_requests_run() -> None:
     meter = TrafficMeter(TARGETS)
     traces = [begun(meter, 0.5), begun(meter, 2.0), begun(meter, None)]
@@ -54,8 +59,8 @@ def test_ends_count_tokens_and_the_time_between_them() -> None:
         trace.latest.decode = DecodeReport(queue_seconds=0.25)
         assert trace.first_sent is not None
         trace.sent(trace.first_sent + 10 * gap)
-        meter.end(trace, "length")
-    meter.end(begun(meter, 0.1, tokens=1), "stop")
+        end(meter, trace, "length")
+    end(meter, begun(meter, 0.1, tokens=1), "stop")
     report = meter.report([], waits_for_prefill)
     assert (report.streams, report.tpot_attained) == (2, 1), "a single token has no time between tokens"
     assert report.completion_tokens == 23
@@ -64,10 +69,10 @@ def test_ends_count_tokens_and_the_time_between_them() -> None:
 
 
 @pytest.mark.parametrize(("outcome", "missed"), [("deadline", 1), ("unavailable", 1), ("cancelled", 0), ("invalid", 0)])
-def test_a_request_that_fails_before_its_first_token_has_missed_its_target(outcome: str, missed: int) -> None:
+def test_a_request_that_fails_before_its_first_token_has_missed_its_target(outcome: Outcome, missed: int) -> None:
     meter = TrafficMeter(TARGETS)
-    meter.end(RequestTrace(time.monotonic()), "invalid")  # one that has not begun counts nothing
-    meter.end(begun(meter, None), outcome)  # type: ignore[arg-type]  # one of the outcomes
+    end(meter, RequestTrace(time.monotonic()), "invalid")  # one that has not begun counts nothing
+    end(meter, begun(meter, None), outcome)
     report = meter.report([], waits_for_prefill)
     assert (report.first_tokens, report.ttft_attained, report.streams) == (missed, 0, 0)
 
@@ -76,7 +81,7 @@ def test_young_requests_are_forgotten_when_they_grow_up(monkeypatch: pytest.Monk
     meter = TrafficMeter(TARGETS)
     running, ended = begun(meter, 0.1, tokens=5), begun(meter, 0.1, tokens=7)
     meter.report([], waits_for_prefill)
-    meter.end(ended, "length")
+    end(meter, ended, "length")
     report = meter.report([], waits_for_prefill)
     assert (report.young_tokens, report.young_ended) == (12, 1)
     running.completion_tokens = 50

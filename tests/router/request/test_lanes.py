@@ -157,7 +157,6 @@ def requests() -> list[tuple[str, bytes]]:
         ("tokenize", {"prompt": ""}),
         ("detokenize", {"tokens": [40, 41]}),
         ("detokenize", {"tokens": [4000]}),
-        ("page", {"text": "hello", "seed": 3, "max_tokens": 5}),
     ]
     resume = Resume(key=bytes(16), call=2, token_ids=[50, 51], others=[TokenIds(ids=[60])])
     sampling = SamplingParams(seed=1, max_tokens=9, bad_words=["no"], temperature=0.5)

@@ -143,34 +143,22 @@ class SimulatedFrames(PoolFrames):
         super().__init__(blocks.pools, checksum)
         self._blocks = blocks
 
-    def send(self, key: Key, frame: Frame, claim: BlockClaim, table: Sequence[int], *rest: Any) -> Any:
-        return self._sent(super().send, key, frame, claim, table, *rest)
+    def send(self, key: Key, frame: Frame, claim: BlockClaim, source: Sequence[Any], *rest: Any) -> Any:
+        if frame.states and sum(map(len, source)) != frame.tokens:
+            raise Violation("lost", f"{key}: {frame} has the states of {sum(map(len, source))} tokens")
+        peer, announce, on_read = rest
+        watched, pushes = self._watched(key, frame, claim, source, writing=False), list[Push]()
+        job = super().send(key, frame, watched, source, peer, pushes.append, watched.ending(on_read))
+        return Work(job, watched, announce=announce, pushes=pushes)
 
-    def send_states(self, key: Key, frame: Frame, claim: BlockClaim, states: Sequence[torch.Tensor], *rest: Any) -> Any:
-        if sum(map(len, states)) != frame.tokens:
-            raise Violation("lost", f"{key}: {frame} has the states of {sum(map(len, states))} tokens")
-        return self._sent(super().send_states, key, frame, claim, states, *rest)
-
-    def receive(self, key: Key, frame: Frame, claim: BlockClaim, table: Sequence[int], *rest: Any) -> Any:
-        return self._received(super().receive, key, frame, claim, table, *rest)
-
-    def receive_states(self, key: Key, frame: Frame, claim: BlockClaim, states: torch.Tensor, *rest: Any) -> Any:
-        return self._received(super().receive_states, key, frame, claim, states, *rest)
+    def receive(self, key: Key, frame: Frame, claim: BlockClaim, target: Any, *rest: Any) -> Any:
+        keep, peer, on_end = rest
+        watched = self._watched(key, frame, claim, target, writing=True)
+        job = super().receive(key, frame, watched, target, keep, peer, watched.ending(on_end))
+        return Work(job, watched, frame.nbytes + trailer_bytes(self._kind(peer), None))
 
     def drain(self, nbytes: int, peer: Hello) -> Any:
         return Work(super().drain(nbytes, peer), nbytes=nbytes + trailer_bytes(self._kind(peer), None))
-
-    def _sent(self, make: Any, key: Key, frame: Frame, claim: BlockClaim, source: Any, *rest: Any) -> Work:
-        peer, announce, on_read = rest
-        watched, pushes = self._watched(key, frame, claim, source, writing=False), list[Push]()
-        job = make(key, frame, watched, source, peer, pushes.append, watched.ending(on_read))
-        return Work(job, watched, announce=announce, pushes=pushes)
-
-    def _received(self, make: Any, key: Key, frame: Frame, claim: BlockClaim, target: Any, *rest: Any) -> Work:
-        *keep, peer, on_end = rest
-        watched = self._watched(key, frame, claim, target, writing=True)
-        job = make(key, frame, watched, target, *keep, peer, watched.ending(on_end))
-        return Work(job, watched, frame.nbytes + trailer_bytes(self._kind(peer), None))
 
     def _watched(self, key: Key, frame: Frame, claim: BlockClaim, table: Any, writing: bool) -> WatchedClaim:
         size = self._pools[frame.track].layout.block_size

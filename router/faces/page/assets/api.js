@@ -30,7 +30,7 @@ function messageOf(text) {
 
 export const about = async () => (await request("page/about")).json();
 
-/** Yields [name, value] of each event until the stream ends. */
+/** Yields [name, value] of each event until the stream ends; the API's have no names. */
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -40,8 +40,8 @@ async function* events(response) {
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
     for (const part of parts) {
-      const [name, data] = part.split("\n");
-      yield [name.slice("event: ".length), JSON.parse(data.slice("data: ".length))];
+      const [data, name] = part.split("\n").reverse();
+      if (data !== "data: [DONE]") yield [name?.slice("event: ".length), JSON.parse(data.slice("data: ".length))];
     }
   }
 }
@@ -53,11 +53,11 @@ export async function* watch() {
   }
 }
 
-/** The events of one generation; `ask` is JSON, and `signal` ends it, and with it the request on every worker. */
-export async function* generate(ask, signal) {
+/** The chunks' choices of one generation; `ask` is JSON, and `signal` ends it, and with it the request on every worker. */
+export async function* generate(path, ask, signal) {
   const options = { method: "POST", headers: { "Content-Type": "application/json" }, body: ask, signal };
-  for await (const [name, value] of events(await request("page/generate", options))) {
-    if (name === "error") throw new ApiError(0, value.error.message);
-    yield [name, value];
+  for await (const [, value] of events(await request(path, options))) {
+    if (value.error) throw new ApiError(0, value.error.message);
+    yield* value.choices;
   }
 }

@@ -49,14 +49,19 @@ function limitTokens(context) {
   field.value = Math.min(field.value, Math.floor(context / 2));
 }
 
+function put(life) {
+  table.put(life);
+  playground.see(life);
+}
+
 const SHOWN = {
-  recent: (lives) => lives.forEach((life) => table.put(life)),
-  ended: (life) => table.put(life),
+  recent: (lives) => lives.forEach(put),
+  ended: put,
   fleet: (fleet) => {
     state(fleet.ready ? "serving" : "no worker can take a request", fleet.ready ? "up" : "down");
     at("load").textContent = fleet.running ? `${count(fleet.running, "call", "calls")} in the router` : "";
     map.show(fleet);
-    fleet.lives.forEach((life) => table.put(life));
+    fleet.lives.forEach(put);
   },
   over: () => state("the router is shutting down", "down"),
 };

@@ -1,8 +1,10 @@
-// The playground: one request at a time, with its text and its life as they come. Chats are conversations.
+// The playground: one request at a time, with its text from the HTTP API and its life from the page's stream, as they come.
 
 import { generate } from "./api.js";
 import { Growing } from "./life.js";
 import { element } from "./format.js";
+
+const randomName = () => crypto.getRandomValues(new Uint32Array(4)).join("-");
 
 export class Playground {
   /** `follow` gets the growing life whenever it changes. */
@@ -19,6 +21,7 @@ export class Playground {
     this.seed = at("seed");
     this.fresh = at("fresh");
     this.running = null;
+    this.request = null; // the latest one
     this.forget();
     this.fresh.addEventListener("click", () => this.forget());
     at("ask").addEventListener("submit", (event) => {
@@ -40,7 +43,7 @@ export class Playground {
   /** Begins a new conversation. */
   forget() {
     this.said = []; // messages and answers, by turns
-    this.session = crypto.getRandomValues(new Uint32Array(4)).join("-"); // keeps a conversation where its KV is
+    this.session = randomName(); // keeps a conversation where its KV is
     this.answer.replaceChildren();
     this.fresh.hidden = true;
   }
@@ -49,41 +52,35 @@ export class Playground {
     this.running?.abort();
   }
 
-  ask(text) {
+  /** The request as JSON. A seed has more digits than a number of JavaScript. */
+  ask(text, id, seed) {
     const options = Object.fromEntries(this.fields.filter((field) => field.value !== "").map((field) => [field.id, Number(field.value)]));
     const messages = [...this.said, { role: "user", content: text }];
-    const prompt = this.chat.checked ? { messages, session: this.session } : { text };
-    return JSON.stringify({ ...prompt, ...options }).slice(0, -1) + (this.seed.value ? `,"seed":${BigInt(this.seed.value)}}` : "}");
+    const prompt = this.chat.checked ? { messages, prompt_cache_key: this.session } : { prompt: text };
+    return `${JSON.stringify({ ...prompt, ...options, stream: true, request_id: id }).slice(0, -1)},"seed":${seed}}`;
   }
 
   async run() {
     if (this.running) return;
     const running = (this.running = new AbortController());
     const text = this.prompt.value;
-    const ask = this.ask(text);
-    const turn = this.begin(text);
-    let growing = null;
+    const seed = this.seed.value ? BigInt(this.seed.value) : crypto.getRandomValues(new BigUint64Array(1))[0];
+    const request = (this.request = { id: randomName(), began: performance.now(), marks: [], growing: null });
+    const [path, ask] = [this.chat.checked ? "v1/chat/completions" : "v1/completions", this.ask(text, request.id, seed)];
+    const turn = this.begin(text, seed);
     let came = "";
-    const tokens = [];
     try {
-      for await (const [name, value] of generate(ask, running.signal)) {
-        if (name === "life") {
-          growing ??= new Growing(value, tokens);
-          growing.set({ ...value, ttft: value.ttft ?? growing.life.ttft });
-          this.follow(growing);
-        } else if (name === "text") {
-          came += value.text;
-          this.add(value, growing, tokens);
-        } else if (name === "end") {
-          growing = new Growing(value.life, tokens);
-          this.follow(growing);
-          this.say(value.finish_reason === "stop" ? "ended by the model" : "max tokens reached");
-        }
+      for await (const choice of generate(path, ask, running.signal)) {
+        const said = choice.text ?? choice.delta.content ?? "";
+        came += said;
+        this.add(`${choice.delta?.reasoning_content ?? ""}${said}`, request);
+        if (choice.finish_reason) this.say(choice.finish_reason === "stop" ? "ended by the model" : "max tokens reached");
       }
     } catch (error) {
       const stopped = error.name === "AbortError";
       this.say(stopped ? "stopped; both workers are free" : error.message, !stopped);
-      if (growing) this.follow(new Growing({ ...growing.life, outcome: "cancelled", age: growing.age }, tokens));
+      const growing = request.growing;
+      if (growing?.life.outcome === null) this.show(request, { ...growing.life, outcome: "cancelled", age: growing.age });
     } finally {
       this.running = null;
       if (turn) this.keep(turn, text, came);
@@ -94,12 +91,26 @@ export class Playground {
     }
   }
 
+  /** Takes the life of a request as it is now; that of the playground's latest one is followed. */
+  see(life) {
+    const request = this.request;
+    if (!request || !life.id.startsWith(`${request.id}/`)) return;
+    if (life.outcome !== null) this.request = null;
+    this.show(request, life);
+  }
+
+  show(request, life) {
+    request.growing ??= new Growing(life, request.marks);
+    request.growing.set(life);
+    this.follow(request.growing);
+  }
+
   /** Shows what is asked, and returns its element if it is a message of a conversation. */
-  begin(text) {
+  begin(text, seed) {
     this.go.disabled = true;
     this.stopping.disabled = false;
     this.fresh.disabled = true;
-    this.say("");
+    this.say(`seed ${seed}`);
     const chat = this.chat.checked;
     if (!chat || !this.said.length) this.forget();
     const given = element("span", { class: chat ? "given turn" : "given" }, text);
@@ -121,18 +132,12 @@ export class Playground {
     this.fresh.hidden = !this.said.length;
   }
 
-  add(value, growing, tokens) {
+  add(text, request) {
+    if (!text) return;
     const below = this.answer.scrollHeight - this.answer.scrollTop - this.answer.clientHeight < 40;
-    this.answer.append(value.text);
+    this.answer.append(text);
     if (below) this.answer.scrollTop = this.answer.scrollHeight;
-    if (value.seed) this.say(`seed ${value.seed}`);
-    tokens.push(value.at);
-    if (!growing) return;
-    growing.life.completion_tokens += value.tokens;
-    growing.life.ttft ??= value.at;
-    const first = tokens[0];
-    if (growing.life.completion_tokens > 1) growing.life.tpot = (value.at - first) / (growing.life.completion_tokens - 1);
-    this.follow(growing);
+    request.marks.push((performance.now() - request.began) / 1000);
   }
 
   say(text, bad = false) {

@@ -93,7 +93,7 @@ async def test_completions_of_one_prompt_begin_when_its_kv_is_cached_and_have_se
     # The prompt counts once, and what later completions found in the caches isn't a part of the answer.
     assert answer["usage"] == usage_of(4, 15, 1)
     await until(lambda: len(cluster.records) == 3, "each completion is noted")
-    assert sum(record.prompt_tokens for record in cluster.records) == 4
+    assert sum(record.usage().prompt_tokens for record in cluster.records) == 4
 
 
 async def test_grpc_names_the_model_the_seeds_and_the_limit_of_completions(serve: Serve) -> None:

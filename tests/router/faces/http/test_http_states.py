@@ -113,7 +113,7 @@ async def test_a_request_names_the_model_or_an_alias(serve: Serve) -> None:
 @pytest.mark.both_loops
 @pytest.mark.parametrize(
     ("path", "body"),
-    [(COMPLETIONS, HELLO), (COMPLETIONS, {**HELLO, "stream": True}), ("/page/generate", {"text": "hello"})],
+    [(COMPLETIONS, HELLO), (COMPLETIONS, {**HELLO, "stream": True})],
 )
 @pytest.mark.parametrize("answered", [False, True])
 async def test_a_client_that_closes_its_connection_frees_both_workers(

@@ -114,6 +114,7 @@ async def test_a_request_appears_stage_by_stage_and_with_its_text(page: Open, st
     await tab.until("document.querySelector('#life rect.handoff') !== null")
     steps.decoded.set()
     await tab.until("!document.querySelector('#go').disabled")
+    await tab.until(f"!{BARS}.some((bar) => bar.includes('open'))")
     expected = await cluster.client.detokenize([40, 41, 42, 43, 44])
     assert await tab.value("document.querySelector('#answer').textContent") == f"hello{expected}"
     assert await tab.value(BARS) == ["router", "queue", "prefill", "transfer", "decode_queue", "decode"]

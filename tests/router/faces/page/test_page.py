@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kvrelay.router.faces.page import page
 from support.page import BYTES, Steps, events, load
 from support.router_fakes import key_file, until
 from support.scenes import Serve
@@ -41,26 +40,25 @@ async def first(stream: Any, wanted: str) -> Any:
 async def test_a_request_is_followed_through_its_stages(serve: Serve, steps: Steps) -> None:
     cluster = await serve(*steps.workers())
     session = cluster.http.session
-    ask = {"text": "hello", "max_tokens": 3, "temperature": 0, "seed": 7}
-    async with session.post("/page/generate", json=ask) as response:
-        assert response.status == 200
+    asking = asyncio.create_task(cluster.client.complete("hello", max_tokens=3, request_id="mine", timeout=SECONDS))
+    async with session.get("/page/events") as response:
         stream = events(response)
 
-        async def stages() -> set[str]:
-            return {span["stage"] for span in (await first(stream, "life"))["spans"]}
+        async def stages(*wanted: str) -> None:
+            """Waits until the request is in exactly these stages."""
+            found: set[str] = set()
+            while found != set(wanted):
+                for life in (await first(stream, "fleet"))["lives"]:
+                    assert life["id"].startswith("mine/")
+                    found = {span["stage"] for span in life["spans"]}
 
-        assert await stages() == {"router", "queue"}
+        await stages("router", "queue")
         steps.computed.set()
-        assert await stages() == {"router", "prefill", "transfer"}
-        steps.first.set()
-        text = await first(stream, "text")
-        assert (text["tokens"], text["seed"]) == (1, "7")
-        steps.arrived.set()
-        steps.decoded.set()
-        end = await first(stream, "end")
-    assert end["finish_reason"] == "length"
-    assert end["usage"]["completion_tokens"] == 3
-    shown = end["life"]
+        await stages("router", "prefill", "transfer")
+        steps.all()
+        shown = await first(stream, "ended")
+    await asking
+    assert shown["completion_tokens"] == 3
     assert (shown["outcome"], shown["transfer_bytes"], shown["handoff"]) == ("length", BYTES, 0.001)
     assert {"transfer", "decode_queue", "decode"} <= {span["stage"] for span in shown["spans"]}
 
@@ -114,50 +112,17 @@ async def test_with_api_keys_only_the_page_itself_is_open_and_tenants_see_their_
         for path in ("/", "/page/style.css", "/page/main.js"):
             async with session.get(path, headers=bearer(key)) as answer:
                 assert answer.status == 200
-        for method, path in (("GET", "/page/about"), ("GET", "/page/events"), ("POST", "/page/generate")):
-            async with session.request(method, path, json={"text": "x"}, headers=bearer(key)) as answer:
+        for path in ("/page/about", "/page/events", "/page/requests/mine"):
+            async with session.get(path, headers=bearer(key)) as answer:
                 assert answer.status == 401
                 assert "API key" in (await answer.json())["error"]["message"]
     assert not cluster.workers["prefill-0"].jobs
-    ask = {"text": "hello", "max_tokens": 2}
-    async with session.post("/page/generate", json=ask, headers=bearer("a")) as answer:
-        await first(events(answer), "end")
+    ask = {"prompt": "hello", "max_tokens": 2}
+    async with session.post("/v1/completions", json=ask, headers=bearer("a")) as answer:
+        assert answer.status == 200
     for key, count in (("a", 1), ("b", 0)):
         async with session.get("/page/events", headers=bearer(key)) as answer:
             assert len(await first(events(answer), "recent")) == count
-
-
-def test_the_turns_of_a_conversation_are_one_session() -> None:
-    said = [page.Turn(role="user", content="hello"), page.Turn(role="assistant", content="yes")]
-    request = page.Ask(messages=said, session="one").request()
-    assert request.session == "one"
-    assert [(turn.role, turn.content) for turn in request.messages.messages] == [
-        ("user", "hello"),
-        ("assistant", "yes"),
-    ]
-
-
-async def test_what_the_playground_may_not_send_is_refused_by_name(serve: Serve, steps: Steps) -> None:
-    cluster = await serve(*steps.workers())
-    for body, status, said in (
-        ('{"text": ""}', 400, "is ''; allowed: at least 1 character"),
-        ('{"text": "hello", "max_tokens": 999}', 400, "max_tokens"),
-        ('{"text": "hello", "temperature": -1}', 400, "temperature is -1"),
-        ('{"text": "hello", "stop": "x"}', 400, "stop is not a field"),
-        ('{"text": "hello", "session": "%s"}' % ("x" * 129), 400, "session"),
-        ("{}", 400, "input"),
-        ('{"text": ', 400, "not valid JSON"),
-        ("[]", 400, "allowed: "),
-        ('{"text": "%s"}' % ("x" * page.MAX_BODY_BYTES), 413, "number of bytes"),
-    ):
-        headers = {"Content-Type": "application/json"}
-        async with cluster.http.session.post("/page/generate", data=body, headers=headers) as answer:
-            assert answer.status == status
-            assert said in (await answer.json())["error"]["message"]
-    # A form of another site can't generate.
-    headers = {"Content-Type": "text/plain"}
-    async with cluster.http.session.post("/page/generate", data='{"text": "x"}', headers=headers) as answer:
-        assert answer.status == 400
 
 
 async def test_an_open_page_does_not_delay_a_stop(serve: Serve, steps: Steps) -> None:

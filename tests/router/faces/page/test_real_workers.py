@@ -1,7 +1,12 @@
 """The life of a request over real workers: the chunks of its prompt, and KV on the wire while the prompt computes."""
 
 import json
+import time
+import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +17,22 @@ CHUNKS = 4
 SECONDS = 60
 
 
-def generate(port: int, ask: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The events of one generation."""
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/page/generate", json.dumps(ask).encode(), {"Content-Type": "application/json"}
-    )
+def ask(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
+    """The JSON that the router answers."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=SECONDS) as response:
-        parts = response.read().decode().strip().split("\n\n")
-    lines = (part.split("\n") for part in parts)
-    return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in lines]
+        return json.load(response)
+
+
+def lives(port: int, name: str, running: "Future[Any]") -> Iterator[Any]:
+    """The life of a request again and again, the last time when it has ended."""
+    ended = False
+    while not ended:
+        ended = running.done()
+        with suppress(urllib.error.HTTPError):  # it has not begun
+            yield from ask(port, f"page/requests/{name}")
+        time.sleep(0.01)
 
 
 def test_chunks_and_kv_are_seen_while_the_prompt_computes(tmp_path: Path) -> None:
@@ -31,10 +43,10 @@ def test_chunks_and_kv_are_seen_while_the_prompt_computes(tmp_path: Path) -> Non
         worker={"engine": {"max_batch_tokens": CHUNK, "kv_memory_bytes": 32 * 2**20, "threads": 1}},
         router={"http_port": port},
     ):
-        text = "x = 1\n" * 400
-        found = generate(port, {"text": text, "max_tokens": 4, "temperature": 0})
-    end = found[-1][1]
-    shown = end["life"]
+        body = {"prompt": "x = 1\n" * 400, "max_tokens": 4, "temperature": 0, "request_id": "mine"}
+        with ThreadPoolExecutor(1) as pool:
+            found = list(lives(port, "mine", pool.submit(ask, port, "v1/completions", body)))
+    shown = found[-1]
     tokens = shown["prompt_tokens"]
     assert tokens > CHUNKS * CHUNK
     computed = [count for _, count in shown["chunks"]]
@@ -43,7 +55,6 @@ def test_chunks_and_kv_are_seen_while_the_prompt_computes(tmp_path: Path) -> Non
     assert spans["transfer"]["start"] < spans["prefill"]["end"] <= spans["transfer"]["end"]
     assert spans["prefill"]["start"] < shown["chunks"][0][0] <= shown["chunks"][-1][0] < spans["prefill"]["end"]
     assert shown["transfer_bytes"] > 0
-    lives = [value for name, value in found if name == "life"]
-    growing = [len(life["chunks"]) for life in lives if life["ttft"] is None]
+    growing = [len(life["chunks"]) for life in found if life["ttft"] is None]
     assert growing == sorted(growing)
     assert growing[-1] > 0, "seen before the first token"
