@@ -93,7 +93,9 @@ class GlooCollective:
             # As bytes, because gloo doesn't know all types.
             source, target = part.contiguous().view(-1).view(torch.uint8), out.view(-1).view(torch.uint8)
             work = self._group._allgather_base(target, source, self._options)
-            work.get_future().add_done_callback(lambda _: self._ended.set())
+            # The callback must not hold the group: gloo's own thread would free it, and wait for itself.
+            ended = self._ended
+            work.get_future().add_done_callback(lambda _: ended.set())
             # Only its timeout ends an operation of gloo, so this thread waits for an abort as well.
             self._ended.wait()
             if self._aborted:
