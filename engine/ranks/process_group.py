@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 CONNECT_TRIES = 5
 """Number of times that gloo tries to connect; each try lasts as long as the group's timeout."""
+PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2e-5, 1e-3
+"""Seconds between two looks for an end of an operation of gloo: how much longer each is than the one before, and the
+limit."""
 LOOK_SECONDS = 0.1
 """Seconds between two looks for an end of an operation on a GPU."""
 NCCL_ENVIRONMENT = {
@@ -68,8 +71,6 @@ class GlooCollective:
         self._options = torch._C._distributed_c10d.AllgatherOptions()
         self._options.timeout = timedelta(seconds=timeout)
         self._aborted = False
-        self._ended = threading.Event()
-        """Set by the end of the present operation, or by an abort."""
         store.set_timeout(timedelta(seconds=timeout))
         with _errors(place, size):
             options._devices = [ProcessGroupGloo.create_device(hostname=host)]
@@ -86,20 +87,20 @@ class GlooCollective:
     def gather(self, part: Tensor) -> Tensor:
         """See `Collective.gather`."""
         out = torch.empty(self.size, *part.shape, dtype=part.dtype)
-        self._ended.clear()
         if self._aborted:
             raise CollectiveError("the group was aborted")
         with _errors(self.place, self.size):
             # As bytes, because gloo doesn't know all types.
             source, target = part.contiguous().view(-1).view(torch.uint8), out.view(-1).view(torch.uint8)
             work = self._group._allgather_base(target, source, self._options)
-            # The callback must not hold the group: gloo's own thread would free it, and wait for itself.
-            ended = self._ended
-            work.get_future().add_done_callback(lambda _: ended.set())
-            # Only its timeout ends an operation of gloo, so this thread waits for an abort as well.
-            self._ended.wait()
-            if self._aborted:
-                raise CollectiveError("the group was aborted")
+            # Only its timeout ends an operation of gloo, so this thread looks for an abort as well. A callback from gloo's
+            # thread would end the process if the interpreter is about to end.
+            pause = 0.0
+            while not work.is_completed():
+                if self._aborted:
+                    raise CollectiveError("the group was aborted")
+                time.sleep(pause)
+                pause = min(pause + PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
             try:
                 work.wait()
             except RuntimeError:
@@ -111,7 +112,6 @@ class GlooCollective:
     def abort(self) -> None:
         """See `Collective.abort`."""
         self._aborted = True
-        self._ended.set()
 
 
 class NcclCollective:

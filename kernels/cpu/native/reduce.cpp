@@ -19,9 +19,6 @@ using Word = std::atomic<uint32_t>;
 using Clock = std::chrono::steady_clock;
 
 constexpr int64_t LINE = 64, PAGE = 4096;
-// Pieces of this size on are summed by parts, one of each rank, if there are more than two: a rank then reads each number
-// twice, and not as often as there are ranks.
-constexpr int64_t SCATTERED_BYTES = 1 << 15;
 
 struct alignas(LINE) Bell {
     Word rung;      // changes with each wake-up
@@ -158,10 +155,10 @@ void by_rows(int64_t begin, int64_t end, int64_t width, Act act) {
     }
 }
 
-// The share of a thread or rank in `count` numbers, in whole cache lines.
-Share lines_of(int64_t count, int64_t number_bytes, int index, int parts) {
+// The share of a thread in `count` numbers, in whole cache lines.
+Share lines_of(int64_t count, int64_t number_bytes, int thread, int threads) {
     const int64_t each = LINE / number_bytes;
-    Share share(divide_up(count, each), index, parts);
+    Share share(divide_up(count, each), thread, threads);
     share.begin = std::min(count, share.begin * each);
     share.end = std::min(count, share.end * each);
     return share;
@@ -177,21 +174,10 @@ bool reduce_piece(const ReduceArgs& args, Lane& lane, int64_t begin, int64_t end
         memcpy(mine + offset, static_cast<const T*>(args.part) + row * args.part_stride + column, width * sizeof(T));
     });
     if (!lane.meet()) return false;
-    const bool scattered = group.ranks > 2 && count * int64_t(sizeof(T)) >= SCATTERED_BYTES;
-    if (scattered) {
-        // Nobody else reads this part of this rank's slot before the next barrier.
-        const Share share = lines_of(count, sizeof(T), group.rank, group.ranks);
-        add_up(slots + share.begin, apart, group.ranks, mine + share.begin, share.end - share.begin, false);
-        if (!lane.meet()) return false;
-    }
-    for (int part = 0; part < (scattered ? group.ranks : 1); part++) {
-        const Share share = lines_of(count, sizeof(T), part, scattered ? group.ranks : 1);
-        const T* from = slots + part * apart + share.begin;
-        by_rows(begin + share.begin, begin + share.end, args.width, [&](int64_t offset, int64_t row, int64_t column, int64_t width) {
-            T* out = static_cast<T*>(args.out) + row * args.out_stride + column;
-            add_up(from + offset, apart, scattered ? 1 : group.ranks, out, width, args.add);
-        });
-    }
+    by_rows(begin, end, args.width, [&](int64_t offset, int64_t row, int64_t column, int64_t width) {
+        T* out = static_cast<T*>(args.out) + row * args.out_stride + column;
+        add_up(slots + offset, apart, group.ranks, out, width, args.add);
+    });
     return true;
 }
 
