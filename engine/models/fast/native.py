@@ -31,6 +31,7 @@ from kvrelay.engine.attention.native import NativeAttention
 from kvrelay.engine.models.fast.decoder import NO_TAPS, Layer, Norm, Taps, Weights, tap
 from kvrelay.engine.models.reading.config import ModelConfig
 from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.ranks.collective import ALONE
 from kvrelay.engine.sampling.native import pack_draws
 from kvrelay.engine.sampling.sampler import Draw
 from kvrelay.kernels.cpu.packed import (
@@ -68,8 +69,14 @@ class NativeDecoder:
         """
         Args:
             weights: with linear layers made by `kernels.cpu.packed.packer(team)`.
+
+        Raises:
+            ValueError: they aren't those of a whole model.
         """
+        if weights.norm is None or weights.head is None:
+            raise ValueError("the weights have no head or no norm before it")
         self.config = config
+        self.place = ALONE
         # Rows of a tied embedding are looked up in the packed head, so it is held once.
         self._embedding = None if config.tie_embeddings else weights.embedding
         self._layers = tuple(map(_with_float_norms, weights.layers))
