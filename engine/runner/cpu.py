@@ -32,6 +32,7 @@ from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.quant.schemes import HEAD, LAYERS, LayOut, dequantizing, quantizing, quantizing_columns
 from kvrelay.engine.ranks.collective import ALONE, Place
+from kvrelay.engine.ranks.spans import even_span
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.base import FinishedStep, chain_of_steps
 from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts
@@ -96,6 +97,7 @@ class CpuRunner:
         self._threads = threads
         self._sample = sample
         self._vocabulary: Vocabulary = sample if isinstance(sample, Shard) else ALL_TOKENS
+        self._tokens = even_span(spec.vocab_size, model.place).count
         self._thread: int | None = None
 
     @property
@@ -148,13 +150,17 @@ class CpuRunner:
             hidden: [T, hidden], of `forward`.
         """
         rows, vocabulary = np.flatnonzero(plan.sample), self._vocabulary
-        prompt_logprobs = read_prompts(score_prompts(plan, hidden, self.model.logits, vocabulary.scores))
+        prompt_logprobs = read_prompts(score_prompts(plan, hidden, self._logits, vocabulary.scores))
         if not len(rows):
             return StepOutput((None,) * plan.num_rows, prompt_logprobs=prompt_logprobs)
         ends = np.cumsum(plan.lengths, dtype=np.int64)
-        logits = self.model.logits(hidden[torch.from_numpy(ends[rows] - 1)])
+        logits = self._logits(hidden[torch.from_numpy(ends[rows] - 1)])
         choice = choose(logits, draws_of(plan, rows), self._sample, vocabulary)
         return step_output(plan, rows, choice, prompt_logprobs)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """float32 [N, tokens of this rank] of rows of `forward`'s result; a head may have padding behind them."""
+        return self.model.logits(hidden)[:, : self._tokens]
 
     def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
         """See `ChainRunner.chain`. On the native kernels, all of it is one call."""
