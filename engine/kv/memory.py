@@ -16,7 +16,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -111,6 +111,7 @@ def make_pool(
     memory: DeviceMemory,
     device: torch.device | str = "cpu",
     later_bytes: int = 0,
+    agree: Callable[[int], int] | None = None,
 ) -> KVPool:
     """The worker's KV pool, of `kv_memory_bytes` or sized as the module says.
 
@@ -119,16 +120,26 @@ def make_pool(
         max_context: tokens of the longest sequence, whatever the pool holds.
         memory: of `device`.
         later_bytes: what this process will take beside the pool, and doesn't use yet.
+        agree: from the number of blocks that this process has room for to that of all ranks of the worker; None if it
+            is the only rank.
 
     Raises:
         ValueError: there isn't enough memory; the text says how much there is.
     """
     if options.kv_memory_bytes:
-        return allocate_pool(layout, options.kv_memory_bytes, device)
-    with _turn():
-        memory.settle()
-        size = pool_bytes(layout, options, max_context, memory, later_bytes)
-        return allocate_pool(layout, size, device)
+        pool = allocate_pool(layout, options.kv_memory_bytes, device)
+    else:
+        with _turn():
+            memory.settle()
+            pool = allocate_pool(layout, pool_bytes(layout, options, max_context, memory, later_bytes), device)
+    if agree is None:
+        return pool
+    least = agree(pool.num_blocks)
+    if least == pool.num_blocks:
+        return pool
+    # Freed first, so that there is room for the smaller one.
+    del pool
+    return KVPool(layout, least, device)
 
 
 def make_pools(

@@ -71,6 +71,8 @@ class GlooCollective:
         self._options = torch._C._distributed_c10d.AllgatherOptions()
         self._options.timeout = timedelta(seconds=timeout)
         self._aborted = False
+        self._newest: tuple[Any, Tensor, Tensor] | None = None
+        """The last operation and its tensors."""
         store.set_timeout(timedelta(seconds=timeout))
         with _errors(place, size):
             options._devices = [ProcessGroupGloo.create_device(hostname=host)]
@@ -93,8 +95,10 @@ class GlooCollective:
             # As bytes, because gloo doesn't know all types.
             source, target = part.contiguous().view(-1).view(torch.uint8), out.view(-1).view(torch.uint8)
             work = self._group._allgather_base(target, source, self._options)
-            # Only its timeout ends an operation of gloo, so this thread looks for an abort as well. A callback from gloo's
-            # thread would end the process if the interpreter is about to end.
+            # Gloo's thread must neither call nor free anything of Python: where the interpreter is about to end, that
+            # would abort the process.
+            self._newest = work, source, target
+            # Only its timeout ends an operation of gloo, so this thread looks for an abort as well.
             pause = 0.0
             while not work.is_completed():
                 if self._aborted:

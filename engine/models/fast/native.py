@@ -34,8 +34,9 @@ from kvrelay.engine.attention.native import NativeAttention
 from kvrelay.engine.models.fast.decoder import NO_TAPS, Layer, Norm, Taps, Weights, tap
 from kvrelay.engine.models.reading.config import ModelConfig
 from kvrelay.engine.plan import StepPlan
-from kvrelay.engine.ranks.collective import NO_GROUP, Collective
+from kvrelay.engine.ranks.collective import ALONE, Place
 from kvrelay.engine.ranks.shared import SharedMemoryCollective
+from kvrelay.engine.ranks.spans import even_span
 from kvrelay.engine.sampling.native import pack_draws
 from kvrelay.engine.sampling.sampler import Draw
 from kvrelay.kernels.cpu.packed import (
@@ -95,20 +96,24 @@ class NativeDecoder:
         weights: Weights,
         attention: NativeAttention,
         team: Team,
-        group: Collective = NO_GROUP,
-        first_token: int = 0,
+        place: Place = ALONE,
     ) -> None:
         """
         Args:
             config: of what this rank computes.
             weights: with linear layers made by `kernels.cpu.packed.packer(team)`.
-            group: the ranks that share the layers. Each has a part of the vocabulary's embeddings.
-            first_token: the token whose embedding is the first that this rank has.
+            place: of the rank; there is one pipeline stage.
+
+        Raises:
+            ValueError: the weights aren't those of all layers.
         """
+        if weights.norm is None or weights.head is None:
+            raise ValueError("the weights have no head or no norm before it")
         self.config = config
-        self._group = group
+        self.place = place
+        self._vocabulary = even_span(config.vocab_size, place)
+        self._group = group = place.group
         self._shared = group if isinstance(group, SharedMemoryCollective) else None
-        self._first_token = first_token
         # Rows of a tied embedding are looked up in the packed head, so it is held once.
         self._embedding = None if config.tie_embeddings else weights.embedding
         self._layers = tuple(map(_with_float_norms, weights.layers))
@@ -210,7 +215,7 @@ class NativeDecoder:
         # A longer step may have made a new workspace since.
         last.workspace = self._workspace.data_ptr()
         self._team.run(self._head_program)
-        return self._logits[:count]
+        return self._logits[:count, : self._vocabulary.count]
 
     def choose(
         self, plan: StepPlan, rows: NDArray[np.int64], draws: Sequence[Draw], count: int
@@ -390,8 +395,8 @@ class NativeDecoder:
             zeros=head.zeros,
             minima=head.minima,
             group=head.group,
-            first=self._first_token,
-            count=self._head.outputs if table is None else len(table),
+            first=self._vocabulary.begin,
+            count=self._vocabulary.count,
             out=self._residual.data_ptr(),
             out_stride=self._residual.stride(0),
             width=self.config.hidden_size,
