@@ -86,6 +86,23 @@ class CodedWeight:
         zeros, minima = (None if part is None else part[rows] for part in (self.zeros, self.minima))
         return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros, minima=minima)
 
+    def padded(self, outputs: int, inputs: int) -> "CodedWeight":
+        """The weight with zeros as further outputs and inputs, up to so many."""
+        rows, columns = outputs - len(self.codes), inputs - self.codes.shape[1]
+        if rows == columns == 0:
+            return self
+        group = inputs if self.group >= self.codes.shape[1] else self.group
+        more = (0, -(-inputs // group) - self.scales.shape[1], 0, rows)
+        pad = torch.nn.functional.pad
+        return replace(
+            self,
+            codes=pad(self.codes, (0, columns, 0, rows)),
+            scales=pad(self.scales, more),
+            zeros=None if self.zeros is None else pad(self.zeros, more),
+            minima=None if self.minima is None else pad(self.minima, more),
+            group=group,
+        )
+
     def dequantize(self) -> Tensor:
         """float32 [out, in]."""
         inputs = self.codes.shape[1]
@@ -98,17 +115,21 @@ class CodedWeight:
         return numbers
 
 
-def int8(weight: Tensor) -> CodedWeight:
-    """A weight as int8: symmetric, with a scale for each output."""
+def int8(weight: Tensor, largest: Tensor | None = None) -> CodedWeight:
+    """A weight as int8: symmetric, with a scale for each output.
+
+    Args:
+        largest: float32 [out] magnitudes, if the weight has only some of the inputs and its scales are those of all.
+    """
     values = weight.float()
-    scales = _scales(values.abs().amax(1, keepdim=True), 127)
+    scales = _scales(_largest(values, largest), 127)
     codes = (values / scales).round_().clamp_(-127, 127).to(torch.int8).view(torch.uint8)
     return CodedWeight(CodeType.INT8, codes, scales, None, weight.shape[1])
 
 
-def w8a8(weight: Tensor) -> CodedWeight:
+def w8a8(weight: Tensor, largest: Tensor | None = None) -> CodedWeight:
     """As `int8`, and inputs are rounded too."""
-    return replace(int8(weight), round_inputs=True)
+    return replace(int8(weight, largest), round_inputs=True)
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,10 +161,10 @@ def int4(weight: Tensor, group: int = 64) -> CodedWeight:
     return CodedWeight(CodeType.INT4, flat, scales, zeros.to(torch.uint8), min(group, shape[1]))
 
 
-def fp8(weight: Tensor) -> CodedWeight:
-    """A weight as fp8, with a scale for each output."""
+def fp8(weight: Tensor, largest: Tensor | None = None) -> CodedWeight:
+    """A weight as fp8, with a scale for each output; `largest` as for `int8`."""
     values = weight.float()
-    scales = _scales(values.abs().amax(1, keepdim=True), 448)
+    scales = _scales(_largest(values, largest), 448)
     codes = (values / scales).to(torch.float8_e4m3fn).view(torch.uint8)
     return CodedWeight(CodeType.FP8, codes, scales, None, weight.shape[1])
 
@@ -195,6 +216,11 @@ def _grouped(weight: Tensor, group: int) -> Tensor:
     group = min(group, values.shape[1])
     padded = torch.nn.functional.pad(values, (0, -values.shape[1] % group))
     return padded.view(len(values), -1, group)
+
+
+def _largest(values: Tensor, largest: Tensor | None) -> Tensor:
+    """[out, 1] the largest magnitude of each output, unless given."""
+    return values.abs().amax(1, keepdim=True) if largest is None else largest[:, None]
 
 
 def _scales(range_: Tensor, steps: float) -> Tensor:

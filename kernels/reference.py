@@ -34,14 +34,19 @@ def rotations(positions: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
+def fed_tokens(tokens: Tensor, feeds: Feeds | None) -> Tensor:
+    """int64 [T] tokens, some of them fed."""
+    if feeds is None:
+        return tokens
+    fed = feeds.sampled[feeds.rows.clamp(min=0)].clamp(min=0)
+    return torch.where(feeds.rows < 0, tokens, fed)
+
+
 def embed(
     tokens: Tensor, feeds: Feeds | None, positions: Tensor, table: Tensor, rotary: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Ops.embed`."""
-    if feeds is not None:
-        fed = feeds.sampled[feeds.rows.clamp(min=0)].clamp(min=0)
-        tokens = torch.where(feeds.rows < 0, tokens, fed)
-    found = torch.nn.functional.embedding(tokens, table)
+    found = torch.nn.functional.embedding(fed_tokens(tokens, feeds), table)
     return found if scale == 1 else found * scale, *rotations(positions, rotary)
 
 

@@ -16,7 +16,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -112,6 +112,7 @@ def make_pools(
     memory: DeviceMemory,
     device: torch.device | str = "cpu",
     later_bytes: int = 0,
+    agree: Callable[[int], int] | None = None,
 ) -> tuple[KVPool, ...]:
     """The pools of a layout's tracks, together of `kv_memory_bytes` or sized as the module says.
 
@@ -120,6 +121,8 @@ def make_pools(
         max_context: tokens of the longest sequence, whatever the pools hold.
         memory: of `device`.
         later_bytes: what this process will take beside the pools, and doesn't use yet.
+        agree: from the number of blocks that this process has room for to that of all ranks of the worker; None if it
+            is the only rank.
 
     Raises:
         ValueError: there isn't enough memory; the text says how much there is.
@@ -127,6 +130,8 @@ def make_pools(
 
     def allocate(size: int) -> tuple[KVPool, ...]:
         counts = block_counts(layout, options, size)
+        if agree is not None:
+            counts = {index: agree(count) for index, count in counts.items()}
         return tuple([allocate_pool(track, counts[index], device) for index, track in layout.tracks])
 
     if options.kv_memory_bytes:

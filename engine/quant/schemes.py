@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.engine.config import Quantization
-from kvrelay.engine.models.fast.loader import allocate
+from kvrelay.engine.models.fast.loader import QuantizeColumns, allocate
 from kvrelay.kernels import codes
 from kvrelay.kernels.codes import CodedWeight
 
@@ -22,6 +22,19 @@ LAYERS: Mapping[Quantization, Quantize] = {"int8": codes.int8, "int4": codes.int
 HEAD: Mapping[Quantization, Quantize] = {**LAYERS, "int4": codes.int8, "w8a8": codes.int8}
 """Ways to quantize the head, and with it a tied embedding: with 4 bits it would lose more than all layers together, and
 as few rows pass it, rounding its inputs would gain nothing."""
+
+_BY_ROW: Mapping[Quantization, Callable[[Tensor, Tensor], CodedWeight]] = {
+    "int8": codes.int8,
+    "fp8": codes.fp8,
+    "w8a8": codes.w8a8,
+}
+"""Ways whose scales are those of whole rows, and with them how some of the columns are quantized."""
+
+
+def quantizing_columns(quantization: Quantization) -> QuantizeColumns | None:
+    """`Making.columns` for these layers."""
+    quantize = _BY_ROW.get(quantization)
+    return None if quantize is None else lambda weight, largest: _in_parts(quantize, weight, largest)
 
 
 def quantizing(quantize: Quantize | None, linear: LayOut[LinearT]) -> LayOut[LinearT]:
@@ -44,10 +57,11 @@ def dequantizing(dtype: torch.dtype, linear: Callable[[Tensor, Tensor | None], L
     return dequantized
 
 
-def _in_parts(quantize: Quantize, weight: Tensor) -> CodedWeight:
-    """`quantize(weight)`, a few outputs at a time: its intermediate tensors are many times as large as its result."""
+def _in_parts(quantize: Callable[..., CodedWeight], weight: Tensor, *each: Tensor) -> CodedWeight:
+    """`quantize(weight, *each)`, a few outputs at a time: its intermediate tensors are many times as large as its
+    result. `each` are tensors by output."""
     rows = max(1, PART // weight.shape[1])
-    first = quantize(weight[:rows])
+    first = quantize(*[part[:rows] for part in (weight, *each)])
 
     def pages(part: Tensor) -> Tensor:
         return allocate((len(weight), part.shape[1]), part.dtype).to(part.device)
@@ -55,7 +69,7 @@ def _in_parts(quantize: Quantize, weight: Tensor) -> CodedWeight:
     numbers, scales = pages(first.codes), pages(first.scales)
     zeros = None if first.zeros is None else pages(first.zeros)
     for begin in range(0, len(weight), rows):
-        part = quantize(weight[begin : begin + rows])
+        part = quantize(*[part[begin : begin + rows] for part in (weight, *each)])
         numbers[begin : begin + rows], scales[begin : begin + rows] = part.codes, part.scales
         if zeros is not None and part.zeros is not None:
             zeros[begin : begin + rows] = part.zeros

@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,18 +23,33 @@ from kvrelay.engine.models.fast.decoder import NO_TAPS, Decoder, Model, Taps, We
 from kvrelay.engine.models.fast.loader import NO_CACHE, LayerCache, Making, OnLoaded, load_weights
 from kvrelay.engine.models.fast.native import NativeDecoder, fits
 from kvrelay.engine.models.fast.parts import MakeAttention, Parts
+from kvrelay.engine.models.fast.slices import Slices, share_hashes, smallest
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
-from kvrelay.engine.models.reading.config import ModelConfig, read_config
+from kvrelay.engine.models.reading.config import ModelConfig, check_degree, read_config
 from kvrelay.engine.models.reading.packed_cache import DamagedCacheError, PackedCache, packed_path
 from kvrelay.engine.models.reading.stored import check_stored
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
-from kvrelay.engine.quant.schemes import HEAD, LAYERS, LayOut, dequantizing, quantizing
+from kvrelay.engine.quant.schemes import HEAD, LAYERS, LayOut, dequantizing, quantizing, quantizing_columns
+from kvrelay.engine.ranks.collective import ALONE, Place
+from kvrelay.engine.ranks.spans import even_span
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.base import FinishedStep, chain_of_steps
 from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts
 from kvrelay.engine.sampling.native import NativeSampler, nonfinite_rows
-from kvrelay.engine.sampling.sampler import Choice, Sample, are_plain, choose, draws_of, guessing, sample, step_output
+from kvrelay.engine.sampling.sampler import (
+    ALL_TOKENS,
+    Choice,
+    Sample,
+    Vocabulary,
+    are_plain,
+    choose,
+    draws_of,
+    guessing,
+    sample,
+    step_output,
+)
+from kvrelay.engine.sampling.shards import Shard
 from kvrelay.engine.states import StatesShape
 from kvrelay.kernels.cpu import ops
 from kvrelay.kernels.cpu.library import instruction_set, library
@@ -45,7 +61,11 @@ logger = logging.getLogger(__name__)
 
 
 class CpuRunner:
-    """Implements `Runner`."""
+    """Implements `Runner`, for a whole model or one rank's part of it.
+
+    All ranks launch the same plans. Those of a single stage all return the step's whole output. Of several stages, each
+    runs `forward` with what the one before has returned, and the last one `finish`.
+    """
 
     lag = 0
     prefill_attention = ""
@@ -65,7 +85,7 @@ class CpuRunner:
         Args:
             threads: that torch uses in a step.
             parts: of a proposer that guesses from hidden states.
-            sample: chooses tokens.
+            sample: chooses tokens; a `Shard` if ranks share the vocabulary.
         """
         self.spec = spec
         self.parts = parts
@@ -76,6 +96,8 @@ class CpuRunner:
         self._threads = threads
         self._windows = [group.window for group in cache_layout.side_groups]
         self._sample = sample
+        self._vocabulary: Vocabulary = sample if isinstance(sample, Shard) else ALL_TOKENS
+        self._tokens = even_span(spec.vocab_size, model.place).count
         self._thread: int | None = None
 
     @property
@@ -87,15 +109,24 @@ class CpuRunner:
         return self.pools[0]
 
     @property
+    def whole_cache_layout(self) -> CacheLayout:
+        """What all ranks together keep of a sequence."""
+        whole, own = self.model.config.whole, self.layout
+        layout = replace(own, layers=whole.layers, kv_heads=whole.kv_heads)
+        return whole.cache_layout(layout, self.spec.max_context) if self._windows else CacheLayout.of(layout)
+
+    @property
     def states_shape(self) -> StatesShape:
-        return StatesShape(self.model.config.layers, self.model.config.hidden_size)
+        config = self.model.config.whole
+        return StatesShape(config.layers, config.hidden_size)
 
     def launch(self, plan: StepPlan) -> FinishedStep:
         """See `Runner.launch`."""
         self._set_threads()
         rows = np.flatnonzero(plan.sample)
         draws = draws_of(plan, rows)
-        if isinstance(self.model, NativeDecoder) and not plan.keep and not plan.prompt_parts and are_plain(draws):
+        plain = not plan.keep and not plan.prompt_parts and are_plain(draws)
+        if isinstance(self.model, NativeDecoder) and self._vocabulary is ALL_TOKENS and plain:
             chosen, largest = self.model.choose(plan, rows, draws, 1)
             choice = Choice(chosen[0], nonfinite_rows(largest[0]), {}, None)
             return FinishedStep(step_output(plan, rows, choice))
@@ -105,35 +136,50 @@ class CpuRunner:
                 shape = plan.num_tokens, len(plan.keep), self.model.config.hidden_size
                 states = torch.empty(shape, dtype=TORCH_DTYPES[self.spec.dtype])
             hidden = self.forward(plan, taps_into(states, plan.keep))
-            ends = np.cumsum(plan.lengths, dtype=np.int64)
-            prompt_logprobs = read_prompts(score_prompts(plan, hidden, self.model.logits))
-            if not len(rows):
-                nothing = (None,) * plan.num_rows
-                return FinishedStep(StepOutput(nothing, prompt_logprobs=prompt_logprobs, states=states))
-            logits = self.model.logits(hidden[torch.from_numpy(ends[rows] - 1)])
-            choice = choose(logits, draws, self._sample)
-        output = step_output(plan, rows, choice, prompt_logprobs)
+        output = self.finish(plan, hidden)
         return FinishedStep(output if states is None else replace(output, states=states))
+
+    @torch.inference_mode()
+    def finish(self, plan: StepPlan, hidden: Tensor) -> StepOutput:
+        """What a step yields, without hidden states.
+
+        Args:
+            hidden: [T, hidden], of `forward`.
+        """
+        rows, vocabulary = np.flatnonzero(plan.sample), self._vocabulary
+        prompt_logprobs = read_prompts(score_prompts(plan, hidden, self._logits, vocabulary.scores))
+        if not len(rows):
+            return StepOutput((None,) * plan.num_rows, prompt_logprobs=prompt_logprobs)
+        ends = np.cumsum(plan.lengths, dtype=np.int64)
+        logits = self._logits(hidden[torch.from_numpy(ends[rows] - 1)])
+        choice = choose(logits, draws_of(plan, rows), self._sample, vocabulary)
+        return step_output(plan, rows, choice, prompt_logprobs)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """float32 [N, tokens of this rank] of rows of `forward`'s result; a head may have padding behind them."""
+        return self.model.logits(hidden)[:, : self._tokens]
 
     def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
         """See `ChainRunner.chain`. On the native kernels, all of it is one call, unless windows have pools."""
         self._set_threads()
-        if not isinstance(self.model, NativeDecoder) or self._windows:
+        plain = self._vocabulary is ALL_TOKENS and not self._windows
+        if not isinstance(self.model, NativeDecoder) or not plain:
             return chain_of_steps(self, plan, count)
         rows = np.arange(plan.num_rows)
         chosen, largest = self.model.choose(plan, rows, draws_of(plan, rows), count)
         sound = next((number for number, logits in enumerate(largest) if nonfinite_rows(logits)), count)
         return [[tokens[row] for tokens in chosen[:sound]] for row in range(plan.num_rows)]
 
-    def forward(self, plan: StepPlan, taps: Taps = NO_TAPS) -> Tensor:
+    def forward(self, plan: StepPlan, taps: Taps = NO_TAPS, hidden: Tensor | None = None) -> Tensor:
         """The plan's tokens through all layers, with their KV written; [T, hidden], before the last norm.
 
         Args:
             taps: as for `Decoder.forward`.
+            hidden: [T, hidden] of the stage before, if this is a later one.
         """
         inputs = AttentionInputs.from_plan(plan, self.cache_layout.block_size, windows=self._windows)
         self.attention.plan(inputs)
-        tokens = torch.from_numpy(plan.tokens.astype(np.int64))
+        tokens = torch.from_numpy(plan.tokens.astype(np.int64)) if hidden is None else hidden
         return self.model.forward(tokens, inputs.positions, self.attention, taps=taps)
 
     def fetch(
@@ -181,8 +227,9 @@ def build_cpu_runner(
     memory: DeviceMemory | None = None,
     *,
     slides: bool = True,
+    place: Place = ALONE,
 ) -> CpuRunner:
-    """Loads the checkpoint in `folder` and allocates its KV pools.
+    """Loads the checkpoint in `folder`, or a rank's part of it, and allocates its KV pools.
 
     Args:
         dtype: of weights and KV; auto takes the checkpoint's, or float32 in place of float16, which is slow on CPU.
@@ -190,44 +237,55 @@ def build_cpu_runner(
         memory: of the machine; None asks Linux.
         slides: whether layers with a window keep the KV of their windows only.
 
+        place: of the rank.
+
     Raises:
         ValueError: the checkpoint or an option can't be used; the text says which and why.
+        CollectiveError: another rank is lost.
     """
-    config = read_config(folder).for_context(options.max_context)
+    whole = read_config(folder).for_context(options.max_context)
     checkpoint = Checkpoint(folder)
     options = options.on("cpu")
-    check_stored(options.quantization, config.stored)
+    check_stored(options.quantization, whole.stored)
+    check_degree(whole, place.degree, options.quantization)
+    share_hashes(checkpoint, place)
+    slices = Slices.of(whole, place, options.quantization)
+    config = slices.own
     run_dtype = _run_dtype(dtype, config)
-    whole = config.kv_layout(run_dtype, options.kv_dtype, options.block_size, "NHD")
+    own_layout = config.kv_layout(run_dtype, options.kv_dtype, options.block_size, "NHD")
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    team = _team(config, run_dtype, whole, threads)
-    choice = sample if team is None else NativeSampler(team)
+    # The native decoder computes all layers.
+    team = _team(config, run_dtype, own_layout, threads) if place.degree.pipeline == 1 else None
+    choice: Sample = sample if team is None else NativeSampler(team)
+    if place.degree.tensor > 1:
+        choice = Shard(place, config.vocab_size)
     parts = _parts(TORCH_DTYPES[run_dtype], team, options.quantization, choice)
     with torch.inference_mode():
-        weights = _load(checkpoint, run_dtype, config, options, parts, team, on_loaded)
+        weights = _load(checkpoint, run_dtype, slices, options, parts, team, on_loaded)
     spec = ModelSpec.of(
         checkpoint,
-        config,
+        whole,
         run_dtype,
         quantization=options.quantization,
         max_context=options.max_context,
         pool_tokens=0,
     )
-    layout = config.cache_layout(whole, spec.max_context) if slides else CacheLayout.of(whole)
-    pools = make_pools(layout, options, spec.max_context, memory or HostMemory())
+    layout = config.cache_layout(own_layout, spec.max_context) if slides else CacheLayout.of(own_layout)
+    agree = partial(smallest, place) if place.degree.ranks > 1 else None
+    pools = make_pools(layout, options, spec.max_context, memory or HostMemory(), agree=agree)
     # Which layers have a pool of their own doesn't depend on the memory.
     layers = layers_of(pools, config.windows(spec.max_context))
     spec = spec.within(tokens_within(layout, pools, options))
     if team is None:
-        plain = Decoder(config, weights, ops)
+        plain = Decoder(config, weights, ops, place)
         return CpuRunner(spec, plain, layout, pools, TorchAttention(layers), threads, parts, choice)
     # torch has little left to do here. Its threads spin for a while after each call, which would take the cores from
     # the kernels' own threads.
     torch.set_num_threads(1)
     attention = NativeAttention(layers, config.heads, team)
     with torch.inference_mode():
-        native = NativeDecoder(config, weights, attention, team)
+        native = NativeDecoder(config, weights, attention, team, place)
         return CpuRunner(spec, native, layout, pools, attention, 1, parts, choice)
 
 
@@ -244,7 +302,7 @@ def _team(config: ModelConfig, dtype: FloatDtype, layout: KVLayout, threads: int
 def _load(
     checkpoint: Checkpoint,
     dtype: FloatDtype,
-    config: ModelConfig,
+    slices: Slices,
     options: EngineConfig,
     parts: Parts,
     team: Team | None,
@@ -254,14 +312,23 @@ def _load(
 
     def load(cache: LayerCache) -> Weights:
         keep = options.quantization != "dense"
-        making = Making(parts.head, has_embedding=team is not None, cache=cache, keep=keep)
-        return load_weights(checkpoint, config, parts.dtype, parts.linear, on_loaded, making=making)
+        making = Making(
+            parts.head,
+            has_embedding=team is not None,
+            cache=cache,
+            keep=keep,
+            slices=slices,
+            columns=quantizing_columns(options.quantization),
+        )
+        return load_weights(checkpoint, slices.config, parts.dtype, parts.linear, on_loaded, making=making)
 
     most = options.packed_cache_bytes
-    coded = options.quantization in LAYERS or (options.quantization == "none" and _is_gguf(config))
+    coded = options.quantization in LAYERS or (options.quantization == "none" and _is_gguf(slices.config))
     if team is None or not most or not coded:
         return load(NO_CACHE)
-    path = packed_path(f"{checkpoint.fingerprint()} {dtype} {options.quantization}", team)
+    place = slices.place
+    part = f" rank {place.rank} of {place.degree}" if place.degree.ranks > 1 else ""
+    path = packed_path(f"{checkpoint.fingerprint()} {dtype} {options.quantization}{part}", team)
     try:
         cache = PackedCache(path, team, most)
         weights = load(cache)

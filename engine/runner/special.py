@@ -41,7 +41,7 @@ class SpecialRows:
         raw = own.index_select(0, scored)
         shapings = [(place, draw.shaping) for place, draw in enumerate(draws) if draw.shaping is not None]
         self._failed = shape(own, shapings)
-        ban(own, early_stops(draws, logits.shape[1]))
+        ban(own, early_stops(draws))
         self._empty = (own.amax(-1) == -torch.inf).to("cpu", non_blocking=True)
         chosen = torch.empty(len(places), dtype=torch.int64, device=logits.device)
         sample(own, choices.select(index), Workspace.empty(len(own), own.shape[1], own.device), chosen)

@@ -1,6 +1,7 @@
 """Log-probabilities of chosen and given tokens, by the model's own distribution."""
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +11,16 @@ from kvrelay.engine.plan import PromptPart, StepPlan, TokenLogprobs
 ROWS_AT_ONCE = 64
 """Number of a prompt's tokens whose logits are there at the same time: those of a whole prompt would not fit into
 memory."""
+
+
+class ReadScores(Protocol):
+    """`Scores`, or those that several ranks have together."""
+
+    def read(self) -> list[TokenLogprobs]: ...
+
+
+MakeScores = Callable[[Tensor, Tensor, Sequence[int]], ReadScores]
+"""As `Scores`' constructor."""
 
 
 class Scores:
@@ -38,19 +49,24 @@ class Scores:
         ]
 
 
-PromptScores = list[list[Scores]]
+PromptScores = list[list[ReadScores]]
 """Scores of each of a plan's prompt parts, a few tokens at a time."""
 
 
-def score_prompts(plan: StepPlan, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> PromptScores:
+def score_prompts(
+    plan: StepPlan, hidden: Tensor, logits: Callable[[Tensor], Tensor], scores: MakeScores = Scores
+) -> PromptScores:
     """The scores of a plan's prompt parts.
 
     Args:
         hidden: [T, hidden] of the plan's tokens.
         logits: from rows of `hidden` to float32 logits; what it returns may be overwritten.
+        scores: makes scores of logits.
     """
     ends = plan.lengths.cumsum()
-    return [_score(hidden, int(ends[part.row] - plan.lengths[part.row]), part, logits) for part in plan.prompt_parts]
+    return [
+        _score(hidden, int(ends[part.row] - plan.lengths[part.row]), part, logits, scores) for part in plan.prompt_parts
+    ]
 
 
 def read_prompts(prompts: PromptScores) -> tuple[tuple[TokenLogprobs, ...], ...]:
@@ -58,11 +74,13 @@ def read_prompts(prompts: PromptScores) -> tuple[tuple[TokenLogprobs, ...], ...]
     return tuple([tuple([score for scores in part for score in scores.read()]) for part in prompts])
 
 
-def _score(hidden: Tensor, first: int, part: PromptPart, logits: Callable[[Tensor], Tensor]) -> list[Scores]:
+def _score(
+    hidden: Tensor, first: int, part: PromptPart, logits: Callable[[Tensor], Tensor], scores: MakeScores
+) -> list[ReadScores]:
     """`first` is the step's first token of the part's row."""
-    found = []
+    found = list[ReadScores]()
     for at in range(0, len(part.targets), ROWS_AT_ONCE):
         targets = torch.from_numpy(part.targets[at : at + ROWS_AT_ONCE].astype("int64")).to(hidden.device)
         begin = first + part.begin + at
-        found.append(Scores(logits(hidden[begin : begin + len(targets)]), targets, [part.top] * len(targets)))
+        found.append(scores(logits(hidden[begin : begin + len(targets)]), targets, [part.top] * len(targets)))
     return found

@@ -29,7 +29,7 @@ class NativeSampler:
     def __call__(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[int]]:
         """See `sampler.sample`. The numbers of a row of `logits` lie side by side."""
         count, width = logits.shape
-        ban(logits, early_stops(draws, width))
+        ban(logits, early_stops(draws))
         tokens, largest = np.empty(count, np.int64), np.empty(count, np.float32)
         if len(self._workspace) < (size := workspace_floats(self._team.threads, width)):
             self._workspace = torch.empty(size)

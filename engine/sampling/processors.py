@@ -15,46 +15,50 @@ from kvrelay.engine.shaping import Shaping
 NO_TOKEN = "no token is left to choose: the constraint, bad words or stop ids exclude all of them"
 
 
-def shape(logits: Tensor, shapings: Sequence[tuple[int, Shaping]]) -> dict[int, str]:
+def shape(logits: Tensor, shapings: Sequence[tuple[int, Shaping]], first: int = 0) -> dict[int, str]:
     """Changes the logits of some rows.
 
     Args:
         logits: float32 [R, V]; changed in place.
         shapings: the rows, each at most once, and what changes them.
+        first: token of the first logit of a row, if they are of a part of the vocabulary.
 
     Returns:
         The rows whose constraint can't be followed any more, and why, and those whose mask isn't there. Their logits
         mean nothing.
     """
-    _add_bias(logits, shapings)
-    _penalize(logits, [(row, shaping) for row, shaping in shapings if shaping.params.penalized])
-    ban(logits, [(row, token) for row, shaping in shapings for token in shaping.banned()])
-    return _mask(logits, shapings)
+    _add_bias(logits, shapings, first)
+    _penalize(logits, [(row, shaping) for row, shaping in shapings if shaping.params.penalized], first)
+    ban(logits, [(row, token) for row, shaping in shapings for token in shaping.banned()], first)
+    return _mask(logits, shapings, first)
 
 
-def ban(logits: Tensor, banned: Sequence[tuple[int, int]]) -> None:
-    """Excludes tokens: pairs of a row and a token id. `logits` [R, V] changes in place."""
+def ban(logits: Tensor, banned: Sequence[tuple[int, int]], first: int = 0) -> None:
+    """Excludes tokens: pairs of a row and a token id, those without a logit too. `logits` [R, V] changes in place;
+    `first` as for `shape`."""
     if banned:
         rows, tokens = np.array(banned, np.int64).T
-        logits[_to(logits, rows), _to(logits, tokens)] = -torch.inf
+        index, _ = _index(logits, rows, tokens, first)
+        logits[index] = -torch.inf
 
 
-def _add_bias(logits: Tensor, shapings: Sequence[tuple[int, Shaping]]) -> None:
+def _add_bias(logits: Tensor, shapings: Sequence[tuple[int, Shaping]], first: int) -> None:
     rows = [(row, shaping) for row, shaping in shapings if len(shaping.bias)]
     if rows:
-        index = _index(logits, [(row, shaping.bias_ids) for row, shaping in rows])
-        logits[index] += _to(logits, np.concatenate([shaping.bias for _, shaping in rows]))
+        index, own = _index(logits, *_pairs([(row, shaping.bias_ids) for row, shaping in rows]), first)
+        logits[index] += _to(logits, np.concatenate([shaping.bias for _, shaping in rows])[own])
 
 
-def _penalize(logits: Tensor, shapings: Sequence[tuple[int, Shaping]]) -> None:
+def _penalize(logits: Tensor, shapings: Sequence[tuple[int, Shaping]], first: int) -> None:
     if not shapings:
         return
     seen = [shaping.seen() for _, shaping in shapings]
-    index = _index(logits, [(row, ids) for (row, _), (ids, _) in zip(shapings, seen, strict=True)])
+    pairs = _pairs([(row, ids) for (row, _), (ids, _) in zip(shapings, seen, strict=True)])
+    index, own = _index(logits, *pairs, first)
     lengths = [len(ids) for ids, _ in seen]
     factors = np.array([_factors(shaping) for _, shaping in shapings], np.float32).repeat(lengths, axis=0)
-    repetition, frequency, presence = _to(logits, np.ascontiguousarray(factors.T))
-    counts = _to(logits, np.concatenate([counts for _, counts in seen]))
+    repetition, frequency, presence = _to(logits, np.ascontiguousarray(factors[own].T))
+    counts = _to(logits, np.concatenate([counts for _, counts in seen])[own])
     values = logits[index]
     values = torch.where(values > 0, values / repetition, values * repetition)
     logits[index] = values - (frequency * counts + torch.where(counts > 0, presence, 0.0))
@@ -65,7 +69,7 @@ def _factors(shaping: Shaping) -> tuple[float, float, float]:
     return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
 
 
-def _mask(logits: Tensor, shapings: Sequence[tuple[int, Shaping]]) -> dict[int, str]:
+def _mask(logits: Tensor, shapings: Sequence[tuple[int, Shaping]], first: int) -> dict[int, str]:
     rows, masks, failed = [], [], {}
     deadline = time.monotonic() + STEP_WAIT_SECONDS
     for row, shaping in shapings:
@@ -82,16 +86,24 @@ def _mask(logits: Tensor, shapings: Sequence[tuple[int, Shaping]]) -> dict[int, 
     if rows:
         words = _to(logits, np.stack(masks))
         bits = torch.arange(32, dtype=torch.int32, device=logits.device)
-        allowed = ((words[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]].bool()
+        allowed = ((words[:, :, None] >> bits) & 1).flatten(1)[:, first : first + logits.shape[1]].bool()
         index = _to(logits, np.array(rows, np.int64))
         logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
     return failed
 
 
-def _index(logits: Tensor, entries: Sequence[tuple[int, NDArray[np.int64]]]) -> tuple[Tensor, Tensor]:
-    """The index of the tokens of several rows."""
+def _pairs(entries: Sequence[tuple[int, NDArray[np.int64]]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows and tokens of the tokens of several rows."""
     rows = np.repeat(np.array([row for row, _ in entries], np.int64), [len(ids) for _, ids in entries])
-    return _to(logits, rows), _to(logits, np.concatenate([ids for _, ids in entries]))
+    return rows, np.concatenate([ids for _, ids in entries])
+
+
+def _index(
+    logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], first: int
+) -> tuple[tuple[Tensor, Tensor], NDArray[np.bool_]]:
+    """The index of those of these tokens that have logits, and which ones they are."""
+    own = (tokens >= first) & (tokens < first + logits.shape[1])
+    return (_to(logits, rows[own]), _to(logits, tokens[own] - first)), own
 
 
 def _to(logits: Tensor, array: NDArray[np.generic]) -> Tensor:

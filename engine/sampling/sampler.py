@@ -8,7 +8,7 @@ with probability p_i. The noise of a row depends on its seed and position alone.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvrelay.engine.plan import StepOutput, StepPlan, TokenLogprobs
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.sampling.logprobs import Scores
+from kvrelay.engine.sampling.logprobs import ReadScores, Scores
 from kvrelay.engine.sampling.noise import SEED_MASK, exponential, noise_keys
 from kvrelay.engine.sampling.processors import NO_TOKEN, ban, shape
 from kvrelay.engine.shaping import Shaping
@@ -48,6 +48,38 @@ Guess = Callable[[Tensor, Sequence[Draw]], Tensor]
 where they aren't finite. It doesn't wait for the device, and `min_tokens` and shapings don't count."""
 
 
+class Vocabulary(Protocol):
+    """Which tokens the logits are of: all of them (`ALL_TOKENS`), or a rank's part (`shards.Shard`)."""
+
+    @property
+    def first(self) -> int:
+        """Token of the first logit."""
+        ...
+
+    def largest(self, logits: Tensor) -> Tensor:
+        """[R] the largest of all tokens' logits in each row, given those that are here, [R, V]."""
+        ...
+
+    def scores(self, logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> ReadScores:
+        """See `Scores`."""
+        ...
+
+
+class AllTokens:
+    """Implements `Vocabulary`."""
+
+    first = 0
+
+    def largest(self, logits: Tensor) -> Tensor:
+        return logits.amax(-1)
+
+    def scores(self, logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> Scores:
+        return Scores(logits, tokens, tops)
+
+
+ALL_TOKENS = AllTokens()
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The tokens of some rows, and what was asked for beside them."""
@@ -74,22 +106,27 @@ def guessing(sample: Sample) -> Guess:
     return guess
 
 
-def choose(logits: Tensor, draws: Sequence[Draw], sample: Sample) -> Choice:
-    """Chooses a token for each row as its request asks, on the CPU; `logits` and `draws` as for `sample`."""
+def choose(logits: Tensor, draws: Sequence[Draw], sample: Sample, vocabulary: Vocabulary = ALL_TOKENS) -> Choice:
+    """Chooses a token for each row as its request asks, on the CPU; `logits` and `draws` as for `sample`.
+
+    Args:
+        vocabulary: the tokens that logits and `sample` are of.
+    """
     shapings = [(row, draw.shaping) for row, draw in enumerate(draws) if draw.shaping is not None]
     scored = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
     # Indexed with a list, it is a copy.
     raw = logits[scored] if scored else None
-    refused = shape(logits, shapings) if shapings else {}
+    refused = shape(logits, shapings, vocabulary.first) if shapings else {}
     tokens, nonfinite = sample(logits, draws)
     if nonfinite and shapings:
-        empty = [row for row, _ in shapings if row in nonfinite and logits[row].max() == -torch.inf]
+        largest = vocabulary.largest(logits).tolist()
+        empty = [row for row, _ in shapings if row in nonfinite and largest[row] == -math.inf]
         refused = dict.fromkeys(empty, NO_TOKEN) | refused
         nonfinite = [row for row in nonfinite if row not in refused]
     if raw is None:
         return Choice(tokens, nonfinite, refused, None)
     chosen = torch.tensor([tokens[row] for row in scored])
-    found = Scores(raw, chosen, [draws[row].params.logprobs or 0 for row in scored]).read()
+    found = vocabulary.scores(raw, chosen, [draws[row].params.logprobs or 0 for row in scored]).read()
     logprobs: list[TokenLogprobs | None] = [None] * len(draws)
     for row, score in zip(scored, found, strict=True):
         logprobs[row] = score
@@ -137,14 +174,13 @@ def _by_row(plan: StepPlan, rows: NDArray[np.int64], values: Sequence[T]) -> tup
     return tuple(found)
 
 
-def early_stops(draws: Sequence[Draw], vocab_size: int) -> list[tuple[int, int]]:
+def early_stops(draws: Sequence[Draw]) -> list[tuple[int, int]]:
     """The rows that have fewer than their min_tokens, each with each token that would stop it."""
     return [
         (row, token)
         for row, draw in enumerate(draws)
         if draw.generated < draw.params.min_tokens
         for token in draw.params.stop_token_ids
-        if token < vocab_size
     ]
 
 
@@ -158,7 +194,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[int]]
     Returns:
         Token ids [R], and the rows whose largest logit isn't finite: their token means nothing.
     """
-    ban(logits, early_stops(draws, logits.shape[1]))
+    ban(logits, early_stops(draws))
     # A non-finite maximum marks invalid logits.
     largest, tokens = logits.max(-1)
     nonfinite = np.flatnonzero(~np.isfinite(largest.numpy())).tolist()
@@ -194,15 +230,25 @@ def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> None:
     """Sets to minus infinity what top_k, top_p and min_p remove from `scaled`, [R, V] with maximum 0."""
     lowest = []
     for row, param in enumerate(params):
-        limit = math.log(param.min_p) if param.min_p > 0 else -math.inf
-        if 0 < param.top_k < scaled.shape[1] or param.top_p < 1.0:
-            limit = max(limit, _threshold(scaled[row].numpy(), param.top_k, param.top_p))
+        limit = smallest_kept(param)
+        if needs_threshold(param, scaled.shape[1]):
+            limit = max(limit, threshold(scaled[row].numpy(), param.top_k, param.top_p))
         lowest.append(limit)
     if max(lowest) > -math.inf:
         scaled.masked_fill_(scaled < torch.tensor(lowest)[:, None], -torch.inf)
 
 
-def _threshold(scaled: NDArray[np.float32], top_k: int, top_p: float) -> float:
+def smallest_kept(params: SamplingParams) -> float:
+    """The smallest number that min_p keeps, of numbers with maximum 0."""
+    return math.log(params.min_p) if params.min_p > 0 else -math.inf
+
+
+def needs_threshold(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether top_k or top_p may remove tokens."""
+    return 0 < params.top_k < vocab_size or params.top_p < 1.0
+
+
+def threshold(scaled: NDArray[np.float32], top_k: int, top_p: float) -> float:
     """The smallest value of one row [V] that top_k and then top_p keep."""
     if 0 < top_k < len(scaled):
         smallest = np.partition(scaled, -top_k)[-top_k]

@@ -16,6 +16,7 @@ from kvrelay.kernels.cpu.program import Program, Team, fields
 LINEAR = "kvrelay_linear"
 EMBED = "kvrelay_embed"
 NORM = "kvrelay_norm"
+SQUARES = "kvrelay_squares"
 
 BLOCK = 16
 """Divisor of the number of outputs in each half of a gated product."""
@@ -62,7 +63,7 @@ class EmbedArgs(ctypes.Structure):
 
     _fields_ = (
         *fields(ctypes.c_void_p, "rows tokens weight scales zeros minima out"),
-        *fields(ctypes.c_int64, "out_stride width group"),
+        *fields(ctypes.c_int64, "out_stride width group first count"),
         ("type", ctypes.c_int32),
         ("scale", ctypes.c_float),
         ("packed", ctypes.c_int32),
@@ -73,8 +74,8 @@ class NormArgs(ctypes.Structure):
     """`NormArgs` in norm.h."""
 
     _fields_ = (
-        *fields(ctypes.c_void_p, "rows input out weight bias"),
-        *fields(ctypes.c_int64, "input_stride out_stride width"),
+        *fields(ctypes.c_void_p, "rows input out weight bias squares"),
+        *fields(ctypes.c_int64, "input_stride out_stride squares_stride width whole_width"),
         ("eps", ctypes.c_float),
         *fields(ctypes.c_int32, "centered add"),
     )

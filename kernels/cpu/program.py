@@ -58,7 +58,8 @@ class Team:
         self._workspace: Buffer[np.uint8] = Buffer(np.uint8)
         self._team = ctypes.c_void_p(team)
         self._run = library.kvrelay_team_run
-        self._run.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p
+        pointer = ctypes.c_void_p
+        self._run.argtypes = pointer, pointer, ctypes.c_int64, pointer, pointer
         # Not at exit, when a thread may still be in a run.
         weakref.finalize(self, library.kvrelay_team_free, self._team).atexit = False
 
@@ -68,13 +69,13 @@ class Team:
         return -(-self._workspace.address // LINE) * LINE
 
     def run(self, program: "Program", passes: "ctypes.c_int64 | None" = None) -> None:
-        """Returns when all of the program's kernels have ended.
+        """Returns when all of the program's kernels have ended, or one has stopped it.
 
         Args:
             passes: the program runs again as long as this, which its kernels change, is above 0; None runs it once.
         """
         again = None if passes is None else ctypes.byref(passes)
-        self._run(self._team, program.instructions, program.count, again)
+        self._run(self._team, program.instructions, program.count, again, program.stop)
 
 
 class _Instruction(ctypes.Structure):
@@ -84,12 +85,14 @@ class _Instruction(ctypes.Structure):
 class Program:
     """Kernels with their arguments, in order: each starts after the previous one has ended on all threads."""
 
-    def __init__(self, library: ctypes.CDLL, *steps: tuple[str, ctypes.Structure]) -> None:
+    def __init__(self, library: ctypes.CDLL, *steps: tuple[str, ctypes.Structure], stop: int | None = None) -> None:
         """
         Args:
             steps: the name of an exported kernel and its arguments. The arguments are kept and may be changed between
                 two runs; the caller keeps what they point to.
+            stop: address of an int32, which the caller keeps: a run ends behind the kernel that makes it other than 0.
         """
+        self.stop = stop
         self._args = [args for _, args in steps]
         self.instructions = (_Instruction * len(steps))(
             *(

@@ -191,6 +191,7 @@ def test_a_norm(team_of: Callable[[int], Team], width: int, centered: bool, add:
             weight=weight.data_ptr(),
             bias=None if bias is None else bias.data_ptr(),
             width=width,
+            whole_width=width,
             eps=1e-5,
             centered=centered,
             add=add,
@@ -369,6 +370,7 @@ def test_looking_up_is_exact(
         out=out.data_ptr(),
         out_stride=out.stride(0),
         width=width,
+        count=len(table) if dense else len(table.codes),
         type=parts.type,
         packed=packed,
     )

@@ -10,7 +10,6 @@ peer closes its socket, which is seen at once; a frozen peer is noticed when a w
 KV of a GPU is copied to host memory by the sender, and from there by the receiver; its buffers are pinned for that.
 """
 
-import fcntl
 import hashlib
 import mmap
 import os
@@ -28,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvrelay.machine.memory_file import is_memory_file, make_memory_file
 from kvrelay.transfer.protocol.packing import Number, Rule, WireError, clip, pack, unpack_named
 from kvrelay.transfer.protocol.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.base import (
@@ -53,7 +53,6 @@ cache."""
 _MAX_MESSAGE_BYTES = 4096
 _CREDENTIALS = struct.Struct("iII")
 
-_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 _MESSAGES: dict[str, tuple[Rule, ...]] = {
     "buffer": (Number(0, MAX_BUFFERS - 1), Number(1, MAX_BUFFER_BYTES)),
     "frame": (
@@ -80,9 +79,7 @@ def machine_id() -> str:
 
 
 def allocate(nbytes: int, pinned: bool = False) -> tuple[torch.Tensor, int]:
-    """A uint8 tensor [nbytes] on an anonymous memory file (memfd), and the file's descriptor, which the caller closes.
-
-    The file has no name, and vanishes with its last mapping.
+    """A uint8 tensor [nbytes] on a file in memory, and the file's descriptor, which the caller closes.
 
     Args:
         pinned: whether the memory is copied to and from a GPU.
@@ -91,10 +88,8 @@ def allocate(nbytes: int, pinned: bool = False) -> tuple[torch.Tensor, int]:
         LinkError: there is no memory left.
     """
     with link_errors(f"shm: {nbytes} bytes of shared memory", OSError, RuntimeError):
-        descriptor = os.memfd_create("kvrelay", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = make_memory_file(nbytes)
         try:
-            os.ftruncate(descriptor, nbytes)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             return _mapped(descriptor, nbytes, pinned), descriptor
         except BaseException:
             os.close(descriptor)
@@ -110,9 +105,7 @@ def open_shared(nbytes: int, descriptor: int | None) -> torch.Tensor:
     if descriptor is None:
         raise LinkError("shm: a buffer came without its memory file")
     with link_errors(f"shm: a buffer of {nbytes} bytes can't be mapped", OSError):
-        # If the owner could still shrink the file, an access behind its end would kill this process (SIGBUS).
-        sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
-        if not sealed or os.fstat(descriptor).st_size != nbytes:
+        if not is_memory_file(descriptor, nbytes):
             raise LinkError(f"shm: a buffer of {nbytes} bytes came with a file of another size, or an unsealed one")
         return _mapped(descriptor, nbytes)
 

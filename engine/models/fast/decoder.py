@@ -5,12 +5,16 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvrelay.engine.attention.base import Attention, HeadNorm, Rotation
 from kvrelay.engine.models.reading.config import ModelConfig
+from kvrelay.engine.ranks.collective import ALONE, Place
+from kvrelay.engine.ranks.spans import even_span
 from kvrelay.kernels.ops import Feeds, Linear, Ops
+from kvrelay.kernels.reference import fed_tokens, rotations
 
 Taps = Mapping[int, Tensor]
 """Tensors by layer, [T, hidden] each, in which a step leaves the layer's input, before its norm; the number of layers
@@ -64,14 +68,15 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """All weights of a model."""
+    """All weights of a model, or those of one rank: `slices` has what they are."""
 
     embedding: Tensor | None
-    """[vocab, hidden]; None if tokens are looked up in the head."""
+    """[vocab, hidden]; None if tokens are looked up in the head, or by an earlier pipeline stage."""
     layers: tuple[Layer, ...]
-    norm: Norm
-    head: Linear
-    """hidden -> vocab."""
+    norm: Norm | None
+    """None if a later stage has it."""
+    head: Linear | None
+    """hidden -> vocab; None if a later stage has it."""
     rotary: Tensor
     """float32 [R, 2, D / 2] of each of `ModelConfig.distinct_ropes`; see `rope.rotary`."""
 
@@ -80,7 +85,12 @@ class Model(Protocol):
     """`Decoder` and `NativeDecoder`; the former has the docstrings."""
 
     @property
-    def config(self) -> ModelConfig: ...
+    def config(self) -> ModelConfig:
+        """Config of what this rank computes."""
+        ...
+
+    @property
+    def place(self) -> Place: ...
 
     @property
     def embedding(self) -> Tensor | None: ...
@@ -94,16 +104,26 @@ class Model(Protocol):
 
 
 class Decoder:
-    """A model, ready to run."""
+    """A model, or one rank's part of it, ready to run.
 
-    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
+    Ranks of a stage add up what they have of a layer's projections to the hidden size. All calls are made by all of
+    them, with the same tokens.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, place: Place = ALONE) -> None:
         """
+        Args:
+            config: of the rank (`ModelConfig.for_rank`).
+            weights: of the rank.
+
         Raises:
-            ValueError: the weights have no embedding.
+            ValueError: the weights have no embedding, and the rank is of the first stage.
         """
-        if weights.embedding is None:
+        if weights.embedding is None and place.stage == 0:
             raise ValueError("the weights have no embedding; tokens must be looked up in the head")
         self.config = config
+        self.place = place
+        self._vocabulary = even_span(config.vocab_size, place)
         self._embedding = weights.embedding
         self._weights = weights
         self._ops = ops
@@ -111,7 +131,8 @@ class Decoder:
         self._embedding_scale = traits.embedding_scale / traits.residual_scale
         self._rotations = [config.distinct_ropes.index(rope) for rope in config.ropes]
         """Index of each layer's rotation among `Weights.rotary`."""
-        self._last_norm = weights.norm.times(traits.logits_scale, weights.norm.weight.dtype)
+        norm = weights.norm
+        self._last_norm = None if norm is None else norm.times(traits.logits_scale, norm.weight.dtype)
         gates = {"silu": ops.silu_mul, "gelu_tanh": ops.gelu_mul}
         self._activate = gates[config.activation] if traits.gated else ops.gelu
 
@@ -127,7 +148,13 @@ class Decoder:
 
     @property
     def norm(self) -> Tensor:
-        """[hidden] weights of the norm before the head."""
+        """[hidden] weights of the norm before the head.
+
+        Raises:
+            ValueError: a later pipeline stage has it.
+        """
+        if self._weights.norm is None:
+            raise ValueError(f"the norm before the head is on another stage than {self.place.stage}")
         return self._weights.norm.weight
 
     def forward(
@@ -141,7 +168,8 @@ class Decoder:
         """Runs a step's tokens through all layers and writes their KV.
 
         Args:
-            tokens, positions: int64 [T].
+            tokens: int64 [T]; for a later pipeline stage the result of the one before, [T, hidden].
+            positions: int64 [T].
             attention: has planned this step.
             feeds: tokens that are taken from there instead.
             taps: filled.
@@ -151,7 +179,7 @@ class Decoder:
         """
         residual, update = self._run_layers(tokens, positions, attention, feeds, taps)
         hidden = residual if update is None else update + residual
-        tap(taps, self.config.layers, hidden, self.config.traits.residual_scale)
+        tap(taps, self.config.first_layer + self.config.layers, hidden, self.config.traits.residual_scale)
         return hidden
 
     def forward_logits(
@@ -165,35 +193,71 @@ class Decoder:
         """`logits(forward(...))`, the logits of all tokens, with one launch less."""
         residual, update = self._run_layers(tokens, positions, attention, feeds, taps)
         x, hidden = self._norm(residual, update, self._last_norm)
-        tap(taps, self.config.layers, hidden, self.config.traits.residual_scale)
-        return self._weights.head(x).float()
+        tap(taps, self.config.first_layer + self.config.layers, hidden, self.config.traits.residual_scale)
+        return self._head(x)
 
     def _run_layers(
         self, tokens: Tensor, positions: Tensor, attention: Attention, feeds: Feeds | None, taps: Taps
     ) -> tuple[Tensor, Tensor | None]:
         """The residual before the last layer's MLP, and that MLP's result, both [T, hidden]; None without layers."""
-        config, weights, ops = self.config, self._weights, self._ops
+        config = self.config
         heads, keys = config.heads, config.kv_heads
-        residual, cos, sin = ops.embed(tokens, feeds, positions, self._embedding, weights.rotary, self._embedding_scale)
-        rotations = [Rotation(*each) for each in zip(cos, sin, strict=True)]
+        residual, cos, sin = self._begin(tokens, feeds, positions)
+        turns = [Rotation(*each) for each in zip(cos, sin, strict=True)]
         update: Tensor | None = None
-        for index, layer in enumerate(weights.layers):
+        for index, layer in enumerate(self._weights.layers):
             x, residual = self._norm(residual, update, layer.input_norm)
-            tap(taps, index, residual, config.traits.residual_scale)
+            tap(taps, config.first_layer + index, residual, config.traits.residual_scale)
             qkv = layer.qkv(x)
-            first = 0
-            for norm in layer.joint_norms:
-                part = qkv[:, first : (first := first + len(norm.weight))]
-                part.copy_(self._normed(part, norm))
+            if layer.joint_norms:
+                self._norm_jointly(qkv, layer.joint_norms)
             qkv = qkv.view(-1, heads + 2 * keys, config.head_dim)
-            seen = attention.run(index, qkv, rotations[self._rotations[index]], layer.qk_norm)
-            update = self._normed(layer.output(seen), layer.output_norm)
+            seen = attention.run(index, qkv, turns[self._rotations[index]], layer.qk_norm)
             if config.traits.parallel:
-                update += layer.down(self._activate(layer.gate_up(x)))
+                update = self._sum(layer.output(seen).add_(layer.down(self._activate(layer.gate_up(x)))))
                 continue
+            update = self._normed(self._sum(layer.output(seen)), layer.output_norm)
             x, residual = self._norm(residual, update, layer.mlp_norm)
-            update = self._normed(layer.down(self._activate(layer.gate_up(x))), layer.down_norm)
+            update = self._normed(self._sum(layer.down(self._activate(layer.gate_up(x)))), layer.down_norm)
         return residual, update
+
+    def _begin(self, tokens: Tensor, feeds: Feeds | None, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The first layer's input [T, hidden], and cos and sin of the positions, as `Ops.embed`."""
+        rotary, table, part = self._weights.rotary, self._embedding, self._vocabulary
+        if table is None:
+            return tokens, *rotations(positions, rotary)
+        if part.is_whole:
+            return self._ops.embed(tokens, feeds, positions, table, rotary, self._embedding_scale)
+        own = fed_tokens(tokens, feeds) - part.begin
+        others = (own < 0) | (own >= part.count)
+        found, cos, sin = self._ops.embed(
+            own.masked_fill(others, 0), None, positions, table, rotary, self._embedding_scale
+        )
+        return self._sum(found.masked_fill(others[:, None], 0)), cos, sin
+
+    def _sum(self, part: Tensor) -> Tensor:
+        """The sum of what the stage's ranks have."""
+        return self.place.group.sum(part.contiguous())
+
+    def _norm_jointly(self, qkv: Tensor, norms: tuple[Norm, ...]) -> None:
+        """Norms all queries together, and all keys, in place; `qkv` is [T, outputs] of this rank."""
+        ends = np.cumsum([len(norm.weight) for norm in norms]).tolist()
+        parts = qkv.tensor_split(ends, 1)
+        if self.place.group.size == 1:
+            for part, norm in zip(parts, norms, strict=False):
+                part.copy_(self._normed(part, norm))
+            return
+        # All ranks have as many numbers, so the mean of all is that of their means; copies of a head change nothing.
+        means = self._sum(torch.stack([part.float().square().mean(1) for part in parts[: len(norms)]]))
+        factors = (means / self.place.group.size + self.config.residual_eps).rsqrt()
+        for part, factor, norm in zip(parts, factors, norms, strict=False):
+            part.copy_(part.float() * factor[:, None] * norm.weight.float())
+
+    def _head(self, x: Tensor) -> Tensor:
+        """float32 logits of the rank's part of the vocabulary."""
+        if self._weights.head is None:
+            raise ValueError(f"the head is on another stage than {self.place.stage}")
+        return self._weights.head(x).float()[:, : self._vocabulary.count]
 
     def _norm(self, residual: Tensor, update: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """The norm of the sum of both, and that sum, all [T, hidden]; without a norm the sum itself."""
@@ -211,5 +275,5 @@ class Decoder:
         return self._ops.rms_norm(x, norm.weight, self.config.residual_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [N, vocab] of rows of `forward`'s result, [N, hidden]."""
-        return self._weights.head(self._normed(hidden, self._last_norm)).float()
+        """float32 [N, vocab] of rows of `forward`'s result, [N, hidden]; of the rank's part of the vocabulary only."""
+        return self._head(self._normed(hidden, self._last_norm))

@@ -4,7 +4,7 @@ import logging
 import math
 import mmap
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,12 +15,21 @@ from torch import Tensor
 
 from kvrelay.engine.attention.base import HeadNorm
 from kvrelay.engine.models.fast.decoder import Layer, Norm, Weights
-from kvrelay.engine.models.reading.checkpoint import EMBEDDING, Checkpoint, expected_tensors, projections
+from kvrelay.engine.models.fast.slices import NORM, SUMMED, Part, Slices
+from kvrelay.engine.models.reading.checkpoint import (
+    EMBEDDING,
+    SIZES,
+    Checkpoint,
+    TensorEntry,
+    expected_tensors,
+    projections,
+)
 from kvrelay.engine.models.reading.config import ModelConfig
 from kvrelay.engine.models.reading.gguf import KEPT, coded, dequantized, in_order
 from kvrelay.engine.models.reading.quantized import read_layer
 from kvrelay.engine.models.reading.rope import rotary
 from kvrelay.engine.models.reading.stored import HEAD
+from kvrelay.engine.ranks.spans import Span, whole
 from kvrelay.kernels.codes import CodedWeight, alike, join
 from kvrelay.kernels.ops import Linear
 from kvrelay.machine.gguf import QUANTIZED
@@ -39,9 +48,13 @@ STORED = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
+PIECE_BYTES = 2**20
+"""Bytes, about, of the rows that are read at once of a tensor whose columns are divided."""
 PAGED_BYTES = 2**18
 """Tensors of this many bytes or more get pages of their own."""
 MakeLinear = Callable[[Tensor | CodedWeight, Tensor | None], Linear]
+QuantizeColumns = Callable[[Tensor, Tensor], CodedWeight]
+"""Quantizes some columns of a weight, given the largest magnitude of each whole row."""
 
 
 class LayerCache(Protocol):
@@ -71,7 +84,7 @@ NO_CACHE = NoCache()
 
 @dataclass(frozen=True, slots=True)
 class Making:
-    """Options of `load_weights`: how the head is laid out, and which layers needn't be made."""
+    """Options of `load_weights`: how the head is laid out, which layers are made already, and which part is loaded."""
 
     head: MakeLinear
     has_embedding: bool = False
@@ -80,6 +93,10 @@ class Making:
     """Cache of finished layers, whose weights aren't read from the files."""
     keep: bool = True
     """Whether weights of GGUF files that can be codes come as such, and not converted to the dtype."""
+    slices: Slices | None = None
+    """What is loaded of the model; None for all."""
+    columns: QuantizeColumns | None = None
+    """Quantizes weights whose columns are divided; None if `linear` needs no more than the columns for that."""
 
 
 def load_weights(
@@ -109,26 +126,19 @@ def load_weights(
     expected = expected_tensors(config)
     checkpoint.verify(expected, optional)
     making = making or Making(linear)
-    names = tuple(name for name in expected if name in checkpoint.tensors)
+    slices = making.slices or Slices.of(config)
+    names = tuple(name for name in expected if name in checkpoint.tensors and slices.reads(name))
     files = TensorFiles(checkpoint, names, dtype, device, on_loaded, keep=making.keep)
     # The head first: it is large, and as it is read and laid out, nothing else is in memory yet.
-    projection, embedding = making.cache.load(HEAD), None
-    if projection is None:
-        source = EMBEDDING if config.tie_embeddings else HEAD
-        weight = _weight(files, config, (source, config.vocab_size), inputs=config.hidden_size)
-        if config.tie_embeddings and isinstance(weight, Tensor):
-            embedding = weight
-        projection = making.head(weight, None)
-        making.cache.store(HEAD, projection)
-    else:
-        files.skip(HEAD)
-    if config.tie_embeddings and making.has_embedding:
+    projection, embedding = _head(files, slices, making) if slices.last else (None, None)
+    if slices.last and config.tie_embeddings and making.has_embedding:
         embedding = None
         files.skip(EMBEDDING)
-    elif embedding is None:
-        embedding = files.take(f"{EMBEDDING}.weight")
-    layers = tuple(_layer(files, config, linear, making.cache, index) for index in range(config.layers))
-    norm = _norm(files, config, "model.norm")
+    elif slices.first and embedding is None:
+        embedding = files.take(Part(f"{EMBEDDING}.weight", slices.vocabulary))
+    first = slices.own.first_layer
+    layers = tuple(_layer(files, slices, linear, making, first + index) for index in range(slices.own.layers))
+    norm = _norm(files, config, NORM) if slices.last else None
     if files.kept or files.dequantized:
         logger.info(
             "GGUF: weights kept as they are stored: %s; held as %s: %s",
@@ -137,12 +147,24 @@ def load_weights(
             _counts(files.dequantized),
         )
     return Weights(
-        embedding=embedding,
+        embedding=embedding if slices.first else None,
         layers=layers,
         norm=norm,
         head=projection,
-        rotary=_rotary(config).to(device),
+        rotary=_rotary(slices.own).to(device),
     )
+
+
+def _head(files: "TensorFiles", slices: Slices, making: Making) -> tuple[Linear, Tensor | None]:
+    """The head, and the embedding if it was read for it."""
+    found = making.cache.load(HEAD)
+    if found is not None:
+        files.skip(HEAD)
+        return found, None
+    weight = _weight(files, slices.config, [slices.head], whole(slices.config.hidden_size))
+    head = making.head(weight, None)
+    making.cache.store(HEAD, head)
+    return head, weight if slices.config.tie_embeddings and isinstance(weight, Tensor) else None
 
 
 def _rotary(config: ModelConfig) -> Tensor:
@@ -183,44 +205,88 @@ class TensorFiles:
         self.dequantized: Counter[str] = Counter()
         """Numbers of quantized GGUF tensors by type, that were read as codes or not."""
 
-    def take(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensors on the device, converted to `dtype` or that of the weights, and joined along their first
-        dimension."""
-        shapes = [self._entries[name].shape for name in names]
-        tensor = allocate((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype or self._dtype)
-        for name, part in zip(names, tensor.split_with_sizes([shape[0] for shape in shapes]), strict=True):
-            self._read(name, part)
-        self._count(*names)
+    def take(
+        self,
+        *parts: str | Part,
+        columns: Span | None = None,
+        dtype: torch.dtype | None = None,
+        largest: Tensor | None = None,
+    ) -> Tensor:
+        """Tensors, or some rows of them, on the device, joined along their first dimension.
+
+        Args:
+            columns: of matrices; None for all.
+            dtype: of the result, if it isn't that of the weights.
+            largest: float32 [rows], filled with the largest magnitude of each row, over all columns of the checkpoint.
+        """
+        found = [self._part(part) for part in parts]
+        columns = None if columns is None or columns.is_whole else columns
+        shape = self._entries[found[0].name].shape
+        rest = shape[1:] if columns is None else (columns.size,)
+        sizes = [part.rows.size for part in found]
+        tensor = allocate((sum(sizes), *rest), dtype or self._dtype)
+        every = None if largest is None else largest.zero_().split_with_sizes(sizes)
+        for index, (part, out) in enumerate(zip(found, tensor.split_with_sizes(sizes), strict=True)):
+            self._read(part, columns, out, None if every is None else every[index])
+        self._count(*[part.name for part in found])
         return tensor.to(self._device)
+
+    def _part(self, part: str | Part) -> Part:
+        return Part(part, whole(self._entries[part].shape[0])) if isinstance(part, str) else part
 
     def skip(self, *prefixes: str) -> None:
         """Marks the tensors whose names begin so as not needed, or read before."""
         self._count(*[name for name in self._unread if name.startswith(prefixes)])
 
-    def stored(self, name: str) -> Tensor | None:
-        """The tensor as it is in the file, uint8 [out, bytes] of a quantized type of GGUF; None if it isn't there."""
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor; None if it isn't there."""
         entry = self._entries.get(name)
-        if entry is None:
-            return None
-        quantized = entry.dtype in QUANTIZED
-        shape = (entry.shape[0], self._bytes(name) // entry.shape[0]) if quantized else entry.shape
-        tensor = allocate(shape, torch.uint8 if quantized else STORED[entry.dtype])
-        self._fill(name, tensor)
+        return None if entry is None else entry.shape
+
+    def stored(self, name: str, rows: Span | None = None, columns: Span | None = None) -> Tensor:
+        """A tensor as it is in the file, uint8 [out, bytes] of a quantized type of GGUF.
+
+        Args:
+            rows, columns: those that are read; None for all.
+
+        Raises:
+            ValueError: columns of a quantized type that aren't whole blocks; the text names the tensor.
+        """
+        entry = self._entries[name]
+        rows = rows or whole(entry.shape[0] if entry.shape else 1)
+        begin, end = self._columns(name, columns)
+        raw = allocate((rows.count, end - begin), torch.uint8)
+        if columns is None:
+            self._fill(name, rows, raw.view(-1))
+        else:
+            for first, piece in self._pieces(name, rows):
+                raw[first : first + len(piece)] = piece[:, begin:end]
         self._unread.discard(name)
-        return in_order(tensor, entry.interleaved_heads) if entry.interleaved_heads else tensor
+        tensor = raw
+        if entry.dtype not in QUANTIZED:
+            tensor = raw.view(-1).view(STORED[entry.dtype])
+            rest = entry.shape[1:] if columns is None else (columns.count,)
+            tensor = tensor.view((rows.count, *rest) if entry.shape else ())
+        if not entry.interleaved_heads:
+            return tensor
+        return in_order(tensor, entry.interleaved_heads * rows.count // entry.shape[0])
 
     def keeps(self, name: str) -> bool:
         """Whether the tensor becomes codes, of a type of GGUF's."""
         return self._keep and self._entries[name].dtype in KEPT
 
-    def coded(self, name: str) -> CodedWeight:
-        """The codes of a tensor, of which `keeps` is true.
+    def zeros(self, rows: int, columns: int) -> Tensor:
+        """A weight of zeros, on the device: the part of a rank that has nothing of a narrow layer."""
+        return torch.zeros(rows, columns, dtype=self._dtype, device=self._device)
+
+    def coded(self, part: Part, columns: Span) -> CodedWeight:
+        """The codes of a part of a tensor, of which `keeps` is true.
 
         Raises:
             ValueError: a scale isn't finite; the text names the tensor.
         """
-        entry, raw = self._entries[name], self.stored(name)
-        found = None if raw is None else coded(entry.dtype, raw)
+        name, entry = part.name, self._entries[part.name]
+        found = coded(entry.dtype, self.stored(name, part.rows, None if columns.is_whole else columns))
         if found is None or not found.is_finite():
             raise ValueError(f"{entry.path}: tensor {name} has a scale that is infinite or no number")
         self.kept[entry.dtype] += 1
@@ -231,41 +297,82 @@ class TensorFiles:
         if self._on_loaded is not None:
             self._on_loaded(1 - sum(map(self._bytes, self._unread)) / self._total)
 
-    def _read(self, name: str, out: Tensor) -> None:
-        """Fills `out`, converted.
+    def _read(self, part: Part, columns: Span | None, out: Tensor, largest: Tensor | None) -> None:
+        """Fills `out` with a part, converted, and with zeros behind it; `largest` as for `take`.
 
         Raises:
             ValueError: a number is infinite or none; the text names the tensor.
         """
-        entry = self._entries[name]
-        if STORED.get(entry.dtype) == out.dtype and not entry.interleaved_heads:
-            self._fill(name, out)
+        name, rows, entry = part.name, part.rows, self._entries[part.name]
+        filled = out[: rows.count] if columns is None else out[: rows.count, : columns.count]
+        if filled.shape != out.shape:
+            out.zero_()
+        if entry.dtype in QUANTIZED:
+            filled.copy_(dequantized(entry.dtype, self.stored(name, rows, columns)))
+            self.dequantized[entry.dtype] += 1
+        elif entry.interleaved_heads or (columns is None and STORED[entry.dtype] != out.dtype):
+            filled.copy_(self.stored(name, rows))
+        elif columns is None:
+            self._fill(name, rows, filled.view(-1).view(torch.uint8))
         else:
-            tensor = self.stored(name)
-            if entry.dtype in QUANTIZED and tensor is not None:
-                tensor = dequantized(entry.dtype, tensor)
-                self.dequantized[entry.dtype] += 1
-            if tensor is not None:
-                out.copy_(tensor)
-        if not math.isfinite(out.sum(dtype=torch.float32).item()):
+            for first, piece in self._pieces(name, rows):
+                numbers = piece.view(-1).view(STORED[entry.dtype]).view(len(piece), -1).to(out.dtype)
+                filled[first : first + len(piece)] = numbers[:, columns.begin : columns.end]
+                if largest is not None:
+                    largest[first : first + len(piece)] = numbers.float().abs().amax(1)
+        if not math.isfinite(filled.sum(dtype=torch.float32).item()):
             raise ValueError(f"{entry.path}: tensor {name} has a number that is infinite or NaN")
 
-    def _fill(self, name: str, out: Tensor) -> None:
-        """Fills `out` with the bytes of a tensor.
+    def _columns(self, name: str, columns: Span | None) -> tuple[int, int]:
+        """Begin and end of columns among the bytes of a row.
+
+        Raises:
+            ValueError: they aren't whole blocks of the tensor's type.
+        """
+        entry = self._entries[name]
+        if columns is None:
+            return 0, self._row_bytes(entry)
+        block, size = 1, SIZES.get(entry.dtype, 0)
+        if entry.dtype in QUANTIZED:
+            _, block, size = QUANTIZED[entry.dtype]
+        if columns.begin % block or columns.end % block:
+            raise ValueError(
+                f"{entry.path}: tensor {name} has blocks of {block} columns in {entry.dtype}, and a rank would have"
+                f" {columns.begin} to {columns.end}; allowed: a smaller tensor_parallel"
+            )
+        return columns.begin // block * size, columns.end // block * size
+
+    def _pieces(self, name: str, rows: Span) -> Iterator[tuple[int, Tensor]]:
+        """Rows of a tensor, uint8 [n, bytes of a row], a few at a time: the number of the first one among `rows`, and
+        the rows, which are valid until the next ones."""
+        width = self._row_bytes(self._entries[name])
+        step = max(1, min(rows.count, PIECE_BYTES // width))
+        buffer = allocate((step, width), torch.uint8)
+        for first in range(0, rows.count, step):
+            begin, count = rows.begin + first, min(step, rows.count - first)
+            self._fill(name, Span(begin, begin + count, count, rows.of), buffer[:count].view(-1))
+            yield first, buffer[:count]
+
+    def _fill(self, name: str, rows: Span, out: Tensor) -> None:
+        """Fills `out`, uint8, with the bytes of some rows of a tensor.
 
         Read, not mapped: the pages of a mapped file would stay in memory beside the weights that were made of them.
         """
         entry = self._entries[name]
-        data: NDArray[np.uint8] = out.view(-1).view(torch.uint8).numpy()
+        data: NDArray[np.uint8] = out.numpy()
         left = data
         with entry.path.open("rb", buffering=0) as file:
-            file.seek(entry.begin)
+            file.seek(entry.begin + rows.begin * self._row_bytes(entry))
             while len(left):
                 count = file.readinto(left.data)
                 if not count:
                     raise ValueError(f"{entry.path}: tensor {name} is cut short")
                 left = left[count:]
-        self._checkpoint.note(name, data.data)
+        if len(data) == self._bytes(name):
+            self._checkpoint.note(name, data.data)
+
+    def _row_bytes(self, entry: TensorEntry) -> int:
+        return (entry.end - entry.begin) // (entry.shape[0] if entry.shape else 1)
 
     def _bytes(self, name: str) -> int:
         return self._entries[name].end - self._entries[name].begin
@@ -283,23 +390,26 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
 
 
-def _layer(files: TensorFiles, config: ModelConfig, linear: MakeLinear, cache: LayerCache, index: int) -> Layer:
+def _layer(files: TensorFiles, slices: Slices, linear: MakeLinear, making: Making, index: int) -> Layer:
+    config, own, cache = slices.config, slices.own, making.cache
     base, traits, order = f"model.layers.{index}", config.traits, config.head_order
     parts = projections(config)
 
-    def projection(part: str, rows: Tensor | None = None) -> Linear:
-        """The projection, its outputs in the order `rows` of those in the checkpoint."""
-        outputs, inputs, bias = parts[part]
-        name = ", ".join(f"{base}.{part}" for part in outputs)
+    def projection(part: str, order: Tensor | None = None) -> Linear:
+        """The projection, its outputs in the order of those in the checkpoint unless `order` is given."""
+        outputs = [Part(f"{base}.{name}", rows) for name, rows in slices.outputs(part)]
+        name = ", ".join(dict.fromkeys(output.name for output in outputs))
         found = cache.load(name)
         if found is not None:
-            files.skip(*(f"{base}.{part}" for part in outputs))
+            files.skip(*[output.name for output in outputs])
             return found
-        weight = _weight(files, config, *((f"{base}.{name}", count) for name, count in outputs.items()), inputs=inputs)
-        offsets = files.take(*(f"{base}.{name}.bias" for name in outputs)) if bias else None
-        if rows is not None:
-            weight = weight.outputs(rows) if isinstance(weight, CodedWeight) else weight[rows]
-            offsets = None if offsets is None else offsets[rows]
+        weight = _weight(files, config, outputs, slices.inputs(part), making.columns)
+        offsets = None
+        if parts[part].bias and not (part in SUMMED and slices.place.group.place):
+            offsets = files.take(*[Part(f"{output.name}.bias", output.rows) for output in outputs])
+        if order is not None:
+            weight = weight.outputs(order) if isinstance(weight, CodedWeight) else weight[order]
+            offsets = None if offsets is None else offsets[order]
         made = linear(weight, offsets)
         cache.store(name, made)
         return made
@@ -309,17 +419,18 @@ def _layer(files: TensorFiles, config: ModelConfig, linear: MakeLinear, cache: L
 
     qk_norm, joint = None, tuple[Norm, ...]()
     if traits.joint_qk_norm:
-        joint = tuple(Norm(files.take(f"{base}.self_attn.{name}_norm.weight")) for name in "qk")
+        joint = tuple(
+            Norm(files.take(Part(f"{base}.self_attn.{name}_norm.weight", rows)))
+            for name, rows in (("q", slices.queries), ("k", slices.keys))
+        )
     if traits.qk_norm:
         norms = [_norm_weight(files, config, f"{base}.self_attn.{name}_norm.weight") for name in "qk"]
         query, key = norms if order is None else [norm[order] for norm in norms]
-        qk_norm = HeadNorm(
-            torch.cat((query.expand(config.heads, -1), key.expand(config.kv_heads, -1))), config.norm_eps
-        )
+        qk_norm = HeadNorm(torch.cat((query.expand(own.heads, -1), key.expand(own.kv_heads, -1))), config.norm_eps)
     names = traits.norms
     return Layer(
         input_norm=norm(names.input),
-        qkv=projection("qkv", _head_rows(config, order)),
+        qkv=projection("qkv", _head_rows(own, order)),
         qk_norm=qk_norm,
         joint_norms=joint,
         output=projection("output"),
@@ -351,27 +462,50 @@ def _head_rows(config: ModelConfig, order: list[int] | None) -> Tensor | None:
     return rows.flatten()
 
 
-def _weight(files: TensorFiles, config: ModelConfig, *layers: tuple[str, int], inputs: int) -> Tensor | CodedWeight:
-    """The weights of layers, given by name and outputs, one below the other: as codes if the files have them so.
+def _weight(
+    files: TensorFiles,
+    config: ModelConfig,
+    layers: list[Part],
+    inputs: Span,
+    quantize: QuantizeColumns | None = None,
+) -> Tensor | CodedWeight:
+    """Rows of the weights of layers, one below the other: as codes if the files have them so.
+
+    Args:
+        inputs: the columns.
+        quantize: see `Making.columns`.
 
     Raises:
-        ValueError: they are quantized differently, or so that they can't be multiplied.
+        ValueError: they are quantized differently, or so that they can't be multiplied or divided.
     """
-    form, names = config.stored, ", ".join(name for name, _ in layers)
-    weights = [f"{name}.weight" for name, _ in layers]
+    form, names = config.stored, ", ".join(part.name for part in layers)
+    weights = [Part(f"{name}.weight", rows) for name, rows in layers]
+    if not inputs.count or not layers[0].rows.count:
+        return files.zeros(sum(part.rows.size for part in layers), inputs.size)
     if form is not None and form.layout == "gguf":
-        kept = all(map(files.keeps, weights))
-        return join(alike([files.coded(name) for name in weights])) if kept else files.take(*weights)
+        if all(files.keeps(part.name) for part in weights):
+            return join(alike([files.coded(part, inputs).padded(part.rows.size, inputs.size) for part in weights]))
+        return files.take(*weights, columns=inputs)
     covered = [form is not None and form.covers(name) for name, _ in layers]
-    if form is None or not any(covered) or layers[0][0] == EMBEDDING:
-        return files.take(*weights)
+    if form is None or not any(covered) or layers[0].name == EMBEDDING:
+        if quantize is None or inputs.is_whole:
+            return files.take(*weights, columns=inputs)
+        largest = torch.empty(sum(part.rows.size for part in weights))
+        weight = files.take(*weights, columns=inputs, largest=largest)
+        return quantize(weight, largest.to(weight.device))
     if not all(covered):
         raise ValueError(f"{names}: some are quantized; allowed: all or none, because they are multiplied together")
 
-    def weight(name: str, outputs: int) -> CodedWeight:
-        return read_layer(form, lambda end: files.stored(f"{name}.{end}"), name, outputs, inputs)
+    def weight_of(layer: Part) -> CodedWeight:
+        def read(end: str) -> Tensor | None:
+            name = f"{layer.name}.{end}"
+            shape = files.shape(name)
+            return None if shape is None else files.stored(name, *form.cut(end, shape, layer.rows, inputs))
 
-    return join([weight(name, outputs) for name, outputs in layers])
+        found = read_layer(form, read, layer.name, layer.rows, inputs.count)
+        return found.padded(layer.rows.size, inputs.size)
+
+    return join([weight_of(layer) for layer in layers])
 
 
 def _counts(types: Counter[str]) -> str:

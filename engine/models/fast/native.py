@@ -14,12 +14,15 @@ Few models have layer norms, or norms behind projections: these are instructions
 Behind the layers, a step that only chooses tokens has the last norm, the head, the choice and, if it goes on with what
 it has chosen, the beginning of the next pass (`native/passes.h`).
 
+Where ranks share the layers, the output and down projections store what this rank has of their results, and the sum of
+all ranks' parts is added to the residual: by an instruction if the ranks share memory, else between two programs.
+
 Activations are float32 whatever the type of weights and KV. Their buffers are kept and grow to the largest step.
 """
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -31,6 +34,9 @@ from kvrelay.engine.attention.native import NativeAttention
 from kvrelay.engine.models.fast.decoder import NO_TAPS, Layer, Norm, Taps, Weights, tap
 from kvrelay.engine.models.reading.config import ModelConfig
 from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.ranks.collective import ALONE, Place
+from kvrelay.engine.ranks.shared import SharedMemoryCollective
+from kvrelay.engine.ranks.spans import even_span
 from kvrelay.engine.sampling.native import pack_draws
 from kvrelay.engine.sampling.sampler import Draw
 from kvrelay.kernels.cpu.packed import (
@@ -38,6 +44,7 @@ from kvrelay.kernels.cpu.packed import (
     EMBED,
     LINEAR,
     NORM,
+    SQUARES,
     Arena,
     EmbedArgs,
     Epilogue,
@@ -47,6 +54,7 @@ from kvrelay.kernels.cpu.packed import (
 )
 from kvrelay.kernels.cpu.passes import FOLLOW, GATHER, PassArgs
 from kvrelay.kernels.cpu.program import Buffer, Program, Team
+from kvrelay.kernels.cpu.reduce import ALL_REDUCE, ReduceArgs
 from kvrelay.kernels.cpu.sample import SAMPLE, SampleArgs, workspace_floats
 from kvrelay.kernels.ops import Linear
 
@@ -61,15 +69,51 @@ def fits(config: ModelConfig) -> bool:
     return not config.traits.gated or config.intermediate_size % BLOCK == 0
 
 
-class NativeDecoder:
-    """A model, ready to run. Not thread-safe."""
+@dataclass(frozen=True, slots=True)
+class _Tap:
+    """A pause of the program in front of a layer."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, attention: NativeAttention, team: Team) -> None:
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """A pause of the program, in which all ranks' `part` are added up."""
+
+    part: Tensor
+    out: Tensor
+    width: int
+    add: bool
+    """Whether the sum is added to `out`, and doesn't replace it."""
+
+
+class NativeDecoder:
+    """A model, or what one rank has of it, ready to run. Not thread-safe."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        attention: NativeAttention,
+        team: Team,
+        place: Place = ALONE,
+    ) -> None:
         """
         Args:
+            config: of what this rank computes.
             weights: with linear layers made by `kernels.cpu.packed.packer(team)`.
+            place: of the rank; there is one pipeline stage.
+
+        Raises:
+            ValueError: the weights aren't those of all layers.
         """
+        if weights.norm is None or weights.head is None:
+            raise ValueError("the weights have no head or no norm before it")
         self.config = config
+        self.place = place
+        self._vocabulary = even_span(config.vocab_size, place)
+        self._group = group = place.group
+        self._shared = group if isinstance(group, SharedMemoryCollective) else None
         # Rows of a tied embedding are looked up in the packed head, so it is held once.
         self._embedding = None if config.tie_embeddings else weights.embedding
         self._layers = tuple(map(_with_float_norms, weights.layers))
@@ -124,6 +168,9 @@ class NativeDecoder:
 
         Args:
             attention: the one that this was made with; the recorded program calls its kernels.
+
+        Raises:
+            CollectiveError: another rank didn't take part.
         """
         count, last = len(tokens), self.config.layers
         # A program stays cut where a step needed it once: to record it anew takes longer than to run its parts.
@@ -135,15 +182,31 @@ class NativeDecoder:
         self._rows.value = count
         self._tokens.value = tokens.data_ptr()
         hidden = self._residual[:count, : self.config.hidden_size]
-        self._team.run(self._programs[0])
-        for cut, program in zip(cuts, self._programs[1:], strict=True):
-            tap(taps, cut, hidden, self.config.traits.residual_scale)
+        for program, pause in self._programs:
             self._team.run(program)
+            if self._shared is not None:
+                self._shared.check()
+            if isinstance(pause, _Sum):
+                self._sum_parts(pause, count)
+            elif pause is not None:
+                tap(taps, pause.layer, hidden, self.config.traits.residual_scale)
         tap(taps, last, hidden, self.config.traits.residual_scale)
         return hidden
 
+    def _sum_parts(self, pause: _Sum, count: int) -> None:
+        """Adds up all ranks' parts of `count` rows."""
+        total = self._group.sum(pause.part[:count, : pause.width].contiguous())
+        out = pause.out[:count, : pause.width]
+        if pause.add:
+            out += total
+        else:
+            out.copy_(total)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [N, vocab] of rows of `forward`'s result, [N, hidden]; valid until the next call."""
+        """float32 [N, vocab] of rows of `forward`'s result, [N, hidden]; valid until the next call.
+
+        A rank has the logits of its part of the vocabulary.
+        """
         count = len(hidden)
         self._make_room(0, count)
         self._rows.value = count
@@ -152,12 +215,13 @@ class NativeDecoder:
         # A longer step may have made a new workspace since.
         last.workspace = self._workspace.data_ptr()
         self._team.run(self._head_program)
-        return self._logits[:count]
+        return self._logits[:count, : self._vocabulary.count]
 
     def choose(
         self, plan: StepPlan, rows: NDArray[np.int64], draws: Sequence[Draw], count: int
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Computes a step and chooses a token behind each of `rows`, then one behind that, and so on, in one call.
+        """Computes a step and chooses a token behind each of `rows`, then one behind that, and so on, in one call. For
+        models on one rank.
 
         Args:
             plan: its block tables have room for `count` - 1 tokens more of each row.
@@ -233,20 +297,17 @@ class NativeDecoder:
         traits = config.traits
         if traits.layer_norm:
             self._normed = _buffer(arena, capacity, config.hidden_size)
-        if traits.norms.attention or traits.norms.mlp:
+        if traits.joint_qk_norm and self._group.size > 1:
+            self._squares = _buffer(arena, capacity, 2)
+        if traits.norms.attention or traits.norms.mlp or self._group.size > 1:
             self._update = _buffer(arena, capacity, config.hidden_size)
         self._workspace = arena.take(max(linear.workspace_bytes for linear in self.linears()))
-        steps: list[Step] = [(EMBED, self._embed())]
-        parts = []
+        steps: list[Step | _Sum | _Tap] = [(EMBED, self._embed()), *self._sum(self._residual, self._residual)]
         for index, layer in enumerate(layers):
             if index in self._cuts:
-                parts.append(steps)
-                steps = []
+                steps.append(_Tap(index))
             steps += self._project(layer.qkv, Epilogue.STORE, self._residual, self._qkv, layer.input_norm)
-            first = 0
-            for norm in layer.joint_norms:
-                part = self._qkv[:, first : (first := first + len(norm.weight))]
-                steps.append((NORM, self._norm_args(part, part, norm)))
+            steps += self._joint_norms(layer.joint_norms)
             steps += self._attention.record(
                 index,
                 self._qkv.data_ptr(),
@@ -260,10 +321,63 @@ class NativeDecoder:
             source = self._normed if traits.parallel else self._residual
             steps += self._project(layer.gate_up, self._activation, source, self._inner, layer.mlp_norm)
             steps += self._add(layer.down, self._inner, layer.down_norm)
-        parts.append(steps)
-        self._programs = [Program(self._team.library, *part) for part in parts]
-        self._layer_steps = [step for part in parts for step in part]
+        self._layer_steps = [step for step in steps if isinstance(step, tuple)]
+        self._programs = self._cut(steps)
         self._choosing = None
+
+    def _cut(self, steps: list[Step | _Sum | _Tap]) -> list[tuple[Program, _Sum | _Tap | None]]:
+        """Programs, and the pause behind each; none behind the last one."""
+        stop = None if self._shared is None else self._shared.failure
+        programs: list[tuple[Program, _Sum | _Tap | None]] = []
+        part: list[Step] = []
+        for step in (*steps, None):
+            if isinstance(step, tuple):
+                part.append(step)
+            else:
+                programs.append((Program(self._team.library, *part, stop=stop), step))
+                part = []
+        return programs
+
+    def _joint_norms(self, norms: tuple[Norm, ...]) -> list[Step | _Sum]:
+        """The kernels of the norms of all queries and of all keys, of which ranks have a part each."""
+        steps: list[Step | _Sum] = []
+        normed, first = list[NormArgs](), 0
+        for number, norm in enumerate(norms):
+            part = self._qkv[:, first : (first := first + len(norm.weight))]
+            args = self._norm_args(part, part, norm)
+            normed.append(args)
+            if self._group.size > 1:
+                squares = self._squares[:, number:]
+                steps.append((SQUARES, self._norm_args(part, squares, norm)))
+                args.squares, args.squares_stride = squares.data_ptr(), squares.stride(0)
+                # Where ranks have the same key heads, all of those count equally often.
+                args.whole_width *= self._group.size
+        if norms and self._group.size > 1:
+            steps += self._sum(self._squares, self._squares, width=len(norms))
+        return [*steps, *((NORM, args) for args in normed)]
+
+    def _sum(self, part: Tensor, out: Tensor, add: bool = False, width: int = 0) -> list[Step | _Sum]:
+        """Puts the sum of all ranks' parts into `out`, or adds it; nothing for a single rank.
+
+        Args:
+            width: of a row; the hidden size unless given.
+        """
+        width = width or self.config.hidden_size
+        if self._group.size == 1:
+            return []
+        if self._shared is None:
+            return [_Sum(part, out, width, add)]
+        args = ReduceArgs(
+            rows=ctypes.addressof(self._rows),
+            group=ctypes.addressof(self._shared.group),
+            part=part.data_ptr(),
+            part_stride=part.stride(0),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            width=width,
+            add=add,
+        )
+        return [(ALL_REDUCE, args)]
 
     def linears(self) -> Iterator[PackedLinear]:
         """The packed weights: four of each layer, and the head."""
@@ -281,6 +395,8 @@ class NativeDecoder:
             zeros=head.zeros,
             minima=head.minima,
             group=head.group,
+            first=self._vocabulary.begin,
+            count=self._vocabulary.count,
             out=self._residual.data_ptr(),
             out_stride=self._residual.stride(0),
             width=self.config.hidden_size,
@@ -309,12 +425,16 @@ class NativeDecoder:
         step = self._norm_args(source, normed, norm)
         return [(NORM, step), (LINEAR, self._linear(linear, epilogue, normed, out))]
 
-    def _add(self, linear: Linear, source: Tensor, norm: Norm | None) -> list[Step]:
+    def _add(self, linear: Linear, source: Tensor, norm: Norm | None) -> list[Step | _Sum]:
         """The kernels of a projection that is added to the residual, after a norm if one is given."""
+        if norm is None and self._group.size == 1:
+            return [*self._project(linear, Epilogue.ADD, source, self._residual)]
+        update = self._update
+        part = self._project(linear, Epilogue.STORE, source, update)
         if norm is None:
-            return self._project(linear, Epilogue.ADD, source, self._residual)
-        added = self._norm_args(self._update, self._residual, norm, add=True)
-        return [*self._project(linear, Epilogue.STORE, source, self._update), (NORM, added)]
+            return [*part, *self._sum(update, self._residual, add=True)]
+        added = self._norm_args(update, self._residual, norm, add=True)
+        return [*part, *self._sum(update, update), (NORM, added)]
 
     def _norm_args(self, source: Tensor, out: Tensor, norm: Norm, add: bool = False) -> NormArgs:
         return NormArgs(
@@ -326,6 +446,7 @@ class NativeDecoder:
             weight=norm.weight.data_ptr(),
             bias=None if norm.bias is None else norm.bias.data_ptr(),
             width=len(norm.weight),
+            whole_width=len(norm.weight),
             eps=self.config.residual_eps,
             centered=self.config.traits.layer_norm,
             add=add,

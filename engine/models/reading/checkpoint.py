@@ -104,6 +104,22 @@ class Checkpoint:
         if name not in self._hashes:
             self._hashes[name] = hash_bytes(data)
 
+    def hash_of(self, name: str) -> str:
+        """The hash of all bytes of a tensor, which is read unless its hash is known.
+
+        Raises:
+            ValueError: the file is cut short.
+            OSError: it is gone.
+        """
+        if name not in self._hashes:
+            entry = self.tensors[name]
+            self._hashes[name] = hash_range(entry.path, entry.begin, entry.end)
+        return self._hashes[name]
+
+    def learn(self, name: str, value: str) -> None:
+        """Takes the hash of a tensor that another rank has read."""
+        self._hashes.setdefault(name, value)
+
     def fingerprint(self) -> str:
         """SHA-256, in hexadecimal, over config.json and every tensor's name, dtype, shape and hash of all bytes.
 
@@ -115,9 +131,7 @@ class Checkpoint:
         """
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
         for name, entry in sorted(self.tensors.items()):
-            if name not in self._hashes:
-                self._hashes[name] = hash_range(entry.path, entry.begin, entry.end)
-            digest.update(json.dumps([name, entry.dtype, entry.shape, self._hashes[name]]).encode())
+            digest.update(json.dumps([name, entry.dtype, entry.shape, self.hash_of(name)]).encode())
         for path, state in self._unkept.items():
             remember(path, state, {name: self._hashes[name] for name, e in self.tensors.items() if e.path == path})
         self._unkept.clear()

@@ -1,17 +1,24 @@
 """config.json and generation_config.json of a Hugging Face folder, read strictly into one value. No torch."""
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from kvrelay.engine.config import CacheDtype
+from kvrelay.engine.config import CacheDtype, Quantization
+from kvrelay.engine.kv.degree import Degree
 from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout, LayerGroup, Order
 from kvrelay.engine.models.reading.families import ACTIVATIONS, ARCHITECTURES, Activation, Architecture, Traits
 from kvrelay.engine.models.reading.fields import Fields, read_json
 from kvrelay.engine.models.reading.positions import NO_ROPE, RopeConfig, head_order, read_rope
-from kvrelay.engine.models.reading.stored import StoredFormat, stored_format
+from kvrelay.engine.models.reading.stored import IN_INT32, StoredFormat, stored_format
+from kvrelay.engine.ranks.collective import Place
+from kvrelay.engine.ranks.spans import WIDTH, even_span
+from kvrelay.machine.options import require
 
 DTYPES: tuple[FloatDtype, ...] = get_args(FloatDtype)
+INT4_GROUP = 64
+"""Number of inputs that share a scale in weights that are converted to int4 at load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,15 @@ class ModelConfig:
     """Quantized format of the files' linear layers; None if they aren't quantized."""
     stretched_positions: int = 0
     """Positions with the long factors of longrope; 0 for models without, and for those that have them already."""
+    first_layer: int = 0
+    """Number of the first of these layers in the model; above 0 in the config of a later pipeline stage."""
+    of: "ModelConfig | None" = None
+    """Config of the whole model, if this is that of a rank (`for_rank`)."""
+
+    @property
+    def whole(self) -> "ModelConfig":
+        """The config of the whole model."""
+        return self.of or self
 
     @property
     def distinct_ropes(self) -> tuple[RopeConfig, ...]:
@@ -93,9 +109,69 @@ class ModelConfig:
         sides = [LayerGroup("window", track, window) for window, track in tracks.items()]
         return CacheLayout((full, *sides), whole.block_size)
 
+    def for_rank(self, place: Place, quantization: Quantization = "none") -> "ModelConfig":
+        """The config of what one rank computes: its heads, its part of the MLP's width, and its layers.
+
+        Hidden size and vocabulary are the model's.
+
+        Args:
+            quantization: the option; groups of inputs that share a scale stay together.
+        """
+        degree = place.degree
+        if degree.ranks == 1:
+            return self
+        layers = degree.layers(place.rank, self.layers)
+        own = slice(layers.start, layers.stop)
+        return replace(
+            self,
+            layers=len(layers),
+            first_layer=layers.start,
+            of=self,
+            heads=self.heads // degree.tensor,
+            kv_heads=len(degree.kv_heads(place.rank, self.kv_heads)),
+            intermediate_size=even_span(self.intermediate_size, place, self.mlp_unit(quantization)).size,
+            ropes=self.ropes[own],
+            traits=replace(self.traits, windows=self.traits.windows[own], rotated=self.traits.rotated[own]),
+        )
+
+    def mlp_unit(self, quantization: Quantization) -> int:
+        """Columns of the MLP's width that stay on one rank."""
+        return math.lcm(WIDTH, self.group_of(self.intermediate_size, quantization))
+
+    def group_of(self, inputs: int, quantization: Quantization) -> int:
+        """Number of inputs of a layer that can't be divided over ranks; 1 if all can."""
+        stored = self.stored
+        if stored is None:
+            return INT4_GROUP if quantization == "int4" else 1
+        if stored.layout == "gguf":
+            # Rows of other widths can't be in types with blocks of 256.
+            return 256 if inputs % 256 == 0 else 32
+        return stored.group or (1 if stored.layout in ("fp8", "int8") else IN_INT32)
+
     def windows(self, max_context: int) -> tuple[int, ...]:
         """[layers] the window of each layer, as in `Traits`; 0 too if no context is longer than it."""
         return tuple(window if window < max_context else 0 for window in self.traits.windows)
+
+
+def check_degree(config: ModelConfig, degree: Degree, quantization: Quantization = "none") -> None:
+    """Checks that a model can be divided over so many ranks.
+
+    Raises:
+        ValueError: it can't; the text names the option, its value and the degrees that can be had.
+    """
+
+    def heads_fit(tensor: int) -> bool:
+        if config.heads % tensor or (config.kv_heads % tensor and tensor % config.kv_heads):
+            return False
+        # GGUF has a type for each tensor, so the loader checks these.
+        grouped = tensor > 1 and (config.stored is None or config.stored.layout != "gguf")
+        inputs = config.heads // tensor * config.head_dim
+        return not grouped or inputs % config.group_of(inputs, quantization) == 0
+
+    fitting = ", ".join(str(tensor) for tensor in range(1, config.heads + 1) if heads_fit(tensor))
+    heads = f"for {config.heads} query heads and {config.kv_heads} KV heads"
+    require(heads_fit(degree.tensor), "tensor_parallel", degree.tensor, f"{fitting}, {heads}")
+    require(degree.pipeline <= config.layers, "pipeline_parallel", degree.pipeline, f"1 to {config.layers}, of layers")
 
 
 def read_config(folder: Path) -> ModelConfig:

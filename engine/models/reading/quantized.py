@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.engine.models.reading.stored import StoredFormat
+from kvrelay.engine.ranks.spans import Span
 from kvrelay.kernels.codes import CodedWeight, CodeType
 
 Read = Callable[[str], Tensor | None]
@@ -15,8 +16,13 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place in an int32 of each of its eight outputs, counted in steps of four bits from the lowest."""
 
 
-def read_layer(form: StoredFormat, read: Read, layer: str, outputs: int, inputs: int) -> CodedWeight:
-    """The weight of a linear layer.
+def read_layer(form: StoredFormat, read: Read, layer: str, rows: Span, inputs: int) -> CodedWeight:
+    """The weight of a linear layer, or a part of it.
+
+    Args:
+        read: reads what `StoredFormat.cut` says.
+        rows: the outputs.
+        inputs: number of inputs that are read.
 
     Raises:
         ValueError: it can't be multiplied as it is stored; the text names the layer.
@@ -30,7 +36,7 @@ def read_layer(form: StoredFormat, read: Read, layer: str, outputs: int, inputs:
 
     group = form.group or inputs
     if form.layout in ("fp8", "int8"):
-        return _bytes(form, tensor, outputs, inputs)
+        return _bytes(form, tensor, rows, inputs)
     if form.layout == "mxfp4":
         packed = tensor("weight_packed")
         codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
@@ -58,13 +64,13 @@ def read_layer(form: StoredFormat, read: Read, layer: str, outputs: int, inputs:
     return CodedWeight(CodeType.INT8, codes ^ 128, scales, None, group)
 
 
-def _bytes(form: StoredFormat, tensor: Callable[[str], Tensor], outputs: int, inputs: int) -> CodedWeight:
+def _bytes(form: StoredFormat, tensor: Callable[[str], Tensor], rows: Span, inputs: int) -> CodedWeight:
     codes = tensor("weight").view(torch.uint8)
     if form.block > 1:
         blocks = tensor("weight_scale_inv").float()
-        scales = blocks.repeat_interleave(form.block, 0)[:outputs].contiguous()
+        scales = blocks.repeat_interleave(form.block, 0)[rows.begin : rows.end].contiguous()
     else:
-        scales = tensor("weight_scale").float().reshape(-1, 1).expand(outputs, 1).contiguous()
+        scales = tensor("weight_scale").float().reshape(-1, 1).expand(rows.count, 1).contiguous()
     kind = CodeType.FP8 if form.layout == "fp8" else CodeType.INT8
     return CodedWeight(kind, codes, scales, None, form.group or inputs, form.round_inputs)
 

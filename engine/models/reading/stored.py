@@ -21,6 +21,7 @@ from typing import Literal
 
 from kvrelay.engine.config import Quantization
 from kvrelay.engine.models.reading.fields import Fields
+from kvrelay.engine.ranks.spans import Span
 from kvrelay.machine import gguf
 from kvrelay.machine.options import require
 
@@ -128,6 +129,42 @@ class StoredFormat:
             "scales": StoredTensor(FLOATS, ((groups, outputs),)),
             **order,
         }
+
+    def cut(self, end: str, shape: tuple[int, ...], rows: Span, columns: Span) -> tuple[Span | None, Span | None]:
+        """The rows and columns of a stored tensor that some outputs and inputs of its layer need; None for all.
+
+        Args:
+            end, shape: of the tensor.
+            rows, columns: the outputs and inputs.
+
+        Raises:
+            ValueError: outputs or inputs that are packed together would be torn apart.
+        """
+        if end.endswith(("g_idx", "weight_shape", "input_scale")):
+            return None, None
+        if end == "weight_scale_inv":
+            # Blocks of outputs may be torn apart, so all of them are read.
+            return None, self._stored_span(columns, self.group)
+        sides = (columns, rows) if self.layout in ("awq", "gptq") else (rows, columns)
+        # A single number is that of all.
+        found = [
+            None if number == 1 else self._stored_span(span, -(-span.of // number))
+            for number, span in zip(shape, sides, strict=False)
+        ]
+        first, second = [*found, None, None][:2]
+        return first, second
+
+    def _stored_span(self, span: Span, unit: int) -> Span | None:
+        """The numbers of which each stands for `unit` of a span's."""
+        if span.is_whole:
+            return None
+        if span.begin % unit or (span.end % unit and span.end != span.of):
+            raise ValueError(
+                f"{self.method} has {unit} rows or columns together, and a rank would have {span.begin} to {span.end};"
+                " allowed: another tensor_parallel"
+            )
+        begin, end = span.begin // unit, -(-span.end // unit)
+        return Span(begin, end, end - begin, -(-span.of // unit))
 
 
 def stored_format(fields: Fields) -> StoredFormat | None:

@@ -1,5 +1,7 @@
 #include "embed.h"
 
+#include <cstring>
+
 #include "codes.h"
 #include "simd.h"
 #include "team.h"
@@ -30,7 +32,11 @@ void kvrelay_embed(const void* raw, int thread, int threads) {
     const Share share(*args.rows, thread, threads);
     for (int64_t row = share.begin; row < share.end; row++) {
         float* out = args.out + row * args.out_stride;
-        const int64_t token = (*args.tokens)[row];
+        const int64_t token = (*args.tokens)[row] - args.first;
+        if (token < 0 || token >= args.count) {
+            memset(out, 0, args.width * sizeof(float));
+            continue;
+        }
         switch (args.type) {
             case FLOAT32: look_up<float>(args, token, out); break;
             case BFLOAT16: look_up<bf16>(args, token, out); break;

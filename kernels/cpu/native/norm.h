@@ -9,9 +9,12 @@ struct NormArgs {
     float* out;           // [rows, width], perhaps `in`
     const float* weight;  // [width]
     const float* bias;    // [width]; null: none
+    const float* squares; // [rows] sum of squares of whole rows, of which these are a part; null: rows are whole
     int64_t in_stride;    // floats from row to row
     int64_t out_stride;
+    int64_t squares_stride;
     int64_t width;
+    int64_t whole_width;  // numbers of a whole row
     float eps;
     int32_t centered;     // 1: a layer norm, which subtracts the mean first; 0: an RMS norm
     int32_t add;          // 1: out += norm; 0: out = norm
@@ -19,4 +22,6 @@ struct NormArgs {
 
 extern "C" {
 void kvrelay_norm(const void* args, int thread, int threads);
+// out [rows] = sum of squares of each row.
+void kvrelay_squares(const void* args, int thread, int threads);
 }

@@ -19,8 +19,11 @@ struct Instruction {
 extern "C" {
 // A team of `threads`, including the caller of `kvrelay_team_run`; null if the threads can't be started.
 void* kvrelay_team_new(int threads);
-// Runs a program of `count` instructions: once, or again as long as `*passes`, which its kernels change, is above 0.
-void kvrelay_team_run(void* team, const Instruction* program, int64_t count, const int64_t* passes);
+// Runs a program of `count` instructions: once, or again as long as `*passes`, which its kernels change, is above 0. It ends
+// behind an instruction that has set `*stop`. Either may be null.
+void kvrelay_team_run(
+    void* team, const Instruction* program, int64_t count, const int64_t* passes, const int32_t* stop
+);
 void kvrelay_team_free(void* team);
 }
 

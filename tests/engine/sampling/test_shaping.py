@@ -9,12 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kvrelay.engine.constrain.grammar import ConstraintError
+from kvrelay.engine.kv.degree import Degree
+from kvrelay.engine.ranks.collective import Place
+from kvrelay.engine.ranks.spans import even_span
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.sampling.processors import NO_TOKEN, shape
-from kvrelay.engine.sampling.sampler import Draw, choose, sample
+from kvrelay.engine.sampling.sampler import Choice, Draw, choose, sample
+from kvrelay.engine.sampling.shards import Shard
 from kvrelay.engine.shaping import Shaping
+from support.ranks import on_ranks, places
 
 VOCAB = 40
 
@@ -49,8 +55,12 @@ def formula(logits: list[float], params: SamplingParams, prompt: list[int], comp
 def test_the_formulas(rows: list[tuple[SamplingParams, list[int], list[int]]], seed: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 3, (len(rows), VOCAB)).astype(np.float32))
     before = logits.tolist()
+    parts = logits[:, :16].clone(), logits[:, 16:].clone()
     shapings = [(row, Shaping(params, prompt, out, None)) for row, (params, prompt, out) in enumerate(rows)]
     assert shape(logits, shapings) == {}
+    for part, first in zip(parts, (0, 16), strict=True):
+        assert shape(part, shapings, first) == {}
+    assert torch.equal(torch.cat(parts, 1), logits)
     for row, (params, prompt, out) in enumerate(rows):
         assert logits[row].tolist() == pytest.approx(formula(before[row], params, prompt, out), abs=1e-5)
 
@@ -92,7 +102,8 @@ class Only:
         return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def test_a_constraint_leaves_what_it_allows_and_hurts_no_other_row() -> None:
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_constraint_leaves_what_it_allows_and_hurts_no_other_row(tensor: int) -> None:
     greedy = SamplingParams(temperature=0.0)
     matchers = [Only([3, 31, 39]), None, Only([]), Only(None), Only([0])]
     shapings = [None if matcher is None else Shaping(greedy, (), (), matcher) for matcher in matchers]
@@ -101,7 +112,17 @@ def test_a_constraint_leaves_what_it_allows_and_hurts_no_other_row() -> None:
     logits = torch.arange(VOCAB, dtype=torch.float32).expand(5, -1).clone()
     logits[1, 7] = torch.nan
     true = torch.arange(VOCAB, dtype=torch.float32).log_softmax(-1)
-    choice = choose(logits, draws, sample)
+
+    def of_rank(place: Place) -> Choice:
+        span, shard = even_span(VOCAB, place), Shard(place, VOCAB)
+        return choose(logits[:, span.begin : span.end].clone(), draws, shard, shard)
+
+    choices = on_ranks(places(Degree(tensor)), of_rank)
+    for choice in choices if tensor > 1 else [choose(logits, draws, sample)]:
+        check(choice, true)
+
+
+def check(choice: Choice, true: Tensor) -> None:
     assert (choice.tokens[0], choice.tokens[4]) == (39, 0)
     assert choice.nonfinite == [1]
     assert choice.refused == {2: NO_TOKEN, 3: "too costly"}

@@ -1,0 +1,155 @@
+"""The part of a checkpoint that one rank holds.
+
+    tensor                 rows                          columns
+    embedding, head        a part of the vocabulary      all
+    qkv                    the rank's heads              all
+    output                 all                           those of its query heads
+    gate_up                a part of the MLP's width     all
+    down                   all                           the same part
+
+So each rank computes whole heads and columns of the MLP by itself, and what the ranks have behind `output` and `down`
+is added up (Shoeybi et al., arXiv:1909.08053). The first rank of a stage has the biases of these two.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from kvrelay.engine.config import Quantization
+from kvrelay.engine.models.reading.checkpoint import EMBEDDING, Checkpoint, projections
+from kvrelay.engine.models.reading.config import ModelConfig
+from kvrelay.engine.models.reading.stored import HEAD
+from kvrelay.engine.ranks.collective import ALONE, Place
+from kvrelay.engine.ranks.spans import Span, even_span, whole
+
+NORM = "model.norm"
+SUMMED = ("output", "down")
+"""Projections whose inputs are divided."""
+
+
+class Part(NamedTuple):
+    """Some rows of a tensor, or of the tensors of a layer, in the checkpoint."""
+
+    name: str
+    rows: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """What one rank reads of a checkpoint."""
+
+    config: ModelConfig
+    """Config of the whole model."""
+    place: Place
+    own: ModelConfig
+    """Config of the rank's part."""
+    queries: Span
+    """Outputs of the rank's query heads, among those of all."""
+    keys: Span
+    """Outputs of its key heads, and so of its value heads."""
+    inner: Span
+    """Columns of the MLP's width."""
+    vocabulary: Span
+    """Tokens whose embeddings and logits it has."""
+
+    @classmethod
+    def of(cls, config: ModelConfig, place: Place = ALONE, quantization: Quantization = "none") -> "Slices":
+        """The slices of a model.
+
+        Args:
+            config: of the whole model, for which `check_degree` has passed.
+            quantization: the option.
+        """
+        own, dim = config.for_rank(place, quantization), config.head_dim
+        number, keys = place.rank % place.degree.tensor, place.degree.kv_heads(place.rank, config.kv_heads)
+        queries = range(number * own.heads, (number + 1) * own.heads)
+        return cls(
+            config=config,
+            place=place,
+            own=own,
+            queries=_heads(queries, config.heads, dim),
+            keys=_heads(keys, config.kv_heads, dim),
+            inner=even_span(config.intermediate_size, place, config.mlp_unit(quantization)),
+            vocabulary=even_span(config.vocab_size, place),
+        )
+
+    @property
+    def first(self) -> bool:
+        """Whether the rank is of the first pipeline stage, which has the embedding."""
+        return self.place.stage == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether the rank is of the last pipeline stage, which has the last norm and the head."""
+        return self.place.stage == self.place.degree.pipeline - 1
+
+    def outputs(self, part: str) -> list[Part]:
+        """The rows of a projection (`checkpoint.projections`), by tensor, in the order of the joined outputs."""
+        outputs = projections(self.config)[part].outputs
+        if part in SUMMED or self.place.degree.tensor == 1:
+            return [Part(name, whole(count)) for name, count in outputs.items()]
+        spans = [self.queries, self.keys, self.keys] if part == "qkv" else [self.inner, self.inner]
+        if len(outputs) == len(spans):
+            return [Part(name, span) for name, span in zip(outputs, spans, strict=True)]
+        # One tensor in the checkpoint, or an MLP without a gate.
+        (name, count), found, offset = next(iter(outputs.items())), list[Part](), 0
+        for span in spans:
+            if offset < count:
+                found.append(Part(name, span.within(offset, count)))
+            offset += span.of
+        return found
+
+    def inputs(self, part: str) -> Span:
+        """The columns of a projection."""
+        if part in SUMMED and self.place.degree.tensor > 1:
+            return self.queries if part == "output" else self.inner
+        return whole(projections(self.config)[part].inputs)
+
+    def reads(self, name: str) -> bool:
+        """Whether the rank has a part of this tensor."""
+        if name.startswith("model.layers."):
+            first = self.own.first_layer
+            return first <= int(name.split(".")[2]) < first + self.own.layers
+        tied = self.config.tie_embeddings and self.last
+        return self.first or tied if name.startswith(f"{EMBEDDING}.") else self.last
+
+    @property
+    def head(self) -> Part:
+        """The layer that the head is made of."""
+        return Part(EMBEDDING if self.config.tie_embeddings else HEAD, self.vocabulary)
+
+
+def _heads(heads: range, of: int, dim: int) -> Span:
+    """The numbers of some heads."""
+    return Span(heads.start * dim, heads.stop * dim, len(heads) * dim, of * dim)
+
+
+def share_hashes(checkpoint: Checkpoint, place: Place) -> None:
+    """Has each rank of the stage hash a part of the checkpoint's tensors, so that no rank must read all of them.
+
+    Raises:
+        CollectiveError: a rank of the group is lost.
+    """
+    group, names = place.group, sorted(checkpoint.tensors)
+    if group.size == 1:
+        return
+    sizes = torch.tensor([checkpoint.tensors[name].end - checkpoint.tensors[name].begin for name in names])
+    owners = ((sizes.cumsum(0) - 1).clamp(min=0) * group.size // max(1, int(sizes.sum()))).tolist()
+    hashes = torch.zeros(len(names), 16, dtype=torch.uint8)
+    for index, (name, owner) in enumerate(zip(names, owners, strict=True)):
+        if owner == group.place:
+            hashes[index] = torch.frombuffer(bytearray.fromhex(checkpoint.hash_of(name)), dtype=torch.uint8)
+    # As numbers that every collective carries.
+    found = group.gather(hashes.view(torch.int32)).view(torch.uint8)
+    for index, (name, owner) in enumerate(zip(names, owners, strict=True)):
+        checkpoint.learn(name, bytes(found[owner, index].tolist()).hex())
+
+
+def smallest(place: Place, number: int) -> int:
+    """The smallest number that a rank of the stage has.
+
+    Raises:
+        CollectiveError: a rank of the group is lost.
+    """
+    return int(place.group.gather(torch.tensor([number])).min())

@@ -1,0 +1,207 @@
+"""Collectives over torch's process groups, which are made directly, without the global group.
+
+`GlooCollective` carries host memory between machines; `NcclCollective` the memory of GPUs.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvrelay.engine.ranks.collective import CollectiveError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+CONNECT_TRIES = 5
+"""Number of times that gloo tries to connect; each try lasts as long as the group's timeout."""
+PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2e-5, 1e-3
+"""Seconds between two looks for an end of an operation of gloo: how much longer each is than the one before, and the
+limit."""
+LOOK_SECONDS = 0.1
+"""Seconds between two looks for an end of an operation on a GPU."""
+NCCL_ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "10",
+}
+"""Environment variables with which a failed operation of NCCL doesn't end the process."""
+
+
+@contextmanager
+def _errors(place: int, size: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, CollectiveError):
+            raise
+        raise CollectiveError(f"rank {place} of {size} has lost another one: {error}") from error
+
+
+class GlooCollective:
+    """Implements `Collective` over TCP. One thread at a time may call it.
+
+    All ranks get all parts and add them up by themselves. Gloo's own sum adds in another order.
+    """
+
+    def __init__(self, store: "Store", place: int, size: int, timeout: float, host: str = "127.0.0.1") -> None:
+        """Connects to the other ranks of the group, each of which makes one.
+
+        Args:
+            store: where ranks find each other; used by this group alone.
+            timeout: seconds that this rank waits for another one, here and in each call.
+            host: an address of this machine that the other ranks can reach.
+
+        Raises:
+            CollectiveError: a rank didn't come.
+        """
+        # torch.distributed of a build without gloo doesn't have it.
+        from torch.distributed import ProcessGroupGloo
+
+        self.place, self.size = place, size
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's own stub
+        options._threads = 1
+        options._timeout = timedelta(seconds=timeout / CONNECT_TRIES)
+        self._options = torch._C._distributed_c10d.AllgatherOptions()
+        self._options.timeout = timedelta(seconds=timeout)
+        self._aborted = False
+        self._newest: tuple[Any, Tensor, Tensor] | None = None
+        """The last operation and its tensors."""
+        store.set_timeout(timedelta(seconds=timeout))
+        with _errors(place, size):
+            options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+            self._group: Any = ProcessGroupGloo(store, place, size, options)
+
+    def sum(self, part: Tensor) -> Tensor:
+        """See `Collective.sum`. Types shorter than float32 are summed in float32 and rounded once."""
+        first, *others = self.gather(part)
+        total = first.float() if part.is_floating_point() and part.itemsize < 4 else first
+        for other in others:
+            total += other
+        return part.copy_(total)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """See `Collective.gather`."""
+        out = torch.empty(self.size, *part.shape, dtype=part.dtype)
+        if self._aborted:
+            raise CollectiveError("the group was aborted")
+        with _errors(self.place, self.size):
+            # As bytes, because gloo doesn't know all types.
+            source, target = part.contiguous().view(-1).view(torch.uint8), out.view(-1).view(torch.uint8)
+            work = self._group._allgather_base(target, source, self._options)
+            # Gloo's thread must neither call nor free anything of Python: where the interpreter is about to end, that
+            # would abort the process.
+            self._newest = work, source, target
+            # Only its timeout ends an operation of gloo, so this thread looks for an abort as well.
+            pause = 0.0
+            while not work.is_completed():
+                if self._aborted:
+                    raise CollectiveError("the group was aborted")
+                time.sleep(pause)
+                pause = min(pause + PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+            try:
+                work.wait()
+            except RuntimeError:
+                # The ends of its connections have nothing in common any more.
+                self._aborted = True
+                raise
+        return out
+
+    def abort(self) -> None:
+        """See `Collective.abort`."""
+        self._aborted = True
+
+
+class NcclCollective:
+    """Implements `Collective` on this process's current GPU. One thread at a time may call it.
+
+    Results are ready for what the calling thread's stream does next; no call waits for them. Where a rank doesn't come,
+    the stream goes on after the timeout, with wrong numbers, and `check` and all later calls raise. NCCL adds in an
+    order of its own, which is the same on all ranks. An operation in a captured graph isn't watched.
+    """
+
+    def __init__(self, store: "Store", place: int, size: int, timeout: float) -> None:
+        """As `GlooCollective`."""
+        # torch.distributed of a build without NCCL doesn't have it.
+        from torch.distributed import ProcessGroupNCCL
+
+        for name, value in NCCL_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        options = ProcessGroupNCCL.Options()
+        options.config.blocking = 0
+        options._timeout = timedelta(seconds=timeout)
+        store.set_timeout(timedelta(seconds=timeout))
+        with _errors(place, size):
+            group = ProcessGroupNCCL(store, place, size, options)
+        self._watch(group, place, size, timeout)
+
+    def _watch(self, group: Any, place: int, size: int, timeout: float) -> None:
+        """Starts the thread that aborts the group when an operation is overdue."""
+        self.place, self.size = place, size
+        self._group, self._timeout = group, timeout
+        self._newest: Any = None
+        """The last operation; None after it has ended. Operations end in the order in which they were begun."""
+        self._aborted = threading.Event()
+        self._abort_once = threading.Lock()
+        self._late = False
+        threading.Thread(target=self._look, name="nccl ranks", daemon=True).start()
+
+    def sum(self, part: Tensor) -> Tensor:
+        """See `Collective.sum`."""
+        self._run("allreduce", [part])
+        return part
+
+    def gather(self, part: Tensor) -> Tensor:
+        """See `Collective.gather`."""
+        out = part.new_empty(self.size, *part.shape)
+        self._run("_allgather_base", out, part.contiguous())
+        return out
+
+    def _run(self, operation: str, *tensors: Any) -> None:
+        self.check()
+        with _errors(self.place, self.size):
+            work = getattr(self._group, operation)(*tensors)
+            self._newest = work
+            work.wait()  # on the stream
+
+    def check(self) -> None:
+        """
+        Raises:
+            CollectiveError: an operation didn't end in time, or the group was aborted.
+        """
+        if self._late:
+            raise CollectiveError(f"rank {self.place} of {self.size}: no exchange within {self._timeout:g} s")
+        if self._aborted.is_set():
+            raise CollectiveError("the group was aborted")
+
+    def _look(self) -> None:
+        seen, since = None, 0.0
+        while not self._aborted.wait(LOOK_SECONDS):
+            newest = self._newest
+            if newest is None:
+                continue
+            if newest.is_completed():
+                if self._newest is newest:
+                    self._newest = None
+                seen = None
+            elif seen is None:
+                seen, since = newest, time.monotonic()
+            elif seen.is_completed():
+                seen = None
+            elif time.monotonic() - since > self._timeout:
+                self._late = True
+                self.abort()
+
+    def abort(self) -> None:
+        """See `Collective.abort`."""
+        self._aborted.set()
+        # A second abort of the same communicators isn't defined. It may block, even for ever, and must not run on a
+        # thread that is inside NCCL.
+        if self._abort_once.acquire(blocking=False):
+            threading.Thread(target=self._group.abort, name="nccl abort", daemon=True).start()
