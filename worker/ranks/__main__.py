@@ -1,4 +1,4 @@
-"""A rank other than 0, started by rank 0: `python -m kvrelay.worker.ranks STEPS CONTROL SEGMENT`, three descriptors.
+"""A rank other than 0, started by rank 0: `python -m kvrelay.worker.ranks STEPS CONTROL`, two sockets.
 
 The main thread runs rank 0's plans. The process ends with code 0 when rank 0 closes the socket for plans, and at once
 when rank 0 is gone, silent, or has closed the control channel.
@@ -19,9 +19,9 @@ from pydantic import TypeAdapter
 
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.degree import Degree
-from kvrelay.engine.ranks.collective import CollectiveError, Place
+from kvrelay.engine.ranks.collective import CollectiveError
+from kvrelay.engine.ranks.meet import meet
 from kvrelay.engine.ranks.runner import follow
-from kvrelay.engine.ranks.shared import SharedMemoryCollective, SharedSegment
 from kvrelay.rpc import log
 from kvrelay.worker.ranks.channel import Channel, receive_bytes
 from kvrelay.worker.ranks.group import BEAT_SECONDS, SILENT_SECONDS
@@ -29,7 +29,7 @@ from kvrelay.worker.ranks.group import BEAT_SECONDS, SILENT_SECONDS
 logger = logging.getLogger(__name__)
 
 
-def main(steps: int, control: int, segment: int) -> int:
+def main(steps: int, control: int) -> int:
     """Runs the rank; returns its exit code."""
     channel = Channel(socket.socket(fileno=control), "rank 0")
     first: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -39,11 +39,11 @@ def main(steps: int, control: int, segment: int) -> int:
     threading.Thread(target=_live, args=(channel,), name="life", daemon=True).start()
     try:
         degree = Degree(options["tensor"], options["pipeline"])
-        group = SharedMemoryCollective(SharedSegment.join(segment, degree.tensor), options["rank"] % degree.tensor)
-        place = Place(degree, options["rank"], group)
+        engine = TypeAdapter(EngineConfig).validate_json(options["options"])
+        place = meet(Path(options["meeting"]), degree, options["rank"], engine.threads)
+        channel.send({"met": True})
         module, _, name = options["build"].partition(":")
         build = getattr(importlib.import_module(module), name)
-        engine = TypeAdapter(EngineConfig).validate_json(options["options"])
         runner = build(Path(options["folder"]), options["dtype"], engine, place)
         connection = socket.socket(fileno=steps)
         follow(runner, lambda: receive_bytes(connection), lambda: None)

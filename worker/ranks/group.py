@@ -11,13 +11,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
 from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.ranks.collective import CollectiveError, Place
-from kvrelay.engine.ranks.shared import SharedMemoryCollective, SharedSegment
+from kvrelay.engine.ranks.meet import MEET_SECONDS, meet
 from kvrelay.worker.ranks.channel import Channel, send_bytes
 
 logger = logging.getLogger(__name__)
@@ -54,12 +55,16 @@ class RankGroup:
         options: EngineConfig,
         failed: Callable[[BaseException], None],
     ) -> None:
-        """Starts the other ranks, which load their parts at once.
+        """Starts the other ranks, and returns when all have met; they load their parts at once.
 
         Args:
             build: `module:function` that makes a rank's runner, as `kvrelay.engine.build.build_rank`.
             options: of the worker.
             failed: called once if a rank is lost, on a thread of the group's.
+
+        Raises:
+            CollectiveError: a rank was lost.
+            OSError: a process can't be started.
         """
         self.degree = degree = options.degree
         self.on_message: OnMessage | None = None
@@ -67,25 +72,29 @@ class RankGroup:
         self._failed = failed
         self._failure: BaseException | None = None
         self._closing = False
+        self._meetings = threading.Semaphore(0)
+        """Released by each rank that has met the others, and by a failure."""
         self._lock = threading.Lock()
         threads = max(1, (options.threads or len(os.sched_getaffinity(0))) // degree.ranks)
         self.options = replace(options, threads=threads)
-        self._segment = SharedSegment.create(degree.tensor)
-        self.place = Place(degree, 0, SharedMemoryCollective(self._segment, 0))
+        self.place = Place(degree)
         self._ranks: list[_Rank] = []
         try:
-            for number in range(1, degree.ranks):
-                self._ranks.append(self._start(number, build, folder, dtype))
+            with TemporaryDirectory(prefix="kvrelay-ranks-") as meeting:
+                for number in range(1, degree.ranks):
+                    self._ranks.append(self._start(number, build, folder, dtype, meeting))
+                threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+                self.place = meet(Path(meeting), degree, 0, threads)
+                self._wait_for_others()
         except BaseException:
             self.close()
             raise
-        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
-    def _start(self, number: int, build: str, folder: Path, dtype: Dtype) -> _Rank:
+    def _start(self, number: int, build: str, folder: Path, dtype: Dtype, meeting: str) -> _Rank:
         steps, their_steps = socket.socketpair()
         control, their_control = socket.socketpair()
         with their_steps, their_control:
-            descriptors = their_steps.fileno(), their_control.fileno(), self._segment.descriptor
+            descriptors = their_steps.fileno(), their_control.fileno()
             process = subprocess.Popen(
                 [sys.executable, "-m", "kvrelay.worker.ranks", *map(str, descriptors)],
                 pass_fds=descriptors,
@@ -101,6 +110,7 @@ class RankGroup:
                 "rank": number,
                 "tensor": self.degree.tensor,
                 "pipeline": self.degree.pipeline,
+                "meeting": meeting,
                 "build": build,
                 "folder": str(folder),
                 "dtype": dtype,
@@ -109,6 +119,15 @@ class RankGroup:
             }
         )
         return rank
+
+    def _wait_for_others(self) -> None:
+        """Returns when all ranks have met."""
+        deadline = time.monotonic() + MEET_SECONDS
+        for _ in self._ranks:
+            if not self._meetings.acquire(timeout=deadline - time.monotonic()):
+                raise CollectiveError(f"not all ranks have met within {MEET_SECONDS:g} s")
+            if self._failure is not None:
+                raise self._failure
 
     def pids(self) -> tuple[int, ...]:
         """Process ids of the ranks, rank 0's first."""
@@ -162,6 +181,8 @@ class RankGroup:
         if "failed" in message:
             kind, text = message["failed"]
             self._lose(rank, text, ValueError(text) if kind == "ValueError" else None)
+        elif "met" in message:
+            self._meetings.release()
         elif "alive" not in message and self.on_message is not None:
             self.on_message(rank.number, message)
 
@@ -175,6 +196,7 @@ class RankGroup:
         self.place.group.abort()
         for each in self._ranks:
             each.process.kill()
+            self._meetings.release()
         self._failed(self._failure)
 
 
