@@ -1,16 +1,12 @@
 """How the ranks of a worker find each other."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch.distributed import FileStore, PrefixStore
 
 from kvrelay.engine.kv.degree import Degree
-from kvrelay.engine.ranks.collective import NO_GROUP, Place
+from kvrelay.engine.ranks.collective import ALONE, NO_GROUP, Collective, Place
 from kvrelay.engine.ranks.shared import SharedMemoryCollective
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 MEET_SECONDS = 300.0
 """Longest time that a rank waits for another one, in a step or while models load. Ranks that are lost are noticed in
@@ -27,8 +23,17 @@ def meet(folder: Path, degree: Degree, rank: int, threads: int) -> Place:
     Raises:
         CollectiveError: a rank didn't come.
     """
-    if degree.tensor == 1:
-        return Place(degree, rank, NO_GROUP)
+    if degree.ranks == 1:
+        return ALONE
+    store = FileStore(str(folder / "ranks"), degree.ranks)
+
+    def group(name: str, place: int, size: int) -> Collective:
+        if size == 1:
+            return NO_GROUP
+        return SharedMemoryCollective.join(PrefixStore(name, store), place, size, MEET_SECONDS, threads)
+
+    all_ranks = group("all", rank, degree.ranks)
+    if degree.pipeline == 1:
+        return Place(degree, rank, all_ranks, all_ranks)
     stage, place = divmod(rank, degree.tensor)
-    store: Store = PrefixStore(f"stage {stage}", FileStore(str(folder / "ranks"), degree.ranks))
-    return Place(degree, rank, SharedMemoryCollective.join(store, place, degree.tensor, MEET_SECONDS, threads))
+    return Place(degree, rank, group(f"stage {stage}", place, degree.tensor), all_ranks)
