@@ -21,6 +21,7 @@ from kvrelay.engine.config import (
 )
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import BlockPool
+from kvrelay.engine.kv.degree import ONE
 from kvrelay.engine.kv.memory import asking, memory_of
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.kv.prefix import PrefixIndex
@@ -29,6 +30,8 @@ from kvrelay.engine.models.choice import is_fast
 from kvrelay.engine.models.fast.loader import OnLoaded, load_embedding
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.config import read_config
+from kvrelay.engine.ranks.collective import ALONE, Place
+from kvrelay.engine.ranks.runner import LeadingRunner, Ranks
 from kvrelay.engine.runner.base import ModelRunner, Runner
 from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.scheduling.scheduler import Scheduler
@@ -47,35 +50,40 @@ logger = logging.getLogger(__name__)
 
 
 def build_engine(
-    folder: Path, dtype: Dtype, options: EngineConfig, on_loaded: OnLoaded | None = None
+    folder: Path,
+    dtype: Dtype,
+    options: EngineConfig,
+    on_loaded: OnLoaded | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Engine, Runner]:
     """An engine on the checkpoint in `folder`, and its runner, on the device that the options ask for.
 
     Args:
         on_loaded: called with the loaded share of the weights, 0 to 1.
+        ranks: of this worker, if it has several; this process is rank 0. A draft model, and heads beside the model,
+            are rank 0's alone.
 
     Raises:
         ValueError: the checkpoint or an option can't be used; the text says which and why.
     """
     device = device_of(options.device)
-    build: Callable[..., ModelRunner] = build_cpu_runner
     memory = torch.cuda.mem_get_info()[1] if device == "cuda" else 0
-    if not is_fast(folder, options.model_path):
-        return _build_general(folder, dtype, options.on(device, memory), on_loaded)
-    if device == "cuda":
-        # Imported here because it needs Triton, which doesn't exist for every platform with a CPU runner.
-        from kvrelay.engine.runner.gpu import build_gpu_runner
-
-        build = partial(build_gpu_runner, later_bytes=heads_bytes(options.speculation))
-        logger.info("the engine computes on %s", torch.cuda.get_device_name())
     options = options.on(device, memory)
+    if not is_fast(folder, options.model_path):
+        return _build_general(folder, dtype, options, on_loaded)
+    build = _builder(options)
+    if device == "cuda":
+        logger.info("the engine computes on %s", torch.cuda.get_device_name())
     proposer = proposer_of(options.speculation)
     if options.speculation.method == "draft":
         # First, because the served model's KV takes what is left of the memory.
         # Its rejected guesses are overwritten, also where they had filled a window.
         draft = build(Path(options.speculation.draft_model), dtype, draft_options(folder, options), slides=False)
         proposer = DraftProposer(draft, options.max_batch_tokens)
-    runner = build(folder, dtype, options, on_loaded)
+    if ranks is None:
+        runner = build(folder, dtype, options, on_loaded)
+    else:
+        runner = LeadingRunner(build(folder, dtype, options, on_loaded, place=ranks.place), ranks)
     if isinstance(proposer, DraftProposer):
         proposer.check(runner.spec)
     if options.speculation.method in STATE_METHODS:
@@ -84,6 +92,27 @@ def build_engine(
             most = min(options.speculation.max_tokens, proposer.most)
             options = replace(options, speculation=replace(options.speculation, max_tokens=most))
     return engine_on(runner, options, proposer), runner
+
+
+def build_rank(folder: Path, dtype: Dtype, options: EngineConfig, place: Place) -> Runner:
+    """The runner of a rank other than 0, of a worker whose rank 0 calls `build_engine` with the same options.
+
+    Raises:
+        ValueError: as there.
+    """
+    device = device_of(options.device)
+    options = options.on(device, torch.cuda.mem_get_info()[1] if device == "cuda" else 0)
+    return _builder(options)(folder, dtype, options, None, place=place)
+
+
+def _builder(options: EngineConfig) -> Callable[..., ModelRunner]:
+    """Makes a runner of the fast path on the options' device."""
+    if options.device != "cuda":
+        return build_cpu_runner
+    # Imported here because it needs Triton, which doesn't exist for every platform with a CPU runner.
+    from kvrelay.engine.runner.gpu import build_gpu_runner
+
+    return partial(build_gpu_runner, later_bytes=heads_bytes(options.speculation))
 
 
 def _build_general(
@@ -97,6 +126,11 @@ def _build_general(
     # Imported here because transformers takes seconds, which workers of the fast path needn't wait for.
     from kvrelay.engine.runner.general import build_general_runner
 
+    if options.degree != ONE:
+        raise ValueError(
+            f"tensor_parallel and pipeline_parallel are {options.tensor_parallel} and {options.pipeline_parallel}; "
+            "allowed for a model that transformers' code runs: 1"
+        )
     method = options.speculation.method
     if method in MODEL_METHODS:
         raise ValueError(

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
+from kvrelay.engine.kv.degree import Degree
 from kvrelay.machine.options import AUTO, Automatic, Options, Removed, require
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -23,6 +24,9 @@ MODEL_METHODS: tuple[SpeculationMethod, ...] = ("draft", "medusa", "eagle3")
 """Methods with a checkpoint of their own."""
 STATE_METHODS: tuple[SpeculationMethod, ...] = ("medusa", "eagle3")
 """Methods that guess from the served model's hidden states."""
+
+MAX_RANKS = 64
+"""Largest number of ranks of a worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +166,14 @@ class EngineConfig(Options):
     is of one of the families, else general."""
 
     threads: Annotated[int, Interval(ge=0, le=1024)] = 0
-    """CPU threads of the forward pass; 0 divides the machine's cores among its workers."""
+    """CPU threads of the forward pass, of all ranks together; 0 divides the machine's cores among its workers."""
+
+    tensor_parallel: Annotated[int, Interval(ge=1, le=64)] = 1
+    """Ranks that share each layer: each holds a part of the heads, of the MLP and of the vocabulary, in a process, and
+    on a GPU, of its own. It must divide the query heads, and divide the KV heads or be a multiple of them."""
+
+    pipeline_parallel: Annotated[int, Interval(ge=1, le=64)] = 1
+    """Stages of layers, one behind the other, each of `tensor_parallel` ranks."""
 
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     """Options of speculation: tokens that are guessed, and checked several in one step."""
@@ -173,6 +184,13 @@ class EngineConfig(Options):
         require(size & (size - 1) == 0, "block_size", size, "auto, or a power of two from 8 to 128")
         require(self.device != "cpu" or self.kv_dtype != "fp8", "kv_dtype", self.kv_dtype, "auto, or int8 on a CPU")
         require(tokens == AUTO or tokens >= size, "max_batch_tokens", tokens, f"at least block_size ({size})")
+        ranks = self.tensor_parallel * self.pipeline_parallel
+        require(ranks <= MAX_RANKS, "pipeline_parallel", self.pipeline_parallel, f"up to {MAX_RANKS} ranks together")
+
+    @property
+    def degree(self) -> Degree:
+        """How the model is divided over ranks."""
+        return Degree(self.tensor_parallel, self.pipeline_parallel)
 
     def on(self, device: Device, device_bytes: int = 0) -> "EngineConfig":
         """These options on a device, with a number for each `auto` but that of `kv_memory_bytes`.

@@ -25,9 +25,12 @@ from types import MappingProxyType
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvrelay.engine.build import build_engine
-from kvrelay.engine.config import Dtype, EngineConfig
+from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.kv.degree import ONE
+from kvrelay.engine.models.fast.loader import OnLoaded
 from kvrelay.engine.models.spec import ModelSpec
+from kvrelay.engine.ranks.collective import CollectiveError
 from kvrelay.engine.runner.base import Runner
 from kvrelay.internal.v1.describe_pb2 import Description
 from kvrelay.internal.v1.supervisor_pb2 import (
@@ -51,13 +54,14 @@ from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.description import describe_worker
 from kvrelay.worker.hooks import WorkerHooks
 from kvrelay.worker.metrics import WorkerMetrics
+from kvrelay.worker.ranks.group import RankGroup
 from kvrelay.worker.relay_service import RelayService
 from kvrelay.worker.role import Role
 from kvrelay.worker.worker import ColocatedRole, Worker
 
 logger = logging.getLogger(__name__)
 
-Build = Callable[[Path, Dtype, EngineConfig, Callable[[float], None]], tuple[Engine, Runner]]
+Build = Callable[..., tuple[Engine, Runner]]
 """Makes the engine of a worker, and its runner; as `build_engine`."""
 
 
@@ -80,10 +84,12 @@ class WorkerServer:
         config: WorkerConfig,
         roles: Mapping[WorkerRole, RoleFactory] = COLOCATED,
         build: Build = build_engine,
+        build_rank: str = "kvrelay.engine.build:build_rank",
     ) -> None:
         """
         Args:
             roles: those that this process can take.
+            build_rank: `module:function` that makes the runner of another rank, as `build` does of rank 0.
 
         Raises:
             ValueError: `config.role` is none of them, there is no join token, or a certificate can't be used.
@@ -95,6 +101,8 @@ class WorkerServer:
         self._roles = roles
         self._metrics = WorkerMetrics(config.name, config.role, model_name(config.model))
         self._build = build
+        self._build_rank = build_rank
+        self._ranks: RankGroup | None = None
         self._shell: WorkerShell | None = None
         self._worker: Worker | None = None
         self._failure: asyncio.Future[BaseException] | None = None
@@ -115,14 +123,32 @@ class WorkerServer:
         await shell.open_metrics()
         folder = await asyncio.to_thread(resolve, config.model)  # it may be downloaded
         options = await asyncio.to_thread(_resolved, config.engine)
-        engine, runner = await asyncio.to_thread(self._build, folder, config.dtype, options, shell.on_loaded)
-        await asyncio.to_thread(engine.warm_up)
+        engine, runner = await asyncio.to_thread(self._make_engine, folder, options, shell.on_loaded)
         _log_context(runner.spec)
         hooks = WorkerHooks(lambda: self._bound.beat(), self._fail, self._metrics)
         role = self._roles[config.role]
         self._worker = Worker(config, shell.id, engine, runner, role, hooks, self.credentials)
         await shell.serve(self._worker)
         self._consider_role()
+
+    def _make_engine(self, folder: Path, options: EngineConfig, on_loaded: OnLoaded) -> tuple[Engine, Runner]:
+        """The engine, warmed up, and its runner; starts the other ranks if there are any.
+
+        Raises:
+            ValueError: as `start`, also where another rank finds the mistake.
+        """
+        dtype = self.config.dtype
+        if options.degree == ONE:
+            engine, runner = self._build(folder, dtype, options, on_loaded)
+            engine.warm_up()
+            return engine, runner
+        self._ranks = group = RankGroup(self._build_rank, folder, dtype, options, self._fail)
+        try:
+            engine, runner = self._build(folder, dtype, group.options, on_loaded, group)
+            engine.warm_up()
+        except CollectiveError as error:
+            raise group.failure or error from None
+        return engine, runner
 
     @property
     def id(self) -> WorkerId:
@@ -157,6 +183,8 @@ class WorkerServer:
             await self._shell.stop(0.0 if failed else grace)
         if self._worker is not None:
             await self._worker.stop()
+        if self._ranks is not None:
+            await asyncio.to_thread(self._ranks.close)
 
     async def failed(self) -> BaseException:
         """Returns when the worker can't go on, with the reason."""

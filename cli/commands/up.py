@@ -101,6 +101,11 @@ def _bound(which: str, text: str) -> Callable[[Callable[..., Any]], Callable[...
     )
 
 
+def _degree(role: str, way: str, text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A degree of parallelism of a role's workers."""
+    return setting(f"{role}.engine.{way}_parallel", f"--{role}-{way[0]}p", type=int, metavar="N", help=text)
+
+
 def _one_of(words: Sequence[str]) -> dict[str, Any]:
     """Makes an option show its words in the help and in the shell's completion. The configuration refuses others."""
     return {
@@ -167,6 +172,10 @@ def _speculation(value: str) -> dict[str, object]:
 @setting("prefill.replicas", "--prefill", type=int, metavar="N", help="Prefill workers.")
 @setting("decode.replicas", "--decode", type=int, metavar="N", help="Decode workers.")
 @setting("colocated.replicas", "--colocated", type=int, metavar="N", help="Workers that do both, without a hand-off.")
+@_degree("prefill", "tensor", "Ranks of a prefill worker that share each layer.")
+@_degree("prefill", "pipeline", "Stages of layers of a prefill worker, each of --prefill-tp ranks.")
+@_degree("decode", "tensor", "Ranks of a decode worker that share each layer.")
+@_degree("decode", "pipeline", "Stages of layers of a decode worker, each of --decode-tp ranks.")
 @setting("ray.gpus", "--gpus", type=int, metavar="N", help="GPUs that the workers share (default: all; 0: none).")
 @setting(
     "transfer.transport",

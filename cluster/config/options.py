@@ -29,6 +29,7 @@ from kvrelay.cluster.config.sections import (
 from kvrelay.cluster.membership.membership import HeartbeatConfig
 from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.kv.degree import ONE
 from kvrelay.machine.options import Options, require
 from kvrelay.router.config import RouterConfig, RouterOptions
 from kvrelay.rpc.identity import WORKER_ROLES, MemberRole, WorkerRole
@@ -126,9 +127,9 @@ class ClusterConfig(Section):
             self._engine(role)
             self._require_resources(role)
             self.require_device(role)
-        workers = self._count(WORKER_ROLES)
-        allowed = f"auto, or at most {workers}, the number of workers: each computes on one GPU"
-        require(self.ray.gpus == AUTO or self.ray.gpus <= workers, "ray.gpus", self.ray.gpus, allowed)
+        ranks = self._ranks(WORKER_ROLES)
+        allowed = f"auto, or at most {ranks}, the number of workers' ranks: each computes on one GPU"
+        require(self.ray.gpus == AUTO or self.ray.gpus <= ranks, "ray.gpus", self.ray.gpus, allowed)
         return self
 
     def _require_pairs(self) -> None:
@@ -142,8 +143,13 @@ class ClusterConfig(Section):
 
     def require_device(self, role: WorkerRole, replicas: int | None = None) -> None:
         """Refuses workers that are to compute on a GPU and have none; `replicas`: of the role, if they are others."""
-        section = self.role(role)
-        device = self._engine(role).device
+        section, engine = self.role(role), self._engine(role)
+        device = engine.device
+        if engine.degree != ONE:
+            whole = section.gpus in (0, 1, AUTO)
+            require(
+                whole, f"{role}.gpus", section.gpus, f"auto, 0 or 1 for each of a worker's {engine.degree.ranks} ranks"
+            )
         workers = section.replicas if replicas is None else replicas
         allowed = "auto or cpu for workers without a GPU (gpus is 0)"
         require(section.gpus != 0 or device != "cuda" or not workers, f"{role}.engine.device", device, allowed)
@@ -192,6 +198,10 @@ class ClusterConfig(Section):
         """Workers of these roles."""
         return sum(self.role(role).replicas for role in roles)
 
+    def _ranks(self, roles: Iterable[WorkerRole]) -> int:
+        """Ranks of the workers of these roles: each worker's processes that compute."""
+        return sum(self.role(role).replicas * self._engine(role).degree.ranks for role in roles)
+
     def with_gpus(self, present: float) -> "ClusterConfig":
         """This configuration on a Ray cluster with so many GPUs: `gpus` of each role is a number.
 
@@ -206,7 +216,7 @@ class ClusterConfig(Section):
         if self.local and asked > present:
             raise ValueError(f"gpus of all workers together are {asked:g}; allowed: at most {present:g}")
         takers = [role for role in WORKER_ROLES if self.role(role).gpus == AUTO and self._engine(role).device != "cpu"]
-        workers = self._count(takers)
+        workers = self._ranks(takers)
         # Rounded down to what Ray counts in, so that the parts of one GPU fit on it.
         part = math.floor(1e4 / math.ceil(workers / offered)) / 1e4 if workers and offered else 0.0
         given = [
@@ -261,7 +271,8 @@ class ClusterConfig(Section):
         Default of `threads`: on one machine the workers that the cluster begins with share its `cores` (default: those
         that this process may use); on a Ray cluster each takes the CPUs that are reserved for it.
         """
-        share = max(1, (cores or available_cores()) // self._count(WORKER_ROLES))
+        ranks = self._engine(role).degree.ranks
+        share = max(1, (cores or available_cores()) * ranks // self._ranks(WORKER_ROLES))
         return WorkerConfig(
             name=name,
             role=role,
@@ -292,7 +303,7 @@ class ClusterConfig(Section):
         if part == 0 and not self._on_cpus(role):
             part = 1.0 if gpus == AUTO else gpus
         elif part == 0 and self.local:
-            part = 1 / max(1, self._count(filter(self._on_cpus, WORKER_ROLES)))
+            part = engine.degree.ranks / max(1, self._ranks(filter(self._on_cpus, WORKER_ROLES)))
         return replace(engine, memory_part=part)
 
     def _on_cpus(self, role: WorkerRole) -> bool:
@@ -331,8 +342,9 @@ class ClusterConfig(Section):
         """
         section = self._section(role)
         gpus = getattr(section, "gpus", 0.0)
+        ranks = 1 if role is None else self._engine(role).degree.ranks
         amounts = {MEMBER: 1.0} if self.local else {"CPU": section.cpus, **section.resources}
-        amounts["GPU"] = 0.0 if gpus == AUTO else gpus
+        amounts["GPU"] = 0.0 if gpus == AUTO else gpus * ranks
         return {name: amount for name, amount in amounts.items() if amount > 0}
 
     def _section(self, role: WorkerRole | None) -> RoleSection | RouterSection:

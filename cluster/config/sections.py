@@ -77,8 +77,9 @@ class RoleSection(Section):
     """CPUs that Ray reserves for each worker; on this machine's own Ray workers share the cores instead."""
 
     gpus: Annotated[float | Literal["auto"], Automatic(GPUS_ALLOWED, 0.0, 1.0, word=AUTO)] = AUTO
-    """GPUs that Ray reserves for each worker: at most one, since a worker computes on one GPU; with a fraction, such as
-    0.5, several workers share one. auto shares out ray.gpus. With 0, and without GPUs, the worker computes on CPUs."""
+    """GPUs that Ray reserves for each rank of a worker: at most one, since a rank computes on one GPU; with a fraction,
+    such as 0.5, several workers of one rank share one. auto shares out ray.gpus. With 0, and without GPUs, the worker
+    computes on CPUs."""
 
     resources: dict[str, Amount] = {}
     """Custom Ray resources that each worker takes; they select the nodes of a Ray cluster that was joined."""

@@ -78,6 +78,8 @@ class Place:
     rank: int = 0
     group: Collective = NO_GROUP
     """Ranks of the same stage, which share its layers."""
+    all: Collective = NO_GROUP
+    """All ranks of the worker."""
 
     @property
     def stage(self) -> int:

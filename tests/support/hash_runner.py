@@ -21,6 +21,7 @@ from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout, LayerGro
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool, fields
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import PromptPart, StepOutput, StepPlan, TokenLogprobs
+from kvrelay.engine.ranks.collective import Place
 from kvrelay.engine.request import FinishReason, Request, SamplingParams
 from kvrelay.engine.runner.base import FinishedStep, StepHandle
 from kvrelay.engine.runner.fetches import Fetches
@@ -287,6 +288,47 @@ class HashRunner:
     def holds_kv_of(self, blocks: Sequence[int], tokens: Sequence[int]) -> bool:
         """Whether the pool has the KV of exactly these tokens in `blocks`."""
         return np.array_equal(self.held_bytes(blocks, len(tokens)), kv_bytes(tokens, 0, self.layout))
+
+
+class RankHashRunner(HashRunner):
+    """A rank of the hash model: its pool has the rank's layers and heads only. A token depends on the KV bytes of all
+    ranks, so a wrong byte at one of them changes it."""
+
+    def __init__(self, place: Place, num_blocks: int, layout: KVLayout, spec: ModelSpec, *, lag: int = 0) -> None:
+        """`layout` is that of the whole model."""
+        self.place = place
+        self.whole = layout
+        degree = place.degree
+        self._slices = [
+            (degree.layers(rank, layout.layers), degree.kv_heads(rank, layout.kv_heads)) for rank in range(degree.ranks)
+        ]
+        """Layers and heads of each rank."""
+        layers, heads = self._slices[place.rank]
+        super().__init__(
+            num_blocks, dataclasses.replace(layout, layers=len(layers), kv_heads=len(heads)), spec, lag=lag
+        )
+
+    def fill(
+        self,
+        blocks: Sequence[int] | NDArray[np.int32],
+        tokens: Sequence[int],
+        first_position: int,
+        side_tables: Sequence[Sequence[int] | NDArray[np.int32]] = (),
+    ) -> None:
+        layers, heads = self._slices[self.place.rank]
+        data = kv_bytes(tokens, first_position, self.whole)
+        data = data[:, layers.start : layers.stop, :, heads.start : heads.stop]
+        _write(self.parts, blocks, data, first_position, self.layout.block_size)
+
+    def held_bytes(self, blocks: Sequence[int] | NDArray[np.int32], num_tokens: int) -> NDArray[np.uint8]:
+        """As of `HashRunner`, of all ranks; to be called by each of them."""
+        own = np.ascontiguousarray(super().held_bytes(blocks, num_tokens))
+        parts = self.place.all.gather(torch.from_numpy(own)).numpy()
+        whole = self.whole
+        held = np.empty((num_tokens, whole.layers, 2, whole.kv_heads, whole.head_bytes), np.uint8)
+        for part, (layers, heads) in zip(parts, self._slices, strict=True):
+            held[:, layers.start : layers.stop, :, heads.start : heads.stop] = part
+        return held
 
 
 def _by_slot(pool: KVPool) -> list[Bytes]:

@@ -37,7 +37,10 @@ from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.layout import FloatDtype, KVLayout, LayerGroup
 from kvrelay.engine.kv.sides import side_blocks
+from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
+from kvrelay.engine.ranks.collective import Place
+from kvrelay.engine.ranks.runner import LeadingRunner, Ranks
 from kvrelay.engine.runner.base import Runner
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.prefill_worker.role import PrefillRole
@@ -54,7 +57,7 @@ from kvrelay.worker.server import WorkerServer
 from support import damage, orders
 from support.detours import DESK, detoured
 from support.guesses import HashGuesses, HashHeads
-from support.hash_runner import STATE, HashRunner, hash_spec, window_of
+from support.hash_runner import STATE, HashRunner, RankHashRunner, hash_spec, window_of
 from support.orders import OrderedRules, Orders
 
 MODULE = "support.hash_worker"
@@ -98,25 +101,54 @@ class SlowHashRunner(HashRunner):
         return super().run(plan)
 
 
-def build(folder: Path, dtype: Dtype, config: EngineConfig, loaded: Callable[[float], None]) -> tuple[Engine, Runner]:
+class SlowRankRunner(RankHashRunner):
+    """A rank of the hash model with slow steps."""
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        time.sleep(ORDERS.number(STEP_SECONDS))
+        return super().run(plan)
+
+
+def build(
+    folder: Path, dtype: Dtype, config: EngineConfig, loaded: Callable[[float], None], ranks: Ranks | None = None
+) -> tuple[Engine, Runner]:
     """Replaces `build_engine` for the hash model, with WORKER_LAYOUT's block size."""
     if LOAD_SECONDS in os.environ:
         print("loading", file=sys.stderr, flush=True)
         time.sleep(float(os.environ[LOAD_SECONDS]))
     config = config.on("cpu")
-    layout = INT8_LAYOUT if config.kv_dtype == "int8" else WORKER_LAYOUT
+    layout, spec = layout_of(config), spec_of(folder)
     blocks = (config.kv_memory_bytes or KV_BYTES) // layout.block_bytes
-    spec = hash_spec(MAX_CONTEXT)
-    if folder.name != "pico":  # as if it had other weights, though the tokens are the same
-        spec = replace(spec, fingerprint=f"{spec.fingerprint}-{folder.name}")
     sides: list[tuple[LayerGroup, int]] = []
     if float(os.environ.get(GROUPS, "0")):
         sides = [(group, side_blocks(group, config)) for group in (window_of(WINDOW, layout), STATE)]
-    runner = SlowHashRunner(blocks, layout, spec, lag=int(os.environ.get(LAG, "0")), sides=sides)
+    lag = int(os.environ.get(LAG, "0"))
+    if ranks is None:
+        runner: Runner = SlowHashRunner(blocks, layout, spec, lag=lag, sides=sides)
+    else:
+        runner = LeadingRunner(SlowRankRunner(ranks.place, blocks, layout, spec, lag=lag), ranks)  # type: ignore[arg-type]  # has no heads
     loaded(1.0)
     proposer = HashHeads if float(os.environ.get(STATES, "0")) else HashGuesses
     guesses = None if config.speculation.method == "off" else proposer(WORKER_LAYOUT)
     return engine_on(runner, config, guesses), runner
+
+
+def build_rank(folder: Path, dtype: Dtype, config: EngineConfig, place: Place) -> Runner:
+    """Replaces `kvrelay.engine.build.build_rank`, as `build` replaces `build_engine`."""
+    layout = layout_of(config)
+    blocks = (config.kv_memory_bytes or KV_BYTES) // layout.block_bytes
+    return SlowRankRunner(place, blocks, layout, spec_of(folder), lag=int(os.environ.get(LAG, "0")))
+
+
+def layout_of(config: EngineConfig) -> KVLayout:
+    return INT8_LAYOUT if config.kv_dtype == "int8" else WORKER_LAYOUT
+
+
+def spec_of(folder: Path) -> ModelSpec:
+    spec = hash_spec(MAX_CONTEXT)
+    if folder.name == "pico":
+        return spec
+    return replace(spec, fingerprint=f"{spec.fingerprint}-{folder.name}")  # as if it had other weights
 
 
 def late(role: type[HandoffRole]) -> type[HandoffRole]:
@@ -141,7 +173,7 @@ def late(role: type[HandoffRole]) -> type[HandoffRole]:
 
 
 def hash_server(config: WorkerConfig) -> WorkerServer:
-    return WorkerServer(config, {name: armed(role) for name, role in ROLES.items()}, build=build)
+    return WorkerServer(config, {name: armed(role) for name, role in ROLES.items()}, build, f"{MODULE}:build_rank")
 
 
 def armed(role: type[HandoffRole]) -> type[HandoffRole]:

@@ -1,0 +1,138 @@
+"""How several ranks run one step: rank 0's engine has a `LeadingRunner`, every other rank runs `follow`.
+
+    rank 0       plan -> write -> send to all -> launch its own part -> result: the tokens
+    other ranks  read -> launch their part -> result, which nobody needs
+
+All ranks launch the same plans in the same order, so their collectives meet. Rank 0 decides everything; the others
+know no request and no scheduler.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgpack  # type: ignore[import-untyped]  # it ships no types
+
+from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout
+from kvrelay.engine.models.spec import ModelSpec
+from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.ranks.collective import Place
+from kvrelay.engine.ranks.plans import PlanReader, PlanWriter
+from kvrelay.engine.runner.base import ModelRunner, Runner, StepHandle, chain_of_steps
+from kvrelay.engine.states import StatesShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvrelay.engine.kv.pool import KVPool
+    from kvrelay.engine.models.fast.decoder import Model
+    from kvrelay.engine.models.fast.parts import Parts
+
+STEP, WARM_UP = b"s", b"w"
+"""First byte of a message to the other ranks."""
+
+
+class Ranks(Protocol):
+    """The ranks of this worker, as rank 0's engine knows them."""
+
+    @property
+    def place(self) -> Place:
+        """Rank 0's own."""
+        ...
+
+    def send(self, message: bytes) -> None:
+        """Sends a message to all of them, in order.
+
+        Raises:
+            CollectiveError: a rank is lost, or doesn't take it in time.
+        """
+
+
+class LeadingRunner:
+    """Implements `ModelRunner` for rank 0: its own runner, whose steps the other ranks run too."""
+
+    def __init__(self, own: ModelRunner, ranks: Ranks) -> None:
+        self._own = own
+        self._ranks = ranks
+        self._writer = PlanWriter()
+
+    @property
+    def lag(self) -> int:
+        return self._own.lag
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._own.spec
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._own.layout
+
+    @property
+    def pool(self) -> "KVPool":
+        return self._own.pool
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        return self._own.cache_layout
+
+    @property
+    def pools(self) -> "tuple[KVPool, ...]":
+        return self._own.pools
+
+    @property
+    def states_shape(self) -> StatesShape | None:
+        return self._own.states_shape
+
+    @property
+    def prefill_attention(self) -> str:
+        return self._own.prefill_attention
+
+    @property
+    def model(self) -> "Model":
+        return self._own.model
+
+    @property
+    def parts(self) -> "Parts":
+        return self._own.parts
+
+    def fetch(
+        self, states: "Tensor", places: tuple[int, ...], dtype: FloatDtype, then: "Callable[[Tensor], object]"
+    ) -> None:
+        """See `Runner.fetch`."""
+        self._own.fetch(states, places, dtype, then)
+
+    def warm_up(self, keep: tuple[int, ...] = ()) -> None:
+        """See `Runner.warm_up`."""
+        self._ranks.send(WARM_UP + msgpack.packb(keep))
+        self._own.warm_up(keep)
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """See `Runner.launch`."""
+        self._ranks.send(STEP + self._writer.write(plan))
+        return self._own.launch(plan)
+
+    def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
+        """See `ChainRunner.chain`."""
+        return chain_of_steps(self, plan, count)
+
+
+def follow(runner: Runner, receive: Callable[[], bytes | None], on_step: Callable[[], Any]) -> None:
+    """Runs what rank 0 sends, until `receive` returns None.
+
+    Args:
+        receive: waits for the next message.
+        on_step: called after each step, as a sign of life.
+
+    Raises:
+        Whatever the runner raises; the rank must not go on.
+    """
+    reader, launched = PlanReader(), deque[StepHandle]()
+    while (message := receive()) is not None:
+        if message[:1] == WARM_UP:
+            runner.warm_up(msgpack.unpackb(message[1:], use_list=False))
+        else:
+            launched.append(runner.launch(reader.read(message[1:])))
+            if len(launched) > runner.lag:
+                launched.popleft().result()
+        on_step()

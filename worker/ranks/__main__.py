@@ -1,0 +1,77 @@
+"""A rank other than 0, started by rank 0: `python -m kvrelay.worker.ranks STEPS CONTROL`, two sockets.
+
+The main thread runs rank 0's plans. The process ends with code 0 when rank 0 closes the socket for plans, and at once
+when rank 0 is gone, silent, or has closed the control channel.
+"""
+
+import importlib
+import logging
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import TypeAdapter
+
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.kv.degree import Degree
+from kvrelay.engine.ranks.collective import CollectiveError
+from kvrelay.engine.ranks.meet import meet
+from kvrelay.engine.ranks.runner import follow
+from kvrelay.rpc import log
+from kvrelay.worker.ranks.channel import Channel, receive_bytes
+from kvrelay.worker.ranks.group import BEAT_SECONDS, SILENT_SECONDS
+
+logger = logging.getLogger(__name__)
+
+
+def main(steps: int, control: int) -> int:
+    """Runs the rank; returns its exit code."""
+    channel = Channel(socket.socket(fileno=control), "rank 0")
+    first: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    channel.start(lambda message: first.put(message) if "rank" in message else None, lambda: _end("rank 0 has ended"))
+    options = first.get(timeout=SILENT_SECONDS)
+    log.configure(part="worker", rank=str(options["rank"]))
+    threading.Thread(target=_live, args=(channel,), name="life", daemon=True).start()
+    try:
+        degree = Degree(options["tensor"], options["pipeline"])
+        engine = TypeAdapter(EngineConfig).validate_json(options["options"])
+        place = meet(Path(options["meeting"]), degree, options["rank"], engine.threads)
+        channel.send({"met": True})
+        module, _, name = options["build"].partition(":")
+        build = getattr(importlib.import_module(module), name)
+        runner = build(Path(options["folder"]), options["dtype"], engine, place)
+        connection = socket.socket(fileno=steps)
+        follow(runner, lambda: receive_bytes(connection), lambda: None)
+    except CollectiveError as error:
+        _end(str(error))
+    except BaseException as error:  # rank 0 must learn of it, whatever it was
+        logger.exception("the rank failed")
+        channel.send({"failed": (type(error).__name__, str(error) or type(error).__name__)})
+        time.sleep(SILENT_SECONDS)  # rank 0 ends this process when it has read the message
+        return 1
+    return 0
+
+
+def _live(channel: Channel) -> None:
+    """Sends signs of life, and ends the process without those of rank 0."""
+    while True:
+        channel.send({"alive": True})
+        silent = time.monotonic() - channel.heard
+        if silent > SILENT_SECONDS:
+            _end(f"rank 0 is silent for {silent:.1f} s")
+        time.sleep(BEAT_SECONDS)
+
+
+def _end(why: str) -> NoReturn:
+    """Ends the process at once: its threads may wait in native code."""
+    logger.warning("the rank ends: %s", why)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))

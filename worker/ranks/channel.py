@@ -1,0 +1,104 @@
+"""Messages between two ranks of one worker, over a socket that only they have: msgpack with a length before it."""
+
+import logging
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]  # it ships no types
+
+logger = logging.getLogger(__name__)
+
+HEADER = struct.Struct("<I")
+MAX_BYTES = 2**28
+"""Size limit of a message in bytes."""
+
+
+class ChannelEndedError(ConnectionError):
+    """The other end has closed the socket, or its process has ended."""
+
+
+def send_bytes(connection: socket.socket, data: bytes) -> None:
+    """Sends one message.
+
+    Raises:
+        OSError: the socket is closed, or the other end takes nothing for as long as the socket's timeout.
+        ValueError: the message is longer than MAX_BYTES.
+    """
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"a message of {len(data)} bytes; allowed: up to {MAX_BYTES}")
+    connection.sendall(HEADER.pack(len(data)) + data)
+
+
+def receive_bytes(connection: socket.socket) -> bytes | None:
+    """The next message; None if the other end has closed the socket.
+
+    Raises:
+        OSError: the socket is closed, or a message is longer than MAX_BYTES.
+    """
+    header = _exactly(connection, HEADER.size)
+    if header is None:
+        return None
+    (length,) = HEADER.unpack(header)
+    if length > MAX_BYTES:
+        raise ChannelEndedError(f"a message of {length} bytes; allowed: up to {MAX_BYTES}")
+    return _exactly(connection, length)
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes | None:
+    data = bytearray(count)
+    view = memoryview(data)
+    while view:
+        received = connection.recv_into(view)
+        if not received:
+            return None
+        view = view[received:]
+    return bytes(data)
+
+
+class Channel:
+    """One end of a control socket. `send` never waits: a thread of its own writes, another one reads."""
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        """`name` is that of the other end."""
+        self.name = name
+        self.heard = time.monotonic()
+        """Time of the last message of the other end."""
+        self._connection = connection
+        self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+
+    def start(self, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
+        """Calls `on_message` with each message, in order, and then `on_end` once; both on the reading thread."""
+        for run in (lambda: self._read(on_message, on_end), self._write):
+            threading.Thread(target=run, name=f"channel to {self.name}", daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        """Queues a message; drops it once the channel has ended. Any thread."""
+        self._out.put(msgpack.packb(message))
+
+    def close(self) -> None:
+        """Ends the channel; `on_end` follows."""
+        self._out.put(None)
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _read(self, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
+        try:
+            while (data := receive_bytes(self._connection)) is not None:
+                self.heard = time.monotonic()
+                on_message(msgpack.unpackb(data, use_list=False))
+        except OSError as error:
+            logger.debug("channel to %s: %s", self.name, error)
+        finally:
+            self._out.put(None)
+            on_end()
+
+    def _write(self) -> None:
+        with suppress(OSError):
+            while (data := self._out.get()) is not None:
+                send_bytes(self._connection, data)
