@@ -30,7 +30,7 @@ from kvrelay.engine.models.choice import is_fast
 from kvrelay.engine.models.fast.loader import OnLoaded, load_embedding
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.config import read_config
-from kvrelay.engine.ranks.collective import ALONE, Place
+from kvrelay.engine.ranks.collective import Place
 from kvrelay.engine.ranks.runner import LeadingRunner, Ranks
 from kvrelay.engine.runner.base import ModelRunner, Runner
 from kvrelay.engine.runner.cpu import build_cpu_runner
