@@ -12,7 +12,7 @@ from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.sampling.logprobs import Scores
 from kvrelay.engine.sampling.sampler import Draw, sample
 from kvrelay.engine.sampling.shards import CANDIDATES, Shard
-from support.ranks import on_ranks, places
+from support.rank_threads import on_ranks, places
 
 VOCAB = 3000
 PARAMS = [

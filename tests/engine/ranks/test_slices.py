@@ -25,7 +25,7 @@ from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 from kvrelay.models import resolve
 from support.gguf_files import write_gguf
 from support.paged import GREEDY, PagedSequences, make_plan
-from support.ranks import on_ranks, places, shared_places
+from support.rank_threads import on_ranks, places, shared_places
 from support.stored_layouts import LAYOUTS, SHAPE, quantized
 
 TOKENS = [5, 9, 2, 7, 7, 1, 30, 12, 4, 4, 21, 8, 300, 17, 60, 33, 250, 11]

@@ -20,7 +20,7 @@ from kvrelay.engine.sampling.processors import NO_TOKEN, shape
 from kvrelay.engine.sampling.sampler import Choice, Draw, choose, sample
 from kvrelay.engine.sampling.shards import Shard
 from kvrelay.engine.shaping import Shaping
-from support.ranks import on_ranks, places
+from support.rank_threads import on_ranks, places
 
 VOCAB = 40
 
