@@ -21,7 +21,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,15 +91,9 @@ class DamagedFrames(PoolFrames):
         return next((rule for rule in self._rules if rule.applies(place, key, frame.index)), None)
 
     def send(self, key: Key, frame: Frame, *rest: Any) -> Any:
-        return self._send(super().send, key, frame, *rest)
-
-    def send_states(self, key: Key, frame: Frame, *rest: Any) -> Any:
-        return self._send(super().send_states, key, frame, *rest)
-
-    def _send(self, make: Callable[..., Any], key: Key, frame: Frame, *rest: Any) -> Any:
         rule = self._rule("sent", key, frame)
         if rule is None:
-            return make(key, frame, *rest)
+            return super().send(key, frame, *rest)
         claim, source, peer, announce, on_read = rest
         twice = rule.action == "duplicate"
 
@@ -107,18 +101,12 @@ class DamagedFrames(PoolFrames):
             announce(push)
             announce(push)
 
-        job = make(key, frame, claim, source, peer, announce_twice if twice else announce, on_read)
+        job = super().send(key, frame, claim, source, peer, announce_twice if twice else announce, on_read)
         return DamagedJob(job, rule, frame.nbytes)
 
     def receive(self, key: Key, frame: Frame, *rest: Any) -> Any:
-        return self._receive(super().receive, key, frame, *rest)
-
-    def receive_states(self, key: Key, frame: Frame, *rest: Any) -> Any:
-        return self._receive(super().receive_states, key, frame, *rest)
-
-    def _receive(self, make: Callable[..., Any], key: Key, frame: Frame, *rest: Any) -> Any:
         rule = self._rule("arrived", key, frame)
-        job = make(key, frame, *rest)
+        job = super().receive(key, frame, *rest)
         return job if rule is None else DamagedJob(job, rule, frame.nbytes)
 
 

@@ -9,12 +9,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvrelay.engine.kv.degree import ONE
 from kvrelay.engine.kv.layout import CacheLayout, KVLayout, LayerGroup
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.states import StatesLayout
 from kvrelay.transfer.protocol.handshake import tracks_of
 from kvrelay.transfer.protocol.messages import Key
 from kvrelay.transfer.protocol.ports import BlockClaim
+from kvrelay.transfer.protocol.routes import routes_of
 
 BLOCK = 4
 """Tokens of a block."""
@@ -204,7 +206,10 @@ class Blocks:
         """What is needed of so many tokens, by track, as it lies in frames."""
         found = []
         for pool, track, (group, layout) in zip(
-            self.pools, tracks_of(self.cache, tokens), self.cache.tracks, strict=True
+            self.pools,
+            tracks_of(self.cache, routes_of(self.cache, ONE, ONE), tokens),
+            self.cache.tracks,
+            strict=True,
         ):
             out = torch.empty(layout.nbytes(track.tokens - track.first), dtype=torch.uint8)
             pool.read(tables[group], track.first, track.tokens - track.first, out)

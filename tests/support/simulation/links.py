@@ -19,6 +19,7 @@ from kvrelay.transfer.protocol.events import Frame
 from kvrelay.transfer.protocol.messages import Code, Grant, Hello, Key, Message, Push, Refuse
 from kvrelay.transfer.protocol.peers import Peer
 from kvrelay.transfer.protocol.ports import SENDER, BlockClaim, LinkEnd, LinkSpec
+from kvrelay.transfer.protocol.routes import RankPair, Route
 from kvrelay.transfer.transports.base import LinkError, Pending
 from support.simulation.blocks import FLOATS, Blocks, Violation, WatchedClaim
 from support.simulation.damage import Crossing, History
@@ -143,34 +144,22 @@ class SimulatedFrames(PoolFrames):
         super().__init__(blocks.pools, checksum)
         self._blocks = blocks
 
-    def send(self, key: Key, frame: Frame, claim: BlockClaim, table: Sequence[int], *rest: Any) -> Any:
-        return self._sent(super().send, key, frame, claim, table, *rest)
-
-    def send_states(self, key: Key, frame: Frame, claim: BlockClaim, states: Sequence[torch.Tensor], *rest: Any) -> Any:
-        if sum(map(len, states)) != frame.tokens:
-            raise Violation("lost", f"{key}: {frame} has the states of {sum(map(len, states))} tokens")
-        return self._sent(super().send_states, key, frame, claim, states, *rest)
-
-    def receive(self, key: Key, frame: Frame, claim: BlockClaim, table: Sequence[int], *rest: Any) -> Any:
-        return self._received(super().receive, key, frame, claim, table, *rest)
-
-    def receive_states(self, key: Key, frame: Frame, claim: BlockClaim, states: torch.Tensor, *rest: Any) -> Any:
-        return self._received(super().receive_states, key, frame, claim, states, *rest)
-
-    def drain(self, nbytes: int, peer: Hello) -> Any:
-        return Work(super().drain(nbytes, peer), nbytes=nbytes + trailer_bytes(self._kind(peer), None))
-
-    def _sent(self, make: Any, key: Key, frame: Frame, claim: BlockClaim, source: Any, *rest: Any) -> Work:
-        peer, announce, on_read = rest
+    def send(self, key: Key, frame: Frame, claim: BlockClaim, source: Sequence[Any], *rest: Any) -> Any:
+        if frame.states and sum(map(len, source)) != frame.tokens:
+            raise Violation("lost", f"{key}: {frame} has the states of {sum(map(len, source))} tokens")
+        route, announce, on_read = rest
         watched, pushes = self._watched(key, frame, claim, source, writing=False), list[Push]()
-        job = make(key, frame, watched, source, peer, pushes.append, watched.ending(on_read))
+        job = super().send(key, frame, watched, source, route, pushes.append, watched.ending(on_read))
         return Work(job, watched, announce=announce, pushes=pushes)
 
-    def _received(self, make: Any, key: Key, frame: Frame, claim: BlockClaim, target: Any, *rest: Any) -> Work:
-        *keep, peer, on_end = rest
+    def receive(self, key: Key, frame: Frame, claim: BlockClaim, target: Any, *rest: Any) -> Any:
+        keep, route, on_end = rest
         watched = self._watched(key, frame, claim, target, writing=True)
-        job = make(key, frame, watched, target, *keep, peer, watched.ending(on_end))
-        return Work(job, watched, frame.nbytes + trailer_bytes(self._kind(peer), None))
+        job = super().receive(key, frame, watched, target, keep, route, watched.ending(on_end))
+        return Work(job, watched, frame.nbytes + trailer_bytes(self._kind(route), None))
+
+    def drain(self, nbytes: int, route: Route) -> Any:
+        return Work(super().drain(nbytes, route), nbytes=nbytes + trailer_bytes(self._kind(route), None))
 
     def _watched(self, key: Key, frame: Frame, claim: BlockClaim, table: Any, writing: bool) -> WatchedClaim:
         size = self._pools[frame.track].layout.block_size
@@ -238,8 +227,11 @@ _BUFFER = torch.empty(2 * FLOATS.block_bytes + MAX_TRAILER_BYTES, dtype=torch.ui
 class SimulatedThread:
     """One end of a link, in the place of the product's `LinkThread`."""
 
-    def __init__(self, spec: LinkSpec, transport: Any, timeouts: Any, runtime: Any, on_end: Any) -> None:
+    def __init__(
+        self, spec: LinkSpec, ranks: RankPair, transport: Any, timeouts: Any, runtime: Any, on_end: Any
+    ) -> None:
         self.spec = spec
+        self.ranks = ranks
         self.process = runtime
         self.thread = self
         """The manager asks it whether it has ended."""
@@ -247,10 +239,14 @@ class SimulatedThread:
         self.busy = self.over = False
         self._on_end = on_end
         if spec.rank == SENDER:
-            self.link = runtime.world.dialled[spec.local, spec.peer, spec.epoch] = Link(runtime.world, self)
+            self.link = runtime.world.dialled[spec.local, spec.peer, spec.epoch, ranks] = Link(runtime.world, self)
         else:
-            self.link = runtime.world.dialled[spec.peer, spec.local, spec.epoch]
+            self.link = runtime.world.dialled[spec.peer, spec.local, spec.epoch, ranks]
             self.link.join(self)
+
+    @property
+    def up(self) -> bool:
+        return self.link.up
 
     def start(self) -> None:
         """The link begins with its right end."""
@@ -298,7 +294,7 @@ class Link:
         self.ends = [left]
         self.up = self.broken = False
         self.wire = Wire(world.streams_of_memory)
-        self._history = world.histories.setdefault((left.spec.local, left.spec.peer), History([], []))
+        self._history = world.histories.setdefault((left.spec.local, left.spec.peer, left.ranks), History([], []))
         self._watched = False
         self._stuck: Key | None = None
         world.post(TIMEOUT, left.process, self._check_up)

@@ -29,6 +29,7 @@ from kvrelay.prefill_worker import kv_sender
 from kvrelay.transfer.links import links
 from kvrelay.transfer.protocol.messages import Code, Key
 from kvrelay.transfer.protocol.peers import Peer
+from kvrelay.transfer.protocol.routes import RankPair
 from support.simulation.blocks import CODES, FLOATS, LAYERS, STATES, Violation, caches_of
 from support.simulation.damage import DAMAGES, Damage, History
 from support.simulation.judge import ObservedReceiveAttempt, ObservedSendAttempt, Observer, Seen
@@ -127,7 +128,7 @@ class World:
         self.hostile = random_() < 0.35
         self.link_noise = (0.1 if random_() < 0.25 else 0.0) if noise is None else noise
         self.damages = Counter[str]()
-        self.histories: dict[tuple[str, str], History] = {}
+        self.histories: dict[tuple[str, str, RankPair], History] = {}
         self.streams_of_memory = random_() < 0.6
         caches = caches_of(FLOATS if random_() < 0.8 else CODES)
         self.cache = caches[0] if random_() < 0.4 else caches[int(random_() * len(caches))]
@@ -141,7 +142,7 @@ class World:
         self.router = Router(self)
         self.processes: dict[str, Any] = {}
         self.streams: list[Stream] = []
-        self.dialled: dict[tuple[str, str, int], Link] = {}
+        self.dialled: dict[tuple[str, str, int, RankPair], Link] = {}
         self.prefills: list[Any] = [self._new(PrefillProcess, f"P{n}", 0) for n in range(1 + int(random_() * 2))]
         self.decodes: list[Any] = [self._new(DecodeProcess, f"D{n}", 0) for n in range(1 + int(random_() * 2))]
         self.tokens: dict[str, int] = {}
