@@ -21,7 +21,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -145,8 +145,7 @@ class LinkThread:
         self._changed = threading.Condition()
         self._reason: str | None = None
         self._link: Link | None = None
-        self.up = False
-        """Whether the link has carried its first bytes."""
+        self._up = False
         self._waiting_since = self._closed_at = math.inf
         # Not a daemon: an interpreter that exits while a thread is inside a transport's C++ code aborts. Every wait of
         # a transport has a timeout, so the exit of the process is delayed by no more than that.
@@ -189,7 +188,7 @@ class LinkThread:
                 closed = self._reason is not None
             if not closed:
                 self._warm_up(link)
-                self.up = True
+                self._up = True
                 self._serve(link)
         except LinkError as error:
             self.close(str(error))
@@ -206,7 +205,7 @@ class LinkThread:
         # The other end may have begun to wait a little earlier. Its timeout then ends the wait of this end, too.
         late = self._closed_at - self._waiting_since > LATE_SHARE * self._timeout
         stuck = self._window[0][0].key if late and self._window else None
-        end = LinkEnd(self.spec.epoch, reason, self.up, stuck)
+        end = LinkEnd(self.spec.epoch, reason, self._up, stuck)
         self._window.clear()
         self._jobs.clear()
         self._ahead = None
@@ -420,10 +419,9 @@ class LinkManager:
         if links.ended:
             return
         links.ended = True
-        up = all(each.up for each in links.threads.values())
         if self._links.get(links.spec.peer) is links:
             self._retire(self._links.pop(links.spec.peer), f"a link of the same epoch has ended: {end.reason}")
-        links.spec.on_end(replace(end, up=up))
+        links.spec.on_end(end)
 
     def _has_room(self, spec: LinkSpec, count: int) -> bool:
         """Whether `count` more links, to one more peer, keep within the limits."""

@@ -152,6 +152,8 @@ class _Epoch:
     over: bool = False
     behind: dict[int, Callable[[], None]] = field(default_factory=dict)
     """What is called when a rank returns the number of an `after`."""
+    announcing: dict[int, Callable[[], object]] = field(default_factory=dict)
+    """What announces a frame, by the frame's number. A frame that is copied before it is sent ends before that."""
     held: list[RankJob] = field(default_factory=list)
     """Frames whose KV isn't there yet."""
 
@@ -278,6 +280,8 @@ class RankLinks:
             number = next(self._numbers)
             channel = self._channels[job.command["ranks"][links.spec.rank]]
             job.on_stop = None
+            if job.announced is not None:
+                links.announcing[number] = job.announced
             if job.ended is not None:
                 self._jobs[number] = job
                 job.on_stop = partial(channel.send, {"do": "stop", "number": number})
@@ -296,16 +300,16 @@ class RankLinks:
             case {"do": "gone", "peer": peer, "epoch": epoch, "reason": reason, "up": up, "stuck": stuck}:
                 if (links := self._of(peer, epoch)) is not None:
                     self._ended(links, LinkEnd(epoch, reason, up, None if stuck is None else (stuck[0], stuck[1])))
-            case {"do": "announced", "number": number}:
-                if (job := self._jobs.get(number)) is not None and job.announced is not None:
-                    job.announced()
+            case {"do": "announced", "peer": peer, "epoch": epoch, "number": number}:
+                if (links := self._of(peer, epoch)) is not None and number in links.announcing:
+                    links.announcing.pop(number)()
             case {"do": "ended", "number": number, "outcome": outcome, "in_place": in_place}:
                 if (job := self._jobs.pop(number, None)) is not None:
                     job.claim.in_place = in_place
                     job.end(Outcome(outcome))
             case {"do": "after", "peer": peer, "epoch": epoch, "number": number}:
                 if (links := self._of(peer, epoch)) is not None and number in links.behind:
-                    links.behind[number]()
+                    self._runtime.post(links.behind[number])  # as the announcements are
             case _:
                 logger.error("a rank reports what nobody knows", extra={"report": str(report)[:200]})
 

@@ -107,11 +107,11 @@ class RankTransfers:
             on_end = partial(post, self._ended, number)
             return self._frames.receive(key, frame, claim, table, command["keep"], route, on_end)
         claim = self._claims[number] = BlockClaim(self._written())
-        announced, on_read = partial(post, self._announced, number), partial(post, self._ended, number)
+        announced, on_read = partial(post, self._announced, command), partial(post, self._ended, number)
         return self._frames.send(key, frame, claim, table, route, announced, on_read)
 
-    def _announced(self, number: int, push: Push) -> None:
-        self._report("announced", number=number)
+    def _announced(self, command: Command, push: Push) -> None:
+        self._report("announced", **{name: command[name] for name in ("peer", "epoch", "number")})
 
     def _ended(self, number: int, outcome: Outcome = Outcome.VERIFIED) -> None:
         claim = self._claims.pop(number)

@@ -244,10 +244,6 @@ class SimulatedThread:
             self.link = runtime.world.dialled[spec.peer, spec.local, spec.epoch, ranks]
             self.link.join(self)
 
-    @property
-    def up(self) -> bool:
-        return self.link.up
-
     def start(self) -> None:
         """The link begins with its right end."""
 
