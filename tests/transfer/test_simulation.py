@@ -28,6 +28,8 @@ NOISY_SEEDS, MORE_NOISY_SEEDS = 300, 3000
 NOISE = 0.3
 """Share of the frames that are damaged in a noisy world."""
 RANKED_SEEDS, MORE_RANKED_SEEDS, MANY_RANKED_SEEDS = 150, 2000, 10_000
+OVERTAKEN = 8254
+"""A world in which a frame could overtake one of the same hand-off and link that waited for its step."""
 SLICE = 500
 SEED = os.environ.get("KVRELAY_SEED")
 
@@ -133,7 +135,7 @@ def test_no_damage_is_committed(seeds: Sequence[int]) -> None:
 @pytest.mark.parametrize(
     "seeds",
     [
-        range(RANKED_SEEDS),
+        [*range(RANKED_SEEDS), OVERTAKEN],
         pytest.param(range(RANKED_SEEDS, MORE_RANKED_SEEDS), marks=pytest.mark.more),
         pytest.param(range(MORE_RANKED_SEEDS, MANY_RANKED_SEEDS), marks=pytest.mark.slow),
     ],

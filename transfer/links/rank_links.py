@@ -272,10 +272,16 @@ class RankLinks:
         links.spec.on_end(end)
 
     def _flush(self, links: _Epoch) -> None:
-        """Sends the commands of frames whose KV is there. Those of a hand-off keep their order, because the KV of a
-        step is there when that of a later one is."""
-        ready = [job for job in links.held if job.written.ended]
-        links.held = [job for job in links.held if not job.written.ended]
+        """Sends the commands of frames whose KV is there. Those of a hand-off keep their order on each link."""
+        ready, rest, waiting = list[RankJob](), list[RankJob](), set[tuple[Key | None, tuple[int, int]]]()
+        for job in links.held:
+            place = job.key, tuple(job.command["ranks"])
+            if job.written.ended and place not in waiting:
+                ready.append(job)
+            else:
+                waiting.add(place)
+                rest.append(job)
+        links.held = rest
         for job in ready:
             number = next(self._numbers)
             channel = self._channels[job.command["ranks"][links.spec.rank]]
