@@ -24,7 +24,7 @@ class HandoffService:
 
     def __init__(self, setup: HandoffSetup, host: ReceiverHost) -> None:
         self._loop = EndpointLoop(setup)
-        self.receiver = KVReceiver(self._loop.context, setup.frames, host)
+        self.receiver = KVReceiver(self._loop.context, self._loop.frames, host)
         self._loop.start(self.receiver)
 
     async def close(self, code: Code = Code.CLOSED) -> None:

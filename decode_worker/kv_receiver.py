@@ -165,7 +165,7 @@ class KVReceiver(Endpoint[Receiving]):
         if transfer.announced is not None and transfer.manifest is None and pair is not None and pair.hello is not None:
             wanted, (tokens, digest) = self.local.states, transfer.announced
             state_bytes = 0 if wanted is None else wanted.token_bytes
-            tracks = tracks_of(pair.hello.cache.sent_to(self.local.cache), tokens)
+            tracks = tracks_of(pair.hello.cache, pair.routes, tokens)
             manifest = Manifest(tokens, digest, tracks, state_bytes=state_bytes)
             transfer.manifest = manifest
             self._feed(transfer, Expected(manifest))
@@ -209,9 +209,10 @@ class KVReceiver(Endpoint[Receiving]):
             self._ended.popitem(last=False)
 
     def _receive(self, transfer: Receiving, frame: Frame) -> None:
-        pair, hello = self._met(transfer)
+        pair = self._met(transfer)
+        route = pair.routes[frame.track]
         claim, on_end = self._claim(transfer, frame), partial(self.runtime.post, self._on_frame_ended, transfer, frame)
-        group, keep = self.local.cache.tracks[frame.track][0], transfer.keep
+        group, keep = route.group, transfer.keep
         if frame.states:
             first = frame.first - transfer.states_from
             target = transfer.states[first : first + frame.tokens]
@@ -221,14 +222,14 @@ class KVReceiver(Endpoint[Receiving]):
                 # Blocks before these aren't needed, and may not be there: the sender's blocks may have another size.
                 there = next((index for index, block in enumerate(target) if block >= 0), 0)
                 keep = there * self.local.cache.block_size
-        job = self._frames.receive(transfer.key, frame, claim, target, keep, hello, on_end)
-        self.links.submit(pair.incarnation, frame.epoch, job)
+        job = self._frames.receive(transfer.key, frame, claim, target, keep, route, on_end)
+        self.links.submit(pair.incarnation, frame.epoch, route.ranks, job)
 
-    def _met(self, transfer: Receiving) -> tuple[Pair, Hello]:
+    def _met(self, transfer: Receiving) -> Pair:
         pair = transfer.pair
         if pair is None or pair.hello is None:
             raise RuntimeError(f"hand-off {transfer.key} receives a frame before its sender has said hello")
-        return pair, pair.hello
+        return pair
 
     def _on_frame_ended(self, transfer: Receiving, frame: Frame, outcome: Outcome) -> None:
         self.corrupt += outcome is Outcome.CORRUPT
@@ -271,10 +272,10 @@ class KVReceiver(Endpoint[Receiving]):
                 self.blocks_freed()
 
     def _have(self, transfer: Receiving, manifest: Manifest) -> tuple[int, ...]:
-        """The token of each track before which nothing is needed: the prefix cache has it, or the window ends there."""
+        """The token of each route before which nothing is needed: the prefix cache has it, or the window ends there."""
         found = []
-        for (group, _), track in zip(self.local.cache.tracks, manifest.tracks, strict=True):
-            have = track.first if group else transfer.have
+        for route, track in zip(self._met(transfer).routes, manifest.tracks, strict=True):
+            have = track.first if route.group else transfer.have
             found.append(have if track.is_border(have) else have - have % track.block_size)
         return tuple(found)
 
@@ -309,7 +310,8 @@ class KVReceiver(Endpoint[Receiving]):
             message = f"{stream.peer.name} opened another control stream"
             older.stream.end(Code.CLOSED, message)
             self.stream_ended(older.stream, Code.CLOSED, message)
-        self._pairs[stream.peer.incarnation] = Pair(stream, hello)
+        routes = self._route(hello.cache.sent_to(self.local.cache), hello.degree, hello)
+        self._pairs[stream.peer.incarnation] = Pair(stream, hello, routes=routes)
         stream.put(self.local.hello(stream.peer.id, self.config))
 
     def _on_message(self, pair: Pair, message: Message) -> None:
@@ -358,7 +360,9 @@ class KVReceiver(Endpoint[Receiving]):
                 actions = self._feed(transfer, push)
             if not any(isinstance(action, ReceiveFrame) for action in actions):
                 # The sender sends what it has announced, so this end must receive it.
-                self.links.submit(pair.incarnation, push.epoch, self._frames.drain(push.nbytes, hello))
+                route = pair.routes[push.track if push.track < len(pair.routes) else 0]
+                job = self._frames.drain(push.nbytes, route)
+                self.links.submit(pair.incarnation, push.epoch, route.ranks, job)
 
     def _on_dial(self, pair: Pair, epoch: int, transport: str) -> None:
         hello = pair.hello

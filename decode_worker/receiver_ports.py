@@ -6,8 +6,9 @@ from typing import Any, Protocol
 from kvrelay.engine.states import StatesLayout
 from kvrelay.transfer.protocol.endpoint import TransferStats
 from kvrelay.transfer.protocol.events import Frame, Outcome
-from kvrelay.transfer.protocol.messages import Code, Hello, Key
+from kvrelay.transfer.protocol.messages import Code, Key
 from kvrelay.transfer.protocol.ports import BlockClaim
+from kvrelay.transfer.protocol.routes import Route
 
 
 class ReceiverHost(Protocol):
@@ -51,12 +52,12 @@ class ReceiveJobs(Protocol):
         claim: BlockClaim,
         target: Any,
         keep: int,
-        peer: Hello,
+        route: Route,
         on_end: Callable[[Outcome], None],
     ) -> Any: ...
 
     def make_states(self, layout: StatesLayout, tokens: int) -> Any:
         """Host memory for the hidden states of so many tokens, whose slices are views."""
 
-    def drain(self, nbytes: int, peer: Hello) -> Any:
-        """Receives and discards a frame."""
+    def drain(self, nbytes: int, route: Route) -> Any:
+        """Receives and discards a frame on the route's link."""

@@ -30,7 +30,7 @@ class HandoffClient:
         self._loop = EndpointLoop(setup)
         self._credentials = setup.credentials
         self._streams: set[OutgoingStream] = set()
-        self.sender = KVSender(self._loop.context, setup.frames, host, self._connect)
+        self.sender = KVSender(self._loop.context, self._loop.frames, host, self._connect)
         self._loop.start(self.sender)
 
     def _connect(self, peer: Peer, sender: KVSender) -> "OutgoingStream":

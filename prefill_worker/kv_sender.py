@@ -63,6 +63,7 @@ from kvrelay.transfer.protocol.messages import (
 from kvrelay.transfer.protocol.packing import WireError, clip
 from kvrelay.transfer.protocol.peers import Peer
 from kvrelay.transfer.protocol.ports import SENDER, BlockClaim, ControlStream, LinkEnd, NoTransportError
+from kvrelay.transfer.protocol.routes import Route, routes_of, unroutable
 from kvrelay.transfer.protocol.states import SentStates
 from kvrelay.transfer.protocol.table import SendAttempt
 
@@ -91,7 +92,7 @@ class SendJobs(Protocol):
         frame: Frame,
         claim: BlockClaim,
         source: Sequence[Any],
-        peer: Hello | None,
+        route: Route,
         announce: Callable[[Push], None],
         on_read: Callable[[], None],
     ) -> Any: ...
@@ -143,14 +144,13 @@ class KVSender(Endpoint[Sending]):
             ValueError: one layer of a KV block is larger than a frame can be, or too many frames make a block.
         """
         super().__init__(context)
-        cache, config = self.local.cache, self.config
-        self._cuts = cuts_of(cache, config.frame_bytes), cuts_of(cache, config.gpu_frame_bytes)
-        """Cuts of frames over other links, and of frames from GPU to GPU, by track."""
-        for cuts in self._cuts:
-            for (_, layout), cut in zip(cache.tracks, cuts, strict=True):
+        # A pair's routes carry these slices, or parts of them.
+        routes = routes_of(self.local.cache, self.local.degree, self.local.degree)
+        for frame_bytes in (self.config.frame_bytes, self.config.gpu_frame_bytes):
+            for route, cut in zip(routes, cuts_of(routes, frame_bytes), strict=True):
                 if cut.nbytes > MAX_FRAME_BYTES or cut.parts > MAX_PARTS:
                     raise ValueError(
-                        f"a KV block takes {layout.block_bytes} bytes and would be sent in {cut.parts} frames of"
+                        f"a KV block takes {route.layout.block_bytes} bytes and would be sent in {cut.parts} frames of"
                         f" {cut.nbytes}; allowed: up to {MAX_PARTS} frames of up to {MAX_FRAME_BYTES} bytes"
                     )
         self._frames = frames
@@ -175,18 +175,24 @@ class KVSender(Endpoint[Sending]):
         if peer is None:
             self._refuse(key, Code.UNKNOWN_PEER, f"{to} is not a member")
             return
+        if (reason := unroutable(self.local.cache, self.local.degree, peer.degree)) is not None:
+            self._refuse(key, Code.INCOMPATIBLE, f"layout.{reason}")
+            return
         pair = self._pairs.get(peer.incarnation)
         if pair is None:
             pair = self._pairs[peer.incarnation] = Pair(self._connect(peer, self))
+            pair.routes, nbytes = self._route(self.local.cache, peer.degree, None), self.config.frame_bytes
             with suppress(NoTransportError):  # `_dial` refuses
-                pair.between_gpus = self.links.transport_for(peer) in BETWEEN_GPUS
-            pair.stream.put(self.local.hello(peer.id, self.config, self._cuts[pair.between_gpus]))
+                if self.links.transport_for(peer) in BETWEEN_GPUS:
+                    nbytes = self.config.gpu_frame_bytes
+            pair.cuts = cuts_of(pair.routes, nbytes)
+            pair.stream.put(self.local.hello(peer.id, self.config, pair.cuts))
         if not self.links.epoch(peer.incarnation):
             refusal = self._dial(pair)
             if refusal is not None:
                 self._refuse(key, *refusal)
                 return
-        nbytes, wanted = largest(self._cuts[pair.between_gpus]), peer.states
+        nbytes, wanted = largest(pair.cuts), peer.states
         state_bytes = 0 if wanted is None else wanted.token_bytes
         if state_bytes > nbytes:
             message = f"states: those of a token take {state_bytes} bytes; frames (transfer.frame_bytes) have {nbytes}"
@@ -285,17 +291,18 @@ class KVSender(Endpoint[Sending]):
 
     def _send(self, transfer: Sending, frame: Frame) -> None:
         pair, post = transfer.pair, self.runtime.post
+        route = pair.routes[frame.track]
         announce, on_read = partial(post, self._announce, transfer), partial(post, self._sent, transfer, frame)
         source: Sequence[Any]
         if frame.states:
             claim, source = self._claim(transfer, frame), transfer.states.slices(frame.first, frame.tokens)
         else:
             claim = self._claim(transfer, frame, transfer.written(frame.first + frame.tokens))
-            source = transfer.tables[self.local.cache.tracks[frame.track][0]]
-        job = self._frames.send(transfer.key, frame, claim, source, pair.hello, announce, on_read)
+            source = transfer.tables[route.group]
+        job = self._frames.send(transfer.key, frame, claim, source, route, announce, on_read)
         if claim.written.ended:
             transfer.started_at = transfer.started_at or self.runtime.now()
-        self.links.submit(pair.incarnation, frame.epoch, job)
+        self.links.submit(pair.incarnation, frame.epoch, route.ranks, job)
 
     def _announce(self, transfer: Sending, push: Push) -> None:
         """Tells the receiver that the link begins to send a frame."""
@@ -338,12 +345,16 @@ class KVSender(Endpoint[Sending]):
 
     def _on_hello(self, pair: Pair, hello: Hello) -> None:
         pair.hello = hello
+        objection = self.local.objection(hello, self.config)
+        if objection is None:
+            pair.routes = self._route(self.local.cache.sent_to(hello.cache), pair.peer.degree, hello)
         for transfer in self._of(pair):
             manifest = transfer.machine.manifest
             transfer.machine.manifest = replace(manifest, tracks=self._tracks(pair, manifest.tokens))
-        objection = self.local.objection(hello, self.config)
-        if hello.states != pair.peer.states:
-            objection = Code.INCOMPATIBLE, f"states: {pair.peer.states} in the membership, {hello.states} in the hello"
+        for name in ("states", "degree"):
+            told, said = getattr(pair.peer, name), getattr(hello, name)
+            if told != said:
+                objection = Code.INCOMPATIBLE, f"{name}: {told} in the membership, {said} in the hello"
         if hello.incarnation != pair.incarnation:
             objection = Code.UNKNOWN_PEER, f"{pair.peer.address} is {hello.worker} {hello.incarnation}"
         if objection is not None:
@@ -351,10 +362,7 @@ class KVSender(Endpoint[Sending]):
 
     def _tracks(self, pair: Pair, tokens: int) -> tuple[Track, ...]:
         """The tracks of an attempt on the link, as far as the receiver's layout is known."""
-        cache = self.local.cache
-        if pair.hello is not None and cache.mismatch(pair.hello.cache) is None:
-            cache = cache.sent_to(pair.hello.cache)
-        return tracks_of(cache, tokens, self._cuts[pair.between_gpus])
+        return tracks_of(self.local.cache, pair.routes, tokens, pair.cuts)
 
     def _dial(self, pair: Pair) -> tuple[Code, str] | None:
         """Starts to open a link of the next epoch; why it can't be, or None."""
@@ -363,7 +371,7 @@ class KVSender(Endpoint[Sending]):
         except NoTransportError as error:
             return Code.INCOMPATIBLE, f"{pair.peer.name}: {error}"
         epoch = self._epochs.get(pair.incarnation, 0) + 1
-        refusal = self._open_link(pair, epoch, transport, largest(self._cuts[pair.between_gpus]))
+        refusal = self._open_link(pair, epoch, transport, largest(pair.cuts))
         if refusal is not None:
             return Code.NO_CAPACITY, refusal
         pair.stream.put(Dial(epoch, transport))

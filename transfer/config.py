@@ -80,7 +80,8 @@ class TransferConfig(Options):
     """Seconds that a hand-off may take from the end of prefill to its commit."""
 
     max_links: Annotated[int, Interval(ge=1, le=4096)] = 64
-    """Largest number of links open at once; the least recently used one is closed first."""
+    """Largest number of workers that links are open to at once; those of the least recently used one are closed first.
+    """
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)

@@ -22,7 +22,7 @@ from kvrelay.transfer.protocol.messages import Code
 from kvrelay.transfer.protocol.peers import NEWS_SECONDS, Peer, PeerTable
 from kvrelay.transfer.protocol.ports import NoTransportError
 from kvrelay.transfer.transports.registry import available_transports, choose, entries
-from kvrelay.worker.relay.requests import states_of
+from kvrelay.worker.relay.requests import degree_of, states_of
 from kvrelay.worker.role import Key, Role
 from kvrelay.worker.worker import Worker
 
@@ -84,7 +84,9 @@ class HandoffRole(Role, ABC):
             if member.state == MEMBER_STATE_DEAD:
                 dead.append(worker)
             elif member.role == self.peer_role and member.state in REACHABLE:
-                peers.append(Peer(worker, member.address, tuple(member.transports), states_of(member)))
+                peers.append(
+                    Peer(worker, member.address, tuple(member.transports), states_of(member), degree_of(member))
+                )
         self.peers.update(peers, dead)
 
     @abstractmethod

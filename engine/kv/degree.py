@@ -13,6 +13,9 @@ Where there are more ranks in a stage than KV heads, neighbouring ranks hold the
 
 from dataclasses import dataclass
 
+MAX_RANKS = 64
+"""Largest number of ranks of a worker."""
+
 
 @dataclass(frozen=True, slots=True)
 class Degree:
@@ -27,6 +30,8 @@ class Degree:
         for name in ("tensor", "pipeline"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Degree.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.ranks > MAX_RANKS:
+            raise ValueError(f"Degree has {self.ranks} ranks ({self}); allowed: up to {MAX_RANKS}")
 
     @property
     def ranks(self) -> int:

@@ -59,22 +59,18 @@ class KVLayout:
 
     layers: int
     kv_heads: int
-    """KV heads held here: the model's, divided by the tensor-parallel degree."""
+    """KV heads held here: the model's, or a rank's part of them."""
     head_dim: int
     block_size: int
     dtype: KVDtype
     order: Order = "NHD"
-    tp_rank: int = 0
-    tp_size: int = 1
     planes: int = 2
     """Planes of a layer in a block: 2 for keys and values, 1 for one kind of numbers."""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "kv_heads", "head_dim", "block_size", "tp_size"):
+        for name in ("layers", "kv_heads", "head_dim", "block_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"KVLayout.{name} is {getattr(self, name)}; it must be at least 1")
-        if not 0 <= self.tp_rank < self.tp_size:
-            raise ValueError(f"KVLayout.tp_rank is {self.tp_rank}; it must be in [0, {self.tp_size})")
         if self.planes not in (1, 2):
             raise ValueError(f"KVLayout.planes is {self.planes}; allowed: 1 or 2")
         if self.dtype not in DTYPE_BYTES:
@@ -134,7 +130,7 @@ class KVLayout:
 
     def mismatch(self, other: "KVLayout") -> str | None:
         """Names the first field that keeps KV of `other` from being converted to this layout; None if nothing does."""
-        return self._differing(other, ("layers", "planes", "head_dim", "tp_size", "tp_rank", "kv_heads"))
+        return self._differing(other, ("layers", "planes", "head_dim", "kv_heads"))
 
     def conversion(self, other: "KVLayout") -> str | None:
         """Names the first field for which KV of `other` must be converted; None if the bytes are the same."""
@@ -275,10 +271,15 @@ class CacheLayout:
         return CacheLayout(groups, block_size)
 
 
-def memory_runs(layout: KVLayout, blocks: Iterable[int], part: LayerPart = ALL_LAYERS) -> Iterator[tuple[int, int]]:
-    """[first, end) of each run of bytes that `blocks` are in a pool, in their order; neighbours make one run."""
-    whole, size = layout.block_bytes, layout.nbytes(layout.block_size, part)
-    offset = whole // layout.layers * part.layers(layout.layers).start
+def memory_runs(layout: KVLayout, blocks: Iterable[int], layers: range | None = None) -> Iterator[tuple[int, int]]:
+    """[first, end) of each run of bytes that `blocks` are in a pool, in their order; neighbours make one run.
+
+    Args:
+        layers: all of them unless given.
+    """
+    whole = layout.block_bytes
+    each, layers = whole // layout.layers, range(layout.layers) if layers is None else layers
+    size, offset = each * len(layers), each * layers.start
     first = end = -1
     for block in blocks:
         start = block * whole + offset

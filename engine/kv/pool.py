@@ -1,9 +1,11 @@
 """The tensors of paged KV, and token-exact access to their bytes."""
 
 import contextlib
+import copy
 import math
 import mmap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +45,8 @@ class KVPool:
     A frame may also be of a part of the layers only.
 
     In host memory, `runs` gives a frame's whole blocks in place, to be sent or received without a copy.
+
+    A `slice` of a pool is a pool too, in the same memory: its frames are of some layers and heads only.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
@@ -53,8 +57,40 @@ class KVPool:
         self.bytes = _empty((num_blocks, layout.layers, layout.planes, layout.plane_bytes), torch.device(device))
         self.bytes.zero_()
         self.tensor, self.scales = planes(self.bytes, layout)
+        self.fields = fields(self.bytes, layout)
+        """Bytes of the numbers, and of their scales if they have any: [block, layer, k|v, *inner, bytes] each."""
+        self.whole_planes = True
+        """Whether the layout has all heads that are in the memory."""
+        self._memory = layout
+        self.first_layer = 0
+        """Layer in the memory that is the layout's first."""
         # Block by block, a GPU would spend its time on starting copies.
         self._by_kernel = self.bytes.is_cuda
+
+    def slice(self, layers: range, heads: range) -> "KVPool":
+        """A pool in the same memory, of these layers and heads of this one. Its `bytes` are all of the memory.
+
+        Raises:
+            ValueError: this pool hasn't all of them.
+        """
+        layout = self.layout
+        for name, part, count in (("layers", layers, layout.layers), ("heads", heads, layout.kv_heads)):
+            if not 0 <= part.start < part.stop <= count:
+                raise ValueError(f"{name} are {part.start} to {part.stop - 1}; this pool has 0 to {count - 1}")
+        if (len(layers), len(heads)) == (layout.layers, layout.kv_heads):
+            return self
+        found = copy.copy(self)
+        found.layout = replace(layout, layers=len(layers), kv_heads=len(heads))
+        head = 4 if layout.order == "NHD" else 3
+
+        def part_of(tensor: Tensor) -> Tensor:
+            return tensor.narrow(1, layers.start, len(layers)).narrow(head, heads.start, len(heads))
+
+        found.tensor, found.fields = part_of(self.tensor), [part_of(field) for field in self.fields]
+        found.scales = None if self.scales is None else part_of(self.scales)
+        found.whole_planes = self.whole_planes and len(heads) == layout.kv_heads
+        found.first_layer += layers.start
+        return found
 
     @property
     def num_tokens(self) -> int:
@@ -77,7 +113,7 @@ class KVPool:
         """The whole blocks of a frame in place: writable bytes, in the frame's order, neighbours in one run.
 
         Raises:
-            ValueError: as `read`, or the pool isn't in host memory.
+            ValueError: as `read`, or the pool isn't in host memory, or has not `whole_planes`.
         """
         if self.bytes.device.type != "cpu":
             raise ValueError(f"the KV pool is on {self.bytes.device}; runs are of host memory only")
@@ -90,7 +126,7 @@ class KVPool:
         """As `runs`, as tensors, uint8, of memory of any kind.
 
         Raises:
-            ValueError: as `read`.
+            ValueError: as `read`, or the pool has not `whole_planes`.
         """
         memory = self.bytes.view(-1)
         return [memory[first:end] for first, end in self._whole_runs(blocks, first_token, num_tokens, part)]
@@ -100,8 +136,11 @@ class KVPool:
     ) -> Iterator[tuple[int, int]]:
         """Where the bytes of a frame's whole blocks begin and end in `bytes`, neighbours in one run."""
         self._check_range(blocks, first_token, num_tokens)
+        if not self.whole_planes:
+            raise ValueError(f"this pool has {self.layout.kv_heads} of {self._memory.kv_heads} heads; runs are of all")
         start = first_token // self.layout.block_size
-        return memory_runs(self.layout, blocks[start : start + num_tokens // self.layout.block_size], part)
+        used = blocks[start : start + num_tokens // self.layout.block_size]
+        return memory_runs(self._memory, used, self._layers(part))
 
     def read(
         self,
@@ -124,7 +163,7 @@ class KVPool:
             ValueError: the tokens don't begin a block or are not all in `blocks`, or `out` is too short.
         """
         size = self._check(blocks, first_token, num_tokens, out, part)
-        whole = num_tokens // self.layout.block_size if self._by_kernel else 0
+        whole = num_tokens // self.layout.block_size if self._by_kernel and self.whole_planes else 0
         if whole:
             self._copy("read", blocks, first_token, whole, out, part)
         for pooled, framed in self._pieces(blocks, first_token, num_tokens, out, part, whole):
@@ -152,16 +191,20 @@ class KVPool:
             ValueError: the tokens don't begin a block or are not all in `blocks`, or `data` is too short.
         """
         self._check(blocks, first_token, num_tokens, data, part)
-        whole = num_tokens // self.layout.block_size if self._by_kernel else 0
+        whole = num_tokens // self.layout.block_size if self._by_kernel and self.whole_planes else 0
         if whole:
             self._copy("write", blocks, first_token, whole, data, part)
-        end = first_token + num_tokens
-        if end % self.layout.block_size:
-            layers = part.layers(self.layout.layers)
-            self.bytes[blocks[end // self.layout.block_size], layers.start : layers.stop].zero_()
+        self._clear_last(blocks, first_token + num_tokens, part)
         for pooled, framed in self._pieces(blocks, first_token, num_tokens, data, part, whole):
             pooled[...] = framed
         self.settle()
+
+    def _clear_last(self, blocks: Sequence[int], end: int, part: LayerPart) -> None:
+        """Makes a partial last block zero."""
+        if end % self.layout.block_size:
+            layers = part.layers(self.layout.layers)
+            for field in self.fields:
+                field[blocks[end // self.layout.block_size], layers.start : layers.stop].zero_()
 
     def read_summed(
         self, blocks: Sequence[int], first_token: int, num_tokens: int, out: Tensor, part: LayerPart = ALL_LAYERS
@@ -174,10 +217,8 @@ class KVPool:
         self, blocks: Sequence[int], first_token: int, num_tokens: int, data: Tensor, part: LayerPart = ALL_LAYERS
     ) -> Tensor:
         """As `write`, with the checksum of the frame; otherwise as `read_summed`."""
-        end, layers = first_token + num_tokens, part.layers(self.layout.layers)
         self._check(blocks, first_token, num_tokens, data, part)
-        if end % self.layout.block_size:
-            self.bytes[blocks[end // self.layout.block_size], layers.start : layers.stop].zero_()
+        self._clear_last(blocks, first_token + num_tokens, part)
         return self._move_summed("write", blocks, first_token, num_tokens, data, part)
 
     def sum_in_place(
@@ -189,7 +230,7 @@ class KVPool:
 
     def sums(self, frame: Tensor) -> bool:
         """Whether the kernel that copies between the pool and this tensor can add up the frame's checksum."""
-        return self._by_kernel and frame.device == self.bytes.device
+        return self._by_kernel and self.whole_planes and frame.device == self.bytes.device
 
     def _move_summed(
         self, way: "Way", blocks: Sequence[int], first_token: int, num_tokens: int, frame: Tensor, part: LayerPart
@@ -228,9 +269,14 @@ class KVPool:
         if way == "read" and near is not frame:
             frame.copy_(near)
 
-    def _range(self, part: LayerPart) -> tuple[int, int]:
-        """The first layer of the part, and how many it has."""
+    def _layers(self, part: LayerPart) -> range:
+        """The part's layers in the memory."""
         layers = part.layers(self.layout.layers)
+        return range(self.first_layer + layers.start, self.first_layer + layers.stop)
+
+    def _range(self, part: LayerPart) -> tuple[int, int]:
+        """The first layer of the part in the memory, and how many it has."""
+        layers = self._layers(part)
         return layers.start, len(layers)
 
     def _used(self, blocks: Sequence[int], first_token: int, count: int) -> Tensor:
@@ -288,21 +334,23 @@ class KVPool:
         NumPy arrays if both are on the CPU, because torch would split a copy of this size over threads; else tensors.
         """
         on_cpu = self.bytes.device.type == frame.device.type == "cpu"
-        pool: Any = self.bytes.numpy() if on_cpu else self.bytes
         rest: Any = frame.numpy() if on_cpu else frame
-        layout, layers = self.layout, part.layers(self.layout.layers)
+        layout, layers, there = self.layout, part.layers(self.layout.layers), self._layers(part)
+        held: list[Any] = [field.numpy() if on_cpu else field for field in self.fields]
+        pool: Any = self.bytes.numpy() if on_cpu else self.bytes
         index = first_token // layout.block_size + skip
         num_tokens -= skip * layout.block_size
         rest = rest[layout.nbytes(skip * layout.block_size, part) :]
         while num_tokens > 0:
             used = min(num_tokens, layout.block_size)
-            block, size = pool[blocks[index], layers.start : layers.stop], layout.nbytes(used, part)
+            size = layout.nbytes(used, part)
             framed = rest[:size].reshape(len(layers), layout.planes, -1)
-            if used == layout.block_size:
-                yield block, framed
+            if used == layout.block_size and self.whole_planes:
+                yield pool[blocks[index], there.start : there.stop], framed
             else:
-                for there, here in zip(fields(block, layout), fields(framed, layout), strict=True):
-                    yield (there[:, :, :used] if layout.order == "NHD" else there[:, :, :, :used]), here
+                for field, here in zip(held, fields(framed, layout), strict=True):
+                    numbers = field[blocks[index], layers.start : layers.stop]
+                    yield (numbers[:, :, :used] if layout.order == "NHD" else numbers[:, :, :, :used]), here
             rest = rest[size:]
             num_tokens -= used
             index += 1

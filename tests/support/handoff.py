@@ -11,6 +11,7 @@ import torch
 
 from kvrelay.decode_worker.handoff_service import HandoffService
 from kvrelay.decode_worker.kv_receiver import KVReceiver
+from kvrelay.engine.kv.degree import ONE, Degree
 from kvrelay.engine.kv.layout import CacheLayout, KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.states import StatesLayout, StatesShape
@@ -29,6 +30,7 @@ from kvrelay.transfer.transports.registry import available_transports, entries
 from support.access import credentials
 from support.damage import DamagedFrames, parse
 from support.fake_transport import FakeTransport
+from support.ranks import Ranks, pools_of
 
 HOST = "127.0.0.1"
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=16, dtype="float32")
@@ -193,6 +195,11 @@ class Pair:
     receiving: ReceivingHost
     server: grpc.aio.Server
     port: int
+    sources: list[KVPool]
+    targets: list[KVPool]
+    """Pools of each rank, `source` and `target` are those of rank 0."""
+    ranks: tuple[Ranks, Ranks]
+    """The other ranks of both workers."""
 
     @property
     def sender(self) -> KVSender:
@@ -284,10 +291,12 @@ def setup(
     states: StatesLayout | None = None,
     shape: StatesShape | None = SHAPE,
     damage: str = "",
+    whole: tuple[KVLayout, Degree] | None = None,
 ) -> HandoffSetup:
     """The hand-off setup of a worker of the model "fingerprint", which wants `states` and can keep those of `shape`;
-    `damage` are rules of `support.damage`."""
-    local = LocalWorker(worker, CacheLayout.of(pool.layout), "fingerprint", states=states, states_shape=shape)
+    `damage` are rules of `support.damage`, `whole` the model's layout and the worker's ranks."""
+    layout, degree = whole or (pool.layout, ONE)
+    local = LocalWorker(worker, CacheLayout.of(layout), "fingerprint", states=states, states_shape=shape, degree=degree)
     frames = PoolFrames([pool], config.checksum)
     if damage:
         frames = DamagedFrames(frames, parse(damage))
@@ -308,19 +317,25 @@ async def pair(
     states: StatesLayout | None = None,
     shape: StatesShape | None = SHAPE,
     damage: str = "",
+    degrees: tuple[Degree, Degree] = (ONE, ONE),
 ) -> AsyncIterator[Pair]:
     """Starts both sides on loopback, and stops them. By default each offers every transport of this machine.
 
-    `damage` are rules for the sender's frames, see `support.damage`.
+    `damage` are rules for the sender's frames, see `support.damage`; `degrees` are the numbers of ranks of both.
     """
-    config = config or TransferConfig()
-    source, target = source or KVPool(layout, blocks), target or KVPool(receiver_layout or layout, blocks)
+    config, there_layout = config or TransferConfig(), receiver_layout or layout
+    sources = [source] if source is not None else pools_of(layout, degrees[0], blocks)
+    targets = [target] if target is not None else pools_of(there_layout, degrees[1], blocks)
     here, there = transports or (available_transports(HOST), available_transports(HOST))
     ends = Ends()
     sending, receiving = SendingHost(ends), ReceivingHost(ends, blocks)
     async with AsyncExitStack() as stack:
-        senders = PeerTable([Peer(SENDER, address="")])
-        service = HandoffService(setup(RECEIVER, target, senders, receiver_config or config, there, states), receiving)
+        senders = PeerTable([Peer(SENDER, address="", degree=degrees[0])])
+        model = target.layout if target is not None else there_layout, degrees[1]
+        receiver_setup = setup(RECEIVER, targets[0], senders, receiver_config or config, there, states, whole=model)
+        receivers = Ranks(receiver_setup, targets)
+        stack.push_async_callback(receivers.close)
+        service = HandoffService(receivers.setup, receiving)
         receiving.on_free = service.receiver.blocks_freed
         server = credentials("worker").server()
         service.add_to(server)
@@ -328,7 +343,12 @@ async def pair(
         await server.start()
         stack.push_async_callback(server.stop, 0.5)
         stack.push_async_callback(service.close)
-        peers = PeerTable([Peer(RECEIVER, f"{HOST}:{port}", tuple(entries(there)), states)])
-        client = HandoffClient(setup(SENDER, source, peers, config, here, shape=shape, damage=damage), sending)
+        peers = PeerTable([Peer(RECEIVER, f"{HOST}:{port}", tuple(entries(there)), states, degrees[1])])
+        model = source.layout if source is not None else layout, degrees[0]
+        sender_setup = setup(SENDER, sources[0], peers, config, here, shape=shape, damage=damage, whole=model)
+        others = Ranks(sender_setup, sources)
+        stack.push_async_callback(others.close)
+        client = HandoffClient(others.setup, sending)
         stack.push_async_callback(client.close)
-        yield Pair(client, service, source, target, ends, sending, receiving, server, port)
+        pools, ranks = (sources[0], targets[0]), (others, receivers)
+        yield Pair(client, service, *pools, ends, sending, receiving, server, port, sources, targets, ranks)

@@ -249,3 +249,31 @@ def test_tokens_count_once_all_of_their_parts_have_verified() -> None:
             (push(replace(again, index=1, part=LayerPart(1, 3))), Code.PROTOCOL),
         ],
     )
+
+
+def test_frames_are_numbered_by_link_and_a_route_that_is_left_out_fails() -> None:
+    """Announcements of several links come in any order; those of one link only in theirs."""
+    tracks = replace(TRACK, link=0), replace(TRACK, link=1)
+    both = replace(SHAPE, tracks=tracks)
+    grant = Grant(*KEY, 1, (0, 0))
+    sent = SendAttempt(KEY, both, TIMEOUTS, 0.0)
+    walk(sent, [(Finished(7, ALL), [])])
+    *frames, finish = sent.on(grant, 0.0)
+    first, second = ([each.frame for each in frames if each.frame.track == track] for track in (0, 1))
+    assert [frame.index for frame in first] == [frame.index for frame in second] == [0, 1, 2]
+    assert finish == SendFinish(Finish(*KEY, 1, 7, 6, 60))
+    ready = [(LinkUp(1), ...), (Expected(both), ...), (OFFER, ...), (Reserved(ALL, (0, 0)), [Tell(grant)])]
+
+    def told(frame: Frame) -> Push:
+        return replace(push(frame), track=frame.track)
+
+    any_order = [second[0], first[0], first[1], second[1], second[2], first[2]]
+    pushed = [(told(frame), [ReceiveFrame(frame)]) for frame in any_order]
+    ended = [(FrameEnded(frame), []) for frame in (*second, *first)]
+    walk(
+        ReceiveAttempt(KEY, TIMEOUTS, 0.0),
+        [*ready, *pushed, *ended, (finish.message, [Commit(ALL, 7), Tell(Ack(*KEY, 1))])],
+    )
+    walk(ReceiveAttempt(KEY, TIMEOUTS, 0.0), [*ready, pushed[0], (told(second[2]), Code.PROTOCOL)])
+    alone = [(told(frame), ...) for frame in first]
+    walk(ReceiveAttempt(KEY, TIMEOUTS, 0.0), [*ready, *alone, (Finish(*KEY, 1, 7, 3, 30), Code.PROTOCOL)])

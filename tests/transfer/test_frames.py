@@ -24,6 +24,7 @@ OTHERS = [
     *((KEY, replace(FRAME, **{name: getattr(FRAME, name) + 1})) for name in ("epoch", "index", "first", "tokens")),
     *((KEY, replace(FRAME, part=LayerPart(number, 2))) for number in range(2)),
     (KEY, replace(FRAME, states=True)),
+    (KEY, replace(FRAME, track=1)),
 ]
 """Frames with as many bytes as FRAME, of other hand-offs and for other places."""
 MAC_KEY = b"k" * 32

@@ -38,7 +38,7 @@ async def half_sent(world: Pair, key: tuple[str, int] = KEY) -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"kv_heads": 1, "tp_size": 2}, "layout.tp_size: 2 here, 1 there"),
+        ({"kv_heads": 1}, "layout.kv_heads: 1 here, 2 there"),
         ({"dtype": "bfloat16"}, "layout.dtype: bfloat16 here, float32 there; transfer.convert_dtype is off"),
     ],
 )

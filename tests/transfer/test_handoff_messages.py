@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.engine.kv.degree import Degree
 from kvrelay.engine.kv.layout import CacheLayout, KVLayout, LayerGroup
 from kvrelay.engine.states import StatesLayout
 from kvrelay.internal.v1.handoff_pb2 import HandoffBatch, HandoffMessage
@@ -93,6 +94,7 @@ def caches(draw: st.DrawFn) -> CacheLayout:
 
 
 CACHES = caches()
+DEGREES = st.builds(Degree, st.integers(1, 8), st.integers(1, 8))
 STATES = st.builds(
     StatesLayout,
     layers=st.lists(st.integers(0, 2**16), min_size=1, max_size=MAX_STATE_LAYERS, unique=True).map(tuple),
@@ -118,6 +120,8 @@ def _values(rule: packing.Rule) -> st.SearchStrategy[Any]:
             return LAYOUTS
         case wire.CACHE:
             return CACHES
+        case wire.DEGREE:
+            return DEGREES
         case wire.Many(packing.Number(low, high), most):
             return st.lists(st.integers(low, high), min_size=1, max_size=most).map(tuple)
         case wire.STATES:
@@ -143,12 +147,19 @@ def test_messages_arrive_as_they_were_sent(messages: list[Message]) -> None:
     assert decode(encode(messages[:1])) == messages[:1]
 
 
+PARTS = {
+    "Layout": wire.LAYOUT,
+    "States": wire.STATES,
+    "Group": wire.GROUP,
+    "Cache": wire.CACHE,
+    "Degree": wire.DEGREE,
+}
+
+
 def test_the_proto_and_the_classes_have_the_same_messages_with_the_same_fields() -> None:
     assert set(get_args(Message)) == {form.kind for form in wire._FORMS.values()}
     for name, kind in HandoffMessage.DESCRIPTOR.nested_types_by_name.items():
-        rule = {"Layout": wire.LAYOUT, "States": wire.STATES, "Group": wire.GROUP, "Cache": wire.CACHE}.get(
-            name
-        ) or wire._FORMS[name]
+        rule = PARTS.get(name) or wire._FORMS[name]
         assert [field.name for field in kind.fields] == list(rule.rules), name
     assert {code.name for code in Code} == {name.removeprefix("CODE_") for name in HandoffMessage.Code.keys()[1:]}
 
@@ -185,7 +196,7 @@ def hello(part: str, **changes: object) -> bytes:
     message = start.cache.groups[0].tracks[0] if part == "layout" else getattr(start, part)
     for field in changes:
         message.ClearField(field)
-    message.MergeFrom(type(message)(**changes))
+    message.MergeFrom(type(message)(**{field: value for field, value in changes.items() if value is not None}))
     return batch.SerializeToString()
 
 
@@ -242,7 +253,9 @@ INVALID: dict[str, tuple[bytes, str]] = {
     "order: DHN": (hello("layout", order="DHN"), "Hello.cache.groups.tracks.order"),
     "block size: 0": (hello("layout", block_size=0), "Hello.cache.groups.tracks.block_size"),
     "block size: 2**20 + 1": (hello("layout", block_size=2**20 + 1), "Hello.cache.groups.tracks.block_size"),
-    "rank: 1 of 1": (hello("layout", tp_rank=1), "Hello.cache.groups.tracks: .*tp_rank"),
+    "degree: 0": (hello("degree", tensor=0), "Hello.degree.tensor is 0; allowed: an integer from 1 to 64"),
+    "degree: missing": (hello("degree", pipeline=None), "Hello.degree.pipeline is missing"),
+    "degree: 65 ranks": (hello("degree", tensor=13, pipeline=5), "Hello.degree: .*65 ranks.*allowed: up to 64"),
     "states: none": (hello("states", layers=[]), "Hello.states.layers is missing"),
     "states: one twice": (hello("states", layers=[1, 1]), "Hello.states: .*twice"),
     "states: many": (hello("states", layers=range(MAX_STATE_LAYERS + 1)), "Hello.states.layers has 17 items"),

@@ -18,6 +18,7 @@ from kvrelay.transfer.links import links
 from kvrelay.transfer.links.links import LinkLimits, LinkManager, LinkTimeouts
 from kvrelay.transfer.protocol.messages import Key
 from kvrelay.transfer.protocol.ports import RECEIVER, SENDER, LinkEnd, LinkSpec, LoopRuntime
+from kvrelay.transfer.protocol.routes import RankPair
 from kvrelay.transfer.transports.base import Link, Pending, Rendezvous, poll
 from support.fake_transport import FakeLink, FakeTransport, Fault
 from support.late_writes import LateWrites
@@ -113,8 +114,8 @@ class Ends:
     def open_end(self, peer: str = "a", epoch: int = 1, rank: int = SENDER) -> bool:
         mine, other = (self.sender, self.receiver) if rank == SENDER else (self.receiver, self.sender)
 
-        def tell(entry: str, value: bytes) -> None:
-            self.runtime.post(other.meet, peer, epoch, entry, value)
+        def tell(ranks: RankPair, entry: str, value: bytes) -> None:
+            self.runtime.post(other.meet, peer, epoch, ranks, entry, value)
 
         def on_end(end: LinkEnd) -> None:
             if rank == SENDER:
@@ -124,10 +125,10 @@ class Ends:
         return mine.open(LinkSpec("here", peer, epoch, self.transport.name, rank, 64, tell, on_end, idle))
 
     def send(self, value: int, peer: str = "a", epoch: int = 1, written: KVWrites = WRITTEN, of: str = "r") -> None:
-        self.sender.submit(peer, epoch, Sending(value, self.log, written, (of, 1)))
+        self.sender.submit(peer, epoch, RankPair(), Sending(value, self.log, written, (of, 1)))
 
     def receive(self, peer: str = "a", epoch: int = 1) -> None:
-        self.receiver.submit(peer, epoch, Receiving(self.log))
+        self.receiver.submit(peer, epoch, RankPair(), Receiving(self.log))
 
     async def cross(self, value: int, peer: str = "a", epoch: int = 1) -> None:
         """Sends a number over a link, and waits until it has come."""

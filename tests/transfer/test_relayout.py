@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.engine.kv.degree import Degree
 from kvrelay.engine.kv.layout import CacheLayout, KVLayout, LayerPart
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.kernels.kv_codes import dequantize, quantize
@@ -16,6 +17,7 @@ from kvrelay.transfer.frames.frames import ConvertedFrame, NarrowedFrame, PoolFr
 from kvrelay.transfer.protocol.events import Frame
 from kvrelay.transfer.protocol.handshake import FrameCut, LocalWorker
 from kvrelay.transfer.protocol.messages import MAX_FRAME_BYTES, MAX_PARTS, Key
+from kvrelay.transfer.protocol.routes import held_by, routes_of
 from support.handoff import RECEIVER, SENDER, Pair, links_of, pair, prompt
 
 LAYERS, HEADS, DIM = 3, 2, 4
@@ -127,6 +129,58 @@ def test_every_number_lands_where_it_belongs_and_nothing_else_moves(
     assert keep == count or not found[count:].any(), "slots behind the last token are not zero"
 
 
+RANKS = [Degree(1), Degree(2), Degree(4), Degree(8), Degree(1, 2), Degree(2, 3)]
+
+
+@settings(max_examples=150)
+@given(layouts, layouts, st.sampled_from(RANKS), st.sampled_from(RANKS), st.integers(1, 40), st.integers(0, 2**31))
+def test_every_number_lands_where_it_belongs_whatever_ranks_hold_it(
+    theirs: KVLayout, mine: KVLayout, sender: Degree, receiver: Degree, count: int, seed: int
+) -> None:
+    """Each rank's pool is the model's, cut; the frames of all routes make each pool of the receiver."""
+    theirs, mine = replace(theirs, kv_heads=4), replace(mine, kv_heads=4)
+    rng = random.Random(seed)
+    table, there = (rng.sample(range(48), layout.blocks_for(count)) for layout in (theirs, mine))
+    model = fill(KVPool(theirs, 48), seed)
+    wire = theirs.sent_to(mine)
+
+    def cut(layout: KVLayout, degree: Degree) -> list[KVPool]:
+        return [KVPool(held_by(layout, degree, rank).of(layout), 48) for rank in range(degree.ranks)]
+
+    sources, targets = cut(theirs, sender), cut(mine, receiver)
+    for rank, pool in enumerate(sources):
+        for mine_, whole in zip(pool.fields, model.slice(*held_by(theirs, sender, rank)).fields, strict=True):
+            mine_.copy_(whole)
+    before = [held(fill(pool, seed + 1)) for pool in targets]
+    routes = routes_of(CacheLayout.of(wire), sender, receiver)
+    for route in rng.sample(routes, len(routes)):
+        source = sources[route.ranks.sender].slice(*route.places[0])
+        target = targets[route.ranks.receiver].slice(*route.places[1])
+        first = 0
+        while first < count:
+            frame_tokens = min(count - first, rng.randrange(1, 4) * theirs.block_size)
+            for part in (LayerPart(index, len(route.part.layers)) for index in range(len(route.part.layers))):
+                frame = Frame(1, 0, first, frame_tokens, route.layout.nbytes(frame_tokens, part), part)
+                buffer = torch.empty(frame.nbytes, dtype=torch.uint8)
+                narrowed = route.layout != source.layout
+                (
+                    NarrowedFrame(source, route.layout, table, frame) if narrowed else PoolFrame(source, table, frame)
+                ).read(buffer)
+                if target.layout.conversion(route.layout) is None:
+                    PoolFrame(target, there, frame).write(buffer)
+                else:
+                    ConvertedFrame(target, route.layout, there, frame, 0).write(buffer)
+            first += frame_tokens
+    wanted = converted(tokens_of(held(model), theirs, table), theirs, mine)
+    for rank, pool in enumerate(targets):
+        part = held_by(mine, receiver, rank)
+        found = tokens_of(after := held(pool), mine, there)
+        assert torch.equal(found[:count], wanted[:count, part.layers][:, :, :, part.heads])
+        assert not found[count:].any(), "slots behind the last token are not zero"
+        others = [block for block in range(48) if block not in there]
+        assert torch.equal(after[others], before[rank][others])
+
+
 BASE = KVLayout(LAYERS, HEADS, DIM, 16, "float32", "NHD")
 LARGE = KVLayout(layers=5, kv_heads=4, head_dim=32, block_size=32, dtype="float32")
 """A layout with 160 KiB a block, more than a frame."""
@@ -177,7 +231,7 @@ async def test_a_pair_of_different_layouts_hands_over(theirs: KVLayout, change: 
 
 
 def test_the_field_that_cannot_be_converted_is_named() -> None:
-    for change in ({"layers": 4}, {"head_dim": 8}, {"kv_heads": 4}, {"tp_size": 2}):
+    for change in ({"layers": 4}, {"head_dim": 8}, {"kv_heads": 4}, {"planes": 1}):
         other = replace(BASE, **change)  # type: ignore[arg-type]  # the fields named by the loop
         assert str(BASE.mismatch(other)).startswith(next(iter(change)))
     for change in ({"block_size": 8}, {"order": "HND"}, {"dtype": "float16"}, {"dtype": "int8"}):

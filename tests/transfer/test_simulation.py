@@ -27,6 +27,9 @@ SEEDS, MORE_SEEDS, MANY_SEEDS = 500, 6000, 100_000
 NOISY_SEEDS, MORE_NOISY_SEEDS = 300, 3000
 NOISE = 0.3
 """Share of the frames that are damaged in a noisy world."""
+RANKED_SEEDS, MORE_RANKED_SEEDS, MANY_RANKED_SEEDS = 150, 2000, 10_000
+OVERTAKEN = 8254
+"""A world in which a frame could overtake one of the same hand-off and link that waited for its step."""
 SLICE = 500
 SEED = os.environ.get("KVRELAY_SEED")
 
@@ -77,14 +80,14 @@ def specified() -> dict[Transition, set[str]]:
     return transitions
 
 
-def run_seeds(seeds: Sequence[int], noise: float | None = None) -> Explored:
+def run_seeds(seeds: Sequence[int], noise: float | None = None, ranks: bool | None = None) -> Explored:
     """Runs the worlds of `seeds`; more than a slice of them in two processes."""
     if len(seeds) <= SLICE:
-        return explore(seeds, noise=noise)
+        return explore(seeds, noise=noise, ranks=ranks)
     whole = Explored()
     slices = [seeds[start : start + SLICE] for start in range(0, len(seeds), SLICE)]
     with ProcessPoolExecutor(min(2, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
-        for part in pool.map(partial(explore, noise=noise), slices):
+        for part in pool.map(partial(explore, noise=noise, ranks=ranks), slices):
             whole.add(part)
     return whole
 
@@ -126,6 +129,23 @@ def test_no_damage_is_committed(seeds: Sequence[int]) -> None:
     assert explored.damages.keys() == {damage.__name__ for damage in DAMAGES}
     assert min(explored.damages.values()) > len(seeds) // 20
     assert explored.commits > len(seeds) // 2
+
+
+@many_seeds
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        [*range(RANKED_SEEDS), OVERTAKEN],
+        pytest.param(range(RANKED_SEEDS, MORE_RANKED_SEEDS), marks=pytest.mark.more),
+        pytest.param(range(MORE_RANKED_SEEDS, MANY_RANKED_SEEDS), marks=pytest.mark.slow),
+    ],
+    ids=["some", "more", "many"],
+)
+def test_no_interleaving_breaks_a_guarantee_between_workers_of_several_ranks(seeds: Sequence[int]) -> None:
+    """Their numbers of ranks differ, and any link between two ranks may be lost."""
+    explored = run_seeds(seeds, ranks=True)
+    check(explored)
+    assert explored.commits > explored.worlds
 
 
 @many_seeds

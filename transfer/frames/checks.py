@@ -108,8 +108,8 @@ def trailer_bytes(kind: ChecksumKind, mac_key: bytes | None) -> int:
 
 def announcement(key: Key, frame: Frame) -> bytes:
     """The facts of a frame that an announcement tells, as bytes."""
-    place = frame.epoch, frame.index, frame.first, frame.tokens, *frame.part, frame.states
-    return struct.pack("<8Q", key[1], *place) + key[0].encode()
+    place = frame.epoch, frame.index, frame.first, frame.tokens, *frame.part, frame.states, frame.track
+    return struct.pack("<9Q", key[1], *place) + key[0].encode()
 
 
 def trailer(checksum: int, announced: bytes) -> bytes:

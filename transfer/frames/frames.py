@@ -32,8 +32,9 @@ from kvrelay.transfer.frames.checks import ChecksumKind, FrameCheck, trailer_byt
 from kvrelay.transfer.frames.places import ConvertedFrame, FrameBuffer, NarrowedFrame, PoolFrame
 from kvrelay.transfer.frames.states_frame import StatesFrame
 from kvrelay.transfer.protocol.events import Frame, Outcome
-from kvrelay.transfer.protocol.messages import Hello, Key, Push
-from kvrelay.transfer.protocol.ports import BlockClaim
+from kvrelay.transfer.protocol.messages import Key, Push
+from kvrelay.transfer.protocol.ports import RECEIVER, SENDER, BlockClaim
+from kvrelay.transfer.protocol.routes import Route
 from kvrelay.transfer.transports.base import ByteStream, Link, Pending, beside
 
 PIECE_BYTES = 2**19
@@ -322,12 +323,20 @@ class PoolFrames:
     """Makes the jobs of one worker's links: they read frames from its KV pool, or write frames to it."""
 
     def __init__(self, pools: Sequence[KVPool], checksum: bool) -> None:
-        """`pools` are those of the worker's tracks."""
+        """`pools` are those of the model's tracks, or this rank's parts of them."""
         self._pools = pools
         self._checksum = checksum
 
-    def _kind(self, peer: Hello | None) -> ChecksumKind:
-        return ChecksumKind.of(self._checksum, self._is_cuda and peer is not None and peer.gpu)
+    def block_size(self, track: int) -> int:
+        """Tokens of a block in this rank's pool of the track."""
+        return self._pools[track].layout.block_size
+
+    def _kind(self, route: Route) -> ChecksumKind:
+        return ChecksumKind.of(self._checksum, route.on_gpus)
+
+    def _pool(self, route: Route, rank: int) -> KVPool:
+        """The part of this rank's pool that goes the route, as its end of this `rank` has it: SENDER or RECEIVER."""
+        return self._pools[route.track].slice(*route.places[rank])
 
     @property
     def _is_cuda(self) -> bool:
@@ -339,7 +348,7 @@ class PoolFrames:
         frame: Frame,
         claim: BlockClaim,
         source: Sequence[Any],
-        peer: Hello | None,
+        route: Route,
         announce: Callable[[Push], None],
         on_read: Callable[[], None],
     ) -> SendJob:
@@ -348,11 +357,10 @@ class PoolFrames:
         if frame.states:
             place = StatesFrame(source)
         else:
-            pool = self._pools[frame.track]
-            wire = pool.layout if peer is None else pool.layout.sent_to(peer.cache.tracks[frame.track][1])
+            pool, wire = self._pool(route, SENDER), route.layout
             narrowed = wire != pool.layout
             place = NarrowedFrame(pool, wire, source, frame) if narrowed else PoolFrame(pool, source, frame)
-        return SendJob(key, frame, claim, place, self._kind(peer), announce, on_read)
+        return SendJob(key, frame, claim, place, self._kind(route), announce, on_read)
 
     def receive(
         self,
@@ -361,7 +369,7 @@ class PoolFrames:
         claim: BlockClaim,
         target: Any,
         keep: int,
-        peer: Hello,
+        route: Route,
         on_end: Callable[[Outcome], None],
     ) -> ReceiveJob:
         """See `ReceiveJob`.
@@ -374,11 +382,10 @@ class PoolFrames:
         if frame.states:
             place = StatesFrame([target])
         else:
-            pool = self._pools[frame.track]
-            wire = peer.cache.tracks[frame.track][1].sent_to(pool.layout)
+            pool, wire = self._pool(route, RECEIVER), route.layout
             alike = pool.layout.conversion(wire) is None
             place = PoolFrame(pool, target, frame) if alike else ConvertedFrame(pool, wire, target, frame, keep)
-        return ReceiveJob(key, frame, claim, place, self._kind(peer), on_end)
+        return ReceiveJob(key, frame, claim, place, self._kind(route), on_end)
 
     def make_states(self, layout: StatesLayout, tokens: int) -> Tensor:
         """[tokens, layers, hidden] host memory for the hidden states of so many tokens, uninitialized; pinned if a GPU
@@ -387,6 +394,6 @@ class PoolFrames:
         shape = tokens, len(layout.layers), layout.hidden_size
         return torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype], pin_memory=self._is_cuda)
 
-    def drain(self, nbytes: int, peer: Hello) -> DrainJob:
+    def drain(self, nbytes: int, route: Route) -> DrainJob:
         """See `DrainJob`."""
-        return DrainJob(nbytes, self._kind(peer))
+        return DrainJob(nbytes, self._kind(route))

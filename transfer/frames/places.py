@@ -82,7 +82,7 @@ class PoolFrame(FrameBuffer):
         return self._frame.nbytes
 
     def runs(self) -> list[memoryview] | None:
-        if self._pool.tensor.device.type != "cpu":
+        if self._pool.bytes.device.type != "cpu" or not self._pool.whole_planes:
             return None
         return self._pool.runs(self._table, self._frame.first, self._frame.tokens, self._frame.part)
 
@@ -111,7 +111,7 @@ class PoolFrame(FrameBuffer):
 
     def lend(self, lender: Lender, data: Tensor, check: FrameCheck) -> list[Tensor] | None:
         frame, pool, queues = self._frame, self._pool, self.queues(data, check)
-        if not queues and pool.bytes.device.type != "cpu":
+        if not pool.whole_planes or not (queues or pool.bytes.device.type == "cpu"):
             return None
         runs = pool.regions(self._table, frame.first, frame.tokens, frame.part)
         if not 0 < len(runs) <= lender.most_runs or not lender.lend(pool.bytes):

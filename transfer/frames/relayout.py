@@ -25,8 +25,7 @@ def convert(pool: KVPool, table: Sequence[int], theirs: KVLayout, frame: Frame, 
     """
     size = pool.layout.block_size
     layers = frame.part.layers(theirs.layers)
-    bytes_of_layers = pool.bytes[:, layers.start : layers.stop]
-    mine = [_by_slot(part, pool.layout) for part in fields(bytes_of_layers, pool.layout)]
+    mine = [_by_slot(field[:, layers.start : layers.stop], pool.layout) for field in pool.fields]
     blocks = torch.tensor(table, device=pool.bytes.device)
     first, end = frame.first, frame.first + frame.tokens
     if end <= keep:

@@ -1,4 +1,5 @@
-"""The links of one process: one per pair, opened on demand, each with an I/O thread, discarded on the first error.
+"""The links of one process: one per pair of ranks, opened on demand, each with an I/O thread, discarded on the first
+error. All links between two workers are of one epoch, and end with the first of them that does.
 
     queue          producer                          consumer
     jobs           the event loop (`submit`)         the link's thread, first in, first out but for KV that isn't there
@@ -20,6 +21,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -31,6 +33,7 @@ from kvrelay.transfer.frames.checks import MAX_TRAILER_BYTES
 from kvrelay.transfer.protocol.messages import Key
 from kvrelay.transfer.protocol.peers import Peer
 from kvrelay.transfer.protocol.ports import SENDER, LinkEnd, LinkSpec, NoTransportError, Runtime
+from kvrelay.transfer.protocol.routes import RankPair
 from kvrelay.transfer.transports.base import Link, LinkError, Pending, Rendezvous, Transport, take_link_stream
 from kvrelay.transfer.transports.registry import choose, entries
 
@@ -60,7 +63,7 @@ class LinkLimits(NamedTuple):
     """Limits of all links of a process together."""
 
     links: int
-    """Number of links, `TransferConfig.max_links`."""
+    """Number of peers that links are open to, `TransferConfig.max_links`."""
     gpu_buffer_bytes: int
     """Bytes of GPU memory, `TransferConfig.gpu_buffer_bytes`."""
 
@@ -120,6 +123,7 @@ class LinkThread:
     def __init__(
         self,
         spec: LinkSpec,
+        ranks: RankPair,
         transport: Transport,
         timeouts: LinkTimeouts,
         runtime: Runtime,
@@ -130,7 +134,7 @@ class LinkThread:
         self._transport = transport
         self._timeout, self._open_timeout = timeouts.frame, timeouts.to_open(spec.transport)
         self.meeting = Rendezvous(
-            lambda entry, value: runtime.post(spec.tell, entry, value), self._open_timeout, spec.name
+            lambda entry, value: runtime.post(spec.tell, ranks, entry, value), self._open_timeout, spec.name(ranks)
         )
         self._runtime = runtime
         self._on_end = on_end
@@ -301,6 +305,16 @@ class LinkThread:
         return None
 
 
+@dataclass(slots=True, eq=False)
+class EpochLinks:
+    """The links of one epoch to one peer, as far as their ends are in this process."""
+
+    spec: LinkSpec
+    threads: dict[RankPair, LinkThread] = field(default_factory=dict)
+    ended: bool = False
+    """Whether the end is reported."""
+
+
 class LinkManager:
     """All links of one process, by the incarnation of the peer; implements `Links` with real transports."""
 
@@ -311,67 +325,82 @@ class LinkManager:
         timeouts: LinkTimeouts,
         wanted: str,
         runtime: Runtime,
+        rank: int = 0,
     ) -> None:
         """
         Args:
             transports: those that this worker can use, best first.
             wanted: `TransferConfig.transport`.
+            rank: this process's among the worker's: links of other ranks aren't opened here.
         """
         self._transports = transports
         self._limits = limits
         self._timeouts = timeouts
         self._wanted = wanted
         self._runtime = runtime
-        self._links: OrderedDict[str, LinkThread] = OrderedDict()
+        self._rank = rank
+        self._links: OrderedDict[str, EpochLinks] = OrderedDict()
         self._ending: set[LinkThread] = set()
 
     def __len__(self) -> int:
         return len(self._links)
 
+    @property
+    def peers(self) -> list[str]:
+        """Incarnations of the peers that links are open to."""
+        return list(self._links)
+
     def transport_for(self, peer: Peer) -> str:
         return choose(self._wanted, entries(self._transports), peer.transports)
 
     def epoch(self, peer: str) -> int:
-        link = self._links.get(peer)
-        return 0 if link is None else link.spec.epoch
+        links = self._links.get(peer)
+        return 0 if links is None else links.spec.epoch
 
     def open(self, spec: LinkSpec) -> bool:
         transport = self._transports.get(spec.transport)
         if transport is None:
             raise NoTransportError(f"{spec.transport!r}; allowed: {', '.join(self._transports)}")
         self.close(spec.peer, "superseded by a later epoch")
-        while not self._has_room(spec):
+        here = [ranks for ranks in spec.links if ranks[spec.rank] == self._rank]
+        while not self._has_room(spec, len(here)):
             if not self._close_one_idle():
                 return False
-        link = LinkThread(spec, transport, self._timeouts, self._runtime, self._ended)
-        self._links[spec.peer] = link
-        link.thread.start()
+        links = self._links[spec.peer] = EpochLinks(spec)
+        for ranks in here:
+            on_end = partial(self._ended, links)
+            links.threads[ranks] = LinkThread(spec, ranks, transport, self._timeouts, self._runtime, on_end)
+        for link in links.threads.values():
+            link.thread.start()
         return True
 
-    def meet(self, peer: str, epoch: int, entry: str, value: bytes) -> None:
-        link = self._links.get(peer)
-        if link is not None and link.spec.epoch == epoch:
+    def meet(self, peer: str, epoch: int, ranks: RankPair, entry: str, value: bytes) -> None:
+        link = self._of(peer, epoch).get(ranks)
+        if link is not None:
             link.meeting.put(entry, value)
 
-    def submit(self, peer: str, epoch: int, job: Job) -> None:
-        link = self._links.get(peer)
-        if link is None or link.spec.epoch != epoch:
+    def submit(self, peer: str, epoch: int, ranks: RankPair, job: Job) -> None:
+        link = self._of(peer, epoch).get(ranks)
+        if link is None:
             job.fail("the link of this epoch has ended")
             return
         self._links.move_to_end(peer)
         link.submit(job)
 
     def after_frames(self, peer: str, epoch: int, call: Callable[[], object]) -> None:
-        self.submit(peer, epoch, AfterFrames(partial(self._runtime.post, call)))
+        links = list(self._of(peer, epoch).values())
+        behind = call if len(links) == 1 else countdown(len(links), call)
+        for link in links:
+            link.submit(AfterFrames(partial(self._runtime.post, behind)))
 
     def close(self, peer: str, reason: str) -> None:
-        link = self._links.pop(peer, None)
-        if link is not None:
-            self._retire(link, reason)
+        links = self._links.pop(peer, None)
+        if links is not None:
+            self._retire(links, reason)
 
     async def shut_down(self) -> None:
         """Ends all links and waits for their threads, as long as a transport may block at most."""
-        for peer in list(self._links):
+        for peer in self.peers:
             self.close(peer, "this worker is shutting down")
         deadline = self._runtime.now() + max(self._timeouts) + self._timeouts.frame + 1.0
         while any(link.thread.is_alive() for link in self._ending):
@@ -380,29 +409,52 @@ class LinkManager:
                 return
             await asyncio.sleep(0.005)
 
-    def _ended(self, link: LinkThread, end: LinkEnd) -> None:
-        if self._links.get(link.spec.peer) is link:
-            self._retire(self._links.pop(link.spec.peer), "ended")
-        link.spec.on_end(end)
+    def _of(self, peer: str, epoch: int) -> dict[RankPair, LinkThread]:
+        """The links to a peer; none if they are of another epoch."""
+        links = self._links.get(peer)
+        return links.threads if links is not None and links.spec.epoch == epoch else {}
 
-    def _has_room(self, spec: LinkSpec) -> bool:
-        """Whether one more link keeps within the limits."""
+    def _ended(self, links: EpochLinks, link: LinkThread, end: LinkEnd) -> None:
+        """One of the links has ended: so do the others, and the first one's report is that of all."""
+        if links.ended:
+            return
+        links.ended = True
+        if self._links.get(links.spec.peer) is links:
+            self._retire(self._links.pop(links.spec.peer), f"a link of the same epoch has ended: {end.reason}")
+        links.spec.on_end(end)
+
+    def _has_room(self, spec: LinkSpec, count: int) -> bool:
+        """Whether `count` more links, to one more peer, keep within the limits."""
         if len(self._links) >= self._limits.links:
             return False
         if spec.transport not in BETWEEN_GPUS:
             return True
-        there = (link.spec for link in self._links.values())
-        frames = [spec.frame_bytes, *(other.frame_bytes for other in there if other.transport in BETWEEN_GPUS)]
+        frames = [spec.frame_bytes] * count
+        for other in self._links.values():
+            frames += [other.spec.frame_bytes] * len(other.threads) * (other.spec.transport in BETWEEN_GPUS)
         # One link may be larger: a layer of a block is a frame even if it is larger than the largest frame.
         return len(frames) == 1 or LINK_BUFFERS * sum(frames) <= self._limits.gpu_buffer_bytes
 
     def _close_one_idle(self) -> bool:
-        for peer, link in self._links.items():
-            if link.spec.idle():
+        for peer, links in self._links.items():
+            if links.spec.idle():
                 self.close(peer, "closed in favour of another link")
                 return True
         return False
 
-    def _retire(self, link: LinkThread, reason: str) -> None:
-        link.close(reason)
-        self._ending = {old for old in self._ending if old.thread.is_alive()} | {link}
+    def _retire(self, links: EpochLinks, reason: str) -> None:
+        for link in links.threads.values():
+            link.close(reason)
+        self._ending = {old for old in self._ending if old.thread.is_alive()} | {*links.threads.values()}
+
+
+def countdown(count: int, call: Callable[[], object]) -> Callable[[], None]:
+    """A function whose last call of `count` calls `call`."""
+    left = [None] * count
+
+    def step() -> None:
+        left.pop()
+        if not left:
+            call()
+
+    return step

@@ -3,10 +3,10 @@
     KVSender     `kvrelay.prefill_worker.kv_sender`    one per prefill worker process
     KVReceiver   `kvrelay.decode_worker.kv_receiver`   one per decode worker process
 
-Scopes: a process has one endpoint; a pair of workers has a control stream and, per epoch, one link (`Pair`); an
-attempt has a state machine at either end (`Transfer`); a frame has a claim on its blocks (`BlockClaim`). An endpoint
-runs on one event loop. Clock, loop, streams and links are injected (`kvrelay.transfer.protocol.ports`), so tests
-simulate this very code.
+Scopes: a worker has one endpoint, at its rank 0; a pair of workers has a control stream and, per epoch, a link for each
+pair of ranks that share a route (`Pair`); an attempt has a state machine at either end (`Transfer`); a frame has a
+claim on its blocks (`BlockClaim`). An endpoint runs on one event loop. Clock, loop, streams and links are injected
+(`kvrelay.transfer.protocol.ports`), so tests simulate this very code.
 """
 
 from abc import ABC, abstractmethod
@@ -16,13 +16,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from kvrelay.engine.kv.degree import Degree
+from kvrelay.engine.kv.layout import CacheLayout
 from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.protocol.events import Cancel, Frame, FrameEnded, Outcome, PeerLost, Renewed, Timeouts
-from kvrelay.transfer.protocol.handshake import LocalWorker
+from kvrelay.transfer.protocol.handshake import FrameCut, LocalWorker
 from kvrelay.transfer.protocol.messages import MAX_KEYS, CloseLink, Code, Hello, Key, Meet, Message, Renew
 from kvrelay.transfer.protocol.peers import Peer, PeerTable
-from kvrelay.transfer.protocol.ports import BlockClaim, ControlStream, LinkEnd, Links, LinkSpec, Runtime
+from kvrelay.transfer.protocol.ports import SENDER, BlockClaim, ControlStream, LinkEnd, Links, LinkSpec, Runtime
+from kvrelay.transfer.protocol.routes import RankPair, Route, links_of, routes_of
 from kvrelay.transfer.protocol.states import StatesRoom
 from kvrelay.transfer.protocol.table import ReceiveAttempt, SendAttempt
 
@@ -55,9 +58,11 @@ class Pair:
     hello: Hello | None = None
     """Hello of the peer, once it has come."""
     epoch: int = 0
-    """Epoch of the latest link that was opened over this stream."""
-    between_gpus: bool = False
-    """Whether this sender's frames are those of links from GPU to GPU."""
+    """Epoch of the latest links that were opened over this stream."""
+    routes: tuple[Route, ...] = ()
+    """The ways of KV between the two workers' ranks."""
+    cuts: tuple[FrameCut, ...] = ()
+    """The sender's cuts of the routes, before any dtype is converted."""
 
     @property
     def peer(self) -> Peer:
@@ -234,6 +239,16 @@ class Endpoint(ABC, Generic[TransferT]):
     def _of(self, pair: Pair) -> list[TransferT]:
         return [transfer for transfer in self._transfers.values() if transfer.pair is pair]
 
+    def _route(self, sender: CacheLayout, degree: Degree, hello: Hello | None) -> tuple[Route, ...]:
+        """The routes between this worker and a peer of this `degree`, whose hello may not have come yet.
+
+        Args:
+            sender: cache layout of that end.
+        """
+        mine, on_gpus = self.local.degree, self.local.gpu and hello is not None and hello.gpu
+        degrees = (mine, degree) if self.rank == SENDER else (degree, mine)
+        return routes_of(sender, *degrees, on_gpus)
+
     def _claim(self, transfer: TransferT, frame: Frame, written: KVWrites = WRITTEN) -> BlockClaim:
         claim = transfer.claims[frame] = BlockClaim(written)
         return claim
@@ -253,7 +268,7 @@ class Endpoint(ABC, Generic[TransferT]):
                     if transfer is not None and transfer.pair is pair:
                         self._feed(transfer, Renewed())
             case Meet(epoch, entry, value):
-                self.links.meet(pair.incarnation, epoch, entry, value)
+                self.links.meet(pair.incarnation, epoch, RankPair(message.sender, message.receiver), entry, value)
             case CloseLink(epoch, reason):
                 if self.links.epoch(pair.incarnation) == epoch:
                     self._close_link(pair, f"closed by {pair.peer.name}: {reason}")
@@ -272,14 +287,14 @@ class Endpoint(ABC, Generic[TransferT]):
         self.links.close(pair.incarnation, reason)
 
     def _open_link(self, pair: Pair, epoch: int, transport: str, frame_bytes: int) -> str | None:
-        """Starts to open this end of a link. Returns why it can't be opened now, or None.
+        """Starts to open this end of the pair's links. Returns why they can't be opened now, or None.
 
         Raises:
             NoTransportError: this worker doesn't have the transport.
         """
 
-        def tell(entry: str, value: bytes) -> None:
-            pair.stream.put(Meet(epoch, entry, value))
+        def tell(ranks: RankPair, entry: str, value: bytes) -> None:
+            pair.stream.put(Meet(epoch, entry, value, *ranks))
 
         opened = self.links.open(
             LinkSpec(
@@ -292,6 +307,7 @@ class Endpoint(ABC, Generic[TransferT]):
                 tell=tell,
                 on_end=partial(self._on_link_end, pair),
                 idle=lambda: not self._of(pair),
+                links=links_of(pair.routes),
             )
         )
         pair.epoch = self._epochs[pair.incarnation] = epoch

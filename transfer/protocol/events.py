@@ -48,7 +48,8 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """The part of an attempt that is of one track (`kvrelay.engine.kv.layout`), and how it is cut into frames."""
+    """The part of an attempt that goes one route (`kvrelay.transfer.protocol.routes`), and how it is cut into frames.
+    Between workers of one rank that is one track of the model (`kvrelay.engine.kv.layout`)."""
 
     tokens: int
     """The end of the tokens whose KV is handed over; 1 for a state."""
@@ -64,6 +65,8 @@ class Track:
     """The first token whose KV is handed over: a block's border."""
     late: bool = False
     """Whether it is complete only when the whole prompt is computed, as a state is."""
+    link: int = 0
+    """Index of the link that its frames take, among those of the epoch."""
 
     def is_border(self, token: int) -> bool:
         """Whether a frame may begin or end at `token`: at a block border, or at the end."""
@@ -82,6 +85,7 @@ class Manifest:
     digest: bytes
     """Digest of the prompt, by `tokens_digest`."""
     tracks: tuple[Track, ...]
+    """One for each route."""
     state_bytes: int = 0
     """Bytes of a token's hidden states; 0 if none are handed over."""
     state_tokens: int = 0
@@ -100,20 +104,20 @@ def tokens_digest(tokens: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Tokens [first, first + tokens) of an attempt, sent over the link of `epoch`: their KV, in some or all layers, or
-    their hidden states.
+    """Tokens [first, first + tokens) of an attempt, sent over a link of `epoch`: their KV, in some or all layers, or
+    their hidden states, which take the first link.
     """
 
     epoch: int
     index: int
-    """Number of frames of this attempt and epoch before this one."""
+    """Number of frames of this attempt before this one on its link."""
     first: int
     tokens: int
     nbytes: int
     part: LayerPart = ALL_LAYERS
     states: bool = False
     track: int = 0
-    """Index of the track that the KV is of."""
+    """Index of the manifest's track that the KV is of, and so of its route."""
 
 
 class Outcome(enum.Enum):
@@ -146,7 +150,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
-    """Sender: the link of this epoch carries nothing any more."""
+    """Sender: the links of this epoch carry nothing any more."""
 
     epoch: int
 
@@ -184,7 +188,7 @@ class BlocksFreed:
 
 @dataclass(frozen=True, slots=True)
 class LinkUp:
-    """Receiver: the link of this epoch is the one to use."""
+    """Receiver: the links of this epoch are those to use."""
 
     epoch: int
 

@@ -1,14 +1,17 @@
 """The introduction of two workers on a control stream, and the check whether they can hand KV over."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from kvrelay.engine.kv.degree import ONE, Degree
 from kvrelay.engine.kv.layout import CacheLayout, KVLayout, LayerPart
 from kvrelay.engine.states import StatesLayout, StatesShape
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.protocol.events import Track
 from kvrelay.transfer.protocol.messages import VERSION, Code, Hello
+from kvrelay.transfer.protocol.routes import Route, routes_of, unroutable, unsuited
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +35,9 @@ class FrameCut:
         return cls(tokens, parts, max(layout.nbytes(tokens, LayerPart(index, parts)) for index in range(parts)))
 
 
-def cuts_of(cache: CacheLayout, frame_bytes: int) -> tuple[FrameCut, ...]:
-    """The cut of each track."""
-    return tuple(FrameCut.of(layout, frame_bytes) for _, layout in cache.tracks)
+def cuts_of(routes: Sequence[Route], frame_bytes: int) -> tuple[FrameCut, ...]:
+    """The cut of each route."""
+    return tuple(FrameCut.of(route.layout, frame_bytes) for route in routes)
 
 
 def largest(cuts: tuple[FrameCut, ...]) -> int:
@@ -42,22 +45,24 @@ def largest(cuts: tuple[FrameCut, ...]) -> int:
     return max(cut.nbytes for cut in cuts)
 
 
-def tracks_of(cache: CacheLayout, tokens: int, cuts: tuple[FrameCut, ...] | None = None) -> tuple[Track, ...]:
-    """The tracks of an attempt with so many tokens, whose frames have the layout `cache`.
+def tracks_of(
+    cache: CacheLayout, routes: Sequence[Route], tokens: int, cuts: tuple[FrameCut, ...] | None = None
+) -> tuple[Track, ...]:
+    """The tracks of an attempt with so many tokens, one for each route of a model of this `cache`.
 
     Args:
         cuts: of the sender; a receiver takes any.
     """
     found = []
-    for number, (index, layout) in enumerate(cache.tracks):
-        group = cache.groups[index]
+    for number, route in enumerate(routes):
+        group, layout = cache.groups[route.group], route.layout
         late = group.kind == "state"
         frame_tokens, parts = layout.block_size, 1
         if cuts is not None:
             frame_tokens, parts = cuts[number].tokens, cuts[number].parts
         end, first = (1, 0) if late else (tokens, group.first_needed(tokens))
-        track = Track(end, layout.token_bytes, layout.block_size, frame_tokens, layout.layers, parts, first, late)
-        found.append(track)
+        cut = frame_tokens, layout.layers, parts
+        found.append(Track(end, layout.token_bytes, layout.block_size, *cut, first, late, route.link))
     return tuple(found)
 
 
@@ -75,8 +80,14 @@ class LocalWorker:
     """Hidden states of prompts that this worker wants beside their KV; None if it wants none."""
     states_shape: StatesShape | None = None
     """Shape of the hidden states that its steps can keep for others; None if they can keep nothing."""
+    degree: Degree = ONE
+    """Ranks that hold `cache`, which is that of the whole model."""
 
-    def hello(self, peer: WorkerId, config: TransferConfig, cuts: tuple[FrameCut, ...] | None = None) -> Hello:
+    def __post_init__(self) -> None:
+        if (reason := unsuited(self.cache, self.degree)) is not None:
+            raise ValueError(f"this worker's KV can't be handed over: {reason}")
+
+    def hello(self, peer: WorkerId, config: TransferConfig, cuts: tuple[FrameCut, ...] = ()) -> Hello:
         """The first message of this worker on a stream to `peer`; `cuts` are those of the frames it sends, if it
         does."""
         return Hello(
@@ -89,13 +100,14 @@ class LocalWorker:
             checksum=config.checksum,
             encrypt=config.encrypt,
             gpu=self.gpu,
-            frame_bytes=largest(cuts or cuts_of(self.cache, config.frame_bytes)),
+            frame_bytes=largest(cuts or cuts_of(routes_of(self.cache, ONE, ONE), config.frame_bytes)),
             states=self.states,
+            degree=self.degree,
         )
 
     def digest(self, config: TransferConfig) -> str:
         """A text that is equal for two workers that have no `objection` to each other: what can't be converted must be
-        equal. Hidden states aren't in it: only one of the two needs them.
+        equal. Hidden states aren't in it: only one of the two needs them. Nor are numbers of ranks.
         """
 
         def common_form(layout: KVLayout) -> KVLayout:
@@ -130,5 +142,9 @@ class LocalWorker:
         ):
             if here != there:
                 return Code.INCOMPATIBLE, f"{name}: {here} here, {there} there"
-        misfit = None if hello.states is None else hello.states.misfit(self.states_shape)
+        misfit = unroutable(self.cache, self.degree, hello.degree)
+        if misfit is None and hello.states is not None:
+            misfit = hello.states.misfit(self.states_shape)
+            if self.degree.pipeline > 1:
+                misfit = f"states: a worker of {self.degree.pipeline} pipeline stages can't send hidden states yet"
         return None if misfit is None else (Code.INCOMPATIBLE, misfit)

@@ -17,6 +17,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from kvrelay.engine.kv.degree import MAX_RANKS, ONE, Degree
 from kvrelay.engine.kv.layout import DTYPE_BYTES, CacheLayout, FloatDtype, GroupKind, KVLayout, LayerGroup, Order
 from kvrelay.engine.states import StatesLayout
 from kvrelay.internal.v1.handoff_pb2 import DESCRIPTOR, HandoffBatch, HandoffMessage
@@ -25,7 +26,7 @@ from kvrelay.transfer.protocol.packing import MAX_REASON, Flag, Number, Raw, Rul
 Key = tuple[str, int]
 """(request_id, attempt): identifies one hand-off."""
 
-VERSION = 8
+VERSION = 9
 SERVICE = DESCRIPTOR.services_by_name["HandoffService"].full_name
 """Name of the service. Both ends of its method `Control` take and give the bytes of batches: gRPC itself would parse
 any size."""
@@ -42,8 +43,10 @@ MAX_FRAME_BYTES = 256 * 2**20
 """Largest size in KV bytes of one frame on a link."""
 MAX_PARTS = 1024
 MAX_GROUPS = 32
+MAX_ROUTES = 1024
+"""Largest number of routes between two workers (`kvrelay.transfer.protocol.routes`)."""
 MAX_TRACKS = 64
-"""Largest number of tracks in one group, and of all that a worker has."""
+"""Largest number of tracks in one group."""
 MAX_STATE_LAYERS = 16
 """Largest number of layers whose inputs one worker asks another for."""
 
@@ -143,8 +146,6 @@ LAYOUT = Fields(
         **dict.fromkeys(("layers", "kv_heads", "head_dim", "block_size"), _SIZE),
         "dtype": _names(DTYPE_BYTES),
         "order": _names(get_args(Order)),
-        "tp_rank": Number(0, 2**20),
-        "tp_size": _SIZE,
         "planes": Number(1, 2),
     },
 )
@@ -157,6 +158,7 @@ GROUP = Fields(
     },
 )
 CACHE = Fields(CacheLayout, {"groups": Many(GROUP, MAX_GROUPS), "block_size": _SIZE})
+DEGREE = Fields(Degree, dict.fromkeys(("tensor", "pipeline"), Number(1, MAX_RANKS)))
 STATES = Fields(
     StatesLayout,
     {
@@ -179,6 +181,7 @@ Epoch = Annotated[int, Number(1, 2**48)]
 Tokens = Annotated[int, Number(0, 2**31)]
 Count = Annotated[int, Number(0, 2**31)]
 Bytes = Annotated[int, Number(0, 2**53)]
+Rank = Annotated[int, Number(0, MAX_RANKS - 1)]
 
 
 class Code(enum.Enum):
@@ -235,6 +238,8 @@ class Hello:
     """KV bytes of the largest frame that the worker sends."""
     states: Annotated[StatesLayout | None, STATES] = None
     """Hidden states of prompts that a receiver wants beside their KV; None if it wants none."""
+    degree: Annotated[Degree, DEGREE] = ONE
+    """Ranks that hold the cache, which is that of the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +252,8 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """The sender opens a link of this epoch, and the receiver must open its end. Older links of the pair are void."""
+    """The sender opens the links of this epoch, one for each pair of ranks that share a route, and the receiver must
+    open its ends. Older links of the pair are void."""
 
     epoch: Epoch
     transport: Name
@@ -260,11 +266,14 @@ class Meet:
     epoch: Epoch
     entry: Name
     value: Annotated[bytes, Raw(0, 4096)]
+    sender: Rank = 0
+    receiver: Rank = 0
+    """Ranks of the link's ends, at the sending and the receiving worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class CloseLink:
-    """The end that says so has closed the link of this epoch."""
+    """The end that says so has closed the links of this epoch."""
 
     epoch: Epoch
     message: Reason
@@ -297,24 +306,24 @@ class Wait(ToAttempt):
 
 @dataclass(frozen=True, slots=True)
 class Grant(ToAttempt):
-    """Blocks are reserved: frames may be sent on the link of `epoch`, of each track from its token in `have` on.
+    """Blocks are reserved: frames may be sent on the links of `epoch`, of each route from its token in `have` on.
 
     A grant of a later epoch starts the frames again at its own `have`, and those of hidden states at its own `states`.
     """
 
     epoch: Epoch
-    have: Annotated[tuple[int, ...], Many(Number(0, 2**31), MAX_TRACKS)]
+    have: Annotated[tuple[int, ...], Many(Number(0, 2**31), MAX_ROUTES)]
     states: Tokens = 0
     """First token whose hidden states are wanted, if the hello asked for any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Push(ToAttempt):
-    """Announces a frame: it follows on the link of `epoch`, behind the frames announced before it."""
+    """Announces a frame: it follows on a link of `epoch`, behind the frames announced before it for that link."""
 
     epoch: Epoch
     index: Count
-    """Number of frames of this attempt before this one in this epoch."""
+    """Number of frames of this attempt before this one on the same link."""
     first: Tokens
     tokens: Annotated[int, Number(1, 2**31)]
     nbytes: Annotated[int, Number(1, MAX_FRAME_BYTES)]
@@ -324,8 +333,9 @@ class Push(ToAttempt):
     parts: Annotated[int, Number(1, MAX_PARTS)] = 1
     states: Annotated[bool, Flag()] = False
     """Whether the frame carries the tokens' hidden states, and not their KV."""
-    track: Annotated[int, Number(0, MAX_TRACKS - 1)] = 0
-    """Index of the track that the KV is of."""
+    track: Annotated[int, Number(0, MAX_ROUTES - 1)] = 0
+    """Index of the route that the KV goes, and so of its track in the attempt's manifest. Hidden states go with the
+    first."""
 
 
 @dataclass(frozen=True, slots=True)

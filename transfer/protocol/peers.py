@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+from kvrelay.engine.kv.degree import ONE, Degree
 from kvrelay.engine.states import StatesLayout
 from kvrelay.rpc.identity import WorkerId
 
@@ -23,6 +24,8 @@ class Peer:
     """The transports of its links, best first; the form is that of `kvrelay.transfer.transports.registry.entries`."""
     states: StatesLayout | None = None
     """Hidden states that it wants with the KV of a prompt. Its hello says the same, but may come too late."""
+    degree: Degree = ONE
+    """Ranks that hold its KV, as its hello says too."""
 
     @property
     def name(self) -> str:

@@ -3,7 +3,8 @@ them.
 
 Runtime        the clock and the event loop     `LoopRuntime`, one per process
 ControlStream  messages to one peer             `prefill_worker.handoff_client`, `decode_worker.handoff_service`
-Links          links to all peers               `transfer.links.LinkManager`, one per process
+Links          links to all peers               `transfer.links.LinkManager`, for the ranks of one process
+                                                `transfer.links.RankLinks`, for a worker of several ranks
 Job            the transfer of one frame        made by `transfer.frames.PoolFrames`; it has a `BlockClaim`
 """
 
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.transfer.protocol.messages import Code, Key, Message
 from kvrelay.transfer.protocol.peers import Peer
+from kvrelay.transfer.protocol.routes import RankPair
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +57,7 @@ class ControlStream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinkEnd:
-    """Report of how a link has ended."""
+    """Report of how the links of one epoch have ended: the first one that ends, ends all."""
 
     epoch: int
     reason: str
@@ -71,7 +73,7 @@ class LinkEnd:
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """One link to be opened. The callbacks run on the event loop."""
+    """The links of one epoch, which are to be opened. The callbacks run on the event loop."""
 
     local: str
     """Incarnation of this worker."""
@@ -84,22 +86,24 @@ class LinkSpec:
     """SENDER or RECEIVER."""
     frame_bytes: int
     """KV bytes of a frame at most."""
-    tell: Callable[[str, bytes], None]
-    """Sends an entry of the rendezvous to the other end."""
+    tell: Callable[[RankPair, str, bytes], None]
+    """Sends an entry of a link's rendezvous to the other end."""
     on_end: Callable[[LinkEnd], None]
-    """Called once, when the link has ended for whatever reason."""
+    """Called once, when a link has ended for whatever reason; the others end with it."""
     idle: Callable[[], bool]
-    """Whether no hand-off needs the link, so that it may be closed in favour of another one."""
+    """Whether no hand-off needs the links, so that they may be closed in favour of others."""
+    links: tuple[RankPair, ...] = (RankPair(),)
+    """Ranks of each link's two ends."""
 
-    @property
-    def name(self) -> str:
+    def name(self, ranks: RankPair) -> str:
         """The name of this link and no other; equal at both ends."""
         ends = (self.local, self.peer) if self.rank == SENDER else (self.peer, self.local)
-        return f"{' '.join(ends)} {self.epoch}"
+        return f"{' '.join(ends)} {self.epoch} {ranks.sender} {ranks.receiver}"
 
 
 class Links(Protocol):
-    """The links of one process, at most one per peer. Used on the event loop."""
+    """The links of one worker: at most one epoch per peer, with a link for each pair of ranks that share a route. Used
+    on the event loop."""
 
     def transport_for(self, peer: Peer) -> str:
         """The name of the transport of this pair.
@@ -109,19 +113,19 @@ class Links(Protocol):
         """
 
     def epoch(self, peer: str) -> int:
-        """Epoch of the link to this incarnation; 0 if there is none."""
+        """Epoch of the links to this incarnation; 0 if there are none."""
 
     def open(self, spec: LinkSpec) -> bool:
-        """Starts to open a link; jobs may be submitted at once. An older link of the pair is closed.
+        """Starts to open links; jobs may be submitted at once. Older links of the pair are closed.
 
-        False if that would exceed `transfer.max_links` or `transfer.gpu_buffer_bytes`, and no open link is idle.
+        False if that would exceed `transfer.max_links` or `transfer.gpu_buffer_bytes`, and no open links are idle.
         """
 
-    def meet(self, peer: str, epoch: int, entry: str, value: bytes) -> None:
-        """Takes an entry of the other end's rendezvous; ignores one of another epoch."""
+    def meet(self, peer: str, epoch: int, ranks: RankPair, entry: str, value: bytes) -> None:
+        """Takes an entry of the other end's rendezvous; ignores one of another epoch, or of ranks without a link."""
 
-    def submit(self, peer: str, epoch: int, job: Any) -> None:
-        """Queues a job for the link of this epoch; fails the job at once if that link has ended."""
+    def submit(self, peer: str, epoch: int, ranks: RankPair, job: Any) -> None:
+        """Queues a job for a link of this epoch; fails the job at once if that link has ended."""
 
     def after_frames(self, peer: str, epoch: int, call: Callable[[], object]) -> None:
         """Runs `call` on the event loop behind the announcements of the frames queued before.
@@ -130,7 +134,7 @@ class Links(Protocol):
         """
 
     def close(self, peer: str, reason: str) -> None:
-        """Ends the link to `peer`, if there is one; `on_end` follows."""
+        """Ends the links to `peer`, if there are any; `on_end` follows."""
 
 
 class BlockClaim:
@@ -143,6 +147,11 @@ class BlockClaim:
         """Whether the frame is sent from where it lies in a pool on a GPU, or in registered memory."""
         self._lock = threading.Lock()
         self._entered = self._closed = False
+        self._stop: Callable[[], object] | None = None
+
+    def give(self, stop: Callable[[], object]) -> None:
+        """The blocks are another rank's, which has a claim of its own: `close` calls `stop`, so that it is closed."""
+        self._stop = stop
 
     def enter(self) -> bool:
         """Whether the caller may touch the blocks now. After True nobody else gets True."""
@@ -153,6 +162,9 @@ class BlockClaim:
 
     def close(self) -> bool:
         """Keeps every thread out. True for the caller that closed it: nobody has touched the blocks or will."""
+        if self._stop is not None:
+            self._stop()
+            return False
         with self._lock:
             first = not self._closed
             self._closed = True

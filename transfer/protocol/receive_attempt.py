@@ -1,5 +1,6 @@
 """The decode worker's end of one attempt: the receiver's half of the table in `kvrelay.transfer.protocol.table`."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from kvrelay.engine.kv.layout import LayerPart
@@ -51,12 +52,12 @@ class ReceiveAttempt:
         self._granted_epoch = 0
         self._next: list[int] = []
         """Next token to be announced, of each track."""
-        self._index = 0
-        """Number of frames announced."""
+        self._announced: Counter[int] = Counter()
+        """Number of frames announced in this epoch, by link."""
         self._nbytes = 0
         """Bytes announced in this epoch."""
-        self._begun: Push | None = None
-        """The frame announced last, if it was one part of its tokens' KV and other parts follow."""
+        self._begun: dict[int, Push] = {}
+        """The frame announced last, by link, if it was one part of its tokens' KV and other parts follow."""
         self._verified: list[int] = []
         """Number of tokens whose KV is there, of each track."""
         self._verified_parts: list[int] = []
@@ -184,8 +185,9 @@ class ReceiveAttempt:
         self._granted_epoch = self._epoch
         self._next, self._states_next = list(self._verified), self._states_verified
         self._verified_parts = [0] * len(self._next)
-        self._index = self._nbytes = 0
-        self._begun = None
+        self._announced.clear()
+        self._nbytes = 0
+        self._begun.clear()
         self._states_torn = False
         self._finish = None
         yield Tell(Grant(*self.key, self._epoch, tuple(self._next), self._states_next))
@@ -196,12 +198,17 @@ class ReceiveAttempt:
         return self._manifest
 
     def _on_push(self, push: Push) -> Iterator[ReceiveAction]:
-        if push.epoch != self._granted_epoch or push.epoch != self._epoch or push.index < self._index:
+        if push.epoch != self._granted_epoch or push.epoch != self._epoch:
             self.dropped += 1
             return
         manifest, part = self._known_manifest(), LayerPart(push.part, push.parts)
+        link = 0 if push.states or push.track >= len(manifest.tracks) else manifest.tracks[push.track].link
+        index = self._announced[link]
+        if push.index < index:
+            self.dropped += 1
+            return
         follows = self._states_follow if push.states else self._follows
-        if push.index != self._index or not follows(push, manifest):
+        if push.index != index or not follows(push, manifest):
             after = self._next[push.track] if push.track < len(self._next) else "nothing"
             what = f"hidden states behind {self._states_next}" if push.states else f"{after}"
             message = (
@@ -216,10 +223,12 @@ class ReceiveAttempt:
                 self._states_from = push.first
             self._states_next = push.first + push.tokens
         else:
-            self._begun = push if part.number + 1 < part.of else None
-            if self._begun is None:
+            self._begun.pop(link, None)
+            if part.number + 1 < part.of:
+                self._begun[link] = push
+            else:
                 self._next[push.track] += push.tokens
-        self._index += 1
+        self._announced[link] += 1
         self._nbytes += push.nbytes
         self._quarantine.add(frame)
         yield ReceiveFrame(frame)
@@ -228,14 +237,14 @@ class ReceiveAttempt:
         """Whether the hidden states begin where those before them end, or behind that, and have the right size."""
         in_place = self._states_next <= push.first < push.first + push.tokens <= manifest.tokens
         whole = push.parts == 1 and push.nbytes == push.tokens * manifest.state_bytes
-        return manifest.state_bytes > 0 and self._begun is None and in_place and whole
+        return manifest.state_bytes > 0 and 0 not in self._begun and in_place and whole
 
     def _follows(self, push: Push, manifest: Manifest) -> bool:
         """Whether the frame is the next one: in place, whole, and of as many bytes as its tokens have in its layers."""
-        before, part = self._begun, LayerPart(push.part, push.parts)
         if push.track >= len(manifest.tracks):
             return False
         track = manifest.tracks[push.track]
+        before, part = self._begun.get(track.link), LayerPart(push.part, push.parts)
         if before is None:
             in_order = push.part == 0 and push.parts <= track.layers
         else:
@@ -250,11 +259,12 @@ class ReceiveAttempt:
             self.dropped += 1
             return
         manifest = self._known_manifest()
-        counts = finish.nbytes == self._nbytes and finish.frames == self._index
+        frames = self._announced.total()
+        counts = finish.nbytes == self._nbytes and finish.frames == frames
         ends = [track.tokens for track in manifest.tracks]
         if not counts or self._next != ends:
             message = (
-                f"finish of {finish.nbytes} bytes in {finish.frames} frames; {self._nbytes} in {self._index} were"
+                f"finish of {finish.nbytes} bytes in {finish.frames} frames; {self._nbytes} in {frames} were"
                 f" announced, up to token {', '.join(map(str, self._next))} of {', '.join(map(str, ends))}"
             )
             yield from self._end(State.FAILED, Code.PROTOCOL, message)

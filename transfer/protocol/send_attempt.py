@@ -1,5 +1,6 @@
 """The prefill worker's end of one attempt: the sender's half of the table in `kvrelay.transfer.protocol.table`."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from kvrelay.engine.kv.layout import ALL_LAYERS, LayerPart
@@ -57,9 +58,11 @@ class SendAttempt:
         self._first_token: int | None = None
         self._epoch = 0
         self._granted = False
-        # Tokens: the next ones to send, of each track's KV and of hidden states. Frames: the number sent in this epoch.
+        # Tokens: the next ones to send, of each track's KV and of hidden states.
         self._next: list[int] = []
-        self._next_states = self._index = 0
+        self._next_states = 0
+        self._sent: Counter[int] = Counter()
+        """Number of frames that were sent in this epoch, by link."""
         self._nbytes = 0
         """Bytes announced in this epoch."""
         self._finish_epoch = 0
@@ -164,7 +167,8 @@ class SendAttempt:
                 max(first, track.first) for first, track in zip(grant.have, self.manifest.tracks, strict=True)
             ]
             self._next_states = grant.states if self.manifest.state_bytes else self.manifest.tokens
-            self._index = self._nbytes = 0
+            self._sent.clear()
+            self._nbytes = 0
             self._enter(now)
             yield from self._send()
 
@@ -208,7 +212,7 @@ class SendAttempt:
         self._next_states = max(self._next_states, end)
         if self._first_token is not None and self._finish_epoch < self._epoch:
             self._finish_epoch = self._epoch
-            yield SendFinish(Finish(*self.key, self._epoch, self._first_token, self._index, self._nbytes))
+            yield SendFinish(Finish(*self.key, self._epoch, self._first_token, self._sent.total(), self._nbytes))
 
     def _frame(
         self,
@@ -220,8 +224,9 @@ class SendAttempt:
         states: bool = False,
         track: int = 0,
     ) -> SendFrame:
-        frame = Frame(self._epoch, self._index, first, tokens, nbytes, part, states, track)
-        self._index += 1
+        link = 0 if states else self.manifest.tracks[track].link
+        frame = Frame(self._epoch, self._sent[link], first, tokens, nbytes, part, states, track)
+        self._sent[link] += 1
         self._nbytes += nbytes
         self._quarantine.add(frame)
         return SendFrame(frame)

@@ -62,6 +62,9 @@ Push that has come before. Invalid are: a gap between frames, or between the par
 which the KV of the same tokens is sent, lengths that don't add up, a Finish before all frames are
 announced or with another count of frames, and a grant that begins inside a block.
 
+Between workers of several ranks there is a link for each pair of ranks that share a route, and frames are numbered by
+link: announcements of different links come in any order. All links of an epoch are lost together.
+
 Frames of a prompt's hidden states, for a receiver that asked for them, are sent and counted among those of KV. They
 begin where the grant says or behind that, and behind a gap they begin anew. The commit waits for all that were
 announced; those that don't reach the prompt's end are dropped then.

@@ -4,6 +4,7 @@ import json
 from typing import cast
 
 from kvrelay.engine.constrain.grammar import Constraint
+from kvrelay.engine.kv.degree import Degree
 from kvrelay.engine.kv.layout import FloatDtype
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.request import Request, SamplingParams
@@ -85,6 +86,11 @@ def request_of(submit: Submit, spec: ModelSpec) -> Request:
 def key_of(message: Begin | Cancel | Submit | RequestEvent) -> tuple[str, int]:
     """(request_id, attempt)."""
     return message.request_id, message.attempt
+
+
+def degree_of(member: Member) -> Degree:
+    """The ranks of a member."""
+    return Degree(max(1, member.tensor_ranks), max(1, member.pipeline_stages))
 
 
 def states_message(states: StatesLayout) -> HiddenStates:

@@ -2,19 +2,22 @@
 
 import functools
 import zlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvrelay.engine.kv.degree import ONE, Degree
 from kvrelay.engine.kv.layout import CacheLayout, KVLayout, LayerGroup
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.states import StatesLayout
 from kvrelay.transfer.protocol.handshake import tracks_of
 from kvrelay.transfer.protocol.messages import Key
 from kvrelay.transfer.protocol.ports import BlockClaim
+from kvrelay.transfer.protocol.routes import held_by, rank_cache, routes_of
 
 BLOCK = 4
 """Tokens of a block."""
@@ -100,28 +103,42 @@ class Hold:
 
 
 MOST_BLOCKS = 10
-_spare: dict[CacheLayout, list[list[KVPool]]] = {}
+
+
+def _pools(cache: CacheLayout, degree: Degree, rank: int) -> list[KVPool]:
+    return [KVPool(layout, MOST_BLOCKS) for _, layout in rank_cache(cache, degree, rank).tracks]
+
+
+@functools.cache
+def _one_block(layout: KVLayout) -> KVPool:
+    return KVPool(layout, 1)
+
+
+_spare: dict[tuple[CacheLayout, Degree], list[list[list[KVPool]]]] = {}
 """Memory that earlier worlds have used: new memory would take half of a world's time."""
 
 
 class Blocks:
     """One worker's pool. Every method that breaks ownership raises `Violation`."""
 
-    def __init__(self, name: str, cache: CacheLayout, count: int) -> None:
+    def __init__(self, name: str, cache: CacheLayout, count: int, degree: Degree = ONE) -> None:
         self.name = name
         self.cache = cache
+        self.degree = degree
         self.count = count
-        spare = _spare.setdefault(cache, [])
-        self.pools = spare.pop() if spare else [KVPool(layout, MOST_BLOCKS) for _, layout in cache.tracks]
+        spare = _spare.setdefault((cache, degree), [])
+        self.ranks = spare.pop() if spare else [_pools(cache, degree, rank) for rank in range(degree.ranks)]
+        """Pools of the tracks, of each rank."""
         self.free = list(range(count))
         self.owner: list[Any] = [None] * count
-        self._words = [pool.bytes.numpy().reshape(MOST_BLOCKS, -1).view(np.uint64) for pool in self.pools]
         self._holds = [0] * count
         self._touched = [0] * count
+        self._written = Counter[tuple[int, Hashable]]()
+        """Links that write a block, by the part of it that they write."""
 
     def give_back(self) -> None:
         """The world is over."""
-        _spare[self.cache].append(self.pools)
+        _spare[self.cache, self.degree].append(self.ranks)
 
     def take(self, owner: Any, count: int, tokens: int = 0) -> Hold | None:
         """A hold on `count` free blocks; None if there are fewer. `tokens` as for `Hold`."""
@@ -157,20 +174,22 @@ class Blocks:
                 self.owner[block] = None
                 self.free.append(block)
 
-    def touch(self, owner: Any, blocks: list[int], writing: bool) -> None:
-        """A link begins to read or write; writing needs exclusive access."""
+    def touch(self, owner: Any, blocks: list[int], part: Hashable) -> None:
+        """A link begins to read or, with a `part` of each block, to write; writing needs exclusive access to that."""
         for block in blocks:
             of = self.owner[block]
             if of != owner:
                 raise Violation("owner", f"{self.name}: a link touches block {block} of {of} for {owner}")
-            if writing and self._touched[block]:
+            if part is not None and self._written[block, part]:
                 raise Violation("owner", f"{self.name}: two links write block {block} of {owner}")
             self._touched[block] += 1
+            self._written[block, part] += 1
 
-    def let_go(self, blocks: list[int]) -> None:
+    def let_go(self, blocks: list[int], part: Hashable) -> None:
         """The link no longer touches the blocks."""
         for block in blocks:
             self._touched[block] -= 1
+            self._written[block, part] -= 1
 
     def fill(self, block: int, *stamp: object) -> None:
         """Writes KV that belongs to `stamp`: whose it is, and the number of the block in the prompt."""
@@ -181,32 +200,44 @@ class Blocks:
         self._write(block, stamp, states=True)
 
     def _write(self, block: int, stamp: tuple[object, ...], *, states: bool) -> None:
-        for number, (words, (group, layout)) in enumerate(zip(self._words, self.cache.tracks, strict=True)):
+        for number, (group, layout) in enumerate(self.cache.tracks):
             if (self.cache.groups[group].kind == "state") == states:
                 seed = zlib.crc32(repr((number, layout.dtype, *stamp)).encode())
-                np.add(_ramp(words.shape[1]), seed, out=words[block])
+                whole = self.ranks[0][number] if self.degree == ONE else _one_block(layout)
+                index = block if self.degree == ONE else 0
+                words = whole.bytes[index].flatten().numpy().view(np.uint64)
+                np.add(_ramp(len(words)), seed, out=words)
+                for rank, pools in enumerate(self.ranks if self.degree != ONE else ()):
+                    part = whole.slice(*held_by(layout, self.degree, rank))
+                    for mine, field in zip(pools[number].fields, part.fields, strict=True):
+                        mine[block] = field[0]
 
     def check_tokens(self, hold: Hold, tokens: int) -> None:
         """Every token has the KV that the sender of this very attempt computed for this very place."""
-        pairs = zip(_computed(self.cache, hold.owner, tokens), self._read(hold.tables(), tokens), strict=True)
-        for (group, layout), (expected, found) in zip(self.cache.tracks, pairs, strict=True):
-            if not torch.equal(expected, found):
-                first = int((expected != found).nonzero()[0, 0]) // layout.block_bytes
-                kind = self.cache.groups[group].kind
-                raise Violation("token", f"{hold.owner}: block {first} of those of a {kind} group holds other KV")
+        scratch = _computed(self.cache, hold.owner, tokens)
+        first_ones = Hold(hold.owner, list(range(len(hold.blocks))), self.cache, 0, tokens)
+        for rank, pools in enumerate(self.ranks):
+            parts = [
+                pool.slice(*held_by(layout, self.degree, rank))
+                for pool, (_, layout) in zip(scratch.ranks[0], self.cache.tracks, strict=True)
+            ]
+            expected = self._read(parts, first_ones.tables(), tokens)
+            pairs = zip(expected, self._read(pools, hold.tables(), tokens), strict=True)
+            for (group, _), (wanted, found) in zip(self.cache.tracks, pairs, strict=True):
+                if not torch.equal(wanted, found):
+                    kind = self.cache.groups[group].kind
+                    raise Violation("token", f"{hold.owner}: rank {rank} holds other KV of a {kind} group")
 
     def check_all_free(self) -> None:
         if len(self.free) != self.count or len(set(self.free)) != self.count:
             held = {block: self.owner[block] for block in range(self.count) if block not in self.free}
             raise Violation("leak", f"{self.name}: still held: {held}")
 
-    def _read(self, tables: list[list[int]], tokens: int) -> list[torch.Tensor]:
+    def _read(self, pools: list[KVPool], tables: list[list[int]], tokens: int) -> list[torch.Tensor]:
         """What is needed of so many tokens, by track, as it lies in frames."""
-        found = []
-        for pool, track, (group, layout) in zip(
-            self.pools, tracks_of(self.cache, tokens), self.cache.tracks, strict=True
-        ):
-            out = torch.empty(layout.nbytes(track.tokens - track.first), dtype=torch.uint8)
+        found, tracks = [], tracks_of(self.cache, routes_of(self.cache, ONE, ONE), tokens)
+        for pool, track, (group, _) in zip(pools, tracks, self.cache.tracks, strict=True):
+            out = torch.empty(pool.layout.nbytes(track.tokens - track.first), dtype=torch.uint8)
             pool.read(tables[group], track.first, track.tokens - track.first, out)
             found.append(out)
         return found
@@ -217,13 +248,13 @@ def _scratch(cache: CacheLayout) -> Blocks:
     return Blocks("expected", cache, MOST_BLOCKS)
 
 
-def _computed(cache: CacheLayout, key: Key, tokens: int) -> list[torch.Tensor]:
-    """What an attempt's sender computes, by track, as it lies in frames."""
+def _computed(cache: CacheLayout, key: Key, tokens: int) -> Blocks:
+    """What an attempt's sender computes, in its first blocks and of the whole model. The next call writes over it."""
     scratch, blocks = _scratch(cache), list(range(-(-tokens // BLOCK)))
     for number in blocks:
         scratch.fill(number, key, number)
     scratch.fill_slot(0, key)
-    return scratch._read(Hold(key, blocks, cache, 0, tokens).tables(), tokens)
+    return scratch
 
 
 class WatchedClaim:
@@ -232,11 +263,11 @@ class WatchedClaim:
 
     in_place = False
 
-    def __init__(self, claim: BlockClaim, blocks: Blocks, owner: Key, touched: list[int], writing: bool) -> None:
+    def __init__(self, claim: BlockClaim, blocks: Blocks, owner: Key, touched: list[int], part: Hashable) -> None:
         self.written = claim.written
         self._claim = claim
         self._blocks = blocks
-        self._touch = owner, touched, writing
+        self._touch = owner, touched, part
         self._taken: bool | None = None
         self._used = False
 
@@ -263,7 +294,7 @@ class WatchedClaim:
 
         def ended(*outcome: object) -> None:
             if self._taken:
-                self._blocks.let_go(self._touch[1])
+                self._blocks.let_go(*self._touch[1:])
             call(*outcome)
 
         return ended

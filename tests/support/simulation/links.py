@@ -19,6 +19,7 @@ from kvrelay.transfer.protocol.events import Frame
 from kvrelay.transfer.protocol.messages import Code, Grant, Hello, Key, Message, Push, Refuse
 from kvrelay.transfer.protocol.peers import Peer
 from kvrelay.transfer.protocol.ports import SENDER, BlockClaim, LinkEnd, LinkSpec
+from kvrelay.transfer.protocol.routes import RankPair, Route
 from kvrelay.transfer.transports.base import LinkError, Pending
 from support.simulation.blocks import FLOATS, Blocks, Violation, WatchedClaim
 from support.simulation.damage import Crossing, History
@@ -137,35 +138,35 @@ class Work:
 
 
 class SimulatedFrames(PoolFrames):
-    """Makes the work of one process."""
+    """Makes the work of one rank of a process."""
 
-    def __init__(self, blocks: Blocks, checksum: bool) -> None:
-        super().__init__(blocks.pools, checksum)
+    def __init__(self, blocks: Blocks, checksum: bool, rank: int = 0) -> None:
+        super().__init__(blocks.ranks[rank], checksum)
         self._blocks = blocks
 
     def send(self, key: Key, frame: Frame, claim: BlockClaim, source: Sequence[Any], *rest: Any) -> Any:
         if frame.states and sum(map(len, source)) != frame.tokens:
             raise Violation("lost", f"{key}: {frame} has the states of {sum(map(len, source))} tokens")
-        peer, announce, on_read = rest
-        watched, pushes = self._watched(key, frame, claim, source, writing=False), list[Push]()
-        job = super().send(key, frame, watched, source, peer, pushes.append, watched.ending(on_read))
+        route, announce, on_read = rest
+        watched, pushes = self._watched(key, frame, claim, source, route, None), list[Push]()
+        job = super().send(key, frame, watched, source, route, pushes.append, watched.ending(on_read))
         return Work(job, watched, announce=announce, pushes=pushes)
 
     def receive(self, key: Key, frame: Frame, claim: BlockClaim, target: Any, *rest: Any) -> Any:
-        keep, peer, on_end = rest
-        watched = self._watched(key, frame, claim, target, writing=True)
-        job = super().receive(key, frame, watched, target, keep, peer, watched.ending(on_end))
-        return Work(job, watched, frame.nbytes + trailer_bytes(self._kind(peer), None))
+        keep, route, on_end = rest
+        watched = self._watched(key, frame, claim, target, route, route.ranks)
+        job = super().receive(key, frame, watched, target, keep, route, watched.ending(on_end))
+        return Work(job, watched, frame.nbytes + trailer_bytes(self._kind(route), None))
 
-    def drain(self, nbytes: int, peer: Hello) -> Any:
-        return Work(super().drain(nbytes, peer), nbytes=nbytes + trailer_bytes(self._kind(peer), None))
+    def drain(self, nbytes: int, route: Route) -> Any:
+        return Work(super().drain(nbytes, route), nbytes=nbytes + trailer_bytes(self._kind(route), None))
 
-    def _watched(self, key: Key, frame: Frame, claim: BlockClaim, table: Any, writing: bool) -> WatchedClaim:
-        size = self._pools[frame.track].layout.block_size
+    def _watched(self, key: Key, frame: Frame, claim: BlockClaim, table: Any, route: Route, part: Any) -> WatchedClaim:
+        size = self.block_size(route.track)
         blocks = [] if frame.states else list(table[frame.first // size : -(-(frame.first + frame.tokens) // size)])
         if min(blocks, default=0) < 0:
             raise Violation("owner", f"{key}: {frame} is of blocks {blocks}")
-        return WatchedClaim(claim, self._blocks, key, blocks, writing)
+        return WatchedClaim(claim, self._blocks, key, blocks, part)
 
 
 class Wire:
@@ -226,22 +227,24 @@ _BUFFER = torch.empty(2 * FLOATS.block_bytes + MAX_TRAILER_BYTES, dtype=torch.ui
 class SimulatedThread:
     """One end of a link, in the place of the product's `LinkThread`."""
 
-    def __init__(self, spec: LinkSpec, transport: Any, timeouts: Any, runtime: Any, on_end: Any) -> None:
+    def __init__(
+        self, spec: LinkSpec, ranks: RankPair, transport: Any, timeouts: Any, runtime: Any, on_end: Any
+    ) -> None:
         self.spec = spec
+        self.ranks = ranks
         self.process = runtime
         self.thread = self
         """The manager asks it whether it has ended."""
         self.work: deque[Any] = deque()
         self.busy = self.over = False
         self._on_end = on_end
-        if spec.rank == SENDER:
-            self.link = runtime.world.dialled[spec.local, spec.peer, spec.epoch] = Link(runtime.world, self)
-        else:
-            self.link = runtime.world.dialled[spec.peer, spec.local, spec.epoch]
-            self.link.join(self)
+        pair = (spec.local, spec.peer) if spec.rank == SENDER else (spec.peer, spec.local)
+        dialled: dict[Any, Link] = runtime.world.dialled
+        self.link = dialled.setdefault((*pair, spec.epoch, ranks), Link(runtime.world, *pair, ranks))
+        self.link.join(self)
 
     def start(self) -> None:
-        """The link begins with its right end."""
+        """The link begins with its later end."""
 
     def is_alive(self) -> bool:
         return False
@@ -281,27 +284,29 @@ class SimulatedThread:
 class Link:
     """One epoch's link of a pair: the wire and both ends' threads."""
 
-    def __init__(self, world: Any, left: SimulatedThread) -> None:
+    def __init__(self, world: Any, left: str, right: str, ranks: RankPair) -> None:
         self.world = world
-        self.ends = [left]
+        self.ends: list[SimulatedThread] = []
+        """Those that are there; once it is up, the left one and the right one."""
         self.up = self.broken = False
         self.wire = Wire(world.streams_of_memory)
-        self._history = world.histories.setdefault((left.spec.local, left.spec.peer), History([], []))
+        self._history = world.histories.setdefault((left, right, ranks), History([], []))
         self._watched = False
         self._stuck: Key | None = None
-        world.post(TIMEOUT, left.process, self._check_up)
 
     def _check_up(self) -> None:
         if not self.up:
             self.break_()
 
-    def join(self, right: SimulatedThread) -> None:
-        """The right end is there; it is of no use if the left end has given up already."""
-        self.ends.append(right)
-        self.up = not self.broken
+    def join(self, end: SimulatedThread) -> None:
+        """An end is there; the second one is of no use if the first one has given up already."""
+        self.ends.insert(0 if end.spec.rank == SENDER else len(self.ends), end)
         if self.broken:
-            self.world.post(0.01, right.process, self._end, right)
+            self.world.post(0.01, end.process, self._end, end)
+        elif len(self.ends) == 1:
+            self.world.post(TIMEOUT, end.process, self._check_up)
         else:
+            self.up = True
             self.world.post(self.world.random() * 0.02, self.ends[0].process, self._send_next)
 
     def break_(self) -> None:
@@ -316,9 +321,9 @@ class Link:
 
     def look(self, end: SimulatedThread) -> None:
         """There may be something to do at this end."""
-        if end is self.ends[0]:
+        if end.spec.rank == SENDER:
             self._send_next()
-        else:
+        elif self.up:
             self._watch()
             self._receive_next()
 
@@ -326,6 +331,8 @@ class Link:
 
     def _send_next(self) -> None:
         world, left = self.world, self.ends[0]
+        if self.up and self.ends[1].work:
+            self._watch()
         while self.up and not left.busy and not self.broken and (work := left.next()) is not None:
             if isinstance(work, AfterFrames):
                 work.begin(self.wire, _BUFFER)  # type: ignore[arg-type]  # it transfers nothing

@@ -7,11 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from kvrelay.decode_worker.kv_receiver import KVReceiver
+from kvrelay.engine.kv.degree import ONE, Degree
 from kvrelay.engine.states import StatesShape
 from kvrelay.prefill_worker.kv_sender import KVSender
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.links.links import LinkLimits, LinkManager, LinkTimeouts
+from kvrelay.transfer.links.rank_links import Command, RankFrames, RankLinks
+from kvrelay.transfer.links.rank_transfers import RankTransfers
 from kvrelay.transfer.protocol.endpoint import Endpoint, EndpointContext, TransferStats
 from kvrelay.transfer.protocol.handshake import LocalWorker
 from kvrelay.transfer.protocol.messages import Code, Key
@@ -41,6 +44,34 @@ def config_of(frame_layers: int, max_links: int, state_tokens: int, checksum: bo
     )
 
 
+class SimulatedChannel:
+    """One end of the channel between rank 0 and another rank of a process; implements `RankChannel`."""
+
+    def __init__(self, process: "Process") -> None:
+        self._process = process
+        self._at = 0.0
+        self.other: SimulatedChannel
+        self._on_message: Callable[[Command], None]
+
+    @classmethod
+    def pair(cls, process: "Process") -> tuple["SimulatedChannel", "SimulatedChannel"]:
+        one, other = cls(process), cls(process)
+        one.other, other.other = other, one
+        return one, other
+
+    def listen(self, on_message: Callable[[Command], None], on_lost: Callable[[str], None]) -> None:
+        self._on_message = on_message
+
+    def send(self, message: Command) -> None:
+        world = self._process.world
+        late = 0.3 if world.random() < 0.02 else 0.005
+        self._at = max(self._at, world.now + world.random() * late)
+        world.post_at(self._at, self._process, self.other.take, message)
+
+    def take(self, message: Command) -> None:
+        self._on_message(message)
+
+
 class Process:
     """One incarnation of a worker; it is the `Runtime` and the host of its endpoint."""
 
@@ -51,9 +82,11 @@ class Process:
         self.number = incarnation
         self.id = WorkerId(name, f"{name}#{incarnation}")
         states = world.states if isinstance(self, DecodeProcess) else None
-        self.peer = Peer(self.id, f"{name}:1", ("simulated",), states)
-        self.blocks = Blocks(self.id.incarnation, world.cache, blocks)
-        self.frames = SimulatedFrames(self.blocks, world.config.checksum)
+        degree: Degree = world.degrees[isinstance(self, DecodeProcess)]
+        self.peer = Peer(self.id, f"{name}:1", ("simulated",), states, degree)
+        self.blocks = Blocks(self.id.incarnation, world.cache, blocks, degree)
+        frames = SimulatedFrames(self.blocks, world.config.checksum)
+        self.frames: Any = frames if degree == ONE else RankFrames(frames)
         self.dead = self.engine_ended = False
         self.frozen = self.skew = 0.0
         self.begun: set[Key] = set()
@@ -62,10 +95,18 @@ class Process:
         self._posted = 0.0
         self._ticking = False
         transports, limits = {"simulated": SimpleNamespace(scope="")}, LinkLimits(world.config.max_links, 0)
-        self.links = LinkManager(transports, limits, LinkTimeouts(0.5, 0.5), "auto", self)
+        managers = [
+            LinkManager(transports, limits, LinkTimeouts(0.5, 0.5), "auto", self, rank)  # type: ignore[arg-type]
+            for rank in range(degree.ranks)
+        ]
+        channels = {}
+        for rank, manager in list(enumerate(managers))[1:]:
+            channels[rank], far = SimulatedChannel.pair(self)
+            RankTransfers(far, manager, SimulatedFrames(self.blocks, world.config.checksum, rank), self)
+        self.links: Any = managers[0] if degree == ONE else RankLinks(managers[0], channels, self)
         self.peers = PeerTable()
         self.context = EndpointContext(
-            LocalWorker(self.id, world.cache, "model", states=states, states_shape=SHAPE),
+            LocalWorker(self.id, world.cache, "model", states=states, states_shape=SHAPE, degree=degree),
             self.peers,
             world.config,
             self,

@@ -25,16 +25,19 @@ from unittest import mock
 import torch
 
 from kvrelay.decode_worker import kv_receiver
+from kvrelay.engine.kv.degree import ONE, Degree
 from kvrelay.prefill_worker import kv_sender
 from kvrelay.transfer.links import links
 from kvrelay.transfer.protocol.messages import Code, Key
 from kvrelay.transfer.protocol.peers import Peer
+from kvrelay.transfer.protocol.routes import RankPair, unroutable
 from support.simulation.blocks import CODES, FLOATS, LAYERS, STATES, Violation, caches_of
 from support.simulation.damage import DAMAGES, Damage, History
 from support.simulation.judge import ObservedReceiveAttempt, ObservedSendAttempt, Observer, Seen
 from support.simulation.links import Link, SimulatedThread, Stream
 from support.simulation.workers import DecodeProcess, PrefillProcess, Process, config_of
 
+DEGREES = (ONE, Degree(2), Degree(4), Degree(1, 2), Degree(2, 3))
 ATTEMPTS = 3
 END_SECONDS = 300.0
 """Simulated seconds after which every world must be over: several times the deadlines of all attempts together."""
@@ -106,12 +109,18 @@ class World:
     """The world of one seed."""
 
     def __init__(
-        self, rng: random.Random, checksums: bool = True, trace: list[str] | None = None, noise: float | None = None
+        self,
+        rng: random.Random,
+        checksums: bool = True,
+        trace: list[str] | None = None,
+        noise: float | None = None,
+        ranks: bool | None = None,
     ):
         """
         Args:
             rng: makes every decision; Hypothesis has generators whose decisions it can shrink.
             noise: share of the frames that links damage; in a quarter of the worlds a tenth by default.
+            ranks: whether processes have several ranks; in a quarter of the worlds by default, where the model allows.
         """
         self.rng = rng
         self.random = random_ = rng.random
@@ -127,13 +136,20 @@ class World:
         self.hostile = random_() < 0.35
         self.link_noise = (0.1 if random_() < 0.25 else 0.0) if noise is None else noise
         self.damages = Counter[str]()
-        self.histories: dict[tuple[str, str], History] = {}
+        self.histories: dict[tuple[str, str, RankPair], History] = {}
         self.streams_of_memory = random_() < 0.6
         caches = caches_of(FLOATS if random_() < 0.8 else CODES)
         self.cache = caches[0] if random_() < 0.4 else caches[int(random_() * len(caches))]
         """What the model keeps of a sequence."""
+        ranked = random_() < 0.25 if ranks is None else ranks
+        self.degrees = (DEGREES[int(random_() * len(DEGREES))], DEGREES[int(random_() * len(DEGREES))])
+        """Ranks of the prefill and of the decode processes."""
+        if not ranked or unroutable(self.cache, *self.degrees) is not None:
+            self.degrees = (ONE, ONE)
         self.states = (None, None, STATES, replace(STATES, last=True))[int(random_() * 4)]
         """Hidden states that decode wants."""
+        if self.degrees[0].pipeline > 1:
+            self.states = None
         self.roomy = random_() < 0.7
         """Whether the hidden states of all requests fit into memory."""
         frame_layers = (1, 2, LAYERS, 2 * LAYERS)[int(random_() * 4)]
@@ -141,7 +157,7 @@ class World:
         self.router = Router(self)
         self.processes: dict[str, Any] = {}
         self.streams: list[Stream] = []
-        self.dialled: dict[tuple[str, str, int], Link] = {}
+        self.dialled: dict[tuple[str, str, int, RankPair], Link] = {}
         self.prefills: list[Any] = [self._new(PrefillProcess, f"P{n}", 0) for n in range(1 + int(random_() * 2))]
         self.decodes: list[Any] = [self._new(DecodeProcess, f"D{n}", 0) for n in range(1 + int(random_() * 2))]
         self.tokens: dict[str, int] = {}

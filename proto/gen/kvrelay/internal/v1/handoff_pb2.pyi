@@ -44,15 +44,13 @@ class HandoffMessage(_message.Message):
     CODE_TIMEOUT: HandoffMessage.Code
     CODE_UNKNOWN_PEER: HandoffMessage.Code
     class Layout(_message.Message):
-        __slots__ = ("layers", "kv_heads", "head_dim", "block_size", "dtype", "order", "tp_rank", "tp_size", "planes")
+        __slots__ = ("layers", "kv_heads", "head_dim", "block_size", "dtype", "order", "planes")
         LAYERS_FIELD_NUMBER: _ClassVar[int]
         KV_HEADS_FIELD_NUMBER: _ClassVar[int]
         HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
         BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
         DTYPE_FIELD_NUMBER: _ClassVar[int]
         ORDER_FIELD_NUMBER: _ClassVar[int]
-        TP_RANK_FIELD_NUMBER: _ClassVar[int]
-        TP_SIZE_FIELD_NUMBER: _ClassVar[int]
         PLANES_FIELD_NUMBER: _ClassVar[int]
         layers: int
         kv_heads: int
@@ -60,10 +58,8 @@ class HandoffMessage(_message.Message):
         block_size: int
         dtype: str
         order: str
-        tp_rank: int
-        tp_size: int
         planes: int
-        def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., order: _Optional[str] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., planes: _Optional[int] = ...) -> None: ...
+        def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., order: _Optional[str] = ..., planes: _Optional[int] = ...) -> None: ...
     class Group(_message.Message):
         __slots__ = ("kind", "tracks", "window")
         KIND_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +76,13 @@ class HandoffMessage(_message.Message):
         groups: _containers.RepeatedCompositeFieldContainer[HandoffMessage.Group]
         block_size: int
         def __init__(self, groups: _Optional[_Iterable[_Union[HandoffMessage.Group, _Mapping]]] = ..., block_size: _Optional[int] = ...) -> None: ...
+    class Degree(_message.Message):
+        __slots__ = ("tensor", "pipeline")
+        TENSOR_FIELD_NUMBER: _ClassVar[int]
+        PIPELINE_FIELD_NUMBER: _ClassVar[int]
+        tensor: int
+        pipeline: int
+        def __init__(self, tensor: _Optional[int] = ..., pipeline: _Optional[int] = ...) -> None: ...
     class States(_message.Message):
         __slots__ = ("layers", "hidden_size", "dtype", "last")
         LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -92,7 +95,7 @@ class HandoffMessage(_message.Message):
         last: bool
         def __init__(self, layers: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[str] = ..., last: _Optional[bool] = ...) -> None: ...
     class Hello(_message.Message):
-        __slots__ = ("version", "worker", "incarnation", "peer_incarnation", "fingerprint", "cache", "checksum", "encrypt", "gpu", "frame_bytes", "states")
+        __slots__ = ("version", "worker", "incarnation", "peer_incarnation", "fingerprint", "cache", "checksum", "encrypt", "gpu", "frame_bytes", "states", "degree")
         VERSION_FIELD_NUMBER: _ClassVar[int]
         WORKER_FIELD_NUMBER: _ClassVar[int]
         INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +107,7 @@ class HandoffMessage(_message.Message):
         GPU_FIELD_NUMBER: _ClassVar[int]
         FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
         STATES_FIELD_NUMBER: _ClassVar[int]
+        DEGREE_FIELD_NUMBER: _ClassVar[int]
         version: int
         worker: str
         incarnation: str
@@ -115,7 +119,8 @@ class HandoffMessage(_message.Message):
         gpu: bool
         frame_bytes: int
         states: HandoffMessage.States
-        def __init__(self, version: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., peer_incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., cache: _Optional[_Union[HandoffMessage.Cache, _Mapping]] = ..., checksum: _Optional[bool] = ..., encrypt: _Optional[str] = ..., gpu: _Optional[bool] = ..., frame_bytes: _Optional[int] = ..., states: _Optional[_Union[HandoffMessage.States, _Mapping]] = ...) -> None: ...
+        degree: HandoffMessage.Degree
+        def __init__(self, version: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., peer_incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., cache: _Optional[_Union[HandoffMessage.Cache, _Mapping]] = ..., checksum: _Optional[bool] = ..., encrypt: _Optional[str] = ..., gpu: _Optional[bool] = ..., frame_bytes: _Optional[int] = ..., states: _Optional[_Union[HandoffMessage.States, _Mapping]] = ..., degree: _Optional[_Union[HandoffMessage.Degree, _Mapping]] = ...) -> None: ...
     class Refuse(_message.Message):
         __slots__ = ("code", "message")
         CODE_FIELD_NUMBER: _ClassVar[int]
@@ -131,14 +136,18 @@ class HandoffMessage(_message.Message):
         transport: str
         def __init__(self, epoch: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
     class Meet(_message.Message):
-        __slots__ = ("epoch", "entry", "value")
+        __slots__ = ("epoch", "entry", "value", "sender", "receiver")
         EPOCH_FIELD_NUMBER: _ClassVar[int]
         ENTRY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
+        SENDER_FIELD_NUMBER: _ClassVar[int]
+        RECEIVER_FIELD_NUMBER: _ClassVar[int]
         epoch: int
         entry: str
         value: bytes
-        def __init__(self, epoch: _Optional[int] = ..., entry: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+        sender: int
+        receiver: int
+        def __init__(self, epoch: _Optional[int] = ..., entry: _Optional[str] = ..., value: _Optional[bytes] = ..., sender: _Optional[int] = ..., receiver: _Optional[int] = ...) -> None: ...
     class CloseLink(_message.Message):
         __slots__ = ("epoch", "message")
         EPOCH_FIELD_NUMBER: _ClassVar[int]

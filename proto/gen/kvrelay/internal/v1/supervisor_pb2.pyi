@@ -51,7 +51,7 @@ STAGE_LEAVE: Stage
 STAGE_RETURN: Stage
 
 class Member(_message.Message):
-    __slots__ = ("name", "role", "incarnation", "address", "pid", "state", "transports", "loaded", "compatibility", "generation", "step_age_seconds", "slow_step_seconds", "failed", "http_address", "max_context", "context_limit", "roles", "weights", "kv_dtype", "metrics_address", "states", "prefill_attention")
+    __slots__ = ("name", "role", "incarnation", "address", "pid", "state", "transports", "loaded", "compatibility", "generation", "step_age_seconds", "slow_step_seconds", "failed", "http_address", "max_context", "context_limit", "roles", "weights", "kv_dtype", "metrics_address", "states", "prefill_attention", "tensor_ranks", "pipeline_stages")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +74,8 @@ class Member(_message.Message):
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
     PREFILL_ATTENTION_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_RANKS_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_STAGES_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: Role
     incarnation: str
@@ -96,7 +98,9 @@ class Member(_message.Message):
     metrics_address: str
     states: HiddenStates
     prefill_attention: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[MemberState, str]] = ..., transports: _Optional[_Iterable[str]] = ..., loaded: _Optional[float] = ..., compatibility: _Optional[str] = ..., generation: _Optional[int] = ..., step_age_seconds: _Optional[float] = ..., slow_step_seconds: _Optional[float] = ..., failed: _Optional[bool] = ..., http_address: _Optional[str] = ..., max_context: _Optional[int] = ..., context_limit: _Optional[_Union[_worker_pb2.ContextLimit, str]] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., weights: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., metrics_address: _Optional[str] = ..., states: _Optional[_Union[HiddenStates, _Mapping]] = ..., prefill_attention: _Optional[str] = ...) -> None: ...
+    tensor_ranks: int
+    pipeline_stages: int
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[MemberState, str]] = ..., transports: _Optional[_Iterable[str]] = ..., loaded: _Optional[float] = ..., compatibility: _Optional[str] = ..., generation: _Optional[int] = ..., step_age_seconds: _Optional[float] = ..., slow_step_seconds: _Optional[float] = ..., failed: _Optional[bool] = ..., http_address: _Optional[str] = ..., max_context: _Optional[int] = ..., context_limit: _Optional[_Union[_worker_pb2.ContextLimit, str]] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., weights: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., metrics_address: _Optional[str] = ..., states: _Optional[_Union[HiddenStates, _Mapping]] = ..., prefill_attention: _Optional[str] = ..., tensor_ranks: _Optional[int] = ..., pipeline_stages: _Optional[int] = ...) -> None: ...
 
 class HiddenStates(_message.Message):
     __slots__ = ("layers", "hidden_size", "dtype", "last")

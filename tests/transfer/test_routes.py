@@ -1,0 +1,311 @@
+"""Routes: every rank of the receiver gets all that it holds, once, from a rank that has it."""
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from kvrelay.engine.kv.degree import ONE, Degree
+from kvrelay.engine.kv.layout import CacheLayout, KVLayout, LayerGroup
+from kvrelay.engine.kv.pool import KVPool
+from kvrelay.rpc.identity import WorkerId
+from kvrelay.transfer.config import TransferConfig
+from kvrelay.transfer.protocol import routes as routing
+from kvrelay.transfer.protocol.handshake import LocalWorker, cuts_of, tracks_of
+from kvrelay.transfer.protocol.messages import Code, Key
+from kvrelay.transfer.protocol.routes import RankPair, held_by, rank_cache, routes_of, unroutable, unsuited
+from support.fake_transport import FakeTransport, Fault
+from support.handoff import FIRST_TOKEN, RECEIVER, Pair, links_of, pair, prompt
+from support.late_writes import LateWrites
+
+BLOCK = 16
+SLOT = KVLayout(layers=2, kv_heads=1, head_dim=64, block_size=1, dtype="raw", planes=1)
+
+
+def layout_of(layers: int, heads: int, dim: int = 8, planes: int = 2) -> KVLayout:
+    return KVLayout(layers, heads, dim, BLOCK, "float32", planes=planes)
+
+
+degrees = st.builds(Degree, st.integers(1, 16), st.integers(1, 4))
+
+
+@st.composite
+def caches(draw: st.DrawFn) -> CacheLayout:
+    """A model with a full or latent group, and perhaps windows of another number of heads."""
+    layers, heads = draw(st.integers(4, 9)), st.integers(1, 16)
+    first = LayerGroup("full", (layout_of(layers, draw(heads)),))
+    if draw(st.booleans()):
+        first = LayerGroup("latent", tuple(layout_of(layers, 1, dim, 1) for dim in (64, 16)))
+    window = LayerGroup("window", (layout_of(layers, draw(heads)),), 40)
+    return CacheLayout((first, window) if draw(st.booleans()) else (first,), BLOCK)
+
+
+@given(caches(), degrees, degrees)
+def test_each_rank_gets_each_layer_and_head_that_it_holds_once_from_a_rank_that_holds_it(
+    cache: CacheLayout, sender: Degree, receiver: Degree
+) -> None:
+    assume(unroutable(cache, sender, receiver) is None)
+    routes = routes_of(cache, sender, receiver)
+    links = routing.links_of(routes)
+    assert links[0] == RankPair(0, 0), "hidden states take the first link"
+    assert len({(route.track, route.ranks) for route in routes}) == len(routes), "one route for a pair and track"
+    for track, (group, layout) in enumerate(cache.tracks):
+        got = Counter[tuple[int, int, int]]()
+        for route in (each for each in routes if each.track == track):
+            assert route.group == group
+            assert links[route.link] == route.ranks
+            for degree, rank, place in zip((sender, receiver), route.ranks, route.places, strict=True):
+                held = held_by(layout, degree, rank)
+                assert {*route.part.layers} <= {*held.layers}
+                assert {*route.part.heads} <= {*held.heads}
+                assert list(held.layers[place.layers.start : place.layers.stop]) == list(route.part.layers)
+                assert list(held.heads[place.heads.start : place.heads.stop]) == list(route.part.heads)
+                pool = rank_cache(cache, degree, rank).tracks[track][1]
+                assert (len(held.layers), len(held.heads)) == (pool.layers, pool.kv_heads)
+            assert route.layout == replace(layout, layers=len(route.part.layers), kv_heads=len(route.part.heads))
+            rank = route.ranks.receiver
+            got.update((rank, layer, head) for layer in route.part.layers for head in route.part.heads)
+        wanted = {
+            (rank, layer, head)
+            for rank in range(receiver.ranks)
+            for layer in held_by(layout, receiver, rank).layers
+            for head in held_by(layout, receiver, rank).heads
+        }
+        assert got == Counter(wanted)
+
+
+@given(caches(), st.integers(1, 200))
+def test_between_workers_of_one_rank_the_routes_are_the_tracks(cache: CacheLayout, tokens: int) -> None:
+    routes = routes_of(cache, ONE, ONE)
+    assert [route.layout for route in routes] == [layout for _, layout in cache.tracks]
+    assert routing.links_of(routes) == (RankPair(0, 0),)
+    for route, track in zip(routes, tracks_of(cache, routes, tokens), strict=True):
+        assert (track.token_bytes, track.layers, track.link) == (route.layout.token_bytes, route.layout.layers, 0)
+
+
+@given(caches(), degrees, degrees, st.integers(1, 200))
+def test_both_ends_make_the_same_tracks_whatever_the_frames(
+    cache: CacheLayout, sender: Degree, receiver: Degree, tokens: int
+) -> None:
+    assume(unroutable(cache, sender, receiver) is None)
+    routes = routes_of(cache, sender, receiver)
+    sent = tracks_of(cache, routes, tokens, cuts_of(routes, 2**16))
+    for mine, theirs in zip(tracks_of(cache, routes, tokens), sent, strict=True):
+        assert replace(theirs, frame_tokens=mine.frame_tokens, parts=mine.parts) == mine
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver", "senders"),
+    [
+        (8, 16, [rank // 2 for rank in range(16)]),
+        (16, 16, [*range(16)]),
+        (16, 8, [0, 3, 4, 7, 8, 11, 12, 15]),
+        (16, 4, [0, 2, 5, 7, 8, 10, 13, 15]),
+    ],
+)
+def test_copies_of_a_head_are_taken_from_all_that_hold_it(sender: int, receiver: int, senders: list[int]) -> None:
+    """Of a model with 8 heads. A copy counts as one head."""
+    routes = routes_of(CacheLayout.of(layout_of(2, 8)), Degree(sender), Degree(receiver))
+    assert [route.ranks.sender for route in routes] == senders
+    assert {route.layout.kv_heads for route in routes} == {1}
+
+
+def test_what_cannot_be_divided_is_named() -> None:
+    full, window = LayerGroup("full", (layout_of(4, 8),)), LayerGroup("window", (layout_of(2, 8),), 40)
+    state = LayerGroup("state", (SLOT,))
+    for cache, degree, reason in (
+        (CacheLayout((full, state), BLOCK), Degree(2), "groups: full, state; a state can't be divided"),
+        (CacheLayout((full, window), BLOCK), Degree(1, 2), r"layers: \[4, 2\] in the tracks"),
+        (CacheLayout((full,), BLOCK), Degree(1, 5), "layers: 4; too few for 5 pipeline stages"),
+        (CacheLayout((full,), BLOCK), Degree(3), "kv_heads: tensor parallel degree is 3"),
+    ):
+        assert unsuited(cache, ONE) is None
+        with pytest.raises(ValueError, match=reason):
+            rank_cache(cache, degree, 0)
+        with pytest.raises(ValueError, match=f"can't be handed over: {reason}"):
+            LocalWorker(WorkerId("w", "1"), cache, "model", degree=degree)
+    one = LocalWorker(WorkerId("w", "1"), CacheLayout((full, state), BLOCK), "model")
+    hello = replace(one.hello(one.id, TransferConfig()), degree=Degree(2))
+    objection = one.objection(hello, TransferConfig())
+    assert objection is not None
+    assert objection[0] is Code.INCOMPATIBLE
+    assert "a state can't be divided over ranks yet (tensor 2, pipeline 1)" in objection[1]
+
+
+def test_too_many_routes_are_refused() -> None:
+    tracks = tuple(layout_of(4, 64, dim) for dim in range(1, 18))
+    cache = CacheLayout((LayerGroup("full", tracks),), BLOCK)
+    reason = unroutable(cache, Degree(64), Degree(1))
+    assert reason is not None
+    assert "1088 routes; allowed: up to 1024" in reason
+
+
+# Workers whose ranks are all in this process.
+
+MODEL = KVLayout(layers=4, kv_heads=4, head_dim=64, block_size=16, dtype="float32")
+CONFIG = TransferConfig(frame_bytes=65536, frame_timeout_seconds=5.0)
+KEY = ("r", 1)
+COUNT = 203
+PAIRS = [
+    (Degree(2), Degree(1)),
+    (Degree(2), Degree(1, 2)),
+    (Degree(2), Degree(4)),
+    (Degree(2), Degree(8)),
+    (Degree(1), Degree(2)),
+    (Degree(1, 2), Degree(2)),
+    (Degree(4), Degree(2)),
+    (Degree(2, 2), Degree(1, 4)),
+    (Degree(8), Degree(4)),
+]
+
+
+def filled(world: Pair) -> KVPool:
+    """The model's KV, of which each rank of the sender has its part."""
+    degree = world.sender.local.degree
+    layout = world.sender.local.cache.tracks[0][1]
+    model = KVPool(layout, world.source.num_blocks)
+    model.tensor.copy_(torch.rand(model.tensor.shape, generator=torch.Generator().manual_seed(1)))
+    for rank, pool in enumerate(world.sources):
+        pool.tensor.copy_(model.slice(*held_by(layout, degree, rank)).tensor)
+    return model
+
+
+def begin(world: Pair, key: Key = KEY, count: int = COUNT, have: int = 0) -> list[int]:
+    """Hands a prompt over; its blocks in the pools of the sender."""
+    table = [(block * 5 + 2) % world.source.num_blocks for block in range(world.source.layout.blocks_for(count))]
+    world.announce(key, prompt(count), have)
+    world.compute(key, table)
+    return table
+
+
+def check(world: Pair, model: KVPool, table: list[int], key: Key = KEY, count: int = COUNT, have: int = 0) -> None:
+    """Every rank of the receiver has its layers and heads of all tokens."""
+    assert key in world.ends.imported, world.ends.import_failed.get(key)
+    there, degree = world.ends.imported[key][0].hold.blocks, world.receiver.local.degree
+    whole = world.receiver.local.cache.tracks[0][1]
+    for rank, pool in enumerate(world.targets):
+        part = held_by(whole, degree, rank)
+        wanted = by_token(model.slice(*part), table)[have:count]
+        assert torch.equal(by_token(pool, there)[have:count], wanted), f"rank {rank}"
+        assert not by_token(pool, there)[count:].any(), "slots behind the last token are not zero"
+
+
+def by_token(pool: KVPool, table: list[int]) -> torch.Tensor:
+    """[token, layer, k|v, head, dim] of the tokens in these blocks."""
+    return pool.tensor[table].movedim(3 if pool.layout.order == "NHD" else 4, 1).flatten(0, 1)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("kind", ["tcp", "fake", pytest.param("shm", marks=pytest.mark.more)])
+@pytest.mark.parametrize("change", [{}, {"block_size": 8}, {"block_size": 24, "order": "HND"}], ids=str)
+@pytest.mark.parametrize(("sender", "receiver"), PAIRS, ids=str)
+async def test_every_rank_gets_its_part_of_the_kv(
+    sender: Degree, receiver: Degree, change: dict[str, Any], kind: str
+) -> None:
+    there = replace(MODEL, **change)
+    async with pair(
+        CONFIG, layout=MODEL, receiver_layout=there, transports=links_of(kind), blocks=64, degrees=(sender, receiver)
+    ) as world:
+        model = filled(world)
+        for number, have in enumerate((0, 96, COUNT)):
+            key = (f"r{number}", 1)
+            table = begin(world, key, have=have)
+            await world.settled(key)
+            check(world, model, table, key, have=have)
+            world.reuse(key)
+            for pool in world.targets:
+                pool.bytes.zero_()
+        assert world.sender.epoch(RECEIVER.incarnation) == 1
+        assert not any(ranks.active for side in world.ranks for ranks in side.transfers)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("number", range(0, 12, 3))
+@pytest.mark.parametrize(("sender", "receiver"), [PAIRS[2], PAIRS[7], PAIRS[6]], ids=str)
+async def test_when_one_link_is_lost_the_next_epoch_of_all_takes_over(
+    sender: Degree, receiver: Degree, number: int
+) -> None:
+    fake = {"fake": FakeTransport(lambda index: Fault("fail") if index == number else None)}
+    async with pair(CONFIG, layout=MODEL, transports=(fake, fake), blocks=64, degrees=(sender, receiver)) as world:
+        model = filled(world)
+        table = begin(world)
+        await world.settled(KEY)
+        check(world, model, table)
+        assert world.sender.epoch(RECEIVER.incarnation) == 2
+        assert world.sender.links_ended == world.receiver.links_ended == 1, "an epoch ends once"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("number", range(0, 12, 3))
+async def test_a_flipped_bit_on_any_link_fails_the_hand_off(number: int) -> None:
+    fake = {"fake": FakeTransport(lambda index: Fault("corrupt") if index == number else None)}
+    degrees = Degree(2), Degree(4)
+    async with pair(CONFIG, layout=MODEL, transports=(fake, fake), blocks=64, degrees=degrees) as world:
+        model = filled(world)
+        begin(world)
+        await world.settled(KEY)
+        assert world.ends.export_failed[KEY][0] is world.ends.import_failed[KEY][0] is Code.CORRUPT
+        assert world.receiver.corrupt == 1
+        table = begin(world, ("good", 1))
+        await world.settled(("good", 1))
+        check(world, model, table, ("good", 1))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("by", ["prefill", "decode"])
+async def test_a_cancel_stops_the_frames_of_all_ranks(by: str) -> None:
+    fake = {"fake": FakeTransport(lambda number: Fault("delay", 0.4))}
+    config = replace(CONFIG, lease_seconds=60)
+    degrees = Degree(2), Degree(4)
+    async with pair(config, layout=MODEL, transports=(fake, fake), blocks=64, degrees=degrees) as world:
+        started = asyncio.get_running_loop().time()
+        begin(world)
+        await world.ends.until(lambda: KEY in world.receiving.reservations)
+        (world.sender if by == "prefill" else world.receiver).cancel(KEY)
+        await world.ends.until(lambda: KEY in (world.ends.import_failed | world.ends.export_failed))
+        await world.released()
+        assert asyncio.get_running_loop().time() - started < 2.0
+        assert not any(ranks.active for side in world.ranks for ranks in side.transfers)
+
+
+@pytest.mark.anyio
+async def test_frames_of_other_ranks_wait_for_their_steps() -> None:
+    async with pair(CONFIG, layout=MODEL, transports=links_of("fake"), blocks=64, degrees=(Degree(2), ONE)) as world:
+        late, count = LateWrites(), 4 * BLOCK
+        for pool in world.sources:
+            pool.bytes.fill_(1)
+        world.announce(KEY, prompt(count))
+        world.sender.progress(KEY, world.sending.hold([0, 1, 2, 3]), late)
+        await world.ends.until(lambda: KEY in world.receiving.reservations)
+        await asyncio.sleep(0.05)
+        assert not world.target.bytes.any()
+        for pool in world.sources:
+            pool.bytes.fill_(9)
+        late.end()
+        world.sender.finished(KEY, FIRST_TOKEN, world.sending.hold([0, 1, 2, 3]))
+        await world.settled(KEY)
+        there = world.ends.imported[KEY][0].hold.blocks
+        assert (world.target.bytes[there] == 9).all()
+
+
+@pytest.mark.anyio
+async def test_a_lost_rank_fails_its_hand_offs_at_once_and_keeps_its_blocks() -> None:
+    """Nobody knows whether the rank's threads still touch them: the worker as a whole has to be replaced."""
+    fake = {"fake": FakeTransport(lambda number: Fault("delay", 0.5))}
+    degrees = Degree(2), ONE
+    async with pair(CONFIG, layout=MODEL, transports=(fake, fake), blocks=64, degrees=degrees) as world:
+        begin(world)
+        await world.ends.until(lambda: KEY in world.receiving.reservations)
+        await world.ends.until(lambda: world.ranks[0].transfers[0].active)
+        world.ranks[0].channels[1].lose()
+        await world.ends.until(lambda: KEY in world.ends.export_failed and KEY in world.ends.import_failed)
+        assert world.ends.export_failed[KEY][0] is Code.LINK
+        assert "rank 1 is lost" in world.ends.export_failed[KEY][1]
+        await asyncio.sleep(0.1)
+        assert world.sending.leaked
+        await world.ends.until(lambda: not world.receiving.leaked)
