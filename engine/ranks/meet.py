@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from torch.distributed.distributed_c10d import FileStore, PrefixStore
+from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from kvrelay.engine.kv.degree import Degree
 from kvrelay.engine.ranks.collective import ALONE, NO_GROUP, Collective, Place
