@@ -75,6 +75,7 @@ class HandoffRole(Role, ABC):
                 worker.credentials.certificates,
             ),
             worker.credentials,
+            {} if worker.ranks is None else worker.ranks.channels(),
         )
 
     def members_changed(self, members: Sequence[Member]) -> None:

@@ -127,7 +127,7 @@ class WorkerServer:
         _log_context(runner.spec)
         hooks = WorkerHooks(lambda: self._bound.beat(), self._fail, self._metrics)
         role = self._roles[config.role]
-        self._worker = Worker(config, shell.id, engine, runner, role, hooks, self.credentials)
+        self._worker = Worker(config, shell.id, engine, runner, role, hooks, self.credentials, self._ranks)
         await shell.serve(self._worker)
         self._consider_role()
 
@@ -142,7 +142,7 @@ class WorkerServer:
             engine, runner = self._build(folder, dtype, options, on_loaded)
             engine.warm_up()
             return engine, runner
-        self._ranks = group = RankGroup(self._build_rank, folder, dtype, options, self._fail)
+        self._ranks = group = RankGroup(self._build_rank, folder, self.config, options, self._fail)
         try:
             engine, runner = self._build(folder, dtype, group.options, on_loaded, group)
             engine.warm_up()

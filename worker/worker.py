@@ -16,6 +16,8 @@ from kvrelay.engine.constrain.compiler import ConstraintCompiler, ConstraintLimi
 from kvrelay.engine.constrain.grammar import Constraint, ConstraintError
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import Hold, IntegrityError
+from kvrelay.engine.kv.degree import ONE
+from kvrelay.engine.kv.layout import CacheLayout
 from kvrelay.engine.request import Request
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.scheduling.progress import OnLaunch, OnStart, Progress, Reservation
@@ -45,6 +47,7 @@ from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
 from kvrelay.worker.hooks import WorkerHooks
 from kvrelay.worker.load import LoadReading, LoadReports
+from kvrelay.worker.ranks.group import RankGroup
 from kvrelay.worker.relay.events import PlainToken, event_of
 from kvrelay.worker.relay.fences import Fences
 from kvrelay.worker.relay.foreign_prompts import ForeignPrompts
@@ -76,8 +79,15 @@ class Worker:
         role: Callable[["Worker"], Role],
         hooks: WorkerHooks,
         credentials: Credentials,
+        ranks: RankGroup | None = None,
     ) -> None:
-        """Starts the engine thread."""
+        """Starts the engine thread.
+
+        Args:
+            ranks: of the worker, if it has several.
+        """
+        self.ranks = ranks
+        self._whole_cache: CacheLayout = runner.cache_layout if ranks is None else runner.whole_cache_layout  # type: ignore[attr-defined]  # of a leading runner
         self.config = config
         self.id = identity
         self.credentials = credentials
@@ -170,11 +180,12 @@ class Worker:
         """This worker, as it introduces itself to its peers; with `takes_states`, hidden states may come from them."""
         return LocalWorker(
             self.id,
-            self.cache,
+            self._whole_cache,
             self.spec.fingerprint,
             self.pools[0].bytes.is_cuda,
             self.states if takes_states and self.config.transfer.states_bytes else None,
             self.states_shape,
+            degree=ONE if self.ranks is None else self.ranks.degree,
         )
 
     def request(self, key: Key) -> Request | None:

@@ -77,6 +77,10 @@ class LeadingRunner:
         return self._own.cache_layout
 
     @property
+    def whole_cache_layout(self) -> CacheLayout:
+        return self._own.whole_cache_layout
+
+    @property
     def pools(self) -> "tuple[KVPool, ...]":
         return self._own.pools
 

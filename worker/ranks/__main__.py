@@ -4,6 +4,7 @@ The main thread runs rank 0's plans. The process ends with code 0 when rank 0 cl
 when rank 0 is gone, silent, or has closed the control channel.
 """
 
+import asyncio
 import importlib
 import logging
 import os
@@ -17,13 +18,20 @@ from typing import Any, NoReturn
 
 from pydantic import TypeAdapter
 
-from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.degree import Degree
 from kvrelay.engine.ranks.collective import CollectiveError
 from kvrelay.engine.ranks.meet import meet
 from kvrelay.engine.ranks.runner import follow
+from kvrelay.engine.runner.base import Runner
 from kvrelay.rpc import log
-from kvrelay.worker.ranks.channel import Channel, receive_bytes
+from kvrelay.rpc.credentials import Credentials
+from kvrelay.transfer.frames.frames import PoolFrames
+from kvrelay.transfer.links.links import LinkLimits, LinkManager, LinkTimeouts
+from kvrelay.transfer.links.rank_transfers import RankTransfers
+from kvrelay.transfer.protocol.ports import LoopRuntime
+from kvrelay.transfer.transports.registry import available_transports
+from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.ranks.channel import Channel, LinkChannel, receive_bytes
 from kvrelay.worker.ranks.group import BEAT_SECONDS, SILENT_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -33,18 +41,27 @@ def main(steps: int, control: int) -> int:
     """Runs the rank; returns its exit code."""
     channel = Channel(socket.socket(fileno=control), "rank 0")
     first: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    channel.start(lambda message: first.put(message) if "rank" in message else None, lambda: _end("rank 0 has ended"))
+    links = LinkChannel(channel)
+
+    def hear(message: Any) -> None:
+        if "rank" in message:
+            first.put(message)
+        elif "alive" not in message:
+            links.take(message)
+
+    channel.start(hear, lambda: _end("rank 0 has ended"))
     options = first.get(timeout=SILENT_SECONDS)
     log.configure(part="worker", rank=str(options["rank"]))
     threading.Thread(target=_live, args=(channel,), name="life", daemon=True).start()
     try:
         degree = Degree(options["tensor"], options["pipeline"])
-        engine = TypeAdapter(EngineConfig).validate_json(options["options"])
-        place = meet(Path(options["meeting"]), degree, options["rank"], engine.threads)
+        config = TypeAdapter(WorkerConfig).validate_json(options["config"])
+        place = meet(Path(options["meeting"]), degree, options["rank"], config.engine.threads)
         channel.send({"met": True})
         module, _, name = options["build"].partition(":")
         build = getattr(importlib.import_module(module), name)
-        runner = build(Path(options["folder"]), options["dtype"], engine, place)
+        runner = build(Path(options["folder"]), config.dtype, config.engine, place)
+        threading.Thread(target=_run_links, args=(links, config, runner, place.rank), name="links", daemon=True).start()
         connection = socket.socket(fileno=steps)
         follow(runner, lambda: receive_bytes(connection), lambda: None)
     except CollectiveError as error:
@@ -55,6 +72,27 @@ def main(steps: int, control: int) -> int:
         time.sleep(SILENT_SECONDS)  # rank 0 ends this process when it has read the message
         return 1
     return 0
+
+
+def _run_links(channel: LinkChannel, config: WorkerConfig, runner: Runner, rank: int) -> None:
+    """Runs this rank's links, as rank 0 says."""
+
+    async def run() -> None:
+        runtime, transfer = LoopRuntime(), config.transfer
+        gpu = runner.pools[0].bytes.is_cuda
+        certificates = Credentials.of("worker", config.security).certificates
+        transports = available_transports(config.host, transfer.transport, gpu, transfer.encrypt, certificates)
+        limits = LinkLimits(transfer.max_links, transfer.gpu_buffer_bytes)
+        timeouts = LinkTimeouts(transfer.frame_timeout_seconds, transfer.dial_timeout_seconds)
+        manager = LinkManager(transports, limits, timeouts, transfer.transport, runtime, rank)
+        RankTransfers(channel, manager, PoolFrames(runner.pools, transfer.checksum), runtime)
+        await asyncio.Event().wait()
+
+    try:
+        asyncio.run(run())
+    except BaseException:  # without links the worker can't go on
+        logger.exception("the links failed")
+        _end("its links failed")
 
 
 def _live(channel: Channel) -> None:

@@ -1,5 +1,6 @@
 """Messages between two ranks of one worker, over a socket that only they have: msgpack with a length before it."""
 
+import asyncio
 import logging
 import queue
 import socket
@@ -91,7 +92,7 @@ class Channel:
         try:
             while (data := receive_bytes(self._connection)) is not None:
                 self.heard = time.monotonic()
-                on_message(msgpack.unpackb(data, use_list=False))
+                on_message(msgpack.unpackb(data))
         except OSError as error:
             logger.debug("channel to %s: %s", self.name, error)
         finally:
@@ -102,3 +103,46 @@ class Channel:
         with suppress(OSError):
             while (data := self._out.get()) is not None:
                 send_bytes(self._connection, data)
+
+
+class LinkChannel:
+    """Messages about links on a channel; implements `RankChannel`."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._early: list[Any] = []
+        self._deliver: Callable[[Any], None] | None = None
+        self._lose: Callable[[str], None] | None = None
+
+    def listen(self, on_message: Callable[[Any], None], on_lost: Callable[[str], None]) -> None:
+        """See `RankChannel`."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            self._deliver = lambda message: _post(loop, on_message, message)
+            self._lose = lambda reason: _post(loop, on_lost, reason)
+            for message in self._early:
+                self._deliver(message)
+            self._early.clear()
+
+    def send(self, message: Any) -> None:
+        """See `RankChannel`."""
+        self._channel.send(message)
+
+    def take(self, message: Any) -> None:
+        """Passes a message of the other end on. Any thread."""
+        with self._lock:
+            if self._deliver is None:
+                self._early.append(message)
+            else:
+                self._deliver(message)
+
+    def lose(self, reason: str) -> None:
+        """Passes on that the other end is lost. Any thread."""
+        if self._lose is not None:
+            self._lose(reason)
+
+
+def _post(loop: asyncio.AbstractEventLoop, call: Callable[[Any], None], argument: Any) -> None:
+    with suppress(RuntimeError):  # the loop has closed
+        loop.call_soon_threadsafe(call, argument)

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from kvrelay.engine.config import Dtype, EngineConfig
+from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.ranks.collective import CollectiveError, Place
 from kvrelay.engine.ranks.meet import MEET_SECONDS, meet
-from kvrelay.worker.ranks.channel import Channel, send_bytes
+from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.ranks.channel import Channel, LinkChannel, send_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,6 @@ SEND_SECONDS = 3.0
 """Longest time for a rank to take a plan: it takes the next one when it has computed the one before."""
 STOP_SECONDS = 2.0
 """Longest time for the other ranks to end by themselves."""
-OnMessage = Callable[[int, Any], None]
 
 
 class _Rank(NamedTuple):
@@ -51,7 +51,7 @@ class RankGroup:
         self,
         build: str,
         folder: Path,
-        dtype: Dtype,
+        config: WorkerConfig,
         options: EngineConfig,
         failed: Callable[[BaseException], None],
     ) -> None:
@@ -59,7 +59,7 @@ class RankGroup:
 
         Args:
             build: `module:function` that makes a rank's runner, as `kvrelay.engine.build.build_rank`.
-            options: of the worker.
+            options: of the worker's engine.
             failed: called once if a rank is lost, on a thread of the group's.
 
         Raises:
@@ -67,8 +67,7 @@ class RankGroup:
             OSError: a process can't be started.
         """
         self.degree = degree = options.degree
-        self.on_message: OnMessage | None = None
-        """Called with a rank's number and its message about links, on the rank's reading thread."""
+        self._links: dict[int, LinkChannel] = {}
         self._failed = failed
         self._failure: BaseException | None = None
         self._closing = False
@@ -82,7 +81,7 @@ class RankGroup:
         try:
             with TemporaryDirectory(prefix="kvrelay-ranks-") as meeting:
                 for number in range(1, degree.ranks):
-                    self._ranks.append(self._start(number, build, folder, dtype, meeting))
+                    self._ranks.append(self._start(number, build, folder, config, meeting))
                 threading.Thread(target=self._watch, name="ranks", daemon=True).start()
                 self.place = meet(Path(meeting), degree, 0, threads)
                 self._wait_for_others()
@@ -90,7 +89,7 @@ class RankGroup:
             self.close()
             raise
 
-    def _start(self, number: int, build: str, folder: Path, dtype: Dtype, meeting: str) -> _Rank:
+    def _start(self, number: int, build: str, folder: Path, config: WorkerConfig, meeting: str) -> _Rank:
         steps, their_steps = socket.socketpair()
         control, their_control = socket.socketpair()
         with their_steps, their_control:
@@ -113,9 +112,7 @@ class RankGroup:
                 "meeting": meeting,
                 "build": build,
                 "folder": str(folder),
-                "dtype": dtype,
-                "options": TypeAdapter(EngineConfig).dump_json(self.options),
-                "level": logging.getLogger().level,
+                "config": TypeAdapter(WorkerConfig).dump_json(replace(config, engine=self.options)),
             }
         )
         return rank
@@ -142,9 +139,10 @@ class RankGroup:
                 self._lose(rank, f"it takes no plan: {error}")
                 raise CollectiveError(f"rank {rank.number} takes no plan: {error}") from error
 
-    def tell(self, number: int, message: Any) -> None:
-        """Sends a message about links to a rank. Any thread."""
-        self._ranks[number - 1].control.send(message)
+    def channels(self) -> dict[int, LinkChannel]:
+        """Channels for the links of the other ranks, by rank, in place of those before."""
+        self._links = {rank.number: LinkChannel(rank.control) for rank in self._ranks}
+        return self._links
 
     @property
     def failure(self) -> BaseException | None:
@@ -183,8 +181,8 @@ class RankGroup:
             self._lose(rank, text, ValueError(text) if kind == "ValueError" else None)
         elif "met" in message:
             self._meetings.release()
-        elif "alive" not in message and self.on_message is not None:
-            self.on_message(rank.number, message)
+        elif "alive" not in message and rank.number in self._links:
+            self._links[rank.number].take(message)
 
     def _lose(self, rank: _Rank, why: str, error: BaseException | None = None) -> None:
         """The worker can't go on without this rank. Any thread; the first call counts."""
@@ -197,6 +195,8 @@ class RankGroup:
         for each in self._ranks:
             each.process.kill()
             self._meetings.release()
+        for channel in self._links.values():
+            channel.lose(str(self._failure))
         self._failed(self._failure)
 
 
