@@ -129,7 +129,12 @@ class ChainRunner(Runner, Protocol):
 
 
 class ModelRunner(ChainRunner, Protocol):
-    """A runner of a model from a checkpoint, which may have heads beside it."""
+    """A runner of a model from a checkpoint, or of one rank's part of it, which may have heads beside it."""
+
+    @property
+    def whole_cache_layout(self) -> CacheLayout:
+        """What all ranks of the worker together keep of a sequence."""
+        ...
 
     @property
     def model(self) -> "Model": ...
