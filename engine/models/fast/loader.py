@@ -41,6 +41,8 @@ STORED = {
 }
 PAGED_BYTES = 2**18
 """Tensors of this many bytes or more get pages of their own."""
+SUMMED = 2**18
+"""Numbers of a tensor that are looked at together, for whether they are finite."""
 MakeLinear = Callable[[Tensor | CodedWeight, Tensor | None], Linear]
 
 
@@ -247,7 +249,8 @@ class TensorFiles:
                 self.dequantized[entry.dtype] += 1
             if tensor is not None:
                 out.copy_(tensor)
-        if not math.isfinite(out.sum(dtype=torch.float32).item()):
+        # In pieces, because a sum in float32 makes a copy.
+        if not all(math.isfinite(piece.sum(dtype=torch.float32).item()) for piece in out.view(-1).split(SUMMED)):
             raise ValueError(f"{entry.path}: tensor {name} has a number that is infinite or NaN")
 
     def _fill(self, name: str, out: Tensor) -> None:
