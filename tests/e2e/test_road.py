@@ -32,6 +32,19 @@ class Road:
     oracle: PreTrainedModel
     vocab_size: int
     kv_bytes_per_token: int
+    """2 x layers x kv_heads x head_dim x dtype."""
+
+    def transfer_bytes(self, tokens: int, have: int = 0) -> int:
+        """KV bytes that a prompt's hand-off takes: of layers with a window, the blocks that the next token sees; of
+        others, all that the decode worker doesn't have."""
+        config = self.oracle.config
+        window = getattr(config, "sliding_window", None)
+        usual = "sliding_attention" if window else "full_attention"
+        kinds = getattr(config, "layer_types", None) or [usual] * config.num_hidden_layers
+        seen = {"full_attention": have}
+        if window:
+            seen["sliding_attention"] = max(0, tokens - window + 1) // BLOCK * BLOCK
+        return sum(tokens - seen[kind] for kind in kinds) * self.kv_bytes_per_token // len(kinds)
 
     def prompt(self, length: int, seed: int) -> list[int]:
         return random.Random(f"{length} {seed}").choices(range(self.vocab_size), k=length)
@@ -101,8 +114,8 @@ def test_prefix_cache_hits_change_no_token(road: Road) -> None:
     assert first.token_ids == again.token_ids
     assert list(first.token_ids) == road.expected(prompt, OUT)
     assert list(longer.token_ids) == road.expected(prompt + road.prompt(20, seed=5), OUT)
-    # The decode worker keeps finished blocks as well: only the last, partial one crosses the link again.
-    assert again.timeline.transfer_bytes == 3 * road.kv_bytes_per_token
+    # The decode worker keeps finished blocks as well: of them only the last, partial one crosses the link again.
+    assert again.timeline.transfer_bytes == road.transfer_bytes(len(prompt), have=5 * BLOCK)
 
 
 def test_the_kv_crosses_the_link_and_decode_never_computes_the_prompt(road: Road) -> None:
@@ -111,8 +124,7 @@ def test_the_kv_crosses_the_link_and_decode_never_computes_the_prompt(road: Road
         road.cluster.wait_idle()
         before = {name: road.cluster.member(name).load.computed_tokens for name in ("prefill-0", "decode-0")}
         completion = road.complete(prompt)
-        # 2 x layers x tokens x kv_heads x head_dim x dtype
-        assert completion.timeline.transfer_bytes == length * road.kv_bytes_per_token
+        assert completion.timeline.transfer_bytes == road.transfer_bytes(length)
         assert completion.timeline.prefill_worker == "prefill-0"
         assert completion.timeline.decode_worker == "decode-0"
         road.cluster.wait_idle()

@@ -52,6 +52,8 @@ PIECE_BYTES = 2**20
 """Bytes, about, of the rows that are read at once of a tensor whose columns are divided."""
 PAGED_BYTES = 2**18
 """Tensors of this many bytes or more get pages of their own."""
+SUMMED = 2**18
+"""Numbers of a tensor that are looked at together, for whether they are finite."""
 MakeLinear = Callable[[Tensor | CodedWeight, Tensor | None], Linear]
 QuantizeColumns = Callable[[Tensor, Tensor], CodedWeight]
 """Quantizes some columns of a weight, given the largest magnitude of each whole row."""
@@ -320,7 +322,8 @@ class TensorFiles:
                 filled[first : first + len(piece)] = numbers[:, columns.begin : columns.end]
                 if largest is not None:
                     largest[first : first + len(piece)] = numbers.float().abs().amax(1)
-        if not math.isfinite(filled.sum(dtype=torch.float32).item()):
+        # In pieces, because a sum in float32 makes a copy; `out` has zeros beside what was filled.
+        if not all(math.isfinite(piece.sum(dtype=torch.float32).item()) for piece in out.view(-1).split(SUMMED)):
             raise ValueError(f"{entry.path}: tensor {name} has a number that is infinite or NaN")
 
     def _columns(self, name: str, columns: Span | None) -> tuple[int, int]:

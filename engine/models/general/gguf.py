@@ -33,7 +33,8 @@ ATTRIBUTES = {
 """Attributes of configurations by the metadata's keys, of which transformers reads some for some architectures."""
 SCALED_BY_HEADS = {"gemma2": 46, "gemma3": 62}
 """Number of layers of each architecture's 27B model, whose products of queries and keys are divided by
-sqrt(hidden size / heads); those of others by the root of the size of a head."""
+sqrt(hidden size / heads), 144 and 168 in their published configurations; those of others by the root of the size of a
+head."""
 NO_TENSORS = ("rope_freqs.weight",)
 """Tensors that have other values only where a key of the metadata says so."""
 

@@ -124,7 +124,7 @@ def load_model(
         on_loaded: called with the loaded share of a GGUF file's weights, 0 to 1.
 
     Raises:
-        ValueError: the files don't hold what the class needs, or have weights that are no numbers; the text names file
+        ValueError: the files don't hold what the class needs, or have weights that aren't finite; the text names file
             and tensor.
     """
     _check_size(config, checkpoint)
@@ -173,10 +173,10 @@ def _check_size(config: GeneralConfig, checkpoint: Checkpoint) -> None:
 
 
 def check_numbers(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
-    """Raises ValueError naming file and tensor if a weight is no number."""
+    """Raises ValueError naming file and tensor if a weight isn't finite."""
     for name, weight in model.named_parameters():
-        if weight.is_floating_point() and weight.isnan().any():
-            raise ValueError(f"{_file_of(checkpoint, name)}: tensor {name} holds NaN")
+        if weight.is_floating_point() and not weight.isfinite().all():
+            raise ValueError(f"{_file_of(checkpoint, name)}: tensor {name} has a number that is infinite or NaN")
 
 
 def _file_of(checkpoint: Checkpoint, name: str) -> Path:

@@ -40,7 +40,7 @@ class RopeConfig:
     factors: tuple[float, ...] = ()
     """Divisors of the frequencies, for longrope."""
     long_factors: tuple[float, ...] = ()
-    """Those of contexts longer than `original_max_positions`."""
+    """Divisors of the frequencies for contexts longer than `original_max_positions`, for longrope."""
 
     def width(self, head_dim: int) -> int:
         """Numbers of a head that are rotated."""

@@ -1,4 +1,5 @@
-"""Models that transformers' code runs, through a router, and workers of both roles with blocks of different sizes.
+"""Models that transformers' code runs, and models of the fast path with windows, through a router, and workers of both
+roles with blocks of different sizes.
 
 All are in one event loop. The same with processes: `tests/e2e/test_general_processes.py`.
 """
@@ -19,7 +20,7 @@ from kvrelay.client.aio import AsyncClient
 from kvrelay.client.messages import Completion
 from kvrelay.decode_worker.role import DecodeRole
 from kvrelay.engine.build import build_engine
-from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.config import EngineConfig, ModelPath
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.layout import CacheLayout
 from kvrelay.engine.plan import StepPlan
@@ -142,9 +143,15 @@ async def cluster(
         servers: dict[str, WorkerServer] = {}
         for name in ("prefill-0", *(f"decode-{number}" for number in range(decodes))):
             kind = name.partition("-")[0]
-            options = {"kv_memory_bytes": 24 * 2**20, "max_batch_tokens": 16, "max_sequences": 4, **engine}
+            options = {
+                "kv_memory_bytes": 24 * 2**20,
+                "max_batch_tokens": 16,
+                "max_sequences": 4,
+                "model_path": "general",
+                **engine,
+            }
             size = 16 if kind == "prefill" else 8
-            own = EngineConfig(threads=1, block_size=size, device="cpu", model_path="general", **options)
+            own = EngineConfig(threads=1, block_size=size, device="cpu", **options)
             config = WorkerConfig(name, kind, str(folder), supervisor=address, engine=own, dtype="float32")  # type: ignore[arg-type]
             made = build_engine if build is None or kind == "prefill" else partial(build, name)
             servers[name] = WorkerServer(config, {kind: ROLES[kind]}, made)  # type: ignore[dict-item]
@@ -162,11 +169,11 @@ async def cluster(
         yield Cluster(client, servers, supervisor)
 
 
-async def asked_twice(folder: Path) -> list[list[Completion]]:
+async def asked_twice(folder: Path, path: ModelPath) -> list[list[Completion]]:
     """The prompts' completions, all asked for at once, twice: a decode worker is killed under the first ones, and the
     second time prefixes are known."""
     fate = Fate()
-    async with cluster(folder, fate.build) as it:
+    async with cluster(folder, fate.build, model_path=path) as it:
         fate.armed = True
         first = asyncio.gather(*[it.ask(prompt) for prompt in PROMPTS])
         try:
@@ -176,13 +183,23 @@ async def asked_twice(folder: Path) -> list[list[Completion]]:
         return [await first, await asyncio.gather(*[it.ask(prompt) for prompt in PROMPTS])]
 
 
-@pytest.mark.parametrize("name", [*COVERING, *[pytest.param(name, marks=pytest.mark.more) for name in MORE]])
-def test_a_cluster_yields_the_tokens_of_whole_passes_through_a_kill_of_decode(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        *[(name, "general") for name in COVERING],
+        *[pytest.param(name, "general", marks=pytest.mark.more) for name in MORE],
+        ("MistralForCausalLM", "fast"),
+        pytest.param("Cohere2ForCausalLM", "fast", marks=pytest.mark.more),
+    ],
+)
+def test_a_cluster_yields_the_tokens_of_whole_passes_through_a_kill_of_decode(
+    name: str, path: ModelPath, tmp_path: Path
+) -> None:
     model_type = classes()[name]
     model = tiny_model(model_type)
     model.save_pretrained(tmp_path)
     expected = [greedy(model, prompt, COMPLETION)[0] for prompt in PROMPTS]
-    first, second = asyncio.run(asked_twice(tmp_path))
+    first, second = asyncio.run(asked_twice(tmp_path, path))
     for found in (first, second):
         assert [list(answer.token_ids) for answer in found] == expected
     assert sum(answer.timeline.retries for answer in first) >= 1

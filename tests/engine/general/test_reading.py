@@ -30,12 +30,12 @@ def configure(folder: Path, **fields: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def change(folder: Path, *, drop: str = "", damage: str = "", cut: str = "") -> None:
+def change(folder: Path, *, drop: str = "", damage: str = "", cut: str = "", number: float = torch.nan) -> None:
     path = folder / "model.safetensors"
     tensors = load_file(path)
     tensors.pop(drop, None)
     if damage:
-        tensors[damage].view(-1)[1] = torch.nan
+        tensors[damage].view(-1)[1] = number
     if cut:
         tensors[cut] = tensors[cut][:-1].clone()
     save_file(tensors, path, metadata={"format": "pt"})
@@ -44,9 +44,10 @@ def change(folder: Path, *, drop: str = "", damage: str = "", cut: str = "") -> 
 WEIGHT = "gpt_neox.layers.1.attention.dense.weight"
 
 
-def test_a_weight_that_is_no_number(folder: Path) -> None:
-    change(folder, damage=WEIGHT)
-    refuses(folder, rf"model\.safetensors: tensor {WEIGHT} holds NaN")
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_a_weight_that_is_not_finite(number: float, folder: Path) -> None:
+    change(folder, damage=WEIGHT, number=number)
+    refuses(folder, rf"model\.safetensors: tensor {WEIGHT} has a number that is infinite or NaN")
 
 
 def test_a_tensor_that_is_missing(folder: Path) -> None:
