@@ -323,7 +323,10 @@ class TensorFiles:
                 if largest is not None:
                     largest[first : first + len(piece)] = numbers.float().abs().amax(1)
         # In pieces, because a sum in float32 makes a copy; `out` has zeros beside what was filled.
-        if not all(math.isfinite(piece.sum(dtype=torch.float32).item()) for piece in out.view(-1).split(SUMMED)):
+        if not all(
+            math.isfinite(piece.sum(dtype=torch.float32).item())
+            for piece in out.view(-1).chunk(-(-out.numel() // SUMMED))
+        ):
             raise ValueError(f"{entry.path}: tensor {name} has a number that is infinite or NaN")
 
     def _columns(self, name: str, columns: Span | None) -> tuple[int, int]:
