@@ -250,7 +250,10 @@ class TensorFiles:
             if tensor is not None:
                 out.copy_(tensor)
         # In pieces, because a sum in float32 makes a copy.
-        if not all(math.isfinite(piece.sum(dtype=torch.float32).item()) for piece in out.view(-1).split(SUMMED)):
+        if not all(
+            math.isfinite(piece.sum(dtype=torch.float32).item())
+            for piece in out.view(-1).chunk(-(-out.numel() // SUMMED))
+        ):
             raise ValueError(f"{entry.path}: tensor {name} has a number that is infinite or NaN")
 
     def _fill(self, name: str, out: Tensor) -> None:
