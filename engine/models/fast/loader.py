@@ -41,7 +41,7 @@ STORED = {
 }
 PAGED_BYTES = 2**18
 """Tensors of this many bytes or more get pages of their own."""
-SUMMED = 2**18
+CHECKED = 2**18
 """Numbers of a tensor that are looked at together, for whether they are finite."""
 MakeLinear = Callable[[Tensor | CodedWeight, Tensor | None], Linear]
 
@@ -252,7 +252,7 @@ class TensorFiles:
         # In pieces, because a sum in float32 makes a copy.
         if not all(
             math.isfinite(piece.sum(dtype=torch.float32).item())
-            for piece in out.view(-1).chunk(-(-out.numel() // SUMMED))
+            for piece in out.view(-1).chunk(max(1, out.numel() // CHECKED))
         ):
             raise ValueError(f"{entry.path}: tensor {name} has a number that is infinite or NaN")
 
