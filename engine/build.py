@@ -19,9 +19,9 @@ from kvrelay.engine.config import (
     EngineConfig,
     SpeculationConfig,
 )
+from kvrelay.engine.degree import ONE
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import BlockPool
-from kvrelay.engine.kv.degree import ONE
 from kvrelay.engine.kv.memory import asking, memory_of
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.kv.prefix import PrefixIndex
@@ -31,9 +31,9 @@ from kvrelay.engine.models.fast.loader import OnLoaded, load_embedding
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.config import read_config
 from kvrelay.engine.ranks.collective import Place
-from kvrelay.engine.ranks.runner import LeadingRunner, Ranks
 from kvrelay.engine.runner.base import ModelRunner, Runner
 from kvrelay.engine.runner.cpu import build_cpu_runner
+from kvrelay.engine.runner.leading import LeadingRunner, Ranks
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.speculate import eagle_model, medusa
 from kvrelay.engine.speculate.base import Proposer

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from kvrelay.engine.kv.degree import Degree
+from kvrelay.engine.degree import Degree
 from kvrelay.machine.options import AUTO, Automatic, Options, Removed, require
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]

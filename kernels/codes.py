@@ -12,6 +12,8 @@ Scales and minima are float32; a weight has zeros, minima or neither. The format
 MX specifications, of common int4 checkpoints, and of GGUF files.
 """
 
+import math
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -23,6 +25,8 @@ GROUP_MULTIPLE = 32
 """Groups are a multiple of this many inputs, or all inputs."""
 SMALLEST_GROUP = 16
 """Number of inputs of another group that int8 may have."""
+PAGED_BYTES = 2**18
+"""Tensors of this many bytes or more get pages of their own."""
 
 
 class CodeType(IntEnum):
@@ -113,6 +117,22 @@ class CodedWeight:
         if self.minima is not None:
             numbers += self.minima.repeat_interleave(self.group, 1)[:, :inputs]
         return numbers
+
+
+QuantizeColumns = Callable[[Tensor, Tensor], CodedWeight]
+"""Quantizes some columns of a weight, given the largest magnitude of each whole row."""
+
+
+def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An empty tensor, in pages of its own if it is large.
+
+    Such pages return to the system with the tensor. On the heap, each weight that is read, packed and dropped would
+    leave a hole that the next one doesn't quite fit: in the end a third of the model's size.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < PAGED_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
 
 
 def int8(weight: Tensor, largest: Tensor | None = None) -> CodedWeight:

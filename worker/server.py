@@ -26,8 +26,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.degree import ONE
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.kv.degree import ONE
 from kvrelay.engine.models.fast.loader import OnLoaded
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.ranks.collective import CollectiveError

@@ -14,9 +14,9 @@ from typing import Any
 
 from kvrelay.engine.constrain.compiler import ConstraintCompiler, ConstraintLimits
 from kvrelay.engine.constrain.grammar import Constraint, ConstraintError
+from kvrelay.engine.degree import ONE
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import Hold, IntegrityError
-from kvrelay.engine.kv.degree import ONE
 from kvrelay.engine.kv.layout import CacheLayout
 from kvrelay.engine.request import Request
 from kvrelay.engine.runner.base import Runner
@@ -87,7 +87,7 @@ class Worker:
             ranks: of the worker, if it has several.
         """
         self.ranks = ranks
-        self._whole_cache: CacheLayout = runner.cache_layout if ranks is None else runner.whole_cache_layout  # type: ignore[attr-defined]  # of a leading runner
+        self._whole_cache: CacheLayout = runner.whole_cache_layout
         self.config = config
         self.id = identity
         self.credentials = credentials

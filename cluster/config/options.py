@@ -29,7 +29,7 @@ from kvrelay.cluster.config.sections import (
 from kvrelay.cluster.membership.membership import HeartbeatConfig
 from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.engine.config import EngineConfig
-from kvrelay.engine.kv.degree import ONE
+from kvrelay.engine.degree import ONE
 from kvrelay.machine.options import Options, require
 from kvrelay.router.config import RouterConfig, RouterOptions
 from kvrelay.rpc.identity import WORKER_ROLES, MemberRole, WorkerRole

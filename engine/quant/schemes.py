@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from kvrelay.engine.config import Quantization
-from kvrelay.engine.models.fast.loader import QuantizeColumns, allocate
 from kvrelay.kernels import codes
-from kvrelay.kernels.codes import CodedWeight
+from kvrelay.kernels.codes import CodedWeight, QuantizeColumns, allocate
 
 LinearT = TypeVar("LinearT")
 Quantize = Callable[[Tensor], CodedWeight]

@@ -8,7 +8,7 @@ rank doesn't come within the timeout, `CollectiveError` ends the others too.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from kvrelay.engine.kv.degree import ONE, Degree
+from kvrelay.engine.degree import ONE, Degree
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
-from kvrelay.engine.kv.degree import Degree
+from kvrelay.engine.degree import Degree
 from kvrelay.engine.ranks.collective import ALONE, NO_GROUP, Collective, Place
 from kvrelay.engine.ranks.shared import SharedMemoryCollective
 

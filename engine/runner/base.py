@@ -67,7 +67,12 @@ class Runner(Protocol):
 
     @property
     def cache_layout(self) -> CacheLayout:
-        """All that the model keeps of a sequence; `layout` is its first track."""
+        """All that the model, or this rank's part of it, keeps of a sequence; `layout` is its first track."""
+        ...
+
+    @property
+    def whole_cache_layout(self) -> CacheLayout:
+        """What all ranks of the worker together keep of a sequence: `cache_layout` if there is one rank."""
         ...
 
     @property
@@ -130,11 +135,6 @@ class ChainRunner(Runner, Protocol):
 
 class ModelRunner(ChainRunner, Protocol):
     """A runner of a model from a checkpoint, or of one rank's part of it, which may have heads beside it."""
-
-    @property
-    def whole_cache_layout(self) -> CacheLayout:
-        """What all ranks of the worker together keep of a sequence."""
-        ...
 
     @property
     def model(self) -> "Model": ...

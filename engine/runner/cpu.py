@@ -110,10 +110,8 @@ class CpuRunner:
 
     @property
     def whole_cache_layout(self) -> CacheLayout:
-        """What all ranks together keep of a sequence."""
-        whole, own = self.model.config.whole, self.layout
-        layout = replace(own, layers=whole.layers, kv_heads=whole.kv_heads)
-        return whole.cache_layout(layout, self.spec.max_context) if self._windows else CacheLayout.of(layout)
+        """See `Runner.whole_cache_layout`."""
+        return self.model.config.whole_cache_layout(self.layout, self.spec.max_context, bool(self._windows))
 
     @property
     def states_shape(self) -> StatesShape:

@@ -70,6 +70,11 @@ class GeneralRunner:
         return self.choice.layout
 
     @property
+    def whole_cache_layout(self) -> CacheLayout:
+        """See `Runner.whole_cache_layout`: a worker of this path has one rank."""
+        return self.choice.layout
+
+    @property
     def pools(self) -> tuple[KVPool, ...]:
         """Pools of the tracks, in order."""
         return self.store.pools

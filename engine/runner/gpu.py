@@ -163,6 +163,12 @@ class GpuRunner:
         return self.pools[0]
 
     @property
+    def whole_cache_layout(self) -> CacheLayout:
+        """See `Runner.whole_cache_layout`."""
+        slides = bool(self.cache_layout.side_groups)
+        return self.model.config.whole_cache_layout(self.layout, self.spec.max_context, slides)
+
+    @property
     def states_shape(self) -> StatesShape:
         return StatesShape(self.model.config.layers, self.model.config.hidden_size)
 

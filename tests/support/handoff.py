@@ -11,7 +11,7 @@ import torch
 
 from kvrelay.decode_worker.handoff_service import HandoffService
 from kvrelay.decode_worker.kv_receiver import KVReceiver
-from kvrelay.engine.kv.degree import ONE, Degree
+from kvrelay.engine.degree import ONE, Degree
 from kvrelay.engine.kv.layout import CacheLayout, KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.states import StatesLayout, StatesShape

@@ -175,6 +175,7 @@ class HashRunner:
         self.cache_layout = CacheLayout(
             (LayerGroup("full", (layout,)), *[group for group, _ in sides]), layout.block_size
         )
+        self.whole_cache_layout = self.cache_layout
         self.pools = (self.pool, *[KVPool(group.tracks[0], blocks) for group, blocks in sides])
         self.steps = 0
         self.states_shape: StatesShape | None = StatesShape(layout.layers, STATES_WIDTH)
@@ -307,6 +308,7 @@ class RankHashRunner(HashRunner):
         super().__init__(
             num_blocks, dataclasses.replace(layout, layers=len(layers), kv_heads=len(heads)), spec, lag=lag
         )
+        self.whole_cache_layout = CacheLayout.of(layout)
 
     def fill(
         self,

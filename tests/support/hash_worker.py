@@ -40,8 +40,8 @@ from kvrelay.engine.kv.sides import side_blocks
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.ranks.collective import Place
-from kvrelay.engine.ranks.runner import LeadingRunner, Ranks
 from kvrelay.engine.runner.base import Runner
+from kvrelay.engine.runner.leading import LeadingRunner, Ranks
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.prefill_worker.role import PrefillRole
 from kvrelay.rpc.heartbeat import HeartbeatClient

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
-from kvrelay.engine.kv.degree import Degree
+from kvrelay.engine.degree import Degree
 from kvrelay.engine.ranks.collective import CollectiveError, Place
 from kvrelay.engine.ranks.shared import SharedMemoryCollective
 

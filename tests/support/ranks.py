@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import msgpack  # type: ignore[import-untyped]  # it ships no types
 
-from kvrelay.engine.kv.degree import Degree
+from kvrelay.engine.degree import Degree
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.transfer.frames.frames import PoolFrames

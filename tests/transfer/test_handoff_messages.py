@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.kv.degree import Degree
+from kvrelay.engine.degree import Degree
 from kvrelay.engine.kv.layout import CacheLayout, KVLayout, LayerGroup
 from kvrelay.engine.states import StatesLayout
 from kvrelay.internal.v1.handoff_pb2 import HandoffBatch, HandoffMessage

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.kv.degree import Degree
+from kvrelay.engine.degree import Degree
 from kvrelay.engine.kv.layout import CacheLayout, KVLayout, LayerPart
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.kernels.kv_codes import dequantize, quantize

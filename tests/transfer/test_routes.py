@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvrelay.engine.kv.degree import ONE, Degree
+from kvrelay.engine.degree import ONE, Degree
 from kvrelay.engine.kv.layout import CacheLayout, KVLayout, LayerGroup
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.rpc.identity import WorkerId

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from kvrelay.engine.kv.degree import Degree
+from kvrelay.engine.degree import Degree
 from kvrelay.engine.kv.layout import CacheLayout
 from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.transfer.config import TransferConfig

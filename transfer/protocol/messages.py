@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from kvrelay.engine.kv.degree import MAX_RANKS, ONE, Degree
+from kvrelay.engine.degree import MAX_RANKS, ONE, Degree
 from kvrelay.engine.kv.layout import DTYPE_BYTES, CacheLayout, FloatDtype, GroupKind, KVLayout, LayerGroup, Order
 from kvrelay.engine.states import StatesLayout
 from kvrelay.internal.v1.handoff_pb2 import DESCRIPTOR, HandoffBatch, HandoffMessage

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvrelay.engine.kv.degree import ONE, Degree
+from kvrelay.engine.degree import ONE, Degree
 from kvrelay.engine.states import StatesLayout
 from kvrelay.rpc.identity import WorkerId
 

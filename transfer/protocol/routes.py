@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from kvrelay.engine.kv.degree import ONE, Degree
+from kvrelay.engine.degree import ONE, Degree
 from kvrelay.engine.kv.layout import CacheLayout, KVLayout
 from kvrelay.transfer.protocol.messages import MAX_ROUTES
 

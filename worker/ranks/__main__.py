@@ -18,11 +18,11 @@ from typing import Any, NoReturn
 
 from pydantic import TypeAdapter
 
-from kvrelay.engine.kv.degree import Degree
+from kvrelay.engine.degree import Degree
 from kvrelay.engine.ranks.collective import CollectiveError
 from kvrelay.engine.ranks.meet import meet
-from kvrelay.engine.ranks.runner import follow
 from kvrelay.engine.runner.base import Runner
+from kvrelay.engine.runner.leading import follow
 from kvrelay.rpc import log
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.transfer.frames.frames import PoolFrames

@@ -4,7 +4,7 @@ import json
 from typing import cast
 
 from kvrelay.engine.constrain.grammar import Constraint
-from kvrelay.engine.kv.degree import Degree
+from kvrelay.engine.degree import Degree
 from kvrelay.engine.kv.layout import FloatDtype
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.request import Request, SamplingParams

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import mmap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from kvrelay.engine.models.reading.quantized import read_layer
 from kvrelay.engine.models.reading.rope import rotary
 from kvrelay.engine.models.reading.stored import HEAD
 from kvrelay.engine.ranks.spans import Span, whole
-from kvrelay.kernels.codes import CodedWeight, alike, join
+from kvrelay.kernels.codes import CodedWeight, QuantizeColumns, alike, allocate, join
 from kvrelay.kernels.ops import Linear
 from kvrelay.machine.gguf import QUANTIZED
 
@@ -50,13 +49,9 @@ STORED = {
 }
 PIECE_BYTES = 2**20
 """Bytes, about, of the rows that are read at once of a tensor whose columns are divided."""
-PAGED_BYTES = 2**18
-"""Tensors of this many bytes or more get pages of their own."""
 CHECKED = 2**18
 """Numbers of a tensor that are looked at together, for whether they are finite."""
 MakeLinear = Callable[[Tensor | CodedWeight, Tensor | None], Linear]
-QuantizeColumns = Callable[[Tensor, Tensor], CodedWeight]
-"""Quantizes some columns of a weight, given the largest magnitude of each whole row."""
 
 
 class LayerCache(Protocol):
@@ -382,18 +377,6 @@ class TensorFiles:
 
     def _bytes(self, name: str) -> int:
         return self._entries[name].end - self._entries[name].begin
-
-
-def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An empty tensor, in pages of its own if it is large.
-
-    Such pages return to the system with the tensor. On the heap, each weight that is read, packed and dropped would
-    leave a hole that the next one doesn't quite fit: in the end a third of the model's size.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    if size < PAGED_BYTES:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
 
 
 def _layer(files: TensorFiles, slices: Slices, linear: MakeLinear, making: Making, index: int) -> Layer:

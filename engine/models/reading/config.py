@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 from kvrelay.engine.config import CacheDtype, Quantization
-from kvrelay.engine.kv.degree import Degree
+from kvrelay.engine.degree import Degree
 from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout, LayerGroup, Order
 from kvrelay.engine.models.reading.families import ACTIVATIONS, ARCHITECTURES, Activation, Architecture, Traits
 from kvrelay.engine.models.reading.fields import Fields, read_json
@@ -108,6 +108,17 @@ class ModelConfig:
         full = LayerGroup("full", tracks.pop(0, ()))
         sides = [LayerGroup("window", track, window) for window, track in tracks.items()]
         return CacheLayout((full, *sides), whole.block_size)
+
+    def whole_cache_layout(self, own: KVLayout, max_context: int, slides: bool) -> CacheLayout:
+        """The layout of what all ranks together keep of a sequence.
+
+        Args:
+            own: of the first track of one rank.
+            slides: whether layers with a window free what is behind it.
+        """
+        whole = self.whole
+        layout = replace(own, layers=whole.layers, kv_heads=whole.kv_heads)
+        return whole.cache_layout(layout, max_context) if slides else CacheLayout.of(layout)
 
     def for_rank(self, place: Place, quantization: Quantization = "none") -> "ModelConfig":
         """The config of what one rank computes: its heads, its part of the MLP's width, and its layers.

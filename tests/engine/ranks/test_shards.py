@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrelay.engine.kv.degree import Degree
+from kvrelay.engine.degree import Degree
 from kvrelay.engine.ranks.collective import Place
 from kvrelay.engine.ranks.spans import even_span
 from kvrelay.engine.request import SamplingParams

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.engine.config import EngineConfig
-from kvrelay.engine.kv.degree import Degree
+from kvrelay.engine.degree import Degree
 from kvrelay.engine.models.fast.decoder import Decoder
 from kvrelay.engine.models.fast.loader import Making, load_weights
 from kvrelay.engine.models.fast.native import NativeDecoder

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.engine.constrain.grammar import ConstraintError
-from kvrelay.engine.kv.degree import Degree
+from kvrelay.engine.degree import Degree
 from kvrelay.engine.ranks.collective import Place
 from kvrelay.engine.ranks.spans import even_span
 from kvrelay.engine.request import Request, SamplingParams

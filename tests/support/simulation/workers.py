@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from kvrelay.decode_worker.kv_receiver import KVReceiver
-from kvrelay.engine.kv.degree import ONE, Degree
+from kvrelay.engine.degree import ONE, Degree
 from kvrelay.engine.states import StatesShape
 from kvrelay.prefill_worker.kv_sender import KVSender
 from kvrelay.rpc.identity import WorkerId

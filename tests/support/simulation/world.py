@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 
 from kvrelay.decode_worker import kv_receiver
-from kvrelay.engine.kv.degree import ONE, Degree
+from kvrelay.engine.degree import ONE, Degree
 from kvrelay.prefill_worker import kv_sender
 from kvrelay.transfer.links import links
 from kvrelay.transfer.protocol.messages import Code, Key
