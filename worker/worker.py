@@ -343,6 +343,7 @@ class Worker:
         if (states := role.local.states) is not None:
             member.states.CopyFrom(states_message(states))
         member.tensor_ranks, member.pipeline_stages = role.local.degree.tensor, role.local.degree.pipeline
+        member.rank_pids.extend(() if self.ranks is None else self.ranks.pids())
         member.step_age_seconds = thread.step_age
         member.slow_step_seconds = thread.slow_step
         member.failed = thread.ended
