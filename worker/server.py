@@ -151,6 +151,7 @@ class WorkerServer:
         try:
             engine, runner = self._build(folder, dtype, group.options, on_loaded, group)
             engine.warm_up()
+            group.wait_until_ready()
         except CollectiveError as error:
             raise group.failure or error from None
         return engine, runner

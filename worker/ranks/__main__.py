@@ -65,13 +65,22 @@ def main(steps: int, control: int) -> int:
         degree = Degree(options["tensor"], options["pipeline"])
         config = TypeAdapter(WorkerConfig).validate_json(options["config"])
         place = meet(Path(options["meeting"]), degree, options["rank"], config.engine.threads)
-        channel.send({"met": True})
+        channel.send({"arrived": "met"})
         module, _, name = options["build"].partition(":")
         build = getattr(importlib.import_module(module), name)
         runner = build(Path(options["folder"]), config.dtype, config.engine, place)
-        threading.Thread(target=_run_links, args=(links, config, runner, place.rank), name="links", daemon=True).start()
-        connection = socket.socket(fileno=steps)
-        follow(runner, lambda: receive_bytes(connection), lambda: None)
+        listening = threading.Event()
+        given = links, config, runner, place.rank, listening
+        threading.Thread(target=_run_links, args=given, name="links", daemon=True).start()
+        connection, told = socket.socket(fileno=steps), False
+
+        def on_step() -> None:
+            nonlocal told
+            if not told:  # it was a warm-up, for which rank 0 waits
+                told = listening.wait()
+                channel.send({"arrived": "ready"})
+
+        follow(runner, lambda: receive_bytes(connection), on_step)
     except CollectiveError as error:
         _end(str(error))
     except BaseException as error:  # rank 0 must learn of it, whatever it was
@@ -82,8 +91,10 @@ def main(steps: int, control: int) -> int:
     return 0
 
 
-def _run_links(channel: LinkChannel, config: WorkerConfig, runner: Runner, rank: int) -> None:
-    """Runs this rank's links, as rank 0 says."""
+def _run_links(
+    channel: LinkChannel, config: WorkerConfig, runner: Runner, rank: int, listening: threading.Event
+) -> None:
+    """Runs this rank's links, as rank 0 says; sets `listening` when it can."""
 
     async def run() -> None:
         runtime, transfer = LoopRuntime(), config.transfer
@@ -94,6 +105,7 @@ def _run_links(channel: LinkChannel, config: WorkerConfig, runner: Runner, rank:
         timeouts = LinkTimeouts(transfer.frame_timeout_seconds, transfer.dial_timeout_seconds)
         manager = LinkManager(transports, limits, timeouts, transfer.transport, runtime, rank)
         RankTransfers(channel, manager, PoolFrames(runner.pools, transfer.checksum), runtime)
+        listening.set()
         await asyncio.Event().wait()
 
     try:

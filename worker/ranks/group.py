@@ -72,8 +72,9 @@ class RankGroup:
         self.options = replace(options, threads=threads)
         self.place = Place(self.degree)
         self._ranks: list[_Rank] = []
-        self._met = threading.Semaphore(0)
-        """Released by each rank, rank 0 too, that has met the others, and by a failure or `close`."""
+        self._arrivals = threading.Semaphore(0)
+        """Released by each rank, rank 0 too, that has met the others; later by each other one that is ready; and by a
+        failure or `close`."""
         self._start = {
             "tensor": self.degree.tensor,
             "pipeline": self.degree.pipeline,
@@ -90,13 +91,24 @@ class RankGroup:
             ValueError: another rank found a mistake of the user's.
         """
         threading.Thread(target=self._keep, name="ranks", daemon=True).start()
+        self._wait_for(self.degree.ranks, "met")
+
+    def wait_until_ready(self) -> None:
+        """Returns when the other ranks have loaded and warmed up, and can open links.
+
+        Raises:
+            As `start`.
+        """
+        self._wait_for(self.degree.ranks - 1, "loaded")
+
+    def _wait_for(self, count: int, what: str) -> None:
         deadline = time.monotonic() + MEET_SECONDS
-        for _ in range(self.degree.ranks):
-            met = self._met.acquire(timeout=max(0.0, deadline - time.monotonic()))
+        for _ in range(count):
+            arrived = self._arrivals.acquire(timeout=max(0.0, deadline - time.monotonic()))
             if self._failure is not None:
                 raise self._failure
-            if not met or self._closing:
-                raise CollectiveError(f"not all ranks have met within {MEET_SECONDS:g} s")
+            if not arrived or self._closing:
+                raise CollectiveError(f"not all ranks have {what} within {MEET_SECONDS:g} s")
 
     def _keep(self) -> None:
         """Starts the other ranks, and looks after them. This thread lives until they have ended: the kernel would end
@@ -122,7 +134,7 @@ class RankGroup:
             self._fail(error)
         if self._failure is not None:
             self.place.abort()
-        self._met.release()
+        self._arrivals.release()
         self._closed.wait()
         os.close(meeting)  # not before: another file would get its number, and ranks that are late would write to it
 
@@ -172,7 +184,7 @@ class RankGroup:
         """Ends the other ranks: after the step in flight, or else with SIGKILL."""
         with self._lock:
             self._closing = True
-        self._met.release()
+        self._arrivals.release()
         for rank in self._ranks:
             with suppress(OSError):
                 rank.steps.shutdown(socket.SHUT_RDWR)
@@ -198,8 +210,8 @@ class RankGroup:
         if "failed" in message:
             kind, text = message["failed"]
             self._lose(rank, text, ValueError(text) if kind == "ValueError" else None)
-        elif "met" in message:
-            self._met.release()
+        elif "arrived" in message:
+            self._arrivals.release()
         elif "do" in message and rank.number in self._links:
             self._links[rank.number].take(message)
 
@@ -217,7 +229,7 @@ class RankGroup:
         self.place.abort()
         for rank in self._ranks:
             rank.process.kill()
-        self._met.release()
+        self._arrivals.release()
         for channel in self._links.values():
             channel.lose(str(error))
         self._failed(error)
