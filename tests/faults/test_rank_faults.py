@@ -21,17 +21,16 @@ DRAINED_SECONDS = 8.0
 STALL_SECONDS = 5.0
 FREE_SECONDS = 3.0
 KILL, STOP, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
+PIPELINE_1 = {"pipeline_parallel": 1}
 BY_RANKS: dict[str, dict[str, Any]] = {
     "1 to 2": {"prefill": 1, "decode_engine": TENSOR_2},
     "2 to 1": {"decode": 1, "engine": TENSOR_2, "decode_engine": {"tensor_parallel": 1}},
+    "1 x 2 to 2": {"prefill": 1, "engine": {"pipeline_parallel": 2}, "decode_engine": PIPELINE_1 | TENSOR_2},
     "2 x 2 to 4": {
         "prefill": 1,
+        "decode": 1,
         "engine": TENSOR_2 | {"pipeline_parallel": 2},
-        "decode_engine": {
-            "tensor_parallel": 4,
-            "pipeline_parallel": 1,
-            "block_size": 2 * WORKER_LAYOUT.block_size,
-        },
+        "decode_engine": PIPELINE_1 | {"tensor_parallel": 4, "block_size": 2 * WORKER_LAYOUT.block_size},
     },
 }
 """Scenes by the ranks of prefill and of decode workers, tensor x pipeline."""
@@ -89,7 +88,7 @@ def decoding(it: Scene, name: str) -> tuple[Any, str]:
 SIGNALS = [pytest.param(1, KILL), pytest.param(1, STOP), pytest.param(0, KILL, marks=pytest.mark.more)]
 
 
-@ranks("1 to 2", "2 x 2 to 4")
+@ranks("1 to 2", "1 x 2 to 2")
 @pytest.mark.parametrize(("rank", "number"), SIGNALS)
 def test_a_rank_that_is_lost_in_decode_takes_its_worker_along(it: Scene, rank: int, number: signal.Signals) -> None:
     request, serving = decoding(it, "mid-stream")
@@ -112,7 +111,7 @@ def test_sigterm_to_all_ranks_drains_their_worker(it: Scene) -> None:
 
 
 @pytest.mark.more
-@ranks("2 to 1", "2 x 2 to 4")
+@ranks("2 to 1", "1 x 2 to 2")
 @pytest.mark.parametrize("number", [KILL, STOP])
 def test_a_rank_that_is_lost_in_prefill_takes_its_worker_along(it: Scene, number: signal.Signals) -> None:
     it.order(**{STEP_SECONDS: 0.3})
@@ -120,56 +119,66 @@ def test_a_rank_that_is_lost_in_prefill_takes_its_worker_along(it: Scene, number
     (busy,) = wait_until(lambda: [name for name in it.prefills if it.held(name)], "one computes")
     it.signal(busy, number, len(pids(it, busy)) - 1)
     it.order()
-    if len(it.prefills) == 1:  # the request waits for another one
-        wait_for_end(it, busy)
-        it.cluster.replace(busy)
-        request.result()
-        it.settle(FREE_SECONDS)
-        return
     assert wait_for_end(it, busy) == 1
+    if len(it.prefills) == 1:  # the request waits for its replacement
+        it.cluster.replace(busy)
     assert request.result().timeline.retries == 1
-    settle(it, busy)
+    it.settle(FREE_SECONDS, but=it.ended())
 
 
-ON_LINKS = {
-    "2 to 1": {
-        "transfer.frame,rank=1:kill": "lost",
-        "transfer.read,rank=1:stop": "lost",
-        "transfer.frame,rank=1:raise": "survived",
-        "transfer.frame,rank=1:sleep(2)": "survived",
-        "sent,rank=1:corrupt(3)": "retried",
-        "sent,rank=1:lose": "retried",
-    },
-    "1 to 2": {
-        "decode.after_frame,rank=1:kill": "lost",
-        "decode.after_frame,rank=1:stop": "lost",
-        "arrived,rank=1:corrupt(1)": "retried",
-        "sent:lose": "retried",
-    },
-    "2 x 2 to 4": {
-        "transfer.frame,rank=1:raise": "survived",
-        "arrived,rank=3:corrupt(1)": "retried",
-        "sent,rank=2:skip": "retried",
-    },
+SENDERS = {
+    "transfer.frame,rank=1:kill": "lost",
+    "transfer.read,rank=1:stop": "lost",
+    "transfer.frame,rank=1:raise": "survived",
+    "transfer.frame,rank=1:sleep(2)": "survived",
+    "sent,rank=1:corrupt(3)": "retried",
+    "sent,rank=1:lose": "retried",
 }
-"""Faults of frames on links of other ranks than rank 0, and what becomes of the request."""
+RECEIVERS = {
+    "decode.after_frame,rank=1:kill": "lost",
+    "decode.after_frame,rank=1:stop": "lost",
+    "arrived,rank=1:corrupt(1)": "retried",
+    "sent:lose": "retried",
+}
+PAIRS = {
+    "transfer.frame,rank=1:raise": "survived",
+    "arrived,rank=3:corrupt(1)": "retried",
+    "sent,rank=2:skip": "retried",
+}
+"""Faults of the first frame of a link of these ranks, and what becomes of its worker or of the request."""
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(
-    ("cluster", "rule", "outcome"),
-    [(name, rule, outcome) for name, rules in ON_LINKS.items() for rule, outcome in rules.items()],
-    indirect=["cluster"],
-)
-def test_a_fault_on_the_link_of_one_pair_of_ranks(it: Scene, rule: str, outcome: str) -> None:
+@ranks("2 to 1")
+@pytest.mark.parametrize(("rule", "outcome"), SENDERS.items())
+def test_a_fault_at_the_sending_end_of_a_link(it: Scene, rule: str, outcome: str) -> None:
+    hit(it, rule, outcome)
+
+
+@pytest.mark.more
+@ranks("1 to 2")
+@pytest.mark.parametrize(("rule", "outcome"), RECEIVERS.items())
+def test_a_fault_at_the_receiving_end_of_a_link(it: Scene, rule: str, outcome: str) -> None:
+    hit(it, rule, outcome)
+
+
+@pytest.mark.more
+@ranks("2 x 2 to 4")
+@pytest.mark.parametrize(("rule", "outcome"), PAIRS.items())
+def test_a_fault_of_one_pair_among_many(it: Scene, rule: str, outcome: str) -> None:
+    hit(it, rule, outcome)
+
+
+def hit(it: Scene, rule: str, outcome: str) -> None:
     place, action = rule.split(":")
     it.order(f"{place},request=hit,attempt=1,times=1:{action}")
-    processes = {name: pids(it, name) for name in it.cluster.workers}
+    processes = {name: left_of(process.pid) for name, process in it.cluster.workers.items()}
     done = it.ask_in_company("hit", 1)
     assert done.timeline.retries == (0 if outcome == "survived" else 1)
     if outcome != "lost":
         settle(it)
-        assert {name: pids(it, name) for name in it.cluster.workers} == processes, "no rank has ended"
+        now = {name: left_of(process.pid) for name, process in it.cluster.workers.items()}
+        assert now == processes, "no rank has ended"
         return
     (dead,) = wait_until(it.ended, "one worker has ended", ENDED_SECONDS)
     assert wait_for_end(it, dead) == 1
