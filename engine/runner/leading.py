@@ -9,11 +9,12 @@ know no request and no scheduler.
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgpack  # type: ignore[import-untyped]  # it ships no types
 
 from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout
+from kvrelay.engine.kv.writes import KVWrites
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.ranks.collective import Place
@@ -46,6 +47,10 @@ class Ranks(Protocol):
         Raises:
             CollectiveError: a rank is lost, or doesn't take it in time.
         """
+
+    def launched(self) -> None:
+        """Rank 0 has launched the step that was sent last. The others may have not yet; what rank 0 asks of them from
+        now on may depend on that step."""
 
 
 class LeadingRunner:
@@ -114,19 +119,27 @@ class LeadingRunner:
     def launch(self, plan: StepPlan) -> StepHandle:
         """See `Runner.launch`."""
         self._ranks.send(STEP + self._writer.write(plan))
-        return self._own.launch(plan)
+        step = self._own.launch(plan)
+        self._ranks.launched()
+        return step
 
     def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
         """See `ChainRunner.chain`."""
         return chain_of_steps(self, plan, count)
 
 
-def follow(runner: Runner, receive: Callable[[], bytes | None], on_step: Callable[[], Any]) -> None:
+def follow(
+    runner: Runner,
+    receive: Callable[[], bytes | None],
+    on_warm: Callable[[], object],
+    on_launch: Callable[[KVWrites], object],
+) -> None:
     """Runs what rank 0 sends, until `receive` returns None.
 
     Args:
         receive: waits for the next message.
-        on_step: called after each step, as a sign of life.
+        on_warm: called when the runner has warmed up.
+        on_launch: called with the KV writes of each step when it is launched.
 
     Raises:
         Whatever the runner raises; the rank must not go on.
@@ -135,8 +148,9 @@ def follow(runner: Runner, receive: Callable[[], bytes | None], on_step: Callabl
     while (message := receive()) is not None:
         if message[:1] == WARM_UP:
             runner.warm_up(msgpack.unpackb(message[1:], use_list=False))
+            on_warm()
         else:
             launched.append(runner.launch(reader.read(message[1:])))
+            on_launch(launched[-1].written)
             if len(launched) > runner.lag:
                 launched.popleft().result()
-        on_step()

@@ -21,6 +21,8 @@ from kvrelay.transfer.protocol.routes import held_by
 class MemoryChannel:
     """One end of a channel between two ranks of one process; implements `RankChannel`."""
 
+    steps = 0
+
     def __init__(self) -> None:
         self.other: MemoryChannel
         self._listeners: tuple[Callable[[Command], None], Callable[[str], None]] | None = None

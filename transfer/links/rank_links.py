@@ -11,6 +11,10 @@ write, are in other processes: commands go there over a channel, and reports com
                 announced, ended        of a frame, by its number
                 after                   the number
 
+Another rank may be a step or more behind rank 0, and a frame must neither read KV that the rank hasn't computed yet,
+nor write to blocks that an older step of it still uses. So a frame's command says how many steps rank 0 has launched;
+the rank begins the frame when it has run as many.
+
 A channel keeps the order of its messages, so announcements leave rank 0 in the order in which their frames are on their
 link. If a channel is lost, its frames never end, because nobody knows whether their blocks are still in use: the worker
 as a whole is lost then, and has to be replaced.
@@ -42,6 +46,11 @@ Command = dict[str, Any]
 
 class RankChannel(Protocol):
     """One end of the connection between rank 0 and another rank. Used on the event loop."""
+
+    @property
+    def steps(self) -> int:
+        """At rank 0's end: steps that rank 0 has launched so far."""
+        ...
 
     def listen(self, on_message: Callable[[Command], None], on_lost: Callable[[str], None]) -> None:
         """Passes each message of the other end on, in order, and the reason when the connection is lost, once. Both on
@@ -231,7 +240,7 @@ class RankLinks:
         self._own.after_frames(peer, epoch, behind)
         number = next(self._numbers)
         links.behind[number] = behind
-        self._tell_all(links.ranks, {"do": "after", "peer": peer, "epoch": epoch, "number": number})
+        self._tell_all(links.ranks, {"do": "after", "peer": peer, "epoch": epoch, "number": number, "steps": 0})
 
     def close(self, peer: str, reason: str) -> None:
         links = self._epochs.pop(peer, None)
@@ -291,7 +300,7 @@ class RankLinks:
             if job.ended is not None:
                 self._jobs[number] = job
                 job.on_stop = partial(channel.send, {"do": "stop", "number": number})
-            channel.send(job.command | {"number": number})
+            channel.send(job.command | {"number": number, "steps": channel.steps})
 
     def _stop_held(self, links: _Epoch, job: RankJob) -> None:
         if job in links.held:
@@ -311,6 +320,9 @@ class RankLinks:
                     links.announcing.pop(number)()
             case {"do": "ended", "number": number, "outcome": outcome, "in_place": in_place}:
                 if (job := self._jobs.pop(number, None)) is not None:
+                    links = self._of(job.command["peer"], job.command["epoch"])
+                    if links is not None and outcome == Outcome.LOST.value:
+                        links.announcing.pop(number, None)
                     job.claim.in_place = in_place
                     job.end(Outcome(outcome))
             case {"do": "after", "peer": peer, "epoch": epoch, "number": number}:

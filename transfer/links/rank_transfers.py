@@ -1,10 +1,11 @@
 """The links of one rank of a worker, in the rank's own process: does what rank 0 says, and reports (`rank_links`)."""
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvrelay.engine.kv.writes import WRITTEN, KVWrites
+from kvrelay.engine.kv.writes import KVWrites
 from kvrelay.transfer.frames.frames import PoolFrames
 from kvrelay.transfer.links.links import LinkManager
 from kvrelay.transfer.links.rank_links import Command, RankChannel, unpacked_frame, unpacked_route
@@ -23,28 +24,53 @@ class RankTransfers:
         links: LinkManager,
         frames: PoolFrames,
         runtime: Runtime,
-        written: Callable[[], KVWrites] = lambda: WRITTEN,
     ) -> None:
         """
         Args:
             channel: to rank 0, which this listens to.
             links: of this rank.
             frames: makes jobs on this rank's pools.
-            written: the KV writes of the steps that this rank has launched so far. A frame's KV is there at rank 0 when
-                its command is sent; on a GPU, this rank's part of it may be still on its way.
         """
         self._channel = channel
         self._links = links
         self._frames = frames
         self._runtime = runtime
-        self._written = written
         self._claims: dict[int, BlockClaim] = {}
+        self._steps = 0
+        """Steps whose KV is written."""
+        self._running: deque[KVWrites] = deque()
+        """KV writes of the steps behind those."""
+        self._held: deque[tuple[int, Callable[[], None]]] = deque()
+        """Frames, and calls behind them, that wait for as many steps; in order."""
         channel.listen(self._on_command, self._on_lost)
 
     @property
     def active(self) -> int:
         """Frames whose blocks are in use, or may be yet."""
         return len(self._claims)
+
+    def launched(self, written: KVWrites) -> None:
+        """This rank has launched its next step, which writes that KV. Any thread, in order."""
+        self._runtime.post(self._on_launched, written)
+
+    def _on_launched(self, written: KVWrites) -> None:
+        self._running.append(written)
+        if not written.ended:
+            written.then(partial(self._runtime.post, self._go_on))
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Begins what has waited for the steps that have ended."""
+        while self._running and self._running[0].ended:
+            self._running.popleft()
+            self._steps += 1
+        while self._held and self._held[0][0] <= self._steps:
+            self._held.popleft()[1]()
+
+    def _behind(self, steps: int, call: Callable[[], None]) -> None:
+        """Calls `call` when so many steps have ended, behind what came before it."""
+        self._held.append((steps, call))
+        self._go_on()
 
     def _on_command(self, command: Command) -> None:
         match command:
@@ -55,10 +81,12 @@ class RankTransfers:
             case {"do": "close", "peer": peer, "epoch": epoch, "reason": reason}:
                 if self._links.epoch(peer) == epoch:
                     self._links.close(peer, reason)
-            case {"do": "after", "peer": peer, "epoch": epoch}:
-                self._links.after_frames(peer, epoch, partial(self._channel.send, command))
-            case {"do": "send" | "receive" | "drain", "peer": peer, "epoch": epoch, "ranks": ranks}:
-                self._links.submit(peer, epoch, RankPair(*ranks), self._job(command))
+            case {"do": "after", "peer": peer, "epoch": epoch, "steps": steps}:
+                after = partial(self._channel.send, command)
+                self._behind(steps, partial(self._links.after_frames, peer, epoch, after))
+            case {"do": "send" | "receive" | "drain", "peer": peer, "epoch": epoch, "ranks": ranks, "steps": steps}:
+                job = self._job(command)
+                self._behind(steps, partial(self._links.submit, peer, epoch, RankPair(*ranks), job))
             case {"do": "stop", "number": number}:
                 claim = self._claims.get(number)
                 if claim is not None and claim.close():
@@ -106,7 +134,7 @@ class RankTransfers:
             claim = self._claims[number] = BlockClaim()
             on_end = partial(post, self._ended, number)
             return self._frames.receive(key, frame, claim, table, command["keep"], route, on_end)
-        claim = self._claims[number] = BlockClaim(self._written())
+        claim = self._claims[number] = BlockClaim()
         announced, on_read = partial(post, self._announced, command), partial(post, self._ended, number)
         return self._frames.send(key, frame, claim, table, route, announced, on_read)
 

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,18 +70,14 @@ def main(steps: int, control: int) -> int:
         module, _, name = options["build"].partition(":")
         build = getattr(importlib.import_module(module), name)
         runner = build(Path(options["folder"]), config.dtype, config.engine, place)
-        listening = threading.Event()
-        given = links, config, runner, place.rank, listening
-        threading.Thread(target=_run_links, args=given, name="links", daemon=True).start()
-        connection, told = socket.socket(fileno=steps), False
-
-        def on_step() -> None:
-            nonlocal told
-            if not told:  # it was a warm-up, for which rank 0 waits
-                told = listening.wait()
-                channel.send({"arrived": "ready"})
-
-        follow(runner, lambda: receive_bytes(connection), on_step)
+        transfers = _start_links(links, config, runner, place.rank)
+        connection = socket.socket(fileno=steps)
+        follow(
+            runner,
+            lambda: receive_bytes(connection),
+            lambda: channel.send({"arrived": "ready"}),
+            transfers.launched,
+        )
     except CollectiveError as error:
         _end(str(error))
     except BaseException as error:  # rank 0 must learn of it, whatever it was
@@ -91,10 +88,9 @@ def main(steps: int, control: int) -> int:
     return 0
 
 
-def _run_links(
-    channel: LinkChannel, config: WorkerConfig, runner: Runner, rank: int, listening: threading.Event
-) -> None:
-    """Runs this rank's links, as rank 0 says; sets `listening` when it can."""
+def _start_links(channel: LinkChannel, config: WorkerConfig, runner: Runner, rank: int) -> RankTransfers:
+    """Starts the thread of this rank's links, which do what rank 0 says."""
+    made: Future[RankTransfers] = Future()
 
     async def run() -> None:
         runtime, transfer = LoopRuntime(), config.transfer
@@ -104,15 +100,18 @@ def _run_links(
         limits = LinkLimits(transfer.max_links, transfer.gpu_buffer_bytes)
         timeouts = LinkTimeouts(transfer.frame_timeout_seconds, transfer.dial_timeout_seconds)
         manager = LinkManager(transports, limits, timeouts, transfer.transport, runtime, rank)
-        RankTransfers(channel, manager, PoolFrames(runner.pools, transfer.checksum), runtime)
-        listening.set()
+        made.set_result(RankTransfers(channel, manager, PoolFrames(runner.pools, transfer.checksum), runtime))
         await asyncio.Event().wait()
 
-    try:
-        asyncio.run(run())
-    except BaseException:  # without links the worker can't go on
-        logger.exception("the links failed")
-        _end("its links failed")
+    def serve() -> None:
+        try:
+            asyncio.run(run())
+        except BaseException:  # without links the worker can't go on
+            logger.exception("the links failed")
+            _end("its links failed")
+
+    threading.Thread(target=serve, name="links", daemon=True).start()
+    return made.result()
 
 
 def _live(channel: Channel) -> None:

@@ -113,8 +113,10 @@ class Channel:
 class LinkChannel:
     """Messages about links on a channel; implements `RankChannel`."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, steps: Callable[[], int] = lambda: 0) -> None:
+        """`steps`: see `RankChannel`; of no use at the end of another rank than rank 0."""
         self._channel = channel
+        self._steps = steps
         self._lock = threading.Lock()
         self._early: list[Any] = []
         self._deliver: Callable[[Any], None] | None = None
@@ -129,6 +131,11 @@ class LinkChannel:
             for message in self._early:
                 self._deliver(message)
             self._early.clear()
+
+    @property
+    def steps(self) -> int:
+        """See `RankChannel`."""
+        return self._steps()
 
     def send(self, message: Any) -> None:
         """See `RankChannel`."""

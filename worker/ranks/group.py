@@ -65,6 +65,8 @@ class RankGroup:
         self._failure: BaseException | None = None
         self._closing = False
         self._closed = threading.Event()
+        self.steps = 0
+        """Steps that rank 0 has launched."""
         self._led = False
         """Whether the other ranks have got something to run."""
         self._lock = threading.Lock()
@@ -170,9 +172,13 @@ class RankGroup:
                 self._lose(rank, f"it takes no plan: {error}")
                 raise CollectiveError(f"rank {rank.number} takes no plan: {error}") from error
 
+    def launched(self) -> None:
+        """See `Ranks`."""
+        self.steps += 1
+
     def channels(self) -> dict[int, LinkChannel]:
         """Channels for the links of the other ranks, by rank, in place of those before."""
-        self._links = {rank.number: LinkChannel(rank.control) for rank in self._ranks}
+        self._links = {rank.number: LinkChannel(rank.control, lambda: self.steps) for rank in self._ranks}
         return self._links
 
     @property
