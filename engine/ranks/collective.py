@@ -86,6 +86,11 @@ class Place:
         """Number of the pipeline stage."""
         return self.rank // self.degree.tensor
 
+    def abort(self) -> None:
+        """Aborts all groups of the rank. Any thread."""
+        self.group.abort()
+        self.all.abort()
+
 
 ALONE = Place()
 """The only rank of a worker."""
