@@ -44,7 +44,7 @@ def main(steps: int, control: int) -> int:
     links = LinkChannel(channel)
 
     def hear(message: Any) -> None:
-        if "rank" in message:
+        if "build" in message:
             first.put(message)
         elif "alive" not in message:
             links.take(message)
