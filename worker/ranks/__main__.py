@@ -44,9 +44,9 @@ def main(steps: int, control: int) -> int:
     links = LinkChannel(channel)
 
     def hear(message: Any) -> None:
-        if "build" in message:
-            first.put(message)
-        elif "alive" not in message:
+        if "start" in message:
+            first.put(message["start"])
+        elif "do" in message:
             links.take(message)
 
     channel.start(hear, lambda: _end("rank 0 has ended"))

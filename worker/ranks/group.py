@@ -104,17 +104,16 @@ class RankGroup:
         steps.settimeout(SEND_SECONDS)
         rank = _Rank(number, process, steps, Channel(control, f"rank {number}"))
         rank.control.start(lambda message: self._hear(rank, message), lambda: self._lose(rank, "its process has ended"))
-        rank.control.send(
-            {
-                "rank": number,
-                "tensor": self.degree.tensor,
-                "pipeline": self.degree.pipeline,
-                "meeting": meeting,
-                "build": build,
-                "folder": str(folder),
-                "config": TypeAdapter(WorkerConfig).dump_json(replace(config, engine=self.options)),
-            }
-        )
+        start = {
+            "rank": number,
+            "tensor": self.degree.tensor,
+            "pipeline": self.degree.pipeline,
+            "meeting": meeting,
+            "build": build,
+            "folder": str(folder),
+            "config": TypeAdapter(WorkerConfig).dump_json(replace(config, engine=self.options)),
+        }
+        rank.control.send({"start": start})
         return rank
 
     def _wait_for_others(self) -> None:
@@ -181,7 +180,7 @@ class RankGroup:
             self._lose(rank, text, ValueError(text) if kind == "ValueError" else None)
         elif "met" in message:
             self._meetings.release()
-        elif "alive" not in message and rank.number in self._links:
+        elif "do" in message and rank.number in self._links:
             self._links[rank.number].take(message)
 
     def _lose(self, rank: _Rank, why: str, error: BaseException | None = None) -> None:
