@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from pydantic import TypeAdapter
 
 from kvrelay.engine.degree import Degree
+from kvrelay.engine.kv.writes import RankWrites
 from kvrelay.engine.ranks.collective import CollectiveError
 from kvrelay.engine.ranks.meet import meet
 from kvrelay.engine.runner.base import Runner
@@ -61,9 +62,11 @@ def main(steps: int, control: int) -> int:
         module, _, name = options["build"].partition(":")
         build = getattr(importlib.import_module(module), name)
         runner = build(Path(options["folder"]), config.dtype, config.engine, place)
-        threading.Thread(target=_run_links, args=(links, config, runner, place.rank), name="links", daemon=True).start()
+        writes = RankWrites()
+        given = links, config, runner, place.rank, writes
+        threading.Thread(target=_run_links, args=given, name="links", daemon=True).start()
         connection = socket.socket(fileno=steps)
-        follow(runner, lambda: receive_bytes(connection), lambda: None)
+        follow(runner, lambda: receive_bytes(connection), writes)
     except CollectiveError as error:
         _end(str(error))
     except BaseException as error:  # rank 0 must learn of it, whatever it was
@@ -74,7 +77,9 @@ def main(steps: int, control: int) -> int:
     return 0
 
 
-def _run_links(channel: LinkChannel, config: WorkerConfig, runner: Runner, rank: int) -> None:
+def _run_links(
+    channel: LinkChannel, config: WorkerConfig, runner: Runner, rank: int, writes: RankWrites
+) -> None:
     """Runs this rank's links, as rank 0 says."""
 
     async def run() -> None:
@@ -85,7 +90,7 @@ def _run_links(channel: LinkChannel, config: WorkerConfig, runner: Runner, rank:
         limits = LinkLimits(transfer.max_links, transfer.gpu_buffer_bytes)
         timeouts = LinkTimeouts(transfer.frame_timeout_seconds, transfer.dial_timeout_seconds)
         manager = LinkManager(transports, limits, timeouts, transfer.transport, runtime, rank)
-        RankTransfers(channel, manager, PoolFrames(runner.pools, transfer.checksum), runtime)
+        RankTransfers(channel, manager, PoolFrames(runner.pools, transfer.checksum), runtime, writes)
         await asyncio.Event().wait()
 
     try:

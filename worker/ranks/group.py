@@ -191,7 +191,7 @@ class RankGroup:
                 return
             self._failure = error or CollectiveError(f"rank {rank.number} (pid {rank.process.pid}): {why}")
         logger.error("a rank is lost", extra={"rank": rank.number, "pid": rank.process.pid, "why": why})
-        self.place.group.abort()
+        self.place.abort()
         for each in self._ranks:
             each.process.kill()
             self._meetings.release()
