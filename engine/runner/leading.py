@@ -15,7 +15,7 @@ import msgpack  # type: ignore[import-untyped]  # it ships no types
 
 from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.engine.kv.writes import WRITTEN, KVWrites, RankWrites, StepWrites
+from kvrelay.engine.kv.writes import WRITTEN, KVWrites, StepWrites
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.ranks.collective import Place
 from kvrelay.engine.ranks.plans import PlanReader, PlanWriter
@@ -142,12 +142,18 @@ class LeadingRunner:
         return chain_of_steps(self, plan, count)
 
 
-def follow(runner: Runner, receive: Callable[[], bytes | None], writes: RankWrites) -> None:
+def follow(
+    runner: Runner,
+    receive: Callable[[], bytes | None],
+    on_warm: Callable[[], object],
+    on_launch: Callable[[int, KVWrites], object],
+) -> None:
     """Runs what rank 0 sends, until `receive` returns None.
 
     Args:
         receive: waits for the next message.
-        writes: is told of the KV writes of each step.
+        on_warm: called when the runner has warmed up.
+        on_launch: called with each step's number and KV writes when it is launched.
 
     Raises:
         Whatever the runner raises; the rank must not go on.
@@ -156,11 +162,12 @@ def follow(runner: Runner, receive: Callable[[], bytes | None], writes: RankWrit
     while (message := receive()) is not None:
         if message[:1] == WARM_UP:
             runner.warm_up(msgpack.unpackb(message[1:], use_list=False))
+            on_warm()
         elif message == RESULT:
             launched.popleft().result()
         else:
             plan = reader.read(message[1:])
             step = runner.launch(plan)
-            writes.launched(plan.step, step.written)
+            on_launch(plan.step, step.written)
             if runner.lag:
                 launched.append(step)

@@ -55,7 +55,7 @@ class ThreadRanks:
 
     def _follow(self, runner: CpuRunner, messages: "queue.SimpleQueue[bytes | None]", writes: RankWrites) -> None:
         try:
-            follow(runner, messages.get, writes)
+            follow(runner, messages.get, lambda: None, writes.launched)
         except BaseException as error:  # noqa: BLE001  # the test looks at it
             self.errors.append(error)
             runner.model.place.abort()
