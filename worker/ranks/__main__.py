@@ -22,6 +22,7 @@ from psutil import Process
 from pydantic import TypeAdapter
 
 from kvrelay.engine.degree import Degree
+from kvrelay.engine.kv.writes import RankWrites
 from kvrelay.engine.ranks.collective import CollectiveError
 from kvrelay.engine.ranks.meet import meet
 from kvrelay.engine.runner.base import Runner
@@ -69,18 +70,16 @@ def main(steps: int, control: int) -> int:
         module, _, name = options["build"].partition(":")
         build = getattr(importlib.import_module(module), name)
         runner = build(Path(options["folder"]), config.dtype, config.engine, place)
-        listening = threading.Event()
-        given = links, config, runner, place.rank, listening
+        writes, listening = RankWrites(), threading.Event()
+        given = links, config, runner, place.rank, writes, listening
         threading.Thread(target=_run_links, args=given, name="links", daemon=True).start()
-        connection, told = socket.socket(fileno=steps), False
+        connection = socket.socket(fileno=steps)
 
-        def on_step() -> None:
-            nonlocal told
-            if not told:  # it was a warm-up, for which rank 0 waits
-                told = listening.wait()
-                channel.send({"arrived": "ready"})
+        def on_warm() -> None:
+            listening.wait()
+            channel.send({"arrived": "ready"})
 
-        follow(runner, lambda: receive_bytes(connection), on_step)
+        follow(runner, lambda: receive_bytes(connection), on_warm, writes.launched)
     except CollectiveError as error:
         _end(str(error))
     except BaseException as error:  # rank 0 must learn of it, whatever it was
@@ -92,7 +91,12 @@ def main(steps: int, control: int) -> int:
 
 
 def _run_links(
-    channel: LinkChannel, config: WorkerConfig, runner: Runner, rank: int, listening: threading.Event
+    channel: LinkChannel,
+    config: WorkerConfig,
+    runner: Runner,
+    rank: int,
+    writes: RankWrites,
+    listening: threading.Event,
 ) -> None:
     """Runs this rank's links, as rank 0 says; sets `listening` when it can."""
 
@@ -104,7 +108,7 @@ def _run_links(
         limits = LinkLimits(transfer.max_links, transfer.gpu_buffer_bytes)
         timeouts = LinkTimeouts(transfer.frame_timeout_seconds, transfer.dial_timeout_seconds)
         manager = LinkManager(transports, limits, timeouts, transfer.transport, runtime, rank)
-        RankTransfers(channel, manager, PoolFrames(runner.pools, transfer.checksum), runtime)
+        RankTransfers(channel, manager, PoolFrames(runner.pools, transfer.checksum), runtime, writes)
         listening.set()
         await asyncio.Event().wait()
 
