@@ -111,7 +111,7 @@ class Scorer(TemplateLM):
 
 
 def logits(runner: CpuRunner, tokens: Sequence[int], start: int = 0, last: int = 0) -> Tensor:
-    """float32 [tokens, vocabulary], behind `start` tokens whose KV is there; of the `last` ones, or of all if it is 0."""
+    """float32 [tokens, vocabulary], behind `start` tokens whose KV is there; of the `last` ones, or of all for 0."""
     with torch.inference_mode():
         hidden = runner.forward(plan_of(runner, np.asarray(tokens, np.int32), 1, start))
         return runner.model.logits(hidden[-last:].clone()).float().clone()
