@@ -1,7 +1,7 @@
 """The runner of a rank of one of several pipeline stages, on the CPU.
 
-The first stage has the embedding and, behind the last layer, the last norm and the head: rank 0 is one of its ranks, and
-has what shapes logits. Hidden states of a step go from stage to stage, and those that yield something back to the
+The first stage has the embedding and, behind the last layer, the last norm and the head: rank 0 is one of its ranks,
+and has what shapes logits. Hidden states of a step go from stage to stage, and those that yield something back to the
 first one. While later stages compute a step, the first one computes the next: another chunk of a prompt, or other
 sequences.
 
