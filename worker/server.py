@@ -28,6 +28,7 @@ from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.degree import ONE
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.models.choice import check_ranks
 from kvrelay.engine.models.fast.loader import OnLoaded
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.ranks.collective import CollectiveError
@@ -146,6 +147,7 @@ class WorkerServer:
             engine, runner = self._build(folder, dtype, options, on_loaded)
             engine.warm_up()
             return engine, runner
+        check_ranks(folder, options)
         self._ranks = group = RankGroup(self._build_rank, folder, self.config, options, self._fail)
         group.start()
         try:

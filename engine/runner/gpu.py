@@ -9,6 +9,10 @@ them. Only a copy goes to the host, and the host waits for it after it has launc
 decode rows are captured graphs (`graphs.py`). Small steps with a chunk of a prompt are, too, in pieces with attention
 between them (`pieces.py`); those of more tokens are launched kernel by kernel.
 
+Several ranks launch the same steps. Each gathers the logits of all tokens and chooses by them, so that all of them have
+the same `sampled`; but rows that something shapes are chosen by rank 0, which alone knows what, for all of them. Sums
+and gathers are in the captured graphs.
+
 On CPU tensors the same runner works under Triton's interpreter, without graphs. That is slow, and for tests.
 """
 
@@ -35,12 +39,14 @@ from kvrelay.engine.kv.writes import WRITTEN, EventWaiter, KVWrites
 from kvrelay.engine.models.fast.decoder import NO_TAPS, Decoder, Taps, taps_into
 from kvrelay.engine.models.fast.loader import MakeLinear, Making, OnLoaded, load_weights
 from kvrelay.engine.models.fast.parts import Parts
+from kvrelay.engine.models.fast.slices import Slices, share_hashes
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
-from kvrelay.engine.models.reading.config import read_config
+from kvrelay.engine.models.reading.config import check_degree, read_config
 from kvrelay.engine.models.reading.stored import check_stored
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepPlan
-from kvrelay.engine.quant.schemes import HEAD, LAYERS, dequantizing, quantizing
+from kvrelay.engine.quant.schemes import HEAD, LAYERS, dequantizing, quantizing, quantizing_columns
+from kvrelay.engine.ranks.collective import ALONE, Place
 from kvrelay.engine.runner.base import chain_of_steps
 from kvrelay.engine.runner.fetches import Fetches
 from kvrelay.engine.runner.gpu_step import Extras, GpuStep, StreamWrites
@@ -272,7 +278,11 @@ class GpuRunner:
             return None
         if not any(map(plan.is_special, sampled.tolist())):
             return None
-        return SpecialRows(plan, sampled, logits, inputs.choices, tokens)
+        special = SpecialRows(plan, sampled, logits, inputs.choices, tokens)
+        group = self.model.place.group
+        if group.size > 1 and plan.shapings is not None:
+            tokens.copy_(group.gather(tokens)[0])
+        return special
 
     def _launch_mixed(self, plan: StepPlan, sampled: NDArray[np.int64]) -> Extras:
         inputs, tokens = self._mixed, plan.num_tokens
@@ -367,8 +377,9 @@ def build_gpu_runner(
     later_bytes: int = 0,
     *,
     slides: bool = True,
+    place: Place = ALONE,
 ) -> GpuRunner:
-    """Loads the checkpoint in `folder` onto a device and allocates its KV pools there.
+    """Loads the checkpoint in `folder`, or a rank's part of it, onto a device and allocates its KV pools there.
 
     Args:
         dtype: of weights and KV; auto takes the checkpoint's.
@@ -376,13 +387,21 @@ def build_gpu_runner(
         memory: of the device; None asks CUDA.
         later_bytes: what else will be loaded onto the device.
         slides: whether layers with a window keep the KV of their windows only.
+        place: of the rank.
 
     Raises:
         ValueError: the checkpoint or an option can't be used; the text says which and why.
+        CollectiveError: another rank is lost.
     """
-    config = read_config(folder).for_context(options.max_context)
-    check_stored(options.quantization, config.stored)
+    served = read_config(folder).for_context(options.max_context)
+    check_stored(options.quantization, served.stored)
+    check_degree(served, place.degree, options.quantization)
+    stages = place.degree.pipeline
+    require(stages == 1, "pipeline_parallel", stages, "1 on a GPU, where tensor_parallel may be more")
     checkpoint = Checkpoint(folder)
+    share_hashes(checkpoint, place)
+    slices = Slices.of(served, place, options.quantization)
+    config = slices.own
     memory = memory or memory_of(device)
     options = options.on("cuda", memory.total())
     coded = options.kv_dtype != "fp8" or architecture_of(torch.device(device)) >= FP8_ARCHITECTURE
@@ -397,14 +416,14 @@ def build_gpu_runner(
 
     held = dequantizing(TORCH_DTYPES[run_dtype], lay_out) if quantization == "dense" else lay_out
     linear, head = quantizing(LAYERS.get(quantization), held), quantizing(HEAD.get(quantization), held)
-    making = Making(head, keep=quantization != "dense")
+    making = Making(head, keep=quantization != "dense", slices=slices, columns=quantizing_columns(quantization))
     kept = quantization if quantization in LAYERS else run_dtype
     with asking(f"the weights of {folder} in {kept}", memory), torch.inference_mode():
-        weights = load_weights(checkpoint, config, TORCH_DTYPES[run_dtype], linear, on_loaded, device, making)
-    model = Decoder(config, weights, gpu_ops.GpuOps())
+        weights = load_weights(checkpoint, served, TORCH_DTYPES[run_dtype], linear, on_loaded, device, making)
+    model = Decoder(config, weights, gpu_ops.GpuOps(), place, gathers=True)
     unbounded = ModelSpec.of(
         checkpoint,
-        config,
+        served,
         run_dtype,
         quantization=options.quantization,
         max_context=options.max_context,
@@ -413,8 +432,8 @@ def build_gpu_runner(
     layout = config.cache_layout(whole, unbounded.max_context) if slides else CacheLayout.of(whole)
     if not options.kv_memory_bytes:
         later_bytes += _runner_bytes(unbounded, model, layout, options, memory, device)
-    pools = make_pools(layout, options, unbounded.max_context, memory, device, later_bytes)
-    spec = unbounded.within(tokens_within(layout, pools, options))
+    pools = make_pools(layout, options, unbounded.max_context, memory, device, later_bytes, place)
+    spec = unbounded.within(place.smallest(tokens_within(layout, pools, options)))
     with asking(f"buffers beside {sum([pool.nbytes for pool in pools])} bytes of KV (kv_memory_bytes)", memory):
         return GpuRunner(spec, model, layout, pools, options, make=(linear, head))
 

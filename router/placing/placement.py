@@ -103,6 +103,10 @@ class DecodeCapacity:
         return sum([blocks for blocks in self.holdings.values() if blocks <= self.reserve])
 
 
+Degree = tuple[int, int]
+"""Numbers of a worker's ranks: those that share each layer, and the stages of layers. Other numbers round otherwise."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerView:
     """A worker as a policy sees it."""
@@ -127,6 +131,8 @@ class WorkerView:
     """Capacity of a decode or co-located worker; None before its first report, and for prefill."""
     compatibility: str = ""
     """Digest of what two workers must have in common; only equal ones are paired."""
+    degree: Degree = (1, 1)
+    """Its ranks."""
     avoided: bool = False
     """Whether attempts fail on it: used only if no other worker of its role is left."""
     bad_peers: frozenset[WorkerId] = frozenset()
@@ -170,6 +176,8 @@ class Demand:
     """Holder of the request: a digest of the tenant or the client's address; 0: unknown."""
     begun: bool = False
     """Whether its client has tokens already."""
+    degrees: Mapping[WorkerRole, Degree] = field(default_factory=dict)
+    """Degrees at which the client's tokens were computed, by role, as far as known. Workers of these go first."""
 
     @property
     def most_expected(self) -> int:
@@ -327,9 +335,10 @@ class LeastWork:
         backlog = (capacity.promised_blocks + capacity.blocks_for(demand.prompt_tokens)) * capacity.block_size
         return backlog <= self._backlog_share * prefill_tokens
 
-    def _costs(self, demand: Demand, group: "_Group") -> dict[WorkerId, tuple[int, int, int, int]]:
-        """Each worker's cost: a worker to avoid, company that a trial puts at risk, load and work, then what decides
-        between equals. Costs add up over the workers of an option, so the best pair consists of the best of each role.
+    def _costs(self, demand: Demand, group: "_Group") -> dict[WorkerId, tuple[int, int, int, int, int]]:
+        """Each worker's cost: a worker to avoid, company that a trial puts at risk, another degree, load and work, then
+        what decides between equals. Costs add up over the workers of an option, so the best pair consists of the best
+        of each role.
         """
         handed = demand.decode_tokens > 0 and not group.alone
         costs = {}
@@ -339,6 +348,7 @@ class LeastWork:
             costs[worker.id] = (
                 int(worker.id in demand.avoid),
                 int((worker.requests if demand.on_trial else worker.suspects) > 0),
+                int(worker.degree != demand.degrees.get(worker.role, worker.degree)),
                 worker.work + WORK_WEIGHT * own,
                 self._order(demand.key, worker.id),
             )

@@ -16,7 +16,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.worker_pb2 import ClientCall, Load, ModelInfo, RouterHello
 from kvrelay.router.placing.health import FleetHealth
-from kvrelay.router.placing.placement import DecodeCapacity, WorkerView, complete
+from kvrelay.router.placing.placement import DecodeCapacity, Degree, WorkerView, complete
 from kvrelay.router.placing.worker_stream import OnForeign, WorkerStream
 from kvrelay.rpc.compatibility import rank, unpaired
 from kvrelay.rpc.credentials import Credentials
@@ -36,6 +36,7 @@ class _Worker:
     address: str
     state: MemberState
     compatibility: str
+    degree: Degree
     draining: bool = False
     """Whether it has returned a request because it drains; the membership may say so later."""
     listed: bool = True
@@ -155,6 +156,11 @@ class WorkerRegistry:
             raise KeyError(f"{worker} has no stream")
         return stream
 
+    def degrees(self, workers: Iterable[WorkerId]) -> dict[WorkerRole, Degree]:
+        """The degrees of these workers, by role."""
+        known = (self._workers.get(worker) for worker in workers)
+        return {worker.role: worker.degree for worker in known if worker is not None}
+
     def fence(self, call: ClientCall) -> None:
         """Ends on every worker what earlier calls of the client's request have submitted, through whichever router."""
         for worker in self._workers.values():
@@ -174,6 +180,7 @@ class WorkerRegistry:
             worker.listed = member is not None
             if member is not None:
                 worker.state, worker.compatibility = member.state, member.compatibility
+                worker.degree = _degree(member)
                 if member.state == MEMBER_STATE_DEAD:
                     self._drop(worker, "declared dead")
                 elif worker.stream is not None:
@@ -183,7 +190,12 @@ class WorkerRegistry:
         for worker_id, member in listed.items():
             if member.state == MEMBER_STATE_READY and worker_id not in self._workers:
                 worker = _Worker(
-                    worker_id, WORKERS[member.role], member.address, member.state, compatibility=member.compatibility
+                    worker_id,
+                    WORKERS[member.role],
+                    member.address,
+                    member.state,
+                    compatibility=member.compatibility,
+                    degree=_degree(member),
                 )
                 self._workers[worker_id] = worker
                 worker.task = asyncio.create_task(self._keep_stream(worker), name=f"stream to {worker_id.name}")
@@ -294,7 +306,7 @@ class WorkerRegistry:
         bad_peers = self._health.bad_peers(worker.id) if worker.role == "prefill" else frozenset()
         # Each placement looks at all workers, and changes one or two of them.
         counts = stream.changes, stream.requests, stream.suspects
-        facts = stream, counts, worker.state, worker.compatibility, ready, avoided, bad_peers
+        facts = stream, counts, worker.state, worker.compatibility, worker.degree, ready, avoided, bad_peers
         if worker.view is not None and worker.facts == facts:
             return worker.view
         worker.facts = facts
@@ -311,6 +323,7 @@ class WorkerRegistry:
             kv_tokens=report.blocks.total * report.blocks.size,
             capacity=_capacity(stream, worker.role) if worker.role != "prefill" else None,
             compatibility=worker.compatibility,
+            degree=worker.degree,
             avoided=avoided,
             bad_peers=bad_peers,
             requests=stream.requests,
@@ -357,6 +370,10 @@ def _capacity(stream: WorkerStream, role: WorkerRole) -> DecodeCapacity | None:
         ending_blocks=load.ending.blocks,
         holdings=holdings,
     )
+
+
+def _degree(member: Member) -> Degree:
+    return max(1, member.tensor_ranks), max(1, member.pipeline_stages)
 
 
 def _log_fields(worker: _Worker) -> dict[str, object]:

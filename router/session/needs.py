@@ -1,10 +1,10 @@
 """The needs that a request has of the workers, and the part of its holder's share that it has used."""
 
-from kvrelay.router.placing.placement import Demand
+from kvrelay.router.placing.placement import Degree, Demand
 from kvrelay.router.request.validation import CheckedRequest
 from kvrelay.router.session.dispatch import Dispatch
 from kvrelay.router.trace import RequestTrace
-from kvrelay.rpc.identity import WorkerId
+from kvrelay.rpc.identity import WorkerId, WorkerRole
 
 
 class Needs:
@@ -13,6 +13,7 @@ class Needs:
     def __init__(self, request: CheckedRequest, trace: RequestTrace, dispatch: Dispatch) -> None:
         self._request, self._trace, self._dispatch = request, trace, dispatch
         self._charged = 0
+        self._degrees: dict[WorkerRole, Degree] = {}
 
     @property
     def begun(self) -> bool:
@@ -32,7 +33,13 @@ class Needs:
             expected_tokens=max(1, self.expected_tokens() - have),
             holder=request.claim.holder,
             begun=self.begun,
+            degrees=self._degrees if self.begun else {},
         )
+
+    def placed(self, degrees: dict[WorkerRole, Degree]) -> None:
+        """Workers of these degrees compute from here on. The first token fixes the degrees for the whole stream."""
+        if not self.begun:
+            self._degrees = degrees
 
     def expected_tokens(self) -> int:
         """Tokens that the whole completion is expected to have. One that has passed that may go on to the last."""

@@ -186,6 +186,7 @@ class Session:
         self._dispatch.metrics.attempted()
         self._tried |= placement.workers
         streams = [registry.stream(worker) for worker in placement.each]
+        self._needs.placed(registry.degrees(placement.each))
         attempt = Attempt(
             self._request,
             trace,

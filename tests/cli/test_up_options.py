@@ -47,6 +47,10 @@ EXAMPLES: list[tuple[list[str], str]] = [
     (["--prefill", "2"], "prefill: {replicas: 2}"),
     (["--decode", "2"], "decode: {replicas: 2}"),
     (["--colocated", "2"], "colocated: {replicas: 2}"),
+    (["--prefill-tp", "2"], "prefill: {engine: {tensor_parallel: 2}}"),
+    (["--prefill-pp", "2"], "prefill: {engine: {pipeline_parallel: 2}}"),
+    (["--decode-tp", "2"], "decode: {engine: {tensor_parallel: 2}}"),
+    (["--decode-pp", "2"], "decode: {engine: {pipeline_parallel: 2}}"),
     (["--gpus", "0"], "ray: {gpus: 0}"),
     *((["--transport", word], f"transfer: {{transport: {word}}}") for word in get_args(Transport)),
     (["--address", "auto"], "ray: {address: auto}"),
@@ -127,7 +131,8 @@ def test_every_option_has_an_example_and_is_a_key_of_the_configuration() -> None
     }
     for setting in SETTINGS.values():
         options = ClusterConfig().model_dump()
-        for part in setting.key.split("."):
+        # A role's engine has the options of the common engine, and only those that are given.
+        for part in re.sub(r"^\w+\.engine\.", "engine.", setting.key).split("."):
             options = options[part]
 
 
@@ -220,6 +225,15 @@ def test_what_set_sets_has_a_key_and_a_value(pair: str) -> None:
 
 def test_what_set_sets_is_yaml() -> None:
     fails(2, r"--set engine is '\['; allowed: a value in YAML", "up", "--set", "engine=[")
+
+
+def test_a_degree_that_the_model_cant_have_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    said = r"prefill\.engine\.tensor_parallel is 3; allowed: 1, 2, 4, 8, for 8 query heads and 4 KV heads"
+    free = ("--grpc-port", 0, "--http-port", 0)
+    fails(2, said, "up", "--model", "pico", "--prefill-tp", 3, *free)
+    path = tmp_path / "kvrelay.yaml"
+    path.write_text("prefill: {engine: {tensor_parallel: 3}}")
+    fails(2, said, "up", "--config", path, *free)
 
 
 def test_the_help_has_every_option_below_a_heading_and_every_word_of_a_choice() -> None:

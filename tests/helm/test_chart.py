@@ -127,7 +127,7 @@ def test_groups_are_those_of_the_configuration(rendered: Rendered, config: Clust
         needs = config.bundle(None if name == "router" else name)
         assert needs[resource] == 1
         assert all(amount * own[resource] <= offered[each] for each, amount in needs.items())
-        gpus = 0 if name == "router" else config.role(name).gpus * own[resource]
+        gpus = needs.get("GPU", 0) * own[resource]
         limits = container(group["template"], "ray-worker")["resources"]["limits"]
         assert int(limits.get("nvidia.com/gpu", "0")) == gpus == offered["GPU"]
 

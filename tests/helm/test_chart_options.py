@@ -37,6 +37,16 @@ def worker(rendered: Rendered, group: str) -> Object:
         ({"prefill": {"replicas": 2, "gpus": 4, "resources": {"cpu": "16"}}}, {"prefill": (8, 1, 4, 4)}),
         ({"prefill": {"gpus": 1, "workersPerPod": 3}}, {"prefill": (3, 0.3333, 0.6666, 1)}),
         ({"decode": {"workersPerPod": 2}}, {"decode": (2, 0, 1, 1)}),
+        # Workers of several ranks: GPUs are for each rank, CPUs and threads for all of them together.
+        (
+            {
+                "engine": {"tensor_parallel": 2},
+                "prefill": {"replicas": 3, "gpus": 8, "engine": {"tensor_parallel": 4}, "resources": {"cpu": "16"}},
+                "decode": {"gpus": 8, "resources": {"cpu": "16"}},
+                "colocated": {"replicas": 1, "engine": {"pipeline_parallel": 2}, "resources": {"cpu": "8"}},
+            },
+            {"prefill": (6, 1, 8, 8), "decode": (4, 1, 4, 4), "colocated": (1, 0, 8, 8)},
+        ),
         (
             {"prefill": {"replicas": 0}, "decode": {"replicas": 0}, "colocated": {"replicas": 2}},
             {"prefill": (0, None, None, None), "decode": (0, None, None, None), "colocated": (2, 0, 2, 2)},

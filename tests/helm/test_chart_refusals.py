@@ -106,6 +106,14 @@ def test_an_unknown_key_is_named(refusal):
             {"decode": {"gpus": 4, "workersPerPod": 2}},
             "decode.workersPerPod is 2; allowed: 0, or at least decode.gpus (4)",
         ),
+        (
+            {"engine": {"tensor_parallel": 4, "pipeline_parallel": 4}, "decode": {"gpus": 8}},
+            "decode.gpus is 8; allowed: 0, or a multiple of 16: all ranks of a worker",
+        ),
+        (
+            {"prefill": {"gpus": 8, "workersPerPod": 4, "engine": {"tensor_parallel": 4}}},
+            "prefill.workersPerPod is 4; allowed: 0, or 2: each of a worker's 4 ranks",
+        ),
         ({"drainSeconds": 50}, "terminationGracePeriodSeconds is 60; allowed: at least drainSeconds (50) and 15 more"),
         ({"gcsFaultTolerance": {"enabled": True}}, "gcsFaultTolerance.redisAddress is empty"),
         ({"gateway": {"enabled": True}}, "gateway.parentRefs is empty"),

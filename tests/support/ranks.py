@@ -9,6 +9,7 @@ import msgpack  # type: ignore[import-untyped]  # it ships no types
 from kvrelay.engine.degree import Degree
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
+from kvrelay.engine.kv.writes import RankWrites
 from kvrelay.transfer.frames.frames import PoolFrames
 from kvrelay.transfer.links.endpoint_loop import HandoffSetup
 from kvrelay.transfer.links.links import LinkManager
@@ -21,7 +22,7 @@ from kvrelay.transfer.protocol.routes import held_by
 class MemoryChannel:
     """One end of a channel between two ranks of one process; implements `RankChannel`."""
 
-    steps = 0
+    step = -1
 
     def __init__(self) -> None:
         self.other: MemoryChannel
@@ -61,11 +62,14 @@ class Ranks:
         self.channels: dict[int, MemoryChannel] = {}
         self.managers: list[LinkManager] = []
         self.transfers: list[RankTransfers] = []
+        self.writes: list[RankWrites] = []
+        """KV writes of each rank's steps."""
         for rank, pool in list(enumerate(pools))[1:]:
             self.channels[rank], far = MemoryChannel.pair()
             manager, frames = setup.link_manager(runtime, rank), PoolFrames([pool], setup.config.checksum)
             self.managers.append(manager)
-            self.transfers.append(RankTransfers(far, manager, frames, runtime))
+            self.writes.append(RankWrites())
+            self.transfers.append(RankTransfers(far, manager, frames, runtime, self.writes[-1]))
         self.setup = replace(setup, ranks=self.channels)
 
     async def close(self) -> None:

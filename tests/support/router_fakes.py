@@ -253,11 +253,13 @@ class FakeWorker(WorkerServiceServicer):
         script: Script,
         *,
         compatibility: str = "",
+        tensor_ranks: int = 1,
         suspected: Suspected = Job.take,
         **model: Any,
     ) -> None:
         self.name = name
         self.compatibility = compatibility
+        self.tensor_ranks = tensor_ranks
         self.role = role
         self.script = script
         self.suspected = suspected
@@ -312,6 +314,7 @@ class FakeWorker(WorkerServiceServicer):
             address=f"127.0.0.1:{self.port}",
             state=state,
             compatibility=self.compatibility,
+            tensor_ranks=self.tensor_ranks,
         )
 
     async def Relay(self, request_iterator: AsyncIterator[RelayRequest], context: Any) -> None:

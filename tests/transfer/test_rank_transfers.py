@@ -5,7 +5,7 @@ from typing import Any
 
 from kvrelay.engine.degree import ONE, Degree
 from kvrelay.engine.kv.layout import CacheLayout
-from kvrelay.engine.kv.writes import WRITTEN
+from kvrelay.engine.kv.writes import WRITTEN, RankWrites
 from kvrelay.transfer.frames.frames import PoolFrames
 from kvrelay.transfer.links.rank_links import Command, RankFrames
 from kvrelay.transfer.links.rank_transfers import RankTransfers
@@ -28,7 +28,7 @@ class Links:
     def submit(self, peer: str, epoch: int, ranks: tuple[int, int], job: Any) -> None:
         self.given.append(job)
 
-    def after_frames(self, peer: str, epoch: int, call: Any) -> None:
+    def after_frames(self, peer: str, epoch: int, key: tuple[str, int], call: Any) -> None:
         self.given.append("after")
 
 
@@ -41,18 +41,19 @@ class RankOne:
         self.jobs, self.links, self.reports = RankFrames(PoolFrames([own], True)), Links(), list[Command]()
         self.channel, far = MemoryChannel.pair()
         self.channel.listen(self.reports.append, lambda reason: None)
-        self.transfers = RankTransfers(far, self.links, PoolFrames([other], True), LoopRuntime())  # type: ignore[arg-type]  # enough of them
+        self.writes = RankWrites()
+        self.transfers = RankTransfers(far, self.links, PoolFrames([other], True), LoopRuntime(), self.writes)  # type: ignore[arg-type]  # enough of them
 
-    async def send(self, number: int, steps: int) -> None:
-        """Has rank 1 send a frame which rank 0 has made after so many steps."""
+    async def send(self, number: int, behind: int) -> None:
+        """Has rank 1 send a frame; the last step whose result rank 0 has is this one."""
         frame = Frame(1, number, 0, 8, self.route.layout.block_bytes)
         job = self.jobs.send(("r", 1), frame, BlockClaim(), [2], self.route, lambda push: None, lambda: None)
         where = {"peer": "p", "epoch": 1, "ranks": [1, 0]}
-        self.channel.send(job.command | where | {"number": number, "steps": steps})
+        self.channel.send(job.command | where | {"number": number, "behind": behind})
         await self.turn()
 
     async def after(self) -> None:
-        self.channel.send({"do": "after", "peer": "p", "epoch": 1, "number": 9, "steps": 0})
+        self.channel.send({"do": "after", "peer": "p", "epoch": 1, "number": 9, "key": ["r", 1]})
         await self.turn()
 
     async def turn(self) -> None:
@@ -62,15 +63,15 @@ class RankOne:
 
 async def test_a_frame_waits_until_its_rank_has_run_the_steps_of_rank_0() -> None:
     rank = RankOne()
-    await rank.send(0, steps=0)
-    await rank.send(1, steps=2)
+    await rank.send(0, behind=-1)
+    await rank.send(1, behind=1)
     await rank.after()
     assert len(rank.links.given) == 1
-    rank.transfers.launched(WRITTEN)
+    rank.writes.launched(0, WRITTEN)
     await rank.turn()
     assert len(rank.links.given) == 1
     late = LateWrites()
-    rank.transfers.launched(late)
+    rank.writes.launched(1, late)
     await rank.turn()
     assert len(rank.links.given) == 1, "the second step's KV isn't there"
     late.end()
@@ -81,7 +82,7 @@ async def test_a_frame_waits_until_its_rank_has_run_the_steps_of_rank_0() -> Non
 
 async def test_a_frame_that_waits_can_be_stopped() -> None:
     rank = RankOne()
-    await rank.send(0, steps=1)
+    await rank.send(0, behind=0)
     rank.channel.send({"do": "stop", "number": 0})
     await rank.turn()
     assert [(report["do"], report["outcome"]) for report in rank.reports] == [("ended", Outcome.LOST.value)]

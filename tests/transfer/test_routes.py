@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvrelay.engine.degree import ONE, Degree
 from kvrelay.engine.kv.layout import CacheLayout, KVLayout, LayerGroup
 from kvrelay.engine.kv.pool import KVPool
+from kvrelay.engine.kv.writes import WRITTEN, StepWrites
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.protocol import routes as routing
@@ -277,16 +278,21 @@ async def test_a_cancel_stops_the_frames_of_all_ranks(by: str) -> None:
 async def test_frames_of_other_ranks_wait_for_their_steps() -> None:
     async with pair(CONFIG, layout=MODEL, transports=links_of("fake"), blocks=64, degrees=(Degree(2), ONE)) as world:
         late, count = LateWrites(), 4 * BLOCK
+        written = StepWrites(0, late)
         for pool in world.sources:
             pool.bytes.fill_(1)
         world.announce(KEY, prompt(count))
-        world.sender.progress(KEY, world.sending.hold([0, 1, 2, 3]), late)
+        world.sender.progress(KEY, world.sending.hold([0, 1, 2, 3]), written)
         await world.ends.until(lambda: KEY in world.receiving.reservations)
+        await asyncio.sleep(0.05)
+        assert not world.target.bytes.any()
+        world.ranks[0].writes[0].launched(0, late)
         await asyncio.sleep(0.05)
         assert not world.target.bytes.any()
         for pool in world.sources:
             pool.bytes.fill_(9)
         late.end()
+        written.become(WRITTEN)
         world.sender.finished(KEY, FIRST_TOKEN, world.sending.hold([0, 1, 2, 3]))
         await world.settled(KEY)
         there = world.ends.imported[KEY][0].hold.blocks

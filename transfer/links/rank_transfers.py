@@ -5,10 +5,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvrelay.engine.kv.writes import KVWrites
+from kvrelay.engine.kv.writes import WRITTEN, KVWrites, RankWrites
 from kvrelay.transfer.frames.frames import PoolFrames
 from kvrelay.transfer.links.links import LinkManager
-from kvrelay.transfer.links.rank_links import Command, RankChannel, unpacked_frame, unpacked_route
+from kvrelay.transfer.links.rank_links import COMMITTED, Command, RankChannel, unpacked_frame, unpacked_route
 from kvrelay.transfer.protocol.events import Outcome
 from kvrelay.transfer.protocol.messages import Push
 from kvrelay.transfer.protocol.ports import BlockClaim, LinkEnd, LinkSpec, NoTransportError, Runtime
@@ -24,53 +24,29 @@ class RankTransfers:
         links: LinkManager,
         frames: PoolFrames,
         runtime: Runtime,
+        writes: RankWrites | None = None,
     ) -> None:
         """
         Args:
             channel: to rank 0, which this listens to.
             links: of this rank.
             frames: makes jobs on this rank's pools.
+            writes: of this rank's steps; None if frames wait for no step.
         """
         self._channel = channel
         self._links = links
         self._frames = frames
         self._runtime = runtime
+        self._writes = writes
         self._claims: dict[int, BlockClaim] = {}
-        self._steps = 0
-        """Steps whose KV is written."""
-        self._running: deque[KVWrites] = deque()
-        """KV writes of the steps behind those."""
-        self._held: deque[tuple[int, Callable[[], None]]] = deque()
-        """Frames, and calls behind them, that wait for as many steps; in order."""
+        self._held: deque[tuple[KVWrites, Callable[[], None]]] = deque()
+        """What waits for the KV of a step to be written, in order."""
         channel.listen(self._on_command, self._on_lost)
 
     @property
     def active(self) -> int:
         """Frames whose blocks are in use, or may be yet."""
         return len(self._claims)
-
-    def launched(self, written: KVWrites) -> None:
-        """This rank has launched its next step, which writes that KV. Any thread, in order."""
-        self._runtime.post(self._on_launched, written)
-
-    def _on_launched(self, written: KVWrites) -> None:
-        self._running.append(written)
-        if not written.ended:
-            written.then(partial(self._runtime.post, self._go_on))
-        self._go_on()
-
-    def _go_on(self) -> None:
-        """Begins what has waited for the steps that have ended."""
-        while self._running and self._running[0].ended:
-            self._running.popleft()
-            self._steps += 1
-        while self._held and self._held[0][0] <= self._steps:
-            self._held.popleft()[1]()
-
-    def _behind(self, steps: int, call: Callable[[], None]) -> None:
-        """Calls `call` when so many steps have ended, behind what came before it."""
-        self._held.append((steps, call))
-        self._go_on()
 
     def _on_command(self, command: Command) -> None:
         match command:
@@ -81,18 +57,33 @@ class RankTransfers:
             case {"do": "close", "peer": peer, "epoch": epoch, "reason": reason}:
                 if self._links.epoch(peer) == epoch:
                     self._links.close(peer, reason)
-            case {"do": "after", "peer": peer, "epoch": epoch, "steps": steps}:
-                after = partial(self._channel.send, command)
-                self._behind(steps, partial(self._links.after_frames, peer, epoch, after))
-            case {"do": "send" | "receive" | "drain", "peer": peer, "epoch": epoch, "ranks": ranks, "steps": steps}:
-                job = self._job(command)
-                self._behind(steps, partial(self._links.submit, peer, epoch, RankPair(*ranks), job))
+            case {"do": "after", "peer": peer, "epoch": epoch, "key": [request, attempt]}:
+                key, after = (request, attempt), partial(self._channel.send, command)
+                self._begin_behind(COMMITTED, partial(self._links.after_frames, peer, epoch, key, after))
+            case {"do": "send" | "receive" | "drain", "peer": peer, "epoch": epoch, "ranks": ranks, "behind": step}:
+                submit = partial(self._links.submit, peer, epoch, RankPair(*ranks), self._job(command))
+                self._begin_behind(step, submit)
             case {"do": "stop", "number": number}:
                 claim = self._claims.get(number)
                 if claim is not None and claim.close():
                     self._ended(number, Outcome.LOST)
             case _:
                 raise ValueError(f"rank 0 says {str(command)[:200]}, which no rank knows")
+
+    def _begin_behind(self, step: int, begin: Callable[[], None]) -> None:
+        """Calls `begin` when this rank's KV of a step is written, and behind those before it."""
+        written = self._written(step)
+        self._held.append((written, begin))
+        if not written.ended:
+            written.then(partial(self._runtime.post, self._go_on))
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._held and self._held[0][0].ended:
+            self._held.popleft()[1]()
+
+    def _written(self, step: int) -> KVWrites:
+        return WRITTEN if step == COMMITTED or self._writes is None else self._writes.of(step)
 
     def _open(self, command: Command) -> None:
         peer, epoch = command["peer"], command["epoch"]
@@ -134,7 +125,7 @@ class RankTransfers:
             claim = self._claims[number] = BlockClaim()
             on_end = partial(post, self._ended, number)
             return self._frames.receive(key, frame, claim, table, command["keep"], route, on_end)
-        claim = self._claims[number] = BlockClaim()
+        claim = self._claims[number] = BlockClaim(self._written(command["step"]))
         announced, on_read = partial(post, self._announced, command), partial(post, self._ended, number)
         return self._frames.send(key, frame, claim, table, route, announced, on_read)
 

@@ -15,7 +15,6 @@ import socket
 import sys
 import threading
 import time
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +22,7 @@ from psutil import Process
 from pydantic import TypeAdapter
 
 from kvrelay.engine.degree import Degree
+from kvrelay.engine.kv.writes import RankWrites
 from kvrelay.engine.ranks.collective import CollectiveError
 from kvrelay.engine.ranks.meet import meet
 from kvrelay.engine.runner.base import Runner
@@ -70,14 +70,16 @@ def main(steps: int, control: int) -> int:
         module, _, name = options["build"].partition(":")
         build = getattr(importlib.import_module(module), name)
         runner = build(Path(options["folder"]), config.dtype, config.engine, place)
-        transfers = _start_links(links, config, runner, place.rank)
+        writes, listening = RankWrites(), threading.Event()
+        given = links, config, runner, place.rank, writes, listening
+        threading.Thread(target=_run_links, args=given, name="links", daemon=True).start()
         connection = socket.socket(fileno=steps)
-        follow(
-            runner,
-            lambda: receive_bytes(connection),
-            lambda: channel.send({"arrived": "ready"}),
-            transfers.launched,
-        )
+
+        def on_warm() -> None:
+            listening.wait()
+            channel.send({"arrived": "ready"})
+
+        follow(runner, lambda: receive_bytes(connection), on_warm, writes.launched)
     except CollectiveError as error:
         _end(str(error))
     except BaseException as error:  # rank 0 must learn of it, whatever it was
@@ -88,9 +90,15 @@ def main(steps: int, control: int) -> int:
     return 0
 
 
-def _start_links(channel: LinkChannel, config: WorkerConfig, runner: Runner, rank: int) -> RankTransfers:
-    """Starts the thread of this rank's links, which do what rank 0 says."""
-    made: Future[RankTransfers] = Future()
+def _run_links(
+    channel: LinkChannel,
+    config: WorkerConfig,
+    runner: Runner,
+    rank: int,
+    writes: RankWrites,
+    listening: threading.Event,
+) -> None:
+    """Runs this rank's links, as rank 0 says; sets `listening` when it can."""
 
     async def run() -> None:
         runtime, transfer = LoopRuntime(), config.transfer
@@ -100,18 +108,15 @@ def _start_links(channel: LinkChannel, config: WorkerConfig, runner: Runner, ran
         limits = LinkLimits(transfer.max_links, transfer.gpu_buffer_bytes)
         timeouts = LinkTimeouts(transfer.frame_timeout_seconds, transfer.dial_timeout_seconds)
         manager = LinkManager(transports, limits, timeouts, transfer.transport, runtime, rank)
-        made.set_result(RankTransfers(channel, manager, PoolFrames(runner.pools, transfer.checksum), runtime))
+        RankTransfers(channel, manager, PoolFrames(runner.pools, transfer.checksum), runtime, writes)
+        listening.set()
         await asyncio.Event().wait()
 
-    def serve() -> None:
-        try:
-            asyncio.run(run())
-        except BaseException:  # without links the worker can't go on
-            logger.exception("the links failed")
-            _end("its links failed")
-
-    threading.Thread(target=serve, name="links", daemon=True).start()
-    return made.result()
+    try:
+        asyncio.run(run())
+    except BaseException:  # without links the worker can't go on
+        logger.exception("the links failed")
+        _end("its links failed")
 
 
 def _live(channel: Channel) -> None:

@@ -14,6 +14,7 @@ import msgpack  # type: ignore[import-untyped]  # it ships no types
 from psutil import Process
 
 from kvrelay.machine.silence import Silence
+from kvrelay.transfer.links.rank_links import COMMITTED
 
 logger = logging.getLogger(__name__)
 
@@ -113,10 +114,10 @@ class Channel:
 class LinkChannel:
     """Messages about links on a channel; implements `RankChannel`."""
 
-    def __init__(self, channel: Channel, steps: Callable[[], int] = lambda: 0) -> None:
-        """`steps`: see `RankChannel`; of no use at the end of another rank than rank 0."""
+    def __init__(self, channel: Channel, step: Callable[[], int] = lambda: COMMITTED) -> None:
+        """`step`: see `RankChannel`."""
         self._channel = channel
-        self._steps = steps
+        self._step = step
         self._lock = threading.Lock()
         self._early: list[Any] = []
         self._deliver: Callable[[Any], None] | None = None
@@ -133,9 +134,9 @@ class LinkChannel:
             self._early.clear()
 
     @property
-    def steps(self) -> int:
+    def step(self) -> int:
         """See `RankChannel`."""
-        return self._steps()
+        return self._step()
 
     def send(self, message: Any) -> None:
         """See `RankChannel`."""

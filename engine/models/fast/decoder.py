@@ -1,7 +1,7 @@
 """The decoder of all supported architectures; `reading.families` says how they differ."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -71,12 +71,12 @@ class Weights:
     """All weights of a model, or those of one rank: `slices` has what they are."""
 
     embedding: Tensor | None
-    """[vocab, hidden]; None if tokens are looked up in the head, or by an earlier pipeline stage."""
+    """[vocab, hidden]; None if tokens are looked up in the head, or by the first pipeline stage."""
     layers: tuple[Layer, ...]
     norm: Norm | None
-    """None if a later stage has it."""
+    """The last norm; None if the first stage has it."""
     head: Linear | None
-    """hidden -> vocab; None if a later stage has it."""
+    """hidden -> vocab; None if the first stage has it."""
     rotary: Tensor
     """float32 [R, 2, D / 2] of each of `ModelConfig.distinct_ropes`; see `rope.rotary`."""
 
@@ -110,11 +110,14 @@ class Decoder:
     them, with the same tokens.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, place: Place = ALONE) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, ops: Ops, place: Place = ALONE, *, gathers: bool = False
+    ) -> None:
         """
         Args:
             config: of the rank (`ModelConfig.for_rank`).
             weights: of the rank.
+            gathers: whether each rank gets the logits of all tokens, and not of its own part of the vocabulary.
 
         Raises:
             ValueError: the weights have no embedding, and the rank is of the first stage.
@@ -124,6 +127,9 @@ class Decoder:
         self.config = config
         self.place = place
         self._vocabulary = even_span(config.vocab_size, place)
+        ranks = [replace(place, rank=rank) for rank in range(place.degree.tensor)]
+        self._tokens = [even_span(config.vocab_size, rank).count for rank in ranks] if gathers else []
+        """Tokens of each rank of the stage, if each gets all logits."""
         self._embedding = weights.embedding
         self._weights = weights
         self._ops = ops
@@ -151,7 +157,7 @@ class Decoder:
         """[hidden] weights of the norm before the head.
 
         Raises:
-            ValueError: a later pipeline stage has it.
+            ValueError: the first pipeline stage has it.
         """
         if self._weights.norm is None:
             raise ValueError(f"the norm before the head is on another stage than {self.place.stage}")
@@ -254,10 +260,15 @@ class Decoder:
             part.copy_(part.float() * factor[:, None] * norm.weight.float())
 
     def _head(self, x: Tensor) -> Tensor:
-        """float32 logits of the rank's part of the vocabulary."""
+        """float32 logits of the rank's part of the vocabulary, or of all tokens if it gathers them."""
         if self._weights.head is None:
             raise ValueError(f"the head is on another stage than {self.place.stage}")
-        return self._weights.head(x).float()[:, : self._vocabulary.count]
+        own = self._weights.head(x)
+        if len(self._tokens) < 2:
+            return own.float()[:, : self._vocabulary.count]
+        # Before they become float32, which takes twice the bytes.
+        parts = self.place.group.gather(own[:, : self._vocabulary.size].contiguous())
+        return torch.cat([part[:, :count] for part, count in zip(parts, self._tokens, strict=True)], 1).float()
 
     def _norm(self, residual: Tensor, update: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """The norm of the sum of both, and that sum, all [T, hidden]; without a norm the sum itself."""
@@ -275,5 +286,6 @@ class Decoder:
         return self._ops.rms_norm(x, norm.weight, self.config.residual_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [N, vocab] of rows of `forward`'s result, [N, hidden]; of the rank's part of the vocabulary only."""
+        """float32 [N, vocab] of rows of `forward`'s result, [N, hidden]; of the rank's part of the vocabulary only,
+        unless it gathers them."""
         return self._head(self._normed(hidden, self._last_norm))

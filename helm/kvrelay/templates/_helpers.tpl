@@ -79,14 +79,20 @@ ray.io/group: {{ .group }}
 {{- eq . "router" | ternary "kvrelay_router" "kvrelay_worker" -}}
 {{- end -}}
 
-{{/* Workers in each pod of a role. Argument: the role's values. */}}
-{{- define "kvrelay.workersPerPod" -}}
-{{- default (max 1 (int .gpus)) (int .workersPerPod) -}}
+{{/* Ranks of each worker of a role: its tensor parallel degree times its stages. Argument: {root, values}. */}}
+{{- define "kvrelay.ranks" -}}
+{{- $engine := mergeOverwrite (deepCopy .root.Values.engine) (default (dict) .values.engine) -}}
+{{- mul (default 1 $engine.tensor_parallel | int) (default 1 $engine.pipeline_parallel | int) -}}
 {{- end -}}
 
-{{/* Part of an amount for each worker of a pod, with four decimals, as Ray counts. Argument: {amount, values}. */}}
+{{/* Workers in each pod of a role. Argument: {root, values}. */}}
+{{- define "kvrelay.workersPerPod" -}}
+{{- default (max 1 (div (int .values.gpus) (include "kvrelay.ranks" . | int))) (int .values.workersPerPod) -}}
+{{- end -}}
+
+{{/* Part of an amount for each worker of a pod, with four decimals, as Ray counts. Argument: {amount, root, values}. */}}
 {{- define "kvrelay.perWorker" -}}
-{{- $part := floor (divf (mulf (float64 .amount) 10000) (include "kvrelay.workersPerPod" .values | float64)) -}}
+{{- $part := floor (divf (mulf (float64 .amount) 10000) (include "kvrelay.workersPerPod" . | float64)) -}}
 {{- divf $part 10000 -}}
 {{- end -}}
 
@@ -131,13 +137,22 @@ ray.io/group: {{ .group }}
 {{- end -}}
 {{- range $role := fromJsonArray (include "kvrelay.roles" .) -}}
 {{- $values := index $.Values $role -}}
-{{- $workers := include "kvrelay.workersPerPod" $values | int -}}
-{{- if lt $workers (int $values.gpus) -}}
-{{- fail (printf "%s.workersPerPod is %d; allowed: 0, or at least %s.gpus (%d): a worker computes on one GPU" $role $workers $role (int $values.gpus)) -}}
+{{- $argument := dict "root" $ "values" $values -}}
+{{- $ranks := include "kvrelay.ranks" $argument | int -}}
+{{- $workers := include "kvrelay.workersPerPod" $argument | int -}}
+{{- $gpus := int $values.gpus -}}
+{{- if and (gt $ranks 1) (mod $gpus $ranks) -}}
+{{- fail (printf "%s.gpus is %d; allowed: 0, or a multiple of %d: all ranks of a worker (tensor_parallel times pipeline_parallel) are in one pod, each on a GPU of its own" $role $gpus $ranks) -}}
+{{- end -}}
+{{- if and (gt $ranks 1) (gt $gpus 0) (ne (mul $workers $ranks) $gpus) -}}
+{{- fail (printf "%s.workersPerPod is %d; allowed: 0, or %d: each of a worker's %d ranks computes on a GPU of its own" $role $workers (div $gpus $ranks) $ranks) -}}
+{{- end -}}
+{{- if lt (mul $workers $ranks) $gpus -}}
+{{- fail (printf "%s.workersPerPod is %d; allowed: 0, or at least %s.gpus (%d): a worker computes on one GPU" $role $workers $role $gpus) -}}
 {{- end -}}
 {{- end -}}
 {{- range $role := fromJsonArray (include "kvrelay.roles" .) -}}
-{{- $workers := include "kvrelay.workersPerPod" (index $.Values $role) | int -}}
+{{- $workers := include "kvrelay.workersPerPod" (dict "root" $ "values" (index $.Values $role)) | int -}}
 {{- if and $.Values.metrics.workerPort (gt $workers 1) -}}
 {{- fail (printf "metrics.workerPort is %d; allowed: 0, since the %d workers of a pod of %s would share it" (int $.Values.metrics.workerPort) $workers $role) -}}
 {{- end -}}
@@ -184,7 +199,7 @@ the section has bounds of its own.
 {{- range $role := list "prefill" "decode" -}}
 {{- $values := index $.Values $role -}}
 {{- $bounds := include "kvrelay.bounds" (dict "root" $ "values" $values) | fromJson -}}
-{{- $workers := include "kvrelay.workersPerPod" $values | int -}}
+{{- $workers := include "kvrelay.workersPerPod" (dict "root" $ "values" $values) | int -}}
 {{- $least = add $least (mul $bounds.min $workers) -}}
 {{- $most = add $most (mul $bounds.max $workers) -}}
 {{- end -}}

@@ -350,7 +350,7 @@ maxReplicas: {{ .bounds.max }}
 rayStartParams:
   num-cpus: {{ include "kvrelay.wholeCpus" .values.resources.cpu | quote }}
   num-gpus: {{ int .values.gpus | quote }}
-  resources: {{ printf "'%s'" (dict (include "kvrelay.resource" .group) (include "kvrelay.workersPerPod" .values | int) | toJson) | quote }}
+  resources: {{ printf "'%s'" (dict (include "kvrelay.resource" .group) (include "kvrelay.workersPerPod" . | int) | toJson) | quote }}
   object-store-memory: {{ int64 .root.Values.ray.objectStoreMemoryBytes | quote }}
 template:
   metadata:

@@ -3,6 +3,7 @@
 from collections import Counter
 from unittest import mock
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,6 +87,19 @@ def test_only_ready_workers_of_the_right_role_and_the_least_loaded_of_them(
 
     assert cost(chosen) == min(map(cost, options))
     assert complete(workers) or not demand.decode_tokens
+
+
+@pytest.mark.parametrize(("avoided", "expected"), [((), "far"), (("far",), "near"), (("far", "near"), "far")])
+def test_the_streams_own_degree_goes_before_load_and_behind_what_is_to_be_avoided(
+    avoided: tuple[str, ...], expected: str
+) -> None:
+    prefill = WorkerView(WorkerId("p", "i"), "prefill", ready=True, degree=(4, 1))
+    near = WorkerView(WorkerId("near", "i"), "decode", ready=True)
+    far = WorkerView(WorkerId("far", "i"), "decode", ready=True, running=9, degree=(2, 1))
+    avoid = frozenset(WorkerId(name, "i") for name in avoided)
+    demand = Demand(9, 5, avoid, degrees={"prefill": (1, 1), "decode": (2, 1)})
+    placement = LeastWork(PrefixIndex(0)).place(demand, [prefill, near, far])
+    assert placement == Placement(prefill.id, WorkerId(expected, "i"))
 
 
 @settings(max_examples=50, deadline=None)

@@ -57,6 +57,24 @@ async def test_a_lost_decode_worker_leaves_no_gap(serve: Serve, count: int) -> N
     assert cluster.records[0].retries == 1
 
 
+async def test_a_stream_goes_on_at_a_worker_of_its_own_degree(serve: Serve) -> None:
+    """Although those of the other degree have less to do."""
+
+    async def dying(job: Job) -> None:
+        own = [worker for worker in decodes if worker.tensor_ranks == job.worker.tensor_ranks]
+        for worker in own:
+            worker.report_load(Load(requests={"running": 20}))
+        registry = cluster.router.registry
+        await until(lambda: sum(view.running >= 20 for view in registry.view()) == len(own), "the load is known")
+        await dying_decode(4)(job)
+
+    decodes = [fake(f"decode-{index}", first_attempt(dying), tensor_ranks=1 + index % 2) for index in range(4)]
+    cluster = await serve(fake("prefill-0"), *decodes)
+    assert (await cluster.ask()).timeline.retries == 1
+    first, second = (worker for worker in decodes if worker.jobs)
+    assert first.tensor_ranks == second.tensor_ranks
+
+
 async def test_a_request_continues_on_the_lost_workers_replacement(serve: Serve) -> None:
     cluster = await serve(fake("prefill-0"), fake("decode-0", dying_decode(4)))
     running = cluster.asking()
