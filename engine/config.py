@@ -187,7 +187,10 @@ class EngineConfig(Options):
         require(tokens == AUTO or tokens >= size, "max_batch_tokens", tokens, f"at least block_size ({size})")
         ranks = self.tensor_parallel * self.pipeline_parallel
         require(ranks <= MAX_RANKS, "pipeline_parallel", self.pipeline_parallel, f"up to {MAX_RANKS} ranks together")
-        method, free = self.speculation.method, [name for name in get_args(SpeculationMethod) if name not in STATE_METHODS]
+        method, free = (
+            self.speculation.method,
+            [name for name in get_args(SpeculationMethod) if name not in STATE_METHODS],
+        )
         whole = self.pipeline_parallel == 1 or method in free
         require(whole, "speculation.method", method, f"{', '.join(free)}, with pipeline_parallel above 1")
 
@@ -206,7 +209,9 @@ class EngineConfig(Options):
         Raises:
             ValueError: an option doesn't go with the default of another one.
         """
-        require(device == "cpu" or self.pipeline_parallel == 1, "pipeline_parallel", self.pipeline_parallel, "1 on a GPU")
+        require(
+            device == "cpu" or self.pipeline_parallel == 1, "pipeline_parallel", self.pipeline_parallel, "1 on a GPU"
+        )
         defaults = GPU_DEFAULTS if device == "cuda" else CPU_DEFAULTS
         large = device == "cuda" and device_bytes >= LARGE_GPU_BYTES
         tokens = LARGE_GPU_BATCH_TOKENS if large else defaults.max_batch_tokens

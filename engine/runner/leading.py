@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 import msgpack  # type: ignore[import-untyped]  # it ships no types
 
 from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout
-from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.kv.writes import WRITTEN, KVWrites, StepWrites
+from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.ranks.collective import Place
 from kvrelay.engine.ranks.plans import PlanReader, PlanWriter

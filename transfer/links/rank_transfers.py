@@ -1,6 +1,5 @@
 """The links of one rank of a worker, in the rank's own process: does what rank 0 says, and reports (`rank_links`)."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 

@@ -1,10 +1,10 @@
-"""An engine over ranks of several pipeline stages yields what one process yields, and its stages compute at one time."""
+"""An engine over pipeline stages yields what one process yields, and its stages compute at the same time."""
 
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from kvrelay.engine.build import engine_on
-from kvrelay.engine.config import EngineConfig, SpeculationConfig
+from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.degree import Degree
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.writes import RankWrites
 from kvrelay.engine.models.fast.native import NativeDecoder
-from kvrelay.engine.ranks.collective import CollectiveError, Place
+from kvrelay.engine.ranks.collective import Place
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 from kvrelay.engine.runner.leading import LeadingRunner, follow
@@ -112,7 +112,9 @@ def check_same(found: dict[str, list[Progress]], expected: dict[str, list[Progre
     assert tokens_of(found) == tokens_of(expected)
     for name, reports in expected.items():
         for kind in ("logprobs", "prompt_logprobs"):
-            mine, theirs = ([getattr(each, kind) for each in one if getattr(each, kind)] for one in (found[name], reports))
+            mine, theirs = (
+                [getattr(each, kind) for each in one if getattr(each, kind)] for one in (found[name], reports)
+            )
             if kind == "prompt_logprobs":
                 mine, theirs = ([one for part in parts for one in part] for parts in (mine, theirs))
             assert [one.top_ids for one in mine] == [one.top_ids for one in theirs]
