@@ -9,6 +9,7 @@ import msgpack  # type: ignore[import-untyped]  # it ships no types
 from kvrelay.engine.degree import Degree
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
+from kvrelay.engine.kv.writes import RankWrites
 from kvrelay.transfer.frames.frames import PoolFrames
 from kvrelay.transfer.links.endpoint_loop import HandoffSetup
 from kvrelay.transfer.links.links import LinkManager
@@ -59,11 +60,14 @@ class Ranks:
         self.channels: dict[int, MemoryChannel] = {}
         self.managers: list[LinkManager] = []
         self.transfers: list[RankTransfers] = []
+        self.writes: dict[int, RankWrites] = {}
+        """KV writes of the other ranks' steps."""
         for rank, pool in list(enumerate(pools))[1:]:
             self.channels[rank], far = MemoryChannel.pair()
             manager, frames = setup.link_manager(runtime, rank), PoolFrames([pool], setup.config.checksum)
             self.managers.append(manager)
-            self.transfers.append(RankTransfers(far, manager, frames, runtime))
+            self.writes[rank] = RankWrites()
+            self.transfers.append(RankTransfers(far, manager, frames, runtime, self.writes[rank]))
         self.setup = replace(setup, ranks=self.channels)
 
     async def close(self) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvrelay.engine.degree import ONE, Degree
 from kvrelay.engine.kv.layout import CacheLayout, KVLayout, LayerGroup
 from kvrelay.engine.kv.pool import KVPool
+from kvrelay.engine.kv.writes import WRITTEN, StepWrites
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.protocol import routes as routing
@@ -274,19 +275,31 @@ async def test_a_cancel_stops_the_frames_of_all_ranks(by: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_frames_of_other_ranks_wait_for_their_steps() -> None:
-    async with pair(CONFIG, layout=MODEL, transports=links_of("fake"), blocks=64, degrees=(Degree(2), ONE)) as world:
-        late, count = LateWrites(), 4 * BLOCK
+async def test_each_rank_sends_a_chunk_when_its_own_step_has_ended() -> None:
+    """As a pipeline stage does, which has the last layers, and begins the step behind the first stage."""
+    degrees = Degree(1, 2), ONE
+    async with pair(CONFIG, layout=MODEL, transports=links_of("fake"), blocks=64, degrees=degrees) as world:
+        first, second, count = LateWrites(), LateWrites(), 4 * BLOCK
+        step = StepWrites(7, first)
         for pool in world.sources:
             pool.bytes.fill_(1)
         world.announce(KEY, prompt(count))
-        world.sender.progress(KEY, world.sending.hold([0, 1, 2, 3]), late)
+        world.sender.progress(KEY, world.sending.hold([0, 1, 2, 3]), step)
         await world.ends.until(lambda: KEY in world.receiving.reservations)
         await asyncio.sleep(0.05)
         assert not world.target.bytes.any()
-        for pool in world.sources:
-            pool.bytes.fill_(9)
-        late.end()
+        world.sources[0].bytes.fill_(9)
+        first.end()
+        border = MODEL.layers // 2
+        sent = world.target.tensor[:, :border], world.target.tensor[:, border:]
+        await world.ends.until(lambda: sent[0].any())
+        world.ranks[0].writes[1].launched(7, second)
+        await asyncio.sleep(0.05)
+        assert not sent[1].any()
+        world.sources[1].bytes.fill_(9)
+        second.end()
+        await world.ends.until(lambda: sent[1].any())
+        step.become(WRITTEN)
         world.sender.finished(KEY, FIRST_TOKEN, world.sending.hold([0, 1, 2, 3]))
         await world.settled(KEY)
         there = world.ends.imported[KEY][0].hold.blocks

@@ -6,7 +6,7 @@ write, are in other processes: commands go there over a channel, and reports com
     command     open, meet, close       the links of an epoch, as `Links` says
                 send, receive, drain    a frame, by a number
                 stop                    closes the frame's claim: it ends as LOST unless a thread has the blocks already
-                after                   a number that comes back behind the announcements of a hand-off's earlier frames
+                after                   a number that comes back behind the announcements of a hand-off's frames
     report      tell, gone              an entry of a link's rendezvous; the end of an epoch's links
                 announced, ended        of a frame, by its number
                 after                   the number

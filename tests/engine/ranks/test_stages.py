@@ -1,4 +1,4 @@
-"""An engine over ranks of several pipeline stages yields what one process yields; its stages compute at one time."""
+"""An engine over pipeline stages yields what one process yields, and its stages compute at the same time."""
 
 import queue
 import threading
