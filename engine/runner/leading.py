@@ -48,6 +48,10 @@ class Ranks(Protocol):
             CollectiveError: a rank is lost, or doesn't take it in time.
         """
 
+    def launched(self, step: int) -> None:
+        """Rank 0 has launched the step of this number. The others may have not yet; what rank 0 asks of them from now
+        on may depend on that step."""
+
 
 class LeadingStep:
     """A step of all ranks; implements `StepHandle`."""
@@ -135,6 +139,7 @@ class LeadingRunner:
         """See `Runner.launch`."""
         self._ranks.send(STEP + self._writer.write(plan))
         own = self._own.launch(plan)
+        self._ranks.launched(plan.step)
         return LeadingStep(plan.step, own, self._ranks) if self.lag else own
 
     def chain(self, plan: StepPlan, count: int) -> list[list[int]]:

@@ -13,7 +13,7 @@ from kvrelay.engine.kv.writes import RankWrites
 from kvrelay.transfer.frames.frames import PoolFrames
 from kvrelay.transfer.links.endpoint_loop import HandoffSetup
 from kvrelay.transfer.links.links import LinkManager
-from kvrelay.transfer.links.rank_links import Command
+from kvrelay.transfer.links.rank_links import COMMITTED, Command
 from kvrelay.transfer.links.rank_transfers import RankTransfers
 from kvrelay.transfer.protocol.ports import LoopRuntime
 from kvrelay.transfer.protocol.routes import held_by
@@ -21,6 +21,8 @@ from kvrelay.transfer.protocol.routes import held_by
 
 class MemoryChannel:
     """One end of a channel between two ranks of one process; implements `RankChannel`."""
+
+    newest_step = COMMITTED
 
     def __init__(self) -> None:
         self.other: MemoryChannel

@@ -15,7 +15,7 @@ from kvrelay.prefill_worker.kv_sender import KVSender
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.links.links import LinkLimits, LinkManager, LinkTimeouts
-from kvrelay.transfer.links.rank_links import Command, RankFrames, RankLinks
+from kvrelay.transfer.links.rank_links import COMMITTED, Command, RankFrames, RankLinks
 from kvrelay.transfer.links.rank_transfers import RankTransfers
 from kvrelay.transfer.protocol.endpoint import Endpoint, EndpointContext, TransferStats
 from kvrelay.transfer.protocol.handshake import LocalWorker
@@ -48,6 +48,8 @@ def config_of(frame_layers: int, max_links: int, state_tokens: int, checksum: bo
 
 class SimulatedChannel:
     """One end of the channel between rank 0 and another rank of a process; implements `RankChannel`."""
+
+    newest_step = COMMITTED
 
     def __init__(self, process: "Process") -> None:
         self._process = process
