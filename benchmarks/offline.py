@@ -97,8 +97,8 @@ class Kvrelay:
         os.environ.setdefault("KVRELAY_JOIN_TOKEN", "0" * 64)  # no worker is without one
         start = time.perf_counter()
         self._server = WorkerServer(WorkerConfig("offline", "colocated", args.model, args.dtype, engine=config))
-        made = self._server._make_engine(resolve(args.model), config, lambda share: None)
-        self._engine, runner = made
+        # All that a worker starts for its engine, the other ranks among it; neither ports nor heartbeats.
+        self._engine, runner = self._server._make_engine(resolve(args.model), config, lambda share: None)
         load = time.perf_counter() - start
         print(json.dumps({"engine": "kvrelay", "load_s": round(load, 2)}), flush=True)
         self._clock, self._request, self._sampling = clock, Request, SamplingParams
