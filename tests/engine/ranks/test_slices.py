@@ -49,7 +49,7 @@ def _chunk(ranks: list[CpuRunner], degree: Degree, tokens: list[int], first: int
     def run(runner: CpuRunner, hidden: Tensor | None) -> Tensor:
         sequence = PagedSequences(runner).add(tokens)
         sequence.computed = first
-        plan = make_plan([(sequence, last - first, GREEDY)])
+        plan = make_plan([(sequence, last - first, GREEDY)], runner.cache_layout)
         with torch.inference_mode():
             out = runner.forward(plan, hidden=hidden)
             return (runner.model.logits(out) if runner.model.place in final else out).clone()
@@ -108,7 +108,7 @@ def test_states_of_ranks_are_those_of_one_process(model_of: Callable[..., Path])
 
     def states(runner: CpuRunner) -> Tensor:
         sequence = PagedSequences(runner).add(TOKENS)
-        plan = replace(make_plan([(sequence, len(TOKENS), GREEDY)]), keep=(0, 2, 3))
+        plan = replace(make_plan([(sequence, len(TOKENS), GREEDY)], runner.cache_layout), keep=(0, 2, 3))
         found = runner.launch(plan).output.states
         assert found is not None
         return found
