@@ -121,9 +121,7 @@ def check(model: PreTrainedModel, degree: Degree, experts: int) -> None:
     """
     kind, wanted = type(model).__name__, degree.tensor
     if degree.pipeline > 1:
-        raise ValueError(
-            f"pipeline_parallel is {degree.pipeline}; allowed for a model that transformers' code runs: 1"
-        )
+        raise ValueError(f"pipeline_parallel is {degree.pipeline}; allowed for a model that transformers' code runs: 1")
     if wanted > 1 and not model.tp_plan:
         raise ValueError(f"tensor_parallel is {wanted}; allowed: 1, because {kind} has no tensor-parallel plan")
     if wanted > 1 and (unknown := sorted(set(model.tp_plan.values()) - KNOWN)):
@@ -145,9 +143,7 @@ def _check_experts(model: PreTrainedModel, ranks: int, experts: int) -> None:
     if experts == 1:
         return
     counts = {parameter.shape[0] for _, _, parameter in _expert_parameters(model)}
-    allowed = [
-        number for number in range(1, ranks + 1) if ranks % number == 0 and all(c % number == 0 for c in counts)
-    ]
+    allowed = [number for number in range(1, ranks + 1) if ranks % number == 0 and all(c % number == 0 for c in counts)]
     if not counts:
         raise ValueError(
             f"expert_parallel is {experts}; allowed: 1, because {type(model).__name__} has no plan for whole experts"
@@ -200,9 +196,7 @@ def divide(model: PreTrainedModel, degree: Degree, rank: int, experts: int = 1) 
         for name, each in heads.items()
         if each.keys and each.keys % degree.tensor
     }
-    held = {
-        name.rpartition(".")[0]: next(iter(cuts[name.rpartition(".")[0]].values()))[0].ranges[0] for name in whole
-    }
+    held = {name.rpartition(".")[0]: next(iter(cuts[name.rpartition(".")[0]].values()))[0].ranges[0] for name in whole}
     _keep_ties(model, cuts, exchanges)
     return Division(cuts, exchanges, groups, held)
 
