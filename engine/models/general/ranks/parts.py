@@ -13,6 +13,10 @@ from kvrelay.engine.ranks.collective import Collective, Place
 
 DIVISION = "_kvrelay_division"
 """Attribute of a model whose parameters are being loaded: its `Division`."""
+LOADED = "_is_hf_initialized"
+"""Attribute by which transformers knows the parameters that it needn't draw at random."""
+HAS_SOME = "_is_expert_parallel"
+"""Attribute by which transformers' experts know that some tokens' experts are none of theirs."""
 SUMMED = (torch.float32, torch.bfloat16)
 """Types that every collective adds; others are added as float32."""
 
@@ -46,7 +50,7 @@ def _cutting(module: nn.Module, cuts: Mapping[str, tuple[Cut, ...]]) -> type[nn.
             for cut in cuts[name]:
                 part = cut.of(part)
             value = nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False)
-            value._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers draws others at random
+            setattr(value, LOADED, True)
         kind.__setattr__(self, name, value)
 
     return type(kind.__name__, (kind,), {"__setattr__": assign, "__module__": kind.__module__})
@@ -177,5 +181,6 @@ def _sum_experts(module: Any, group: Collective, held: range | None) -> None:
 
     if held is not None:
         # Numbers of other ranks' experts become that of none, which transformers' code leaves out.
-        module.num_experts, module._is_expert_parallel = len(held), True
+        module.num_experts = len(held)
+        setattr(module, HAS_SOME, True)
     module.forward = forward

@@ -252,7 +252,7 @@ def _heads(model: PreTrainedModel) -> dict[str, Heads]:
     found: dict[str, Heads] = {}
     text = model.config.get_text_config(decoder=True)
     for name, module in model.named_modules():
-        own = {child: layer for child, layer in module.named_children()}
+        own = dict(module.named_children())
         styles = {child: _style(model.tp_plan, f"{name}.{child}") for child in own}
         divided = [child for child in (*QUERIES, *KEYS, *FUSED_KEYS) if styles.get(child) in ("colwise", "rowwise")]
         if not divided:
