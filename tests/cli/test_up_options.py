@@ -47,6 +47,10 @@ EXAMPLES: list[tuple[list[str], str]] = [
     (["--prefill", "2"], "prefill: {replicas: 2}"),
     (["--decode", "2"], "decode: {replicas: 2}"),
     (["--colocated", "2"], "colocated: {replicas: 2}"),
+    (["--prefill-tp", "2"], "prefill: {engine: {tensor_parallel: 2}}"),
+    (["--prefill-pp", "2"], "prefill: {engine: {pipeline_parallel: 2}}"),
+    (["--decode-tp", "2"], "decode: {engine: {tensor_parallel: 2}}"),
+    (["--decode-pp", "2"], "decode: {engine: {pipeline_parallel: 2}}"),
     (["--gpus", "0"], "ray: {gpus: 0}"),
     *((["--transport", word], f"transfer: {{transport: {word}}}") for word in get_args(Transport)),
     (["--address", "auto"], "ray: {address: auto}"),
@@ -127,7 +131,8 @@ def test_every_option_has_an_example_and_is_a_key_of_the_configuration() -> None
     }
     for setting in SETTINGS.values():
         options = ClusterConfig().model_dump()
-        for part in setting.key.split("."):
+        # A role's engine has the options of the common engine, and only those that are given.
+        for part in re.sub(r"^\w+\.engine\.", "engine.", setting.key).split("."):
             options = options[part]
 
 

@@ -62,7 +62,7 @@ def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = 
         ),
         (
             "ray: {gpus: 3}",
-            "ray.gpus is 3; allowed: auto, or at most 2, the number of workers: each computes on one GPU",
+            "ray.gpus is 3; allowed: auto, or at most 2, the number of workers' ranks: each computes on one GPU",
         ),
         (
             "decode: {gpus: 0, engine: {device: cuda}}",
