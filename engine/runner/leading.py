@@ -49,9 +49,9 @@ class Ranks(Protocol):
 
 
 class LeadingRunner:
-    """Implements `ModelRunner` for rank 0: its own runner, whose steps the other ranks run too."""
+    """Implements `Runner` for rank 0: its own runner, whose steps the other ranks run too."""
 
-    def __init__(self, own: ModelRunner, ranks: Ranks) -> None:
+    def __init__(self, own: Runner, ranks: Ranks) -> None:
         self._own = own
         self._ranks = ranks
         self._writer = PlanWriter()
@@ -92,14 +92,6 @@ class LeadingRunner:
     def prefill_attention(self) -> str:
         return self._own.prefill_attention
 
-    @property
-    def model(self) -> "Model":
-        return self._own.model
-
-    @property
-    def parts(self) -> "Parts":
-        return self._own.parts
-
     def fetch(
         self, states: "Tensor", places: tuple[int, ...], dtype: FloatDtype, then: "Callable[[Tensor], object]"
     ) -> None:
@@ -115,6 +107,22 @@ class LeadingRunner:
         """See `Runner.launch`."""
         self._ranks.send(STEP + self._writer.write(plan))
         return self._own.launch(plan)
+
+
+class LeadingModelRunner(LeadingRunner):
+    """Implements `ModelRunner` for rank 0."""
+
+    def __init__(self, own: ModelRunner, ranks: Ranks) -> None:
+        super().__init__(own, ranks)
+        self._model_runner = own
+
+    @property
+    def model(self) -> "Model":
+        return self._model_runner.model
+
+    @property
+    def parts(self) -> "Parts":
+        return self._model_runner.parts
 
     def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
         """See `ChainRunner.chain`."""

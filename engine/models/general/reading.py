@@ -18,11 +18,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from kvrelay.engine.kv.layout import FloatDtype
 from kvrelay.engine.models.fast.loader import OnLoaded
 from kvrelay.engine.models.general.gguf import architecture_of, read_gguf_config, read_gguf_weights
-from kvrelay.engine.models.general.ranks.parts import class_of_part, put_together
+from kvrelay.engine.models.general.ranks.parts import WHOLE, Part, class_of_part, put_together
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.config import DTYPES, eos_token_ids
 from kvrelay.engine.models.reading.fields import Fields, read_json
-from kvrelay.engine.ranks.collective import ALONE, Place
 
 VERSION: str = transformers.__version__
 CONFIG = "config.json"
@@ -127,14 +126,12 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str,
     on_loaded: OnLoaded | None = None,
-    place: Place = ALONE,
-    experts: int = 1,
+    part: Part = WHOLE,
 ) -> PreTrainedModel:
     """The model, or a rank's part of it, with its weights on a device.
 
     Args:
         on_loaded: called with the loaded share of a GGUF file's weights, 0 to 1.
-        experts: parts that whole experts are divided into (`plan.divide`).
 
     Raises:
         ValueError: the files don't hold what the class needs, or have weights that aren't finite; the text names file
@@ -143,12 +140,13 @@ def load_model(
     _check_size(config, checkpoint)
     transformers.utils.logging.disable_progress_bar()
     weights, model_class = None, config.model_class
-    if place.degree.ranks > 1:
-        model_class = class_of_part(model_class, place, experts)
+    divided = part.place.degree.ranks > 1
+    if divided:
+        model_class = class_of_part(model_class, part)
     if config.gguf:
         weights = read_gguf_weights(config.model_class, config.config, checkpoint, config.gguf, dtype, on_loaded)
     try:
-        with _one_by_one(place.degree.ranks > 1):
+        with _one_by_one(divided):
             loaded: Any = model_class.from_pretrained(
                 None if config.gguf else checkpoint.folder,
                 config=config.config,
@@ -169,8 +167,8 @@ def load_model(
             name = found if isinstance(found, str) else found[0]
             raise ValueError(f"{_file_of(checkpoint, name)}: tensor {name} {why}")
     check_numbers(model, checkpoint)
-    if place.degree.ranks > 1:
-        put_together(model, place)
+    if divided:
+        put_together(model, part.place)
     moved: Any = model.to(device)
     moved.eval().requires_grad_(False)
     return model

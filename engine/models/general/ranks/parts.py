@@ -1,7 +1,7 @@
 """The modules of a rank: parameters are cut as they are loaded, and what the ranks compute is put together."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from kvrelay.engine.models.general.ranks.plan import Cut, Division, Exchange, divide, part_of
 from kvrelay.engine.models.general.step import UnfitError
-from kvrelay.engine.ranks.collective import Collective, Place
+from kvrelay.engine.ranks.collective import ALONE, Collective, Place
 
 DIVISION = "_kvrelay_division"
 """Attribute of a model whose parameters are being loaded: its `Division`."""
@@ -21,7 +21,19 @@ SUMMED = (torch.float32, torch.bfloat16)
 """Types that every collective adds; others are added as float32."""
 
 
-def class_of_part(model_class: type[PreTrainedModel], place: Place, experts: int) -> type[PreTrainedModel]:
+class Part(NamedTuple):
+    """What is loaded of a model."""
+
+    place: Place = ALONE
+    """Of the rank."""
+    experts: int = 1
+    """Parts that whole experts are divided into (`plan.divide`)."""
+
+
+WHOLE = Part()
+
+
+def class_of_part(model_class: type[PreTrainedModel], part: Part) -> type[PreTrainedModel]:
     """The class of a model whose modules keep the rank's part of each parameter that is assigned to them, whole.
 
     So a checkpoint is read as for the whole model, and of each tensor only a part stays in memory.
@@ -29,7 +41,7 @@ def class_of_part(model_class: type[PreTrainedModel], place: Place, experts: int
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, config, *args, **kwargs)
-        division = divide(self, place.degree, place.rank, experts)
+        division = divide(self, part.place.degree, part.place.rank, part.experts)
         self.__dict__[DIVISION] = division
         for name, module in self.named_modules():
             if name in division.cuts:
@@ -113,7 +125,7 @@ class Shared(nn.Module):
         self._group, self._exchange = group, exchange
         self._inputs = part_of(layer.in_features, group.size, group.place)
         if exchange != "gather" and group.place > 0:
-            layer.bias = None  # the first rank adds it
+            layer.register_parameter("bias", None)  # the first rank adds it
 
     def forward(self, input: Tensor) -> Tensor:
         if self._exchange == "gather":

@@ -169,7 +169,7 @@ def divide(model: PreTrainedModel, degree: Degree, rank: int, experts: int = 1) 
     heads = _heads(model)
     for name, module in model.named_modules():
         style = _style(model.tp_plan, name)
-        if style in EXCHANGES:
+        if style is not None and style in EXCHANGES:
             exchanges[name] = EXCHANGES[style]
         if _style(model.ep_plan or {}, name) == DISPATCH and experts > 1:
             exchanges[name] = "experts"
@@ -196,9 +196,11 @@ def divide(model: PreTrainedModel, degree: Degree, rank: int, experts: int = 1) 
         for name, each in heads.items()
         if each.keys and each.keys % degree.tensor
     }
-    held = {name.rpartition(".")[0]: next(iter(cuts[name.rpartition(".")[0]].values()))[0].ranges[0] for name in whole}
+    own_experts = {
+        name: next(iter(cuts[name].values()))[0].ranges[0] for name in {name.rpartition(".")[0] for name in whole}
+    }
     _keep_ties(model, cuts, exchanges)
-    return Division(cuts, exchanges, groups, held)
+    return Division(cuts, exchanges, groups, own_experts)
 
 
 def _cut(style: str | None, parameter: Tensor, ranks: int, number: int) -> Cut | None:
