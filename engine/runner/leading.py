@@ -73,9 +73,9 @@ class LeadingStep:
 
 
 class LeadingRunner:
-    """Implements `ModelRunner` for rank 0: its own runner, whose steps the other ranks run too."""
+    """Implements `Runner` for rank 0: its own runner, whose steps the other ranks run too."""
 
-    def __init__(self, own: ModelRunner, ranks: Ranks) -> None:
+    def __init__(self, own: Runner, ranks: Ranks) -> None:
         self._own = own
         self._ranks = ranks
         self._writer = PlanWriter()
@@ -116,14 +116,6 @@ class LeadingRunner:
     def prefill_attention(self) -> str:
         return self._own.prefill_attention
 
-    @property
-    def model(self) -> "Model":
-        return self._own.model
-
-    @property
-    def parts(self) -> "Parts":
-        return self._own.parts
-
     def fetch(
         self, states: "Tensor", places: tuple[int, ...], dtype: FloatDtype, then: "Callable[[Tensor], object]"
     ) -> None:
@@ -141,6 +133,22 @@ class LeadingRunner:
         own = self._own.launch(plan)
         self._ranks.launched(plan.step)
         return LeadingStep(plan.step, own, self._ranks) if self.lag else own
+
+
+class LeadingModelRunner(LeadingRunner):
+    """Implements `ModelRunner` for rank 0."""
+
+    def __init__(self, own: ModelRunner, ranks: Ranks) -> None:
+        super().__init__(own, ranks)
+        self._model_runner = own
+
+    @property
+    def model(self) -> "Model":
+        return self._model_runner.model
+
+    @property
+    def parts(self) -> "Parts":
+        return self._model_runner.parts
 
     def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
         """See `ChainRunner.chain`."""
