@@ -77,7 +77,7 @@ def _follow(connection: Connection, *given: Any) -> None:
         except EOFError:
             return None
 
-    follow(runner, receive, lambda: None)
+    follow(runner, receive, lambda: None, lambda step, writes: None)
 
 
 class OtherRanks:
