@@ -112,7 +112,7 @@ def reshaped(folder: Path, heads: int, kv_heads: int, **fields: object) -> Path:
         ),
         (
             {"engine": {PARALLEL: 2, "model_path": "general"}},
-            r"tensor_parallel is 2; allowed: 1, 3, for",
+            r"tensor_parallel is 2; allowed: 1, 3, 9, for",
         ),
         (
             {"engine": {"pipeline_parallel": 2, "model_path": "general"}},
