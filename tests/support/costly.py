@@ -63,8 +63,8 @@ ENTRIES = {
 async def probed(lags: list[float]) -> AsyncIterator[None]:
     """Measures for how long the event loop's turns are held, in seconds.
 
-    The garbage collector leaves what was there before alone, as in a router's own process, and goes on to do so: a
-    collection that looks at all modules takes half a second.
+    The garbage collector's thresholds are those of a router's own process, whose start leaves little to look at: what
+    the tests before have left must be frozen.
     """
 
     async def probe() -> None:
@@ -73,7 +73,6 @@ async def probed(lags: list[float]) -> AsyncIterator[None]:
             await asyncio.sleep(0)
             lags.append(clock.lap())
 
-    gc.freeze()
     thresholds = gc.get_threshold()
     gc.set_threshold(*GC_THRESHOLDS)
     task = asyncio.create_task(probe())

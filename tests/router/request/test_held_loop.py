@@ -69,6 +69,13 @@ async def answer(job: Job) -> None:
     job.stream.put_nowait(RelayResponse(events=[event]))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """The garbage collector leaves alone what other tests have made, but not the clusters of the tests here."""
+    gc.collect()
+    gc.freeze()
+
+
 async def check_holds(requests: Iterator[tuple[str, Send]]) -> None:
     """Sends each request until it holds the loop for a short time once: the machine's other work makes some turns
     longer, but not every time."""

@@ -428,6 +428,7 @@ def explore(seeds: Sequence[int], **options: Any) -> Explored:
     explored = Explored()
     # A world is full of cycles; looking for garbage after each few hundred objects would take a third of the time. What
     # was there before stays frozen: a collection that looks at all of it takes half a second.
+    gc.collect()
     gc.freeze()
     gc.disable()
     try:
