@@ -114,21 +114,7 @@ def load_weights(
     names = tuple(name for name in expected if name in checkpoint.tensors)
     files = TensorFiles(checkpoint, names, dtype, device, on_loaded, keep=making.keep)
     # The head first: it is large, and as it is read and laid out, nothing else is in memory yet.
-    projection, embedding = making.cache.load(HEAD), None
-    if projection is None:
-        source = EMBEDDING if config.tie_embeddings else HEAD
-        weight = _weight(files, config, (source, config.vocab_size), inputs=config.hidden_size)
-        if config.tie_embeddings and isinstance(weight, Tensor):
-            embedding = weight
-        projection = making.head(weight, None)
-        making.cache.store(HEAD, projection)
-    else:
-        files.skip(HEAD)
-    if config.tie_embeddings and making.has_embedding:
-        embedding = None
-        files.skip(EMBEDDING)
-    elif embedding is None:
-        embedding = files.take(f"{EMBEDDING}.weight")
+    projection, embedding = _head(files, config, making)
     layers = tuple(_layer(files, config, linear, making.cache, index) for index in range(config.layers))
     norm = _norm(files, config, "model.norm")
     if files.kept or files.dequantized:
@@ -287,6 +273,27 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if size < PAGED_BYTES:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+
+
+def _head(files: TensorFiles, config: ModelConfig, making: Making) -> tuple[Linear, Tensor | None]:
+    """The head, and the embedding [vocab, hidden] unless tokens are looked up in the head.
+
+    A function of its own, so that no name keeps the weight that the head was made of while the layers are loaded.
+    """
+    projection, embedding = making.cache.load(HEAD), None
+    if projection is None:
+        source = EMBEDDING if config.tie_embeddings else HEAD
+        weight = _weight(files, config, (source, config.vocab_size), inputs=config.hidden_size)
+        if config.tie_embeddings and isinstance(weight, Tensor):
+            embedding = weight
+        projection = making.head(weight, None)
+        making.cache.store(HEAD, projection)
+    else:
+        files.skip(HEAD)
+    if config.tie_embeddings and making.has_embedding:
+        files.skip(EMBEDDING)
+        return projection, None
+    return projection, files.take(f"{EMBEDDING}.weight") if embedding is None else embedding
 
 
 def _layer(files: TensorFiles, config: ModelConfig, linear: MakeLinear, cache: LayerCache, index: int) -> Layer:
