@@ -47,6 +47,13 @@ class Collective(Protocol):
         """
         ...
 
+    def check(self) -> None:
+        """
+        Raises:
+            CollectiveError: a call has failed, or the group was aborted.
+        """
+        ...
+
     def abort(self) -> None:
         """Ends calls that wait, with `CollectiveError`, and all later ones. Any thread; may be called again."""
         ...
@@ -62,6 +69,9 @@ class Alone:
 
     def gather(self, part: "Tensor") -> "Tensor":
         return part[None]
+
+    def check(self) -> None:
+        """Does nothing, because no call fails."""
 
     def abort(self) -> None:
         """Does nothing, because no call waits."""
