@@ -37,7 +37,7 @@ test: setup
 
 # The rest: every transport, every shape on Ray, every chart, the GPU kernels in the interpreter, more seeds.
 test-all: setup
-	$(PYTEST) --durations=15 -m more
+	$(PYTEST) --durations=15 -m "more and not slow"
 
 # What takes hours.
 test-slow: setup

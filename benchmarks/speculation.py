@@ -2,6 +2,7 @@
 
     python benchmarks/speculation.py [--minutes 9] [--model pico] [--draft pico-draft ...] [--out FILE]
     python benchmarks/speculation.py --quick        # checks every guess, once; its figures mean nothing
+    python benchmarks/speculation.py --model MODEL --draft smollm2   # MODEL of `checkpoint.py --gguf smollm2`
 
 Times are CPU seconds of the thread that steps the engine (one thread computes), so other work on the machine changes
 them little. All methods compute on one runner, so with the same weights at the same addresses. Each prompt is continued
@@ -14,6 +15,12 @@ one would take longer than --minutes, of wall time, allow. The text is Python's 
     edit          batch 1, greedy: a class, then the first quarter of its changed copy, which goes on: what is copied
                   can be looked up. 128 tokens; all others have 64
     batch_8, batch_32    so many sequences, temperature 0.8
+
+A model with a chat template has other cells, all at batch 1, with answers of up to 128 tokens:
+
+    chat, chat_drawn     questions, greedy and at temperature 0.8
+    summary              paragraphs to be summed up, greedy
+    code                 a function to be written again with another name in it, greedy
 
 `tpot_ms` is milliseconds per token after the first, the median of the rounds; `ratio` that of `off` to it, the median
 of the rounds' own ratios, and `ratio_range` their quartiles. `again` is `off` once more: its ratio is the machine's
@@ -39,7 +46,8 @@ from random import Random
 from typing import Any
 
 import numpy as np
-import tokenizers
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 from turns import own_setting, save, spread
 
 from kvrelay.engine.build import engine_on
@@ -53,10 +61,20 @@ from kvrelay.models import resolve
 CLASSES = ("argparse:HelpFormatter", "queue:Queue", "configparser:RawConfigParser")
 BEGINNINGS = ("textwrap", "shlex", "sched")
 TOKENS = 64
-MORE_TOKENS = {"edit": 128, "long": 256}
+MORE_TOKENS = {"edit": 128, "long": 256, "chat": 128, "chat_drawn": 128, "summary": 128, "code": 128}
 ALWAYS = 3
 EDIT = 256
 """Tokens of the class that `edit` shows."""
+QUESTIONS = (
+    "How does a bicycle stay upright?",
+    "Give me a recipe for pancakes.",
+    "Why is the sky blue?",
+)
+MODULES = ("sched", "cmd", "argparse")
+"""Modules whose documentation is summed up."""
+FUNCTIONS = {"shlex:quote": "word", "fnmatch:filter": "files", "textwrap:indent": "lines"}
+"""Functions to be changed, and the new name of the first parameter of each."""
+DRAWN = ("continue", "chat_drawn", "batch_8", "batch_32")
 
 
 def source(name: str) -> str:
@@ -66,7 +84,7 @@ def source(name: str) -> str:
     return inspect.getsource(getattr(found, thing) if thing else found)
 
 
-def prompts(tokenizer: tokenizers.Tokenizer) -> dict[str, list[tuple[int, ...]]]:
+def prompts(tokenizer: Tokenizer) -> dict[str, list[tuple[int, ...]]]:
     """Token ids, by cell."""
     begin = [tuple(tokenizer.encode(source(name)).ids[:160]) for name in BEGINNINGS]
     edit = []
@@ -77,6 +95,27 @@ def prompts(tokenizer: tokenizers.Tokenizer) -> dict[str, list[tuple[int, ...]]]
         edit.append(tuple(ids + copy[: EDIT // 4]))
     wide = [begin[number % len(begin)][: 32 + 2 * number] for number in range(32)]
     return {"continue": begin, "greedy": begin, "long": begin, "edit": edit, "batch_8": wide[:8], "batch_32": wide}
+
+
+def chats(folder: Path) -> dict[str, list[tuple[int, ...]]]:
+    """Token ids, by cell, of a model with a chat template."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def asked(text: str) -> tuple[int, ...]:
+        chat = [{"role": "user", "content": text}]
+        return tuple(
+            tokenizer(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)).input_ids
+        )
+
+    questions = [asked(text) for text in QUESTIONS]
+    documents = [inspect.getdoc(__import__(name)) or "" for name in MODULES]
+    summaries = [asked(f"Summarize this text, and quote what matters:\n\n{text}") for text in documents]
+    code = []
+    for name, new in FUNCTIONS.items():
+        text = source(name)
+        old = text.partition("(")[2].split(",")[0].partition(")")[0]
+        code.append(asked(f"Rename the variable {old} to {new}. Print the whole function.\n\n```python\n{text}```"))
+    return {"chat": questions, "chat_drawn": questions, "summary": summaries, "code": code}
 
 
 def run(engine: Engine, asked: list[Request]) -> tuple[float, int, list[int]]:
@@ -98,7 +137,7 @@ def run(engine: Engine, asked: list[Request]) -> tuple[float, int, list[int]]:
 
 def groups(cell: str, texts: Sequence[tuple[int, ...]], tokens: int) -> list[list[Request]]:
     """The requests of a cell; those of a group run together."""
-    temperature = 0.0 if cell in ("greedy", "long", "edit") else 0.8
+    temperature = 0.8 if cell in DRAWN else 0.0
     asked = [
         Request(f"{seed}", 1, text, len(text), SamplingParams(temperature=temperature, seed=seed, max_tokens=tokens))
         for seed, text in enumerate(texts)
@@ -192,8 +231,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         speculation = replace(speculation, adaptive=speculation.adaptive and not args.quick)
         engines[name] = engine_on(runner, replace(options, speculation=speculation), guesses)
         engines[name].warm_up()
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    texts = prompts(tokenizer)
+    has_template = "chat_template" in json.loads((folder / "tokenizer_config.json").read_text())
+    texts = chats(folder) if has_template else prompts(Tokenizer.from_file(str(folder / "tokenizer.json")))
     result: dict[str, Any] = own_setting("torch") | {"model": args.model, "draft": args.draft, "clock": "cpu"}
     cells = [
         Cell(name, groups(name, asked, 8 if args.quick else MORE_TOKENS.get(name, TOKENS)), list(engines))

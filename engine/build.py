@@ -19,14 +19,13 @@ from kvrelay.engine.config import (
     EngineConfig,
     SpeculationConfig,
 )
-from kvrelay.engine.degree import ONE
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import BlockPool
 from kvrelay.engine.kv.memory import asking, memory_of
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.kv.sides import SidePool, blocks_without_kv
-from kvrelay.engine.models.choice import is_fast
+from kvrelay.engine.models.choice import check_ranks, is_fast
 from kvrelay.engine.models.fast.loader import OnLoaded, load_embedding
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.config import read_config
@@ -69,6 +68,7 @@ def build_engine(
     device = device_of(options.device)
     memory = torch.cuda.mem_get_info()[1] if device == "cuda" else 0
     options = options.on(device, memory)
+    check_ranks(folder, options)
     if not is_fast(folder, options.model_path):
         return _build_general(folder, dtype, options, on_loaded)
     build = _builder(options)
@@ -126,11 +126,6 @@ def _build_general(
     # Imported here because transformers takes seconds, which workers of the fast path needn't wait for.
     from kvrelay.engine.runner.general import build_general_runner
 
-    if options.degree != ONE:
-        raise ValueError(
-            f"tensor_parallel and pipeline_parallel are {options.tensor_parallel} and {options.pipeline_parallel}; "
-            "allowed for a model that transformers' code runs: 1"
-        )
     method = options.speculation.method
     if method in MODEL_METHODS:
         raise ValueError(

@@ -168,15 +168,17 @@ def int4(weight: Tensor, group: int = 64) -> CodedWeight:
     best = torch.full_like(low, torch.inf)
     scales, zeros = torch.ones_like(low), torch.zeros_like(low)
     codes = torch.zeros_like(grouped)
+    tried, work = torch.empty_like(grouped), torch.empty_like(grouped)
     for share in (1.0, 0.95, 0.9, 0.85, 0.8):
         scale = _scales((high - low) * share, 15)
         zero = (-low * share / scale).round_().clamp_(0, 15)
-        tried = (grouped / scale[..., None]).round_().add_(zero[..., None]).clamp_(0, 15)
-        error = ((tried - zero[..., None]) * scale[..., None] - grouped).square_().sum(-1)
+        torch.div(grouped, scale[..., None], out=tried).round_().add_(zero[..., None]).clamp_(0, 15)
+        torch.sub(tried, zero[..., None], out=work).mul_(scale[..., None]).sub_(grouped).square_()
+        error = work.sum(-1)
         better = error < best
         best = torch.where(better, error, best)
         scales, zeros = torch.where(better, scale, scales), torch.where(better, zero, zeros)
-        codes = torch.where(better[..., None], tried, codes)
+        torch.where(better[..., None], tried, codes, out=codes)
     flat = codes.to(torch.uint8).flatten(1)[:, : shape[1]].contiguous()
     return CodedWeight(CodeType.INT4, flat, scales, zeros.to(torch.uint8), min(group, shape[1]))
 

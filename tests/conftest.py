@@ -1,6 +1,8 @@
 """Runs before every import of Triton and torch; orders the test files for several processes."""
 
+import atexit
 import datetime
+import gc
 import glob
 import os
 import signal
@@ -18,6 +20,9 @@ if not glob.glob("/dev/nvidia[0-9]*"):
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+
+# What imports and the collection of the tests make stays until the end: the garbage collector need never look at it.
+gc.disable()
 
 pytest_plugins = ["support.scenes"]
 
@@ -100,3 +105,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid in reasons:
             item.add_marker(pytest.mark.xfail(reason=reasons[item.nodeid], strict=False))
+
+
+def pytest_collection_finish() -> None:
+    """Lets the garbage collector run again, for all that comes from now on."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # what Triton's extension holds is looked for then
+    gc.enable()

@@ -28,6 +28,7 @@ from kvrelay.engine.build import build_engine, on_devices
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.degree import ONE
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.models.choice import check_ranks
 from kvrelay.engine.models.fast.loader import OnLoaded
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.ranks.collective import CollectiveError
@@ -123,7 +124,11 @@ class WorkerServer:
         await shell.open_metrics()
         folder = await asyncio.to_thread(resolve, config.model)  # it may be downloaded
         options = await asyncio.to_thread(_resolved, config.engine)
-        engine, runner = await asyncio.to_thread(self._make_engine, folder, options, shell.on_loaded)
+        making = asyncio.ensure_future(asyncio.to_thread(self._make_engine, folder, options, shell.on_loaded))
+        await asyncio.wait((making, self._failure), return_when=asyncio.FIRST_COMPLETED)
+        if not making.done():
+            raise self._failure.result()
+        engine, runner = making.result()
         _log_context(runner.spec)
         hooks = WorkerHooks(lambda: self._bound.beat(), self._fail, self._metrics)
         role = self._roles[config.role]
@@ -143,10 +148,13 @@ class WorkerServer:
             engine.warm_up()
             return engine, runner
         options = on_devices(options)
+        check_ranks(folder, options)
         self._ranks = group = RankGroup(self._build_rank, folder, self.config, options, self._fail)
+        group.start()
         try:
             engine, runner = self._build(folder, dtype, group.options, on_loaded, group)
             engine.warm_up()
+            group.wait_until_ready()
         except CollectiveError as error:
             raise group.failure or error from None
         return engine, runner

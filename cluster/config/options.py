@@ -124,7 +124,7 @@ class ClusterConfig(Section):
         self._require_resources(None)
         self._require_ports()
         for role in WORKER_ROLES:
-            self._engine(role)
+            self.engine_of(role)
             self._require_resources(role)
             self.require_device(role)
         ranks = self._ranks(WORKER_ROLES)
@@ -143,7 +143,7 @@ class ClusterConfig(Section):
 
     def require_device(self, role: WorkerRole, replicas: int | None = None) -> None:
         """Refuses workers that are to compute on a GPU and have none; `replicas`: of the role, if they are others."""
-        section, engine = self.role(role), self._engine(role)
+        section, engine = self.role(role), self.engine_of(role)
         device = engine.device
         if engine.degree != ONE:
             whole = section.gpus in (0, 1, AUTO)
@@ -187,7 +187,8 @@ class ClusterConfig(Section):
         section: RoleSection = getattr(self, role)
         return section
 
-    def _engine(self, role: WorkerRole, threads: int = 0) -> EngineConfig:
+    def engine_of(self, role: WorkerRole, threads: int = 0) -> EngineConfig:
+        """The options of a role's engines; `threads`: where no option says them."""
         section = self.role(role)
         try:
             return replace(self.engine, **section.engine, threads=section.threads or self.engine.threads or threads)
@@ -200,7 +201,7 @@ class ClusterConfig(Section):
 
     def _ranks(self, roles: Iterable[WorkerRole]) -> int:
         """Ranks of the workers of these roles: each worker's processes that compute."""
-        return sum(self.role(role).replicas * self._engine(role).degree.ranks for role in roles)
+        return sum(self.role(role).replicas * self.engine_of(role).degree.ranks for role in roles)
 
     def with_gpus(self, present: float) -> "ClusterConfig":
         """This configuration on a Ray cluster with so many GPUs: `gpus` of each role is a number.
@@ -215,7 +216,9 @@ class ClusterConfig(Section):
         asked = fixed + (0 if self.ray.gpus == AUTO else self.ray.gpus)
         if self.local and asked > present:
             raise ValueError(f"gpus of all workers together are {asked:g}; allowed: at most {present:g}")
-        takers = [role for role in WORKER_ROLES if self.role(role).gpus == AUTO and self._engine(role).device != "cpu"]
+        takers = [
+            role for role in WORKER_ROLES if self.role(role).gpus == AUTO and self.engine_of(role).device != "cpu"
+        ]
         workers = self._ranks(takers)
         # Rounded down to what Ray counts in, so that the parts of one GPU fit on it.
         part = math.floor(1e4 / math.ceil(workers / offered)) / 1e4 if workers and offered else 0.0
@@ -271,7 +274,7 @@ class ClusterConfig(Section):
         Default of `threads`: on one machine the workers that the cluster begins with share its `cores` (default: those
         that this process may use); on a Ray cluster each takes the CPUs that are reserved for it.
         """
-        ranks = self._engine(role).degree.ranks
+        ranks = self.engine_of(role).degree.ranks
         share = max(1, (cores or available_cores()) * ranks // self._ranks(WORKER_ROLES))
         return WorkerConfig(
             name=name,
@@ -296,7 +299,7 @@ class ClusterConfig(Section):
         The workers that the cluster begins with share a machine's memory; one that is added later takes as much, if so
         much is free.
         """
-        engine, gpus = self._engine(role, threads), self.role(role).gpus
+        engine, gpus = self.engine_of(role, threads), self.role(role).gpus
         if gpus == 0 and engine.device == "auto":
             engine = replace(engine, device="cpu")  # Ray doesn't hide the GPUs from actors that reserve none
         part = engine.memory_part
@@ -308,7 +311,7 @@ class ClusterConfig(Section):
 
     def _on_cpus(self, role: WorkerRole) -> bool:
         """Whether a role's workers have no GPU, as far as that is known, or don't use it."""
-        return self.role(role).gpus in (0, AUTO) or self._engine(role).device == "cpu"
+        return self.role(role).gpus in (0, AUTO) or self.engine_of(role).device == "cpu"
 
     def router_config(self, name: str) -> RouterConfig:
         """A router's options, without the supervisor's address. The ports of `router-1` are one `port_step` higher."""
@@ -342,7 +345,7 @@ class ClusterConfig(Section):
         """
         section = self._section(role)
         gpus = getattr(section, "gpus", 0.0)
-        ranks = 1 if role is None else self._engine(role).degree.ranks
+        ranks = 1 if role is None else self.engine_of(role).degree.ranks
         amounts = {MEMBER: 1.0} if self.local else {"CPU": section.cpus, **section.resources}
         amounts["GPU"] = 0.0 if gpus == AUTO else gpus * ranks
         return {name: amount for name, amount in amounts.items() if amount > 0}

@@ -9,8 +9,9 @@ from typing import Any
 
 from kvrelay.cluster.config.options import ClusterConfig
 from kvrelay.cluster.errors import ERROR_PREFIX, UsageError
-from kvrelay.engine.config import ModelPath, SpeculationConfig
-from kvrelay.engine.models.choice import is_fast
+from kvrelay.engine.config import CPU_DEFAULTS, ModelPath, SpeculationConfig
+from kvrelay.engine.degree import ONE
+from kvrelay.engine.models.choice import check_ranks, is_fast
 from kvrelay.engine.models.reading.checkpoint import Checkpoint, expected_tensors
 from kvrelay.engine.models.reading.config import read_config
 from kvrelay.kernels.cpu.library import named_set
@@ -19,6 +20,7 @@ from kvrelay.router.entry.callers import Callers, public_certificates
 from kvrelay.rpc.certificates import part_files
 from kvrelay.rpc.identity import WORKER_ROLES
 from kvrelay.rpc.security import PARTS
+from kvrelay.transfer.protocol.routes import unroutable
 
 DEFAULT_MODEL = "pico"
 ROUTER_FILES = ("chat_template", "api_keys", "tls_certificate", "tls_key", "tls_client_ca")
@@ -69,6 +71,7 @@ def check_files(config: ClusterConfig) -> ClusterConfig:
     except ValueError as error:
         raise UsageError(str(error)) from None
     check_checkpoint(folder, config.engine.model_path)
+    check_degrees(folder, config)
     config = _with_draft_models(config)
     check_access(config)
     given = {name: getattr(config.router, name) for name in ROUTER_FILES}
@@ -144,6 +147,28 @@ def check_checkpoint(folder: Path, path: ModelPath = "auto") -> None:
         raise UsageError(f"model: {error}") from None
     if not (folder / "tokenizer.json").is_file():
         raise UsageError(f"model: {folder / 'tokenizer.json'} is missing")
+
+
+def check_degrees(folder: Path, config: ClusterConfig) -> None:
+    """Checks that the model can be divided over the ranks of each role's workers, and its KV handed over between them.
+
+    Raises:
+        UsageError: it can't; the text names the option and the degrees that can be had.
+    """
+    engines = {role: config.engine_of(role) for role in WORKER_ROLES if config.role(role).replicas}
+    for role, engine in engines.items():
+        try:
+            check_ranks(folder, engine)
+        except ValueError as error:
+            raise UsageError(f"{role}.engine.{error}") from None
+    pair = [engines[role] for role in ("prefill", "decode") if role in engines]
+    if len(pair) == 2 and any(engine.degree != ONE for engine in pair):
+        model, engine = read_config(folder), pair[0]
+        layout = model.kv_layout("float32", engine.kv_dtype, engine.block_size or CPU_DEFAULTS.block_size, "NHD")
+        longest = min(engine.max_context or model.max_positions, model.max_positions)
+        reason = unroutable(model.cache_layout(layout, longest), pair[0].degree, pair[1].degree)
+        if reason is not None:
+            raise UsageError(f"prefill.engine and decode.engine: KV can't be handed over: {reason}")
 
 
 def check_port(name: str, host: str, port: int) -> None:

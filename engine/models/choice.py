@@ -1,9 +1,12 @@
-"""The code that runs a model: kvrelay's own, or that of transformers."""
+"""What runs a model: kvrelay's own code, or that of transformers, on so many ranks."""
 
 from pathlib import Path
 
-from kvrelay.engine.config import ModelPath
-from kvrelay.engine.models.reading.config import is_of_family, read_config
+from kvrelay.engine.config import EngineConfig, ModelPath
+from kvrelay.engine.degree import ONE
+from kvrelay.engine.models.reading.checkpoint import Checkpoint
+from kvrelay.engine.models.reading.config import check_degree, is_of_family, read_config
+from kvrelay.machine.options import require
 
 
 def is_fast(folder: Path, path: ModelPath) -> bool:
@@ -27,3 +30,22 @@ def is_fast(folder: Path, path: ModelPath) -> bool:
             raise (error if is_of_family(folder) else other) from None
         return False
     return True
+
+
+def check_ranks(folder: Path, options: EngineConfig) -> None:
+    """Checks, before anything is started or loaded, that a worker's ranks can compute the model in `folder`.
+
+    Raises:
+        ValueError: they can't; the text names the option, its value and what is allowed.
+    """
+    if options.degree == ONE:
+        return
+    fast = is_fast(folder, options.model_path)
+    for name in ("tensor_parallel", "pipeline_parallel"):
+        value = getattr(options, name)
+        require(fast or value == 1, name, value, "1 for a model that transformers' code runs")
+    stages = options.pipeline_parallel
+    allowed = "1 on a GPU, where tensor_parallel may be more"
+    require(options.device != "cuda" or stages == 1, "pipeline_parallel", stages, allowed)
+    block = Checkpoint(folder).block_of("self_attn.o_proj")
+    check_degree(read_config(folder), options.degree, options.quantization, block)

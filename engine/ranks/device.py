@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
-from kvrelay.engine.ranks.collective import Collective, CollectiveError, Place
+from kvrelay.engine.ranks.collective import Collective, CollectiveError, Place, Ring
 from kvrelay.engine.ranks.meet import MEET_SECONDS
 from kvrelay.engine.ranks.process_group import NcclCollective
 from kvrelay.machine.numa import cpus_near, pin
@@ -115,6 +115,10 @@ class GpuCollective:
     def gather(self, part: Tensor) -> Tensor:
         """See `Collective.gather`."""
         return (self._nccl if part.is_cuda else self._host).gather(part)
+
+    def ring(self, to: int, source: int, message_bytes: int, depth: int) -> Ring:
+        """See `Collective.ring`: for messages on the host."""
+        return self._host.ring(to, source, message_bytes, depth)
 
     def sum_at_once(self, make: Callable[[], OneShot], device: torch.device | str) -> bool:
         """Has small parts summed by one kernel, if all ranks can and it computes what NCCL does. All ranks call it.

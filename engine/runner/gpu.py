@@ -39,7 +39,7 @@ from kvrelay.engine.kv.writes import WRITTEN, EventWaiter, KVWrites
 from kvrelay.engine.models.fast.decoder import NO_TAPS, Decoder, Taps, taps_into
 from kvrelay.engine.models.fast.loader import MakeLinear, Making, OnLoaded, load_weights
 from kvrelay.engine.models.fast.parts import Parts
-from kvrelay.engine.models.fast.slices import Slices, share_hashes, smallest
+from kvrelay.engine.models.fast.slices import Slices, share_hashes
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.config import check_degree, read_config
 from kvrelay.engine.models.reading.stored import check_stored
@@ -438,9 +438,8 @@ def build_gpu_runner(
     layout = config.cache_layout(whole, unbounded.max_context) if slides else CacheLayout.of(whole)
     if not options.kv_memory_bytes:
         later_bytes += _runner_bytes(unbounded, model, layout, options, memory, device)
-    agree = partial(smallest, place) if place.degree.ranks > 1 else None
-    pools = make_pools(layout, options, unbounded.max_context, memory, device, later_bytes, agree)
-    spec = unbounded.within(tokens_within(layout, pools, options))
+    pools = make_pools(layout, options, unbounded.max_context, memory, device, later_bytes, place)
+    spec = unbounded.within(place.smallest(tokens_within(layout, pools, options)))
     with asking(f"buffers beside {sum([pool.nbytes for pool in pools])} bytes of KV (kv_memory_bytes)", memory):
         return GpuRunner(spec, model, layout, pools, options, make=(linear, head))
 

@@ -227,6 +227,15 @@ def test_what_set_sets_is_yaml() -> None:
     fails(2, r"--set engine is '\['; allowed: a value in YAML", "up", "--set", "engine=[")
 
 
+def test_a_degree_that_the_model_cant_have_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    said = r"prefill\.engine\.tensor_parallel is 3; allowed: 1, 2, 4, 8, for 8 query heads and 4 KV heads"
+    free = ("--grpc-port", 0, "--http-port", 0)
+    fails(2, said, "up", "--model", "pico", "--prefill-tp", 3, *free)
+    path = tmp_path / "kvrelay.yaml"
+    path.write_text("prefill: {engine: {tensor_parallel: 3}}")
+    fails(2, said, "up", "--config", path, *free)
+
+
 def test_the_help_has_every_option_below_a_heading_and_every_word_of_a_choice() -> None:
     shown = call("up", "--help").stdout
     headings = [line for line in shown.splitlines() if re.fullmatch(r"\w.*:", line)]

@@ -1,6 +1,7 @@
 """Processes that start in milliseconds: forked from a server that has imported what workers import.
 
-A new interpreter needs seconds of CPU time for torch alone, most of what a test of processes costs.
+A new interpreter needs seconds of CPU time for torch alone, most of what a test of processes costs. Forked workers of
+several ranks start the other ranks so, too.
 """
 
 import multiprocessing
@@ -11,10 +12,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from pathlib import Path
+from multiprocessing.reduction import DupFd
+from types import SimpleNamespace
 from typing import Any
 
 PRELOADED = (
@@ -24,6 +27,9 @@ PRELOADED = (
     "kvrelay.cluster.supervisor.supervisor",
     "kvrelay.engine.build",
     "kvrelay.engine.runner.cpu",
+    "kvrelay.transfer.links.rank_transfers",
+    "kvrelay.transfer.transports.gloo",
+    "kvrelay.transfer.transports.tcp",
     "support.preloaded",
 )
 
@@ -57,10 +63,23 @@ def spawned(target: Callable[..., object], *arguments: Any) -> Iterator[tuple[Ba
 class Forked:
     """`python -m module arguments`, with the part of `subprocess.Popen`'s interface that tests use."""
 
-    def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], stderr: Path) -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        stderr: int,
+        inherited: Sequence[int] = (),
+    ) -> None:
+        """
+        Args:
+            stderr: descriptor that the process writes its errors to.
+            inherited: descriptors that it has, too; it is given their numbers as its last arguments.
+        """
         context = quick_start()
         reader, writer = context.Pipe(duplex=False)
-        given = (module, list(arguments), dict(environment), str(stderr), writer)
+        kept = _Inherited([stderr, *inherited])
+        given = (module, list(arguments), dict(environment), kept, writer)
         self._process = context.Process(target=_main, args=given, daemon=True)  # type: ignore[attr-defined]  # of every context
         self._process.start()
         writer.close()
@@ -100,19 +119,48 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def _main(module: str, arguments: list[str], environment: dict[str, str], stderr: str, stdout: Connection) -> None:
+class _Inherited:
+    """Descriptors, duplicated for the process that is being started."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+
+    def __getstate__(self) -> list[Any]:
+        return [DupFd(number) for number in self.numbers]
+
+    def __setstate__(self, state: list[Any]) -> None:
+        self.numbers = [each.detach() for each in state]
+
+
+def _main(
+    module: str, arguments: list[str], environment: dict[str, str], inherited: _Inherited, stdout: Connection
+) -> None:
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
     os.dup2(stdout.fileno(), 1)
     stdout.close()
-    log = os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(log, 2)
-    os.close(log)
+    stderr, *others = inherited.numbers
+    os.dup2(stderr, 2)
+    os.close(stderr)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a TextIOWrapper
-    # It was read when the server of forks imported it.
+    # They were read when the server of forks imported them.
     from kvrelay.transfer import failpoints
+    from kvrelay.worker.ranks import group
 
     failpoints.arm(failpoints.parse(environment.get(failpoints.VARIABLE, "")))
-    sys.argv = [module, *arguments]
+    group.subprocess = RANKS  # type: ignore[assignment, attr-defined]  # the part of the module that it uses
+    # A child of the server may use the server, too, though CPython would start another one for it.
+    multiprocessing.current_process().daemon = False
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # of a private object
+    sys.argv = [module, *arguments, *map(str, others)]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _fork_rank(command: list[str], *, pass_fds: Sequence[int], env: Mapping[str, str], **streams: int) -> Forked:
+    """As `subprocess.Popen` of `python -m MODULE DESCRIPTORS`."""
+    return Forked(command[2], [], env, sys.stderr.fileno(), pass_fds)
+
+
+RANKS = SimpleNamespace(Popen=_fork_rank, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+"""Stands in for `subprocess` in `kvrelay.worker.ranks.group`."""

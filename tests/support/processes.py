@@ -86,10 +86,10 @@ class Process:
         path = os.pathsep.join(filter(None, paths))
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path} | dict(variables or {})
         self.popen: subprocess.Popen[bytes] | Forked
-        if forked:
-            self.popen = Forked(module, arguments, environment, log)
-            return
         with log.open("wb") as stderr:
+            if forked:
+                self.popen = Forked(module, arguments, environment, stderr.fileno())
+                return
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
                 stdin=subprocess.DEVNULL,

@@ -320,7 +320,7 @@ async def test_leases_of_many_hand_offs_are_renewed_in_messages_of_bounded_size(
         async for batch in requests:
             renewed.extend(key for message in decode(batch) if isinstance(message, Renew) for key in message.keys)
 
-    config = TransferConfig(lease_seconds=0.4)
+    config = TransferConfig(lease_seconds=2.0)
     async with pair(config, transports=links_of("fake")) as world, answered_by(world, control):
         for key in keys:
             world.sender.begin(key, RECEIVER, prompt(5))

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay.engine.config import EngineConfig
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_DECODE,
     PHASE_PREFILL,
@@ -22,6 +23,7 @@ from kvrelay.rpc.identity import WorkerRole
 from kvrelay.rpc.metrics import families
 from kvrelay.transfer.protocol.messages import Code
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, Constraint
+from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.handoff import HandoffRole
 from kvrelay.worker.relay import fences
 from kvrelay.worker.relay.fences import Fences
@@ -55,6 +57,21 @@ async def test_a_bad_submit_is_refused_and_the_worker_goes_on(server: WorkerServ
             assert why in event.failure.message
         await router.send(submit=submit("good"))
         assert (await router.last()).finish_reason == FINISH_REASON_LENGTH
+
+
+async def test_a_degree_that_the_model_cant_have_is_refused_before_any_rank_is_started(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrelay.worker.server.RankGroup", lambda *given: pytest.fail("ranks are started"))
+    config = WorkerConfig("w", "colocated", str(checkpoint), engine=EngineConfig(tensor_parallel=3))
+    server = WorkerServer(config)
+    try:
+        with pytest.raises(
+            ValueError, match=r"tensor_parallel is 3; allowed: 1, 2, 4, for 4 query heads and 2 KV heads"
+        ):
+            await server.start()
+    finally:
+        await server.stop(0)
 
 
 @given(top_k=st.integers(0, 2**32 - 1))

@@ -99,6 +99,12 @@ class Checkpoint:
             names = ", ".join(extra[:SHOWN]) + (f" and {len(extra) - SHOWN} more" if len(extra) > SHOWN else "")
             raise ValueError(f"{self.folder}: tensors that this architecture doesn't have: {names}")
 
+    def block_of(self, layer: str) -> int:
+        """Number of inputs in a block of GGUF's types, the largest of those that a kind of layer has, such as
+        `self_attn.o_proj`; 1 if it has none of them."""
+        kinds = {entry.dtype for name, entry in self.tensors.items() if name.endswith(f".{layer}.weight")}
+        return max([gguf.QUANTIZED[kind].weights for kind in kinds & gguf.QUANTIZED.keys()], default=1)
+
     def note(self, name: str, data: memoryview) -> None:
         """Takes the bytes of a tensor, all of them, so that `fingerprint` needn't read them."""
         if name not in self._hashes:

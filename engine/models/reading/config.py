@@ -164,8 +164,13 @@ class ModelConfig:
         return tuple(window if window < max_context else 0 for window in self.traits.windows)
 
 
-def check_degree(config: ModelConfig, degree: Degree, quantization: Quantization = "none") -> None:
+def check_degree(
+    config: ModelConfig, degree: Degree, quantization: Quantization = "none", output_block: int = 1
+) -> None:
     """Checks that a model can be divided over so many ranks.
+
+    Args:
+        output_block: inputs of a block of the attention's output layers, for types of GGUF, whose blocks stay whole.
 
     Raises:
         ValueError: it can't; the text names the option, its value and the degrees that can be had.
@@ -174,10 +179,11 @@ def check_degree(config: ModelConfig, degree: Degree, quantization: Quantization
     def heads_fit(tensor: int) -> bool:
         if config.heads % tensor or (config.kv_heads % tensor and tensor % config.kv_heads):
             return False
-        # GGUF has a type for each tensor, so the loader checks these.
-        grouped = tensor > 1 and (config.stored is None or config.stored.layout != "gguf")
-        inputs = config.heads // tensor * config.head_dim
-        return not grouped or inputs % config.group_of(inputs, quantization) == 0
+        inputs, gguf = (
+            config.heads // tensor * config.head_dim,
+            config.stored is not None and config.stored.layout == "gguf",
+        )
+        return tensor == 1 or inputs % (output_block if gguf else config.group_of(inputs, quantization)) == 0
 
     fitting = ", ".join(str(tensor) for tensor in range(1, config.heads + 1) if heads_fit(tensor))
     heads = f"for {config.heads} query heads and {config.kv_heads} KV heads"

@@ -119,6 +119,20 @@ def shared(tmp_path_factory: pytest.TempPathFactory, memory_before: set[str]) ->
         world.call("down", seconds=STOP_SECONDS)
 
 
+@pytest.fixture(scope="module", params=["small", pytest.param("shared", marks=pytest.mark.more)])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """The shared cluster; in `make test` a cheaper one, with one router and without Ray's dashboard."""
+    if request.param == "shared":
+        yield request.getfixturevalue("shared")
+        return
+    world = World(tmp_path_factory.mktemp("small"))
+    try:
+        world.up("--config", str(configured(world, "ray: {include_dashboard: false}\ndrain_seconds: 1")))
+        yield world
+    finally:
+        world.call("down", seconds=STOP_SECONDS)
+
+
 @pytest.fixture(scope="module")
 def answer(shared: World) -> tuple[int, ...]:
     """Tokens that the shared cluster generates before any test disturbs it."""
@@ -163,34 +177,33 @@ def strike(world: Shared, kind: str, number: signal.Signals, answer: tuple[int, 
     return seconds
 
 
-def test_a_cluster_serves(shared: World, answer: tuple[int, ...]) -> None:
-    status = shared.json("status")
+def test_a_cluster_serves(served: World) -> None:
+    status, answer = served.json("status"), served.generate()
     assert status["ready"] is True
     assert {(worker["name"], worker["role"], worker["state"]) for worker in status["workers"]} == {
         ("worker-0", "prefill", "ready"),
         ("worker-1", "decode", "ready"),
     }
     routers = {router["name"]: router["address"] for router in status["routers"]}
-    assert status["router"] == shared.remembered()["router"] == f"{routers['router-0']},{routers['router-1']}"
+    assert list(routers) == [f"router-{number}" for number in range(len(routers))]
+    assert status["router"] == served.remembered()["router"] == ",".join(routers.values())
     for address in routers.values():
-        assert shared.generate(address) == answer
-    said = shared.json("generate", PROMPT, "--temperature", "0", "--max-tokens", str(TOKENS))
+        assert served.generate(address) == answer
+    said = served.json("generate", PROMPT, "--temperature", "0", "--max-tokens", str(TOKENS))
     assert tuple(said["token_ids"]) == answer
     assert len(answer) == TOKENS
     assert said["finish_reason"] == "length"
     assert said["timeline"]["transfer_bytes"] > 0
     assert {said["timeline"]["prefill_worker"], said["timeline"]["decode_worker"]} == {"worker-0", "worker-1"}
-    second = shared.call("up", "--detach", *PORTS)
+    second = served.call("up", "--detach", *PORTS)
     assert second.returncode == 1
-    assert f"already running (pid {shared.remembered()['pid']})" in second.stderr
+    assert f"already running (pid {served.remembered()['pid']})" in second.stderr
 
 
-def test_every_process_listens_on_loopback_only(shared: Shared) -> None:
-    own = {pid for pids in shared.pids().values() for pid in pids}
+def test_every_process_listens_on_loopback_only(served: World) -> None:
     found = []
-    for pid in own:
+    for process in served.processes():
         with contextlib.suppress(psutil.Error):
-            process = psutil.Process(pid)
             listening = (each for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN)
             found += [(each.laddr.ip, title(process)[:60]) for each in listening]
     assert len(found) > 10, "Ray's processes and the members listen"

@@ -14,6 +14,8 @@ from kvrelay.cluster.errors import UsageError
 from kvrelay.cluster.up.preflight import check, check_checkpoint, check_port
 from kvrelay.engine.config import SpeculationConfig
 from kvrelay.models import resolve
+from support.checkpoints import make_checkpoint
+from support.gguf_files import write_gguf
 
 
 @pytest.fixture
@@ -81,6 +83,87 @@ def test_a_checkpoint_that_cannot_be_loaded_is_refused_with_what_is_wrong(
     with pytest.raises(UsageError, match=said) as caught:
         check_checkpoint(checkpoint)
     assert len(caught.value.lines) == 1
+
+
+PARALLEL = "tensor_parallel"
+
+
+def reshaped(folder: Path, heads: int, kv_heads: int, **fields: object) -> Path:
+    """A checkpoint in `folder` with so many heads, of 16 numbers each."""
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 16, "hidden_size": 16 * heads}
+    return make_checkpoint(folder, "llama", **sizes, **fields)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"decode": {"engine": {PARALLEL: 2}}},
+            r"^decode\.engine\.tensor_parallel is 2; allowed: 1, 3, 9, for 9 query",
+        ),
+        (
+            {"engine": {PARALLEL: 6}},
+            r"^prefill\.engine\.tensor_parallel is 6; allowed: 1, 3, 9, for 9 query heads and 3",
+        ),
+        ({"engine": {PARALLEL: 3, "quantization": "int4"}}, r"tensor_parallel is 3; allowed: 1, for 9 query"),
+        (
+            {"prefill": {"engine": {"pipeline_parallel": 4}}},
+            r"prefill\.engine\.pipeline_parallel is 4; allowed: 1 to 3, of",
+        ),
+        (
+            {"engine": {PARALLEL: 3, "model_path": "general"}},
+            r"tensor_parallel is 3; allowed: 1 for a model that transform",
+        ),
+        (
+            {"engine": {"pipeline_parallel": 2, "model_path": "general"}},
+            r"pipeline_parallel is 2; allowed: 1 for a model",
+        ),
+        (
+            {"decode": {"engine": {PARALLEL: 3, "device": "cuda"}}},
+            r"decode\.engine\.device is 'cuda'; allowed: auto or cpu",
+        ),
+    ],
+    ids=str,
+)
+def test_degrees_that_a_model_cant_have_are_refused(
+    tmp_path: Path, sections: dict[str, dict[str, object]], said: str
+) -> None:
+    model = {"path": str(reshaped(tmp_path / "model", 9, 3))}
+    with pytest.raises(UsageError, match=said):
+        check(config(model=model, **sections))
+    assert check(config(model=model, engine={PARALLEL: 3}, decode={"engine": {PARALLEL: 9}}))
+    idle = {"replicas": 0, "engine": {PARALLEL: 2}}
+    assert check(config(model=model, colocated={"replicas": 1}, decode=idle)), "no such worker is started"
+
+
+def test_what_ranks_pad_is_never_refused(tmp_path: Path) -> None:
+    """Vocabulary and widths that no degree divides."""
+    folder = reshaped(tmp_path / "model", 8, 2, vocab_size=331, intermediate_size=107)
+    for tensor in (2, 4, 8):
+        assert check(config(model={"path": str(folder)}, engine={PARALLEL: tensor}))
+
+
+def test_degrees_that_would_cut_blocks_of_a_gguf_file_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    plain = reshaped(tmp_path / "plain", 8, 8, intermediate_size=128, rope_parameters=rope)
+    path = write_gguf(plain, tmp_path / "model.gguf", lambda name: "Q8_0")
+    sections = {"model": {"path": str(path)}}
+    assert check(config(**sections, engine={PARALLEL: 4}))
+    with pytest.raises(UsageError, match=r"tensor_parallel is 8; allowed: 1, 2, 4, for 8 query heads and 8 KV heads"):
+        check(config(**sections, engine={PARALLEL: 8}))
+
+
+def test_kv_that_cant_be_handed_over_between_the_ranks_is_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "cohere2")
+    for role in ("prefill", "decode"):
+        stages = {role: {"engine": {"pipeline_parallel": 2}}}
+        with pytest.raises(UsageError, match=r"KV can't be handed over: layers: \[1, 2\] in the tracks"):
+            check(config(model={"path": str(folder)}, **stages))
+        # No context is longer than the window.
+        assert check(config(model={"path": str(folder)}, engine={"max_context": 40}, **stages))
 
 
 def test_a_port_in_use_is_named() -> None:

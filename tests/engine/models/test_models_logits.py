@@ -200,7 +200,7 @@ class OnGpu:
 
 @pytest.mark.parametrize(
     "family",
-    [family if family in ("glm4", "cohere2") else pytest.param(family, marks=pytest.mark.more) for family in FAMILIES],
+    [family if family == "cohere2" else pytest.param(family, marks=pytest.mark.more) for family in FAMILIES],
 )
 def test_on_a_gpu(family: str, case_of: Callable[[str], Case]) -> None:
     case = case_of(family)

@@ -22,10 +22,11 @@ from kvrelay.engine.models.reading.config import check_degree, read_config
 from kvrelay.engine.ranks.collective import ALONE, CollectiveError, Place
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
+from kvrelay.kernels.cpu.reduce import ALL_REDUCE
 from kvrelay.models import resolve
 from support.gguf_files import write_gguf
 from support.paged import GREEDY, PagedSequences, make_plan
-from support.rank_threads import on_ranks, places, shared_places
+from support.rank_threads import ThreadCollective, on_ranks, places, shared_places
 from support.stored_layouts import LAYOUTS, SHAPE, quantized
 
 TOKENS = [5, 9, 2, 7, 7, 1, 30, 12, 4, 4, 21, 8, 300, 17, 60, 33, 250, 11]
@@ -39,29 +40,28 @@ def build(folder: Path, place: Place | None = None, **options: Any) -> CpuRunner
 
 
 def logits_over(ranks: list[CpuRunner], tokens: list[int]) -> Tensor:
-    """Logits [tokens, vocabulary] of a prompt in two chunks, as the ranks of the last stage have them together."""
+    """Logits [tokens, vocabulary] of a prompt in two chunks, as the ranks of the first stage have them together."""
     degree = ranks[0].model.place.degree
-    plans = [(0, 7), (7, len(tokens))]
-    return torch.cat([_chunk(ranks, degree, tokens, *plan) for plan in plans])
+    return torch.cat([_chunk(ranks, degree, tokens, *plan) for plan in ((0, 7), (7, len(tokens)))])
 
 
 def _chunk(ranks: list[CpuRunner], degree: Degree, tokens: list[int], first: int, last: int) -> Tensor:
-    def run(runner: CpuRunner, hidden: Tensor | None) -> Tensor:
+    hidden: list[Tensor | None] = [None] * degree.tensor
+
+    def run(place: Place, runners: list[CpuRunner], logits: bool = False) -> Tensor:
+        runner, given = runners[place.rank % degree.tensor], hidden[place.rank % degree.tensor]
         sequence = PagedSequences(runner).add(tokens)
         sequence.computed = first
         plan = make_plan([(sequence, last - first, GREEDY)], runner.cache_layout)
         with torch.inference_mode():
-            out = runner.forward(plan, hidden=hidden)
-            return (runner.model.logits(out) if runner.model.place in final else out).clone()
+            if logits and given is not None:
+                return runner.model.logits(given).clone()
+            return runner.forward(plan, hidden=given).clone()
 
-    final = [runner.model.place for runner in ranks[-degree.tensor :]]
-    found: list[Tensor | None] = [None] * degree.tensor
-    for stage in range(degree.pipeline):
-        runners = ranks[stage * degree.tensor : (stage + 1) * degree.tensor]
-        found = on_ranks(
-            [runner.model.place for runner in runners],
-            lambda place, runners=runners, given=found: run(runners[place.group.place], given[place.group.place]),
-        )
+    stages = [ranks[at : at + degree.tensor] for at in range(0, len(ranks), degree.tensor)]
+    for runners in stages:
+        hidden[:] = on_ranks([runner.model.place for runner in runners], partial(run, runners=runners))
+    found = on_ranks([runner.model.place for runner in stages[0]], partial(run, runners=stages[0], logits=True))
     return torch.cat(found, 1)
 
 
@@ -163,11 +163,21 @@ def test_ranks_slice_quantized_checkpoints(
     check_quantized(folder, logits_over([build(values)], TOKENS))
 
 
-def test_a_rank_holds_its_share_of_the_weights(model_of: Callable[..., Path]) -> None:
-    folder = model_of("llama", vocab_size=4096, num_key_value_heads=4, intermediate_size=256, **WIDE)
+def share_held(held: Callable[[Place], int]) -> float:
+    """The largest share of one process's weights that one of four ranks holds, by what `held` finds in bytes."""
+    return max(map(held, places(Degree(4)))) / held(ALONE)
 
-    def held(place: Place) -> int:
-        config = read_config(folder)
+
+@pytest.fixture(params=[False, True], ids=["two matrices", "tied"])
+def wordy(request: pytest.FixtureRequest, model_of: Callable[..., Path]) -> Path:
+    """A model most of whose weights are those of its vocabulary."""
+    sizes = {"vocab_size": 4096, "num_key_value_heads": 4, "intermediate_size": 256}
+    return model_of("llama", **sizes, tie_word_embeddings=request.param, **WIDE)
+
+
+def test_a_rank_loads_its_share_of_the_weights(wordy: Path) -> None:
+    def loaded(place: Place) -> int:
+        config = read_config(wordy)
         sizes: list[int] = []
 
         def linear(weight: Any, bias: Tensor | None) -> Any:
@@ -175,12 +185,54 @@ def test_a_rank_holds_its_share_of_the_weights(model_of: Callable[..., Path]) ->
             return lambda x: x
 
         making = Making(linear, slices=Slices.of(config, place))
-        weights = load_weights(Checkpoint(folder), config, torch.float32, linear, making=making)
+        weights = load_weights(Checkpoint(wordy), config, torch.float32, linear, making=making)
         assert weights.embedding is not None
         return sum(sizes) + weights.embedding.nbytes
 
-    whole = held(ALONE)
-    assert all(held(place) <= 0.27 * whole for place in places(Degree(4)))
+    assert share_held(loaded) <= 0.27
+
+
+def test_a_native_decoder_holds_its_share_of_the_weights(wordy: Path) -> None:
+    whole = build(wordy)
+    ranks = on_ranks(places(Degree(4)), partial(build, wordy))
+
+    def held(place: Place) -> int:
+        model = (whole if place is ALONE else ranks[place.rank]).model
+        assert isinstance(model, NativeDecoder)
+        parts = [model.embedding, *(linear.packed for linear in model.linears())]
+        return sum(part.nbytes for part in parts if part is not None)
+
+    assert share_held(held) <= 0.27
+
+
+@pytest.mark.parametrize("decoder", ["torch", "native", "native with shared memory"])
+def test_a_layer_takes_two_sums_of_its_rows(
+    model_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, decoder: str
+) -> None:
+    """And the embedding takes one."""
+    folder = model_of("llama", **WIDE)
+    if decoder == "torch":
+        monkeypatch.setattr("kvrelay.engine.runner.cpu.library", lambda: None)
+    shared = decoder == "native with shared memory"
+    ranks = on_ranks(case := shared_places(2) if shared else places(Degree(2)), partial(build, folder))
+
+    def summed(place: Place) -> list[int]:
+        """Bytes of each part that the rank adds in a step."""
+        runner, group = ranks[place.rank], place.group
+        if shared:
+            assert isinstance(runner.model, NativeDecoder)
+            given = [args for kernel, args in runner.model._layer_steps if kernel == ALL_REDUCE]
+            assert not any(args.type for args in given), "of float32"
+            return [len(TOKENS) * args.width * 4 for args in given]
+        assert isinstance(group, ThreadCollective)
+        plan = make_plan([(PagedSequences(runner).add(TOKENS), len(TOKENS), GREEDY)])
+        group.summed.clear()
+        with torch.inference_mode():
+            runner.forward(plan)
+        return group.summed
+
+    layers, width = WIDE["num_hidden_layers"], WIDE["hidden_size"]
+    assert on_ranks(case, summed) == [(1 + 2 * layers) * [len(TOKENS) * width * 4]] * 2
 
 
 def test_degrees_that_dont_divide_a_model_are_refused(model_of: Callable[..., Path]) -> None:
