@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from support.faults import TENSOR_2, Scene, left_of, scene, until
-from support.hash_worker import FAILING_PID, STEP_SECONDS, WORKER_LAYOUT
+from support.hash_worker import FAILING_PID, LATE_RANKS, STEP_SECONDS, WORKER_LAYOUT
 from support.processes import wait_until
 
 ENDED_SECONDS = 4.0
@@ -124,6 +124,14 @@ def test_a_rank_that_is_lost_in_prefill_takes_its_worker_along(it: Scene, number
         it.cluster.replace(busy)
     assert request.result().timeline.retries == 1
     it.settle(FREE_SECONDS, but=it.ended())
+
+
+@pytest.mark.more
+@ranks("2 to 1", "1 x 2 to 2")
+def test_ranks_that_are_steps_behind_rank_0_send_no_frame_before_it_is_computed(it: Scene) -> None:
+    it.order(**{LATE_RANKS: 0.1})
+    assert it.ask_in_company("late").timeline.retries == 0
+    settle(it)
 
 
 SENDERS = {

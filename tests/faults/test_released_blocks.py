@@ -114,5 +114,5 @@ def test_no_read_after_release(tmp_path: Path, transport: str, share: float, req
         late = len(it.failures())
         print(f"{finished} finished, {cancelled} cancelled, {failed} failed; {late} attempts failed")
         it.settle(READ_SECONDS + 10)
-        assert finished > requests / 4, "whole streams were judged"
+        assert finished > requests / 8, "whole streams were judged"
         assert late > requests / 100, "leases ended while blocks were waiting to be read"

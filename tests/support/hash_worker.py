@@ -3,6 +3,7 @@
 Numbers that are orders (`support.orders`) or environment variables: HASH_STEP_SECONDS is the least duration of an
 engine step, so that a fault can hit during a step. HASH_NEWS_SECONDS delays membership changes for this worker.
 HASH_FETCH_SECONDS is what a copy of hidden states takes. HASH_FAILING_PID is the rank whose steps fail.
+HASH_LATE_RANKS_SECONDS delays each step of all ranks but rank 0.
 
 Environment variables: HASH_LAG is the runner's lag: with 1, a step's KV is there only when its result is asked for, and
 is given to the hand-off before. HASH_BEAT_SECONDS is the time between two heartbeats. HASH_LOAD_SECONDS
@@ -70,6 +71,7 @@ STATES = "HASH_STATES"
 GROUPS = "HASH_GROUPS"
 FETCH_SECONDS = "HASH_FETCH_SECONDS"
 FAILING_PID = "HASH_FAILING_PID"
+LATE_RANKS = "HASH_LATE_RANKS_SECONDS"
 LOAD_SECONDS = "HASH_LOAD_SECONDS"
 MAX_CONTEXT = 4096
 WINDOW = 50
@@ -108,6 +110,8 @@ class SlowRankRunner(RankHashRunner):
 
     def run(self, plan: StepPlan) -> StepOutput:
         time.sleep(ORDERS.number(STEP_SECONDS) * max(Counter(plan.handles).values()))
+        if self.place.rank:
+            time.sleep(ORDERS.number(LATE_RANKS))
         if os.getpid() == ORDERS.number(FAILING_PID):
             raise RuntimeError("a step fails, as ordered")
         return super().run(plan)

@@ -6,7 +6,7 @@ write, are in other processes: commands go there over a channel, and reports com
     command     open, meet, close       the links of an epoch, as `Links` says
                 send, receive, drain    a frame, by a number
                 stop                    closes the frame's claim: it ends as LOST unless a thread has the blocks already
-                after                   a number that comes back behind the announcements of a hand-off's earlier frames
+                after                   a number that comes back behind the announcements of a hand-off's frames
     report      tell, gone              an entry of a link's rendezvous; the end of an epoch's links
                 announced, ended        of a frame, by its number
                 after                   the number
@@ -40,13 +40,19 @@ from kvrelay.transfer.protocol.routes import RankPair, Route, Slice
 logger = logging.getLogger(__name__)
 
 COMMITTED = -1
-"""Stands for the step of KV that all ranks have computed."""
+"""Stands for the step of KV that rank 0 has computed. Another rank may be behind: it waits for its own part of the step
+that rank 0 has launched last."""
 Command = dict[str, Any]
 """A message of a channel in either direction: numbers, texts, bytes, and lists of them, by name. `do` is its kind."""
 
 
 class RankChannel(Protocol):
     """One end of the connection between rank 0 and another rank. Used on the event loop."""
+
+    @property
+    def newest_step(self) -> int:
+        """At rank 0's end: number of the step that rank 0 has launched last; COMMITTED before the first one."""
+        ...
 
     def listen(self, on_message: Callable[[Command], None], on_lost: Callable[[str], None]) -> None:
         """Passes each message of the other end on, in order, and the reason when the connection is lost, once. Both on
@@ -222,6 +228,8 @@ class RankLinks:
         number = next(self._numbers)
         job.command |= {"peer": peer, "epoch": epoch, "ranks": list(ranks), "number": number}
         channel = self._channels[ranks[links.spec.rank]]
+        if job.command.get("step") == COMMITTED:
+            job.command["step"] = channel.newest_step
         if job.announced is not None:
             links.announcing[number] = job.announced
         if job.ended is not None:

@@ -6,7 +6,7 @@ from typing import Any
 from kvrelay.engine.kv.writes import WRITTEN, RankWrites
 from kvrelay.transfer.frames.frames import PoolFrames
 from kvrelay.transfer.links.links import LinkManager
-from kvrelay.transfer.links.rank_links import COMMITTED, Command, RankChannel, unpacked_frame, unpacked_route
+from kvrelay.transfer.links.rank_links import Command, RankChannel, unpacked_frame, unpacked_route
 from kvrelay.transfer.protocol.events import Outcome
 from kvrelay.transfer.protocol.messages import Push
 from kvrelay.transfer.protocol.ports import BlockClaim, LinkEnd, LinkSpec, NoTransportError, Runtime
@@ -105,7 +105,7 @@ class RankTransfers:
             on_end = partial(post, self._ended, number)
             return self._frames.receive(key, frame, claim, table, command["keep"], route, on_end)
         step, writes = command["step"], self._writes
-        claim = self._claims[number] = BlockClaim(WRITTEN if step == COMMITTED or writes is None else writes.of(step))
+        claim = self._claims[number] = BlockClaim(WRITTEN if writes is None else writes.of(step))
         announced, on_read = partial(post, self._announced, command), partial(post, self._ended, number)
         return self._frames.send(key, frame, claim, table, route, announced, on_read)
 

@@ -14,6 +14,7 @@ import msgpack  # type: ignore[import-untyped]  # it ships no types
 from psutil import Process
 
 from kvrelay.machine.silence import Silence
+from kvrelay.transfer.links.rank_links import COMMITTED
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +114,10 @@ class Channel:
 class LinkChannel:
     """Messages about links on a channel; implements `RankChannel`."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, newest_step: Callable[[], int] = lambda: COMMITTED) -> None:
+        """`newest_step`: see `RankChannel`; of no use at the end of another rank than rank 0."""
         self._channel = channel
+        self._newest_step = newest_step
         self._lock = threading.Lock()
         self._early: list[Any] = []
         self._deliver: Callable[[Any], None] | None = None
@@ -129,6 +132,11 @@ class LinkChannel:
             for message in self._early:
                 self._deliver(message)
             self._early.clear()
+
+    @property
+    def newest_step(self) -> int:
+        """See `RankChannel`."""
+        return self._newest_step()
 
     def send(self, message: Any) -> None:
         """See `RankChannel`."""

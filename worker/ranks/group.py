@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.ranks.collective import CollectiveError, Place
 from kvrelay.engine.ranks.meet import MEET_SECONDS, meet
+from kvrelay.transfer.links.rank_links import COMMITTED
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.ranks.channel import Channel, LinkChannel, send_bytes
 
@@ -65,6 +66,8 @@ class RankGroup:
         self._failure: BaseException | None = None
         self._closing = False
         self._closed = threading.Event()
+        self.newest_step = COMMITTED
+        """Number of the step that rank 0 has launched last."""
         self._led = False
         """Whether the other ranks have got something to run."""
         self._lock = threading.Lock()
@@ -170,9 +173,13 @@ class RankGroup:
                 self._lose(rank, f"it takes no plan: {error}")
                 raise CollectiveError(f"rank {rank.number} takes no plan: {error}") from error
 
+    def launched(self, step: int) -> None:
+        """See `Ranks`."""
+        self.newest_step = step
+
     def channels(self) -> dict[int, LinkChannel]:
         """Channels for the links of the other ranks, by rank, in place of those before."""
-        self._links = {rank.number: LinkChannel(rank.control) for rank in self._ranks}
+        self._links = {rank.number: LinkChannel(rank.control, lambda: self.newest_step) for rank in self._ranks}
         return self._links
 
     @property

@@ -133,5 +133,7 @@ def test_each_rank_needs_a_gpu_and_has_no_stages_there(monkeypatch: pytest.Monke
         on_devices(EngineConfig(tensor_parallel=4))
     with pytest.raises(ValueError, match="pipeline_parallel is 2; allowed: 1 on a GPU"):
         check_ranks(resolve("pico"), on_devices(EngineConfig(pipeline_parallel=2)))
+    with pytest.raises(ValueError, match="device is 'cuda'; allowed: cpu for 2 ranks of a model that transformers"):
+        check_ranks(resolve("pico"), on_devices(EngineConfig(tensor_parallel=2, model_path="general")))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert on_devices(EngineConfig(tensor_parallel=4)).device == "cpu"

@@ -1,4 +1,4 @@
-"""An engine over ranks of several pipeline stages yields what one process yields; its stages compute at one time."""
+"""An engine over pipeline stages yields what one process yields, and its stages compute at the same time."""
 
 import queue
 import threading
@@ -48,6 +48,9 @@ class ThreadRanks:
         ]
         for thread in self._threads:
             thread.start()
+
+    def launched(self, step: int) -> None:
+        """Nothing here asks for KV."""
 
     def send(self, message: bytes) -> None:
         for messages in self._messages:

@@ -78,7 +78,7 @@ def _follow(connection: Connection, *given: Any) -> None:
         except EOFError:
             return None
 
-    follow(runner, receive, lambda: None, lambda step, written: None)
+    follow(runner, receive, lambda: None, lambda step, writes: None)
 
 
 class OtherRanks:
@@ -87,6 +87,9 @@ class OtherRanks:
     def __init__(self, place: Place, connections: list[Connection]) -> None:
         self.place = place
         self._connections = connections
+
+    def launched(self, step: int) -> None:
+        """Nothing here asks for KV."""
 
     def send(self, message: bytes) -> None:
         for connection in self._connections:
