@@ -184,6 +184,20 @@ def device_of(device: Device) -> Device:
     return "cpu"
 
 
+def on_devices(options: EngineConfig) -> EngineConfig:
+    """The options of a worker of several ranks with the device on which all of them compute.
+
+    Raises:
+        ValueError: there is no such device, or there are fewer GPUs than ranks.
+    """
+    device = device_of(options.device)
+    if device == "cuda":
+        present, ranks = torch.cuda.device_count(), options.degree.ranks
+        allowed = f"such that all ranks ({ranks}) have a GPU of their own, of the {present} that this worker sees"
+        require(ranks <= present, "tensor_parallel", options.tensor_parallel, allowed)
+    return replace(options, device=device)
+
+
 def engine_on(runner: Runner, options: EngineConfig, proposer: Proposer | None = None) -> Engine:
     """An engine whose steps `runner` runs, with the options that the runner was made with.
 

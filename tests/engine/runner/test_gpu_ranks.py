@@ -46,7 +46,8 @@ class RecordedCollective:
 
     def __init__(self, path: Path, place: int, size: int) -> None:
         OPS["group"] = group = GlooCollective(FileStore(str(path), size), place, size, 60.0)
-        self.place, self.size, self.abort = place, size, group.abort
+        self.place, self.size = place, size
+        self.abort, self.check, self.ring = group.abort, group.check, group.ring
 
     def sum(self, part: Tensor) -> Tensor:
         sum_op(part)
