@@ -20,6 +20,7 @@ from kvrelay.models import packages, resolve
 
 SHAPES = {  # hidden, layers, heads, KV heads, intermediate, vocabulary
     "135m": (576, 30, 9, 3, 1536, 49152),
+    "130m": (512, 34, 8, 4, 1536, 49152),  # as 135m, for two or four ranks
     "600m": (1024, 28, 16, 8, 3072, 65536),
     "1b": (2048, 16, 32, 8, 8192, 65536),
     "8b": (4096, 32, 32, 8, 14336, 128256),

@@ -1,6 +1,7 @@
 """Time an engine alone (no router, no hand-off) on a grid; prints one JSON line per cell.
 
     python benchmarks/offline.py MODEL [--dtype bfloat16] [--quantization int8] [--threads 2] [--cells prefill_512]
+    python benchmarks/offline.py MODEL --ranks 2 --cells prefill_512,decode_8
     PEERS/vllm/bin/python benchmarks/offline.py MODEL --engine vllm
     PEERS/other/bin/python benchmarks/offline.py MODEL.gguf --engine llama_cpp
 
@@ -11,14 +12,18 @@ batches. Imports only what the engine brings. A figure of kvrelay's alone:
 
     outside_forward   share of the stepping thread's CPU time in decode steps that isn't the forward pass: scheduler,
                       runner, and the sampler unless one native call computes a step and chooses its tokens
+
+With `--ranks N`, kvrelay as one process and as N ranks with as many threads together, in turns: rates of both, and
+their ratio, each the median of the rounds with the lower and the upper quartile.
 """
 
 import argparse
 import json
 import os
 import random
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 PREFILLS = (512, 2048)
@@ -79,20 +84,23 @@ class LlamaCpp:
 class Kvrelay:
     """The engine of kvrelay: scheduler, runner and sampler."""
 
-    def __init__(self, args: argparse.Namespace, clock: Clock) -> None:
-        """Loads the model, and prints how long that took."""
-        from kvrelay.engine.build import build_engine
+    def __init__(self, args: argparse.Namespace, clock: Clock, ranks: int = 1) -> None:
+        """Loads the model, and prints how long that took. Ranks other than 0 end with this process."""
         from kvrelay.engine.config import EngineConfig
         from kvrelay.engine.request import Request, SamplingParams
         from kvrelay.models import resolve
+        from kvrelay.worker.config import WorkerConfig
+        from kvrelay.worker.server import WorkerServer
 
-        options = {"threads": args.threads, "quantization": args.quantization}
-        config = EngineConfig(**options, kv_memory_bytes=2**30, prefix_cache=False)
+        options = {"threads": args.threads, "quantization": args.quantization, "tensor_parallel": ranks}
+        config = EngineConfig(**options, kv_memory_bytes=2**30 // ranks, prefix_cache=False)
+        os.environ.setdefault("KVRELAY_JOIN_TOKEN", "0" * 64)  # no worker is without one
         start = time.perf_counter()
-        self._engine, runner = build_engine(resolve(args.model), args.dtype, config)
+        self._server = WorkerServer(WorkerConfig("offline", "colocated", args.model, args.dtype, engine=config))
+        # All that a worker starts for its engine, the other ranks among it; neither ports nor heartbeats.
+        self._engine, runner = self._server._make_engine(resolve(args.model), config, lambda share: None)
         load = time.perf_counter() - start
         print(json.dumps({"engine": "kvrelay", "load_s": round(load, 2)}), flush=True)
-        runner.warm_up()
         self._clock, self._request, self._sampling = clock, Request, SamplingParams
         self._requests, self._vocabulary = 0, runner.spec.vocab_size
         self._forward = 0.0
@@ -111,12 +119,29 @@ class Kvrelay:
 
         return call
 
-    def seconds(self, batch: int, length: int, out: int) -> tuple[float, ...]:
+    def _add(self, batch: int, length: int, out: int) -> None:
         sampling = self._sampling(max_tokens=out, temperature=0.0)
         for _ in range(batch):
             self._requests += 1
             tokens = tuple(random.choices(range(2, self._vocabulary), k=length))
             self._engine.scheduler.add(self._request(str(self._requests), 0, tokens, length, sampling))
+
+    def rate(self, cell: str) -> float:
+        """Tokens a second of one try of a cell; of a decode cell, from the step on in which all sequences decode."""
+        kind, count = cell.split("_")
+        prefill = kind == "prefill"
+        self._add(*(1, int(count), 1) if prefill else (int(count), PROMPT, OUT + 1))
+        start, tokens, began = self._clock(), int(count), 0
+        while self._engine.has_work:
+            if not prefill and began < int(count):
+                start, tokens = self._clock(), 0
+            found = [report.token for report in self._engine.step() if report.token is not None]
+            began += len(found) if began < int(count) else 0
+            tokens += 0 if prefill else len(found)
+        return tokens / (self._clock() - start)
+
+    def seconds(self, batch: int, length: int, out: int) -> tuple[float, ...]:
+        self._add(batch, length, out)
         before = self._forward
         start, start_cpu = self._clock(), time.thread_time()
         while self._engine.has_work:
@@ -145,6 +170,24 @@ def figures(engine: Engine, cell: str) -> dict[str, float]:
     )
 
 
+def in_turns(args: argparse.Namespace, cells: list[str]) -> Iterator[dict[str, Any]]:
+    """The figures of each cell, of one process and of ranks: [lower quartile, median, upper quartile]."""
+    engines = [Kvrelay(args, time.perf_counter, ranks) for ranks in (1, args.ranks)]
+    for cell in cells:
+        for engine in engines:
+            engine.rate(cell)
+        pairs = []
+        for number in range(args.rounds):
+            order = (0, 1) if number % 2 else (1, 0)
+            rates = {index: engines[index].rate(cell) for index in order}
+            pairs.append((rates[0], rates[1]))
+        one, several = zip(*pairs, strict=True)
+        ratios = [there / here for here, there in pairs]
+        found = {"one_process": one, "ranks": several, "ratio": ratios}
+        figures = {name: [round(each, 3) for each in statistics.quantiles(of, n=4)] for name, of in found.items()}
+        yield {"engine": "kvrelay", "cell": cell, "degree": args.ranks} | figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of a checkpoint, or a GGUF file")
@@ -155,8 +198,14 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="rates by CPU time; with --threads 1")
     grid = [f"prefill_{length}" for length in PREFILLS] + [f"decode_{batch}" for batch in BATCHES]
     parser.add_argument("--cells", help="all that the engine can, unless given: " + ", ".join(grid))
+    parser.add_argument("--ranks", type=int, help="compare kvrelay with itself over so many tensor-parallel ranks")
+    parser.add_argument("--rounds", type=int, default=20, help="with --ranks")
     args = parser.parse_args()
     random.seed(0)
+    if args.ranks:
+        for found in in_turns(args, args.cells.split(",") if args.cells else grid):
+            print(json.dumps(found), flush=True)
+        return
     engine = ENGINES[args.engine](args, time.process_time if args.cpu else time.perf_counter)
     engine.seconds(1, 64, 4)
     for cell in args.cells.split(",") if args.cells else grid[: -2 if args.engine == "llama_cpp" else None]:

@@ -172,6 +172,11 @@ class EngineConfig(Options):
     """Ranks that share each layer: each holds a part of the heads, of the MLP and of the vocabulary, in a process, and
     on a GPU, of its own. It must divide the query heads, and divide the KV heads or be a multiple of them."""
 
+    expert_parallel: Annotated[int, Interval(ge=1, le=64)] = 1
+    """Parts that the experts of each layer are divided into, whole ones; a divisor of `tensor_parallel` and of the
+    number of experts. Each part is on `tensor_parallel` / `expert_parallel` ranks, which divide each of its experts. 1:
+    all ranks divide all experts. For models with experts that transformers' code runs."""
+
     pipeline_parallel: Annotated[int, Interval(ge=1, le=64)] = 1
     """Stages of layers, one behind the other, each of `tensor_parallel` ranks: while one computes a chunk of a prompt,
     the stage before computes the next chunk. On CPU only. Not with medusa or eagle3, which need all layers' states."""
@@ -185,6 +190,10 @@ class EngineConfig(Options):
         require(size & (size - 1) == 0, "block_size", size, "auto, or a power of two from 8 to 128")
         require(self.device != "cpu" or self.kv_dtype != "fp8", "kv_dtype", self.kv_dtype, "auto, or int8 on a CPU")
         require(tokens == AUTO or tokens >= size, "max_batch_tokens", tokens, f"at least block_size ({size})")
+        whole = self.tensor_parallel % self.expert_parallel == 0
+        require(
+            whole, "expert_parallel", self.expert_parallel, f"a divisor of tensor_parallel ({self.tensor_parallel})"
+        )
         ranks = self.tensor_parallel * self.pipeline_parallel
         require(ranks <= MAX_RANKS, "pipeline_parallel", self.pipeline_parallel, f"up to {MAX_RANKS} ranks together")
         method, free = (

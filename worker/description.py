@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from kvrelay.internal.v1.describe_pb2 import Description, Gpu, RdmaPort
+from kvrelay.kernels.cpu import library
 from kvrelay.rpc.description import describe
 from kvrelay.transfer.transports.registry import reasons
 from kvrelay.worker.config import WorkerConfig
@@ -37,6 +38,7 @@ def describe_worker(config: WorkerConfig, worker: Worker | None) -> Description:
     if worker is not None:
         memory, model = worker.pools[0].bytes, worker.hello().model
         found.kv_bytes, found.device = sum(pool.nbytes for pool in worker.pools), memory.device.type
+        found.kernels_missing = library.missing()
         if worker.role.endpoint is not None:
             usable = reasons(config.transfer.transport, memory.is_cuda, config.transfer.encrypt)
             for name, missing in usable.items():

@@ -24,7 +24,7 @@ from types import MappingProxyType
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from kvrelay.engine.build import build_engine
+from kvrelay.engine.build import build_engine, on_devices
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.degree import ONE
 from kvrelay.engine.engine import Engine
@@ -147,6 +147,7 @@ class WorkerServer:
             engine, runner = self._build(folder, dtype, options, on_loaded)
             engine.warm_up()
             return engine, runner
+        options = on_devices(options)
         check_ranks(folder, options)
         self._ranks = group = RankGroup(self._build_rank, folder, self.config, options, self._fail)
         group.start()

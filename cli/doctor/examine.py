@@ -22,6 +22,7 @@ CHECKS: dict[str, Check] = {
     "protection": cluster_checks.protection,
     "certificates": machine_checks.certificates,
     "GPUs": machine_checks.gpus,
+    "kernels": machine_checks.kernels,
     "RDMA": machine_checks.rdma,
     "KV pools": cluster_checks.pools,
     "disks": machine_checks.disks,

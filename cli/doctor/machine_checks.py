@@ -144,6 +144,14 @@ def gpus(cluster: Examined) -> Iterator[Finding]:
         yield Finding("warning", name, "computes on the CPU, though it has a GPU", "set engine.device to auto")
 
 
+def kernels(cluster: Examined) -> Iterator[Finding]:
+    """Whether models on CPUs are computed by the native kernels."""
+    for name, description in sorted(cluster.descriptions.items()):
+        if description.device == "cpu" and description.kernels_missing:
+            text = f"computes with torch, which is slower; no native kernels: {description.kernels_missing}"
+            yield Finding("warning", name, text, "mend that and restart the worker, or use an image with kernels in it")
+
+
 def rdma(cluster: Examined) -> Iterator[Finding]:
     """RDMA devices."""
     hosts = set()

@@ -110,6 +110,7 @@ class Cluster:
         self._save = save
         self._resume = resume
         self._supervisor: Any = None
+        self._kernels = threading.Thread(target=library, name="kernels", daemon=True)
         self._session = Path()
         """Ray's folder of its present session."""
         self._deadline = ExitDeadline(before=processes.kill_descendants)
@@ -129,8 +130,9 @@ class Cluster:
         """Returns when every member is ready, or, after STALL_SECONDS without progress, when requests can be served."""
         self._save(self.state)
         if self._config.local:
-            # The native kernels take seconds to build the first time, as Ray does to start. Workers wait for them.
-            threading.Thread(target=library, name="kernels", daemon=True).start()
+            # The native kernels take seconds to build the first time, as Ray does to start; minutes on a busy machine.
+            # Workers wait for them.
+            self._kernels.start()
         self._report.phase("starting Ray" if self._config.local else f"joining Ray at {self._config.ray.address}")
         late = f"{ERROR_PREFIX}Ray did not answer within {STALL_SECONDS:g} s"
         self._deadline.set(STALL_SECONDS, RunError.code, late)
@@ -264,7 +266,7 @@ class Cluster:
             everyone = all(member.state == MEMBER_STATE_READY for member in startup.members)
             if startup.ready and everyone and all(serves(router, self.state.router_tls) for router in startup.routers):
                 return startup
-            if startup != last:
+            if startup != last or self._kernels.is_alive():
                 last, changed = startup, time.monotonic()
             elif time.monotonic() - changed > STALL_SECONDS:
                 missing = listed(member.name for member in startup.members if member.state != MEMBER_STATE_READY)

@@ -74,6 +74,13 @@ class Collective(Protocol):
         """
         ...
 
+    def check(self) -> None:
+        """
+        Raises:
+            CollectiveError: a call has failed, or the group was aborted.
+        """
+        ...
+
     def ring(self, to: int, source: int, message_bytes: int, depth: int) -> Ring:
         """The place of this rank in a ring of this group. All of its ranks call this, with their own neighbours.
 
@@ -102,6 +109,9 @@ class Alone:
 
     def gather(self, part: "Tensor") -> "Tensor":
         return part[None]
+
+    def check(self) -> None:
+        """Does nothing, because no call fails."""
 
     def ring(self, to: int, source: int, message_bytes: int, depth: int) -> Ring:
         raise ValueError("a group of one rank has no ring")

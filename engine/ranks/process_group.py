@@ -91,8 +91,7 @@ class GlooCollective:
     def gather(self, part: Tensor) -> Tensor:
         """See `Collective.gather`."""
         out = torch.empty(self.size, *part.shape, dtype=part.dtype)
-        if self._aborted:
-            raise CollectiveError("the group was aborted")
+        self.check()
         with _errors(self.place, self.size):
             # As bytes, because gloo doesn't know all types.
             source, target = part.contiguous().view(-1).view(torch.uint8), out.view(-1).view(torch.uint8)
@@ -103,8 +102,7 @@ class GlooCollective:
             # Only its timeout ends an operation of gloo, so this thread looks for an abort as well.
             pause = 0.0
             while not work.is_completed():
-                if self._aborted:
-                    raise CollectiveError("the group was aborted")
+                self.check()
                 time.sleep(pause)
                 pause = min(pause + PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
             try:
@@ -114,6 +112,11 @@ class GlooCollective:
                 self._aborted = True
                 raise
         return out
+
+    def check(self) -> None:
+        """See `Collective.check`."""
+        if self._aborted:
+            raise CollectiveError("the group was aborted")
 
     def ring(self, to: int, source: int, message_bytes: int, depth: int) -> "GlooRing":
         """See `Collective.ring`."""
@@ -187,7 +190,8 @@ class NcclCollective:
 
     Results are ready for what the calling thread's stream does next; no call waits for them. Where a rank doesn't come,
     the stream goes on after the timeout, with wrong numbers, and `check` and all later calls raise. NCCL adds in an
-    order of its own, which is the same on all ranks. An operation in a captured graph isn't watched.
+    order of its own, which is the same on all ranks. An operation in a captured graph isn't watched, but by who waits
+    for its replay (`GpuCollective.wait`).
     """
 
     def __init__(self, store: "Store", place: int, size: int, timeout: float) -> None:
@@ -216,6 +220,11 @@ class NcclCollective:
         self._late = False
         threading.Thread(target=self._look, name="nccl ranks", daemon=True).start()
 
+    @property
+    def backend(self) -> Any:
+        """The group, as torch's `ProcessGroup` takes it for a backend."""
+        return self._group
+
     def sum(self, part: Tensor) -> Tensor:
         """See `Collective.sum`."""
         self._run("allreduce", [part])
@@ -239,14 +248,13 @@ class NcclCollective:
         self.check()
         with _errors(self.place, self.size):
             work = getattr(self._group, operation)(*tensors)
-            self._newest = work
+            # The events of a captured operation can't be asked.
+            captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            self._newest = None if captured else work
             work.wait()  # on the stream
 
     def check(self) -> None:
-        """
-        Raises:
-            CollectiveError: an operation didn't end in time, or the group was aborted.
-        """
+        """See `Collective.check`."""
         if self._late:
             raise CollectiveError(f"rank {self.place} of {self.size}: no exchange within {self._timeout:g} s")
         if self._aborted.is_set():

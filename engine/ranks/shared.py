@@ -73,6 +73,8 @@ class SharedMemoryCollective:
         """What the kernels know of the group."""
         self.failure = ctypes.addressof(self.group) + RankGroup.failure.offset
         """Address of an int32 that is other than 0 after a failure."""
+        self._stopped = ctypes.c_uint32.from_address(self.group.memory)
+        """Word of the shared memory that is other than 0 after an abort on any rank (`aborted` in reduce.cpp)."""
         self._one = ctypes.c_int64(1)
         self._rings: list[SharedMemoryRing] = []
         rows, group = ctypes.addressof(self._one), ctypes.addressof(self.group)
@@ -166,11 +168,8 @@ class SharedMemoryCollective:
         return ring
 
     def check(self) -> None:
-        """
-        Raises:
-            CollectiveError: a sum or gather of this rank has failed.
-        """
-        if not self.group.failure:
+        """See `Collective.check`. An abort on any rank is one on all."""
+        if not self.group.failure and not self._stopped.value:
             return
         late = [
             str(rank) for rank in range(self.size) if self._library.kvrelay_rank_is_late(ctypes.byref(self.group), rank)

@@ -47,6 +47,7 @@ from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.quant.schemes import HEAD, LAYERS, dequantizing, quantizing, quantizing_columns
 from kvrelay.engine.ranks.collective import ALONE, Place
+from kvrelay.engine.ranks.device import GpuCollective, on_gpus
 from kvrelay.engine.runner.base import chain_of_steps
 from kvrelay.engine.runner.fetches import Fetches
 from kvrelay.engine.runner.gpu_step import Extras, GpuStep, StreamWrites
@@ -199,11 +200,7 @@ class GpuRunner:
             self._host_tokens.reverse()
             tokens = self._host_tokens[0]
             tokens[: plan.num_rows].copy_(self._sampled[: plan.num_rows], non_blocking=True)
-            done = None
-            if self._stream is not None:
-                done = torch.cuda.Event()
-                done.record(self._stream)
-            return GpuStep(plan, tokens, extras, self._written, done)
+            return GpuStep(plan, tokens, extras, self._written, self._end())
 
     def fetch(
         self, states: Tensor, places: tuple[int, ...], dtype: FloatDtype, then: Callable[[Tensor], object]
@@ -236,8 +233,7 @@ class GpuRunner:
                 self._kept.capture(keep, max(self._sizes + self._step_sizes))
                 self._graphs = DecodeGraphs(self._sizes, self._prepare_decode, capture)
                 self._pieces = self._capture_pieces(capture)
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._end()()
 
     def _launch_decode(self, plan: StepPlan, sampled: NDArray[np.int64]) -> Extras:
         graphs = self._graphs if self._kept.suits(plan.keep) else None
@@ -342,6 +338,15 @@ class GpuRunner:
         hidden = self._forward(inputs, tokens, self.attention)
         self._sample_mixed(self.model.logits(hidden[-1:]), self._sampled[:1])
 
+    def _end(self) -> Callable[[], object]:
+        """What waits for all that was launched so far; raises `CollectiveError` where that needs a lost rank."""
+        if self._stream is None:
+            return lambda: None
+        done = torch.cuda.Event()
+        done.record(self._stream)
+        group = self.model.place.group
+        return partial(group.wait, done.query) if isinstance(group, GpuCollective) else done.synchronize
+
     def _mark(self) -> KVWrites:
         """The KV writes of all that was launched so far."""
         return WRITTEN if self._stream is None else StreamWrites(self._stream, self._waiter)
@@ -353,8 +358,7 @@ class GpuRunner:
         for _ in range(4):
             begin = time.perf_counter()
             self._prefill_once()
-            if self._stream is not None:
-                self._stream.synchronize()
+            self._end()()
             times.append(time.perf_counter() - begin)
         return min(times[1:])
 
@@ -420,6 +424,8 @@ def build_gpu_runner(
     kept = quantization if quantization in LAYERS else run_dtype
     with asking(f"the weights of {folder} in {kept}", memory), torch.inference_mode():
         weights = load_weights(checkpoint, served, TORCH_DTYPES[run_dtype], linear, on_loaded, device, making)
+    if place.degree.tensor > 1 and torch.device(device).type == "cuda":
+        place = on_gpus(place, torch.device(device), TORCH_DTYPES[run_dtype])
     model = Decoder(config, weights, gpu_ops.GpuOps(), place, gathers=True)
     unbounded = ModelSpec.of(
         checkpoint,

@@ -51,17 +51,20 @@ class GpuStep:
     """Implements `StepHandle`."""
 
     def __init__(
-        self, plan: StepPlan, tokens: Tensor, extras: Extras, written: KVWrites, done: torch.cuda.Event | None
+        self, plan: StepPlan, tokens: Tensor, extras: Extras, written: KVWrites, wait: Callable[[], object]
     ) -> None:
+        """
+        Args:
+            wait: returns when the device has computed the step; raises `CollectiveError` if another rank is lost.
+        """
         self.written = written
         self._plan = plan
         self._tokens = tokens
         self._extras = extras
-        self._done = done
+        self._wait = wait
 
     def result(self) -> StepOutput:
-        if self._done is not None:
-            self._done.synchronize()
+        self._wait()
         plan = self._plan
         tokens = self._tokens[: plan.num_rows].tolist()
         sampled = plan.sample.tolist()

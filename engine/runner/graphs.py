@@ -30,7 +30,8 @@ def cuda_capture(stream: torch.cuda.Stream) -> Capture:
     @contextmanager
     def capture() -> Iterator[Graph]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        # Other threads, such as those of links and of NCCL, may go on asking their own events.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             yield graph
 
     return capture

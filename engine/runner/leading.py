@@ -48,9 +48,9 @@ class Ranks(Protocol):
             CollectiveError: a rank is lost, or doesn't take it in time.
         """
 
-    def committed(self, step: int) -> None:
-        """Rank 0 has the result of the step with this number. What it asks of the others from now on may depend on that
-        step, which they may still compute."""
+    def launched(self, step: int) -> None:
+        """Rank 0 has launched the step of this number. The others may have not yet; what rank 0 asks of them from now
+        on may depend on that step."""
 
 
 class LeadingStep:
@@ -68,15 +68,14 @@ class LeadingStep:
     def result(self) -> StepOutput:
         self._ranks.send(RESULT)
         out = self._own.result()
-        self._ranks.committed(self._written.step)
         self._written.become(WRITTEN)
         return out
 
 
 class LeadingRunner:
-    """Implements `ModelRunner` for rank 0: its own runner, whose steps the other ranks run too."""
+    """Implements `Runner` for rank 0: its own runner, whose steps the other ranks run too."""
 
-    def __init__(self, own: ModelRunner, ranks: Ranks) -> None:
+    def __init__(self, own: Runner, ranks: Ranks) -> None:
         self._own = own
         self._ranks = ranks
         self._writer = PlanWriter()
@@ -117,14 +116,6 @@ class LeadingRunner:
     def prefill_attention(self) -> str:
         return self._own.prefill_attention
 
-    @property
-    def model(self) -> "Model":
-        return self._own.model
-
-    @property
-    def parts(self) -> "Parts":
-        return self._own.parts
-
     def fetch(
         self, states: "Tensor", places: tuple[int, ...], dtype: FloatDtype, then: "Callable[[Tensor], object]"
     ) -> None:
@@ -140,10 +131,24 @@ class LeadingRunner:
         """See `Runner.launch`."""
         self._ranks.send(STEP + self._writer.write(plan))
         own = self._own.launch(plan)
-        if self.lag:
-            return LeadingStep(plan.step, own, self._ranks)
-        self._ranks.committed(plan.step)
-        return own
+        self._ranks.launched(plan.step)
+        return LeadingStep(plan.step, own, self._ranks) if self.lag else own
+
+
+class LeadingModelRunner(LeadingRunner):
+    """Implements `ModelRunner` for rank 0."""
+
+    def __init__(self, own: ModelRunner, ranks: Ranks) -> None:
+        super().__init__(own, ranks)
+        self._model_runner = own
+
+    @property
+    def model(self) -> "Model":
+        return self._model_runner.model
+
+    @property
+    def parts(self) -> "Parts":
+        return self._model_runner.parts
 
     def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
         """See `ChainRunner.chain`."""

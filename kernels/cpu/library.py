@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import TextIO
 
 from kvrelay.machine.cache import user_cache
 
-__all__ = ["build", "instruction_set", "library", "load", "named_set", "prebuild"]
+__all__ = ["attempt", "build", "instruction_set", "library", "load", "missing", "named_set", "prebuild"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,10 @@ FLAGS = ("-std=c++20", "-O2", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "
 pragma. The sources say which products and sums are fused (`simd.h`)."""
 NEEDED = frozenset({"avx2", "fma"})
 """Features that the CPU must have; without them, torch's own kernels are as fast."""
-BUILD_SECONDS = 120.0
+BUILD_SECONDS = 600.0
+"""Limit in seconds for one file, which takes a few on an idle machine; and for the build of another process."""
+SAID_SECONDS = 20.0
+"""Seconds between two warnings that a build still goes on."""
 PREBUILD_SECONDS = 1800.0
 """Limit in seconds for one file. Nobody waits for it but the build of an image, on however slow a machine."""
 
@@ -76,19 +79,29 @@ INSTRUCTION_SETS = (
 """Instruction sets that the kernels' sources have code for, the fastest first."""
 
 
-@cache
 def library() -> ctypes.CDLL | None:
     """The kernels, built if necessary; None where that is impossible, with a warning that gives the reason.
 
     Raises:
         ValueError: KVRELAY_INSTRUCTION_SET names a set that isn't known or that this CPU doesn't have.
     """
+    return attempt()[0]
+
+
+def missing() -> str:
+    """The reason why `library` has returned None; empty if it has kernels, or hasn't been called yet."""
+    return attempt()[1] if attempt.cache_info().currsize else ""
+
+
+@cache
+def attempt() -> tuple[ctypes.CDLL | None, str]:
+    """The only attempt of this process to get the kernels: see `library` and `missing`."""
     instructions = named_set()
     try:
-        return load(instructions)
+        return load(instructions), ""
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.warning("no native CPU kernels; using torch's, which are slower: %s", error)
-        return None
+        return None, str(error)
 
 
 def named_set() -> InstructionSet | None:
@@ -206,14 +219,18 @@ def _wait_for(lock: TextIO) -> None:
     Raises:
         RuntimeError: another process has held it for longer than a build takes.
     """
-    deadline = time.monotonic() + BUILD_SECONDS
+    began = said = time.monotonic()
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > began + BUILD_SECONDS:
                 raise RuntimeError(f"another process has held {lock.name} for {BUILD_SECONDS:.0f} s") from None
+            if now > said + SAID_SECONDS:
+                said = now
+                logger.warning("another process compiles the native CPU kernels: waited for %.0f s so far", now - began)
             time.sleep(0.05)
 
 
@@ -251,9 +268,14 @@ def _compile(compiler: str, machine: tuple[str, ...], target: Path, seconds: flo
     sources, flags = sorted(SOURCES.glob("*.cpp")), (*FLAGS, *machine)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor() as pool:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
-        # A list, so that the first error is raised here.
         run = partial(_run, seconds=seconds)
-        list(pool.map(lambda source, made: run(compiler, *flags, "-c", source, "-o", made), sources, objects))
+        began = time.monotonic()
+        pairs = zip(sources, objects, strict=True)
+        jobs = [pool.submit(run, compiler, *flags, "-c", source, "-o", made) for source, made in pairs]
+        while wait(jobs, SAID_SECONDS).not_done:
+            logger.warning("compiling the native CPU kernels: %.0f s so far", time.monotonic() - began)
+        for job in jobs:
+            job.result()
         linked = Path(folder) / target.name
         run(compiler, *flags, "-shared", *objects, "-o", linked)
         linked.replace(target)

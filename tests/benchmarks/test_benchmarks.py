@@ -86,6 +86,19 @@ def test_each_cell_has_its_figures(tmp_path: Path) -> None:
     assert 0 < decode["outside_forward"] < 1
 
 
+@pytest.mark.more
+def test_ranks_are_compared_with_one_process(tmp_path: Path) -> None:
+    tiny = make_checkpoint(tmp_path / "tiny", "llama", dtype="bfloat16")
+    options = ["--ranks", "2", "--threads", "2", "--cells", "prefill_64,decode_2", "--rounds", "2"]
+    *loads, prefill, decode = printed("offline.py", tiny, *options)
+    assert len(loads) == 2
+    for found, cell in ((prefill, "prefill_64"), (decode, "decode_2")):
+        assert found.items() >= {"cell": cell, "degree": 2}.items()
+        for rates in (found["one_process"], found["ranks"], found["ratio"]):
+            low, middle, high = rates
+            assert 0 < low <= middle <= high
+
+
 def test_an_instruction_set_that_llama_cpp_is_not_compiled_for_is_refused(tmp_path: Path) -> None:
     options = ["--peers", tmp_path, "--engines", "kvrelay,llama_cpp", "--instruction-set", "avx2"]
     done = run("compare.py", tmp_path / "model.gguf", *options)

@@ -17,7 +17,7 @@ from command import call
 from kvrelay.cli.doctor.cluster_checks import clocks, members, pairs, pools, protection, reachable, transports, versions
 from kvrelay.cli.doctor.examine import diagnose, examine, well
 from kvrelay.cli.doctor.finding import Check, Examined, Reached
-from kvrelay.cli.doctor.machine_checks import certificates, disks, gpus, limits, rdma
+from kvrelay.cli.doctor.machine_checks import certificates, disks, gpus, kernels, limits, rdma
 from kvrelay.client import AsyncClient
 from kvrelay.cluster.membership.inquiry import ANSWER_SECONDS
 from kvrelay.cluster.state import ClusterState, save
@@ -162,6 +162,8 @@ def test_a_healthy_cluster_has_no_trouble() -> None:
         ),
         (gpus, pairing(device="cuda", gpus=gpu(unreachable=[1])), "note", "can't reach the memory of GPU 1"),
         (gpus, pairing(gpus=gpu()), "warning", "computes on the CPU, though it has a GPU"),
+        (kernels, pairing(kernels_missing="c++ failed: no"), "warning", "computes with torch, which is slower"),
+        (kernels, pairing(kernels_missing="c++ failed: no"), "warning", "c++ failed: no"),
         (rdma, pairing(rdma_ports=ports("DOWN")), "warning", "DOWN"),
         (rdma, pairing(rdma_ports=ports(gid="")), "warning", "without a GID"),
         (rdma, pairing(rdma_ports=ports(), gpus=gpu()), "warning", "nvidia_peermem is not loaded"),

@@ -23,6 +23,9 @@ ENDLESS = 12_000
 # One below, at and above the borders of blocks and of chunks, and several chunks long.
 LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 215)
 
+ONCE = ("llama", "mistral")
+"""Architectures in `make test`: one without windows, one with them."""
+
 
 @dataclass
 class Road:
@@ -62,7 +65,10 @@ class Road:
             return client.complete(prompt, max_tokens=count, temperature=0, ignore_eos=True, timeout=60)
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(
+    scope="module",
+    params=[name if name in ONCE else pytest.param(name, marks=pytest.mark.more) for name in ARCHITECTURES],
+)
 def road(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Road]:
     folder = tmp_path_factory.mktemp(request.param)
     checkpoint = make_checkpoint(folder / "model", request.param, max_position_embeddings=2**14)

@@ -30,7 +30,10 @@ AMBIGUOUS = 'start: a\na: a a | a a a | "x" | ""'
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
     folder, router = tmp_path_factory.mktemp("structured"), {"http_port": HTTP_PORT}
-    with process_cluster(folder, "pico", decode=2, worker={"engine": ENGINE}, router=router) as cluster:
+    # A worker that gets no CPU for a while is no part of this: declared dead, it would not be replaced.
+    supervisor = {"suspect_seconds": 30.0, "dead_seconds": 60.0}
+    options: dict[str, Any] = {"worker": {"engine": ENGINE}, "router": router, "supervisor": supervisor}
+    with process_cluster(folder, "pico", decode=2, **options) as cluster:
         yield cluster
 
 

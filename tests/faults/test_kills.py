@@ -75,7 +75,9 @@ def test_a_kill_of_decode_in_mid_stream_changes_no_token(it: Scene) -> None:
     it.settle(FREE_SECONDS, but=[serving])
 
 
-@pytest.mark.parametrize("place", ["decode.after_commit", "prefill.after_chunk,chunk=1"])
+@pytest.mark.parametrize(
+    "place", ["decode.after_commit", pytest.param("prefill.after_chunk,chunk=1", marks=pytest.mark.more)]
+)
 def test_an_engine_that_raises_ends_its_process(it: Scene, place: str) -> None:
     """Decode's pools are so small that offers wait: their reservations fail with the engine thread, and nothing keeps
     the process alive."""

@@ -9,6 +9,7 @@ show it.
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ READ_SECONDS = 2.0
 BLOCKS = 24
 AT_ONCE = 12
 COUNT = 6
+MOST_ROUNDS = 3
 TRANSFER = {
     "frame_bytes": 2**16,
     "lease_seconds": LEASE_SECONDS,
@@ -60,7 +62,7 @@ def gusts(it: Scene, seed: int) -> Iterator[None]:
         thread.join()
 
 
-def churn(it: Scene, seed: int, requests: int) -> tuple[int, int, int]:
+def churn(it: Scene, seed: int, requests: int) -> Counter[str]:
     """Requests of all lengths, a quarter of them cancelled; returns how many finished, were cancelled and failed."""
     chance = random.Random(seed)
     asked = [(f"{seed} {number}", chance.randrange(9, 60), chance.random() < 0.25) for number in range(requests)]
@@ -79,8 +81,7 @@ def churn(it: Scene, seed: int, requests: int) -> tuple[int, int, int]:
         return "finished"
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        ends = list(pool.map(lambda call: one(*call), asked))
-    return ends.count("finished"), ends.count("cancelled"), ends.count("failed")
+        return Counter(pool.map(lambda call: one(*call), asked))
 
 
 SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -95,7 +96,11 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
     ],
 )
 def test_no_read_after_release(tmp_path: Path, transport: str, share: float, requests: int) -> None:
-    """`share` of the frames is read late."""
+    """`share` of the frames is read late.
+
+    Leases end in real time, so a busy machine finishes fewer of the requests: they are asked in rounds until enough
+    whole streams were judged.
+    """
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
     rules = [f"transfer.read,share={share},seed={seed}:sleep({READ_SECONDS})", *STALLS]
@@ -109,10 +114,14 @@ def test_no_read_after_release(tmp_path: Path, transport: str, share: float, req
         engine=memory,
         transfer={**TRANSFER, "transport": transport},
     ) as it:
+        ends: Counter[str] = Counter()
         with gusts(it, seed):
-            finished, cancelled, failed = churn(it, seed, requests)
+            for number in range(MOST_ROUNDS):
+                ends += churn(it, seed + number, requests)
+                if ends["finished"] > requests / 4:
+                    break
         late = len(it.failures())
-        print(f"{finished} finished, {cancelled} cancelled, {failed} failed; {late} attempts failed")
+        print(f"{dict(ends)} in {number + 1} rounds; {late} attempts failed")
         it.settle(READ_SECONDS + 10)
-        assert finished > requests / 4, "whole streams were judged"
+        assert ends["finished"] > requests / 4, "whole streams were judged"
         assert late > requests / 100, "leases ended while blocks were waiting to be read"

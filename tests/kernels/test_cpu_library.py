@@ -95,6 +95,22 @@ def test_several_builders_at_once_build_once_and_a_killed_one_holds_nobody_up(
 
 
 @needs_kernels
+def test_a_long_build_is_said_while_it_goes_on(
+    tmp_path: Path, few_sources: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both by the process that compiles and by one that waits for it."""
+    monkeypatch.setattr(module, "SOURCES", few_sources)
+    monkeypatch.setattr(module, "SAID_SECONDS", 0.2)
+    monkeypatch.setenv("CXX", str(slow_compiler(tmp_path)))
+    with caplog.at_level(logging.WARNING), ThreadPoolExecutor(2) as pool:
+        built = list(pool.map(lambda _: build(tmp_path), range(2)))
+    assert built[0] == built[1]
+    said = [record.getMessage() for record in caplog.records]
+    assert any(line.startswith("compiling the native CPU kernels: ") for line in said), said
+    assert any(line.startswith("another process compiles the native CPU kernels: ") for line in said), said
+
+
+@needs_kernels
 def test_arguments_are_laid_out_as_the_kernels_read_them() -> None:
     """Python's and C++'s structs have the same size; a missing or mistyped field would change it."""
     kernels = library()
@@ -108,9 +124,9 @@ def test_arguments_are_laid_out_as_the_kernels_read_them() -> None:
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """The kernels are looked for anew, in the test and after it."""
-    library.cache_clear()
+    module.attempt.cache_clear()
     yield
-    library.cache_clear()
+    module.attempt.cache_clear()
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -134,7 +150,7 @@ def test_without_kernels_torch_runs_the_model_and_it_is_said_once(
     monkeypatch.delenv(module.VARIABLE, raising=False)
     native = build_cpu_runner(folder, "float32", OPTIONS)
     assert isinstance(native.model, Decoder if library() is None else NativeDecoder)
-    library.cache_clear()
+    module.attempt.cache_clear()
     monkeypatch.setattr(module, *change)
     for _ in range(2):
         with caplog.at_level(logging.WARNING):
@@ -143,6 +159,7 @@ def test_without_kernels_torch_runs_the_model_and_it_is_said_once(
     torch.testing.assert_close(logits_by(plain, tokens), logits_by(native, tokens), atol=1e-4, rtol=0)
     (said,) = [record.getMessage() for record in caplog.records if "no native CPU kernels" in record.getMessage()]
     assert message in said
+    assert message in module.missing()
 
 
 def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -280,7 +297,7 @@ def test_the_variable_names_the_instruction_set(
             assert module.named_set() is each
             continue
         lacks = ", ".join(sorted(each.needed - features))
-        library.cache_clear()
+        module.attempt.cache_clear()
         with pytest.raises(ValueError, match=rf"{each.name}.*no {lacks}; allowed here: {allowed}$"):
             library()
     monkeypatch.setenv(module.VARIABLE, "sse2")

@@ -25,7 +25,7 @@ from paged_kv import (
     prefill,
 )
 from torch import Tensor
-from triton_compile import ARCHITECTURES, SHARED_LIMITS, Compiler
+from triton_compile import ARCHITECTURES, OWN_INSTRUCTIONS, SHARED_LIMITS, Compiler
 
 from kvrelay.kernels.triton.decode_work import DecodeParts
 from kvrelay.kernels.triton.flash_prefill import Tile, choose_tile, flash_prefill, flops, plan_tiles
@@ -345,14 +345,17 @@ DECODES = [
 
 
 def compiled(launches: list[Launch]) -> pytest.MarkDecorator:
-    """Marks a test that compiles these launches: the first one for an H100 in `make test` already."""
-    cases = [(launch, architecture) for launch in launches for architecture in launch.architectures]
-    marks = [() if case == (launches[0], 90) else more for case in cases]
-    return pytest.mark.parametrize(
-        ("launch", "architecture"),
-        [pytest.param(*case, marks=mark) for case, mark in zip(cases, marks, strict=True)],
-        ids=str,
-    )
+    """Marks a test that compiles these launches: the first one for an H100 in `make test`; all for the architectures
+    with matrix instructions of their own, and each for another one of the rest, in `make test-all`."""
+    cases = []
+    for number, launch in enumerate(launches):
+        alike = [architecture for architecture in launch.architectures if architecture not in OWN_INSTRUCTIONS]
+        chosen = (*OWN_INSTRUCTIONS, alike[number % len(alike)])
+        for architecture in launch.architectures:
+            tier = more if architecture in chosen else pytest.mark.slow
+            marks = () if (number, architecture) == (0, 90) else tier
+            cases.append(pytest.param(launch, architecture, marks=marks))
+    return pytest.mark.parametrize(("launch", "architecture"), cases, ids=str)
 
 
 def launch_prefill(launch: Launch, architecture: int) -> None:

@@ -21,10 +21,16 @@ import pytest
 SHARED_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """Largest shared memory of a program, in bytes, by architecture (CUDA C++ programming guide)."""
 ARCHITECTURES = tuple(SHARED_LIMITS)
+OWN_INSTRUCTIONS = (90, 100)
+"""Architectures that have matrix instructions of their own."""
 each_architecture = pytest.mark.parametrize(
-    "architecture", [pytest.param(each, marks=pytest.mark.more) for each in ARCHITECTURES]
+    "architecture",
+    [
+        pytest.param(each, marks=pytest.mark.more if each in (86, *OWN_INSTRUCTIONS) else pytest.mark.slow)
+        for each in ARCHITECTURES
+    ],
 )
-"""Marks a test that compiles for each architecture."""
+"""Marks a test that compiles for each architecture: in `make test-all` for one of those that are alike."""
 SECONDS = 170
 """Timeout of a compilation."""
 PROCESSES = 2

@@ -13,7 +13,7 @@ from kvrelay.engine.kv.writes import RankWrites
 from kvrelay.transfer.frames.frames import PoolFrames
 from kvrelay.transfer.links.endpoint_loop import HandoffSetup
 from kvrelay.transfer.links.links import LinkManager
-from kvrelay.transfer.links.rank_links import Command
+from kvrelay.transfer.links.rank_links import COMMITTED, Command
 from kvrelay.transfer.links.rank_transfers import RankTransfers
 from kvrelay.transfer.protocol.ports import LoopRuntime
 from kvrelay.transfer.protocol.routes import held_by
@@ -22,7 +22,7 @@ from kvrelay.transfer.protocol.routes import held_by
 class MemoryChannel:
     """One end of a channel between two ranks of one process; implements `RankChannel`."""
 
-    step = -1
+    newest_step = COMMITTED
 
     def __init__(self) -> None:
         self.other: MemoryChannel
@@ -62,14 +62,14 @@ class Ranks:
         self.channels: dict[int, MemoryChannel] = {}
         self.managers: list[LinkManager] = []
         self.transfers: list[RankTransfers] = []
-        self.writes: list[RankWrites] = []
-        """KV writes of each rank's steps."""
+        self.writes: dict[int, RankWrites] = {}
+        """KV writes of the other ranks' steps."""
         for rank, pool in list(enumerate(pools))[1:]:
             self.channels[rank], far = MemoryChannel.pair()
             manager, frames = setup.link_manager(runtime, rank), PoolFrames([pool], setup.config.checksum)
             self.managers.append(manager)
-            self.writes.append(RankWrites())
-            self.transfers.append(RankTransfers(far, manager, frames, runtime, self.writes[-1]))
+            self.writes[rank] = RankWrites()
+            self.transfers.append(RankTransfers(far, manager, frames, runtime, self.writes[rank]))
         self.setup = replace(setup, ranks=self.channels)
 
     async def close(self) -> None:

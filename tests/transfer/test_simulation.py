@@ -23,11 +23,11 @@ from kvrelay.transfer.protocol.events import State
 from support.simulation.damage import DAMAGES
 from support.simulation.world import Explored, World, explore, run_world, trace
 
-SEEDS, MORE_SEEDS, MANY_SEEDS = 500, 6000, 100_000
-NOISY_SEEDS, MORE_NOISY_SEEDS = 300, 3000
+SEEDS, MORE_SEEDS, MANY_SEEDS = 300, 3000, 100_000
+NOISY_SEEDS, MORE_NOISY_SEEDS = 200, 1500
 NOISE = 0.3
 """Share of the frames that are damaged in a noisy world."""
-RANKED_SEEDS, MORE_RANKED_SEEDS, MANY_RANKED_SEEDS = 150, 2000, 10_000
+RANKED_SEEDS, MORE_RANKED_SEEDS, MANY_RANKED_SEEDS = 100, 1000, 10_000
 OVERTAKEN = 8254
 """A world in which a frame could overtake one of the same hand-off and link that waited for its step."""
 SLICE = 500

@@ -6,15 +6,13 @@ write, are in other processes: commands go there over a channel, and reports com
     command     open, meet, close       the links of an epoch, as `Links` says
                 send, receive, drain    a frame, by a number
                 stop                    closes the frame's claim: it ends as LOST unless a thread has the blocks already
-                after                   a number that comes back behind the announcements of a hand-off's earlier frames
+                after                   a number that comes back behind the announcements of a hand-off's frames
     report      tell, gone              an entry of a link's rendezvous; the end of an epoch's links
                 announced, ended        of a frame, by its number
                 after                   the number
 
 A frame's command is sent at once, with the number of the step that computes its KV: each rank waits for its own part of
-that, so that a pipeline stage sends a chunk when it has left the stage. A rank may be a step or more behind rank 0. No
-frame may read KV that the rank hasn't computed yet, or write to blocks that an older step of it still uses. So each
-command also says the last step whose result rank 0 has, and the rank begins the frame behind that step.
+that, so that a pipeline stage sends a chunk when it has left the stage.
 
 A channel keeps the order of its messages, so announcements leave rank 0 in the order in which their frames are on their
 link. If a channel is lost, its frames never end, because nobody knows whether their blocks are still in use: the worker
@@ -42,7 +40,8 @@ from kvrelay.transfer.protocol.routes import RankPair, Route, Slice
 logger = logging.getLogger(__name__)
 
 COMMITTED = -1
-"""Stands for the step of KV that all ranks have computed."""
+"""Stands for the step of KV that rank 0 has computed. Another rank may be behind: it waits for its own part of the step
+that rank 0 has launched last."""
 Command = dict[str, Any]
 """A message of a channel in either direction: numbers, texts, bytes, and lists of them, by name. `do` is its kind."""
 
@@ -51,8 +50,8 @@ class RankChannel(Protocol):
     """One end of the connection between rank 0 and another rank. Used on the event loop."""
 
     @property
-    def step(self) -> int:
-        """At rank 0's end: number of the last step whose result rank 0 has; COMMITTED before the first one."""
+    def newest_step(self) -> int:
+        """At rank 0's end: number of the step that rank 0 has launched last; COMMITTED before the first one."""
         ...
 
     def listen(self, on_message: Callable[[Command], None], on_lost: Callable[[str], None]) -> None:
@@ -226,9 +225,11 @@ class RankLinks:
         if links is None:
             job.fail("the link of this epoch has ended")
             return
-        number, channel = next(self._numbers), self._channels[ranks[links.spec.rank]]
-        where = {"peer": peer, "epoch": epoch, "ranks": list(ranks)}
-        job.command |= {**where, "number": number, "behind": channel.step}
+        number = next(self._numbers)
+        job.command |= {"peer": peer, "epoch": epoch, "ranks": list(ranks), "number": number}
+        channel = self._channels[ranks[links.spec.rank]]
+        if job.command.get("step") == COMMITTED:
+            job.command["step"] = channel.newest_step
         if job.announced is not None:
             links.announcing[number] = job.announced
         if job.ended is not None:
@@ -294,9 +295,6 @@ class RankLinks:
                     links.announcing.pop(number)()
             case {"do": "ended", "number": number, "outcome": outcome, "in_place": in_place}:
                 if (job := self._jobs.pop(number, None)) is not None:
-                    links = self._of(job.command["peer"], job.command["epoch"])
-                    if links is not None and outcome == Outcome.LOST.value:
-                        links.announcing.pop(number, None)
                     job.claim.in_place = in_place
                     job.end(Outcome(outcome))
             case {"do": "after", "peer": peer, "epoch": epoch, "number": number}:

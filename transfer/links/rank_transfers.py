@@ -1,14 +1,12 @@
 """The links of one rank of a worker, in the rank's own process: does what rank 0 says, and reports (`rank_links`)."""
 
-from collections import deque
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvrelay.engine.kv.writes import WRITTEN, KVWrites, RankWrites
+from kvrelay.engine.kv.writes import WRITTEN, RankWrites
 from kvrelay.transfer.frames.frames import PoolFrames
 from kvrelay.transfer.links.links import LinkManager
-from kvrelay.transfer.links.rank_links import COMMITTED, Command, RankChannel, unpacked_frame, unpacked_route
+from kvrelay.transfer.links.rank_links import Command, RankChannel, unpacked_frame, unpacked_route
 from kvrelay.transfer.protocol.events import Outcome
 from kvrelay.transfer.protocol.messages import Push
 from kvrelay.transfer.protocol.ports import BlockClaim, LinkEnd, LinkSpec, NoTransportError, Runtime
@@ -31,7 +29,7 @@ class RankTransfers:
             channel: to rank 0, which this listens to.
             links: of this rank.
             frames: makes jobs on this rank's pools.
-            writes: of this rank's steps; None if frames wait for no step.
+            writes: of this rank's steps; None if frames are sent behind the commit of theirs only.
         """
         self._channel = channel
         self._links = links
@@ -39,8 +37,6 @@ class RankTransfers:
         self._runtime = runtime
         self._writes = writes
         self._claims: dict[int, BlockClaim] = {}
-        self._held: deque[tuple[KVWrites, Callable[[], None]]] = deque()
-        """What waits for the KV of a step to be written, in order."""
         channel.listen(self._on_command, self._on_lost)
 
     @property
@@ -58,32 +54,15 @@ class RankTransfers:
                 if self._links.epoch(peer) == epoch:
                     self._links.close(peer, reason)
             case {"do": "after", "peer": peer, "epoch": epoch, "key": [request, attempt]}:
-                key, after = (request, attempt), partial(self._channel.send, command)
-                self._begin_behind(COMMITTED, partial(self._links.after_frames, peer, epoch, key, after))
-            case {"do": "send" | "receive" | "drain", "peer": peer, "epoch": epoch, "ranks": ranks, "behind": step}:
-                submit = partial(self._links.submit, peer, epoch, RankPair(*ranks), self._job(command))
-                self._begin_behind(step, submit)
+                self._links.after_frames(peer, epoch, (request, attempt), partial(self._channel.send, command))
+            case {"do": "send" | "receive" | "drain", "peer": peer, "epoch": epoch, "ranks": ranks}:
+                self._links.submit(peer, epoch, RankPair(*ranks), self._job(command))
             case {"do": "stop", "number": number}:
                 claim = self._claims.get(number)
                 if claim is not None and claim.close():
                     self._ended(number, Outcome.LOST)
             case _:
                 raise ValueError(f"rank 0 says {str(command)[:200]}, which no rank knows")
-
-    def _begin_behind(self, step: int, begin: Callable[[], None]) -> None:
-        """Calls `begin` when this rank's KV of a step is written, and behind those before it."""
-        written = self._written(step)
-        self._held.append((written, begin))
-        if not written.ended:
-            written.then(partial(self._runtime.post, self._go_on))
-        self._go_on()
-
-    def _go_on(self) -> None:
-        while self._held and self._held[0][0].ended:
-            self._held.popleft()[1]()
-
-    def _written(self, step: int) -> KVWrites:
-        return WRITTEN if step == COMMITTED or self._writes is None else self._writes.of(step)
 
     def _open(self, command: Command) -> None:
         peer, epoch = command["peer"], command["epoch"]
@@ -125,7 +104,8 @@ class RankTransfers:
             claim = self._claims[number] = BlockClaim()
             on_end = partial(post, self._ended, number)
             return self._frames.receive(key, frame, claim, table, command["keep"], route, on_end)
-        claim = self._claims[number] = BlockClaim(self._written(command["step"]))
+        step, writes = command["step"], self._writes
+        claim = self._claims[number] = BlockClaim(WRITTEN if writes is None else writes.of(step))
         announced, on_read = partial(post, self._announced, command), partial(post, self._ended, number)
         return self._frames.send(key, frame, claim, table, route, announced, on_read)
 

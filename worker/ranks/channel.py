@@ -114,10 +114,10 @@ class Channel:
 class LinkChannel:
     """Messages about links on a channel; implements `RankChannel`."""
 
-    def __init__(self, channel: Channel, step: Callable[[], int] = lambda: COMMITTED) -> None:
-        """`step`: see `RankChannel`."""
+    def __init__(self, channel: Channel, newest_step: Callable[[], int] = lambda: COMMITTED) -> None:
+        """`newest_step`: see `RankChannel`; of no use at the end of another rank than rank 0."""
         self._channel = channel
-        self._step = step
+        self._newest_step = newest_step
         self._lock = threading.Lock()
         self._early: list[Any] = []
         self._deliver: Callable[[Any], None] | None = None
@@ -134,9 +134,9 @@ class LinkChannel:
             self._early.clear()
 
     @property
-    def step(self) -> int:
+    def newest_step(self) -> int:
         """See `RankChannel`."""
-        return self._step()
+        return self._newest_step()
 
     def send(self, message: Any) -> None:
         """See `RankChannel`."""

@@ -66,8 +66,8 @@ class RankGroup:
         self._failure: BaseException | None = None
         self._closing = False
         self._closed = threading.Event()
-        self.step = COMMITTED
-        """Number of the last step whose result rank 0 has."""
+        self.newest_step = COMMITTED
+        """Number of the step that rank 0 has launched last."""
         self._led = False
         """Whether the other ranks have got something to run."""
         self._lock = threading.Lock()
@@ -173,13 +173,13 @@ class RankGroup:
                 self._lose(rank, f"it takes no plan: {error}")
                 raise CollectiveError(f"rank {rank.number} takes no plan: {error}") from error
 
-    def committed(self, step: int) -> None:
+    def launched(self, step: int) -> None:
         """See `Ranks`."""
-        self.step = step
+        self.newest_step = step
 
     def channels(self) -> dict[int, LinkChannel]:
         """Channels for the links of the other ranks, by rank, in place of those before."""
-        self._links = {rank.number: LinkChannel(rank.control, lambda: self.step) for rank in self._ranks}
+        self._links = {rank.number: LinkChannel(rank.control, lambda: self.newest_step) for rank in self._ranks}
         return self._links
 
     @property

@@ -111,12 +111,12 @@ def reshaped(folder: Path, heads: int, kv_heads: int, **fields: object) -> Path:
             r"prefill\.engine\.pipeline_parallel is 4; allowed: 1 to 3, of",
         ),
         (
-            {"engine": {PARALLEL: 3, "model_path": "general"}},
-            r"tensor_parallel is 3; allowed: 1 for a model that transform",
+            {"engine": {PARALLEL: 2, "model_path": "general"}},
+            r"tensor_parallel is 2; allowed: 1, 3, 9, for",
         ),
         (
             {"engine": {"pipeline_parallel": 2, "model_path": "general"}},
-            r"pipeline_parallel is 2; allowed: 1 for a model",
+            r"pipeline_parallel is 2; allowed for a model that transformers' code runs: 1",
         ),
         (
             {"decode": {"engine": {PARALLEL: 3, "device": "cuda"}}},

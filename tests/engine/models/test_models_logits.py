@@ -1,5 +1,6 @@
 """Logits equal those of transformers, however a sequence is cut into chunks and batched with others."""
 
+import itertools
 import os
 import random
 from collections.abc import Callable
@@ -128,7 +129,22 @@ STEPS = [
 """Tokens of each step of one sequence: whole prompts, equal chunks, and single tokens behind a prompt."""
 
 
-@pytest.mark.parametrize("steps", STEPS, ids=lambda steps: f"{len(steps)} from {steps[0]}")
+EVERY_VARIANT = ([TILE + 1], [1] * 100, [BLOCK - 1] * (LENGTH // (BLOCK - 1)), STEPS[-1])
+"""Steps that `make test` takes with each variant."""
+ALL_STEPS = ("llama", "gemma3_text")
+"""Variants with which `make test` takes all STEPS: one without windows, one with them."""
+
+
+def alone(variant: str, steps: list[int]) -> Any:
+    """A parameter of `test_a_sequence_alone`."""
+    usual = variant in ALL_STEPS or steps in EVERY_VARIANT
+    name = f"{variant}-{len(steps)} from {steps[0]}"
+    return pytest.param(variant, steps, marks=() if usual else pytest.mark.more, id=name)
+
+
+@pytest.mark.parametrize(
+    ("case", "steps"), list(itertools.starmap(alone, itertools.product(VARIANTS, STEPS))), indirect=["case"]
+)
 def test_a_sequence_alone(case: Case, steps: list[int]) -> None:
     sequences = PagedSequences(case.runner)
     sequence = sequences.add(case.prompts[0][: sum(steps)])
@@ -137,7 +153,7 @@ def test_a_sequence_alone(case: Case, steps: list[int]) -> None:
     case.check(sequence)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.more) for seed in (1, 2, 3))])
 def test_mixed_batches(case: Case, seed: int) -> None:
     """Sequences come and go, each at its own pace: decode rows, chunks and whole prompts in one step."""
     choose = random.Random(seed)

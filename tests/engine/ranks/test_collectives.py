@@ -105,7 +105,36 @@ def _nameless(group: Collective) -> str:
     return "done" if shared == {"/memfd:kvrelay (deleted)"} else str(shared)
 
 
-SCENES = {scene.__name__: scene for scene in (_sums_and_gathers, _paces, _for_ever, _nameless)}
+def _messages(group: Collective) -> str:
+    """Rows of many sizes to the next rank, as fast as each rank can."""
+    ring, pace = (
+        group.ring((group.place + 1) % group.size, (group.place - 1) % group.size, 4 * 3000, 2),
+        random.Random(1),
+    )
+    for number in range(60):
+        if random.Random(group.place + number).random() < 0.2:
+            time.sleep(0.002)
+        shape = pace.choice([(0, 7), (1, 7), (30, 100)])
+        ring.send(torch.full((shape[0], 120), float(group.place + number))[:, : shape[1]])
+        found = torch.empty(shape[0], 128)[:, : shape[1]]
+        ring.receive(found)
+        if not (found == (group.place - 1) % group.size + number).all():
+            return f"message {number} is wrong"
+    return "done"
+
+
+def _waiting(group: Collective) -> str:
+    """Sends until the ring is full: the next rank never receives."""
+    ring = group.ring((group.place + 1) % group.size, (group.place - 1) % group.size, 64, 1)
+    if group.place:
+        time.sleep(SHORT + LATE)
+        return "done"
+    ring.send(torch.ones(1, 4))
+    ring.send(torch.ones(1, 4))
+    return "done"
+
+
+SCENES = {scene.__name__: scene for scene in (_sums_and_gathers, _paces, _for_ever, _nameless, _messages, _waiting)}
 
 
 class Ranks:
@@ -131,7 +160,7 @@ def ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("scene", [_sums_and_gathers, _paces])
+@pytest.mark.parametrize("scene", [_sums_and_gathers, _paces, _messages])
 def test_ranks_get_the_bits_of_a_sum_in_order(ranks: Callable[..., Ranks], kind: str, size: int, scene: Any) -> None:
     group = ranks(kind, size, TIMEOUT, scene)
     assert [group.result(place) for place in range(size)] == ["done"] * size
@@ -149,6 +178,34 @@ def test_a_lost_rank_is_noticed_within_the_timeout(ranks: Callable[..., Ranks], 
     if kind == "shared":
         assert any("no exchange within 1 s" in error for error in errors)
         assert [error.partition("come to rank ")[2] for error in errors] == ["0: 1", "2: 1"]
+
+
+def test_a_rank_that_takes_no_message_is_noticed_within_the_timeout(ranks: Callable[..., Ranks]) -> None:
+    group = ranks("shared", 2, SHORT, _waiting)
+    assert group.result(0, SHORT + LATE) == "the next stage takes nothing within 1 s"
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_an_abort_ends_a_wait_for_a_message(kind: str) -> None:
+    store = HashStore()
+    groups = on_threads(lambda place: MAKERS[kind](store, place, 2, SHORT if kind == "gloo" else TIMEOUT), 2)
+    rings = on_threads(lambda place: groups[place].ring(1 - place, 1 - place, 64, 1), 2)
+    threading.Timer(0.2, (groups[0] if kind == "gloo" else groups[1]).abort).start()
+    with pytest.raises(CollectiveError, match="aborted"):
+        rings[0].receive(torch.empty(1, 4))
+
+
+def test_ranks_that_disagree_on_a_message_find_it() -> None:
+    store = HashStore()
+    groups = on_threads(lambda place: SharedMemoryCollective.join(store, place, 2, TIMEOUT), 2)
+    rings = on_threads(lambda place: groups[place].ring(1 - place, 1 - place, 64, 1), 2)
+    rings[0].send(torch.ones(1, 4))
+    with pytest.raises(CollectiveError, match=r"disagree on a message of \[1, 5\]"):
+        rings[1].receive(torch.empty(1, 5))
+    with pytest.raises(CollectiveError, match=r"disagree on a message of \[5, 4\]"):
+        rings[1].send(torch.ones(5, 4))
+    with pytest.raises(ValueError, match="numbers lie side by side"):
+        rings[0].send(torch.ones(4, 4).T[:2])
 
 
 def test_shared_memory_is_a_file_without_a_name(ranks: Callable[..., Ranks]) -> None:

@@ -1,23 +1,29 @@
-"""An engine over ranks of several pipeline stages yields what one process yields; its stages compute at one time."""
+"""An engine over pipeline stages yields what one process yields, and its stages compute at the same time."""
 
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from torch import Tensor
 
 from kvrelay.engine.build import engine_on
-from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.config import EngineConfig, SpeculationConfig
+from kvrelay.engine.constrain.grammar import Constraint
 from kvrelay.engine.degree import Degree
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.writes import RankWrites
 from kvrelay.engine.models.fast.native import NativeDecoder
-from kvrelay.engine.ranks.collective import Place
+from kvrelay.engine.models.reading.config import read_config
+from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.ranks.collective import CollectiveError, Place
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 from kvrelay.engine.runner.leading import LeadingRunner, follow
@@ -49,8 +55,8 @@ class ThreadRanks:
         for thread in self._threads:
             thread.start()
 
-    def committed(self, step: int) -> None:
-        """Nobody hands KV over here."""
+    def launched(self, step: int) -> None:
+        """Nothing here asks for KV."""
 
     def send(self, message: bytes) -> None:
         for messages in self._messages:
@@ -137,3 +143,111 @@ def test_stages_yield_what_one_process_yields(
     with worker(folder, ranks) as scene:
         assert {isinstance(runner.model, NativeDecoder) for runner in scene.runners} == {decoder != "torch"}
         check_same(reports_of(scene.engine, asked()), expected)
+
+
+class Thirds:
+    """A constraint that allows the multiples of 3; implements `Grammar` and `Matcher`."""
+
+    def matcher(self, tokens: Sequence[int]) -> "Thirds":
+        return self
+
+    def push(self, token: int) -> None:
+        assert token % 3 == 0
+
+    def ready(self, *, surely: bool = False) -> bool:
+        return True
+
+    def mask(self, seconds: float = 0.0) -> "np.ndarray[Any, np.dtype[np.int32]]":
+        return np.packbits(np.arange(16384) % 3 == 0, bitorder="little").view(np.int32)
+
+    def after(self, token: int) -> "Thirds | None":
+        return self if token % 3 == 0 else None
+
+
+def test_the_first_stage_applies_masks(model_of: Callable[..., Path]) -> None:
+    folder = model_of("llama", **WIDE)
+    params = SamplingParams(temperature=0.0, max_tokens=8, constraint=Constraint("regex", "x"))
+    requests = [replace(each, grammar=Thirds()) for each in asked(PROMPTS, [params] * 3)]
+    config = read_config(folder)
+    assert config.vocab_size <= 16384
+    expected = one_process(folder, requests)
+    assert all(token % 3 == 0 for tokens in tokens_of(expected).values() for token in tokens)
+    with worker(folder, shared_places(1, 2)) as scene:
+        check_same(reports_of(scene.engine, requests), expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gemma3_text", {}),
+        ("llama", {"quantization": "int8"}),
+        ("llama", {"speculation": SpeculationConfig(method="ngram")}),
+    ],
+    ids=["windows", "int8", "guesses"],
+)
+def test_stages_of_other_models_and_options(
+    model_of: Callable[..., Path], family: str, changes: dict[str, Any]
+) -> None:
+    folder = model_of(family)
+    params = [SamplingParams(temperature=0.0, max_tokens=12)] * 3
+    expected = one_process(folder, asked(PROMPTS, params), **changes)
+    with worker(folder, shared_places(1, 2), **changes) as scene:
+        check_same(reports_of(scene.engine, asked(PROMPTS, params)), expected)
+
+
+def test_a_stage_computes_a_chunk_while_the_one_before_computes_the_next(
+    model_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks, begun, met = 4, Counter[tuple[int, int]](), []
+    changed = threading.Condition()
+
+    def forward(stage: int, compute: Callable[..., Tensor], plan: StepPlan, **given: Any) -> Tensor:
+        """Ends when the other stage has begun the step that it is to compute meanwhile."""
+        other = (1, plan.step - 1) if stage == 0 else (0, plan.step + 1)
+        with changed:
+            begun[stage, plan.step] += 1
+            changed.notify_all()
+            if 0 <= other[1] < chunks:
+                met.append(changed.wait_for(lambda: begun[other], timeout=20))
+        return compute(plan, **given)
+
+    with worker(model_of("llama", **WIDE), shared_places(1, 2)) as scene:
+        for stage, runner in enumerate(scene.runners):
+            monkeypatch.setattr(runner, "forward", partial(forward, stage, runner.forward))
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        reports_of(scene.engine, asked([list(range(1, 32 * chunks + 1))], [params]))
+    assert met == [True] * 2 * (chunks - 1)
+
+
+def test_sequences_that_decode_are_divided_among_the_stages(model_of: Callable[..., Path]) -> None:
+    with worker(model_of("llama", **WIDE), shared_places(1, 2)) as scene:
+        rows: list[int] = []
+        scene.engine.on_step = lambda plan, out, seconds: rows.append(plan.num_rows) if plan.kind == "decode" else None
+        params = SamplingParams(temperature=0.0, max_tokens=20)
+        reports_of(scene.engine, asked([[1], [2], [3], [4]], [params] * 4))
+    assert rows.count(2) > 30
+
+
+def test_a_lost_stage_ends_the_others(model_of: Callable[..., Path]) -> None:
+    runners = on_ranks(shared_places(1, 2), partial(_built, model_of("llama", **WIDE)))
+    threading.Timer(0.2, runners[1].model.place.abort).start()
+    with pytest.raises(CollectiveError, match="aborted"):
+        runners[0].launch(runners[0]._warm_up_plan(0, 0, 8)).result()
+
+
+def _built(folder: Path, place: Place) -> CpuRunner:
+    return build_cpu_runner(folder, "float32", options(place.degree), place=place)
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
+def test_guesses_from_all_layers_states_are_refused(method: Any) -> None:
+    speculation = SpeculationConfig(method=method, draft_model="heads")
+    with pytest.raises(
+        ValueError, match=r"speculation\.method is '\w+'; allowed: off, ngram, suffix, draft, with pipeline"
+    ):
+        EngineConfig(pipeline_parallel=2, speculation=speculation)
+
+
+def test_stages_on_gpus_are_refused() -> None:
+    with pytest.raises(ValueError, match="pipeline_parallel is 2; allowed: 1 on a GPU"):
+        EngineConfig(pipeline_parallel=2).on("cuda")

@@ -42,8 +42,6 @@ OPTIONS = replace(gpu_scene.OPTIONS, max_sequences=8, graph_tokens=20)
 SMALL = replace(OPTIONS, max_sequences=2, graph_tokens=16)
 LAYERS = 2
 KEEP = (0, 1, 2)
-METHODS: tuple[SpeculationMethod, ...] = ("medusa", "eagle3")
-OTHER_KEPT = [(KEEP, True), ((1,), True), ((1,), False), ((), True), ((), False)]
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +76,7 @@ def captured(model: Path, graphs: RecordedGraphs, small_blocks: None) -> GpuRunn
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(
-    ("keep", "use_graphs"),
-    [(KEEP, False), *(pytest.param(*case, marks=pytest.mark.more) for case in OTHER_KEPT)],
-    ids=str,
-)
+@pytest.mark.parametrize(("keep", "use_graphs"), [(KEEP, False), (KEEP, True), ((1,), True), ((), True)], ids=str)
 def test_states_equal_the_cpus(
     model: Path, request: pytest.FixtureRequest, keep: tuple[int, ...], use_graphs: bool
 ) -> None:
@@ -137,9 +131,11 @@ def let_nothing_be_read(proposer: Proposer) -> None:
     proposer.observe = unread  # type: ignore[method-assign]  # watched
 
 
-@pytest.mark.parametrize(("count", "handoff"), [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.more
+@pytest.mark.parametrize(
+    ("method", "count", "handoff"),
+    [("medusa", 1, False), ("medusa", 2, True), ("eagle3", 2, False), ("eagle3", 2, True)],
+)
 def test_guesses_and_streams_equal_the_cpus(
     model: Path, heads: dict[SpeculationMethod, Path], method: SpeculationMethod, count: int, handoff: bool
 ) -> None:

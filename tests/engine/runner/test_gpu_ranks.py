@@ -46,7 +46,8 @@ class RecordedCollective:
 
     def __init__(self, path: Path, place: int, size: int) -> None:
         OPS["group"] = group = GlooCollective(FileStore(str(path), size), place, size, 60.0)
-        self.place, self.size, self.abort = place, size, group.abort
+        self.place, self.size = place, size
+        self.abort, self.check, self.ring = group.abort, group.check, group.ring
 
     def sum(self, part: Tensor) -> Tensor:
         sum_op(part)
@@ -77,7 +78,7 @@ def _follow(connection: Connection, *given: Any) -> None:
         except EOFError:
             return None
 
-    follow(runner, receive, lambda: None)
+    follow(runner, receive, lambda: None, lambda step, writes: None)
 
 
 class OtherRanks:
@@ -87,8 +88,8 @@ class OtherRanks:
         self.place = place
         self._connections = connections
 
-    def committed(self, step: int) -> None:
-        """Nobody hands KV over here."""
+    def launched(self, step: int) -> None:
+        """Nothing here asks for KV."""
 
     def send(self, message: bytes) -> None:
         for connection in self._connections:

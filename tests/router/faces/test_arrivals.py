@@ -1,7 +1,6 @@
 """Requests of gRPC on their way: bounded in time and in memory, whoever sends them."""
 
 import asyncio
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ REQUEST = GenerateRequest(token_ids=TokenIds(ids=[5, 6]), sampling=SamplingParam
 def begin(channel: grpc.aio.Channel, method: str, key: str = "") -> Any:
     """A call that sends headers and no message."""
     metadata = (("authorization", f"Bearer {key}"),) if key else None
-    return channel.stream_stream(method)(metadata=metadata, timeout=30)
+    return channel.stream_stream(method)(metadata=metadata, timeout=90)
 
 
 async def test_a_call_without_a_key_is_refused_before_its_message_comes(serve: Serve, tmp_path: Path) -> None:
@@ -68,7 +67,6 @@ async def test_a_call_without_a_message_is_told_so(serve: Serve) -> None:
 @pytest.mark.both_loops
 async def test_one_tenants_unfinished_requests_do_not_keep_out_anothers(serve: Serve, tmp_path: Path) -> None:
     """Two tenants that take all places don't keep a third one out either."""
-
     cluster = await serve(
         *pair(),
         api_keys=key_file(tmp_path, a="", b="", c=""),
@@ -77,16 +75,16 @@ async def test_one_tenants_unfinished_requests_do_not_keep_out_anothers(serve: S
         request_timeout_seconds=60.0,
     )
 
-    async def served(key: str) -> float:
-        started = time.monotonic()
+    async def served(key: str) -> None:
         await cluster.client_of(api_key=key).complete([5, 6], max_tokens=2)
-        return time.monotonic() - started
 
     stalled = [begin(cluster.channel, GENERATE, "a") for _ in range(30)]
     await until(lambda: cluster.calls == 30, "they have begun")
-    assert await served("b") < arrivals.PATIENCE_SECONDS
+    await served("b")
+    await until(lambda: cluster.calls == 30, "b's request has ended, and none of a's gave up its place for it")
     stalled += [begin(cluster.channel, GENERATE, "b") for _ in range(30)]
-    await until(lambda: cluster.calls == 60, "they have begun")
+    # Those of a may give up places while those of b begin.
+    await until(lambda: cluster.calls + sum(call.done() for call in stalled) == 60, "they have begun")
     for _ in range(3):
         await served("c")
     ended = [call for call in stalled if call.done()]

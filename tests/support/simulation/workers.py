@@ -1,5 +1,6 @@
 """The processes of a simulated hand-off: the product's coordinators, with simulated engines, clocks and streams."""
 
+import itertools
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -8,12 +9,13 @@ from torch import Tensor
 
 from kvrelay.decode_worker.kv_receiver import KVReceiver
 from kvrelay.engine.degree import ONE, Degree
+from kvrelay.engine.kv.writes import RankWrites, StepWrites
 from kvrelay.engine.states import StatesShape
 from kvrelay.prefill_worker.kv_sender import KVSender
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.links.links import LinkLimits, LinkManager, LinkTimeouts
-from kvrelay.transfer.links.rank_links import Command, RankFrames, RankLinks
+from kvrelay.transfer.links.rank_links import COMMITTED, Command, RankFrames, RankLinks
 from kvrelay.transfer.links.rank_transfers import RankTransfers
 from kvrelay.transfer.protocol.endpoint import Endpoint, EndpointContext, TransferStats
 from kvrelay.transfer.protocol.handshake import LocalWorker
@@ -47,7 +49,7 @@ def config_of(frame_layers: int, max_links: int, state_tokens: int, checksum: bo
 class SimulatedChannel:
     """One end of the channel between rank 0 and another rank of a process; implements `RankChannel`."""
 
-    step = -1
+    newest_step = COMMITTED
 
     def __init__(self, process: "Process") -> None:
         self._process = process
@@ -102,9 +104,12 @@ class Process:
             for rank in range(degree.ranks)
         ]
         channels = {}
+        self.rank_writes = [RankWrites() for _ in managers[1:]]
+        self.steps = itertools.count()
         for rank, manager in list(enumerate(managers))[1:]:
             channels[rank], far = SimulatedChannel.pair(self)
-            RankTransfers(far, manager, SimulatedFrames(self.blocks, world.config.checksum, rank), self)
+            frames = SimulatedFrames(self.blocks, world.config.checksum, rank)
+            RankTransfers(far, manager, frames, self, self.rank_writes[rank - 1])
         self.links: Any = managers[0] if degree == ONE else RankLinks(managers[0], channels, self)
         self.peers = PeerTable()
         self.context = EndpointContext(
@@ -223,7 +228,11 @@ class PrefillProcess(Process):
         if random() < 0.4:
             # As a step on a GPU: its blocks are given to the sender before they are written.
             written = LateWrites()
-            self.sender.progress(key, self.blocks.hold(key, hold.blocks[done:end], done), written)
+            of_all = StepWrites(next(self.steps), written)
+            for writes in self.rank_writes:
+                writes.launched(of_all.step, written)
+            of_all.become(written)
+            self.sender.progress(key, self.blocks.hold(key, hold.blocks[done:end], done), of_all)
             world.post(random() * 0.2, self, self._computed, key, hold, tokens, done, end, written)
         else:
             self._computed(key, hold, tokens, done, end, None)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kvrelay/internal/v1/describe.proto\x12\x13kvrelay.internal.v1\"\x84\x05\n\x0b\x44\x65scription\x12\x0b\n\x03\x61sk\x18\x01 \x01(\x04\x12\x12\n\nheard_unix\x18\x02 \x01(\x01\x12\x11\n\ttold_unix\x18\x03 \x01(\x01\x12\x0c\n\x04host\x18\x04 \x01(\t\x12@\n\x08versions\x18\x05 \x03(\x0b\x32..kvrelay.internal.v1.Description.VersionsEntry\x12,\n\x07\x61mounts\x18\x06 \x03(\x0b\x32\x1b.kvrelay.internal.v1.Amount\x12\x39\n\x0c\x63\x65rtificates\x18\x07 \x03(\x0b\x32#.kvrelay.internal.v1.CertificateEnd\x12&\n\x04gpus\x18\x08 \x03(\x0b\x32\x18.kvrelay.internal.v1.Gpu\x12\x31\n\nrdma_ports\x18\t \x03(\x0b\x32\x1d.kvrelay.internal.v1.RdmaPort\x12\x16\n\x0envidia_peermem\x18\n \x01(\x08\x12\x37\n\ntransports\x18\x0b \x03(\x0b\x32#.kvrelay.internal.v1.TransportState\x12-\n\x05pairs\x18\x0c \x03(\x0b\x32\x1e.kvrelay.internal.v1.PairState\x12\x10\n\x08\x63hecksum\x18\r \x01(\x08\x12\x0f\n\x07\x65ncrypt\x18\x0e \x01(\t\x12\x0b\n\x03tls\x18\x0f \x01(\t\x12\x10\n\x08kv_bytes\x18\x10 \x01(\x04\x12\x13\n\x0bmax_context\x18\x11 \x01(\r\x12\x15\n\rcontext_limit\x18\x12 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x13 \x01(\t\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"G\n\x06\x41mount\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04used\x18\x02 \x01(\x01\x12\r\n\x05limit\x18\x03 \x01(\x01\x12\x12\n\nhard_limit\x18\x04 \x01(\x01\"4\n\x0e\x43\x65rtificateEnd\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x14\n\x0c\x65xpires_unix\x18\x02 \x01(\x01\"\x92\x01\n\x03Gpu\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06\x64river\x18\x03 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x04\x12\x12\n\nused_bytes\x18\x05 \x01(\x03\x12\x0b\n\x03mig\x18\x06 \x01(\t\x12\x12\n\necc_errors\x18\x07 \x01(\x03\x12\x13\n\x0bunreachable\x18\x08 \x03(\r\"H\n\x08RdmaPort\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x12\n\nlink_layer\x18\x03 \x01(\t\x12\x0b\n\x03gid\x18\x04 \x01(\t\"/\n\x0eTransportState\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07missing\x18\x02 \x01(\t\"L\n\tPairState\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x0f\n\x07missing\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kvrelay/internal/v1/describe.proto\x12\x13kvrelay.internal.v1\"\x9d\x05\n\x0b\x44\x65scription\x12\x0b\n\x03\x61sk\x18\x01 \x01(\x04\x12\x12\n\nheard_unix\x18\x02 \x01(\x01\x12\x11\n\ttold_unix\x18\x03 \x01(\x01\x12\x0c\n\x04host\x18\x04 \x01(\t\x12@\n\x08versions\x18\x05 \x03(\x0b\x32..kvrelay.internal.v1.Description.VersionsEntry\x12,\n\x07\x61mounts\x18\x06 \x03(\x0b\x32\x1b.kvrelay.internal.v1.Amount\x12\x39\n\x0c\x63\x65rtificates\x18\x07 \x03(\x0b\x32#.kvrelay.internal.v1.CertificateEnd\x12&\n\x04gpus\x18\x08 \x03(\x0b\x32\x18.kvrelay.internal.v1.Gpu\x12\x31\n\nrdma_ports\x18\t \x03(\x0b\x32\x1d.kvrelay.internal.v1.RdmaPort\x12\x16\n\x0envidia_peermem\x18\n \x01(\x08\x12\x37\n\ntransports\x18\x0b \x03(\x0b\x32#.kvrelay.internal.v1.TransportState\x12-\n\x05pairs\x18\x0c \x03(\x0b\x32\x1e.kvrelay.internal.v1.PairState\x12\x10\n\x08\x63hecksum\x18\r \x01(\x08\x12\x0f\n\x07\x65ncrypt\x18\x0e \x01(\t\x12\x0b\n\x03tls\x18\x0f \x01(\t\x12\x10\n\x08kv_bytes\x18\x10 \x01(\x04\x12\x13\n\x0bmax_context\x18\x11 \x01(\r\x12\x15\n\rcontext_limit\x18\x12 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x13 \x01(\t\x12\x17\n\x0fkernels_missing\x18\x14 \x01(\t\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"G\n\x06\x41mount\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04used\x18\x02 \x01(\x01\x12\r\n\x05limit\x18\x03 \x01(\x01\x12\x12\n\nhard_limit\x18\x04 \x01(\x01\"4\n\x0e\x43\x65rtificateEnd\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x14\n\x0c\x65xpires_unix\x18\x02 \x01(\x01\"\x92\x01\n\x03Gpu\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06\x64river\x18\x03 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x04\x12\x12\n\nused_bytes\x18\x05 \x01(\x03\x12\x0b\n\x03mig\x18\x06 \x01(\t\x12\x12\n\necc_errors\x18\x07 \x01(\x03\x12\x13\n\x0bunreachable\x18\x08 \x03(\r\"H\n\x08RdmaPort\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x12\n\nlink_layer\x18\x03 \x01(\t\x12\x0b\n\x03gid\x18\x04 \x01(\t\"/\n\x0eTransportState\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07missing\x18\x02 \x01(\t\"L\n\tPairState\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x0f\n\x07missing\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,19 +34,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIPTION_VERSIONSENTRY']._loaded_options = None
   _globals['_DESCRIPTION_VERSIONSENTRY']._serialized_options = b'8\001'
   _globals['_DESCRIPTION']._serialized_start=60
-  _globals['_DESCRIPTION']._serialized_end=704
-  _globals['_DESCRIPTION_VERSIONSENTRY']._serialized_start=657
-  _globals['_DESCRIPTION_VERSIONSENTRY']._serialized_end=704
-  _globals['_AMOUNT']._serialized_start=706
-  _globals['_AMOUNT']._serialized_end=777
-  _globals['_CERTIFICATEEND']._serialized_start=779
-  _globals['_CERTIFICATEEND']._serialized_end=831
-  _globals['_GPU']._serialized_start=834
-  _globals['_GPU']._serialized_end=980
-  _globals['_RDMAPORT']._serialized_start=982
-  _globals['_RDMAPORT']._serialized_end=1054
-  _globals['_TRANSPORTSTATE']._serialized_start=1056
-  _globals['_TRANSPORTSTATE']._serialized_end=1103
-  _globals['_PAIRSTATE']._serialized_start=1105
-  _globals['_PAIRSTATE']._serialized_end=1181
+  _globals['_DESCRIPTION']._serialized_end=729
+  _globals['_DESCRIPTION_VERSIONSENTRY']._serialized_start=682
+  _globals['_DESCRIPTION_VERSIONSENTRY']._serialized_end=729
+  _globals['_AMOUNT']._serialized_start=731
+  _globals['_AMOUNT']._serialized_end=802
+  _globals['_CERTIFICATEEND']._serialized_start=804
+  _globals['_CERTIFICATEEND']._serialized_end=856
+  _globals['_GPU']._serialized_start=859
+  _globals['_GPU']._serialized_end=1005
+  _globals['_RDMAPORT']._serialized_start=1007
+  _globals['_RDMAPORT']._serialized_end=1079
+  _globals['_TRANSPORTSTATE']._serialized_start=1081
+  _globals['_TRANSPORTSTATE']._serialized_end=1128
+  _globals['_PAIRSTATE']._serialized_start=1130
+  _globals['_PAIRSTATE']._serialized_end=1206
 # @@protoc_insertion_point(module_scope)

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Description(_message.Message):
-    __slots__ = ("ask", "heard_unix", "told_unix", "host", "versions", "amounts", "certificates", "gpus", "rdma_ports", "nvidia_peermem", "transports", "pairs", "checksum", "encrypt", "tls", "kv_bytes", "max_context", "context_limit", "device")
+    __slots__ = ("ask", "heard_unix", "told_unix", "host", "versions", "amounts", "certificates", "gpus", "rdma_ports", "nvidia_peermem", "transports", "pairs", "checksum", "encrypt", "tls", "kv_bytes", "max_context", "context_limit", "device", "kernels_missing")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class Description(_message.Message):
     MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LIMIT_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_MISSING_FIELD_NUMBER: _ClassVar[int]
     ask: int
     heard_unix: float
     told_unix: float
@@ -53,7 +54,8 @@ class Description(_message.Message):
     max_context: int
     context_limit: int
     device: str
-    def __init__(self, ask: _Optional[int] = ..., heard_unix: _Optional[float] = ..., told_unix: _Optional[float] = ..., host: _Optional[str] = ..., versions: _Optional[_Mapping[str, str]] = ..., amounts: _Optional[_Iterable[_Union[Amount, _Mapping]]] = ..., certificates: _Optional[_Iterable[_Union[CertificateEnd, _Mapping]]] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., rdma_ports: _Optional[_Iterable[_Union[RdmaPort, _Mapping]]] = ..., nvidia_peermem: _Optional[bool] = ..., transports: _Optional[_Iterable[_Union[TransportState, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[PairState, _Mapping]]] = ..., checksum: _Optional[bool] = ..., encrypt: _Optional[str] = ..., tls: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., max_context: _Optional[int] = ..., context_limit: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
+    kernels_missing: str
+    def __init__(self, ask: _Optional[int] = ..., heard_unix: _Optional[float] = ..., told_unix: _Optional[float] = ..., host: _Optional[str] = ..., versions: _Optional[_Mapping[str, str]] = ..., amounts: _Optional[_Iterable[_Union[Amount, _Mapping]]] = ..., certificates: _Optional[_Iterable[_Union[CertificateEnd, _Mapping]]] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., rdma_ports: _Optional[_Iterable[_Union[RdmaPort, _Mapping]]] = ..., nvidia_peermem: _Optional[bool] = ..., transports: _Optional[_Iterable[_Union[TransportState, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[PairState, _Mapping]]] = ..., checksum: _Optional[bool] = ..., encrypt: _Optional[str] = ..., tls: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., max_context: _Optional[int] = ..., context_limit: _Optional[int] = ..., device: _Optional[str] = ..., kernels_missing: _Optional[str] = ...) -> None: ...
 
 class Amount(_message.Message):
     __slots__ = ("name", "used", "limit", "hard_limit")
