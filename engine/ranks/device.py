@@ -157,7 +157,9 @@ class GpuCollective:
         part = (torch.arange(ALIGNMENT * 8, device=device) % 7 + self.place).to(torch.float32)
         part = part.to(next(dtype for dtype in ONE_SHOT_DTYPES if one_shot.takes(part.to(dtype))))
         expected = self._nccl.sum(part.clone())
-        return "" if all(torch.equal(one_shot.sum(part.clone()), expected) for _ in range(3)) else "it sums wrongly"
+        # All of them, also after a wrong one: the other ranks make as many.
+        found = [one_shot.sum(part.clone()) for _ in range(3)]
+        return "" if all(torch.equal(each, expected) for each in found) else "it sums wrongly"
 
     def _all(self, yes: bool) -> bool:
         """Whether all ranks say so."""

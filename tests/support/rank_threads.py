@@ -62,6 +62,10 @@ class ThreadCollective:
         self.gather(torch.zeros(1))
         return ThreadRing(self._shared.messages[self.place], self._shared.messages[source])
 
+    def check(self) -> None:
+        if self._shared.barrier.broken:
+            raise CollectiveError("a rank is lost")
+
     def abort(self) -> None:
         self._shared.barrier.abort()
 
