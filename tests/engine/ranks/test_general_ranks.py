@@ -4,21 +4,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.degree import Degree
-from kvrelay.engine.models.general.ranks.plan import allowed_degrees
 from kvrelay.engine.ranks.collective import Place
 from kvrelay.engine.runner.general import GeneralRunner, build_general_runner
 from kvrelay.transfer.protocol.routes import rank_cache
 from support.general import Driver, Served
 from support.general_table import OPTIONS
-from support.rank_threads import on_ranks, places, shared_places
-from support.tiny_models import classes, save, tiny_config, tiny_model
+from support.rank_threads import on_ranks, places
+from support.tiny_models import classes, save, tiny_config
 
 PROMPTS = [[5, 9, 7, 11, 200], list(range(3, 26)), [(7 * n) % 211 + 3 for n in range(41)]]
 COMPLETION = 8
@@ -93,11 +90,6 @@ def check_same(folder: Path, cases: list[Place], **options: Any) -> list[General
         assert runner.whole_cache_layout == one.cache_layout
         assert runner.cache_layout == rank_cache(one.cache_layout, Degree(len(cases)), rank)
     return ranks
-
-
-def held(runner: GeneralRunner) -> int:
-    """Numbers of the weights that a runner's model holds in modules that aren't packed."""
-    return sum(parameter.numel() for parameter in runner.way._model.parameters())
 
 
 def case(name: str) -> object:
