@@ -92,11 +92,6 @@ def check_same(folder: Path, cases: list[Place], **options: Any) -> list[General
     return ranks
 
 
-def held(runner: GeneralRunner) -> int:
-    """Numbers of the weights that a runner's model holds in modules that aren't packed."""
-    return sum(parameter.numel() for parameter in runner.way._model.parameters())
-
-
 def case(name: str) -> object:
     return pytest.param(name, marks=[] if name in COVERING else [pytest.mark.more])
 
