@@ -4,7 +4,7 @@ These are plain frozen dataclasses, so that an engine runs without pydantic.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from annotated_types import Interval
 
@@ -173,7 +173,8 @@ class EngineConfig(Options):
     on a GPU, of its own. It must divide the query heads, and divide the KV heads or be a multiple of them."""
 
     pipeline_parallel: Annotated[int, Interval(ge=1, le=64)] = 1
-    """Stages of layers, one behind the other, each of `tensor_parallel` ranks."""
+    """Stages of layers, one behind the other, each of `tensor_parallel` ranks: while one computes a chunk of a prompt,
+    the stage before computes the next chunk. On CPU only. Not with medusa or eagle3, which need all layers' states."""
 
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     """Options of speculation: tokens that are guessed, and checked several in one step."""
@@ -186,6 +187,9 @@ class EngineConfig(Options):
         require(tokens == AUTO or tokens >= size, "max_batch_tokens", tokens, f"at least block_size ({size})")
         ranks = self.tensor_parallel * self.pipeline_parallel
         require(ranks <= MAX_RANKS, "pipeline_parallel", self.pipeline_parallel, f"up to {MAX_RANKS} ranks together")
+        method, free = self.speculation.method, [name for name in get_args(SpeculationMethod) if name not in STATE_METHODS]
+        whole = self.pipeline_parallel == 1 or method in free
+        require(whole, "speculation.method", method, f"{', '.join(free)}, with pipeline_parallel above 1")
 
     @property
     def degree(self) -> Degree:
@@ -202,6 +206,7 @@ class EngineConfig(Options):
         Raises:
             ValueError: an option doesn't go with the default of another one.
         """
+        require(device == "cpu" or self.pipeline_parallel == 1, "pipeline_parallel", self.pipeline_parallel, "1 on a GPU")
         defaults = GPU_DEFAULTS if device == "cuda" else CPU_DEFAULTS
         large = device == "cuda" and device_bytes >= LARGE_GPU_BYTES
         tokens = LARGE_GPU_BATCH_TOKENS if large else defaults.max_batch_tokens

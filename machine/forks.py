@@ -242,12 +242,18 @@ def _confine(fork: Fork) -> None:
         return
     import resource
 
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     most = psutil.Process().memory_info().data + fork.more_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     # Where memory is short, a fork is lost rather than its owner.
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("800")
+
+
+def end_with_parent() -> None:
+    """Has the kernel kill this process when the thread that has started it ends. On Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def control_of(arguments: Sequence[str]) -> tuple[socket.socket, Message]:

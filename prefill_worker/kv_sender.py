@@ -274,7 +274,7 @@ class KVSender(Endpoint[Sending]):
                 case SendFrame(frame):
                     self._send(transfer, frame)
                 case SendFinish(message):
-                    self.links.after_frames(pair.incarnation, message.epoch, partial(pair.stream.put, message))
+                    self.links.after_frames(pair.incarnation, message.epoch, key, partial(pair.stream.put, message))
                 case StopFrames(frames):
                     self._stop(transfer, frames)
                 case ReleaseHold(hold):

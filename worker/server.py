@@ -124,7 +124,11 @@ class WorkerServer:
         await shell.open_metrics()
         folder = await asyncio.to_thread(resolve, config.model)  # it may be downloaded
         options = await asyncio.to_thread(_resolved, config.engine)
-        engine, runner = await asyncio.to_thread(self._make_engine, folder, options, shell.on_loaded)
+        making = asyncio.ensure_future(asyncio.to_thread(self._make_engine, folder, options, shell.on_loaded))
+        await asyncio.wait((making, self._failure), return_when=asyncio.FIRST_COMPLETED)
+        if not making.done():
+            raise self._failure.result()
+        engine, runner = making.result()
         _log_context(runner.spec)
         hooks = WorkerHooks(lambda: self._bound.beat(), self._fail, self._metrics)
         role = self._roles[config.role]
@@ -145,9 +149,11 @@ class WorkerServer:
             return engine, runner
         check_ranks(folder, options)
         self._ranks = group = RankGroup(self._build_rank, folder, self.config, options, self._fail)
+        group.start()
         try:
             engine, runner = self._build(folder, dtype, group.options, on_loaded, group)
             engine.warm_up()
+            group.wait_until_ready()
         except CollectiveError as error:
             raise group.failure or error from None
         return engine, runner

@@ -137,10 +137,15 @@ class Worker:
         await self.role.stop(self._moving["cause"])
 
     @property
+    def _failed(self) -> bool:
+        """Whether the engine can't go on. Its thread may still be in a step when a rank is lost."""
+        return self._thread.ended or (self.ranks is not None and self.ranks.failure is not None)
+
+    @property
     def _moving(self) -> dict[str, Any]:
         """The failure of a request that this worker returns because it ends."""
-        why = "its engine has failed" if self._thread.ended else "is draining"
-        cause = Failure.CAUSE_PEER_LOST if self._thread.ended else Failure.CAUSE_DRAINING
+        why = "its engine has failed" if self._failed else "is draining"
+        cause = Failure.CAUSE_PEER_LOST if self._failed else Failure.CAUSE_DRAINING
         me = PeerRef(name=self.id.name, incarnation=self.id.incarnation)
         return {"code": Failure.CODE_RETRY, "message": f"worker {self.id.name}: {why}", "cause": cause, "blamed": [me]}
 
@@ -343,9 +348,10 @@ class Worker:
         if (states := role.local.states) is not None:
             member.states.CopyFrom(states_message(states))
         member.tensor_ranks, member.pipeline_stages = role.local.degree.tensor, role.local.degree.pipeline
+        member.rank_pids.extend(() if self.ranks is None else self.ranks.pids())
         member.step_age_seconds = thread.step_age
         member.slow_step_seconds = thread.slow_step
-        member.failed = thread.ended
+        member.failed = self._failed
         member.max_context = self.spec.max_context
         member.context_limit = context_limit(self.spec.context_limit)
         member.weights, member.kv_dtype = self.spec.weights, self.cache.dtype

@@ -148,7 +148,7 @@ def as_table(status: GetStatusResponse, *, wide: bool) -> Table:
         table.add_column(name, no_wrap=True)
     for name in ("running", "waiting", "KV blocks held", *(("free", "cached", "heard", "pid") if wide else ())):
         table.add_column(name, justify="right", no_wrap=True)
-    for name in ("weights / KV", "prompts by", "context", "incarnation") if wide else ():
+    for name in ("tensor x pipeline", "weights / KV", "prompts by", "context", "incarnation") if wide else ():
         table.add_column(name, no_wrap=True)
     for entry in status.members:
         member, blocks, requests = entry.member, entry.load.blocks, entry.load.requests
@@ -156,7 +156,8 @@ def as_table(status: GetStatusResponse, *, wide: bool) -> Table:
             str(blocks.free),
             str(blocks.cached),
             "-" if entry.restored else f"{entry.heartbeat_age_seconds:.1f} s",
-            str(member.pid),
+            ", ".join(map(str, member.rank_pids)) or str(member.pid),
+            f"{member.tensor_ranks} x {member.pipeline_stages}" if member.tensor_ranks else "-",
             f"{member.weights} / {member.kv_dtype}" if member.kv_dtype else "-",
             member.prefill_attention or "-",
             f"{member.max_context} ({CONTEXT_LIMITS[member.context_limit]})" if member.max_context else "-",
@@ -232,6 +233,11 @@ def _worker_entry(entry: MemberStatus) -> dict[str, Any]:
         "role": role_name(entry.member.role),
         "metrics": entry.member.metrics_address or None,
         **_process(entry),
+        "ranks": {
+            "tensor": max(1, entry.member.tensor_ranks),
+            "pipeline": max(1, entry.member.pipeline_stages),
+            "pids": list(entry.member.rank_pids) or [entry.member.pid],
+        },
         "compatibility": entry.member.compatibility,
         "weights": entry.member.weights or None,
         "kv_dtype": entry.member.kv_dtype or None,

@@ -38,17 +38,6 @@ def title(process: Process) -> str:
     return ""
 
 
-def activity(process: Process) -> tuple[float, bool]:
-    """The CPU seconds that a process has used, and whether a thread of it runs, or waits for a core or the disk."""
-    running = False
-    with suppress(NoSuchProcess):
-        for thread in process.threads():
-            with suppress(NoSuchProcess):  # this thread has ended
-                running |= Process(thread.id).status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
-        return sum(process.cpu_times()[:2]), running
-    return 0.0, running
-
-
 def adopt_orphans() -> None:
     """Makes this process the parent of its descendants whose own parents end, so that `descendants` finds them.
 

@@ -24,8 +24,8 @@ from kvrelay.cluster.asking.status import get_status, serves
 from kvrelay.cluster.errors import RunError
 from kvrelay.cluster.membership.membership import ready_http, ready_routers
 from kvrelay.cluster.processes import processes
-from kvrelay.cluster.processes.silence import Silence
 from kvrelay.cluster.state import ClusterState
+from kvrelay.machine.silence import Silence
 
 NEEDED = {
     "Ray's GCS": r"^[^\0]*/gcs_server\0",

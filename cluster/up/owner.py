@@ -27,13 +27,13 @@ from kvrelay.cluster.errors import ERROR_PREFIX, ClusterError, RunError, UsageEr
 from kvrelay.cluster.fleet.keepers import MemberStart
 from kvrelay.cluster.fleet.replacement import Backoff
 from kvrelay.cluster.processes import processes
-from kvrelay.cluster.processes.silence import Silence
 from kvrelay.cluster.ray.watch import Addresses, JoinedWatch, LocalWatch
 from kvrelay.cluster.secrets import Secured
 from kvrelay.cluster.signals import Interrupted, Signals
 from kvrelay.cluster.state import ClusterState
 from kvrelay.cluster.up.driver import Event, Orders
 from kvrelay.cluster.up.report import Report
+from kvrelay.machine.silence import Silence
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +28,7 @@ from kvrelay.engine.config import CPU_DEFAULTS, GPU_DEFAULTS, EngineConfig
 from kvrelay.engine.kv.layout import CacheLayout
 from kvrelay.engine.kv.pool import KVPool, allocate_pool
 from kvrelay.engine.kv.sides import side_blocks
+from kvrelay.engine.ranks.collective import ALONE, Place
 from kvrelay.machine.control_groups import GROUPS, PROC, free_memory, total_memory
 
 logger = logging.getLogger(__name__)
@@ -60,17 +61,22 @@ class DeviceMemory(Protocol):
 
 
 class HostMemory:
-    """The machine's memory, as far as this process's control groups let it be used (v1 and v2)."""
+    """The machine's memory, as far as this process's control groups let it be used (v1 and v2), or a rank's part."""
 
-    def __init__(self, proc: Path = PROC, groups: Path = GROUPS) -> None:
+    def __init__(self, proc: Path = PROC, groups: Path = GROUPS, ranks: int = 1) -> None:
+        """
+        Args:
+            ranks: of the worker, all on this machine: each has an equal part of it.
+        """
         self._proc = proc
         self._groups = groups
+        self._ranks = ranks
 
     def total(self) -> int:
-        return total_memory(self._proc, self._groups)
+        return total_memory(self._proc, self._groups) // self._ranks
 
     def free(self) -> int:
-        return free_memory(self._proc, self._groups)
+        return free_memory(self._proc, self._groups) // self._ranks
 
     def used(self) -> int:
         return int(psutil.Process().memory_info().rss)
@@ -112,7 +118,7 @@ def make_pools(
     memory: DeviceMemory,
     device: torch.device | str = "cpu",
     later_bytes: int = 0,
-    agree: Callable[[int], int] | None = None,
+    place: Place = ALONE,
 ) -> tuple[KVPool, ...]:
     """The pools of a layout's tracks, together of `kv_memory_bytes` or sized as the module says.
 
@@ -121,24 +127,26 @@ def make_pools(
         max_context: tokens of the longest sequence, whatever the pools hold.
         memory: of `device`.
         later_bytes: what this process will take beside the pools, and doesn't use yet.
-        agree: from the number of blocks that this process has room for to that of all ranks of the worker; None if it
-            is the only rank.
+        place: of the rank: all have as many blocks as the one with the least room for them.
 
     Raises:
         ValueError: there isn't enough memory; the text says how much there is.
+        CollectiveError: another rank is lost.
     """
 
     def allocate(size: int) -> tuple[KVPool, ...]:
-        counts = block_counts(layout, options, size)
-        if agree is not None:
-            counts = {index: agree(count) for index, count in counts.items()}
+        counts = {index: place.smallest(count) for index, count in block_counts(layout, options, size).items()}
         return tuple([allocate_pool(track, counts[index], device) for index, track in layout.tracks])
 
     if options.kv_memory_bytes:
         return allocate(options.kv_memory_bytes)
-    with _turn():
+    # Rank 0 takes the turn for all ranks of the worker, and returns it when all have their pools.
+    with _turn() if place.rank == 0 else nullcontext():
         memory.settle()
-        return allocate(pool_bytes(layout, options, max_context, memory, later_bytes))
+        place.smallest(0)
+        pools = allocate(pool_bytes(layout, options, max_context, memory, later_bytes))
+        place.smallest(0)
+        return pools
 
 
 def block_counts(layout: CacheLayout, options: EngineConfig, size: int) -> dict[int, int]:

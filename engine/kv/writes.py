@@ -30,6 +30,11 @@ class KVWrites(Protocol):
         """
         ...
 
+    @property
+    def begun(self) -> bool:
+        """Whether `follow` may be called: not before this process has launched them."""
+        ...
+
     def follow(self) -> None:
         """Queues what the calling thread launches on the device from here on behind them. Waits for nothing."""
 
@@ -40,7 +45,7 @@ class KVWrites(Protocol):
 class Written:
     """Implements `KVWrites`: the writes have ended."""
 
-    ended = True
+    begun = ended = True
 
     def follow(self) -> None:
         """Nothing is left to wait for."""
@@ -50,6 +55,79 @@ class Written:
 
 
 WRITTEN = Written()
+
+
+class StepWrites:
+    """Implements `KVWrites` for a step of which nothing is known yet: whether other ranks have ended it, at rank 0, or,
+    at another rank, whether this rank will begin it soon.
+    """
+
+    def __init__(self, step: int, own: KVWrites = WRITTEN) -> None:
+        """
+        Args:
+            step: number of its plan.
+            own: writes of rank 0, at rank 0. What reads another rank's KV goes by that rank's `RankWrites`.
+        """
+        self.step = step
+        self.own = own
+        self._lock = threading.Lock()
+        self._known: KVWrites | None = None
+        self._calls: list[Callable[[], object]] = []
+
+    @property
+    def begun(self) -> bool:
+        return self._known is not None
+
+    @property
+    def ended(self) -> bool:
+        return self._known is not None and self._known.ended
+
+    def follow(self) -> None:
+        if self._known is not None:
+            self._known.follow()
+
+    def then(self, call: Callable[[], object]) -> None:
+        with self._lock:
+            known = self._known
+            if known is None:
+                self._calls.append(call)
+        if known is not None:
+            known.then(call)
+
+    def become(self, writes: KVWrites) -> None:
+        """They are these, from now on. Any thread; called once."""
+        with self._lock:
+            self._known = writes
+            calls, self._calls = self._calls, []
+        for call in calls:
+            writes.then(call)
+
+
+class RankWrites:
+    """The KV writes of the steps of a rank other than 0. Rank 0 may ask for KV of a step that this rank hasn't begun,
+    because its stage of the pipeline is a later one. Any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._newest = -1
+        self._steps: dict[int, StepWrites] = {}
+        """Steps that may go on, and those that were asked for and haven't begun."""
+
+    def launched(self, step: int, writes: KVWrites) -> None:
+        """Notes that a step was launched. Steps come in order of their numbers."""
+        with self._lock:
+            self._newest = step
+            self._steps = {number: each for number, each in self._steps.items() if not each.ended}
+            launched = self._steps.setdefault(step, StepWrites(step))
+        launched.become(writes)
+
+    def of(self, step: int) -> KVWrites:
+        """The writes of a step, which have ended if nothing is known of it any more."""
+        with self._lock:
+            if step > self._newest:
+                return self._steps.setdefault(step, StepWrites(step))
+            return self._steps.get(step, WRITTEN)
 
 
 class Event(Protocol):

@@ -13,11 +13,12 @@ MEET_SECONDS = 300.0
 seconds by other means (`kvrelay.worker.ranks`)."""
 
 
-def meet(folder: Path, degree: Degree, rank: int, threads: int) -> Place:
+def meet(file: Path, degree: Degree, rank: int, threads: int) -> Place:
     """Meets the other ranks of the worker, all on this machine.
 
     Args:
-        folder: private to the worker's ranks, and empty at first; no longer needed after this has returned on all.
+        file: private to the worker's ranks, and empty at first; no longer needed after this has returned on all. A
+            file in memory will do.
         threads: CPU threads that compute on this rank.
 
     Raises:
@@ -25,7 +26,7 @@ def meet(folder: Path, degree: Degree, rank: int, threads: int) -> Place:
     """
     if degree.ranks == 1:
         return ALONE
-    store = FileStore(str(folder / "ranks"), degree.ranks)
+    store = FileStore(str(file), degree.ranks)
 
     def group(name: str, place: int, size: int) -> Collective:
         if size == 1:

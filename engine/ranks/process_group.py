@@ -6,7 +6,8 @@
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvrelay.engine.ranks.collective import CollectiveError
+from kvrelay.engine.ranks.collective import CollectiveError, Ring
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -25,7 +26,7 @@ PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2e-5, 1e-3
 """Seconds between two looks for an end of an operation of gloo: how much longer each is than the one before, and the
 limit."""
 LOOK_SECONDS = 0.1
-"""Seconds between two looks for an end of an operation on a GPU."""
+"""Seconds between two looks for an end of an operation on a GPU, or for an abort of a message over gloo."""
 NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -71,6 +72,7 @@ class GlooCollective:
         self._options = torch._C._distributed_c10d.AllgatherOptions()
         self._options.timeout = timedelta(seconds=timeout)
         self._aborted = False
+        self._rings: list[GlooRing] = []
         self._newest: tuple[Any, Tensor, Tensor] | None = None
         """The last operation and its tensors."""
         store.set_timeout(timedelta(seconds=timeout))
@@ -113,8 +115,70 @@ class GlooCollective:
                 raise
         return out
 
+    def ring(self, to: int, source: int, message_bytes: int, depth: int) -> "GlooRing":
+        """See `Collective.ring`."""
+        ring = GlooRing(self._group, to, source, depth)
+        self._rings.append(ring)
+        return ring
+
     def abort(self) -> None:
         """See `Collective.abort`."""
+        self._aborted = True
+        for ring in self._rings:
+            ring.abort()
+
+
+class GlooRing:
+    """Implements `Ring` over a group's own connections. One thread at a time may call it."""
+
+    def __init__(self, group: Any, to: int, source: int, depth: int) -> None:
+        self._group = group
+        self._to, self._source, self._depth = to, source, depth
+        self._sent: deque[tuple[Any, Tensor]] = deque()
+        """Messages that the next rank may not have received yet."""
+        self._received: tuple[Any, Tensor] | None = None
+        """The last message to this rank, which is kept for gloo."""
+        self._aborted = False
+
+    def send(self, rows: Tensor) -> None:
+        """See `Ring.send`."""
+        with _errors(self._group.rank(), self._group.size()):
+            data = rows.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+            self._sent.append((self._group.send([data], self._to, 0), data))
+            if len(self._sent) > self._depth:
+                self._wait(self._sent[0][0].wait)
+                self._sent.popleft()
+
+    def receive(self, rows: Tensor) -> None:
+        """See `Ring.receive`."""
+        with _errors(self._group.rank(), self._group.size()):
+            data = torch.empty(rows.shape, dtype=rows.dtype)
+            work = self._group.recv([data.view(-1).view(torch.uint8)], self._source, 0)
+            self._received = work, data
+            self._wait(work.wait)
+            rows.copy_(data)
+
+    def _wait(self, wait: Callable[[], object]) -> None:
+        """Waits on a thread of its own, because gloo ends a wait by its timeout only."""
+        errors: list[RuntimeError] = []
+        ended = threading.Event()
+
+        def run() -> None:
+            try:
+                wait()
+            except RuntimeError as error:
+                errors.append(error)
+            ended.set()
+
+        threading.Thread(target=run, name="ring", daemon=True).start()
+        while not ended.wait(LOOK_SECONDS):
+            if self._aborted:
+                raise CollectiveError("the ring was aborted")
+        if errors:
+            raise errors[0]
+
+    def abort(self) -> None:
+        """See `Ring.abort`. The neighbours' calls end with this process, or by their timeout."""
         self._aborted = True
 
 
@@ -162,6 +226,14 @@ class NcclCollective:
         out = part.new_empty(self.size, *part.shape)
         self._run("_allgather_base", out, part.contiguous())
         return out
+
+    def ring(self, to: int, source: int, message_bytes: int, depth: int) -> Ring:
+        """See `Collective.ring`.
+
+        Raises:
+            ValueError: always, because no runner on GPUs has stages.
+        """
+        raise ValueError("pipeline_parallel is above 1; allowed on a GPU: 1")
 
     def _run(self, operation: str, *tensors: Any) -> None:
         self.check()

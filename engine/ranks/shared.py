@@ -1,7 +1,7 @@
-"""The collective of ranks on one machine: they exchange their parts in memory that they share.
+"""The collective of ranks on one machine, and their ring: they exchange parts and messages in memory that they share.
 
 The memory is a file without a name: nothing is left of it, however the ranks end. Rank 0 makes it, and the others open
-it through its process.
+it through its process. That of a message is its sender's.
 """
 
 import ctypes
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvrelay.engine.ranks.collective import CollectiveError
 from kvrelay.kernels.cpu.library import library
+from kvrelay.kernels.cpu.mailbox import MISMATCHED, Mailbox, MessageArgs, mailbox_bytes
 from kvrelay.kernels.cpu.reduce import (
     SLOT_BYTES,
     TIMED_OUT,
@@ -73,6 +74,7 @@ class SharedMemoryCollective:
         self.failure = ctypes.addressof(self.group) + RankGroup.failure.offset
         """Address of an int32 that is other than 0 after a failure."""
         self._one = ctypes.c_int64(1)
+        self._rings: list[SharedMemoryRing] = []
         rows, group = ctypes.addressof(self._one), ctypes.addressof(self.group)
         self._reduce, self._gather = ReduceArgs(rows=rows, group=group), AllGatherArgs(group=group)
 
@@ -99,7 +101,7 @@ class SharedMemoryCollective:
         else:
             found = _wait_for(store, timeout)
             lanes = int(found.split()[1])
-            descriptor = _open(found.split()[0], shared_bytes(kernels, size, lanes))
+            descriptor = _open(found.split()[0], shared_bytes(kernels, size, lanes), 0)
         try:
             made = cls(place, size, timeout, mmap.mmap(descriptor, shared_bytes(kernels, size, lanes)), lanes)
             if place == 0:
@@ -145,6 +147,24 @@ class SharedMemoryCollective:
         self.check()
         return out
 
+    def ring(self, to: int, source: int, message_bytes: int, depth: int) -> "SharedMemoryRing":
+        """See `Collective.ring`."""
+        size = mailbox_bytes(self._library, depth, message_bytes)
+        mine = make_memory_file(size)
+        try:
+            process, theirs = self.gather(torch.tensor([os.getpid(), mine]))[source].tolist()
+            opened = _open(f"/proc/{process}/fd/{theirs}", size, source)
+            try:
+                memories = mmap.mmap(mine, size), mmap.mmap(opened, size)
+            finally:
+                os.close(opened)
+            self.gather(torch.zeros(1))  # until the others have opened theirs
+        finally:
+            os.close(mine)
+        ring = SharedMemoryRing(self._library, memories, message_bytes, depth, self._timeout, self.group.spin_ns)
+        self._rings.append(ring)
+        return ring
+
     def check(self) -> None:
         """
         Raises:
@@ -163,6 +183,75 @@ class SharedMemoryCollective:
     def abort(self) -> None:
         """See `Collective.abort`."""
         self._library.kvrelay_ranks_abort(ctypes.byref(self.group))
+        for ring in self._rings:
+            ring.abort()
+
+
+class SharedMemoryRing:
+    """Implements `Ring`, by a mailbox for each of both neighbours. One thread at a time may call it."""
+
+    def __init__(
+        self,
+        kernels: ctypes.CDLL,
+        memories: tuple[mmap.mmap, mmap.mmap],
+        message_bytes: int,
+        depth: int,
+        timeout: float,
+        spin_ns: int,
+    ) -> None:
+        """`memories` are those of `mailbox_bytes` for what is sent, and for what is received."""
+        self._library = kernels
+        self._timeout = timeout
+        self._memories = [torch.frombuffer(memory, dtype=torch.uint8) for memory in memories]
+        self._out, self._in = (
+            Mailbox(
+                memory=memory.data_ptr(),
+                slot_bytes=message_bytes,
+                spin_ns=spin_ns,
+                timeout_ns=round(timeout * 1e9),
+                slots=depth,
+            )
+            for memory in self._memories
+        )
+
+    def send(self, rows: Tensor) -> None:
+        """See `Ring.send`."""
+        self._library.kvrelay_mailbox_send(ctypes.byref(_message(self._out, rows)))
+        self._check(self._out, "the next stage takes nothing", rows)
+
+    def receive(self, rows: Tensor) -> None:
+        """See `Ring.receive`."""
+        self._library.kvrelay_mailbox_receive(ctypes.byref(_message(self._in, rows)))
+        self._check(self._in, "the stage before sends nothing", rows)
+
+    def _check(self, box: Mailbox, late: str, rows: Tensor) -> None:
+        if not box.failure:
+            return
+        if box.failure == TIMED_OUT:
+            raise CollectiveError(f"{late} within {self._timeout:g} s")
+        if box.failure == MISMATCHED:
+            raise CollectiveError(f"stages disagree on a message of {list(rows.shape)} {rows.dtype}")
+        raise CollectiveError("the ring was aborted")
+
+    def abort(self) -> None:
+        """See `Ring.abort`."""
+        for box in (self._out, self._in):
+            self._library.kvrelay_mailbox_abort(ctypes.byref(box))
+
+
+def _message(box: Mailbox, rows: Tensor) -> MessageArgs:
+    if rows.dim() != 2 or (rows.stride(1) != 1 and rows.shape[1] > 1) or rows.device.type != "cpu":
+        raise ValueError(
+            f"a message is {list(rows.shape)} on {rows.device} with strides {rows.stride()}; allowed: rows on the CPU"
+            " whose numbers lie side by side"
+        )
+    return MessageArgs(
+        box=ctypes.addressof(box),
+        rows=rows.data_ptr(),
+        count=rows.shape[0],
+        row_bytes=rows.shape[1] * rows.itemsize,
+        stride=rows.stride(0) * rows.itemsize,
+    )
 
 
 def _wait_for(store: "Store", timeout: float) -> str:
@@ -173,15 +262,16 @@ def _wait_for(store: "Store", timeout: float) -> str:
         raise CollectiveError(f"rank 0 didn't share its memory within {timeout:g} s: {error}") from error
 
 
-def _open(path: str, nbytes: int) -> int:
+def _open(path: str, nbytes: int, rank: int) -> int:
+    """A descriptor of the memory of `rank`, which the caller closes."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        raise CollectiveError(f"the memory of rank 0 can't be opened: {error}") from error
+        raise CollectiveError(f"the memory of rank {rank} can't be opened: {error}") from error
     try:
         if is_memory_file(descriptor, nbytes):
             return descriptor
     except OSError:
         pass
     os.close(descriptor)
-    raise CollectiveError(f"{path} isn't a file of rank 0 with {nbytes} bytes of memory")
+    raise CollectiveError(f"{path} isn't a file of rank {rank} with {nbytes} bytes of memory")

@@ -23,7 +23,7 @@ from kvrelay.engine.models.fast.decoder import NO_TAPS, Decoder, Model, Taps, We
 from kvrelay.engine.models.fast.loader import NO_CACHE, LayerCache, Making, OnLoaded, load_weights
 from kvrelay.engine.models.fast.native import NativeDecoder, fits
 from kvrelay.engine.models.fast.parts import MakeAttention, Parts
-from kvrelay.engine.models.fast.slices import Slices, share_hashes, smallest
+from kvrelay.engine.models.fast.slices import Slices, share_hashes
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.config import ModelConfig, check_degree, read_config
 from kvrelay.engine.models.reading.packed_cache import DamagedCacheError, PackedCache, packed_path
@@ -34,7 +34,7 @@ from kvrelay.engine.quant.schemes import HEAD, LAYERS, LayOut, dequantizing, qua
 from kvrelay.engine.ranks.collective import ALONE, Place
 from kvrelay.engine.ranks.spans import even_span
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.runner.base import FinishedStep, chain_of_steps
+from kvrelay.engine.runner.base import FinishedStep, StepHandle, chain_of_steps
 from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts
 from kvrelay.engine.sampling.native import NativeSampler, nonfinite_rows
 from kvrelay.engine.sampling.sampler import (
@@ -59,12 +59,15 @@ from kvrelay.kernels.ops import Linear
 
 logger = logging.getLogger(__name__)
 
+WARM_UP_TOKENS = (1, 8, 64, 256)
+"""Lengths of the prompts that a runner computes before it is used."""
+
 
 class CpuRunner:
     """Implements `Runner`, for a whole model or one rank's part of it.
 
-    All ranks launch the same plans. Those of a single stage all return the step's whole output. Of several stages, each
-    runs `forward` with what the one before has returned, and the last one `finish`.
+    All ranks launch the same plans, and all return the step's whole output. Of several pipeline stages, a rank has a
+    `StageRunner`.
     """
 
     lag = 0
@@ -114,11 +117,11 @@ class CpuRunner:
         return self.model.config.whole_cache_layout(self.layout, self.spec.max_context, bool(self._windows))
 
     @property
-    def states_shape(self) -> StatesShape:
+    def states_shape(self) -> StatesShape | None:
         config = self.model.config.whole
         return StatesShape(config.layers, config.hidden_size)
 
-    def launch(self, plan: StepPlan) -> FinishedStep:
+    def launch(self, plan: StepPlan) -> StepHandle:
         """See `Runner.launch`."""
         self._set_threads()
         rows = np.flatnonzero(plan.sample)
@@ -190,10 +193,10 @@ class CpuRunner:
     def warm_up(self, keep: tuple[int, ...] = ()) -> None:
         """Runs steps of a few shapes, so that the first request finds code and buffers ready. Overwrites KV blocks."""
         capacity = min([self.spec.max_context, *[pool.num_tokens for pool in self.pools]])
-        for step, length in enumerate((1, 8, 64, 256)):
+        for step, length in enumerate(WARM_UP_TOKENS):
             if length < capacity:
-                self.launch(self._warm_up_plan(2 * step, 0, length))
-                self.launch(self._warm_up_plan(2 * step + 1, length, 1))
+                self.launch(self._warm_up_plan(2 * step, 0, length)).result()
+                self.launch(self._warm_up_plan(2 * step + 1, length, 1)).result()
 
     def _warm_up_plan(self, step: int, start: int, length: int) -> StepPlan:
         table = np.arange(self.layout.blocks_for(start + length), dtype=np.int32)[None]
@@ -233,8 +236,8 @@ def build_cpu_runner(
         dtype: of weights and KV; auto takes the checkpoint's, or float32 in place of float16, which is slow on CPU.
         on_loaded: called with the loaded share of the weights, 0 to 1.
         memory: of the machine; None asks Linux.
-        slides: whether layers with a window keep the KV of their windows only.
-
+        slides: whether layers with a window keep the KV of their windows only. Over several pipeline stages they keep
+            all, because a stage may have layers of one kind only, and a plan has tables for all kinds.
         place: of the rank.
 
     Raises:
@@ -243,7 +246,7 @@ def build_cpu_runner(
     """
     whole = read_config(folder).for_context(options.max_context)
     checkpoint = Checkpoint(folder)
-    options = options.on("cpu")
+    options, slides = options.on("cpu"), slides and place.degree.pipeline == 1
     check_stored(options.quantization, whole.stored)
     check_degree(whole, place.degree, options.quantization)
     share_hashes(checkpoint, place)
@@ -253,8 +256,7 @@ def build_cpu_runner(
     own_layout = config.kv_layout(run_dtype, options.kv_dtype, options.block_size, "NHD")
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    # The native decoder computes all layers.
-    team = _team(config, run_dtype, own_layout, threads) if place.degree.pipeline == 1 else None
+    team = _team(config, run_dtype, own_layout, threads)
     choice: Sample = sample if team is None else NativeSampler(team)
     if place.degree.tensor > 1:
         choice = Shard(place, config.vocab_size)
@@ -270,21 +272,28 @@ def build_cpu_runner(
         pool_tokens=0,
     )
     layout = config.cache_layout(own_layout, spec.max_context) if slides else CacheLayout.of(own_layout)
-    agree = partial(smallest, place) if place.degree.ranks > 1 else None
-    pools = make_pools(layout, options, spec.max_context, memory or HostMemory(), agree=agree)
+    memory = memory or HostMemory(ranks=place.degree.ranks)
+    pools = make_pools(layout, options, spec.max_context, memory, place=place)
     # Which layers have a pool of their own doesn't depend on the memory.
     layers = layers_of(pools, config.windows(spec.max_context))
-    spec = spec.within(tokens_within(layout, pools, options))
+    spec = spec.within(place.smallest(tokens_within(layout, pools, options)))
+    make: Callable[..., CpuRunner] = CpuRunner
+    if place.degree.pipeline > 1:
+        # Imported here, because its runner is one of these.
+        from kvrelay.engine.runner.stages import StageRunner
+
+        tokens = max(options.max_batch_tokens, *WARM_UP_TOKENS)
+        make = partial(StageRunner, ring=place.stages(tokens * config.hidden_size * parts.activations.itemsize))
     if team is None:
         plain = Decoder(config, weights, ops, place)
-        return CpuRunner(spec, plain, layout, pools, TorchAttention(layers), threads, parts, choice)
+        return make(spec, plain, layout, pools, TorchAttention(layers), threads, parts, choice)
     # torch has little left to do here. Its threads spin for a while after each call, which would take the cores from
     # the kernels' own threads.
     torch.set_num_threads(1)
     attention = NativeAttention(layers, config.heads, team)
     with torch.inference_mode():
         native = NativeDecoder(config, weights, attention, team, place)
-        return CpuRunner(spec, native, layout, pools, attention, 1, parts, choice)
+        return make(spec, native, layout, pools, attention, 1, parts, choice)
 
 
 def _team(config: ModelConfig, dtype: FloatDtype, layout: KVLayout, threads: int) -> Team | None:

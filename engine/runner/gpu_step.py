@@ -28,6 +28,8 @@ class Extras:
 class StreamWrites:
     """Implements `KVWrites`: all that a stream was given until now."""
 
+    begun = True
+
     def __init__(self, stream: torch.cuda.Stream, waiter: EventWaiter) -> None:
         self._event = torch.cuda.Event(blocking=True)
         self._event.record(stream)

@@ -3,19 +3,20 @@
     rank 0       plan -> write -> send to all -> launch its own part -> result: the tokens
     other ranks  read -> launch their part -> result, which nobody needs
 
-All ranks launch the same plans in the same order, so their collectives meet. Rank 0 decides everything; the others
-know no request and no scheduler.
+All ranks launch the same plans and ask for their results in the same order, so their collectives meet. Rank 0 decides
+everything; the others know no request and no scheduler.
 """
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgpack  # type: ignore[import-untyped]  # it ships no types
 
 from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.kv.writes import WRITTEN, KVWrites, StepWrites
+from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.ranks.collective import Place
 from kvrelay.engine.ranks.plans import PlanReader, PlanWriter
 from kvrelay.engine.runner.base import ModelRunner, Runner, StepHandle, chain_of_steps
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from kvrelay.engine.models.fast.decoder import Model
     from kvrelay.engine.models.fast.parts import Parts
 
-STEP, WARM_UP = b"s", b"w"
+STEP, RESULT, WARM_UP = b"s", b"r", b"w"
 """First byte of a message to the other ranks."""
 
 
@@ -46,6 +47,25 @@ class Ranks(Protocol):
         Raises:
             CollectiveError: a rank is lost, or doesn't take it in time.
         """
+
+
+class LeadingStep:
+    """A step of all ranks; implements `StepHandle`."""
+
+    def __init__(self, step: int, own: StepHandle, ranks: Ranks) -> None:
+        self._own = own
+        self._ranks = ranks
+        self._written = StepWrites(step, own.written)
+
+    @property
+    def written(self) -> KVWrites:
+        return self._written
+
+    def result(self) -> StepOutput:
+        self._ranks.send(RESULT)
+        out = self._own.result()
+        self._written.become(WRITTEN)
+        return out
 
 
 class LeadingRunner:
@@ -114,19 +134,26 @@ class LeadingRunner:
     def launch(self, plan: StepPlan) -> StepHandle:
         """See `Runner.launch`."""
         self._ranks.send(STEP + self._writer.write(plan))
-        return self._own.launch(plan)
+        own = self._own.launch(plan)
+        return LeadingStep(plan.step, own, self._ranks) if self.lag else own
 
     def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
         """See `ChainRunner.chain`."""
         return chain_of_steps(self, plan, count)
 
 
-def follow(runner: Runner, receive: Callable[[], bytes | None], on_step: Callable[[], Any]) -> None:
+def follow(
+    runner: Runner,
+    receive: Callable[[], bytes | None],
+    on_warm: Callable[[], object],
+    on_launch: Callable[[int, KVWrites], object],
+) -> None:
     """Runs what rank 0 sends, until `receive` returns None.
 
     Args:
         receive: waits for the next message.
-        on_step: called after each step, as a sign of life.
+        on_warm: called when the runner has warmed up.
+        on_launch: called with each step's number and KV writes when it is launched.
 
     Raises:
         Whatever the runner raises; the rank must not go on.
@@ -135,8 +162,12 @@ def follow(runner: Runner, receive: Callable[[], bytes | None], on_step: Callabl
     while (message := receive()) is not None:
         if message[:1] == WARM_UP:
             runner.warm_up(msgpack.unpackb(message[1:], use_list=False))
+            on_warm()
+        elif message == RESULT:
+            launched.popleft().result()
         else:
-            launched.append(runner.launch(reader.read(message[1:])))
-            if len(launched) > runner.lag:
-                launched.popleft().result()
-        on_step()
+            plan = reader.read(message[1:])
+            step = runner.launch(plan)
+            on_launch(plan.step, step.written)
+            if runner.lag:
+                launched.append(step)

@@ -89,7 +89,7 @@ class Scheduler:
         Args:
             prefix: with the pool that blocks are taken from.
             spec: of the model, for the limits on requests.
-            lag: plans that may be in flight when another one is made, 0 or 1; 0 if there are states.
+            lag: plans that may be in flight when another one is made; 0 if there are states.
             speculation: guesses tokens; None guesses none.
         """
         require(not (lag and any(side.is_state for side in prefix.sides)), "lag", lag, "0 for a model with states")
@@ -297,7 +297,7 @@ class Scheduler:
         if self.prefix.sides:
             side_tables = side_tables_of(rows, block_tables.shape[1])
             copies = self._snapshots.plan(rows)
-        plan = build_plan(self._step, rows, block_tables, keep, behind=bool(self._in_flight))
+        plan = build_plan(self._step, rows, block_tables, keep, behind=bool(self._in_flight) and self.config.pipeline_parallel == 1)
         plan = replace(plan, side_tables=side_tables, copies=copies) if side_tables else plan
         self._step += 1
         self._in_flight.append((plan, [row.sequence for row in rows for _ in range(row.rows)]))
@@ -395,14 +395,26 @@ class Scheduler:
         return not any(wanted) or self._pool.can_allocate((), sum(wanted) + kept)
 
     def _ready_to_decode(self) -> list[Sequence]:
-        """The sequences that lack one token and can compute it now, oldest first."""
-        return [
+        """The sequences that lack one token and can compute it now, oldest first.
+
+        The first of several pipeline stages can't compute a token that isn't known yet. So each plan in flight has its
+        part of the sequences, and those that were planned least recently come first.
+        """
+        stages = self.config.pipeline_parallel
+        ready = [
             sequence
             for sequence in self._running
             if sequence.expected - sequence.reach == 1
-            and not (sequence.yields and not continues_unseen(sequence, sequence.expected, self.speculation))
+            and (
+                not sequence.yields
+                or (stages == 1 and continues_unseen(sequence, sequence.expected, self.speculation))
+            )
             and has_mask(sequence)
         ]
+        if stages == 1:
+            return ready
+        ready.sort(key=_turn)
+        return ready[: -(-sum([sequence.generated > 0 for sequence in self._running]) // stages) or 1]
 
     def _schedule_decodes(
         self, rows: list[Row], decodes: list[Sequence], budget: int, shares: StepShares | None

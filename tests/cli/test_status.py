@@ -162,6 +162,20 @@ def test_formats_are_shown_and_named_where_they_may_part_workers() -> None:
     assert "KV is int8 and bfloat16: converted only where transfer.convert_dtype is on" in told
 
 
+def test_the_processes_of_a_worker_of_several_ranks_are_shown() -> None:
+    members = [member("prefill-0", ROLE_PREFILL), member("decode-0", ROLE_DECODE)]
+    members[0].pid = 4711
+    members[0].tensor_ranks, members[0].pipeline_stages = 2, 1
+    members[0].rank_pids.extend([4711, 4712])
+    with supervised(members):
+        told = " ".join(call("status", "--wide").stdout.split())
+        shown = json.loads(call("status", "--json").stdout)
+    assert "4711, 4712 2 x 1" in told
+    ranks = [worker["ranks"] for worker in shown["workers"]]
+    assert ranks[0] == {"tensor": 2, "pipeline": 1, "pids": [4711, 4712]}
+    assert ranks[1] == {"tensor": 1, "pipeline": 1, "pids": [members[1].pid]}
+
+
 def test_the_longest_context_is_shown_with_its_reason() -> None:
     members = [member("prefill-0", ROLE_PREFILL), member("decode-0", ROLE_DECODE), member("decode-1", ROLE_DECODE)]
     members[0].max_context = 4096

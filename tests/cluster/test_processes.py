@@ -14,7 +14,7 @@ import pytest
 from kvrelay.cluster.fleet.replacement import Plan
 from kvrelay.cluster.processes.launcher import MemberProcess, Processes, ProcessLauncher
 from kvrelay.cluster.processes.processes import alive, descendants, end, find, send, title
-from kvrelay.cluster.processes.silence import HUNG_SECONDS, SILENT_SECONDS, Silence
+from kvrelay.machine.silence import HUNG_SECONDS, SILENT_SECONDS, Silence
 from kvrelay.rpc.security import SecurityConfig
 from support.router_fakes import until
 

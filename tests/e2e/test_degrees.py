@@ -56,15 +56,16 @@ FACTORS: dict[str, list[Any]] = {
     "kind": list(KINDS),
     "KV heads": [1, 2, 4, 8],
     "prefill tensor": [1, 2, 4],
-    "prefill pipeline": [1],
+    "prefill pipeline": [1, 2],
     "decode tensor": [1, 2, 4],
-    "decode pipeline": [1],
+    "decode pipeline": [1, 2],
 }
 """Values that cases are made of; lists may grow."""
 Values = tuple[Any, ...]
 """A value of each factor, in order."""
 ALL: list[Values] = list(product(*FACTORS.values()))
 FEW: list[Values] = [("dense", 2, 2, 1, 4, 1), ("dense", 4, 4, 1, 1, 1), ("dense", 8, 1, 1, 2, 1)]
+FEW += [("dense", 2, 1, 2, 2, 2), ("dense", 4, 2, 2, 1, 1), ("dense", 1, 4, 2, 2, 2)]
 """Those of `make test`: to more ranks, of which two hold a KV head, to fewer ranks, and from one process."""
 COVERING = {tuple(values) for values in AllPairs(list(FACTORS.values()))}
 """Those of `make test-all`: each combination of any two values of the factors is in one of them."""

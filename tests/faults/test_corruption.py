@@ -32,7 +32,7 @@ ALONE = {
 """Faults in which a frame's bytes never arrive. If it was announced, the next frame is taken for it, or its timeout
 ends the wait. If it was not announced, the count of frames shows it."""
 
-EVERYWHERE = pytest.mark.also_over(more=["tcp", "int8", "states", "groups"], slow=["gloo"])
+EVERYWHERE = pytest.mark.also_over(more=["tcp", "int8", "states", "groups", "ranks"], slow=["gloo"])
 COMPANY = 6
 """Requests beside each one that fails, since the router's budget is one retry for five requests."""
 

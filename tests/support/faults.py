@@ -16,12 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kvrelay.client import Client, Completion, KvrelayError
@@ -55,6 +56,8 @@ TRANSFER = {
     "lease_seconds": 2.0,
     "transfer_timeout_seconds": 4.0,
 }
+TENSOR_2 = {"tensor_parallel": 2}
+PIPELINE_2 = {"tensor_parallel": 1, "pipeline_parallel": 2, "block_size": 2 * WORKER_LAYOUT.block_size}
 KV_DTYPE = os.environ.get("FAULTS_KV_DTYPE", "auto")
 """KV dtype of every scene; the whole suite can be run with KV in int8."""
 WITH_STATES = float(os.environ.get("FAULTS_STATES", "0"))
@@ -72,7 +75,10 @@ ALL_TRANSPORTS = ("auto", MORE_TCP, SLOW_GLOO)
 
 def over(kind: str) -> dict[str, dict[str, Any]]:
     """Options of a scene: over a transport; or, for what `auto` picks, "int8" with KV in int8, or "states" with hidden
-    states of prompts beside it, or "groups" with a window and a state beside it."""
+    states of prompts beside it, or "groups" with a window and a state beside it, or "ranks" with workers of several
+    ranks: parts of the heads in prefill workers, of the layers in decode workers, and blocks of two sizes."""
+    if kind == "ranks":
+        return {"transfer": TRANSFER, "engine": TENSOR_2, "decode_engine": PIPELINE_2}
     if kind == "groups":
         return {"transfer": TRANSFER, "engine": {"speculation": {"method": "off"}}, "variables": {GROUPS: 1.0}}
     if kind == "states":
@@ -191,8 +197,10 @@ class Scene:
         gone = [name for name in members if name in self._hit or self.cluster.processes[name].popen.poll() is not None]
         for name in gone:
             self.cluster.processes[name].popen.kill()
+        before = {name: self.cluster.processes[name].pid for name in gone}
         if gone:
             self.cluster.replace(*gone)
+        assert {name: left_of(pid) for name, pid in before.items()} == {name: [] for name in before}
         if restarts:
             self._wait_for_news(members)  # routers without workers of a role aren't ready
         self.cluster.wait_idle(IDLE_SECONDS)
@@ -273,9 +281,12 @@ class Scene:
 
         wait_until(lambda: not unheard(), who, START_SECONDS)
 
-    def signal(self, name: str, number: signal.Signals) -> None:
+    def signal(self, name: str, number: signal.Signals, rank: int = 0) -> None:
         self._hit.add(name)
-        self.cluster.processes[name].popen.send_signal(number)
+        if rank:
+            os.kill(self.cluster.member(name).member.rank_pids[rank], number)
+        else:
+            self.cluster.processes[name].popen.send_signal(number)
 
     def serving(self) -> str:
         """The only decode worker that reports held blocks; waits until there is one."""
@@ -414,6 +425,16 @@ def _params(seed: int | None) -> SamplingParams:
 def prompt_of(name: str, length: int = PROMPT) -> list[int]:
     """Prompts that begin differently, so that no prefix cache saves a transfer. The name is the seed."""
     return random.Random(name).choices(range(VOCAB_SIZE), k=length)
+
+
+def left_of(pid: int) -> list[int]:
+    """The processes that a worker with this pid has left: other ranks. A worker has a session of its own."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) == pid and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return sorted(set(found) - {pid})
 
 
 def until(condition: Callable[[], Any], what: str | Callable[[], str], seconds: float = 5.0) -> float:

@@ -2,7 +2,7 @@
 
 Numbers that are orders (`support.orders`) or environment variables: HASH_STEP_SECONDS is the least duration of an
 engine step, so that a fault can hit during a step. HASH_NEWS_SECONDS delays membership changes for this worker.
-HASH_FETCH_SECONDS is what a copy of hidden states takes.
+HASH_FETCH_SECONDS is what a copy of hidden states takes. HASH_FAILING_PID is the rank whose steps fail.
 
 Environment variables: HASH_LAG is the runner's lag: with 1, a step's KV is there only when its result is asked for, and
 is given to the hand-off before. HASH_BEAT_SECONDS is the time between two heartbeats. HASH_LOAD_SECONDS
@@ -48,6 +48,7 @@ from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.identity import WorkerRole
 from kvrelay.rpc.serve import main
 from kvrelay.transfer import failpoints
+from kvrelay.transfer.frames.frames import PoolFrames
 from kvrelay.transfer.links.endpoint_loop import HandoffSetup
 from kvrelay.worker import server as worker_server
 from kvrelay.worker import worker as worker_module
@@ -68,6 +69,7 @@ BEAT_SECONDS = "HASH_BEAT_SECONDS"
 STATES = "HASH_STATES"
 GROUPS = "HASH_GROUPS"
 FETCH_SECONDS = "HASH_FETCH_SECONDS"
+FAILING_PID = "HASH_FAILING_PID"
 LOAD_SECONDS = "HASH_LOAD_SECONDS"
 MAX_CONTEXT = 4096
 WINDOW = 50
@@ -105,19 +107,21 @@ class SlowRankRunner(RankHashRunner):
     """A rank of the hash model with slow steps."""
 
     def run(self, plan: StepPlan) -> StepOutput:
-        time.sleep(ORDERS.number(STEP_SECONDS))
+        time.sleep(ORDERS.number(STEP_SECONDS) * max(Counter(plan.handles).values()))
+        if os.getpid() == ORDERS.number(FAILING_PID):
+            raise RuntimeError("a step fails, as ordered")
         return super().run(plan)
 
 
 def build(
     folder: Path, dtype: Dtype, config: EngineConfig, loaded: Callable[[float], None], ranks: Ranks | None = None
 ) -> tuple[Engine, Runner]:
-    """Replaces `build_engine` for the hash model, with WORKER_LAYOUT's block size."""
+    """Replaces `build_engine` for the hash model, with WORKER_LAYOUT's block size unless the options have one."""
     if LOAD_SECONDS in os.environ:
         print("loading", file=sys.stderr, flush=True)
         time.sleep(float(os.environ[LOAD_SECONDS]))
-    config = config.on("cpu")
     layout, spec = layout_of(config), spec_of(folder)
+    config = config.on("cpu")
     blocks = (config.kv_memory_bytes or KV_BYTES) // layout.block_bytes
     sides: list[tuple[LayerGroup, int]] = []
     if float(os.environ.get(GROUPS, "0")):
@@ -134,14 +138,20 @@ def build(
 
 
 def build_rank(folder: Path, dtype: Dtype, config: EngineConfig, place: Place) -> Runner:
-    """Replaces `kvrelay.engine.build.build_rank`, as `build` replaces `build_engine`."""
+    """Replaces `kvrelay.engine.build.build_rank`, as `build` replaces `build_engine`. This process obeys the orders."""
+    if orders.VARIABLE in os.environ:
+        arm(place.rank)
+        rules = damage_rules(place.rank)
+        ranks: Any = sys.modules["__main__"]  # it makes the rank's frames when its runner is there
+        ranks.PoolFrames = lambda *given: damage.DamagedFrames(PoolFrames(*given), rules)
     layout = layout_of(config)
     blocks = (config.kv_memory_bytes or KV_BYTES) // layout.block_bytes
     return SlowRankRunner(place, blocks, layout, spec_of(folder), lag=int(os.environ.get(LAG, "0")))
 
 
 def layout_of(config: EngineConfig) -> KVLayout:
-    return INT8_LAYOUT if config.kv_dtype == "int8" else WORKER_LAYOUT
+    layout = INT8_LAYOUT if config.kv_dtype == "int8" else WORKER_LAYOUT
+    return replace(layout, block_size=config.block_size or layout.block_size)
 
 
 def spec_of(folder: Path) -> ModelSpec:
@@ -181,10 +191,19 @@ def armed(role: type[HandoffRole]) -> type[HandoffRole]:
     if DESK in os.environ:
         role = changed(role, detoured)
     if orders.VARIABLE in os.environ:
-        rules = OrderedRules(ORDERS, damage.parse, lambda rule: rule.startswith(damage.PLACES))
+        rules = damage_rules()
         damaged = lambda setup, _: replace(setup, frames=damage.DamagedFrames(setup.frames, rules))  # noqa: E731  # an argument
         role = late(changed(role, damaged))
     return role
+
+
+def damage_rules(rank: int = 0) -> OrderedRules[damage.Rule]:
+    return OrderedRules(ORDERS, damage.parse, lambda rule: rule.startswith(damage.PLACES), rank)
+
+
+def arm(rank: int = 0) -> None:
+    """Has the failpoints of this process obey the orders."""
+    failpoints.arm(OrderedRules(ORDERS, failpoints.parse, lambda rule: not rule.startswith(damage.PLACES), rank))
 
 
 def changed(role: type[HandoffRole], change: Callable[[HandoffSetup, str], HandoffSetup]) -> type[HandoffRole]:
@@ -200,7 +219,7 @@ def changed(role: type[HandoffRole], change: Callable[[HandoffSetup, str], Hando
 if __name__ == "__main__":
     worker_module.CHECK_SECONDS = 0.0
     if orders.VARIABLE in os.environ:
-        failpoints.arm(OrderedRules(ORDERS, failpoints.parse, lambda rule: not rule.startswith(damage.PLACES)))
+        arm()
     if BEAT_SECONDS in os.environ:
         beat = float(os.environ[BEAT_SECONDS])
         worker_server.HeartbeatClient = partial(HeartbeatClient, interval=beat)  # type: ignore[misc, assignment]  # a class

@@ -10,6 +10,7 @@ class LateWrites:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls: list[Callable[[], object]] = []
+        self.begun = True
         self.ended = False
 
     def follow(self) -> None:

@@ -2,12 +2,13 @@
 
     {"rules": ["prefill.after_chunk,chunk=1,request=one:kill", "sent,index=0:lose"], "HASH_STEP_SECONDS": 0.01}
 
-`rules` are those of `kvrelay.transfer.failpoints` and of `support.damage`. A number that the file doesn't have is the
-environment's.
+`rules` are those of `kvrelay.transfer.failpoints` and of `support.damage`; with the condition `rank`, they are for
+those ranks of workers only. A number that the file doesn't have is the environment's.
 """
 
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Generic, TypeVar, overload
 T = TypeVar("T")
 VARIABLE = "HASH_ORDERS"
 """Environment variable with the path of the file."""
+_RANK = re.compile(",rank=([0-9]+)")
 
 
 def give(path: Path, rules: Sequence[str], numbers: Mapping[str, float]) -> None:
@@ -51,13 +53,17 @@ class Orders:
 class OrderedRules(Sequence[T], Generic[T]):
     """The ordered rules that one parser knows; their counts begin again with each change of the orders."""
 
-    def __init__(self, orders: Orders, parse: Callable[[str], Sequence[T]], known: Callable[[str], bool]) -> None:
+    def __init__(
+        self, orders: Orders, parse: Callable[[str], Sequence[T]], known: Callable[[str], bool], rank: int = 0
+    ) -> None:
         """
         Args:
             parse: makes rules of text, with semicolons between them.
             known: whether the parser knows a rule.
+            rank: this process's among its worker's.
         """
         self._orders = orders
+        self._rank = str(rank)
         self._parse = parse
         self._known = known
         self._revision = -1
@@ -68,7 +74,9 @@ class OrderedRules(Sequence[T], Generic[T]):
         rules = self._orders.get("rules", [])
         with self._lock:
             if self._revision != self._orders.revision:
-                self._revision, self._rules = self._orders.revision, self._parse(";".join(filter(self._known, rules)))
+                own = [rule for rule in rules if self._known(rule) and set(_RANK.findall(rule)) <= {self._rank}]
+                text = ";".join(_RANK.sub("", rule) for rule in own)
+                self._revision, self._rules = self._orders.revision, self._parse(text)
             return self._rules
 
     def __len__(self) -> int:

@@ -1,8 +1,10 @@
 """Ranks as threads of the test's process, and their collective."""
 
+import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from kvrelay.engine.degree import Degree
-from kvrelay.engine.ranks.collective import CollectiveError, Place
+from kvrelay.engine.ranks.collective import NO_GROUP, CollectiveError, Place
 from kvrelay.engine.ranks.shared import SharedMemoryCollective
 
 T = TypeVar("T")
@@ -22,6 +24,8 @@ class ThreadGroup:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=30)
         self.parts: list[Tensor] = [torch.empty(0)] * size
+        self.messages: list[queue.Queue[Tensor]] = []
+        """Messages that each rank has sent."""
 
 
 class ThreadCollective:
@@ -52,23 +56,60 @@ class ThreadCollective:
             raise CollectiveError("a rank is lost") from error
         return found
 
+    def ring(self, to: int, source: int, message_bytes: int, depth: int) -> "ThreadRing":
+        if self.place == 0:
+            self._shared.messages = [queue.Queue(depth) for _ in range(self.size)]
+        self.gather(torch.zeros(1))
+        return ThreadRing(self._shared.messages[self.place], self._shared.messages[source])
+
     def abort(self) -> None:
         self._shared.barrier.abort()
 
 
-def shared_places(tensor: int, threads: int = 1) -> list[Place]:
-    """The places of all ranks of a worker with one stage, which share memory."""
-    store = HashStore()
-    with ThreadPoolExecutor(tensor) as pool:
-        groups = pool.map(lambda place: SharedMemoryCollective.join(store, place, tensor, 30, threads), range(tensor))
-        return [Place(Degree(tensor), rank, group) for rank, group in enumerate(groups)]
+class ThreadRing:
+    """Implements `Ring` for a thread."""
+
+    def __init__(self, sent: "queue.Queue[Tensor]", received: "queue.Queue[Tensor]") -> None:
+        self._sent, self._received = sent, received
+
+    def send(self, rows: Tensor) -> None:
+        self._sent.put(rows.clone(), timeout=30)
+
+    def receive(self, rows: Tensor) -> None:
+        found = self._received.get(timeout=30)
+        assert found.shape == rows.shape
+        assert found.dtype == rows.dtype
+        rows.copy_(found)
+
+    def abort(self) -> None: ...
+
+
+def shared_places(tensor: int, pipeline: int = 1, threads: int = 1) -> list[Place]:
+    """The places of all ranks of a worker, which share memory."""
+    degree, stores = Degree(tensor, pipeline), [HashStore() for _ in range(1 + pipeline)]
+
+    def join(rank: int) -> Place:
+        stage, number = divmod(rank, tensor)
+        join = partial(SharedMemoryCollective.join, timeout=30, threads=threads)
+        all_ranks = join(stores[0], rank, degree.ranks)
+        if pipeline == 1:
+            return Place(degree, rank, all_ranks, all_ranks)
+        return Place(degree, rank, join(stores[1 + stage], number, tensor) if tensor > 1 else NO_GROUP, all_ranks)
+
+    with ThreadPoolExecutor(degree.ranks) as pool:
+        return list(pool.map(join, range(degree.ranks)))
 
 
 def places(degree: Degree) -> list[Place]:
     """The places of all ranks of a worker."""
-    stages = [ThreadGroup(degree.tensor) for _ in range(degree.pipeline)]
+    stages, ranks = [ThreadGroup(degree.tensor) for _ in range(degree.pipeline)], ThreadGroup(degree.ranks)
     return [
-        Place(degree, rank, ThreadCollective(stages[rank // degree.tensor], rank % degree.tensor))
+        Place(
+            degree,
+            rank,
+            ThreadCollective(stages[rank // degree.tensor], rank % degree.tensor),
+            ThreadCollective(ranks, rank),
+        )
         for rank in range(degree.ranks)
     ]
 
@@ -80,7 +121,7 @@ def on_ranks(places: list[Place], run: Callable[[Place], T]) -> list[T]:
         try:
             return run(place)
         except BaseException:
-            place.group.abort()
+            place.abort()
             raise
 
     with ThreadPoolExecutor(len(places)) as pool:

@@ -348,6 +348,8 @@ async def test_frames_keep_their_order_if_their_steps_end_while_the_link_looks(e
 class EndsAtOnce:
     """Writes that end in `submit`, once the link's thread has prepared their frame and waits."""
 
+    begun = True
+
     def __init__(self, log: Log) -> None:
         self._log = log
         self._loop = threading.get_ident()
@@ -383,7 +385,7 @@ async def test_the_finish_of_a_hand_off_does_not_wait_for_another_ones_step() ->
         told, late = list[int](), LateWrites()
         ends.send(1, written=late, of="late")
         ends.send(2, of="early")
-        ends.sender.after_frames("a", 1, lambda: told.append(len(ends.values("begun"))))
+        ends.sender.after_frames("a", 1, ("early", 1), lambda: told.append(len(ends.values("begun"))))
         for _ in range(2):
             ends.receive()
         await until(lambda: told)

@@ -137,7 +137,7 @@ class SendJob(FrameJob):
         """Memory of the pool that is sent in the buffer's place."""
 
     def prepare(self, link: Link, buffer: Tensor) -> None:
-        queues = link.stream is None and self._place.queues(buffer, self._check(link))
+        queues = self.written.begun and link.stream is None and self._place.queues(buffer, self._check(link))
         if queues and self._claim.enter():
             self._open = self._prepared = True
             with beside():

@@ -97,10 +97,10 @@ class Job(Protocol):
 class AfterFrames:
     """A job that transfers nothing: it makes a call once its hand-off's frames, queued before it, are announced."""
 
-    key: Key | None = None
     written: KVWrites = WRITTEN
 
-    def __init__(self, call: Callable[[], None]) -> None:
+    def __init__(self, key: Key, call: Callable[[], None]) -> None:
+        self.key: Key | None = key
         self._call = call
 
     def begin(self, link: Link, buffer: torch.Tensor) -> Pending | None:
@@ -387,11 +387,11 @@ class LinkManager:
         self._links.move_to_end(peer)
         link.submit(job)
 
-    def after_frames(self, peer: str, epoch: int, call: Callable[[], object]) -> None:
+    def after_frames(self, peer: str, epoch: int, key: Key, call: Callable[[], object]) -> None:
         links = list(self._of(peer, epoch).values())
         behind = call if len(links) == 1 else countdown(len(links), call)
         for link in links:
-            link.submit(AfterFrames(partial(self._runtime.post, behind)))
+            link.submit(AfterFrames(key, partial(self._runtime.post, behind)))
 
     def close(self, peer: str, reason: str) -> None:
         links = self._links.pop(peer, None)

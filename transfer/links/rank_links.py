@@ -6,10 +6,13 @@ write, are in other processes: commands go there over a channel, and reports com
     command     open, meet, close       the links of an epoch, as `Links` says
                 send, receive, drain    a frame, by a number
                 stop                    closes the frame's claim: it ends as LOST unless a thread has the blocks already
-                after                   a number that comes back behind the announcements of the frames before it
+                after                   a number that comes back behind the announcements of a hand-off's frames before it
     report      tell, gone              an entry of a link's rendezvous; the end of an epoch's links
                 announced, ended        of a frame, by its number
                 after                   the number
+
+A frame's command is sent at once, with the number of the step that computes its KV: each rank waits for its own part of
+that, so that a pipeline stage sends a chunk when it has left the stage.
 
 A channel keeps the order of its messages, so announcements leave rank 0 in the order in which their frames are on their
 link. If a channel is lost, its frames never end, because nobody knows whether their blocks are still in use: the worker
@@ -25,7 +28,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from kvrelay.engine.kv.layout import KVLayout, LayerPart
-from kvrelay.engine.kv.writes import WRITTEN
+from kvrelay.engine.kv.writes import StepWrites
 from kvrelay.transfer.frames.frames import PoolFrames, announce
 from kvrelay.transfer.links.links import LinkManager, countdown
 from kvrelay.transfer.protocol.events import Frame, Outcome
@@ -36,6 +39,8 @@ from kvrelay.transfer.protocol.routes import RankPair, Route, Slice
 
 logger = logging.getLogger(__name__)
 
+COMMITTED = -1
+"""Stands for the step of KV that all ranks have computed."""
 Command = dict[str, Any]
 """A message of a channel in either direction: numbers, texts, bytes, and lists of them, by name. `do` is its kind."""
 
@@ -61,8 +66,6 @@ class RankJob:
     ended: Callable[[Outcome], object] | None = None
     """Called once; the rank doesn't touch the blocks after that."""
     on_stop: Callable[[], object] | None = None
-    key: Key | None = None
-    written: Any = WRITTEN
 
     def stop(self) -> None:
         """The frame isn't wanted any more."""
@@ -100,6 +103,8 @@ class RankFrames:
         on_read: Callable[[], None],
     ) -> Any:
         if frame.states or not route.ranks.sender:
+            if isinstance(claim.written, StepWrites):
+                claim.written = claim.written.own
             return self._own.send(key, frame, claim, source, route, announced, on_read)
         job = self._job("send", key, frame, claim, source, route)
         job.announced, job.ended = partial(announced, announce(key, frame)), lambda outcome: on_read()
@@ -136,8 +141,9 @@ class RankFrames:
             "first_block": first,
             "blocks": list(table[first:end]),
             "route": packed_route(route),
+            "step": claim.written.step if isinstance(claim.written, StepWrites) else COMMITTED,
         }
-        job = RankJob(command, claim, key=key, written=claim.written)
+        job = RankJob(command, claim)
         claim.give(job.stop)
         return job
 
@@ -154,8 +160,6 @@ class _Epoch:
     """What is called when a rank returns the number of an `after`."""
     announcing: dict[int, Callable[[], object]] = field(default_factory=dict)
     """What announces a frame, by the frame's number. A frame that is copied before it is sent ends before that."""
-    held: list[RankJob] = field(default_factory=list)
-    """Frames whose KV isn't there yet."""
 
 
 class RankLinks:
@@ -215,23 +219,25 @@ class RankLinks:
         if links is None:
             job.fail("the link of this epoch has ended")
             return
-        job.command |= {"peer": peer, "epoch": epoch, "ranks": list(ranks)}
-        job.on_stop = partial(self._stop_held, links, job)
-        links.held.append(job)
-        if not job.written.ended:
-            job.written.then(partial(self._runtime.post, self._flush, links))
-        self._flush(links)
+        number = next(self._numbers)
+        job.command |= {"peer": peer, "epoch": epoch, "ranks": list(ranks), "number": number}
+        channel = self._channels[ranks[links.spec.rank]]
+        if job.announced is not None:
+            links.announcing[number] = job.announced
+        if job.ended is not None:
+            self._jobs[number] = job
+            job.on_stop = partial(channel.send, {"do": "stop", "number": number})
+        channel.send(job.command)
 
-    def after_frames(self, peer: str, epoch: int, call: Callable[[], object]) -> None:
+    def after_frames(self, peer: str, epoch: int, key: Key, call: Callable[[], object]) -> None:
         links = self._of(peer, epoch)
         if links is None:
             return
-        self._flush(links)
         behind = countdown(1 + len(links.ranks), call)
-        self._own.after_frames(peer, epoch, behind)
+        self._own.after_frames(peer, epoch, key, behind)
         number = next(self._numbers)
         links.behind[number] = behind
-        self._tell_all(links.ranks, {"do": "after", "peer": peer, "epoch": epoch, "number": number})
+        self._tell_all(links.ranks, {"do": "after", "peer": peer, "epoch": epoch, "key": list(key), "number": number})
 
     def close(self, peer: str, reason: str) -> None:
         links = self._epochs.pop(peer, None)
@@ -258,9 +264,6 @@ class RankLinks:
         spec = links.spec
         self._tell_all(links.ranks, {"do": "close", "peer": spec.peer, "epoch": spec.epoch, "reason": reason})
         links.behind.clear()
-        held, links.held = links.held, []
-        for job in held:
-            job.fail(reason)
 
     def _ended(self, links: _Epoch, end: LinkEnd) -> None:
         """A link has ended, of this or another rank: so do all of its epoch."""
@@ -270,33 +273,6 @@ class RankLinks:
         if self._epochs.get(links.spec.peer) is links:
             self.close(links.spec.peer, f"a link of the same epoch has ended: {end.reason}")
         links.spec.on_end(end)
-
-    def _flush(self, links: _Epoch) -> None:
-        """Sends the commands of frames whose KV is there. Those of a hand-off keep their order on each link."""
-        ready, rest, waiting = list[RankJob](), list[RankJob](), set[tuple[Key | None, tuple[int, int]]]()
-        for job in links.held:
-            place = job.key, tuple(job.command["ranks"])
-            if job.written.ended and place not in waiting:
-                ready.append(job)
-            else:
-                waiting.add(place)
-                rest.append(job)
-        links.held = rest
-        for job in ready:
-            number = next(self._numbers)
-            channel = self._channels[job.command["ranks"][links.spec.rank]]
-            job.on_stop = None
-            if job.announced is not None:
-                links.announcing[number] = job.announced
-            if job.ended is not None:
-                self._jobs[number] = job
-                job.on_stop = partial(channel.send, {"do": "stop", "number": number})
-            channel.send(job.command | {"number": number})
-
-    def _stop_held(self, links: _Epoch, job: RankJob) -> None:
-        if job in links.held:
-            links.held.remove(job)
-            self._runtime.post(job.fail, "stopped")
 
     def _on_report(self, report: Command) -> None:
         match report:

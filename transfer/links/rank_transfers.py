@@ -4,10 +4,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvrelay.engine.kv.writes import WRITTEN, KVWrites
+from kvrelay.engine.kv.writes import WRITTEN, RankWrites
 from kvrelay.transfer.frames.frames import PoolFrames
 from kvrelay.transfer.links.links import LinkManager
-from kvrelay.transfer.links.rank_links import Command, RankChannel, unpacked_frame, unpacked_route
+from kvrelay.transfer.links.rank_links import COMMITTED, Command, RankChannel, unpacked_frame, unpacked_route
 from kvrelay.transfer.protocol.events import Outcome
 from kvrelay.transfer.protocol.messages import Push
 from kvrelay.transfer.protocol.ports import BlockClaim, LinkEnd, LinkSpec, NoTransportError, Runtime
@@ -23,21 +23,20 @@ class RankTransfers:
         links: LinkManager,
         frames: PoolFrames,
         runtime: Runtime,
-        written: Callable[[], KVWrites] = lambda: WRITTEN,
+        writes: RankWrites | None = None,
     ) -> None:
         """
         Args:
             channel: to rank 0, which this listens to.
             links: of this rank.
             frames: makes jobs on this rank's pools.
-            written: the KV writes of the steps that this rank has launched so far. A frame's KV is there at rank 0 when
-                its command is sent; on a GPU, this rank's part of it may be still on its way.
+            writes: of this rank's steps; None if frames are sent behind the commit of theirs only.
         """
         self._channel = channel
         self._links = links
         self._frames = frames
         self._runtime = runtime
-        self._written = written
+        self._writes = writes
         self._claims: dict[int, BlockClaim] = {}
         channel.listen(self._on_command, self._on_lost)
 
@@ -55,8 +54,8 @@ class RankTransfers:
             case {"do": "close", "peer": peer, "epoch": epoch, "reason": reason}:
                 if self._links.epoch(peer) == epoch:
                     self._links.close(peer, reason)
-            case {"do": "after", "peer": peer, "epoch": epoch}:
-                self._links.after_frames(peer, epoch, partial(self._channel.send, command))
+            case {"do": "after", "peer": peer, "epoch": epoch, "key": [request, attempt]}:
+                self._links.after_frames(peer, epoch, (request, attempt), partial(self._channel.send, command))
             case {"do": "send" | "receive" | "drain", "peer": peer, "epoch": epoch, "ranks": ranks}:
                 self._links.submit(peer, epoch, RankPair(*ranks), self._job(command))
             case {"do": "stop", "number": number}:
@@ -106,7 +105,8 @@ class RankTransfers:
             claim = self._claims[number] = BlockClaim()
             on_end = partial(post, self._ended, number)
             return self._frames.receive(key, frame, claim, table, command["keep"], route, on_end)
-        claim = self._claims[number] = BlockClaim(self._written())
+        step, writes = command["step"], self._writes
+        claim = self._claims[number] = BlockClaim(WRITTEN if step == COMMITTED or writes is None else writes.of(step))
         announced, on_read = partial(post, self._announced, command), partial(post, self._ended, number)
         return self._frames.send(key, frame, claim, table, route, announced, on_read)
 

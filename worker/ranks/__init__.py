@@ -4,6 +4,7 @@
     engine thread   --- step plans (`steps`) --->   main thread runs its part of each step
     event loop      <-- signs of life, links -->    its own thread and event loop (`control`)
 
-All ranks are one incarnation with one fate. A rank that has ended, has failed, or is silent for SILENT_SECONDS ends the
-others: rank 0 kills them and fails as a worker does; a rank that hears nothing of rank 0 ends itself.
+All ranks are one incarnation with one fate. A rank that has ended, has failed, or is frozen ends the others: rank 0
+kills them and fails as a worker does; a rank that finds rank 0 frozen ends itself, and the kernel kills it with rank 0.
+A silent rank is frozen unless it computes (`kvrelay.machine.silence`). SIGTERM is for rank 0 alone, which drains first.
 """

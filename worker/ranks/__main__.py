@@ -2,6 +2,7 @@
 
 The main thread runs rank 0's plans. The process ends with code 0 when rank 0 closes the socket for plans, and at once
 when rank 0 is gone, silent, or has closed the control channel.
+The kernel kills it with rank 0, even if it is frozen.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import importlib
 import logging
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -16,13 +18,16 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from psutil import Process
 from pydantic import TypeAdapter
 
 from kvrelay.engine.degree import Degree
+from kvrelay.engine.kv.writes import RankWrites
 from kvrelay.engine.ranks.collective import CollectiveError
 from kvrelay.engine.ranks.meet import meet
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.runner.leading import follow
+from kvrelay.machine.forks import end_with_parent
 from kvrelay.rpc import log
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.transfer.frames.frames import PoolFrames
@@ -31,15 +36,19 @@ from kvrelay.transfer.links.rank_transfers import RankTransfers
 from kvrelay.transfer.protocol.ports import LoopRuntime
 from kvrelay.transfer.transports.registry import available_transports
 from kvrelay.worker.config import WorkerConfig
-from kvrelay.worker.ranks.channel import Channel, LinkChannel, receive_bytes
-from kvrelay.worker.ranks.group import BEAT_SECONDS, SILENT_SECONDS
+from kvrelay.worker.ranks.channel import SILENT_SECONDS, Channel, LinkChannel, receive_bytes
+from kvrelay.worker.ranks.group import BEAT_SECONDS
 
 logger = logging.getLogger(__name__)
 
 
 def main(steps: int, control: int) -> int:
     """Runs the rank; returns its exit code."""
-    channel = Channel(socket.socket(fileno=control), "rank 0")
+    # Rank 0 ends this process: a signal to all processes of a terminal, or of a control group, is rank 0's to follow.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
+    channel = Channel(socket.socket(fileno=control), "rank 0", Process(os.getppid()))
     first: queue.SimpleQueue[Any] = queue.SimpleQueue()
     links = LinkChannel(channel)
 
@@ -57,13 +66,20 @@ def main(steps: int, control: int) -> int:
         degree = Degree(options["tensor"], options["pipeline"])
         config = TypeAdapter(WorkerConfig).validate_json(options["config"])
         place = meet(Path(options["meeting"]), degree, options["rank"], config.engine.threads)
-        channel.send({"met": True})
+        channel.send({"arrived": "met"})
         module, _, name = options["build"].partition(":")
         build = getattr(importlib.import_module(module), name)
         runner = build(Path(options["folder"]), config.dtype, config.engine, place)
-        threading.Thread(target=_run_links, args=(links, config, runner, place.rank), name="links", daemon=True).start()
+        writes, listening = RankWrites(), threading.Event()
+        given = links, config, runner, place.rank, writes, listening
+        threading.Thread(target=_run_links, args=given, name="links", daemon=True).start()
         connection = socket.socket(fileno=steps)
-        follow(runner, lambda: receive_bytes(connection), lambda: None)
+
+        def on_warm() -> None:
+            listening.wait()
+            channel.send({"arrived": "ready"})
+
+        follow(runner, lambda: receive_bytes(connection), on_warm, writes.launched)
     except CollectiveError as error:
         _end(str(error))
     except BaseException as error:  # rank 0 must learn of it, whatever it was
@@ -74,8 +90,15 @@ def main(steps: int, control: int) -> int:
     return 0
 
 
-def _run_links(channel: LinkChannel, config: WorkerConfig, runner: Runner, rank: int) -> None:
-    """Runs this rank's links, as rank 0 says."""
+def _run_links(
+    channel: LinkChannel,
+    config: WorkerConfig,
+    runner: Runner,
+    rank: int,
+    writes: RankWrites,
+    listening: threading.Event,
+) -> None:
+    """Runs this rank's links, as rank 0 says; sets `listening` when it can."""
 
     async def run() -> None:
         runtime, transfer = LoopRuntime(), config.transfer
@@ -85,7 +108,8 @@ def _run_links(channel: LinkChannel, config: WorkerConfig, runner: Runner, rank:
         limits = LinkLimits(transfer.max_links, transfer.gpu_buffer_bytes)
         timeouts = LinkTimeouts(transfer.frame_timeout_seconds, transfer.dial_timeout_seconds)
         manager = LinkManager(transports, limits, timeouts, transfer.transport, runtime, rank)
-        RankTransfers(channel, manager, PoolFrames(runner.pools, transfer.checksum), runtime)
+        RankTransfers(channel, manager, PoolFrames(runner.pools, transfer.checksum), runtime, writes)
+        listening.set()
         await asyncio.Event().wait()
 
     try:
@@ -99,9 +123,8 @@ def _live(channel: Channel) -> None:
     """Sends signs of life, and ends the process without those of rank 0."""
     while True:
         channel.send({"alive": True})
-        silent = time.monotonic() - channel.heard
-        if silent > SILENT_SECONDS:
-            _end(f"rank 0 is silent for {silent:.1f} s")
+        if verdict := channel.silence.verdict():
+            _end(f"rank 0 {verdict}")
         time.sleep(BEAT_SECONDS)
 
 

@@ -6,18 +6,22 @@ import queue
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]  # it ships no types
+from psutil import Process
+
+from kvrelay.machine.silence import Silence
 
 logger = logging.getLogger(__name__)
 
 HEADER = struct.Struct("<I")
 MAX_BYTES = 2**28
 """Size limit of a message in bytes."""
+SILENT_SECONDS = 2.5
+"""Seconds without a message after which a process that doesn't compute is frozen: it is noticed within 3 s."""
 
 
 class ChannelEndedError(ConnectionError):
@@ -65,11 +69,12 @@ def _exactly(connection: socket.socket, count: int) -> bytes | None:
 class Channel:
     """One end of a control socket. `send` never waits: a thread of its own writes, another one reads."""
 
-    def __init__(self, connection: socket.socket, name: str) -> None:
-        """`name` is that of the other end."""
+    def __init__(self, connection: socket.socket, name: str, process: Process) -> None:
+        """`name` and `process` are those of the other end."""
         self.name = name
-        self.heard = time.monotonic()
-        """Time of the last message of the other end."""
+        self.silence = Silence(SILENT_SECONDS)
+        """How long the other end has sent nothing. Before its first message it isn't silent: it imports."""
+        self._process = process
         self._connection = connection
         self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
@@ -91,7 +96,7 @@ class Channel:
     def _read(self, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
         try:
             while (data := receive_bytes(self._connection)) is not None:
-                self.heard = time.monotonic()
+                self.silence.answered(self._process)
                 on_message(msgpack.unpackb(data))
         except OSError as error:
             logger.debug("channel to %s: %s", self.name, error)

@@ -71,12 +71,12 @@ class Weights:
     """All weights of a model, or those of one rank: `slices` has what they are."""
 
     embedding: Tensor | None
-    """[vocab, hidden]; None if tokens are looked up in the head, or by an earlier pipeline stage."""
+    """[vocab, hidden]; None if tokens are looked up in the head, or by the first pipeline stage."""
     layers: tuple[Layer, ...]
     norm: Norm | None
-    """None if a later stage has it."""
+    """The last norm; None if the first stage has it."""
     head: Linear | None
-    """hidden -> vocab; None if a later stage has it."""
+    """hidden -> vocab; None if the first stage has it."""
     rotary: Tensor
     """float32 [R, 2, D / 2] of each of `ModelConfig.distinct_ropes`; see `rope.rotary`."""
 
@@ -151,7 +151,7 @@ class Decoder:
         """[hidden] weights of the norm before the head.
 
         Raises:
-            ValueError: a later pipeline stage has it.
+            ValueError: the first pipeline stage has it.
         """
         if self._weights.norm is None:
             raise ValueError(f"the norm before the head is on another stage than {self.place.stage}")

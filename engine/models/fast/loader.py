@@ -127,15 +127,15 @@ def load_weights(
     names = tuple(name for name in expected if name in checkpoint.tensors and slices.reads(name))
     files = TensorFiles(checkpoint, names, dtype, device, on_loaded, keep=making.keep)
     # The head first: it is large, and as it is read and laid out, nothing else is in memory yet.
-    projection, embedding = _head(files, slices, making) if slices.last else (None, None)
-    if slices.last and config.tie_embeddings and making.has_embedding:
+    projection, embedding = _head(files, slices, making) if slices.has_vocabulary else (None, None)
+    if slices.has_vocabulary and config.tie_embeddings and making.has_embedding:
         embedding = None
         files.skip(EMBEDDING)
-    elif slices.first and embedding is None:
+    elif slices.has_vocabulary and embedding is None:
         embedding = files.take(Part(f"{EMBEDDING}.weight", slices.vocabulary))
     first = slices.own.first_layer
     layers = tuple(_layer(files, slices, linear, making, first + index) for index in range(slices.own.layers))
-    norm = _norm(files, config, NORM) if slices.last else None
+    norm = _norm(files, config, NORM) if slices.has_vocabulary else None
     if files.kept or files.dequantized:
         logger.info(
             "GGUF: weights kept as they are stored: %s; held as %s: %s",
@@ -144,7 +144,7 @@ def load_weights(
             _counts(files.dequantized),
         )
     return Weights(
-        embedding=embedding if slices.first else None,
+        embedding=embedding,
         layers=layers,
         norm=norm,
         head=projection,

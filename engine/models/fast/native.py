@@ -102,12 +102,12 @@ class NativeDecoder:
         Args:
             config: of what this rank computes.
             weights: with linear layers made by `kernels.cpu.packed.packer(team)`.
-            place: of the rank; there is one pipeline stage.
+            place: of the rank.
 
         Raises:
-            ValueError: the weights aren't those of all layers.
+            ValueError: the rank is of the first pipeline stage, and the weights have no head or no norm before it.
         """
-        if weights.norm is None or weights.head is None:
+        if place.stage == 0 and (weights.norm is None or weights.head is None):
             raise ValueError("the weights have no head or no norm before it")
         self.config = config
         self.place = place
@@ -121,11 +121,12 @@ class NativeDecoder:
         self._rotations = [config.distinct_ropes.index(rope) for rope in config.ropes]
         self._attention = attention
         self._team = team
-        self._norm = weights.norm.weight.float()
-        self._last_norm = weights.norm.times(config.traits.logits_scale, torch.float32)
+        norm = weights.norm
+        self._norm = None if norm is None else norm.weight.float()
+        self._last_norm = None if norm is None else norm.times(config.traits.logits_scale, torch.float32)
         gates = {"silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL}
         self._activation = gates[config.activation] if config.traits.gated else Epilogue.GELU
-        self._head = _packed(weights.head)
+        self._head = None if weights.head is None else _packed(weights.head)
         self._rows = ctypes.c_int64()
         self._tokens = ctypes.c_void_p()
         self._cuts: tuple[int, ...] = ()
@@ -142,16 +143,19 @@ class NativeDecoder:
             step=attention.step,
             width=config.hidden_size,
         )
-        self._sample_args = SampleArgs(rows=ctypes.addressof(self._rows), width=self._head.outputs)
-        self._pass_args.sample = ctypes.addressof(self._sample_args)
-        self._sample_space = torch.empty(workspace_floats(team.threads, self._head.outputs))
-        self._sample_args.workspace = self._sample_space.data_ptr()
         self._choosing: Program | None = None
         """Layers and all that is behind them; None until it is recorded anew, with new buffers."""
         self._head_input: Tensor | None = None
         """[rows, hidden] normed input of the head, for layer norms."""
         self._record(64)
-        self._make_logits(1)
+        self._logits_capacity = 0
+        if self._head is None:
+            return
+        self._sample_args = SampleArgs(rows=ctypes.addressof(self._rows), width=self._head.outputs)
+        self._pass_args.sample = ctypes.addressof(self._sample_args)
+        self._sample_space = torch.empty(workspace_floats(team.threads, self._head.outputs))
+        self._sample_args.workspace = self._sample_space.data_ptr()
+        self._make_logits(self._head, 1)
 
     @property
     def embedding(self) -> Tensor | None:
@@ -161,6 +165,8 @@ class NativeDecoder:
     @property
     def norm(self) -> Tensor:
         """As `Decoder.norm`."""
+        if self._norm is None:
+            raise ValueError(f"the norm before the head is on another stage than {self.place.stage}")
         return self._norm
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, *, taps: Taps = NO_TAPS) -> Tensor:
@@ -172,7 +178,7 @@ class NativeDecoder:
         Raises:
             CollectiveError: another rank didn't take part.
         """
-        count, last = len(tokens), self.config.layers
+        count, last = len(tokens), self.config.first_layer + self.config.layers
         # A program stays cut where a step needed it once: to record it anew takes longer than to run its parts.
         cuts = tuple(sorted({layer for layer in taps if layer != last}.union(self._cuts)))
         if cuts != self._cuts:
@@ -180,8 +186,11 @@ class NativeDecoder:
             self._record(self._capacity)
         self._make_room(count)
         self._rows.value = count
-        self._tokens.value = tokens.data_ptr()
         hidden = self._residual[:count, : self.config.hidden_size]
+        if self._head is None:
+            hidden.copy_(tokens)
+        else:
+            self._tokens.value = tokens.data_ptr()
         for program, pause in self._programs:
             self._team.run(program)
             if self._shared is not None:
@@ -205,7 +214,7 @@ class NativeDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [N, vocab] of rows of `forward`'s result, [N, hidden]; valid until the next call.
 
-        A rank has the logits of its part of the vocabulary.
+        A rank has the logits of its part of the vocabulary, and those of later pipeline stages have none.
         """
         count = len(hidden)
         self._make_room(0, count)
@@ -235,11 +244,12 @@ class NativeDecoder:
         Raises:
             MemoryError: no memory for the work lists of attention.
         """
+        head = self._own_head()
         self._attention.plan_rows(plan.starts, plan.lengths, plan.block_tables, plan.side_tables)
         tokens, each = plan.num_tokens, len(rows)
         self._make_room(tokens, each)
         if self._choosing is None:
-            self._choosing = self._record_choosing()
+            self._choosing = self._record_choosing(head)
         numbers, largest = self._numbers.take(tokens + (1 + count) * each), self._largest.take(count * each)
         numbers[:tokens] = plan.tokens
         numbers[tokens : tokens + each] = plan.lengths.cumsum()[rows] - 1
@@ -255,12 +265,12 @@ class NativeDecoder:
         shape = count, each
         return numbers[tokens + each :].reshape(shape).tolist(), largest.reshape(shape).tolist()
 
-    def _record_choosing(self) -> Program:
-        """Layers and all that is behind them, with the present buffers."""
+    def _record_choosing(self, linear: PackedLinear) -> Program:
+        """Layers, the head and all that is behind it, with the present buffers."""
         args, sample = self._pass_args, self._sample_args
         args.hidden, args.hidden_stride = self._residual.data_ptr(), self._residual.stride(0)
         sample.input, sample.input_stride = self._logits.data_ptr(), self._logits.stride(0)
-        head = self._project(self._head, Epilogue.STORE, self._residual, self._logits, self._last_norm)
+        head = self._project(linear, Epilogue.STORE, self._residual, self._logits, self._last_norm)
         behind = (GATHER, args), *head, (SAMPLE, sample), (FOLLOW, args)
         return Program(self._team.library, *self._layer_steps, *behind)
 
@@ -269,16 +279,26 @@ class NativeDecoder:
         if tokens > self._capacity:
             self._record(max(tokens, 2 * self._capacity))
         if logits > self._logits_capacity:
-            self._make_logits(max(logits, 2 * self._logits_capacity))
+            self._make_logits(self._own_head(), max(logits, 2 * self._logits_capacity))
 
-    def _make_logits(self, capacity: int) -> None:
+    def _own_head(self) -> PackedLinear:
+        """The head.
+
+        Raises:
+            ValueError: the first pipeline stage has it.
+        """
+        if self._head is None:
+            raise ValueError(f"the head is on another stage than {self.place.stage}")
+        return self._head
+
+    def _make_logits(self, head: PackedLinear, capacity: int) -> None:
         """Makes the buffer of logits, for up to `capacity` rows, and the program that writes it."""
         self._logits_capacity = capacity
-        self._logits = torch.empty(capacity, self._head.outputs)
+        self._logits = torch.empty(capacity, head.outputs)
         if self.config.traits.layer_norm:
             self._head_input = torch.empty(capacity, self.config.hidden_size)
         self._head_steps = self._project(
-            self._head, Epilogue.STORE, self._residual, self._logits, self._last_norm, self._head_input
+            head, Epilogue.STORE, self._residual, self._logits, self._last_norm, self._head_input
         )
         self._head_program = Program(self._team.library, *self._head_steps)
         self._choosing = None
@@ -302,10 +322,12 @@ class NativeDecoder:
         if traits.norms.attention or traits.norms.mlp or self._group.size > 1:
             self._update = _buffer(arena, capacity, config.hidden_size)
         self._workspace = arena.take(max(linear.workspace_bytes for linear in self.linears()))
-        steps: list[Step | _Sum | _Tap] = [(EMBED, self._embed()), *self._sum(self._residual, self._residual)]
+        steps: list[Step | _Sum | _Tap] = []
+        if self._head is not None:
+            steps = [(EMBED, self._embed(self._head)), *self._sum(self._residual, self._residual)]
         for index, layer in enumerate(layers):
-            if index in self._cuts:
-                steps.append(_Tap(index))
+            if config.first_layer + index in self._cuts:
+                steps.append(_Tap(config.first_layer + index))
             steps += self._project(layer.qkv, Epilogue.STORE, self._residual, self._qkv, layer.input_norm)
             steps += self._joint_norms(layer.joint_norms)
             steps += self._attention.record(
@@ -380,13 +402,14 @@ class NativeDecoder:
         return [(ALL_REDUCE, args)]
 
     def linears(self) -> Iterator[PackedLinear]:
-        """The packed weights: four of each layer, and the head."""
+        """The packed weights: four of each layer, and the head if the rank has it."""
         for layer in self._layers:
             yield from map(_packed, (layer.qkv, layer.output, layer.gate_up, layer.down))
-        yield self._head
+        if self._head is not None:
+            yield self._head
 
-    def _embed(self) -> EmbedArgs:
-        table, head = self._embedding, self._head.args(Epilogue.STORE)
+    def _embed(self, linear: PackedLinear) -> EmbedArgs:
+        table, head = self._embedding, linear.args(Epilogue.STORE)
         return EmbedArgs(
             rows=ctypes.addressof(self._rows),
             tokens=ctypes.addressof(self._tokens),

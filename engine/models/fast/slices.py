@@ -8,7 +8,8 @@
     down                   all                           the same part
 
 So each rank computes whole heads and columns of the MLP by itself, and what the ranks have behind `output` and `down`
-is added up (Shoeybi et al., arXiv:1909.08053). The first rank of a stage has the biases of these two.
+is added up (Shoeybi et al., arXiv:1909.08053). The first rank of a stage has the biases of these two. The first of
+several pipeline stages has embedding, last norm and head.
 """
 
 from dataclasses import dataclass
@@ -75,14 +76,9 @@ class Slices:
         )
 
     @property
-    def first(self) -> bool:
-        """Whether the rank is of the first pipeline stage, which has the embedding."""
+    def has_vocabulary(self) -> bool:
+        """Whether the rank has embedding, last norm and head: those of the first pipeline stage do."""
         return self.place.stage == 0
-
-    @property
-    def last(self) -> bool:
-        """Whether the rank is of the last pipeline stage, which has the last norm and the head."""
-        return self.place.stage == self.place.degree.pipeline - 1
 
     def outputs(self, part: str) -> list[Part]:
         """The rows of a projection (`checkpoint.projections`), by tensor, in the order of the joined outputs."""
@@ -111,8 +107,7 @@ class Slices:
         if name.startswith("model.layers."):
             first = self.own.first_layer
             return first <= int(name.split(".")[2]) < first + self.own.layers
-        tied = self.config.tie_embeddings and self.last
-        return self.first or tied if name.startswith(f"{EMBEDDING}.") else self.last
+        return self.has_vocabulary
 
     @property
     def head(self) -> Part:
@@ -126,12 +121,12 @@ def _heads(heads: range, of: int, dim: int) -> Span:
 
 
 def share_hashes(checkpoint: Checkpoint, place: Place) -> None:
-    """Has each rank of the stage hash a part of the checkpoint's tensors, so that no rank must read all of them.
+    """Has each rank hash a part of the checkpoint's tensors, so that no rank must read all of them.
 
     Raises:
         CollectiveError: a rank of the group is lost.
     """
-    group, names = place.group, sorted(checkpoint.tensors)
+    group, names = place.all, sorted(checkpoint.tensors)
     if group.size == 1:
         return
     sizes = torch.tensor([checkpoint.tensors[name].end - checkpoint.tensors[name].begin for name in names])
@@ -144,12 +139,3 @@ def share_hashes(checkpoint: Checkpoint, place: Place) -> None:
     found = group.gather(hashes.view(torch.int32)).view(torch.uint8)
     for index, (name, owner) in enumerate(zip(names, owners, strict=True)):
         checkpoint.learn(name, bytes(found[owner, index].tolist()).hex())
-
-
-def smallest(place: Place, number: int) -> int:
-    """The smallest number that a rank of the stage has.
-
-    Raises:
-        CollectiveError: a rank of the group is lost.
-    """
-    return int(place.group.gather(torch.tensor([number])).min())

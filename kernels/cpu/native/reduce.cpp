@@ -1,29 +1,11 @@
 #include "reduce.h"
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <climits>
-#include <ctime>
 
 #include "simd.h"
 #include "team.h"
 
 namespace {
-
-using Word = std::atomic<uint32_t>;
-using Clock = std::chrono::steady_clock;
-
-constexpr int64_t LINE = 64, PAGE = 4096;
-
-struct alignas(LINE) Bell {
-    Word rung;      // changes with each wake-up
-    Word sleepers;  // threads that sleep, or are about to
-};
 
 // Written by its rank only.
 struct alignas(LINE) Arrival {
@@ -36,18 +18,6 @@ Word& aborted(const RankGroup& group) { return *reinterpret_cast<Word*>(group.me
 int64_t lane_bytes(int64_t ranks) { return sizeof(Bell) + ranks * sizeof(Arrival); }
 
 int64_t slots_begin(int64_t ranks, int64_t lanes) { return round_up(LINE + lanes * lane_bytes(ranks), PAGE); }
-
-// Not private, because the threads that share the word are those of several processes.
-void sleep_at(Word& word, uint32_t value, Clock::duration longest) {
-    const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(longest).count();
-    const timespec limit{ns / 1000000000, ns % 1000000000};
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, value, &limit, nullptr, 0);
-}
-
-void ring(Bell& bell) {
-    bell.rung.fetch_add(1);
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&bell.rung), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-}
 
 // One rank's end of one lane.
 class Lane {
@@ -64,30 +34,20 @@ public:
     bool meet() {
         const uint32_t number = mine_.barriers.load(std::memory_order_relaxed) + 1;
         mine_.barriers.store(number);
-        // The last rank to come sees all others here, and wakes those that sleep. Who counts itself as a sleeper later
-        // than this look sees that all have come.
+        // The last rank to come sees all others here, and wakes those that sleep.
         if (all_at(number)) {
             if (bell_.sleepers.load()) ring(bell_);
             return true;
         }
-        const auto began = Clock::now();
-        for (const auto end = began + std::chrono::nanoseconds(group_.spin_ns); Clock::now() < end;) {
-            for (int i = 0; i < 32; i++) {
-                if (all_at(number)) return true;
-                __builtin_ia32_pause();
-            }
-        }
-        bell_.sleepers.fetch_add(1);
-        const Failure failure = sleep_until(number, began + std::chrono::nanoseconds(group_.timeout_ns));
-        bell_.sleepers.fetch_sub(1);
+        const Failure failure =
+            wait_at(bell_, aborted(group_), group_.spin_ns, group_.timeout_ns, [&] { return all_at(number); });
         if (failure == NO_FAILURE) return true;
         fail(failure);
         return false;
     }
 
     void fail(Failure failure) {
-        Failure none = NO_FAILURE;  // the first reason stays
-        __atomic_compare_exchange_n(&group_.failure, &none, failure, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+        keep_first(group_.failure, failure);
         kvrelay_ranks_abort(&group_);
     }
 
@@ -101,17 +61,6 @@ private:
             if (int32_t(barriers(rank) - number) < 0) return false;
         }
         return true;
-    }
-
-    Failure sleep_until(uint32_t number, Clock::time_point deadline) {
-        for (;;) {
-            const uint32_t rung = bell_.rung.load();
-            if (all_at(number)) return NO_FAILURE;
-            if (aborted(group_).load()) return ABORTED;
-            const auto left = deadline - Clock::now();
-            if (left <= Clock::duration::zero()) return TIMED_OUT;
-            sleep_at(bell_.rung, rung, left);
-        }
     }
 
     RankGroup& group_;

@@ -16,9 +16,8 @@
 
 #include <cstdint>
 
+#include "bell.h"
 #include "linear.h"
-
-enum Failure : int32_t { NO_FAILURE = 0, TIMED_OUT = 1, ABORTED = 2 };
 
 // One rank's end of a group.
 struct RankGroup {

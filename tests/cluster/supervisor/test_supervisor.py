@@ -114,6 +114,7 @@ async def test_everyone_and_the_operator_learn_of_everyone_and_of_every_change()
             "pid": 7,
             "incarnation": "prefill-0#1",
             "state": "ready",
+            "ranks": {"tensor": 1, "pipeline": 1, "pids": [7]},
             "compatibility": "",
             "blocks": {"total": 9, "free": 4, "cached": 3, "held": 2},
             "requests": {"waiting": 1, "running": 2},

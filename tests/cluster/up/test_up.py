@@ -16,9 +16,9 @@ import pytest
 
 from kvrelay.cluster.errors import UsageError
 from kvrelay.cluster.processes.processes import alive, find
-from kvrelay.cluster.processes.silence import SILENT_SECONDS
 from kvrelay.cluster.supervisor.supervisor import MemberStart, Startup
 from kvrelay.cluster.up.launch import check_failures
+from kvrelay.machine.silence import SILENT_SECONDS
 from support.processes import wait_until
 
 SECONDS = 30.0

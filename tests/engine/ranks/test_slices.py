@@ -40,29 +40,28 @@ def build(folder: Path, place: Place | None = None, **options: Any) -> CpuRunner
 
 
 def logits_over(ranks: list[CpuRunner], tokens: list[int]) -> Tensor:
-    """Logits [tokens, vocabulary] of a prompt in two chunks, as the ranks of the last stage have them together."""
+    """Logits [tokens, vocabulary] of a prompt in two chunks, as the ranks of the first stage have them together."""
     degree = ranks[0].model.place.degree
-    plans = [(0, 7), (7, len(tokens))]
-    return torch.cat([_chunk(ranks, degree, tokens, *plan) for plan in plans])
+    return torch.cat([_chunk(ranks, degree, tokens, *plan) for plan in ((0, 7), (7, len(tokens)))])
 
 
 def _chunk(ranks: list[CpuRunner], degree: Degree, tokens: list[int], first: int, last: int) -> Tensor:
-    def run(runner: CpuRunner, hidden: Tensor | None) -> Tensor:
+    hidden: list[Tensor | None] = [None] * degree.tensor
+
+    def run(place: Place, runners: list[CpuRunner], logits: bool = False) -> Tensor:
+        runner, given = runners[place.rank % degree.tensor], hidden[place.rank % degree.tensor]
         sequence = PagedSequences(runner).add(tokens)
         sequence.computed = first
         plan = make_plan([(sequence, last - first, GREEDY)], runner.cache_layout)
         with torch.inference_mode():
-            out = runner.forward(plan, hidden=hidden)
-            return (runner.model.logits(out) if runner.model.place in final else out).clone()
+            if logits and given is not None:
+                return runner.model.logits(given).clone()
+            return runner.forward(plan, hidden=given).clone()
 
-    final = [runner.model.place for runner in ranks[-degree.tensor :]]
-    found: list[Tensor | None] = [None] * degree.tensor
-    for stage in range(degree.pipeline):
-        runners = ranks[stage * degree.tensor : (stage + 1) * degree.tensor]
-        found = on_ranks(
-            [runner.model.place for runner in runners],
-            lambda place, runners=runners, given=found: run(runners[place.group.place], given[place.group.place]),
-        )
+    stages = [ranks[at : at + degree.tensor] for at in range(0, len(ranks), degree.tensor)]
+    for runners in stages:
+        hidden[:] = on_ranks([runner.model.place for runner in runners], partial(run, runners=runners))
+    found = on_ranks([runner.model.place for runner in stages[0]], partial(run, runners=stages[0], logits=True))
     return torch.cat(found, 1)
 
 

@@ -51,7 +51,7 @@ STAGE_LEAVE: Stage
 STAGE_RETURN: Stage
 
 class Member(_message.Message):
-    __slots__ = ("name", "role", "incarnation", "address", "pid", "state", "transports", "loaded", "compatibility", "generation", "step_age_seconds", "slow_step_seconds", "failed", "http_address", "max_context", "context_limit", "roles", "weights", "kv_dtype", "metrics_address", "states", "prefill_attention", "tensor_ranks", "pipeline_stages")
+    __slots__ = ("name", "role", "incarnation", "address", "pid", "state", "transports", "loaded", "compatibility", "generation", "step_age_seconds", "slow_step_seconds", "failed", "http_address", "max_context", "context_limit", "roles", "weights", "kv_dtype", "metrics_address", "states", "prefill_attention", "tensor_ranks", "pipeline_stages", "rank_pids")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class Member(_message.Message):
     PREFILL_ATTENTION_FIELD_NUMBER: _ClassVar[int]
     TENSOR_RANKS_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_STAGES_FIELD_NUMBER: _ClassVar[int]
+    RANK_PIDS_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: Role
     incarnation: str
@@ -100,7 +101,8 @@ class Member(_message.Message):
     prefill_attention: str
     tensor_ranks: int
     pipeline_stages: int
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[MemberState, str]] = ..., transports: _Optional[_Iterable[str]] = ..., loaded: _Optional[float] = ..., compatibility: _Optional[str] = ..., generation: _Optional[int] = ..., step_age_seconds: _Optional[float] = ..., slow_step_seconds: _Optional[float] = ..., failed: _Optional[bool] = ..., http_address: _Optional[str] = ..., max_context: _Optional[int] = ..., context_limit: _Optional[_Union[_worker_pb2.ContextLimit, str]] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., weights: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., metrics_address: _Optional[str] = ..., states: _Optional[_Union[HiddenStates, _Mapping]] = ..., prefill_attention: _Optional[str] = ..., tensor_ranks: _Optional[int] = ..., pipeline_stages: _Optional[int] = ...) -> None: ...
+    rank_pids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[MemberState, str]] = ..., transports: _Optional[_Iterable[str]] = ..., loaded: _Optional[float] = ..., compatibility: _Optional[str] = ..., generation: _Optional[int] = ..., step_age_seconds: _Optional[float] = ..., slow_step_seconds: _Optional[float] = ..., failed: _Optional[bool] = ..., http_address: _Optional[str] = ..., max_context: _Optional[int] = ..., context_limit: _Optional[_Union[_worker_pb2.ContextLimit, str]] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., weights: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., metrics_address: _Optional[str] = ..., states: _Optional[_Union[HiddenStates, _Mapping]] = ..., prefill_attention: _Optional[str] = ..., tensor_ranks: _Optional[int] = ..., pipeline_stages: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HiddenStates(_message.Message):
     __slots__ = ("layers", "hidden_size", "dtype", "last")

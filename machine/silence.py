@@ -1,10 +1,10 @@
 """Tells a frozen process from a busy one. Both are silent; a busy one computes, or waits for a core or the disk."""
 
 import time
+from contextlib import suppress
 
-from psutil import Process
-
-from kvrelay.cluster.processes import processes
+import psutil
+from psutil import NoSuchProcess, Process
 
 SILENT_SECONDS = 3.0
 """Seconds without an answer after which a process that doesn't compute is frozen."""
@@ -19,7 +19,12 @@ PAUSE_SECONDS = 1.0
 class Silence:
     """Measures how long one process hasn't answered. The caller looks at it several times a second."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = SILENT_SECONDS) -> None:
+        """
+        Args:
+            seconds: without an answer after which a process that doesn't compute is frozen; 2.5 or more.
+        """
+        self._seconds = seconds
         self.process: Process | None = None
         """Process that answered last."""
         self._answered = self._looked = self._moved = time.monotonic()
@@ -39,9 +44,20 @@ class Silence:
         if self.process is None or silent < PAUSE_SECONDS:
             self._moved = now
             return ""
-        used, running = processes.activity(self.process)
+        used, running = activity(self.process)
         if running or used != self._used:
             self._used, self._moved = used, now
-        if silent >= HUNG_SECONDS or (silent >= SILENT_SECONDS and now - self._moved >= QUIET_SECONDS):
+        if silent >= HUNG_SECONDS or (silent >= self._seconds and now - self._moved >= QUIET_SECONDS):
             return f"has not answered for {silent:.0f} s"
         return ""
+
+
+def activity(process: Process) -> tuple[float, bool]:
+    """The CPU seconds that a process has used, and whether a thread of it runs, or waits for a core or the disk."""
+    running = False
+    with suppress(NoSuchProcess):
+        for thread in process.threads():
+            with suppress(NoSuchProcess):  # this thread has ended
+                running |= Process(thread.id).status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+        return sum(process.cpu_times()[:2]), running
+    return 0.0, running

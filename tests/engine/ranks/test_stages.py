@@ -1,0 +1,134 @@
+"""An engine over ranks of several pipeline stages yields what one process yields, and its stages compute at one time."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrelay.engine.build import engine_on
+from kvrelay.engine.config import EngineConfig, SpeculationConfig
+from kvrelay.engine.degree import Degree
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.kv.writes import RankWrites
+from kvrelay.engine.models.fast.native import NativeDecoder
+from kvrelay.engine.ranks.collective import CollectiveError, Place
+from kvrelay.engine.request import Request, SamplingParams
+from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
+from kvrelay.engine.runner.leading import LeadingRunner, follow
+from kvrelay.engine.scheduling.progress import Progress
+from support.rank_threads import on_ranks, places, shared_places
+from support.serving import reports_of, tokens_of
+
+WIDE = {"num_attention_heads": 8, "head_dim": 16, "hidden_size": 64, "num_hidden_layers": 5}
+PROMPTS = [[token * 7 % 300 for token in range(first, first + count)] for first, count in ((1, 70), (5, 3), (9, 41))]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=9, logprobs=2, prompt_logprobs=1),
+    SamplingParams(temperature=0.8, seed=3, top_p=0.9, max_tokens=6),
+    SamplingParams(temperature=0.0, max_tokens=7, min_tokens=5, repetition_penalty=1.3, logit_bias=((7, 3.0),)),
+]
+
+
+class ThreadRanks:
+    """Implements `Ranks`: the other ranks of a worker follow on threads of this process."""
+
+    def __init__(self, runners: Sequence[CpuRunner]) -> None:
+        self.place = runners[0].model.place
+        self._messages: list[queue.SimpleQueue[bytes | None]] = [queue.SimpleQueue() for _ in runners[1:]]
+        self.errors: list[BaseException] = []
+        self.writes = [RankWrites() for _ in runners[1:]]
+        self._threads = [
+            threading.Thread(target=self._follow, args=each)
+            for each in zip(runners[1:], self._messages, self.writes, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, message: bytes) -> None:
+        for messages in self._messages:
+            messages.put(message)
+
+    def _follow(self, runner: CpuRunner, messages: "queue.SimpleQueue[bytes | None]", writes: RankWrites) -> None:
+        try:
+            follow(runner, messages.get, lambda: None, writes.launched)
+        except BaseException as error:  # noqa: BLE001  # the test looks at it
+            self.errors.append(error)
+            runner.model.place.abort()
+
+    def close(self) -> None:
+        for messages in self._messages:
+            messages.put(None)
+        for thread in self._threads:
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def options(degree: Degree, **changes: Any) -> EngineConfig:
+    given = {"kv_memory_bytes": 2**22, "threads": 1, "max_batch_tokens": 32, "max_sequences": 8}
+    parallel = {"tensor_parallel": degree.tensor, "pipeline_parallel": degree.pipeline}
+    return EngineConfig(**{**given, **parallel, **changes}).on("cpu")
+
+
+@dataclass
+class Scene:
+    """A worker of several ranks on threads."""
+
+    engine: Engine
+    runners: list[CpuRunner]
+    ranks: ThreadRanks
+
+
+@contextmanager
+def worker(folder: Path, ranks: list[Place], **changes: Any) -> Iterator[Scene]:
+    config = options(ranks[0].degree, **changes)
+    build = partial(build_cpu_runner, folder, "float32", config)
+    runners = on_ranks(ranks, lambda place: build(place=place))
+    others = ThreadRanks(runners)
+    engine = engine_on(LeadingRunner(runners[0], others), config)
+    try:
+        engine.warm_up()
+        yield Scene(engine, runners, others)
+    finally:
+        others.close()
+    assert not others.errors
+
+
+def asked(prompts: Sequence[Sequence[int]] = PROMPTS, params: Sequence[SamplingParams] = PARAMS) -> list[Request]:
+    pairs = zip(prompts, params, strict=True)
+    return [Request(str(number), 0, tuple(prompt), len(prompt), one) for number, (prompt, one) in enumerate(pairs)]
+
+
+def one_process(folder: Path, requests: Sequence[Request], **changes: Any) -> dict[str, list[Progress]]:
+    config = options(Degree(), **changes)
+    return reports_of(engine_on(build_cpu_runner(folder, "float32", config), config), requests)
+
+
+def check_same(found: dict[str, list[Progress]], expected: dict[str, list[Progress]]) -> None:
+    assert tokens_of(found) == tokens_of(expected)
+    for name, reports in expected.items():
+        for kind in ("logprobs", "prompt_logprobs"):
+            mine, theirs = ([getattr(each, kind) for each in one if getattr(each, kind)] for one in (found[name], reports))
+            if kind == "prompt_logprobs":
+                mine, theirs = ([one for part in parts for one in part] for parts in (mine, theirs))
+            assert [one.top_ids for one in mine] == [one.top_ids for one in theirs]
+            assert [one.logprob for one in mine] == pytest.approx([one.logprob for one in theirs], abs=1e-4)
+
+
+@pytest.mark.parametrize("degree", [Degree(1, 2), Degree(2, 2), Degree(1, 3)], ids=str)
+@pytest.mark.parametrize("decoder", ["torch", "native", "native with shared memory"])
+def test_stages_yield_what_one_process_yields(
+    model_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, degree: Degree, decoder: str
+) -> None:
+    folder = model_of("llama", num_key_value_heads=4, **WIDE)
+    if decoder == "torch":
+        monkeypatch.setattr("kvrelay.engine.runner.cpu.library", lambda: None)
+    expected = one_process(folder, asked())
+    ranks = shared_places(degree.tensor, degree.pipeline) if "shared" in decoder else places(degree)
+    with worker(folder, ranks) as scene:
+        assert {isinstance(runner.model, NativeDecoder) for runner in scene.runners} == {decoder != "torch"}
+        check_same(reports_of(scene.engine, asked()), expected)
