@@ -29,10 +29,10 @@ from kvrelay.engine.models.choice import check_ranks, is_fast
 from kvrelay.engine.models.fast.loader import OnLoaded, load_embedding
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.config import read_config
-from kvrelay.engine.ranks.collective import Place
+from kvrelay.engine.ranks.collective import ALONE, Place
 from kvrelay.engine.runner.base import ModelRunner, Runner
 from kvrelay.engine.runner.cpu import build_cpu_runner
-from kvrelay.engine.runner.leading import LeadingRunner, Ranks
+from kvrelay.engine.runner.leading import LeadingModelRunner, LeadingRunner, Ranks
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.speculate import eagle_model, medusa
 from kvrelay.engine.speculate.base import Proposer
@@ -70,7 +70,7 @@ def build_engine(
     options = options.on(device, memory)
     check_ranks(folder, options)
     if not is_fast(folder, options.model_path):
-        return _build_general(folder, dtype, options, on_loaded)
+        return _build_general(folder, dtype, options, on_loaded, ranks)
     build = _builder(options)
     if device == "cuda":
         logger.info("the engine computes on %s", torch.cuda.get_device_name())
@@ -83,7 +83,7 @@ def build_engine(
     if ranks is None:
         runner = build(folder, dtype, options, on_loaded)
     else:
-        runner = LeadingRunner(build(folder, dtype, options, on_loaded, place=ranks.place), ranks)
+        runner = LeadingModelRunner(build(folder, dtype, options, on_loaded, place=ranks.place), ranks)
     if isinstance(proposer, DraftProposer):
         proposer.check(runner.spec)
     if options.speculation.method in STATE_METHODS:
@@ -102,11 +102,19 @@ def build_rank(folder: Path, dtype: Dtype, options: EngineConfig, place: Place) 
     """
     device = device_of(options.device)
     options = options.on(device, torch.cuda.mem_get_info()[1] if device == "cuda" else 0)
+    if not is_fast(folder, options.model_path):
+        return _general_runner(folder, dtype, options, None, place)
     return _builder(options)(folder, dtype, options, None, place=place)
 
 
 def _builder(options: EngineConfig) -> Callable[..., ModelRunner]:
-    """Makes a runner of the fast path on the options' device."""
+    """Makes a runner of the fast path on the options' device.
+
+    Raises:
+        ValueError: an option is for the other path.
+    """
+    if options.expert_parallel > 1:
+        raise ValueError(f"expert_parallel is {options.expert_parallel}; allowed for a model without experts: 1")
     if options.device != "cuda":
         return build_cpu_runner
     # Imported here because it needs Triton, which doesn't exist for every platform with a CPU runner.
@@ -116,23 +124,33 @@ def _builder(options: EngineConfig) -> Callable[..., ModelRunner]:
 
 
 def _build_general(
-    folder: Path, dtype: Dtype, options: EngineConfig, on_loaded: OnLoaded | None
+    folder: Path, dtype: Dtype, options: EngineConfig, on_loaded: OnLoaded | None, ranks: Ranks | None
 ) -> tuple[Engine, Runner]:
     """`build_engine` for a model that transformers' code runs.
 
     Raises:
         ValueError: as there.
     """
-    # Imported here because transformers takes seconds, which workers of the fast path needn't wait for.
-    from kvrelay.engine.runner.general import build_general_runner
-
     method = options.speculation.method
     if method in MODEL_METHODS:
         raise ValueError(
             f"speculation.method is {method!r}; allowed for a model that transformers' code runs: off, ngram, suffix"
         )
-    runner = build_general_runner(folder, dtype, options, on_loaded)
+    place = ALONE if ranks is None else ranks.place
+    runner: Runner = _general_runner(folder, dtype, options, on_loaded, place)
+    if ranks is not None:
+        runner = LeadingRunner(runner, ranks)
     return engine_on(runner, options), runner
+
+
+def _general_runner(
+    folder: Path, dtype: Dtype, options: EngineConfig, on_loaded: OnLoaded | None, place: Place
+) -> Runner:
+    """See `build_general_runner`."""
+    # Imported here because transformers takes seconds, which workers of the fast path needn't wait for.
+    from kvrelay.engine.runner.general import build_general_runner
+
+    return build_general_runner(folder, dtype, options, on_loaded, place=place)
 
 
 def draft_options(folder: Path, options: EngineConfig) -> EngineConfig:

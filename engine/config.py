@@ -172,6 +172,11 @@ class EngineConfig(Options):
     """Ranks that share each layer: each holds a part of the heads, of the MLP and of the vocabulary, in a process, and
     on a GPU, of its own. It must divide the query heads, and divide the KV heads or be a multiple of them."""
 
+    expert_parallel: Annotated[int, Interval(ge=1, le=64)] = 1
+    """Parts that the experts of each layer are divided into, whole ones; a divisor of `tensor_parallel` and of the
+    number of experts. Each part is on `tensor_parallel` / `expert_parallel` ranks, which divide each of its experts. 1:
+    all ranks divide all experts. For models with experts that transformers' code runs."""
+
     pipeline_parallel: Annotated[int, Interval(ge=1, le=64)] = 1
     """Stages of layers, one behind the other, each of `tensor_parallel` ranks: while one computes a chunk of a prompt,
     the stage before computes the next chunk. On CPU only. Not with medusa or eagle3, which need all layers' states."""
@@ -185,9 +190,16 @@ class EngineConfig(Options):
         require(size & (size - 1) == 0, "block_size", size, "auto, or a power of two from 8 to 128")
         require(self.device != "cpu" or self.kv_dtype != "fp8", "kv_dtype", self.kv_dtype, "auto, or int8 on a CPU")
         require(tokens == AUTO or tokens >= size, "max_batch_tokens", tokens, f"at least block_size ({size})")
+        whole = self.tensor_parallel % self.expert_parallel == 0
+        require(
+            whole, "expert_parallel", self.expert_parallel, f"a divisor of tensor_parallel ({self.tensor_parallel})"
+        )
         ranks = self.tensor_parallel * self.pipeline_parallel
         require(ranks <= MAX_RANKS, "pipeline_parallel", self.pipeline_parallel, f"up to {MAX_RANKS} ranks together")
-        method, free = self.speculation.method, [name for name in get_args(SpeculationMethod) if name not in STATE_METHODS]
+        method, free = (
+            self.speculation.method,
+            [name for name in get_args(SpeculationMethod) if name not in STATE_METHODS],
+        )
         whole = self.pipeline_parallel == 1 or method in free
         require(whole, "speculation.method", method, f"{', '.join(free)}, with pipeline_parallel above 1")
 
@@ -206,7 +218,9 @@ class EngineConfig(Options):
         Raises:
             ValueError: an option doesn't go with the default of another one.
         """
-        require(device == "cpu" or self.pipeline_parallel == 1, "pipeline_parallel", self.pipeline_parallel, "1 on a GPU")
+        require(
+            device == "cpu" or self.pipeline_parallel == 1, "pipeline_parallel", self.pipeline_parallel, "1 on a GPU"
+        )
         defaults = GPU_DEFAULTS if device == "cuda" else CPU_DEFAULTS
         large = device == "cuda" and device_bytes >= LARGE_GPU_BYTES
         tokens = LARGE_GPU_BATCH_TOKENS if large else defaults.max_batch_tokens

@@ -66,6 +66,8 @@ class KVLayout:
     order: Order = "NHD"
     planes: int = 2
     """Planes of a layer in a block: 2 for keys and values, 1 for one kind of numbers."""
+    replicated: bool = False
+    """Whether each rank of a worker's stage holds all of the heads, because each computes all of them."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim", "block_size"):

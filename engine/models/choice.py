@@ -40,10 +40,13 @@ def check_ranks(folder: Path, options: EngineConfig) -> None:
     """
     if options.degree == ONE:
         return
-    fast = is_fast(folder, options.model_path)
-    for name in ("tensor_parallel", "pipeline_parallel"):
-        value = getattr(options, name)
-        require(fast or value == 1, name, value, "1 for a model that transformers' code runs")
+    if not is_fast(folder, options.model_path):
+        # Imported here because transformers takes seconds, which models of the fast path needn't wait for.
+        from kvrelay.engine.models.general.ranks.plan import check
+        from kvrelay.engine.models.general.reading import read_general_config, without_weights
+
+        check(without_weights(read_general_config(folder)), options.degree, options.expert_parallel)
+        return
     several = f"auto or cpu for workers of {options.degree.ranks} ranks"
     require(options.device != "cuda", "device", options.device, several)
     block = Checkpoint(folder).block_of("self_attn.o_proj")

@@ -15,12 +15,15 @@ from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout
 from kvrelay.engine.kv.memory import DeviceMemory, make_pools, memory_of, tokens_within
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.models.fast.loader import OnLoaded
+from kvrelay.engine.models.fast.slices import share_hashes
 from kvrelay.engine.models.general.check import Prompts
 from kvrelay.engine.models.general.choose import Choice, Kept, choose
 from kvrelay.engine.models.general.linears import swap, watching
 from kvrelay.engine.models.general.norms import swap_norms
 from kvrelay.engine.models.general.observe import observe
-from kvrelay.engine.models.general.places import LayerCache, Placing, place
+from kvrelay.engine.models.general.places import LayerCache, Placing, arrange
+from kvrelay.engine.models.general.ranks.parts import Part
+from kvrelay.engine.models.general.ranks.plan import part_of
 from kvrelay.engine.models.general.reading import VERSION, GeneralConfig, load_model, read_general_config
 from kvrelay.engine.models.general.step import Step, UnfitError, Way
 from kvrelay.engine.models.general.store import Store
@@ -28,6 +31,7 @@ from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.quant.schemes import HEAD, LAYERS, quantizing
+from kvrelay.engine.ranks.collective import ALONE, CollectiveError, Place
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.base import FinishedStep, chain_of_steps
 from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts
@@ -49,13 +53,24 @@ class GeneralRunner:
     prefill_attention = ""
     states_shape: StatesShape | None = None
 
-    def __init__(self, spec: ModelSpec, way: Way, store: Store, choice: Choice, threads: int, sample: Sample) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        way: Way,
+        store: Store,
+        choice: Choice,
+        threads: int,
+        sample: Sample,
+        rank: int = 0,
+    ) -> None:
         """
         Args:
             choice: how the way was chosen.
             threads: that torch uses in a step.
             sample: chooses tokens.
+            rank: of this process. Rank 0 chooses tokens, which the others needn't know.
         """
+        self._rank = rank
         self.spec = spec
         self.way = way
         self.store = store
@@ -71,8 +86,8 @@ class GeneralRunner:
 
     @property
     def whole_cache_layout(self) -> CacheLayout:
-        """See `Runner.whole_cache_layout`: a worker of this path has one rank."""
-        return self.choice.layout
+        """See `Runner.whole_cache_layout`."""
+        return self.choice.placing.whole
 
     @property
     def pools(self) -> tuple[KVPool, ...]:
@@ -108,7 +123,7 @@ class GeneralRunner:
             for copy in plan.copies:
                 if not copy.before:
                     self.store.copy_slots(copy.group, copy.source, copy.target)
-            if not len(rows):
+            if not len(rows) or self._rank:
                 return FinishedStep(StepOutput((None,) * plan.num_rows, prompt_logprobs=prompt_logprobs))
             chosen = choose_tokens(at(torch.from_numpy(ends[rows] - 1)), draws_of(plan, rows), self._sample)
         return FinishedStep(step_output(plan, rows, chosen, prompt_logprobs))
@@ -165,17 +180,22 @@ def build_general_runner(
     options: EngineConfig,
     on_loaded: OnLoaded | None = None,
     memory: DeviceMemory | None = None,
+    *,
+    place: Place = ALONE,
 ) -> GeneralRunner:
-    """Loads the checkpoint in `folder`, finds the way of running it, and allocates the pools of its KV.
+    """Loads the checkpoint in `folder`, or a rank's part of it, finds the way of running it, and allocates the pools of
+    its KV.
 
     Args:
         dtype: of weights and KV; auto takes the checkpoint's, or float32 in place of float16 on CPU.
         options: without `auto`, but that of `kv_memory_bytes`.
         on_loaded: called with the loaded share of the weights, 0 to 1.
         memory: of the device.
+        place: of the rank.
 
     Raises:
         ValueError: the checkpoint or an option can't be used; the text says which and why.
+        CollectiveError: another rank is lost.
     """
     device = torch.device("cuda" if options.device == "cuda" else "cpu")
     config = read_general_config(folder)
@@ -183,46 +203,67 @@ def build_general_runner(
     run_dtype = run_dtype_of(dtype, config, device)
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    model = load_model(config, checkpoint, TORCH_DTYPES[run_dtype], device, on_loaded)
+    share_hashes(checkpoint, place)
+    part = Part(place, options.expert_parallel)
+    model = load_model(config, checkpoint, TORCH_DTYPES[run_dtype], device, on_loaded, part)
     if on_loaded is not None:
         on_loaded(1.0)
     team = _team(run_dtype, threads, device)
     layers: tuple[LayerCache, ...] | None
     try:
-        layers = observe(model)
+        layers = observe(model, place.group)
         why = ""
+    except CollectiveError:
+        raise
     except Exception as error:  # noqa: BLE001  # the model's code fails in whatever way
         layers, why = None, str(error)
     windows = tuple({layer.window for layer in layers or () if layer.window})
+
+    def prompts_of_all() -> Prompts:
+        try:
+            return Prompts(model, config.vocab_size, windows, config.max_positions, place.group)
+        except (CollectiveError, UnfitError):
+            raise
+        except Exception as error:  # the model's code fails in whatever way
+            if place.group.size == 1:
+                raise
+            raise ValueError(
+                f"tensor_parallel is {place.group.size}; allowed: 1, because the plan of {config.architecture} doesn't"
+                f" suit its code: {error}"
+            ) from error
+
     with watching(model) as uses:
-        prompts = Prompts(model, config.vocab_size, windows, config.max_positions)
+        prompts = prompts_of_all()
     swap_norms(model)
     if team is not None:
         total = sum(parameter.nbytes for parameter in model.parameters())
         lay_out = packer(team)
         linear = quantizing(LAYERS.get(options.quantization), lay_out)
         head = quantizing(HEAD.get(options.quantization), lay_out)
-        swapped = swap(model, uses, linear, head, config.vocab_size)
+        own = part_of(config.vocab_size, place.group.size, place.group.place)
+        swapped = swap(model, uses, linear, head, (config.vocab_size, len(own)))
         # torch's threads spin for a while after each call, which would take the cores from the kernels' own threads.
         threads = 1 if swapped > 0.4 * total else threads
         if options.quantization != "none":
-            prompts = Prompts(model, config.vocab_size, windows, config.max_positions)
+            prompts = prompts_of_all()
     torch.set_num_threads(threads)
     kv_dtype = run_dtype if options.kv_dtype == "auto" else options.kv_dtype
 
     def placing(kept: Kept) -> Placing:
         if layers is None and kept != "tokens":
             raise UnfitError(why)
-        return place(
+        return arrange(
             () if layers is None or kept == "tokens" else layers,
             run_dtype,
             kv_dtype,
             options.block_size,
             "HND" if device.type == "cuda" else "NHD",
             with_tokens=kept != "cache",
+            degree=place.degree,
+            rank=place.rank,
         )
 
-    choice = choose(model, prompts, placing, team, TORCH_DTYPES[run_dtype])
+    choice = choose(model, prompts, placing, team, TORCH_DTYPES[run_dtype], place.group)
     spec = ModelSpec.of(
         checkpoint,
         config,
@@ -232,12 +273,12 @@ def build_general_runner(
         pool_tokens=0,
         way=f"{choice.name}, transformers {VERSION}, {choice.layout.kinds}",
     )
-    pools = make_pools(choice.layout, options, spec.max_context, memory or memory_of(device), device)
+    pools = make_pools(choice.layout, options, spec.max_context, memory or memory_of(device), device, place=place)
     store = Store(choice.placing, pools)
     spec = spec.within(tokens_within(choice.layout, pools, options))
     logger.info("%s runs as transformers' code, %s; faster ways: %s", config.architecture, choice.name, choice.refused)
     chooser: Sample = sample if team is None else NativeSampler(team)
-    return GeneralRunner(spec, choice.make(store), store, choice, threads, chooser)
+    return GeneralRunner(spec, choice.make(store), store, choice, threads, chooser, place.rank)
 
 
 def run_dtype_of(dtype: Dtype, config: GeneralConfig, device: torch.device) -> FloatDtype:

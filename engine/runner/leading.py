@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 import msgpack  # type: ignore[import-untyped]  # it ships no types
 
 from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout
-from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.kv.writes import WRITTEN, KVWrites, StepWrites
+from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.ranks.collective import Place
 from kvrelay.engine.ranks.plans import PlanReader, PlanWriter
@@ -69,9 +69,9 @@ class LeadingStep:
 
 
 class LeadingRunner:
-    """Implements `ModelRunner` for rank 0: its own runner, whose steps the other ranks run too."""
+    """Implements `Runner` for rank 0: its own runner, whose steps the other ranks run too."""
 
-    def __init__(self, own: ModelRunner, ranks: Ranks) -> None:
+    def __init__(self, own: Runner, ranks: Ranks) -> None:
         self._own = own
         self._ranks = ranks
         self._writer = PlanWriter()
@@ -112,14 +112,6 @@ class LeadingRunner:
     def prefill_attention(self) -> str:
         return self._own.prefill_attention
 
-    @property
-    def model(self) -> "Model":
-        return self._own.model
-
-    @property
-    def parts(self) -> "Parts":
-        return self._own.parts
-
     def fetch(
         self, states: "Tensor", places: tuple[int, ...], dtype: FloatDtype, then: "Callable[[Tensor], object]"
     ) -> None:
@@ -136,6 +128,22 @@ class LeadingRunner:
         self._ranks.send(STEP + self._writer.write(plan))
         own = self._own.launch(plan)
         return LeadingStep(plan.step, own, self._ranks) if self.lag else own
+
+
+class LeadingModelRunner(LeadingRunner):
+    """Implements `ModelRunner` for rank 0."""
+
+    def __init__(self, own: ModelRunner, ranks: Ranks) -> None:
+        super().__init__(own, ranks)
+        self._model_runner = own
+
+    @property
+    def model(self) -> "Model":
+        return self._model_runner.model
+
+    @property
+    def parts(self) -> "Parts":
+        return self._model_runner.parts
 
     def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
         """See `ChainRunner.chain`."""

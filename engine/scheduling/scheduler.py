@@ -297,7 +297,9 @@ class Scheduler:
         if self.prefix.sides:
             side_tables = side_tables_of(rows, block_tables.shape[1])
             copies = self._snapshots.plan(rows)
-        plan = build_plan(self._step, rows, block_tables, keep, behind=bool(self._in_flight) and self.config.pipeline_parallel == 1)
+        plan = build_plan(
+            self._step, rows, block_tables, keep, behind=bool(self._in_flight) and self.config.pipeline_parallel == 1
+        )
         plan = replace(plan, side_tables=side_tables, copies=copies) if side_tables else plan
         self._step += 1
         self._in_flight.append((plan, [row.sequence for row in rows for _ in range(row.rows)]))
@@ -406,8 +408,7 @@ class Scheduler:
             for sequence in self._running
             if sequence.expected - sequence.reach == 1
             and (
-                not sequence.yields
-                or (stages == 1 and continues_unseen(sequence, sequence.expected, self.speculation))
+                not sequence.yields or (stages == 1 and continues_unseen(sequence, sequence.expected, self.speculation))
             )
             and has_mask(sequence)
         ]

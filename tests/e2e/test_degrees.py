@@ -4,7 +4,7 @@ Their tokens and log-probabilities are those of an engine in one process, which 
 """
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import combinations, product
@@ -50,25 +50,37 @@ class Case(NamedTuple):
         return f"{self.kind} with {self.kv_heads} KV heads, {' to '.join(degrees)}"
 
 
-KINDS = {"dense": "llama"}
-"""Kinds of models, with the architecture of each."""
-FACTORS: dict[str, list[Any]] = {
-    "kind": list(KINDS),
-    "KV heads": [1, 2, 4, 8],
-    "prefill tensor": [1, 2, 4],
-    "prefill pipeline": [1, 2],
-    "decode tensor": [1, 2, 4],
-    "decode pipeline": [1, 2],
-}
-"""Values that cases are made of; lists may grow."""
+class Kind(NamedTuple):
+    """A kind of models."""
+
+    architecture: str
+    pipeline: tuple[int, ...]
+    """Numbers of stages that its workers can have."""
+
+
+KINDS = {"dense": Kind("llama", (1, 2)), "moe": Kind("mixtral", (1,))}
+KV_HEADS = 1, 2, 4, 8
+TENSOR = 1, 2, 4
 Values = tuple[Any, ...]
-"""A value of each factor, in order."""
-ALL: list[Values] = list(product(*FACTORS.values()))
-FEW: list[Values] = [("dense", 2, 2, 1, 4, 1), ("dense", 4, 4, 1, 1, 1), ("dense", 8, 1, 1, 2, 1)]
-FEW += [("dense", 2, 1, 2, 2, 2), ("dense", 4, 2, 2, 1, 1), ("dense", 1, 4, 2, 2, 2)]
-"""Those of `make test`: to more ranks, of which two hold a KV head, to fewer ranks, and from one process."""
-COVERING = {tuple(values) for values in AllPairs(list(FACTORS.values()))}
-"""Those of `make test-all`: each combination of any two values of the factors is in one of them."""
+"""Kind, KV heads, and tensor and pipeline degree of the prefill and of the decode worker."""
+
+
+def factors(kind: str) -> list[Sequence[Any]]:
+    """The values that cases of a kind are made of."""
+    degree = (TENSOR, KINDS[kind].pipeline)
+    return [(kind,), KV_HEADS, *degree, *degree]
+
+
+ALL: list[Values] = [values for kind in KINDS for values in product(*factors(kind))]
+FEW: list[Values] = [
+    ("dense", 2, 2, 1, 4, 1),
+    ("dense", 4, 4, 1, 1, 2),
+    ("dense", 8, 1, 1, 2, 1),
+    ("moe", 4, 2, 1, 1, 1),
+]
+"""Those of `make test`: to more ranks, of which two hold a KV head, to fewer ranks and to stages, from one process."""
+COVERING = {tuple(values) for kind in KINDS for values in AllPairs(factors(kind))}
+"""Those of `make test-all`: each combination of any two values is in one of them."""
 
 
 def marked(values: Values) -> Any:
@@ -93,7 +105,7 @@ class Road:
         """A checkpoint, and an engine in this process."""
         if (kind, kv_heads) not in self._models:
             folder = self._folder / f"{kind} {kv_heads}"
-            make_checkpoint(folder, KINDS[kind], num_key_value_heads=kv_heads, **SHAPE)
+            make_checkpoint(folder, KINDS[kind].architecture, num_key_value_heads=kv_heads, **SHAPE)
             self._models[kind, kv_heads] = folder, build_engine(folder, "float32", EngineConfig(**ENGINE))[0]
         return self._models[kind, kv_heads]
 

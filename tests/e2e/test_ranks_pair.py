@@ -1,6 +1,5 @@
 """Workers of several ranks, each rank in a process of its own, hand KV over and answer as one process does."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest

@@ -36,13 +36,15 @@ degrees = st.builds(Degree, st.integers(1, 16), st.integers(1, 4))
 
 @st.composite
 def caches(draw: st.DrawFn) -> CacheLayout:
-    """A model with a full or latent group, and perhaps windows of another number of heads."""
+    """A model with a full or latent group, and perhaps windows of another number of heads, and states. All ranks may
+    compute all heads."""
     layers, heads = draw(st.integers(4, 9)), st.integers(1, 16)
-    first = LayerGroup("full", (layout_of(layers, draw(heads)),))
+    first = LayerGroup("full", (replace(layout_of(layers, draw(heads)), replicated=draw(st.booleans())),))
     if draw(st.booleans()):
         first = LayerGroup("latent", tuple(layout_of(layers, 1, dim, 1) for dim in (64, 16)))
     window = LayerGroup("window", (layout_of(layers, draw(heads)),), 40)
-    return CacheLayout((first, window) if draw(st.booleans()) else (first,), BLOCK)
+    state = LayerGroup("state", (replace(SLOT, layers=layers),))
+    return CacheLayout((first, *draw(st.sampled_from([(), (window,), (state,), (window, state)]))), BLOCK)
 
 
 @given(caches(), degrees, degrees)
@@ -117,9 +119,7 @@ def test_copies_of_a_head_are_taken_from_all_that_hold_it(sender: int, receiver:
 
 def test_what_cannot_be_divided_is_named() -> None:
     full, window = LayerGroup("full", (layout_of(4, 8),)), LayerGroup("window", (layout_of(2, 8),), 40)
-    state = LayerGroup("state", (SLOT,))
     for cache, degree, reason in (
-        (CacheLayout((full, state), BLOCK), Degree(2), "groups: full, state; a state can't be divided"),
         (CacheLayout((full, window), BLOCK), Degree(1, 2), r"layers: \[4, 2\] in the tracks"),
         (CacheLayout((full,), BLOCK), Degree(1, 5), "layers: 4; too few for 5 pipeline stages"),
         (CacheLayout((full,), BLOCK), Degree(3), "kv_heads: tensor parallel degree is 3"),
@@ -129,12 +129,12 @@ def test_what_cannot_be_divided_is_named() -> None:
             rank_cache(cache, degree, 0)
         with pytest.raises(ValueError, match=f"can't be handed over: {reason}"):
             LocalWorker(WorkerId("w", "1"), cache, "model", degree=degree)
-    one = LocalWorker(WorkerId("w", "1"), CacheLayout((full, state), BLOCK), "model")
-    hello = replace(one.hello(one.id, TransferConfig()), degree=Degree(2))
+    one = LocalWorker(WorkerId("w", "1"), CacheLayout((full,), BLOCK), "model")
+    hello = replace(one.hello(one.id, TransferConfig()), degree=Degree(3))
     objection = one.objection(hello, TransferConfig())
     assert objection is not None
     assert objection[0] is Code.INCOMPATIBLE
-    assert "a state can't be divided over ranks yet (tensor 2, pipeline 1)" in objection[1]
+    assert "kv_heads: tensor parallel degree is 3" in objection[1]
 
 
 def test_too_many_routes_are_refused() -> None:

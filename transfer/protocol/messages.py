@@ -147,6 +147,7 @@ LAYOUT = Fields(
         "dtype": _names(DTYPE_BYTES),
         "order": _names(get_args(Order)),
         "planes": Number(1, 2),
+        "replicated": Flag(),
     },
 )
 GROUP = Fields(

@@ -9,7 +9,8 @@ sender hold comes from one of them, and one that several ranks of the receiver h
                                            sender 1  heads 4-7 ---- heads 4, 5 --> receiver 2
                                                             `------ heads 6, 7 --> receiver 3
 
-A stage has an equal share of each track's layers. Between two workers of one rank each, the routes are the tracks.
+All ranks of a stage hold all heads of a replicated track, and a state; one of them sends it. A stage has an equal share
+of each track's layers. Between two workers of one rank each, the routes are the tracks.
 """
 
 from collections.abc import Sequence
@@ -77,7 +78,8 @@ def held_by(layout: KVLayout, degree: Degree, rank: int) -> Slice:
     Raises:
         ValueError: the degree doesn't suit the number of KV heads.
     """
-    return Slice(degree.layers(rank, layout.layers), degree.kv_heads(rank, layout.kv_heads))
+    heads = range(layout.kv_heads) if layout.replicated else degree.kv_heads(rank, layout.kv_heads)
+    return Slice(degree.layers(rank, layout.layers), heads)
 
 
 def rank_cache(cache: CacheLayout, degree: Degree, rank: int) -> CacheLayout:
@@ -99,8 +101,6 @@ def unsuited(cache: CacheLayout, degree: Degree) -> str | None:
     """Why a model of this `cache` can't be divided over ranks like that; None if it can."""
     if degree == ONE:
         return None
-    if "state" in (kinds := [group.kind for group in cache.groups]):
-        return f"groups: {', '.join(kinds)}; a state can't be divided over ranks yet ({degree})"
     layers = [track.layers for _, track in cache.tracks]
     if degree.pipeline > 1 and len(set(layers)) > 1:
         return f"layers: {layers} in the tracks; layers of several kinds can't be divided over stages yet ({degree})"
@@ -108,7 +108,7 @@ def unsuited(cache: CacheLayout, degree: Degree) -> str | None:
         if track.layers < degree.pipeline:
             return f"layers: {track.layers}; too few for {degree.pipeline} pipeline stages"
         try:
-            degree.kv_heads(0, track.kv_heads)
+            held_by(track, degree, 0)
         except ValueError as error:
             return f"kv_heads: {error}"
     return None
@@ -155,6 +155,9 @@ def _parts(layout: KVLayout, wanted: Slice, sender: Degree, wish: int) -> list[t
     for first in range(0, sender.ranks, sender.tensor):
         stage = sender.layers(first, layout.layers)
         layers = range(max(stage.start, wanted.layers.start), min(stage.stop, wanted.layers.stop))
+        if layers and layout.replicated:
+            found[first + wish % sender.tensor] = Slice(layers, wanted.heads)
+            continue
         for head in wanted.heads if layers else ():
             owner = sender.owner(layers.start, head, layout.layers, layout.kv_heads, wish)
             start = found[owner].heads.start if owner in found else head

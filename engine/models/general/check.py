@@ -17,6 +17,7 @@ from kvrelay.engine.models.general.inputs import OFFSET, Inputs
 from kvrelay.engine.models.general.places import Placing
 from kvrelay.engine.models.general.reading import set_attention
 from kvrelay.engine.models.general.step import Step, UnfitError, Way
+from kvrelay.engine.ranks.collective import NO_GROUP, Collective
 
 EXACT = 1e-4
 ROUNDED = 0.1
@@ -32,11 +33,19 @@ MOST = 320
 class Prompts:
     """Random prompts with the logits that transformers' own code gives each of their tokens."""
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int, windows: tuple[int, ...], limit: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        vocab_size: int,
+        windows: tuple[int, ...],
+        limit: int,
+        group: Collective = NO_GROUP,
+    ) -> None:
         """
         Args:
             windows: of the model's layers; one prompt is longer, if that isn't too long.
             limit: the model's longest context.
+            group: of the ranks that share the layers, each of which makes the same prompts.
         """
         random = np.random.default_rng(7)
         passed = [window + BEYOND for window in windows if window + BEYOND <= MOST]
@@ -53,6 +62,9 @@ class Prompts:
             find_offset(model, inputs, self.tokens[0], self.logits[0])
         if not all(bool(logits.isfinite().all()) for logits in self.logits):
             raise UnfitError("its logits aren't finite")
+        # Where a sum is missing, each rank has logits of its own.
+        if any(not torch.equal(other, self.logits[0]) for other in group.gather(self.logits[0])):
+            raise UnfitError("its ranks have different logits")
 
 
 def find_offset(model: PreTrainedModel, inputs: Inputs, tokens: NDArray[np.int64], logits: Tensor) -> None:

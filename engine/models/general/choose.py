@@ -18,6 +18,7 @@ from kvrelay.engine.models.general.native import Call
 from kvrelay.engine.models.general.places import Placing
 from kvrelay.engine.models.general.step import UnfitError, Way
 from kvrelay.engine.models.general.store import Store, scratch_pools
+from kvrelay.engine.ranks.collective import NO_GROUP, Collective, CollectiveError
 from kvrelay.kernels.cpu.program import Team
 
 logger = logging.getLogger(__name__)
@@ -47,9 +48,14 @@ class Choice:
 
 
 def choose(
-    model: PreTrainedModel, prompts: check.Prompts, place: PlaceWay, team: Team | None, dtype: torch.dtype
+    model: PreTrainedModel,
+    prompts: check.Prompts,
+    place: PlaceWay,
+    team: Team | None,
+    dtype: torch.dtype,
+    group: Collective = NO_GROUP,
 ) -> Choice:
-    """The first way that agrees.
+    """The first way that agrees, on all ranks that share the model's layers, each of which calls this.
 
     Args:
         prompts: with the logits of transformers' own code.
@@ -57,6 +63,7 @@ def choose(
 
     Raises:
         ValueError: none does; the text says why for each.
+        CollectiveError: a rank is lost.
     """
     refused: list[tuple[str, str]] = []
     for name, make, kept in WAYS:
@@ -66,23 +73,30 @@ def choose(
             pools = scratch_pools(placing.layout, blocks, check.slots_of(prompts), model.device)
             way = make(model, Store(placing, pools), team)
             found = check.difference(way, prompts, placing)
-            if not check.agrees(found, dtype):
+            if not all_agree(group, check.agrees(found, dtype)):
                 raise UnfitError(f"its logits differ by {found[0]:.2g} of the largest, {found[1]:.2g} of their spread")
             serving = _serving(model, make, team)
             if isinstance(way, FlatWay) and way.use_native():
                 calls = dict(way.calls)
                 native = check.difference(way, prompts, placing)
-                if check.agrees(native, dtype):
+                if all_agree(group, check.agrees(native, dtype)):
                     found, serving = native, _native(model, calls, team)
                 else:
                     logger.warning("the native attention's logits differ by %g, so torch attends", native[0])
             return Choice(name, placing, serving, found, tuple(refused))
-        except Exception as error:  # noqa: BLE001  # the model's code fails in whatever way
+        except CollectiveError:
+            raise
+        except Exception as error:  # noqa: BLE001  # the model's code fails in whatever way, and on all ranks in the same
             reason = str(error) if isinstance(error, UnfitError) else f"{type(error).__name__}: {error}"
             refused.append((name, reason.splitlines()[0][:200]))
             logger.info("%s doesn't run as %s: %s", type(model).__name__, name, reason)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
     raise ValueError(f"{type(model).__name__} can't be served ({reasons})")
+
+
+def all_agree(group: Collective, agrees: bool) -> bool:
+    """Whether it is so on all ranks."""
+    return bool(group.gather(torch.tensor([agrees])).all())
 
 
 def _serving(model: PreTrainedModel, make: MakeWay, team: Team | None) -> Callable[[Store], Way]:

@@ -5,7 +5,7 @@ shows which ones get the same input, as queries, keys and values do: their weigh
 of them computes for all.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -120,11 +120,12 @@ class JoinedPart(nn.Module):
         return self._joined.take(self._index, input)
 
 
-def swap(model: nn.Module, uses: Uses, linear: MakeLinear, head: MakeLinear, vocab_size: int) -> int:
+def swap(model: nn.Module, uses: Uses, linear: MakeLinear, head: MakeLinear, head_sizes: Collection[int]) -> int:
     """Swaps the layers that may be swapped.
 
     Args:
         linear, head: lay out a weight and its bias, `head` those that project to the vocabulary.
+        head_sizes: outputs of these: tokens of the vocabulary, and of the rank's part of it.
 
     Returns:
         The bytes of the weights that were swapped.
@@ -145,7 +146,7 @@ def swap(model: nn.Module, uses: Uses, linear: MakeLinear, head: MakeLinear, voc
     for together in uses.together:
         layers = [layer for layer in together if id(layer) not in uses.read and type(layer) is nn.Linear]
         siblings = {id(parent) for layer in layers for parent, _ in parents[id(layer)]}
-        make = head if any(layer.out_features == vocab_size for layer in layers) else linear
+        make = head if any(layer.out_features in head_sizes for layer in layers) else linear
         if len(layers) > 1 and len(siblings) == 1 and make is linear:
             outputs = [layer.out_features for layer in layers]
             joined = Joined(_joined(layers, make), layers[0].in_features, outputs)

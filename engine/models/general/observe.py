@@ -1,5 +1,7 @@
 """What a model's cache holds in each layer, by a run of a few tokens."""
 
+from itertools import pairwise
+
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
@@ -14,8 +16,10 @@ from transformers.cache_utils import (
 )
 
 from kvrelay.engine.models.general.places import LayerCache, StateShape
+from kvrelay.engine.models.general.ranks.plan import divided_keys
 from kvrelay.engine.models.general.reading import parameters_of
 from kvrelay.engine.models.general.step import UnfitError
+from kvrelay.engine.ranks.collective import NO_GROUP, Collective
 
 KNOWN = (
     DummyLayer,
@@ -43,11 +47,15 @@ def cache_argument(model: PreTrainedModel) -> str:
     return names[0]
 
 
-def observe(model: PreTrainedModel) -> tuple[LayerCache, ...]:
-    """What each layer of the model's cache holds after a few tokens. The model may be on the device `meta`.
+def observe(model: PreTrainedModel, group: Collective = NO_GROUP) -> tuple[LayerCache, ...]:
+    """What each layer of the whole model's cache holds after a few tokens.
+
+    Args:
+        model: perhaps the part of one rank, each of which calls this.
+        group: of the ranks that share the layers.
 
     Raises:
-        UnfitError: it keeps something that isn't known.
+        UnfitError: it keeps something that isn't known, or the ranks keep other parts of it than they should.
     """
     name = cache_argument(model)
     cache = DynamicCache(config=model.config)
@@ -58,10 +66,11 @@ def observe(model: PreTrainedModel) -> tuple[LayerCache, ...]:
     if id(given) != id(cache):
         kind = "none" if given is None else type(given).__name__
         raise UnfitError(f"it has a cache of its own ({kind})")
-    return tuple(_layer(layer) for layer in cache.layers)
+    divided = divided_keys(model)
+    return tuple(_layer(layer, group, divided) for layer in cache.layers)
 
 
-def _layer(layer: object) -> LayerCache:
+def _layer(layer: object, group: Collective, divided: bool) -> LayerCache:
     if type(layer) not in KNOWN:
         raise UnfitError(f"its cache has layers of its own ({type(layer).__name__})")
     keys = values = None
@@ -70,13 +79,16 @@ def _layer(layer: object) -> LayerCache:
     if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
         if layer.keys.dim() != 4 or layer.keys.shape[0] != 1:
             raise UnfitError(f"its keys have the shape {list(layer.keys.shape)}")
-        keys, values = _inner(layer.keys), _inner(layer.values)
+        keys, values = _inner(layer.keys, group, divided), _inner(layer.values, group, divided)
     if isinstance(layer, DynamicSlidingWindowLayer):
         window = int(layer.sliding_window)
     if isinstance(layer, DynamicIndexedLayer):
         if layer.indexer_position_ids is not None:
             raise UnfitError("its indexer keeps positions")
-        indexer = 0 if layer.indexer_keys is None else layer.indexer_keys.shape[-1]
+        if layer.indexer_keys is not None:
+            indexer = layer.indexer_keys.shape[-1]
+            if copies(layer.indexer_keys, group) < group.size:
+                raise UnfitError("its indexer's keys are divided over ranks")
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         states = tuple(
             StateShape(name, number, tuple(tensor.shape[1:]), tensor.dtype)
@@ -84,9 +96,34 @@ def _layer(layer: object) -> LayerCache:
             for number, tensor in sorted(getattr(layer, name).items())
             if tensor is not None
         )
-    return LayerCache(keys, values, indexer, window, states)
+        for name in ("conv_states", "recurrent_states"):
+            for tensor in getattr(layer, name).values():
+                if tensor is not None and copies(tensor, group) < group.size:
+                    raise UnfitError("its states are divided over ranks")
+    return LayerCache(keys, values, indexer, window, states, replicated=not divided)
 
 
-def _inner(numbers: torch.Tensor) -> tuple[int, int]:
-    """(heads, numbers of a head) of keys or values [1, heads, T, numbers]."""
-    return int(numbers.shape[1]), int(numbers.shape[3])
+def _inner(numbers: torch.Tensor, group: Collective, divided: bool) -> tuple[int, int]:
+    """(heads of the whole model, numbers of a head) of keys or values [1, heads of the rank, T, numbers]."""
+    heads, same = int(numbers.shape[1]), copies(numbers, group)
+    if same != group.size and (not divided or (same > 1 and heads > 1)):
+        raise UnfitError("its ranks have other KV heads than its plan says")
+    if same == group.size > 1 and divided and heads > 1:
+        raise UnfitError("its ranks have the same KV heads, which its plan divides")
+    return heads * group.size // same, int(numbers.shape[3])
+
+
+def copies(numbers: torch.Tensor, group: Collective) -> int:
+    """How many neighbouring ranks have the same numbers.
+
+    Raises:
+        UnfitError: not as many each.
+    """
+    if group.size == 1:
+        return 1
+    parts = group.gather(numbers)
+    same = [torch.equal(one, other) for one, other in pairwise(parts)]
+    count = [*same, False].index(False) + 1
+    if same != [(number + 1) % count != 0 for number in range(group.size - 1)] or group.size % count:
+        raise UnfitError("its ranks keep other parts of a sequence than its plan says")
+    return count

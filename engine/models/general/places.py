@@ -1,10 +1,11 @@
 """From what a cache holds in each layer to layer groups, tracks, and the place of each tensor in them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
+from kvrelay.engine.degree import ONE, Degree
 from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, GroupKind, KVDtype, KVLayout, LayerGroup, Order
 
 ALIGNMENT = 16
@@ -28,7 +29,7 @@ class StateShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What one layer of a model's cache holds."""
+    """What one layer of a model's cache holds, whatever the ranks."""
 
     keys: tuple[int, int] | None = None
     """(heads, numbers of a head) of a token's keys; None without any."""
@@ -38,6 +39,8 @@ class LayerCache:
     window: int = 0
     """Number of tokens that a token sees, itself included; 0 for all."""
     states: tuple[StateShape, ...] = ()
+    replicated: bool = False
+    """Whether each of several ranks has all heads."""
 
     @property
     def latent(self) -> bool:
@@ -80,6 +83,9 @@ class Placing:
     """All that a model keeps, and where."""
 
     layout: CacheLayout
+    """Of this rank."""
+    whole: CacheLayout
+    """Of all ranks together."""
     layers: tuple[LayerPlaces, ...]
     """Layers of the model's cache, in order."""
     tokens: Place | None = None
@@ -89,7 +95,7 @@ class Placing:
 TOKENS_TRACK = "tokens"
 
 
-def place(
+def arrange(
     layers: tuple[LayerCache, ...],
     dtype: FloatDtype,
     kv_dtype: KVDtype,
@@ -97,6 +103,8 @@ def place(
     order: Order,
     *,
     with_tokens: bool = False,
+    degree: Degree = ONE,
+    rank: int = 0,
 ) -> Placing:
     """Puts layers that need the same tokens into one group, and tensors of one shape into one track.
 
@@ -104,7 +112,9 @@ def place(
         dtype: of the model.
         kv_dtype: of keys and values.
         with_tokens: whether the sequence's tokens are kept too.
+        degree, rank: of the part that is kept here.
     """
+    replicated = any(layer.replicated for layer in layers)
     tracks: dict[tuple[int, str, int, int, int], list[int]] = {}
     """Layers of each track, by (window, kind, heads, numbers, planes)."""
     found: dict[tuple[int, str], tuple[int, str, int, int, int]] = {}
@@ -136,7 +146,8 @@ def place(
             _, kind, heads, dim, planes = key
             order_of[key] = len(order_of)
             numbers = {TOKENS_TRACK: "float32", "indexer": dtype}.get(kind, kv_dtype)
-            kept.append(KVLayout(len(tracks[key]), heads, dim, block_size, numbers, order, planes=planes))
+            all_heads = replicated and heads > 1
+            kept.append(KVLayout(len(tracks[key]), heads, dim, block_size, numbers, order, planes, all_heads))
         latent = (
             not window
             and any(layer.latent for layer in layers)
@@ -161,7 +172,18 @@ def place(
             offset += _aligned(state.nbytes)
         keys, values = at(number, "kv", 0) or at(number, "keys"), at(number, "kv", 1) or at(number, "values")
         placed.append(LayerPlaces(layer, keys, values, at(number, "indexer"), tuple(states)))
-    return Placing(CacheLayout(tuple(groups), block_size), tuple(placed), at(0, "tokens") if with_tokens else None)
+    whole = CacheLayout(tuple(groups), block_size)
+    return Placing(_held(whole, degree, rank), whole, tuple(placed), at(0, "tokens") if with_tokens else None)
+
+
+def _held(cache: CacheLayout, degree: Degree, rank: int) -> CacheLayout:
+    """What a rank holds of a model's `cache`."""
+
+    def held(track: KVLayout) -> KVLayout:
+        return track if track.replicated else replace(track, kv_heads=len(degree.kv_heads(rank, track.kv_heads)))
+
+    groups = tuple(replace(group, tracks=tuple(map(held, group.tracks))) for group in cache.groups)
+    return replace(cache, groups=groups)
 
 
 def _aligned(size: int) -> int:

@@ -1,6 +1,10 @@
 """Config, class and weights of a checkpoint of any architecture that transformers has. No code of a checkpoint runs."""
 
 import inspect
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from kvrelay.engine.kv.layout import FloatDtype
 from kvrelay.engine.models.fast.loader import OnLoaded
 from kvrelay.engine.models.general.gguf import architecture_of, read_gguf_config, read_gguf_weights
+from kvrelay.engine.models.general.ranks.parts import WHOLE, Part, class_of_part, put_together
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.config import DTYPES, eos_token_ids
 from kvrelay.engine.models.reading.fields import Fields, read_json
@@ -29,6 +34,10 @@ UNLIMITED_CONTEXT = 2**17
 """Longest context, in tokens, of a model whose config names none."""
 ATTENTION = "_kvrelay_attention"
 """Attribute of a model: the name of the function that its parts attend by."""
+ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
+"""Environment variable of transformers."""
+_LOADING = threading.Lock()
+"""Held while a model is loaded, during which transformers changes what all threads share."""
 MODEL_TYPES = "a model type of transformers " + VERSION
 
 
@@ -117,8 +126,9 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str,
     on_loaded: OnLoaded | None = None,
+    part: Part = WHOLE,
 ) -> PreTrainedModel:
-    """The model with its weights on a device.
+    """The model, or a rank's part of it, with its weights on a device.
 
     Args:
         on_loaded: called with the loaded share of a GGUF file's weights, 0 to 1.
@@ -129,21 +139,25 @@ def load_model(
     """
     _check_size(config, checkpoint)
     transformers.utils.logging.disable_progress_bar()
-    weights = None
+    weights, model_class = None, config.model_class
+    divided = part.place.degree.ranks > 1
+    if divided:
+        model_class = class_of_part(model_class, part)
     if config.gguf:
         weights = read_gguf_weights(config.model_class, config.config, checkpoint, config.gguf, dtype, on_loaded)
     try:
-        loaded: Any = config.model_class.from_pretrained(
-            None if config.gguf else checkpoint.folder,
-            config=config.config,
-            state_dict=weights,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are named, and refused, below
-        )
+        with _one_by_one(divided):
+            loaded: Any = model_class.from_pretrained(
+                None if config.gguf else checkpoint.folder,
+                config=config.config,
+                state_dict=weights,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are named, and refused, below
+            )
     except (OSError, RuntimeError, KeyError) as error:
         raise ValueError(f"{checkpoint.folder}: {error}") from error
     model: PreTrainedModel
@@ -153,9 +167,35 @@ def load_model(
             name = found if isinstance(found, str) else found[0]
             raise ValueError(f"{_file_of(checkpoint, name)}: tensor {name} {why}")
     check_numbers(model, checkpoint)
+    if divided:
+        put_together(model, part.place)
     moved: Any = model.to(device)
     moved.eval().requires_grad_(False)
     return model
+
+
+@contextmanager
+def _one_by_one(wanted: bool) -> Iterator[None]:
+    """Within it, transformers loads one model at a time, and if that is `wanted`, one tensor after the other: a tensor
+    of which a rank keeps a part is then not in memory for longer than that takes.
+    """
+    with _LOADING:
+        before = os.environ.get(ONE_BY_ONE)
+        if wanted:
+            os.environ[ONE_BY_ONE] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                os.environ.pop(ONE_BY_ONE, None)
+            else:
+                os.environ[ONE_BY_ONE] = before
+
+
+def without_weights(config: GeneralConfig) -> PreTrainedModel:
+    """The model on the device `meta`."""
+    with torch.device("meta"):
+        return config.model_class(config.config)
 
 
 def _check_size(config: GeneralConfig, checkpoint: Checkpoint) -> None:
@@ -163,8 +203,7 @@ def _check_size(config: GeneralConfig, checkpoint: Checkpoint) -> None:
     layers = getattr(config.text, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise ValueError(f"{CONFIG}: num_hidden_layers is {layers}; allowed: up to {MOST_LAYERS}")
-    with torch.device("meta"):
-        weights = sum(weight.numel() for weight in config.model_class(config.config).parameters())
+    weights = sum(weight.numel() for weight in without_weights(config).parameters())
     held = sum(entry.end - entry.begin for entry in checkpoint.tensors.values())
     if weights > MOST_WEIGHTS_A_BYTE * held:
         raise ValueError(

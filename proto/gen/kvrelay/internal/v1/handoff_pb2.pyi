@@ -44,7 +44,7 @@ class HandoffMessage(_message.Message):
     CODE_TIMEOUT: HandoffMessage.Code
     CODE_UNKNOWN_PEER: HandoffMessage.Code
     class Layout(_message.Message):
-        __slots__ = ("layers", "kv_heads", "head_dim", "block_size", "dtype", "order", "planes")
+        __slots__ = ("layers", "kv_heads", "head_dim", "block_size", "dtype", "order", "planes", "replicated")
         LAYERS_FIELD_NUMBER: _ClassVar[int]
         KV_HEADS_FIELD_NUMBER: _ClassVar[int]
         HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class HandoffMessage(_message.Message):
         DTYPE_FIELD_NUMBER: _ClassVar[int]
         ORDER_FIELD_NUMBER: _ClassVar[int]
         PLANES_FIELD_NUMBER: _ClassVar[int]
+        REPLICATED_FIELD_NUMBER: _ClassVar[int]
         layers: int
         kv_heads: int
         head_dim: int
@@ -59,7 +60,8 @@ class HandoffMessage(_message.Message):
         dtype: str
         order: str
         planes: int
-        def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., order: _Optional[str] = ..., planes: _Optional[int] = ...) -> None: ...
+        replicated: bool
+        def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., order: _Optional[str] = ..., planes: _Optional[int] = ..., replicated: _Optional[bool] = ...) -> None: ...
     class Group(_message.Message):
         __slots__ = ("kind", "tracks", "window")
         KIND_FIELD_NUMBER: _ClassVar[int]

@@ -1,0 +1,1 @@
+"""A model of transformers' code over several ranks, by its own tensor-parallel plan."""

@@ -1,0 +1,118 @@
+"""A model of transformers' code over several ranks computes what one process computes."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.degree import Degree
+from kvrelay.engine.models.general.ranks.plan import allowed_degrees
+from kvrelay.engine.ranks.collective import Place
+from kvrelay.engine.runner.general import GeneralRunner, build_general_runner
+from kvrelay.transfer.protocol.routes import rank_cache
+from support.general import Driver, Served
+from support.general_table import OPTIONS
+from support.rank_threads import on_ranks, places, shared_places
+from support.tiny_models import classes, save, tiny_config, tiny_model
+
+PROMPTS = [[5, 9, 7, 11, 200], list(range(3, 26)), [(7 * n) % 211 + 3 for n in range(41)]]
+COMPLETION = 8
+CHUNK = 16
+COVERING = (
+    "MixtralForCausalLM",  # experts
+    "DeepseekV3ForCausalLM",  # latents, shared experts
+    "Qwen3NextForCausalLM",  # states
+    "Gemma3ForCausalLM",  # windows, tied embeddings
+    "Olmo2ForCausalLM",  # all ranks compute all KV heads
+    "PhiForCausalLM",  # biases
+)
+REFUSED = ("DogeForCausalLM",)
+"""Classes whose plan doesn't suit their code."""
+
+
+def build(folder: Path, place: Place | None = None, **options: Any) -> GeneralRunner:
+    torch.manual_seed(0)
+    given = {} if place is None else {"place": place}
+    config = EngineConfig(**{**vars_of(OPTIONS), **options})
+    return build_general_runner(folder, "float32", config, **given)
+
+
+def vars_of(options: EngineConfig) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in options.__slots__}
+
+
+def ranks_of(folder: Path, cases: list[Place], **options: Any) -> list[GeneralRunner]:
+    return on_ranks(cases, partial(build, folder, **{"tensor_parallel": len(cases), **options}))
+
+
+def serve(runner: GeneralRunner, tokens: list[list[int]] | None = None) -> list[Served]:
+    """The sequences, served side by side in chunks and then token by token.
+
+    Args:
+        tokens: whole sequences that are computed; None for those that the runner chooses.
+    """
+    driver = Driver(runner, PROMPTS, COMPLETION)
+    while any(served.computed < served.prompt for served in driver.sequences):
+        driver.step(CHUNK)
+        _take(driver, tokens)
+    for step in range(COMPLETION):
+        if step == COMPLETION // 2:
+            driver.move()
+        driver.step(1)
+        _take(driver, tokens)
+    return driver.sequences
+
+
+def _take(driver: Driver, tokens: list[list[int]] | None) -> None:
+    """Gives a rank, which chooses no tokens, those that rank 0 will have chosen."""
+    for number, served in enumerate(driver.sequences if tokens is not None else ()):
+        if served.computed == len(served.tokens):
+            assert tokens is not None
+            served.tokens.append(tokens[number][len(served.tokens)])
+
+
+def check_same(folder: Path, cases: list[Place], **options: Any) -> list[GeneralRunner]:
+    """Ranks yield the tokens and log-probabilities of one process; returns them."""
+    one = build(folder)
+    expected = serve(one)
+    ranks = ranks_of(folder, cases, **options)
+    given = [served.tokens for served in expected]
+    found = on_ranks(cases, lambda place: serve(ranks[place.rank], given if place.rank else None))[0]
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.tokens == other.tokens
+        for scores, others in zip(mine.logprobs, other.logprobs, strict=True):
+            assert scores.top_ids == others.top_ids
+            assert scores.top_logprobs == pytest.approx(others.top_logprobs, abs=1e-4)
+    assert {rank.spec for rank in ranks} == {one.spec}
+    for rank, runner in enumerate(ranks):
+        assert runner.whole_cache_layout == one.cache_layout
+        assert runner.cache_layout == rank_cache(one.cache_layout, Degree(len(cases)), rank)
+    return ranks
+
+
+def held(runner: GeneralRunner) -> int:
+    """Numbers of the weights that a runner's model holds in modules that aren't packed."""
+    return sum(parameter.numel() for parameter in runner.way._model.parameters())
+
+
+def case(name: str) -> object:
+    return pytest.param(name, marks=[] if name in COVERING else [pytest.mark.more])
+
+
+def planned() -> list[str]:
+    """Classes with a tensor-parallel plan."""
+    return [
+        name
+        for name, model_type in classes().items()
+        if getattr(tiny_config(model_type).get_text_config(decoder=True), "base_model_tp_plan", None)
+    ]
+
+
+@pytest.mark.parametrize("name", [case(name) for name in COVERING])
+def test_two_ranks_serve_what_one_process_serves(name: str, tmp_path: Path) -> None:
+    check_same(save(classes()[name], tmp_path), places(Degree(2)))
