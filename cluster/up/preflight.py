@@ -162,7 +162,8 @@ def check_degrees(folder: Path, config: ClusterConfig) -> None:
         except ValueError as error:
             raise UsageError(f"{role}.engine.{error}") from None
     pair = [engines[role] for role in ("prefill", "decode") if role in engines]
-    if len(pair) == 2 and any(engine.degree != ONE and is_fast(folder, engine.model_path) for engine in pair):
+    several = len(pair) == 2 and any(engine.degree != ONE for engine in pair)
+    if several and is_fast(folder, config.engine.model_path):  # of others, only the loaded model tells
         model, engine = read_config(folder), pair[0]
         layout = model.kv_layout("float32", engine.kv_dtype, engine.block_size or CPU_DEFAULTS.block_size, "NHD")
         longest = min(engine.max_context or model.max_positions, model.max_positions)

@@ -63,7 +63,7 @@ class OneShot:
         group._set_default_backend(kind)
         group._register_backend(torch.device(device.type), kind, nccl.backend)
         group._set_group_name(GROUP)
-        _register_process_group(GROUP, group)
+        _register_process_group(GROUP, group)  # type: ignore[arg-type]  # a text, by its newest stubs a NewType of it
         _SymmetricMemory.set_group_info(GROUP, nccl.place, nccl.size, PrefixStore("memory", store))
         self._buffer = _SymmetricMemory.empty_strided_p2p((ONE_SHOT_BYTES // dtype.itemsize,), (1,), dtype, device)
 
@@ -214,7 +214,8 @@ def on_gpus(place: Place, device: torch.device, dtype: torch.dtype) -> Place:
         CollectiveError: a rank is lost.
     """
     properties = torch.cuda.get_device_properties(device)
-    address = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+    names = "pci_domain_id", "pci_bus_id", "pci_device_id"
+    address = [getattr(properties, name) for name in names]  # torch's stubs don't know them
     pin(cpus_near("{:04x}:{:02x}:{:02x}.0".format(*address)))
     host = place.group
     # A file in memory, in which the ranks find each other. It stays open, because a rank may come late.

@@ -58,7 +58,7 @@ class Kind(NamedTuple):
     """Numbers of stages that its workers can have."""
 
 
-KINDS = {"dense": Kind("llama", (1,))}
+KINDS = {"dense": Kind("llama", (1, 2)), "moe": Kind("mixtral", (1,))}
 KV_HEADS = 1, 2, 4, 8
 TENSOR = 1, 2, 4
 Values = tuple[Any, ...]
@@ -72,8 +72,13 @@ def factors(kind: str) -> list[Sequence[Any]]:
 
 
 ALL: list[Values] = [values for kind in KINDS for values in product(*factors(kind))]
-FEW: list[Values] = [("dense", 2, 2, 1, 4, 1), ("dense", 4, 4, 1, 1, 1), ("dense", 8, 1, 1, 2, 1)]
-"""Those of `make test`: to more ranks, of which two hold a KV head, to fewer ranks, and from one process."""
+FEW: list[Values] = [
+    ("dense", 2, 2, 1, 4, 1),
+    ("dense", 4, 4, 1, 1, 2),
+    ("dense", 8, 1, 1, 2, 1),
+    ("moe", 4, 2, 1, 1, 1),
+]
+"""Those of `make test`: to more ranks, of which two hold a KV head, to fewer ranks and to stages, from one process."""
 COVERING = {tuple(values) for kind in KINDS for values in AllPairs(factors(kind))}
 """Those of `make test-all`: each combination of any two values is in one of them."""
 

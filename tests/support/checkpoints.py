@@ -64,6 +64,7 @@ OWN: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "olmo3": {"sliding_window": 40},
     "glm": {"head_dim": 32},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "glm4": {"head_dim": 32},
     "starcoder2": {"sliding_window": 40},
     "cohere": {},

@@ -27,6 +27,7 @@ PRELOADED = (
     "kvrelay.cluster.supervisor.supervisor",
     "kvrelay.engine.build",
     "kvrelay.engine.runner.cpu",
+    "kvrelay.engine.runner.general",
     "kvrelay.transfer.links.rank_transfers",
     "kvrelay.transfer.transports.gloo",
     "kvrelay.transfer.transports.tcp",

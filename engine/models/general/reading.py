@@ -194,13 +194,18 @@ def _one_by_one(wanted: bool) -> Iterator[None]:
                 os.environ[ONE_BY_ONE] = before
 
 
+def without_weights(config: GeneralConfig) -> PreTrainedModel:
+    """The model on the device `meta`."""
+    with torch.device("meta"):
+        return config.model_class(config.config)
+
+
 def _check_size(config: GeneralConfig, checkpoint: Checkpoint) -> None:
     """Raises ValueError if the model has far more weights than the files, which would take the memory for them."""
     layers = getattr(config.text, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise ValueError(f"{CONFIG}: num_hidden_layers is {layers}; allowed: up to {MOST_LAYERS}")
-    with torch.device("meta"):
-        weights = sum(weight.numel() for weight in config.model_class(config.config).parameters())
+    weights = sum(weight.numel() for weight in without_weights(config).parameters())
     held = sum(entry.end - entry.begin for entry in checkpoint.tensors.values())
     if weights > MOST_WEIGHTS_A_BYTE * held:
         raise ValueError(

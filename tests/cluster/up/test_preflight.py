@@ -112,7 +112,7 @@ def reshaped(folder: Path, heads: int, kv_heads: int, **fields: object) -> Path:
         ),
         (
             {"engine": {PARALLEL: 2, "model_path": "general"}},
-            r"tensor_parallel is 2; allowed: 1, 3, 9, for",
+            r"prefill\.engine\.tensor_parallel is 2; allowed: 1, 3, 9, for 9 query heads and 3 KV heads",
         ),
         (
             {"engine": {"pipeline_parallel": 2, "model_path": "general"}},
@@ -132,6 +132,7 @@ def test_degrees_that_a_model_cant_have_are_refused(
     with pytest.raises(UsageError, match=said):
         check(config(model=model, **sections))
     assert check(config(model=model, engine={PARALLEL: 3}, decode={"engine": {PARALLEL: 9}}))
+    assert check(config(model=model, engine={PARALLEL: 3, "model_path": "general"}))
     idle = {"replicas": 0, "engine": {PARALLEL: 2}}
     assert check(config(model=model, colocated={"replicas": 1}, decode=idle)), "no such worker is started"
 
