@@ -8,7 +8,7 @@ from typing import Annotated, Literal, get_args
 
 from annotated_types import Interval
 
-from kvrelay.engine.degree import Degree
+from kvrelay.engine.degree import MAX_RANKS, Degree
 from kvrelay.machine.options import AUTO, Automatic, Options, Removed, require
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -24,9 +24,6 @@ MODEL_METHODS: tuple[SpeculationMethod, ...] = ("draft", "medusa", "eagle3")
 """Methods with a checkpoint of their own."""
 STATE_METHODS: tuple[SpeculationMethod, ...] = ("medusa", "eagle3")
 """Methods that guess from the served model's hidden states."""
-
-MAX_RANKS = 64
-"""Largest number of ranks of a worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +176,7 @@ class EngineConfig(Options):
 
     pipeline_parallel: Annotated[int, Interval(ge=1, le=64)] = 1
     """Stages of layers, one behind the other, each of `tensor_parallel` ranks: while one computes a chunk of a prompt,
-    the stage before computes the next chunk. On CPU only. Not with medusa or eagle3, which need all layers' states."""
+    the stage before computes the next chunk. On CPU only. A worker of several ranks can't have medusa or eagle3."""
 
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     """Options of speculation: tokens that are guessed, and checked several in one step."""
@@ -196,12 +193,11 @@ class EngineConfig(Options):
         )
         ranks = self.tensor_parallel * self.pipeline_parallel
         require(ranks <= MAX_RANKS, "pipeline_parallel", self.pipeline_parallel, f"up to {MAX_RANKS} ranks together")
-        method, free = (
-            self.speculation.method,
-            [name for name in get_args(SpeculationMethod) if name not in STATE_METHODS],
-        )
-        whole = self.pipeline_parallel == 1 or method in free
-        require(whole, "speculation.method", method, f"{', '.join(free)}, with pipeline_parallel above 1")
+        # Heads beside the model are rank 0's alone, and they need hidden states of all layers and the whole vocabulary.
+        method = self.speculation.method
+        free = ", ".join(name for name in get_args(SpeculationMethod) if name not in STATE_METHODS)
+        whole = ranks == 1 or method not in STATE_METHODS
+        require(whole, "speculation.method", method, f"{free}, for a worker of several ranks")
 
     @property
     def degree(self) -> Degree:

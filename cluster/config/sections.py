@@ -12,7 +12,7 @@ LOCAL = "local"
 AUTO: Final = "auto"
 
 
-GPUS_ALLOWED = "auto, or 0 to 1: a worker computes on one GPU (no tensor parallelism yet); more replicas use more"
+GPUS_ALLOWED = "auto, or 0 to 1: each rank of a worker computes on one GPU"
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 

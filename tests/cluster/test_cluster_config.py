@@ -57,8 +57,7 @@ def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = 
         ),
         (
             "prefill: {gpus: 8}",
-            "prefill.gpus is 8; allowed: auto, or 0 to 1: a worker computes on one GPU (no tensor parallelism "
-            "yet); more replicas use more",
+            "prefill.gpus is 8; allowed: auto, or 0 to 1: each rank of a worker computes on one GPU",
         ),
         (
             "ray: {gpus: 3}",

@@ -240,12 +240,13 @@ def _built(folder: Path, place: Place) -> CpuRunner:
 
 
 @pytest.mark.parametrize("method", ["medusa", "eagle3"])
-def test_guesses_from_all_layers_states_are_refused(method: Any) -> None:
+@pytest.mark.parametrize("ranks", [{"pipeline_parallel": 2}, {"tensor_parallel": 2}], ids=str)
+def test_guesses_from_all_layers_states_are_refused(method: Any, ranks: dict[str, Any]) -> None:
     speculation = SpeculationConfig(method=method, draft_model="heads")
     with pytest.raises(
-        ValueError, match=r"speculation\.method is '\w+'; allowed: off, ngram, suffix, draft, with pipeline"
+        ValueError, match=r"speculation\.method is '\w+'; allowed: off, ngram, suffix, draft, for a worker of several"
     ):
-        EngineConfig(pipeline_parallel=2, speculation=speculation)
+        EngineConfig(speculation=speculation, **ranks)
 
 
 def test_stages_on_gpus_are_refused() -> None:
