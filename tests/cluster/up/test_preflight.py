@@ -119,8 +119,8 @@ def reshaped(folder: Path, heads: int, kv_heads: int, **fields: object) -> Path:
             r"pipeline_parallel is 2; allowed for a model that transformers' code runs: 1",
         ),
         (
-            {"decode": {"engine": {PARALLEL: 3, "device": "cuda"}}},
-            r"decode\.engine\.device is 'cuda'; allowed: auto or cpu",
+            {"decode": {"engine": {PARALLEL: 3, "device": "cuda", "model_path": "general"}}},
+            r"decode\.engine\.device is 'cuda'; allowed: cpu for 3 ranks of a model that transformers' code runs",
         ),
     ],
     ids=str,
