@@ -184,7 +184,7 @@ def test_a_cluster_serves(served: World) -> None:
         ("worker-0", "prefill", "ready"),
         ("worker-1", "decode", "ready"),
     }
-    routers = {router["name"]: router["address"] for router in status["routers"]}
+    routers = dict(sorted((router["name"], router["address"]) for router in status["routers"]))
     assert list(routers) == [f"router-{number}" for number in range(len(routers))]
     assert status["router"] == served.remembered()["router"] == ",".join(routers.values())
     for address in routers.values():
