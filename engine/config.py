@@ -191,8 +191,10 @@ class EngineConfig(Options):
         require(
             whole, "expert_parallel", self.expert_parallel, f"a divisor of tensor_parallel ({self.tensor_parallel})"
         )
-        ranks = self.tensor_parallel * self.pipeline_parallel
-        require(ranks <= MAX_RANKS, "pipeline_parallel", self.pipeline_parallel, f"up to {MAX_RANKS} ranks together")
+        stages = self.pipeline_parallel
+        require(self.device != "cuda" or stages == 1, "pipeline_parallel", stages, "1 on a GPU")
+        ranks = self.tensor_parallel * stages
+        require(ranks <= MAX_RANKS, "pipeline_parallel", stages, f"up to {MAX_RANKS} ranks together")
         # Heads beside the model are rank 0's alone, and they need hidden states of all layers and the whole vocabulary.
         method = self.speculation.method
         free = ", ".join(name for name in get_args(SpeculationMethod) if name not in STATE_METHODS)
@@ -214,9 +216,6 @@ class EngineConfig(Options):
         Raises:
             ValueError: an option doesn't go with the default of another one.
         """
-        require(
-            device == "cpu" or self.pipeline_parallel == 1, "pipeline_parallel", self.pipeline_parallel, "1 on a GPU"
-        )
         defaults = GPU_DEFAULTS if device == "cuda" else CPU_DEFAULTS
         large = device == "cuda" and device_bytes >= LARGE_GPU_BYTES
         tokens = LARGE_GPU_BATCH_TOKENS if large else defaults.max_batch_tokens

@@ -40,10 +40,9 @@ def check_ranks(folder: Path, options: EngineConfig) -> None:
     """
     if options.degree == ONE:
         return
-    gpu, stages = options.device == "cuda", options.pipeline_parallel
     if not is_fast(folder, options.model_path):
         several = f"cpu for {options.degree.ranks} ranks of a model that transformers' code runs"
-        require(not gpu, "device", options.device, several)
+        require(options.device != "cuda", "device", options.device, several)
         # Imported here because transformers takes seconds, which models of the fast path needn't wait for.
         from kvrelay.engine.models.general.reading import check_division
 
@@ -51,6 +50,5 @@ def check_ranks(folder: Path, options: EngineConfig) -> None:
         return
     experts = options.expert_parallel
     require(experts == 1, "expert_parallel", experts, "1 for a model without experts")
-    require(not gpu or stages == 1, "pipeline_parallel", stages, "1 on a GPU, where tensor_parallel may be more")
     block = Checkpoint(folder).block_of("self_attn.o_proj")
     check_degree(read_config(folder), options.degree, options.quantization, block)

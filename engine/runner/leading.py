@@ -48,9 +48,9 @@ class Ranks(Protocol):
             CollectiveError: a rank is lost, or doesn't take it in time.
         """
 
-    def launched(self, step: int) -> None:
-        """Rank 0 has launched the step of this number. The others may have not yet; what rank 0 asks of them from now
-        on may depend on that step."""
+    def committed(self, step: int) -> None:
+        """Rank 0 has the result of the step with this number. The others may still compute it; what rank 0 asks of them
+        from now on may depend on it."""
 
 
 class LeadingStep:
@@ -68,6 +68,7 @@ class LeadingStep:
     def result(self) -> StepOutput:
         self._ranks.send(RESULT)
         out = self._own.result()
+        self._ranks.committed(self._written.step)
         self._written.become(WRITTEN)
         return out
 
@@ -131,8 +132,10 @@ class LeadingRunner:
         """See `Runner.launch`."""
         self._ranks.send(STEP + self._writer.write(plan))
         own = self._own.launch(plan)
-        self._ranks.launched(plan.step)
-        return LeadingStep(plan.step, own, self._ranks) if self.lag else own
+        if self.lag:
+            return LeadingStep(plan.step, own, self._ranks)
+        self._ranks.committed(plan.step)  # it has ended within the launch
+        return own
 
 
 class LeadingModelRunner(LeadingRunner):

@@ -74,13 +74,13 @@ def factors(kind: str) -> list[Sequence[Any]]:
 ALL: list[Values] = [values for kind in KINDS for values in product(*factors(kind))]
 FEW: list[Values] = [
     ("dense", 2, 2, 1, 4, 1),
-    ("dense", 4, 4, 1, 1, 2),
+    ("dense", 4, 2, 2, 1, 2),
     ("dense", 8, 1, 1, 2, 1),
     ("moe", 4, 2, 1, 1, 1),
 ]
-"""Those of `make test`: to more ranks, of which two hold a KV head, to fewer ranks and to stages, from one process."""
+"""Cases of `make test`: to more ranks, of which two hold a KV head, from stages to stages, from one rank and to one."""
 COVERING = {tuple(values) for kind in KINDS for values in AllPairs(factors(kind))}
-"""Those of `make test-all`: each combination of any two values is in one of them."""
+"""Cases of `make test-all`: each combination of any two values is in one of them."""
 
 
 def marked(values: Values) -> Any:

@@ -269,7 +269,7 @@ class HashRunner:
     ) -> None:
         """Writes the KV of consecutive tokens through the block tables, as computing them does; of no further group if
         its table isn't given."""
-        data = kv_bytes(tokens, first_position, self.layout)
+        data = self._kv_of(tokens, first_position)
         _write(self.parts, blocks, data, first_position, self.layout.block_size)
         for group, pool, table in zip(self.cache_layout.side_groups, self.pools[1:], side_tables, strict=False):
             if group.kind == "state":
@@ -281,6 +281,10 @@ class HashRunner:
                 gap = int(np.argmax(np.asarray(table) >= 0)) * size
                 first = max(0, gap - first_position)
                 _write(_by_slot(pool), table, data[first:], first_position + first, size)
+
+    def _kv_of(self, tokens: Sequence[int], first_position: int) -> NDArray[np.uint8]:
+        """The part of `kv_bytes` that the pool holds."""
+        return kv_bytes(tokens, first_position, self.layout)
 
     def held_bytes(self, blocks: Sequence[int] | NDArray[np.int32], num_tokens: int) -> NDArray[np.uint8]:
         """The KV of a sequence's first tokens as it is in the pool, in the shape of `kv_bytes`."""
@@ -310,20 +314,13 @@ class RankHashRunner(HashRunner):
         )
         self.whole_cache_layout = CacheLayout.of(layout)
 
-    def fill(
-        self,
-        blocks: Sequence[int] | NDArray[np.int32],
-        tokens: Sequence[int],
-        first_position: int,
-        side_tables: Sequence[Sequence[int] | NDArray[np.int32]] = (),
-    ) -> None:
+    def _kv_of(self, tokens: Sequence[int], first_position: int) -> NDArray[np.uint8]:
         layers, heads = self._slices[self.place.rank]
         data = kv_bytes(tokens, first_position, self.whole)
-        data = data[:, layers.start : layers.stop, :, heads.start : heads.stop]
-        _write(self.parts, blocks, data, first_position, self.layout.block_size)
+        return data[:, layers.start : layers.stop, :, heads.start : heads.stop]
 
     def held_bytes(self, blocks: Sequence[int] | NDArray[np.int32], num_tokens: int) -> NDArray[np.uint8]:
-        """As of `HashRunner`, of all ranks; to be called by each of them."""
+        """The KV of all ranks, as `HashRunner.held_bytes`. All ranks call it."""
         own = np.ascontiguousarray(super().held_bytes(blocks, num_tokens))
         parts = self.place.all.gather(torch.from_numpy(own)).numpy()
         whole = self.whole

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgpack  # type: ignore[import-untyped]  # it ships no types
 
 from kvrelay.engine.degree import Degree
-from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.layout import CacheLayout, KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.kv.writes import RankWrites
 from kvrelay.transfer.frames.frames import PoolFrames
@@ -16,13 +16,13 @@ from kvrelay.transfer.links.links import LinkManager
 from kvrelay.transfer.links.rank_links import COMMITTED, Command
 from kvrelay.transfer.links.rank_transfers import RankTransfers
 from kvrelay.transfer.protocol.ports import LoopRuntime
-from kvrelay.transfer.protocol.routes import held_by
+from kvrelay.transfer.protocol.routes import held_by, unsuited
 
 
 class MemoryChannel:
     """One end of a channel between two ranks of one process; implements `RankChannel`."""
 
-    newest_step = COMMITTED
+    committed_step = COMMITTED
 
     def __init__(self) -> None:
         self.other: MemoryChannel
@@ -80,3 +80,18 @@ class Ranks:
 def pools_of(layout: KVLayout, degree: Degree, blocks: int) -> list[KVPool]:
     """The pools of a worker's ranks."""
     return [KVPool(held_by(layout, degree, rank).of(layout), blocks) for rank in range(degree.ranks)]
+
+
+def rank_cache(cache: CacheLayout, degree: Degree, rank: int) -> CacheLayout:
+    """The layout of what a rank holds of a model's `cache`; it has all of its groups and tracks.
+
+    Raises:
+        ValueError: `unsuited` says why.
+    """
+    if (reason := unsuited(cache, degree)) is not None:
+        raise ValueError(reason)
+    groups = tuple(
+        replace(group, tracks=tuple(held_by(track, degree, rank).of(track) for track in group.tracks))
+        for group in cache.groups
+    )
+    return replace(cache, groups=groups)

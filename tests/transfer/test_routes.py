@@ -19,10 +19,11 @@ from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.protocol import routes as routing
 from kvrelay.transfer.protocol.handshake import LocalWorker, cuts_of, tracks_of
 from kvrelay.transfer.protocol.messages import Code, Key
-from kvrelay.transfer.protocol.routes import RankPair, held_by, rank_cache, routes_of, unroutable, unsuited
+from kvrelay.transfer.protocol.routes import RankPair, held_by, routes_of, unroutable, unsuited
 from support.fake_transport import FakeTransport, Fault
 from support.handoff import FIRST_TOKEN, RECEIVER, Pair, links_of, pair, prompt
 from support.late_writes import LateWrites
+from support.ranks import rank_cache
 
 BLOCK = 16
 SLOT = KVLayout(layers=2, kv_heads=1, head_dim=64, block_size=1, dtype="raw", planes=1)

@@ -127,9 +127,14 @@ class LinkThread:
         transport: Transport,
         timeouts: LinkTimeouts,
         runtime: Runtime,
-        on_end: Callable[["LinkThread", LinkEnd], None],
+        on_up: Callable[[], None],
+        on_end: Callable[["LinkThread", str, Key | None], None],
     ) -> None:
-        """`on_end` runs on the event loop, once."""
+        """
+        Args:
+            on_up: called on the event loop when the link has carried its first bytes.
+            on_end: called on the event loop, once, with the reason and `LinkEnd.stuck`.
+        """
         self.spec = spec
         self._transport = transport
         self._timeout, self._open_timeout = timeouts.frame, timeouts.to_open(spec.transport)
@@ -137,6 +142,7 @@ class LinkThread:
             lambda entry, value: runtime.post(spec.tell, ranks, entry, value), self._open_timeout, spec.name(ranks)
         )
         self._runtime = runtime
+        self._on_up = on_up
         self._on_end = on_end
         self._jobs: deque[Job] = deque()
         self._ahead: tuple[Job, torch.Tensor] | None = None
@@ -145,7 +151,6 @@ class LinkThread:
         self._changed = threading.Condition()
         self._reason: str | None = None
         self._link: Link | None = None
-        self._up = False
         self._waiting_since = self._closed_at = math.inf
         # Not a daemon: an interpreter that exits while a thread is inside a transport's C++ code aborts. Every wait of
         # a transport has a timeout, so the exit of the process is delayed by no more than that.
@@ -188,7 +193,7 @@ class LinkThread:
                 closed = self._reason is not None
             if not closed:
                 self._warm_up(link)
-                self._up = True
+                self._runtime.post(self._on_up)
                 self._serve(link)
         except LinkError as error:
             self.close(str(error))
@@ -205,13 +210,12 @@ class LinkThread:
         # The other end may have begun to wait a little earlier. Its timeout then ends the wait of this end, too.
         late = self._closed_at - self._waiting_since > LATE_SHARE * self._timeout
         stuck = self._window[0][0].key if late and self._window else None
-        end = LinkEnd(self.spec.epoch, reason, self._up, stuck)
         self._window.clear()
         self._jobs.clear()
         self._ahead = None
         for job in failed:
             job.fail(reason)
-        self._runtime.post(self._on_end, self, end)
+        self._runtime.post(self._on_end, self, reason, stuck)
         if self._link is not None:
             # Last, because some transports block here; this thread has nothing else to do.
             self._reap(self._link)
@@ -311,6 +315,8 @@ class EpochLinks:
 
     spec: LinkSpec
     threads: dict[RankPair, LinkThread] = field(default_factory=dict)
+    up: bool = False
+    """Whether one of them has carried its first bytes."""
     ended: bool = False
     """Whether the end is reported."""
 
@@ -367,9 +373,9 @@ class LinkManager:
             if not self._close_one_idle():
                 return False
         links = self._links[spec.peer] = EpochLinks(spec)
+        on_up, on_end = partial(self._is_up, links), partial(self._ended, links)
         for ranks in here:
-            on_end = partial(self._ended, links)
-            links.threads[ranks] = LinkThread(spec, ranks, transport, self._timeouts, self._runtime, on_end)
+            links.threads[ranks] = LinkThread(spec, ranks, transport, self._timeouts, self._runtime, on_up, on_end)
         for link in links.threads.values():
             link.thread.start()
         return True
@@ -414,14 +420,19 @@ class LinkManager:
         links = self._links.get(peer)
         return links.threads if links is not None and links.spec.epoch == epoch else {}
 
-    def _ended(self, links: EpochLinks, link: LinkThread, end: LinkEnd) -> None:
+    def _is_up(self, links: EpochLinks) -> None:
+        if not links.up:
+            links.up = True
+            links.spec.on_up()
+
+    def _ended(self, links: EpochLinks, link: LinkThread, reason: str, stuck: Key | None) -> None:
         """One of the links has ended: so do the others, and the first one's report is that of all."""
         if links.ended:
             return
         links.ended = True
         if self._links.get(links.spec.peer) is links:
-            self._retire(self._links.pop(links.spec.peer), f"a link of the same epoch has ended: {end.reason}")
-        links.spec.on_end(end)
+            self._retire(self._links.pop(links.spec.peer), f"a link of the same epoch has ended: {reason}")
+        links.spec.on_end(LinkEnd(links.spec.epoch, reason, links.up, stuck))
 
     def _has_room(self, spec: LinkSpec, count: int) -> bool:
         """Whether `count` more links, to one more peer, keep within the limits."""

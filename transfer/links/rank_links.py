@@ -7,12 +7,14 @@ write, are in other processes: commands go there over a channel, and reports com
                 send, receive, drain    a frame, by a number
                 stop                    closes the frame's claim: it ends as LOST unless a thread has the blocks already
                 after                   a number that comes back behind the announcements of a hand-off's frames
-    report      tell, gone              an entry of a link's rendezvous; the end of an epoch's links
+    report      tell, up, gone          an entry of a link's rendezvous; the first bytes and the end of an epoch's links
                 announced, ended        of a frame, by its number
                 after                   the number
 
-A frame's command is sent at once, with the number of the step that computes its KV: each rank waits for its own part of
-that, so that a pipeline stage sends a chunk when it has left the stage.
+Ranks compute a step at different times. So the command that sends a frame names the step that computes the frame's KV,
+and each rank waits until it has computed its own part of that step. Rank 0 gives the command when it launches the step,
+so a pipeline stage sends a chunk when the chunk has left the stage. For KV of an earlier step the command names the
+last step whose result rank 0 has.
 
 A channel keeps the order of its messages, so announcements leave rank 0 in the order in which their frames are on their
 link. If a channel is lost, its frames never end, because nobody knows whether their blocks are still in use: the worker
@@ -40,8 +42,7 @@ from kvrelay.transfer.protocol.routes import RankPair, Route, Slice
 logger = logging.getLogger(__name__)
 
 COMMITTED = -1
-"""Stands for the step of KV that rank 0 has computed. Another rank may be behind: it waits for its own part of the step
-that rank 0 has launched last."""
+"""Number in place of a step whose result rank 0 has. Other ranks may still compute that step."""
 Command = dict[str, Any]
 """A message of a channel in either direction: numbers, texts, bytes, and lists of them, by name. `do` is its kind."""
 
@@ -50,8 +51,8 @@ class RankChannel(Protocol):
     """One end of the connection between rank 0 and another rank. Used on the event loop."""
 
     @property
-    def newest_step(self) -> int:
-        """At rank 0's end: number of the step that rank 0 has launched last; COMMITTED before the first one."""
+    def committed_step(self) -> int:
+        """At rank 0's end: number of the last step whose result rank 0 has; COMMITTED before the first one."""
         ...
 
     def listen(self, on_message: Callable[[Command], None], on_lost: Callable[[str], None]) -> None:
@@ -161,6 +162,8 @@ class _Epoch:
     spec: LinkSpec
     ranks: frozenset[int]
     """Ranks of this worker, besides rank 0, that have some of them."""
+    up: bool = False
+    """Whether a link of any rank has carried its first bytes."""
     over: bool = False
     behind: dict[int, Callable[[], None]] = field(default_factory=dict)
     """What is called when a rank returns the number of an `after`."""
@@ -187,7 +190,8 @@ class RankLinks:
     def open(self, spec: LinkSpec) -> bool:
         ranks = frozenset(pair[spec.rank] for pair in spec.links) - {0}
         epoch = _Epoch(spec, ranks)
-        if not self._own.open(dataclasses.replace(spec, on_end=partial(self._ended, epoch))):
+        on_up, on_end = partial(self._is_up, epoch), partial(self._gone, epoch)
+        if not self._own.open(dataclasses.replace(spec, on_up=on_up, on_end=on_end)):
             return False
         # Rank 0 has a link in each epoch, so where it has closed an idle one, the others' must go, too.
         for peer in [peer for peer, each in self._epochs.items() if self.epoch(peer) != each.spec.epoch]:
@@ -229,7 +233,7 @@ class RankLinks:
         job.command |= {"peer": peer, "epoch": epoch, "ranks": list(ranks), "number": number}
         channel = self._channels[ranks[links.spec.rank]]
         if job.command.get("step") == COMMITTED:
-            job.command["step"] = channel.newest_step
+            job.command["step"] = channel.committed_step
         if job.announced is not None:
             links.announcing[number] = job.announced
         if job.ended is not None:
@@ -273,6 +277,13 @@ class RankLinks:
         self._tell_all(links.ranks, {"do": "close", "peer": spec.peer, "epoch": spec.epoch, "reason": reason})
         links.behind.clear()
 
+    def _is_up(self, links: _Epoch) -> None:
+        links.up = True
+
+    def _gone(self, links: _Epoch, end: LinkEnd) -> None:
+        """The links of this or another rank have ended; those of some rank may have been up, though these weren't."""
+        self._ended(links, dataclasses.replace(end, up=end.up or links.up))
+
     def _ended(self, links: _Epoch, end: LinkEnd) -> None:
         """A link has ended, of this or another rank: so do all of its epoch."""
         if links.over:
@@ -287,9 +298,12 @@ class RankLinks:
             case {"do": "tell", "peer": peer, "epoch": epoch, "ranks": ranks, "entry": entry, "value": value}:
                 if (links := self._of(peer, epoch)) is not None:
                     links.spec.tell(RankPair(*ranks), entry, value)
+            case {"do": "up", "peer": peer, "epoch": epoch}:
+                if (links := self._of(peer, epoch)) is not None:
+                    self._is_up(links)
             case {"do": "gone", "peer": peer, "epoch": epoch, "reason": reason, "up": up, "stuck": stuck}:
                 if (links := self._of(peer, epoch)) is not None:
-                    self._ended(links, LinkEnd(epoch, reason, up, None if stuck is None else (stuck[0], stuck[1])))
+                    self._gone(links, LinkEnd(epoch, reason, up, None if stuck is None else (stuck[0], stuck[1])))
             case {"do": "announced", "peer": peer, "epoch": epoch, "number": number}:
                 if (links := self._of(peer, epoch)) is not None and number in links.announcing:
                     links.announcing.pop(number)()

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from kvrelay.engine.kv.writes import WRITTEN, RankWrites
+from kvrelay.engine.kv.writes import RankWrites
 from kvrelay.transfer.frames.frames import PoolFrames
 from kvrelay.transfer.links.links import LinkManager
 from kvrelay.transfer.links.rank_links import Command, RankChannel, unpacked_frame, unpacked_route
@@ -22,14 +22,14 @@ class RankTransfers:
         links: LinkManager,
         frames: PoolFrames,
         runtime: Runtime,
-        writes: RankWrites | None = None,
+        writes: RankWrites,
     ) -> None:
         """
         Args:
             channel: to rank 0, which this listens to.
             links: of this rank.
             frames: makes jobs on this rank's pools.
-            writes: of this rank's steps; None if frames are sent behind the commit of theirs only.
+            writes: of this rank's steps, for which frames wait.
         """
         self._channel = channel
         self._links = links
@@ -82,6 +82,7 @@ class RankTransfers:
             rank=command["rank"],
             frame_bytes=command["frame_bytes"],
             tell=tell,
+            on_up=lambda: self._report("up", peer=peer, epoch=epoch),
             on_end=on_end,
             idle=lambda: False,  # rank 0 says which links are to be closed
             links=tuple(RankPair(*ranks) for ranks in command["links"]),
@@ -104,8 +105,7 @@ class RankTransfers:
             claim = self._claims[number] = BlockClaim()
             on_end = partial(post, self._ended, number)
             return self._frames.receive(key, frame, claim, table, command["keep"], route, on_end)
-        step, writes = command["step"], self._writes
-        claim = self._claims[number] = BlockClaim(WRITTEN if writes is None else writes.of(step))
+        claim = self._claims[number] = BlockClaim(self._writes.of(command["step"]))
         announced, on_read = partial(post, self._announced, command), partial(post, self._ended, number)
         return self._frames.send(key, frame, claim, table, route, announced, on_read)
 

@@ -62,7 +62,7 @@ class LinkEnd:
     epoch: int
     reason: str
     up: bool
-    """Whether the link had carried its first bytes. If not, opening the next one at once makes no sense."""
+    """Whether a link of the epoch had carried its first bytes. If not, opening the next ones at once makes no sense."""
     stuck: Key | None
     """Hand-off whose frame took longer than a frame may. Other frames that failed had not begun."""
 
@@ -94,6 +94,8 @@ class LinkSpec:
     """Whether no hand-off needs the links, so that they may be closed in favour of others."""
     links: tuple[RankPair, ...] = (RankPair(),)
     """Ranks of each link's two ends."""
+    on_up: Callable[[], object] = lambda: None
+    """Called when a link has carried its first bytes."""
 
     def name(self, ranks: RankPair) -> str:
         """The name of this link and no other; equal at both ends."""

@@ -82,21 +82,6 @@ def held_by(layout: KVLayout, degree: Degree, rank: int) -> Slice:
     return Slice(degree.layers(rank, layout.layers), heads)
 
 
-def rank_cache(cache: CacheLayout, degree: Degree, rank: int) -> CacheLayout:
-    """The layout of what a rank holds of a model's `cache`; it has all of its groups and tracks.
-
-    Raises:
-        ValueError: `unsuited` says why.
-    """
-    if (reason := unsuited(cache, degree)) is not None:
-        raise ValueError(reason)
-    groups = tuple(
-        replace(group, tracks=tuple(held_by(track, degree, rank).of(track) for track in group.tracks))
-        for group in cache.groups
-    )
-    return replace(cache, groups=groups)
-
-
 def unsuited(cache: CacheLayout, degree: Degree) -> str | None:
     """Why a model of this `cache` can't be divided over ranks like that; None if it can."""
     if degree == ONE:

@@ -114,10 +114,10 @@ class Channel:
 class LinkChannel:
     """Messages about links on a channel; implements `RankChannel`."""
 
-    def __init__(self, channel: Channel, newest_step: Callable[[], int] = lambda: COMMITTED) -> None:
-        """`newest_step`: see `RankChannel`; of no use at the end of another rank than rank 0."""
+    def __init__(self, channel: Channel, committed_step: Callable[[], int] = lambda: COMMITTED) -> None:
+        """`committed_step`: see `RankChannel`; of no use at the end of another rank than rank 0."""
         self._channel = channel
-        self._newest_step = newest_step
+        self._committed_step = committed_step
         self._lock = threading.Lock()
         self._early: list[Any] = []
         self._deliver: Callable[[Any], None] | None = None
@@ -134,9 +134,9 @@ class LinkChannel:
             self._early.clear()
 
     @property
-    def newest_step(self) -> int:
+    def committed_step(self) -> int:
         """See `RankChannel`."""
-        return self._newest_step()
+        return self._committed_step()
 
     def send(self, message: Any) -> None:
         """See `RankChannel`."""

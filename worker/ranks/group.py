@@ -66,8 +66,8 @@ class RankGroup:
         self._failure: BaseException | None = None
         self._closing = False
         self._closed = threading.Event()
-        self.newest_step = COMMITTED
-        """Number of the step that rank 0 has launched last."""
+        self.committed_step = COMMITTED
+        """Number of the last step whose result rank 0 has."""
         self._led = False
         """Whether the other ranks have got something to run."""
         self._lock = threading.Lock()
@@ -110,7 +110,9 @@ class RankGroup:
             arrived = self._arrivals.acquire(timeout=max(0.0, deadline - time.monotonic()))
             if self._failure is not None:
                 raise self._failure
-            if not arrived or self._closing:
+            if self._closing:
+                raise CollectiveError(f"the worker was closed before all ranks had {what}")
+            if not arrived:
                 raise CollectiveError(f"not all ranks have {what} within {MEET_SECONDS:g} s")
 
     def _keep(self) -> None:
@@ -133,7 +135,7 @@ class RankGroup:
         """Meets the other ranks. If one of them is lost before, this thread waits on, and nobody waits for it."""
         try:
             self.place = meet(Path(_path_of(meeting)), self.degree, 0, self.options.threads)
-        except CollectiveError as error:
+        except (CollectiveError, OSError) as error:
             self._fail(error)
         if self._failure is not None:
             self.place.abort()
@@ -173,13 +175,13 @@ class RankGroup:
                 self._lose(rank, f"it takes no plan: {error}")
                 raise CollectiveError(f"rank {rank.number} takes no plan: {error}") from error
 
-    def launched(self, step: int) -> None:
+    def committed(self, step: int) -> None:
         """See `Ranks`."""
-        self.newest_step = step
+        self.committed_step = step
 
     def channels(self) -> dict[int, LinkChannel]:
         """Channels for the links of the other ranks, by rank, in place of those before."""
-        self._links = {rank.number: LinkChannel(rank.control, lambda: self.newest_step) for rank in self._ranks}
+        self._links = {rank.number: LinkChannel(rank.control, lambda: self.committed_step) for rank in self._ranks}
         return self._links
 
     @property

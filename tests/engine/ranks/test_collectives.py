@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore, HashStore
 
+from kvrelay.engine.degree import Degree
 from kvrelay.engine.ranks.collective import Collective, CollectiveError
+from kvrelay.engine.ranks.meet import meet
 from kvrelay.engine.ranks.process_group import GlooCollective, NcclCollective
 from kvrelay.engine.ranks.shared import SharedMemoryCollective
 from kvrelay.kernels.cpu.library import library
@@ -371,3 +374,15 @@ def test_an_operation_of_nccl_that_doesnt_end_aborts_the_group() -> None:
         group.sum(torch.ones(4))
     group.abort()
     assert twin.aborts == 1
+
+
+def test_ranks_without_native_kernels_meet_over_gloo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("kvrelay.engine.ranks.meet.shared_memory_missing", lambda: "needs the native CPU kernels")
+    degree = Degree(2, 2)
+    with ThreadPoolExecutor(degree.ranks) as pool:
+        met = list(pool.map(lambda rank: meet(tmp_path / "store", degree, rank, 1), range(degree.ranks)))
+        assert {type(group) for place in met for group in (place.group, place.all)} == {GlooCollective}
+        sums = pool.map(lambda place: place.group.sum(torch.tensor([10.0**place.rank])).item(), met)
+        assert list(sums) == [11.0, 11.0, 1100.0, 1100.0]
+    for place in met:
+        place.abort()

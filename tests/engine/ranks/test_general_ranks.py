@@ -11,10 +11,10 @@ from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.degree import Degree
 from kvrelay.engine.ranks.collective import Place
 from kvrelay.engine.runner.general import GeneralRunner, build_general_runner
-from kvrelay.transfer.protocol.routes import rank_cache
 from support.general import Driver, Served
 from support.general_table import OPTIONS
 from support.rank_threads import on_ranks, places
+from support.ranks import rank_cache
 from support.tiny_models import classes, save, tiny_config
 
 PROMPTS = [[5, 9, 7, 11, 200], list(range(3, 26)), [(7 * n) % 211 + 3 for n in range(41)]]

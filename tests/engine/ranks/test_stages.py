@@ -55,7 +55,7 @@ class ThreadRanks:
         for thread in self._threads:
             thread.start()
 
-    def launched(self, step: int) -> None:
+    def committed(self, step: int) -> None:
         """Nothing here asks for KV."""
 
     def send(self, message: bytes) -> None:

@@ -88,7 +88,7 @@ class OtherRanks:
         self.place = place
         self._connections = connections
 
-    def launched(self, step: int) -> None:
+    def committed(self, step: int) -> None:
         """Nothing here asks for KV."""
 
     def send(self, message: bytes) -> None:

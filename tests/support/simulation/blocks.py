@@ -17,7 +17,8 @@ from kvrelay.engine.states import StatesLayout
 from kvrelay.transfer.protocol.handshake import tracks_of
 from kvrelay.transfer.protocol.messages import Key
 from kvrelay.transfer.protocol.ports import BlockClaim
-from kvrelay.transfer.protocol.routes import held_by, rank_cache, routes_of
+from kvrelay.transfer.protocol.routes import held_by, routes_of
+from support.ranks import rank_cache
 
 BLOCK = 4
 """Tokens of a block."""

@@ -18,7 +18,7 @@ from kvrelay.transfer.links.links import AfterFrames
 from kvrelay.transfer.protocol.events import Frame
 from kvrelay.transfer.protocol.messages import Code, Grant, Hello, Key, Message, Push, Refuse
 from kvrelay.transfer.protocol.peers import Peer
-from kvrelay.transfer.protocol.ports import SENDER, BlockClaim, LinkEnd, LinkSpec
+from kvrelay.transfer.protocol.ports import SENDER, BlockClaim, LinkSpec
 from kvrelay.transfer.protocol.routes import RankPair, Route
 from kvrelay.transfer.transports.base import LinkError, Pending
 from support.simulation.blocks import FLOATS, Blocks, Violation, WatchedClaim
@@ -228,7 +228,7 @@ class SimulatedThread:
     """One end of a link, in the place of the product's `LinkThread`."""
 
     def __init__(
-        self, spec: LinkSpec, ranks: RankPair, transport: Any, timeouts: Any, runtime: Any, on_end: Any
+        self, spec: LinkSpec, ranks: RankPair, transport: Any, timeouts: Any, runtime: Any, on_up: Any, on_end: Any
     ) -> None:
         self.spec = spec
         self.ranks = ranks
@@ -237,6 +237,7 @@ class SimulatedThread:
         """The manager asks it whether it has ended."""
         self.work: deque[Any] = deque()
         self.busy = self.over = False
+        self.on_up = on_up
         self._on_end = on_end
         pair = (spec.local, spec.peer) if spec.rank == SENDER else (spec.peer, spec.local)
         dialled: dict[Any, Link] = runtime.world.dialled
@@ -271,14 +272,14 @@ class SimulatedThread:
             waiting.add(work.key)
         return None
 
-    def end(self, up: bool, stuck: Key | None) -> None:
+    def end(self, stuck: Key | None) -> None:
         """The thread ends, after what it does now."""
         if self.over or self.busy:
             return
         self.over = True
         while self.work:
             self.work.popleft().fail("the link has ended")
-        self.process.post(self._on_end, self, LinkEnd(self.spec.epoch, "broke", up, stuck))
+        self.process.post(self._on_end, self, "broke", stuck)
 
 
 class Link:
@@ -307,6 +308,8 @@ class Link:
             self.world.post(TIMEOUT, end.process, self._check_up)
         else:
             self.up = True
+            for each in self.ends:
+                each.process.post(each.on_up)
             self.world.post(self.world.random() * 0.02, self.ends[0].process, self._send_next)
 
     def break_(self) -> None:
@@ -317,7 +320,7 @@ class Link:
                 self.world.post(self.world.random() * 0.1, end.process, self._end, end)
 
     def _end(self, end: SimulatedThread) -> None:
-        end.end(self.up, self._stuck)
+        end.end(self._stuck)
 
     def look(self, end: SimulatedThread) -> None:
         """There may be something to do at this end."""

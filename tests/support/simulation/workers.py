@@ -49,7 +49,7 @@ def config_of(frame_layers: int, max_links: int, state_tokens: int, checksum: bo
 class SimulatedChannel:
     """One end of the channel between rank 0 and another rank of a process; implements `RankChannel`."""
 
-    newest_step = COMMITTED
+    committed_step = COMMITTED
 
     def __init__(self, process: "Process") -> None:
         self._process = process
