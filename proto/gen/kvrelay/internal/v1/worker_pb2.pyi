@@ -127,7 +127,7 @@ class Sampling(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., bad_words: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., constraint: _Optional[_Union[_inference_pb2.Constraint, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "phase", "token_ids", "prompt_tokens", "sampling", "tenant", "peer", "timeout_seconds", "client_call", "suspect_tokens", "on_trial", "slot", "holder", "expected_tokens", "chain", "trace_id")
+    __slots__ = ("request_id", "attempt", "phase", "token_ids", "prompt_tokens", "sampling", "tenant", "peer", "timeout_seconds", "client_call", "suspect_tokens", "on_trial", "slot", "holder", "expected_tokens", "chain", "trace_id", "urgency")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +145,7 @@ class Submit(_message.Message):
     EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    URGENCY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     phase: Phase
@@ -162,7 +163,20 @@ class Submit(_message.Message):
     expected_tokens: int
     chain: _containers.RepeatedScalarFieldContainer[int]
     trace_id: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tenant: _Optional[str] = ..., peer: _Optional[_Union[PeerRef, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., client_call: _Optional[_Union[ClientCall, _Mapping]] = ..., suspect_tokens: _Optional[int] = ..., on_trial: _Optional[bool] = ..., slot: _Optional[int] = ..., holder: _Optional[int] = ..., expected_tokens: _Optional[int] = ..., chain: _Optional[_Iterable[int]] = ..., trace_id: _Optional[str] = ...) -> None: ...
+    urgency: Urgency
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tenant: _Optional[str] = ..., peer: _Optional[_Union[PeerRef, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., client_call: _Optional[_Union[ClientCall, _Mapping]] = ..., suspect_tokens: _Optional[int] = ..., on_trial: _Optional[bool] = ..., slot: _Optional[int] = ..., holder: _Optional[int] = ..., expected_tokens: _Optional[int] = ..., chain: _Optional[_Iterable[int]] = ..., trace_id: _Optional[str] = ..., urgency: _Optional[_Union[Urgency, _Mapping]] = ...) -> None: ...
+
+class Urgency(_message.Message):
+    __slots__ = ("rank", "priority", "first_token_seconds", "token_seconds")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    priority: int
+    first_token_seconds: float
+    token_seconds: float
+    def __init__(self, rank: _Optional[int] = ..., priority: _Optional[int] = ..., first_token_seconds: _Optional[float] = ..., token_seconds: _Optional[float] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("request_id", "attempt")
@@ -381,7 +395,7 @@ class Promised(_message.Message):
     def __init__(self, requests: _Optional[int] = ..., blocks: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("blocks", "requests", "pending_tokens", "computed_tokens", "promised", "steps", "step_seconds", "traffic", "growth_blocks", "ending", "holdings")
+    __slots__ = ("blocks", "requests", "pending_tokens", "computed_tokens", "promised", "steps", "step_seconds", "traffic", "growth_blocks", "ending", "holdings", "costs")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -393,6 +407,7 @@ class Load(_message.Message):
     GROWTH_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ENDING_FIELD_NUMBER: _ClassVar[int]
     HOLDINGS_FIELD_NUMBER: _ClassVar[int]
+    COSTS_FIELD_NUMBER: _ClassVar[int]
     blocks: Blocks
     requests: Requests
     pending_tokens: int
@@ -404,7 +419,60 @@ class Load(_message.Message):
     growth_blocks: int
     ending: Promised
     holdings: _containers.RepeatedCompositeFieldContainer[Holding]
-    def __init__(self, blocks: _Optional[_Union[Blocks, _Mapping]] = ..., requests: _Optional[_Union[Requests, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., promised: _Optional[_Union[Promised, _Mapping]] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., growth_blocks: _Optional[int] = ..., ending: _Optional[_Union[Promised, _Mapping]] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ...) -> None: ...
+    costs: Costs
+    def __init__(self, blocks: _Optional[_Union[Blocks, _Mapping]] = ..., requests: _Optional[_Union[Requests, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., promised: _Optional[_Union[Promised, _Mapping]] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., growth_blocks: _Optional[int] = ..., ending: _Optional[_Union[Promised, _Mapping]] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., costs: _Optional[_Union[Costs, _Mapping]] = ...) -> None: ...
+
+class Costs(_message.Message):
+    __slots__ = ("fixed", "sequence", "context", "guess", "prompt_fixed", "token", "pair", "chunk", "step_seconds", "decode_error", "prompt_error", "kv_token", "kv_fixed", "kv_windows", "links")
+    FIXED_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    GUESS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIXED_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PAIR_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ERROR_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    KV_FIXED_FIELD_NUMBER: _ClassVar[int]
+    KV_WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    fixed: float
+    sequence: float
+    context: float
+    guess: float
+    prompt_fixed: float
+    token: float
+    pair: float
+    chunk: int
+    step_seconds: float
+    decode_error: float
+    prompt_error: float
+    kv_token: float
+    kv_fixed: float
+    kv_windows: _containers.RepeatedCompositeFieldContainer[KvWindow]
+    links: _containers.RepeatedCompositeFieldContainer[Link]
+    def __init__(self, fixed: _Optional[float] = ..., sequence: _Optional[float] = ..., context: _Optional[float] = ..., guess: _Optional[float] = ..., prompt_fixed: _Optional[float] = ..., token: _Optional[float] = ..., pair: _Optional[float] = ..., chunk: _Optional[int] = ..., step_seconds: _Optional[float] = ..., decode_error: _Optional[float] = ..., prompt_error: _Optional[float] = ..., kv_token: _Optional[float] = ..., kv_fixed: _Optional[float] = ..., kv_windows: _Optional[_Iterable[_Union[KvWindow, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ...) -> None: ...
+
+class KvWindow(_message.Message):
+    __slots__ = ("token", "tokens")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    token: float
+    tokens: int
+    def __init__(self, token: _Optional[float] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class Link(_message.Message):
+    __slots__ = ("worker", "fixed", "byte")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    FIXED_FIELD_NUMBER: _ClassVar[int]
+    BYTE_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    fixed: float
+    byte: float
+    def __init__(self, worker: _Optional[str] = ..., fixed: _Optional[float] = ..., byte: _Optional[float] = ...) -> None: ...
 
 class Holding(_message.Message):
     __slots__ = ("holder", "blocks")

@@ -1,0 +1,1 @@
+"""Seconds that prefill, decode and hand-offs take, by what they compute and move; fitted online. No I/O, no torch."""

@@ -1,0 +1,141 @@
+"""A line that follows measured times: `seconds = coefficients . features`, fitted by least squares of relative errors.
+
+Samples come in strata, e.g. steps of about the same size. Each stratum is a recursive least-squares sum in which an old
+sample fades when a new one of the same stratum comes. So an hour of small steps doesn't make the fit forget what large
+ones cost. No coefficient is negative, hence the predicted time never falls when a feature grows.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+STRATUM_SAMPLES = 32
+"""Number of newer samples of a stratum after which a sample weighs 1/e."""
+ALL_SAMPLES = 4096
+"""Number of newer samples of any stratum after which a sample weighs 1/e."""
+ERROR_SAMPLES = 64
+"""Number of newer samples after which a sample's error counts 1/e in `LinearFit.error`."""
+OUTLIER = 4.0
+"""Multiple of the mean relative error from which a sample counts less: its weight falls with its error."""
+LEAST_OUTLIER = 0.25
+"""Relative error below which no sample is an outlier."""
+RIDGE = 1e-4
+"""Weight of the preference for small coefficients, relative to that of the samples. It decides where samples don't: of
+steps of one size only, half of the time counts as fixed."""
+REFRESH = 8
+"""Number of samples after which the coefficients are computed again."""
+
+Vector = NDArray[np.float64]
+
+
+class LinearFit:
+    """A fit of `size` coefficients. Not thread-safe."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._strata: dict[int, tuple[Vector, Vector, int]] = {}
+        """(X'X, X'y, number of the latest sample) of each stratum; rows of X and y are divided by the sample's whole time."""
+        self._samples = 0
+        self._fresh = 0
+        self._error = 0.0
+        self._coefficients: tuple[float, ...] | None = None
+
+    @property
+    def samples(self) -> int:
+        """Number of samples so far."""
+        return self._samples
+
+    @property
+    def error(self) -> float:
+        """Mean of |predicted - measured| / measured of the latest samples, each predicted before it was measured."""
+        return self._error
+
+    @property
+    def coefficients(self) -> tuple[float, ...] | None:
+        """[size] seconds for one of each feature, none negative; None before the first sample."""
+        if self._fresh and (self._fresh >= REFRESH or self._samples < 4 * REFRESH):
+            self._coefficients, self._fresh = self._solved(), 0
+        return self._coefficients
+
+    def predict(self, features: Sequence[float]) -> float | None:
+        """Seconds for these features; None before the first sample."""
+        coefficients = self.coefficients
+        return None if coefficients is None else sum([a * b for a, b in zip(coefficients, features, strict=True)])
+
+    def add(self, features: Sequence[float], seconds: float, stratum: int = 0, of: float | None = None) -> None:
+        """Takes a sample; one that took no time is left out.
+
+        Args:
+            features: [size] none negative.
+            seconds: measured time.
+            stratum: samples of the same number fade each other.
+            of: the whole time, where `seconds` is a part of it: errors are relative to it.
+
+        Raises:
+            ValueError: `features` has another length than the fit.
+        """
+        if len(features) != self._size:
+            raise ValueError(f"features has {len(features)} numbers; this fit has {self._size}")
+        if seconds <= 0.0:
+            return
+        whole, weight = of or seconds, 1.0
+        if (expected := self.predict(features)) is not None:
+            off = abs(expected - seconds) / whole
+            limit = max(LEAST_OUTLIER, OUTLIER * self._error)
+            weight = min(1.0, limit / off) if off else 1.0
+            share = 1 / min(self._samples, ERROR_SAMPLES)
+            self._error += share * (min(off, 1.0) - self._error)
+        row = np.asarray(features, np.float64) / whole
+        self._samples += 1
+        self._fresh += 1
+        gram, target, _ = self._strata.get(stratum, (np.zeros((self._size, self._size)), np.zeros(self._size), 0))
+        keep = 1 - 1 / STRATUM_SAMPLES
+        self._strata[stratum] = (
+            keep * gram + weight * np.outer(row, row),
+            keep * target + weight * seconds / whole * row,
+            self._samples,
+        )
+
+    def state(self) -> list[list[float]]:
+        """The sums, one flat list of numbers for each stratum, to be kept in a file and given to `restore`."""
+        return [
+            [float(stratum), *gram.ravel().tolist(), *target.tolist()]
+            for stratum, (gram, target, _) in self._strata.items()
+        ]
+
+    def restore(self, state: Sequence[Sequence[float]]) -> None:
+        """Begins with the sums of an earlier fit of the same size.
+
+        Raises:
+            ValueError: they aren't of such a fit.
+        """
+        for numbers in state:
+            if len(numbers) != 1 + self._size * self._size + self._size or not np.isfinite(numbers).all():
+                raise ValueError(f"state has a stratum of {len(numbers)} numbers; this fit has other sizes")
+            square = 1 + self._size * self._size
+            gram = np.asarray(numbers[1:square], np.float64).reshape(self._size, self._size)
+            self._samples += 1
+            self._strata[int(numbers[0])] = gram, np.asarray(numbers[square:], np.float64), self._samples
+        self._fresh = len(state)
+
+    def _solved(self) -> tuple[float, ...]:
+        """Least squares without negative coefficients: those that would be negative are 0, the worst first."""
+        gram, target = np.zeros((self._size, self._size)), np.zeros(self._size)
+        for each, right, latest in self._strata.values():
+            age = float(np.exp((latest - self._samples) / ALL_SAMPLES))
+            gram += age * each
+            target += age * right
+        # Columns of equal length, so that the ridge means the same for each.
+        scale = np.sqrt(np.diag(gram))
+        used = [each for each in range(self._size) if scale[each] > 0.0]
+        found = np.zeros(self._size)
+        while used:
+            lengths = scale[used]
+            square = gram[np.ix_(used, used)] / np.outer(lengths, lengths) + RIDGE * np.eye(len(used))
+            part = np.linalg.solve(square, target[used] / lengths)
+            if (part >= 0.0).all():
+                found[used] = part / lengths
+                break
+            used.pop(int(part.argmin()))
+        return tuple(found.tolist())

@@ -1,0 +1,162 @@
+"""Seconds of an engine's steps.
+
+A step computes tokens of prompts (chunks), and one token for each sequence that decodes:
+
+    without a chunk    fixed + sequence * sequences + context * context_tokens + guess * guesses
+    with chunks        fixed' + token * prompt_tokens + pair * prompt_pairs   , at least the `fixed` above,
+                       + sequence * sequences + context * context_tokens + guess * guesses
+
+Each worker fits its own coefficients to the steps that it runs, and reports them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvrelay.costs.fit import LinearFit
+
+
+class StepWork(NamedTuple):
+    """Work of one step."""
+
+    prompt_tokens: int = 0
+    """Tokens of chunks of prompts."""
+    prompt_pairs: float = 0.0
+    """Pairs of a token of these chunks and a token at or before it, which attention visits (`pairs`)."""
+    sequences: int = 0
+    """Sequences that decode a token."""
+    context_tokens: int = 0
+    """Tokens of their contexts, all together."""
+    guesses: int = 0
+    """Guessed tokens that are verified."""
+
+
+def pairs(start: float, tokens: float) -> float:
+    """Pairs that attention visits for `tokens` tokens after the first `start` of a prompt."""
+    return tokens * (start + (tokens + 1) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Coefficients of a worker's steps, in seconds; none negative."""
+
+    fixed: float = 0.0
+    """Any step."""
+    sequence: float = 0.0
+    context: float = 0.0
+    """One token of context of a sequence that decodes."""
+    guess: float = 0.0
+    prompt_fixed: float = 0.0
+    """A step with a chunk; it costs at least `fixed`."""
+    token: float = 0.0
+    pair: float = 0.0
+
+    def seconds(self, work: StepWork) -> float:
+        """Seconds of a step with this work."""
+        fixed = self.fixed
+        if work.prompt_tokens:
+            prompts = self.prompt_fixed + self.token * work.prompt_tokens + self.pair * work.prompt_pairs
+            fixed = max(fixed, prompts)
+        return fixed + self.sequence * work.sequences + self.context * work.context_tokens + self.guess * work.guesses
+
+    def prefill(self, tokens: float, cached: float, chunk: float) -> float:
+        """Seconds of a prompt that is alone.
+
+        Args:
+            tokens: tokens to compute.
+            cached: tokens before them, whose KV is there.
+            chunk: tokens of a full step.
+        """
+        if tokens <= 0:
+            return 0.0
+        steps = math.ceil(tokens / max(1.0, chunk))
+        work = self.token * tokens + self.pair * pairs(cached, tokens)
+        return max(steps * self.fixed, steps * self.prompt_fixed + work)
+
+    def tokens_within(self, seconds: float, start: int, others: StepWork = StepWork()) -> int:  # noqa: B008  # frozen
+        """Largest chunk after the first `start` tokens of a prompt with which a step takes at most `seconds`.
+
+        Args:
+            others: work that the step has already.
+
+        Returns:
+            0 if not even one token fits; a very large number if tokens cost nothing.
+        """
+        left = seconds - self.seconds(others)
+        if not others.prompt_tokens:
+            left = seconds - (self.seconds(others) - self.fixed) - self.prompt_fixed
+            if seconds < self.seconds(others):
+                return 0
+        # pair / 2 * n^2 + (token + pair * (start + 1/2)) * n = left
+        slope, half = self.token + self.pair * (start + 0.5), self.pair / 2
+        if left <= 0.0:
+            return 0
+        if half * left < 1e-12 * slope * slope:
+            return int(min(2.0**31, left / slope)) if slope > 0.0 else 2**31
+        root = (math.sqrt(slope * slope + 4 * half * left) - slope) / (2 * half)
+        return int(min(2.0**31, root))
+
+
+class StepFit:
+    """Fits a StepCost to the steps of one engine. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._decode, self._prompt = LinearFit(4), LinearFit(3)
+
+    @property
+    def decode_error(self) -> float:
+        """Mean relative error of predictions of steps without chunks."""
+        return self._decode.error
+
+    @property
+    def prompt_error(self) -> float:
+        """Mean relative error of predictions of steps with chunks."""
+        return self._prompt.error
+
+    @property
+    def steps(self) -> int:
+        """Number of steps taken so far."""
+        return self._decode.samples + self._prompt.samples
+
+    def add(self, work: StepWork, seconds: float) -> None:
+        """Takes a step that took `seconds`."""
+        if not work.prompt_tokens:
+            decodes = 1.0, float(work.sequences), float(work.context_tokens), float(work.guesses)
+            self._decode.add(decodes, seconds, work.sequences.bit_length())
+            return
+        others = 0.0
+        if work.sequences and (known := self._decode.coefficients) is not None:
+            _, sequence, context, guess = known
+            others = sequence * work.sequences + context * work.context_tokens + guess * work.guesses
+        # What other sequences are thought to take is never nearly all of a step with a chunk.
+        rest = max(seconds - others, 0.1 * seconds)
+        features = 1.0, float(work.prompt_tokens), work.prompt_pairs
+        # Long prompts are told from short ones with chunks of the same size.
+        depth = int(work.prompt_pairs / work.prompt_tokens).bit_length()
+        self._prompt.add(features, rest, 64 * work.prompt_tokens.bit_length() + depth, of=seconds)
+
+    def cost(self) -> StepCost | None:
+        """The coefficients; None before the first step. A kind of steps that wasn't seen yet costs what the other one
+        says of it."""
+        decode, prompt = self._decode.coefficients, self._prompt.coefficients
+        if decode is not None:
+            return StepCost(*decode, *(prompt if prompt is not None else (decode[0], decode[1], 0.0)))
+        if prompt is not None:
+            return StepCost(prompt[0], prompt[1], 0.0, prompt[1], *prompt)
+        return None
+
+    def state(self) -> dict[str, list[list[float]]]:
+        """The fit's sums, to be kept in a file and given to `restore`."""
+        return {"decode": self._decode.state(), "prompt": self._prompt.state()}
+
+    def restore(self, state: dict[str, Sequence[Sequence[float]]]) -> None:
+        """Begins with the sums of an earlier fit.
+
+        Raises:
+            ValueError: they aren't of a StepFit.
+        """
+        if set(state) != {"decode", "prompt"}:
+            raise ValueError(f"state has {sorted(state)}; allowed: decode, prompt")
+        self._decode.restore(state["decode"])
+        self._prompt.restore(state["prompt"])

@@ -1,0 +1,147 @@
+"""Costs: fitted to what they are measured from, and never falling when there is more to do."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.costs.fit import LinearFit
+from kvrelay.costs.handoff import KvBytes, LinkCost, LinkFit, typical
+from kvrelay.costs.step import StepCost, StepFit, StepWork, pairs
+from kvrelay.costs.worker import WorkerCosts
+from kvrelay.rpc.costs import costs_message, read_costs
+
+COST = StepCost(2e-3, 3e-4, 1e-6, 1e-4, 4e-3, 5e-5, 2e-8)
+
+
+def works(rng: random.Random, count: int) -> list[StepWork]:
+    """Steps as an engine has them: chunks, decodes, or both."""
+    found = []
+    for _ in range(count):
+        chunk = rng.choice([0, 0, rng.randint(1, 512), 512])
+        sequences = rng.randint(0 if chunk else 1, 32)
+        found.append(
+            StepWork(
+                chunk,
+                pairs(rng.randrange(4096), chunk),
+                sequences,
+                sequences * rng.randint(16, 4096),
+                rng.randint(0, 4),
+            )
+        )
+    return found
+
+
+@given(seed=st.integers(0, 2**32), noise=st.floats(0, 0.1))
+@settings(max_examples=20, deadline=None)
+def test_a_fit_predicts_steps_like_those_that_it_has_seen(seed: int, noise: float) -> None:
+    rng, fit = random.Random(seed), StepFit()
+    for work in works(rng, 400):
+        slow = 20.0 if rng.random() < 0.02 else 1.0  # a pause of the process
+        fit.add(work, slow * COST.seconds(work) * rng.uniform(1 - noise, 1 + noise))
+    cost = fit.cost()
+    assert cost is not None
+    off = [abs(cost.seconds(work) / COST.seconds(work) - 1) for work in works(rng, 200)]
+    assert sorted(off)[100] < 0.05 + noise
+    assert max(fit.decode_error, fit.prompt_error) < 0.25 + noise
+
+
+def test_large_steps_are_remembered_through_many_small_ones_and_a_slower_machine_is_noticed() -> None:
+    fit, large, small = StepFit(), StepWork(512, pairs(0, 512)), StepWork(0, 0, 1, 64)
+    for tokens in (64, 256, 512) * 8:
+        fit.add(StepWork(tokens, pairs(0, tokens)), COST.seconds(StepWork(tokens, pairs(0, tokens))))
+    for _ in range(2000):
+        fit.add(small, COST.seconds(small))
+    cost = fit.cost()
+    assert cost is not None
+    assert cost.seconds(large) == pytest.approx(COST.seconds(large), rel=0.05)
+    for _ in range(150):
+        fit.add(small, 2 * COST.seconds(small))
+    cost = fit.cost()
+    assert cost is not None
+    assert cost.seconds(small) == pytest.approx(2 * COST.seconds(small), rel=0.05)
+
+
+@given(
+    samples=st.lists(st.tuples(st.integers(0, 600), st.integers(0, 64), st.floats(1e-6, 10)), min_size=1, max_size=60),
+    work=st.tuples(st.integers(0, 1000), st.integers(0, 100), st.integers(0, 100000), st.integers(0, 9)),
+)
+@settings(max_examples=100, deadline=None)
+def test_whatever_was_measured_more_work_never_costs_less(
+    samples: list[tuple[int, int, float]], work: tuple[int, int, int, int]
+) -> None:
+    fit = StepFit()
+    for tokens, sequences, seconds in samples:
+        fit.add(StepWork(tokens, pairs(0, tokens), sequences, 50 * sequences), seconds)
+    cost = fit.cost()
+    assert cost is not None
+    tokens, sequences, context, guesses = work
+    here = cost.seconds(StepWork(tokens, pairs(0, tokens), sequences, context, guesses))
+    assert 0 <= here < math.inf
+    for more in (
+        StepWork(tokens + 1, pairs(0, tokens + 1), sequences, context, guesses),
+        StepWork(tokens, pairs(0, tokens), sequences + 1, context, guesses),
+        StepWork(tokens, pairs(0, tokens), sequences, context + 100, guesses),
+        StepWork(tokens, pairs(0, tokens), sequences, context, guesses + 1),
+    ):
+        assert cost.seconds(more) >= here * (1 - 1e-9)
+    assert cost.prefill(tokens + 1, 0, 256) >= cost.prefill(tokens, 0, 256) >= 0
+
+
+@given(budget=st.floats(1e-4, 1), start=st.integers(0, 10**5), sequences=st.integers(0, 64), known=st.booleans())
+@settings(deadline=None)
+def test_the_largest_chunk_within_a_time_fits_and_the_next_one_doesnt(
+    budget: float, start: int, sequences: int, known: bool
+) -> None:
+    others = StepWork(100 * known, pairs(0, 100 * known), sequences, 500 * sequences)
+    tokens = COST.tokens_within(budget, start, others)
+
+    def seconds(more: int) -> float:
+        chunk = StepWork(others.prompt_tokens + more, others.prompt_pairs + pairs(start, more), *others[2:])
+        return COST.seconds(chunk)
+
+    assert tokens == 0 or seconds(tokens) <= budget * (1 + 1e-9)
+    assert seconds(tokens + 1) > budget * (1 - 1e-6)
+
+
+def test_a_fit_goes_on_from_what_was_kept_and_refuses_another_ones() -> None:
+    fit, again = StepFit(), StepFit()
+    rng = random.Random(0)
+    for work in works(rng, 800):
+        fit.add(work, COST.seconds(work))
+    again.restore(fit.state())
+    ours, theirs = fit.cost(), again.cost()
+    assert ours is not None
+    assert theirs is not None
+    assert theirs.seconds(StepWork(99, pairs(0, 99))) == pytest.approx(
+        ours.seconds(StepWork(99, pairs(0, 99))), rel=0.01
+    )
+    for state in ({"decode": []}, {"decode": [[1.0, 2.0]], "prompt": []}, {"decode": [[math.nan] * 21], "prompt": []}):
+        with pytest.raises(ValueError, match="state has"):
+            StepFit().restore(state)
+    with pytest.raises(ValueError, match="features has 2 numbers; this fit has 3"):
+        LinearFit(3).add([1.0, 2.0], 1.0)
+
+
+def test_a_hand_off_is_exposed_where_the_link_is_slower_than_the_computing() -> None:
+    kv = KvBytes(100.0, ((10.0, 64),), 5000.0)
+    assert kv.between(0, 1000) == 100_000 + 640 + 5000
+    assert kv.between(990, 1000) == 1000 + 100 + 5000
+    link = LinkCost(0.01, 1e-6)
+    assert link.exposed(1e6, 1e5, 10.0) == pytest.approx(0.11)
+    assert link.exposed(1e6, 1e5, 0.5) == pytest.approx(0.51)
+    fit = LinkFit()
+    for size in range(1000, 200_000, 1000):
+        fit.add(size, link.exposed(size, size, 0.0))
+    found = fit.cost()
+    assert found is not None
+    assert (found.fixed, found.byte) == (pytest.approx(0.01, rel=0.02), pytest.approx(1e-6, rel=0.02))
+    assert typical([]) == LinkCost()
+    assert typical([LinkCost(1, 2), LinkCost(3, 1), LinkCost(2, 3)]) == LinkCost(2, 2)
+
+
+def test_costs_are_read_as_they_were_said() -> None:
+    costs = WorkerCosts(COST, 512, 0.05, 0.1, 0.2, KvBytes(4.0, ((2.0, 8),), 16.0), {"prefill-0": LinkCost(1e-3, 1e-9)})
+    assert read_costs(costs_message(costs)) == costs
