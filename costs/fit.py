@@ -35,7 +35,7 @@ class LinearFit:
     def __init__(self, size: int) -> None:
         self._size = size
         self._strata: dict[int, tuple[Vector, Vector, int]] = {}
-        """(X'X, X'y, number of the latest sample) of each stratum; rows of X and y are divided by the sample's whole time."""
+        """(X'X, X'y, number of the latest sample) of each stratum; rows of X and y are divided by its whole time."""
         self._samples = 0
         self._fresh = 0
         self._error = 0.0
