@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import os
+import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -38,7 +40,7 @@ from kvrelay.router.placing.placement import Demand, LeastWork, NoPlace, Placeme
 from kvrelay.router.placing.prefixes import PrefixIndex
 from kvrelay.router.placing.queue import PlacementQueue
 from kvrelay.router.placing.registry import WorkerRegistry
-from kvrelay.router.placing.usual import UsualLengths
+from kvrelay.router.placing.usual import CompletionRate, UsualLengths
 from kvrelay.router.records.metrics import RouterMetrics
 from kvrelay.router.records.requests import Requests as KnownRequests
 from kvrelay.router.records.spans import SpanExport
@@ -77,8 +79,11 @@ class RouterServer:
     Its health, for the whole server and for the service, is SERVING while a request can be placed.
     """
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, clock: Callable[[], float] = time.monotonic) -> None:
         """Reads the tokenizer and the defaults of sampling.
+
+        Args:
+            clock: time in seconds for all parts of the router; the event loop's timers run at the same rate.
 
         Raises:
             ValueError: the model folder, the join token, the API keys or a certificate can't be used.
@@ -90,8 +95,7 @@ class RouterServer:
         folder = resolve(config.model, weights=False)
         self._tokenizer = Tokenizer(folder, template)
         policy = LeastWork(PrefixIndex(config.prefix_index_tokens), config.backlog_share, config.prefill_ahead_tokens)
-        fleet = FleetHealth()
-
+        fleet = FleetHealth(clock)
         lengths = UsualLengths()
 
         def decide(demand: Demand) -> Placement | NoPlace:
@@ -104,18 +108,18 @@ class RouterServer:
         self._waking: asyncio.TimerHandle | None = None
         self._woken = 0.0
         """Time of the queues' last look at the workers, on the loop's clock."""
-        self._queue = PlacementQueue(decide, config.max_queue)
-        self._trials = PlacementQueue(decide, config.max_requests)
+        self._queue = PlacementQueue(decide, config.max_queue, clock)
+        self._trials = PlacementQueue(decide, config.max_requests, clock)
 
         def learn(worker: WorkerId, prompt: ForeignPrompt, block_size: int) -> None:
             cached = prompt.cached_tokens if prompt.HasField("cached_tokens") else None
             policy.learn(worker, prompt.chain, cached, block_size)
 
         self.registry = WorkerRegistry(
-            config.name, self.incarnation, credentials, fleet, self._on_change, self._wake_queues, learn
+            config.name, self.incarnation, credentials, fleet, self._on_change, self._wake_queues, learn, clock
         )
-        budget, token_bytes = RetryBudget(), self._tokenizer.token_bytes
-        pacer = Pacer(config.coalesce_ms / 1000)
+        budget, token_bytes = RetryBudget(clock), self._tokenizer.token_bytes
+        pacer = Pacer(config.coalesce_ms / 1000, clock)
         metrics = RouterMetrics(config.name, model_name(config.model), config.classes)
         options = {name: getattr(config, name) for name in ("tool_parser", "reasoning_parser", "chat_template")}
         self._lanes = Lanes({"folder": str(folder), "max_message_bytes": config.max_message_bytes, **options})
@@ -133,13 +137,15 @@ class RouterServer:
             token_bytes,
             metrics,
             lengths,
-            turns=read.turns,
+            CompletionRate(clock),
+            read.turns,
+            clock,
         )
         self._spans = (
-            SpanExport(config.name, config.otlp_endpoint, config.trace_share) if config.otlp_endpoint else None
+            SpanExport(config.name, config.otlp_endpoint, config.trace_share, clock) if config.otlp_endpoint else None
         )
         self._policy = policy
-        traffic = TrafficMeter(LatencyTargets(config.ttft_target_seconds, config.tpot_target_seconds))
+        traffic = TrafficMeter(LatencyTargets(config.ttft_target_seconds, config.tpot_target_seconds), clock)
         self._callers = Callers(config)
         self._watching: asyncio.Task[None] | None = None
         self._front = Front(dispatch, self._callers, read, traffic, self._spans)
