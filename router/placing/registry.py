@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 REDIAL_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0)
 
 
+StreamMaker = Callable[..., WorkerStream]
+"""Makes a stream of the arguments of `WorkerStream`."""
+
+
 @dataclass(slots=True)
 class _Worker:
     """One incarnation of a worker that is, or was, a member."""
@@ -84,7 +88,7 @@ class WorkerRegistry:
         on_load: Callable[[], None] = lambda: None,
         on_foreign: OnForeign = lambda worker, prompt, block_size: None,
         clock: Callable[[], float] = time.monotonic,
-        stream: type[WorkerStream] = WorkerStream,
+        stream: StreamMaker = WorkerStream,
     ) -> None:
         """
         Args:
