@@ -29,14 +29,14 @@ class LatencyTargets:
 class TrafficMeter:
     """Counts a router's requests. On the event loop."""
 
-    def __init__(self, targets: LatencyTargets) -> None:
-        self._targets = targets
+    def __init__(self, targets: LatencyTargets, clock: Callable[[], float] = time.monotonic) -> None:
+        self._targets, self._clock = targets, clock
         self._totals = Traffic()
         self._waiting: dict[int, RequestTrace] = {}
         """Requests without a first token."""
         self._young: dict[int, RequestTrace] = {}
         """Requests whose first token was sent lately, in the order in which their first tokens were noticed."""
-        self._reported = time.monotonic()
+        self._reported = self._clock()
 
     def begin(self, trace: RequestTrace) -> None:
         """A request was accepted; every other call is about one that has begun."""
@@ -69,7 +69,7 @@ class TrafficMeter:
             queued: what the requests in the router's queue need, the next one first.
             waits_for: the role whose workers such a request waits for.
         """
-        now = time.monotonic()
+        now = self._clock()
         elapsed, self._reported = now - self._reported, now
         for trace in [trace for trace in self._waiting.values() if trace.first_sent is not None]:
             del self._waiting[id(trace)]
