@@ -23,7 +23,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.worker_pb2 import ForeignPrompt, Load, Requests
 from kvrelay.models import model_name, resolve
-from kvrelay.router.config import RouterConfig
+from kvrelay.router.config import INTERACTIVE, RouterConfig
 from kvrelay.router.doors.doors import Doors
 from kvrelay.router.entry.callers import Callers, public_certificates
 from kvrelay.router.entry.front import Front
@@ -42,7 +42,7 @@ from kvrelay.router.placing.usual import UsualLengths
 from kvrelay.router.records.metrics import RouterMetrics
 from kvrelay.router.records.requests import Requests as KnownRequests
 from kvrelay.router.records.spans import SpanExport
-from kvrelay.router.records.traffic import LatencyTargets, TrafficMeter
+from kvrelay.router.records.traffic import TrafficMeter
 from kvrelay.router.request.lanes import Lanes
 from kvrelay.router.request.tokenizer import Tokenizer
 from kvrelay.router.session.budget import RetryBudget
@@ -116,13 +116,15 @@ class RouterServer:
         )
         budget, token_bytes = RetryBudget(), self._tokenizer.token_bytes
         pacer = Pacer(config.coalesce_ms / 1000)
-        metrics = RouterMetrics(config.name, model_name(config.model), config.classes)
+        self._services = services = config.services()
+        metrics = RouterMetrics(config.name, model_name(config.model), services)
         options = {name: getattr(config, name) for name in ("tool_parser", "reasoning_parser", "chat_template")}
         self._lanes = Lanes({"folder": str(folder), "max_message_bytes": config.max_message_bytes, **options})
         chats = chats_of(self._tokenizer, config.tool_parser, config.reasoning_parser)
         read = reading(folder, self._tokenizer, chats, self._lanes)
         dispatch = Dispatch(
             config,
+            services,
             self.registry,
             self._queue,
             self._trials,
@@ -139,7 +141,7 @@ class RouterServer:
             SpanExport(config.name, config.otlp_endpoint, config.trace_share) if config.otlp_endpoint else None
         )
         self._policy = policy
-        traffic = TrafficMeter(LatencyTargets(config.ttft_target_seconds, config.tpot_target_seconds))
+        traffic = TrafficMeter(services)
         self._callers = Callers(config)
         self._watching: asyncio.Task[None] | None = None
         self._front = Front(dispatch, self._callers, read, traffic, self._spans)
@@ -322,7 +324,8 @@ class RouterServer:
             state=self._state,
         )
         view = self.registry.view()
-        traffic = self._front.traffic.report(self._queue.demands(), lambda demand: self._policy.waits_for(demand, view))
+        queued = self._queue.demands(self._services[INTERACTIVE].rank)
+        traffic = self._front.traffic.report(queued, lambda demand: self._policy.waits_for(demand, view))
         return member, Load(requests=Requests(waiting=self.waiting, running=self.running), traffic=traffic)
 
     def _wake_queues(self) -> None:

@@ -1,8 +1,9 @@
 """The parts of a router that all of its sessions share."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvrelay.router.config import RouterConfig
+from kvrelay.router.config import RouterConfig, Service
 from kvrelay.router.errors import Exhausted
 from kvrelay.router.placing.health import FleetHealth
 from kvrelay.router.placing.placement import Demand, LeastWork, why_waiting
@@ -21,6 +22,8 @@ class Dispatch:
     """The parts of a router that all of its sessions share."""
 
     config: RouterConfig
+    services: Mapping[str, Service]
+    """Classes of service by name."""
     registry: WorkerRegistry
     queue: PlacementQueue
     trials: PlacementQueue
