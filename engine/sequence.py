@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass, field
 
 from kvrelay.engine.kv.blocks import Hold
-from kvrelay.engine.lifetime import Lifetime, now
+from kvrelay.engine.lifetime import Lifetime
 from kvrelay.engine.request import Request
 from kvrelay.engine.shaping import Shaping
 from kvrelay.engine.states import StatesLayout
@@ -88,18 +88,30 @@ class Sequence:
     lifetime: Lifetime = field(default_factory=Lifetime)
 
     @classmethod
-    def of(cls, request: Request, handle: int, hold: Hold, handoff: bool, tokens: list[int]) -> "Sequence":
-        """A sequence that has these tokens, and the KV of none of them."""
+    def of(
+        cls, request: Request, handle: int, hold: Hold, handoff: bool, tokens: list[int], submitted: float
+    ) -> "Sequence":
+        """A sequence that has these tokens, and the KV of none of them, since the time `submitted`."""
         unscored = int(request.sampling.prompt_logprobs is not None and request.prompt_tokens > 1)
         shaping = Shaping.of(request, tokens)
-        return cls(request, handle, hold, handoff, tokens=tokens, shaping=shaping, unscored=unscored)
+        return cls(
+            request,
+            handle,
+            hold,
+            handoff,
+            tokens=tokens,
+            shaping=shaping,
+            unscored=unscored,
+            lifetime=Lifetime(submitted),
+        )
 
-    def take_kv(self, length: int) -> None:
-        """Notes that the KV of the first `length` tokens, which is in the blocks, came from another worker."""
+    def take_kv(self, length: int, moment: float) -> None:
+        """Notes that the KV of the first `length` tokens, which is in the blocks, came from another worker now, at
+        `moment`."""
         self.unscored = 0
         self.chain = self.hold.chain
         self.num_computed = self.furthest = length
-        self.lifetime.committed = now()
+        self.lifetime.committed = moment
 
     @property
     def holder(self) -> int:

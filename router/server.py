@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import os
+import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -37,8 +39,9 @@ from kvrelay.router.placing.health import FleetHealth
 from kvrelay.router.placing.placement import Demand, LeastWork, NoPlace, Placement
 from kvrelay.router.placing.prefixes import PrefixIndex
 from kvrelay.router.placing.queue import PlacementQueue
-from kvrelay.router.placing.registry import WorkerRegistry
-from kvrelay.router.placing.usual import UsualLengths
+from kvrelay.router.placing.registry import StreamMaker, WorkerRegistry
+from kvrelay.router.placing.usual import CompletionRate, UsualLengths
+from kvrelay.router.placing.worker_stream import WorkerStream
 from kvrelay.router.records.metrics import RouterMetrics
 from kvrelay.router.records.requests import Requests as KnownRequests
 from kvrelay.router.records.spans import SpanExport
@@ -77,8 +80,14 @@ class RouterServer:
     Its health, for the whole server and for the service, is SERVING while a request can be placed.
     """
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(
+        self, config: RouterConfig, clock: Callable[[], float] = time.monotonic, stream: StreamMaker = WorkerStream
+    ) -> None:
         """Reads the tokenizer and the defaults of sampling.
+
+        Args:
+            clock: time in seconds for all parts of the router; the event loop's timers run at the same rate.
+            stream: makes the streams to workers.
 
         Raises:
             ValueError: the model folder, the join token, the API keys or a certificate can't be used.
@@ -90,8 +99,7 @@ class RouterServer:
         folder = resolve(config.model, weights=False)
         self._tokenizer = Tokenizer(folder, template)
         policy = LeastWork(PrefixIndex(config.prefix_index_tokens), config.backlog_share, config.prefill_ahead_tokens)
-        fleet = FleetHealth()
-
+        fleet = FleetHealth(clock)
         lengths = UsualLengths()
 
         def decide(demand: Demand) -> Placement | NoPlace:
@@ -104,18 +112,18 @@ class RouterServer:
         self._waking: asyncio.TimerHandle | None = None
         self._woken = 0.0
         """Time of the queues' last look at the workers, on the loop's clock."""
-        self._queue = PlacementQueue(decide, config.max_queue)
-        self._trials = PlacementQueue(decide, config.max_requests)
+        self._queue = PlacementQueue(decide, config.max_queue, clock)
+        self._trials = PlacementQueue(decide, config.max_requests, clock)
 
         def learn(worker: WorkerId, prompt: ForeignPrompt, block_size: int) -> None:
             cached = prompt.cached_tokens if prompt.HasField("cached_tokens") else None
             policy.learn(worker, prompt.chain, cached, block_size)
 
         self.registry = WorkerRegistry(
-            config.name, self.incarnation, credentials, fleet, self._on_change, self._wake_queues, learn
+            config.name, self.incarnation, credentials, fleet, self._on_change, self._wake_queues, learn, clock, stream
         )
-        budget, token_bytes = RetryBudget(), self._tokenizer.token_bytes
-        pacer = Pacer(config.coalesce_ms / 1000)
+        budget, token_bytes = RetryBudget(clock), self._tokenizer.token_bytes
+        pacer = Pacer(config.coalesce_ms / 1000, clock)
         self._services = services = config.services()
         metrics = RouterMetrics(config.name, model_name(config.model), services)
         options = {name: getattr(config, name) for name in ("tool_parser", "reasoning_parser", "chat_template")}
@@ -135,17 +143,20 @@ class RouterServer:
             token_bytes,
             metrics,
             lengths,
-            turns=read.turns,
+            CompletionRate(clock),
+            read.turns,
+            clock,
         )
         self._spans = (
-            SpanExport(config.name, config.otlp_endpoint, config.trace_share) if config.otlp_endpoint else None
+            SpanExport(config.name, config.otlp_endpoint, config.trace_share, clock) if config.otlp_endpoint else None
         )
         self._policy = policy
-        traffic = TrafficMeter(services)
+        traffic = TrafficMeter(services, clock)
         self._callers = Callers(config)
         self._watching: asyncio.Task[None] | None = None
-        self._front = Front(dispatch, self._callers, read, traffic, self._spans)
-        self._doors = Doors(config, self._front.addresses, metrics)
+        self.front = Front(dispatch, self._callers, read, traffic, self._spans)
+        """State of the router's faces: through it, calls can come without a port."""
+        self._doors = Doors(config, self.front.addresses, metrics)
         metrics.watch(
             lambda: (len(self._queue), len(self._trials)),
             lambda: self.running,
@@ -160,9 +171,9 @@ class RouterServer:
         self._certificates = public_certificates(config)
         self._http: HttpFace | None = None
         if config.http_port is not None:
-            self._http = HttpFace(self._front, self.metrics.registry, chats, self._doors.http)
+            self._http = HttpFace(self.front, self.metrics.registry, chats, self._doors.http)
             if config.page:
-                self._http.app.add_routes(Page(self._front, self.registry, config.name).routes())
+                self._http.app.add_routes(Page(self.front, self.registry, config.name).routes())
         self._fenced = asyncio.Event()
         self._heartbeat: HeartbeatClient | None = None
         if config.supervisor:
@@ -202,12 +213,12 @@ class RouterServer:
     @property
     def running(self) -> int:
         """Calls that don't wait in the queues."""
-        return max(0, self._front.running - self.waiting)
+        return max(0, self.front.running - self.waiting)
 
     @property
     def requests(self) -> KnownRequests:
         """The requests that run, and the latest that have ended."""
-        return self._front.requests
+        return self.front.requests
 
     async def start(self) -> int:
         """Binds, serves and joins the membership; returns the port.
@@ -215,7 +226,7 @@ class RouterServer:
         Raises:
             OSError: the port is in use.
         """
-        face, config = GrpcFace(self._front, self._doors.grpc), self.config
+        face, config = GrpcFace(self.front, self._doors.grpc), self.config
         self._server = server = grpc.aio.server(
             interceptors=[face.gate()],
             options=(
@@ -284,7 +295,7 @@ class RouterServer:
             if self._http is not None:
                 self._http.close_port()
             await asyncio.sleep(min(grace, LINGER_SECONDS))
-        await self._front.stop(grace)
+        await self.front.stop(grace)
         if self._server is not None:
             await self._server.stop(CALLS_SECONDS)
         if closing is not None:
@@ -325,7 +336,7 @@ class RouterServer:
         )
         view = self.registry.view()
         queued = self._queue.demands(self._services[INTERACTIVE].rank)
-        traffic = self._front.traffic.report(queued, lambda demand: self._policy.waits_for(demand, view))
+        traffic = self.front.traffic.report(queued, lambda demand: self._policy.waits_for(demand, view))
         return member, Load(requests=Requests(waiting=self.waiting, running=self.running), traffic=traffic)
 
     def _wake_queues(self) -> None:

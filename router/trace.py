@@ -1,6 +1,7 @@
 """The figures of one request, for the client's last message, the metrics and the log."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeVar
 
@@ -120,6 +121,8 @@ class RequestTrace:
     """When it ended."""
     failure: str = ""
     """Reason why it has no end of its own, as the client was told; empty if it has one."""
+    clock: Callable[[], float] = field(default=time.monotonic, repr=False, compare=False)
+    """The router's clock."""
 
     @property
     def latest(self) -> AttemptTrace:
@@ -210,7 +213,7 @@ class RequestTrace:
     @property
     def total_seconds(self) -> float:
         """From its receipt to its end, or to now."""
-        return (self.ended or time.monotonic()) - self.received
+        return (self.ended or self.clock()) - self.received
 
     @property
     def retries(self) -> int:
@@ -235,7 +238,7 @@ class RequestTrace:
 
     def placed_on(self, prefill: str, decode: str, expected_tokens: int = 0) -> None:
         """Notes that an attempt begins on these workers; `decode` is empty if the first token is the last."""
-        now = time.monotonic()
+        now = self.clock()
         self.tries.append(AttemptTrace(self.asked or now, now, prefill, decode, expected_tokens))
 
     def note(self, event: RequestEvent) -> None:
@@ -245,13 +248,13 @@ class RequestTrace:
         """
         latest = self.tries[-1]
         if event.computed_tokens and latest.prefill is None:
-            latest.chunks.append((time.monotonic(), event.computed_tokens))
+            latest.chunks.append((self.clock(), event.computed_tokens))
         if event.HasField("prefill"):
-            latest.prefill, latest.prefill_at = _copy(event.prefill), time.monotonic()
+            latest.prefill, latest.prefill_at = _copy(event.prefill), self.clock()
         if event.HasField("transfer"):
-            latest.transfer, latest.transfer_at = _copy(event.transfer), time.monotonic()
+            latest.transfer, latest.transfer_at = _copy(event.transfer), self.clock()
         if event.HasField("decode"):
-            latest.decode, latest.decode_at = _copy(event.decode), latest.decode_at or time.monotonic()
+            latest.decode, latest.decode_at = _copy(event.decode), latest.decode_at or self.clock()
         self.proposed_tokens += event.proposed_tokens
         self.accepted_tokens += event.accepted_tokens
 
@@ -263,7 +266,7 @@ class RequestTrace:
 
     def delayed(self, kind: IncidentKind, why: str) -> None:
         """Notes an incident."""
-        self.incidents.append(Incident(kind, time.monotonic(), why))
+        self.incidents.append(Incident(kind, self.clock(), why))
 
     def waited(self, why: str) -> None:
         """Notes that the request waits on a worker, unless it did so before."""
@@ -273,12 +276,12 @@ class RequestTrace:
     def failed(self, reason: str) -> None:
         """Notes that the latest attempt has failed, and that the request waits for workers again."""
         latest = self.tries[-1]
-        latest.failure, latest.ended = reason, time.monotonic()
+        latest.failure, latest.ended = reason, self.clock()
         self.asked = latest.ended
 
     def end(self, outcome: Outcome, failure: str = "") -> None:
         """Notes how it ended; `failure` as there."""
-        self.outcome, self.failure, self.ended = outcome, failure, time.monotonic()
+        self.outcome, self.failure, self.ended = outcome, failure, self.clock()
         if failure:
             self.delayed("ended", failure)
 

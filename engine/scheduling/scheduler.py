@@ -29,6 +29,7 @@ too small for all that the holder has, those that decode take turns, and the old
 import itertools
 from bisect import insort
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -84,6 +85,7 @@ class Scheduler:
         spec: ModelSpec,
         lag: int = 0,
         speculation: Speculation | None = None,
+        clock: Callable[[], float] = now,
     ) -> None:
         """
         Args:
@@ -91,9 +93,10 @@ class Scheduler:
             spec: of the model, for the limits on requests.
             lag: plans that may be in flight when another one is made; 0 if there are states.
             speculation: guesses tokens; None guesses none.
+            clock: tells the times of sequences, in seconds.
         """
         require(not (lag and any(side.is_state for side in prefix.sides)), "lag", lag, "0 for a model with states")
-        self.speculation = speculation
+        self.speculation, self._clock = speculation, clock
         self.on_start: OnStart | None = None
         self.on_preempt: OnStart | None = None
         self.preemptions = 0
@@ -186,7 +189,7 @@ class Scheduler:
         hold.pass_to(f"sequence {request}")
         self._allocator.resumed(hold)
         sequence = self._sequence(request, hold, False, [*request.tokens, first_token])
-        sequence.take_kv(length)
+        sequence.take_kv(length, self._clock())
         self._publish(sequence)
         self._ready.append(sequence)
         if self.speculation is not None and states is not None:
@@ -201,7 +204,7 @@ class Scheduler:
         sequence = self._live.get(key)
         if sequence is None:
             return False
-        self._end(sequence, Status.CANCELLED, now())
+        self._end(sequence, Status.CANCELLED, self._clock())
         return True
 
     def share(self, sequence: Sequence, first: int, end: int) -> Hold:
@@ -322,7 +325,7 @@ class Scheduler:
             raise IntegrityError(misfit)
         rows = self._in_flight.popleft()[1]
         out, kept = settled(plan, out, rows)
-        moment, refused = now(), dict(out.refused)
+        moment, refused = self._clock(), dict(out.refused)
         reports: list[tuple[int, Progress]] = []
         lengths, samples = plan.lengths.tolist(), plan.sample.tolist()
         for row, (sequence, token) in enumerate(zip(rows, out.tokens, strict=True)):
@@ -511,7 +514,7 @@ class Scheduler:
         sequence.turn = self._step
         sequence.slot = self._tables.acquire()
         if sequence.lifetime.scheduled is None:
-            sequence.lifetime.scheduled = now()
+            sequence.lifetime.scheduled = self._clock()
         insort(self._running, sequence, key=_arrival)
         if self.on_start is not None:
             self.on_start(sequence)
@@ -581,7 +584,7 @@ class Scheduler:
             raise ValueError(f"request_id, attempt are {request.key}; a sequence with these is here already")
 
     def _sequence(self, request: Request, hold: Hold, handoff: bool, tokens: list[int]) -> Sequence:
-        sequence = Sequence.of(request, next(self._handles), hold, handoff, tokens)
+        sequence = Sequence.of(request, next(self._handles), hold, handoff, tokens, self._clock())
         self._live[request.key] = sequence
         return sequence
 

@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import logging
 import math
-import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -83,7 +82,7 @@ class Front:
         self.dispatch = dispatch
         self.callers = callers
         self._spans = spans
-        self.limits = KeyLimits()
+        self.limits = KeyLimits(dispatch.clock)
         self.addresses = Addresses(self.config.trusted_proxies)
         self._admission = Admission(self.config.max_requests, self.config.max_queued_bytes)
         self._calls: set[asyncio.Task[Any]] = set()
@@ -196,7 +195,7 @@ class Front:
     def generation(self, caller: Caller, size: int, deadline: float = math.inf) -> Iterator["Call"]:
         """The same as `call`, for a call that generates: it is noted in log, metrics and traces even if it ends before
         its first completion."""
-        received = time.monotonic()
+        received = self.dispatch.clock()
         call: Call | None = None
         ended: list[RequestTrace] = []
         try:
@@ -205,7 +204,7 @@ class Front:
                 yield call
         except RequestError as error:
             if not ended:
-                ended.append(RequestTrace(received, context=caller.context))
+                ended.append(RequestTrace(received, context=caller.context, clock=self.dispatch.clock))
                 self.note_end(ended[0], error.outcome, str(error))
             raise
         finally:
@@ -248,7 +247,8 @@ class Call:
         self._front = front
         self._grant = grant
         self._deadline = deadline
-        self._received = time.monotonic()
+        self._clock = front.dispatch.clock
+        self._received = self._clock()
 
     async def read(self, kind: str, data: bytes, name: str = "", session: str = "") -> Plan | bytes:
         """The plan of what the call's request generates; or the answer, if nothing has to be generated.
@@ -291,7 +291,7 @@ class Call:
         checked: CheckedRequest | None = None
         if isinstance(request, PackedRequest):
             request, checked = request.open()
-        trace = RequestTrace(self._received, wire_id=request.request_id, context=self._context)
+        trace = RequestTrace(self._received, wire_id=request.request_id, context=self._context, clock=self._clock)
         front, grant = self._front, self._grant
         meter = front.limits.request(grant.key, grant.limits)
         trace.tenant = grant.tenant
@@ -341,7 +341,7 @@ class Call:
             DeadlineExceeded: it took longer.
         """
         try:
-            async with asyncio.timeout(min(self._received + seconds, self._deadline) - time.monotonic()):
+            async with asyncio.timeout(min(self._received + seconds, self._deadline) - self._clock()):
                 return await waiting
         except TimeoutError:
             raise DeadlineExceeded("the request waited too long for others of its client to end") from None
@@ -358,7 +358,8 @@ class Call:
             cached.set()
 
         async def later(request: CheckedRequest, place: Place) -> None:
-            trace = RequestTrace(self._received, service=request.claim.service.name, context=self._context)
+            service, context = request.claim.service.name, self._context
+            trace = RequestTrace(self._received, service=service, context=context, clock=self._clock)
             _describe(request, trace)
             await self._complete(request, trace, sink, meter, place)
 
@@ -432,7 +433,7 @@ class Call:
             return "internal"
         if self.ticket.displaced:
             return "exhausted"
-        if time.monotonic() >= self._deadline:
+        if self._clock() >= self._deadline:
             return "deadline"
         return "unavailable" if self._front.ending else "cancelled"
 

@@ -1,7 +1,6 @@
 """The public gRPC face: `kvrelay.v1.InferenceService`."""
 
 import math
-import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -122,11 +121,10 @@ class GrpcFace:
         _: object,
         context: "grpc.aio.ServicerContext[bytes, pb.GenerateResponse]",
     ) -> None:
-        now = time.monotonic()
+        front = self._front
         # None if there is no deadline; the type stubs don't say so.
         remaining = cast("float | None", context.time_remaining())
-        deadline = math.inf if remaining is None else now + remaining
-        front = self._front
+        deadline = math.inf if remaining is None else front.dispatch.clock() + remaining
         # A client that dies during a write shows as a BaseError, not as a cancellation.
         writer = Writer(context.write, front.config.idle_timeout_seconds, (grpc.aio.BaseError,))
         try:

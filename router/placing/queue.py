@@ -149,13 +149,19 @@ class _Rank:
 class PlacementQueue:
     """Fair between tenants, by the ranks of their requests' classes. Used on one event loop only."""
 
-    def __init__(self, decide: Callable[[Demand], Placement | NoPlace], max_waiting: int) -> None:
+    def __init__(
+        self,
+        decide: Callable[[Demand], Placement | NoPlace],
+        max_waiting: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """
         Args:
             decide: the placement of a request by the workers' state now.
             max_waiting: requests that may wait.
+            clock: the router's.
         """
-        self._decide = decide
+        self._decide, self._clock = decide, clock
         self._max_waiting = max_waiting
         self._numbers = itertools.count()
         self._again: list[_Waiter] = []
@@ -210,7 +216,7 @@ class PlacementQueue:
                 self._displace(waiter)
             if on_wait is not None and not waiter.called.is_set():
                 on_wait()
-            async with asyncio.timeout(until - time.monotonic()):
+            async with asyncio.timeout(until - self._clock()):
                 while True:
                     if not waiter.called.is_set():
                         await waiter.called.wait()

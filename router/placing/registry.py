@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +26,10 @@ from kvrelay.rpc.identity import WORKERS, WorkerId, WorkerRole
 logger = logging.getLogger(__name__)
 
 REDIAL_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+StreamMaker = Callable[..., WorkerStream]
+"""Makes a stream of the arguments of `WorkerStream`."""
 
 
 @dataclass(slots=True)
@@ -82,6 +87,8 @@ class WorkerRegistry:
         on_change: Callable[[], None],
         on_load: Callable[[], None] = lambda: None,
         on_foreign: OnForeign = lambda worker, prompt, block_size: None,
+        clock: Callable[[], float] = time.monotonic,
+        stream: StreamMaker = WorkerStream,
     ) -> None:
         """
         Args:
@@ -92,6 +99,8 @@ class WorkerRegistry:
             on_change: called whenever `complete` or `model` may have changed.
             on_load: called whenever `view` may have changed.
             on_foreign: called with each prompt of another router whose KV a worker has now.
+            clock: the router's.
+            stream: makes a stream to a worker.
         """
         self._name = name
         self._incarnation = incarnation
@@ -100,6 +109,8 @@ class WorkerRegistry:
         self._on_change = on_change
         self._on_load = on_load
         self._on_foreign = on_foreign
+        self._clock = clock
+        self._stream = stream
         self._unpaired: list[str] = []
         self._workers: dict[WorkerId, _Worker] = {}
         self._settled = False
@@ -221,8 +232,15 @@ class WorkerRegistry:
                 worker_incarnation=worker.id.incarnation,
             )
             on_change = partial(self._on_stream, worker)
-            worker.stream = stream = WorkerStream(
-                worker.id, worker.address, self._credentials, hello, on_change, self._on_load, self._on_foreign
+            worker.stream = stream = self._stream(
+                worker.id,
+                worker.address,
+                self._credentials,
+                hello,
+                on_change,
+                self._on_load,
+                self._on_foreign,
+                self._clock,
             )
             await stream.run()
             worker.dialed = True

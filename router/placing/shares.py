@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
@@ -57,7 +57,8 @@ class Turns:
     """Time of the event loop for work that takes it for a millisecond or more: in each of its rounds, in which it goes
     through all that can go on, such work is begun within ROUND_SECONDS. The holder that has had the fewest is next."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._shares: Shares[str] = Shares()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._since: float | None = None
@@ -74,11 +75,11 @@ class Turns:
         else:
             self._shares.charge(holder, 1.0)
         if self._since is None:
-            self._since = time.monotonic()
+            self._since = self._clock()
             self._end_round_soon()
 
     def _free(self) -> bool:
-        return self._since is None or time.monotonic() - self._since < ROUND_SECONDS
+        return self._since is None or self._clock() - self._since < ROUND_SECONDS
 
     async def _wait(self, holder: str, *, first: bool) -> None:
         turn = asyncio.get_running_loop().create_future()

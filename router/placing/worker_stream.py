@@ -40,15 +40,6 @@ TOKENS_AT_ONCE = 64
 """Tokens between two looks at the clock."""
 
 
-async def _pause(since: float) -> float:
-    """Lets others have their turn on the event loop if ROUND_SECONDS have passed since the monotonic time `since`;
-    returns from when on to count again."""
-    if time.monotonic() - since < ROUND_SECONDS:
-        return since
-    await asyncio.sleep(0)
-    return time.monotonic()
-
-
 class Listener(Protocol):
     """The part of an attempt that one worker does. Its methods must not raise."""
 
@@ -101,12 +92,14 @@ class WorkerStream:
         on_change: Callable[[], None],
         on_load: Callable[[], None] = lambda: None,
         on_foreign: OnForeign = lambda worker, prompt, block_size: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             on_change: called when the stream comes up and when it is lost.
             on_load: called at every load report.
             on_foreign: called with each prompt of another router whose KV the worker has now.
+            clock: the router's.
         """
         self.worker = worker
         self.model: ModelInfo | None = None
@@ -141,6 +134,7 @@ class WorkerStream:
         self._on_change = on_change
         self._on_load = on_load
         self._on_foreign = on_foreign
+        self._clock = clock
         self._listeners: dict[tuple[str, int], tuple[int, Listener]] = {}
         """Slot and listener of each attempt, by (request_id, attempt)."""
         self._by_slot: dict[int, Listener] = {}
@@ -269,7 +263,7 @@ class WorkerStream:
                 with peer_status(call):
                     async for response in call:
                         first = self.model is None
-                        self.heard = time.monotonic()
+                        self.heard = self._clock()
                         if first:
                             limit.reschedule(None)
                             found = WorkerId(response.hello.name, response.hello.incarnation)
@@ -307,22 +301,30 @@ class WorkerStream:
             self._on_load()
         if response.slots:
             # One look at the clock for many of them: there may be tens of thousands a second.
-            now, by_slot = time.monotonic(), self._by_slot
+            now, by_slot = self._clock(), self._by_slot
             tokens = zip(response.slots, response.indices, response.token_ids, strict=True)
             while part := list(itertools.islice(tokens, TOKENS_AT_ONCE)):
                 for slot, index, token in part:
                     if (listener := by_slot.get(slot)) is not None:
                         listener.on_token(index, token, now)
-                now = await _pause(now)
-        now = time.monotonic()
+                now = await self._pause(now)
+        now = self._clock()
         for event in response.events:
             found = self._listeners.get((event.request_id, event.attempt))
             if found is not None:
                 found[1].on_event(event)
-                now = await _pause(now)
+                now = await self._pause(now)
         for prompt in response.foreign:
             self._on_foreign(self.worker, prompt, self.block_size)
-            now = await _pause(now)
+            now = await self._pause(now)
+
+    async def _pause(self, since: float) -> float:
+        """Lets others have their turn on the event loop if ROUND_SECONDS have passed since the time `since`; returns
+        from when on to count again."""
+        if self._clock() - since < ROUND_SECONDS:
+            return since
+        await asyncio.sleep(0)
+        return self._clock()
 
     def _count(self, unseen: Unseen, sign: int) -> None:
         """Adds a submit to the sums, or takes it away from them."""

@@ -87,7 +87,7 @@ def life(trace: RequestTrace, now: float = inf) -> Life:
     return Life(
         id=trace.wire_id,
         index=trace.index,
-        received=time.time() - (time.monotonic() - since),
+        received=time.time() - (trace.clock() - since),
         outcome=trace.outcome,
         age=at(now),
         spans=tuple(map(shown, _spans(trace, trace.ended))),

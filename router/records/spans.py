@@ -15,7 +15,7 @@ generative AI, and have nothing of a prompt or a completion.
 import asyncio
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -56,11 +56,19 @@ class Asked:
 class SpanExport:
     """Makes spans of ended requests and sends them in the background. Used on the event loop only."""
 
-    def __init__(self, router: str, endpoint: str, share: float, exporter: "SpanExporter | None" = None) -> None:
+    def __init__(
+        self,
+        router: str,
+        endpoint: str,
+        share: float,
+        clock: Callable[[], float] = time.monotonic,
+        exporter: "SpanExporter | None" = None,
+    ) -> None:
         """
         Args:
             endpoint: URL of the collector's gRPC.
             share: of the traces that begin here, which are recorded.
+            clock: the router's.
             exporter: in place of the one to `endpoint`.
 
         Raises:
@@ -88,7 +96,7 @@ class SpanExport:
             def generate_trace_id(self) -> int:
                 return self.trace_id
 
-        self._ids = Ids()
+        self._ids, self._clock = Ids(), clock
         resource = Resource.create({"service.name": "kvrelay", "service.instance.id": router})
         sampler = ParentBased(TraceIdRatioBased(share))
         self._provider = TracerProvider(
@@ -114,8 +122,8 @@ class SpanExport:
         """
         from opentelemetry.trace import SpanKind, set_span_in_context
 
-        now = time.monotonic()
-        clock = _Clock()
+        now = self._clock()
+        clock = _Clock(now)
         self._ids.trace_id = int(context.trace_id, 16)
         operation = "chat" if asked is not None and asked.chat else "text_completion"
         root = self._tracer.start_span(
@@ -175,10 +183,10 @@ class SpanExport:
 
 
 class _Clock:
-    """Converts times of the monotonic clock to Unix nanoseconds, the same way for all spans of a trace."""
+    """Converts times of the router's clock to Unix nanoseconds, the same way for all spans of a trace."""
 
-    def __init__(self) -> None:
-        self._offset = time.time_ns() - time.monotonic_ns()
+    def __init__(self, now: float) -> None:
+        self._offset = time.time_ns() - int(now * 1e9)
 
     def at(self, moment: float) -> int:
         return int(moment * 1e9) + self._offset

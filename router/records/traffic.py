@@ -22,16 +22,20 @@ class TrafficMeter:
     """Counts a router's requests of the classes that are as urgent as `interactive`, which scaling looks at. Those of a
     class without targets are compared with the targets of `interactive`. On the event loop."""
 
-    def __init__(self, services: Mapping[str, Service]) -> None:
-        """`services`: all classes by name."""
-        self._services = services
+    def __init__(self, services: Mapping[str, Service], clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            services: all classes by name.
+            clock: the router's.
+        """
+        self._services, self._clock = services, clock
         self._interactive = services[INTERACTIVE]
         self._totals = Traffic()
         self._waiting: dict[int, RequestTrace] = {}
         """Requests without a first token."""
         self._young: dict[int, RequestTrace] = {}
         """Requests whose first token was sent lately, in the order in which their first tokens were noticed."""
-        self._reported = time.monotonic()
+        self._reported = self._clock()
 
     def _targets(self, trace: RequestTrace) -> Service | None:
         """The class whose targets a request is compared with; None if it isn't counted."""
@@ -75,7 +79,7 @@ class TrafficMeter:
             queued: what the requests in the router's queue need, the next one first; without those that aren't counted.
             waits_for: the role whose workers such a request waits for.
         """
-        now = time.monotonic()
+        now = self._clock()
         elapsed, self._reported = now - self._reported, now
         for trace in [trace for trace in self._waiting.values() if trace.first_sent is not None]:
             del self._waiting[id(trace)]

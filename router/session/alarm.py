@@ -13,15 +13,16 @@ class Alarm:
     early. `asyncio.timeout` would make and cancel a timer each time.
     """
 
-    def __init__(self, ring: Callable[[], object]) -> None:
+    def __init__(self, ring: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._ring: Callable[[], object] = ring
         self._at = math.inf
         self._timer: asyncio.Handle | None = None
         self._fires_at = math.inf
-        """Monotonic time at which the timer fires. uvloop's handle of a near time doesn't tell it."""
+        """Time on the clock at which the timer fires. uvloop's handle of a near time doesn't tell it."""
 
     def set(self, at: float) -> None:
-        """Rings once at `at` on the monotonic clock, unless set again before; infinite for never."""
+        """Rings once at `at` on the clock, unless set again before; infinite for never."""
         self._at = at
         if at < math.inf and (self._timer is None or at < self._fires_at):
             self._start_timer()
@@ -39,12 +40,12 @@ class Alarm:
             self._timer.cancel()
         loop = asyncio.get_running_loop()
         self._fires_at = self._at
-        # The clock of some event loops is not the monotonic one.
-        self._timer = loop.call_at(loop.time() + self._at - time.monotonic(), self._on_timer)
+        # The time of some event loops is not the clock's.
+        self._timer = loop.call_at(loop.time() + self._at - self._clock(), self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
-        if self._at <= time.monotonic():
+        if self._at <= self._clock():
             self._at = math.inf
             self._ring()
         elif self._at < math.inf:

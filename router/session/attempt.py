@@ -104,7 +104,7 @@ class Taken(NamedTuple):
 class AttemptTokens:
     """Tokens on their way from one producer, the attempt, to one consumer, the session; both on one event loop."""
 
-    def __init__(self, base: int, left: int, *, scored: bool) -> None:
+    def __init__(self, base: int, left: int, *, scored: bool, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
             base: index of the first token.
@@ -116,7 +116,7 @@ class AttemptTokens:
         """Index after the last token, once it is known."""
         self.prompt_logprobs: list[Sequence[TokenLogprobs]] = []
         """Parts of the worker's messages: to make one list of them would hold the event loop for some milliseconds."""
-        self._base, self._left, self._scored = base, left, scored
+        self._base, self._left, self._scored, self._clock = base, left, scored, clock
         self._seen: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         """Log-probabilities of the tokens in `_seen`, if they were asked for."""
@@ -191,7 +191,7 @@ class AttemptTokens:
                 self._logprobs.append(found[1])
         if len(self._seen) > before:
             if self._paused:
-                self._gather(time.monotonic())
+                self._gather(self._clock())
             else:
                 self.wake()  # no relay: the attempt may have more to note about these tokens
         return ""
@@ -323,9 +323,9 @@ class Part:
         """The worker says that the request waits there."""
         self.waits, self._plain = why, False
 
-    def computing(self) -> None:
+    def computing(self, now: float) -> None:
         """The worker says that it computes the prompt."""
-        self.waits, self.computed_at = WAIT_UNSPECIFIED, time.monotonic()
+        self.waits, self.computed_at = WAIT_UNSPECIFIED, now
 
     def sent(self, end: int) -> None:
         """The worker has sent all of its tokens before index `end`."""
@@ -421,7 +421,7 @@ class Attempt:
         self._wants = request.sampling.HasField("logprobs")
         # A client that has tokens has these too.
         self._wants_prompt = request.sampling.HasField("prompt_logprobs") and not generated
-        self.tokens = AttemptTokens(self._base, self._left, scored=self._wants)
+        self.tokens = AttemptTokens(self._base, self._left, scored=self._wants, clock=trace.clock)
         expected_tokens = expected[0].tokens if expected else 0
         trace.placed_on(prefill.worker.name, "" if decode is None else decode.worker.name, expected_tokens)
         self._expected = tuple(expected)
@@ -496,7 +496,7 @@ class Attempt:
             for peer in self.workers - {part.stream.worker}:
                 submit.peer.CopyFrom(PeerRef(name=peer.name, incarnation=peer.incarnation))
             part.stream.submit(submit, part, cached_tokens=self._expected[0].tokens if self._expected else 0)
-        self._trace.tries[-1].submitted = time.monotonic()
+        self._trace.tries[-1].submitted = self._trace.clock()
 
     def stop(self) -> None:
         """Ends generation. A prefill part whose KV has arrived stays open for its report of the transfer."""
@@ -608,15 +608,15 @@ class Attempt:
 
     def on_event(self, part: Part, event: RequestEvent) -> None:
         """The worker of a part has sent something."""
-        tokens = self.tokens
-        self._trace.note(event)
+        tokens, trace = self.tokens, self._trace
+        trace.note(event)
         if event.taken:
             self._note_taken(part)
         if event.waits:
             part.waiting(event.waits)
-            self._trace.waited(f"{part.stream.worker.name}: {WAITS.get(event.waits, 'it waits')}")
+            trace.waited(f"{part.stream.worker.name}: {WAITS.get(event.waits, 'it waits')}")
         elif event.computed_tokens:
-            part.computing()
+            part.computing(trace.clock())
         if event.HasField("prefill"):
             self._note_cached(event.prefill.cached_tokens)
         if event.prompt_logprobs:
@@ -659,7 +659,7 @@ class Attempt:
         was_open, part.open = part.open, False
         if was_open and not self._outlived(part):
             if part is self._prefill and self._decode is not None and part.delivered:
-                self.decide_by = time.monotonic() + PREFILL_LOST_SECONDS
+                self.decide_by = self._trace.clock() + PREFILL_LOST_SECONDS
             else:
                 self._fail_lost(part.stream.worker, f"worker {part.stream.worker.name} lost ({part.stream.lost})")
         self.tokens.wake()

@@ -1,6 +1,7 @@
 """The parts of a router that all of its sessions share."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvrelay.router.config import RouterConfig, Service
@@ -39,6 +40,8 @@ class Dispatch:
     rate: CompletionRate = field(default_factory=CompletionRate)
     turns: Turns = field(default_factory=Turns)
     """Turns of work that takes the event loop for long, by holder."""
+    clock: Callable[[], float] = time.monotonic
+    """The router's clock in seconds, that of all its parts. The event loop's timers run at the same rate."""
 
     def full(self, text: str, kind: type[Exhausted] = Exhausted) -> Exhausted:
         """The error of a request that found no room: it says when there may be some."""

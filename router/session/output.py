@@ -8,7 +8,6 @@ else. The task itself sends the first tokens, the last ones, and those of an att
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -257,11 +256,11 @@ class Output:
         message = self._message(piece)
         await _add_prompt(message, piece.prompt_logprobs)
         await self._sink.write(message)
-        self._sent(time.monotonic())
+        self._sent(self._dispatch.clock())
 
     async def finish(self, piece: Piece) -> None:
         """Sends the last piece, which may have no tokens, with usage and timeline."""
-        trace, now = self._trace, time.monotonic()
+        trace, now = self._trace, self._dispatch.clock()
         if piece.token_ids:
             self._sent(now)
         last = self._message(piece)
@@ -280,7 +279,7 @@ class Output:
             piece = self.add(attempt.tokens.take())
             self._gather_behind(attempt)
             self._sink.write_now(self._message(piece))
-            self._sent(time.monotonic())
+            self._sent(self._dispatch.clock())
         except Exception as error:  # noqa: BLE001  # `wait` raises it
             # Not to the worker's stream, which has called this: it carries other requests too.
             self._defect = error
@@ -292,7 +291,7 @@ class Output:
         if self._trace.completion_tokens >= UNPACED_TOKENS:
             pacer, tenant = self._dispatch.pacer, self._request.claim.tenant
             if seconds := pacer.seconds(tenant):
-                attempt.pause(time.monotonic() + seconds, pacer, tenant)
+                attempt.pause(self._dispatch.clock() + seconds, pacer, tenant)
 
     def _sent(self, now: float) -> None:
         self.progress = now

@@ -34,14 +34,14 @@ OnPause = Callable[[int], object]
 class Pacer:
     """The pace of all streams of one router. Used on one event loop only."""
 
-    def __init__(self, longest_seconds: float) -> None:
+    def __init__(self, longest_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
             longest_seconds: longest time that a token waits for others; 0 for none.
         """
         self.streams: Counter[str] = Counter()
         """Streams of each holder that run; without those who have none."""
-        self._longest = longest_seconds
+        self._longest, self._clock = longest_seconds, clock
         self._held: deque[tuple[float, OnPause, int]] = deque()
         """Pauses with the monotonic time at which their tokens have waited long enough, in order."""
         self._due: dict[str, deque[tuple[OnPause, int]]] = {}
@@ -64,7 +64,7 @@ class Pacer:
 
     def hold(self, waited: OnPause, pause: int) -> None:
         """The first token has come in a pause: calls `waited(pause)` when it has waited for long enough."""
-        self._held.append((time.monotonic() + self._longest, waited, pause))
+        self._held.append((self._clock() + self._longest, waited, pause))
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._longest, self._on_timer)
 
@@ -75,13 +75,13 @@ class Pacer:
         self._due.setdefault(holder, deque()).append((release, pause))
 
     def _on_timer(self) -> None:
-        limit = time.monotonic() + TOGETHER_SECONDS
+        limit = self._clock() + TOGETHER_SECONDS
         while self._held and self._held[0][0] <= limit:
             _, waited, pause = self._held.popleft()
             waited(pause)
         self._timer = None
         if self._held:
-            wait = self._held[0][0] - time.monotonic()
+            wait = self._held[0][0] - self._clock()
             self._timer = asyncio.get_running_loop().call_later(wait, self._on_timer)
 
     def _let_go(self) -> None:

@@ -34,7 +34,6 @@ import asyncio
 import logging
 import math
 import random
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -105,7 +104,7 @@ class Session:
         self._suspicion = Suspicion()
         self._evidence: Evidence | None = None
         """What the current attempt shows about its workers."""
-        self._alarm = Alarm(self._wake_attempt)
+        self._alarm = Alarm(self._wake_attempt, dispatch.clock)
         self._following: Attempt | None = None
         self._proven: Attempt | None = None
         """The attempt whose workers are known to work, and which is not on trial."""
@@ -154,7 +153,7 @@ class Session:
             RequestError: there are no workers, the queue is full, or the time limit has passed.
         """
         queue = self._dispatch.queue
-        asked = self._trace.asked = time.monotonic()
+        asked = self._trace.asked = self._dispatch.clock()
         limit = min(self._token_limit(), self._deadline)
         workers_by = min(limit, asked + self._dispatch.config.worker_wait_seconds)
         try:
@@ -171,7 +170,7 @@ class Session:
             text = f"{len(queue)} requests wait for workers with capacity, the router's max_queue"
             raise self._dispatch.full(text, QueueOverflow) from None
         finally:
-            self._trace.router_queue_seconds = time.monotonic() - asked
+            self._trace.router_queue_seconds = self._dispatch.clock() - asked
         if not isinstance(attempt, NoPlace):
             return attempt
         if attempt is NoPlace.NO_CAPACITY:
@@ -198,7 +197,7 @@ class Session:
             on_trial=on_trial,
         )
         self._evidence = self._dispatch.health.begin(placement.prefill, placement.decode)
-        self._output.progress = now = time.monotonic()
+        self._output.progress = now = self._dispatch.clock()
         first_seconds = max(MIN_SUBMIT_SECONDS, min(self._token_limit(), self._deadline) - now)
         idle_seconds = self._dispatch.config.idle_timeout_seconds
         attempt.submit(first_seconds, idle_seconds, self._needs.urgency(now), self._needs.expected_tokens())
@@ -239,7 +238,7 @@ class Session:
         token_limit = self._token_limit(attempt)
         suspect_limit = self._suspect_limit(attempt)
         earliest = min(token_limit, suspect_limit, attempt.decide_by, self._deadline)
-        if time.monotonic() < earliest:
+        if self._dispatch.clock() < earliest:
             self._following = attempt
             self._alarm.set(earliest)
             await self._output.wait(attempt, proven=attempt is self._proven)
@@ -320,7 +319,7 @@ class Session:
         if failure.code not in (Failure.CODE_RETRY, Failure.CODE_FULL):
             raise InternalError(failure.message)
         self._avoid |= failure.blamed
-        self._suspicion.failed = time.monotonic()
+        self._suspicion.failed = self._dispatch.clock()
         if moves:
             failed.close()
             self._trace.migrations += 1
@@ -353,7 +352,7 @@ class Session:
         # Not the same for all: two that hold one worker each, and want both, would go on refusing each other.
         await asyncio.sleep(BACKOFF_SECONDS * random.uniform(0.5, 1.5))
         self._check_deadline()
-        if time.monotonic() >= self._suspicion.failed + self._dispatch.config.idle_timeout_seconds:
+        if self._dispatch.clock() >= self._suspicion.failed + self._dispatch.config.idle_timeout_seconds:
             raise self._given_up(failure, "other suspects are tried all the time")
         return await self._place_again(failure)
 
@@ -394,7 +393,7 @@ class Session:
 
     async def _place_again(self, failure: AttemptFailure) -> Attempt:
         """Waits for workers if there are none: a replacement of the lost one may be starting."""
-        now, begun = time.monotonic(), self._output.begun
+        now, begun = self._dispatch.clock(), self._output.begun
         limit = min(self._token_limit(), now + self._dispatch.config.idle_timeout_seconds, self._deadline)
         # What has begun waits for room as long as what has not.
         room_by = min(now + self._request.first_token_seconds, self._deadline) if begun else limit
@@ -423,7 +422,7 @@ class Session:
         """Waits for a change of the workers; False if there is none until `limit`."""
         self._waits()
         try:
-            async with asyncio.timeout(limit - time.monotonic()):
+            async with asyncio.timeout(limit - self._dispatch.clock()):
                 await self._dispatch.registry.changed()
         except TimeoutError:
             return False
@@ -432,12 +431,12 @@ class Session:
     async def _place_on_trial(self, limit: float, start: Callable[[Placement], Attempt]) -> Attempt | NoPlace:
         """Places a suspect on workers without another one; NO_CAPACITY for want of such workers, or if it is none."""
         until = min(limit, self._suspicion.tried_by(self._dispatch.config.idle_timeout_seconds))
-        if time.monotonic() >= until or not self._suspicion.tokens_left(self._trace.completion_tokens):
+        if self._dispatch.clock() >= until or not self._suspicion.tokens_left(self._trace.completion_tokens):
             return NoPlace.NO_CAPACITY
         return await self._dispatch.trials.place(self._needs.demand(self._avoid, on_trial=True), until, start)
 
     def _check_deadline(self) -> None:
-        if time.monotonic() >= self._deadline:
+        if self._dispatch.clock() >= self._deadline:
             raise self._late()
 
     def _late(self) -> RequestError:

@@ -556,7 +556,7 @@ class FakeCluster:
 
 def _noting(router: RouterServer, records: list[RequestTrace]) -> RouterServer:
     """The same router; its requests are among the records when they have ended."""
-    metrics = router._front.dispatch.metrics
+    metrics = router.front.dispatch.metrics
     ended = metrics.ended
 
     def noted(trace: RequestTrace) -> None:

@@ -166,7 +166,7 @@ class HttpFace:
         """Runs the requests of a body, and answers with a stream or with one JSON object."""
         config = self._front.config
         check_name(f"header {REQUEST_ID}", request.headers.get(REQUEST_ID, ""))
-        deadline, session = _deadline(request), request.headers.get(SESSION, "")
+        deadline, session = _deadline(request, self._front.dispatch.clock()), request.headers.get(SESSION, "")
         check_type(request)
         size = declared_size(request, config.max_message_bytes)
         events = Events(request, config.idle_timeout_seconds)
@@ -326,8 +326,8 @@ async def _show_name(request: web.Request, response: web.StreamResponse) -> None
         response.headers[REQUEST_ID] = request[NAME]
 
 
-def _deadline(request: web.Request) -> float:
-    """The client's, on the monotonic clock; infinite for none."""
+def _deadline(request: web.Request, now: float) -> float:
+    """The client's, on the router's clock, which shows `now`; infinite for none."""
     given = request.headers.get(TIMEOUT)
     if given is None:
         return math.inf
@@ -337,4 +337,4 @@ def _deadline(request: web.Request) -> float:
         seconds = math.nan
     if not 0 < seconds <= MAX_TIMEOUT_SECONDS:
         raise InvalidRequest(f"header {TIMEOUT}", given, f"seconds, above 0, up to {MAX_TIMEOUT_SECONDS:g}")
-    return time.monotonic() + seconds
+    return now + seconds

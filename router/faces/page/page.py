@@ -11,7 +11,6 @@ certificate that any other call needs, and sees the requests of its own tenant o
 """
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from functools import partial
 from importlib.resources import files
@@ -92,7 +91,7 @@ class Page:
     async def _request(self, request: web.Request) -> web.Response:
         tenant = self._front.tenant(caller_of(request))
         name = request.match_info["id"]
-        found = self._front.requests.lives(tenant, name, time.monotonic())
+        found = self._front.requests.lives(tenant, name, self._front.dispatch.clock())
         if not found:
             raise NotKept(
                 f"request {shorten(name)} is not known to {self._router}, which keeps the running requests of a caller "
@@ -130,7 +129,7 @@ class Page:
             seen = ended[-1].number if ended else seen
             async for data in _jsons(ended):
                 await events.write(_event_of("ended", data))
-            now = time.monotonic()
+            now = self._front.dispatch.clock()
             shown = self._fleet(tenant, now)
             if shown != sent or now - said >= SILENCE_SECONDS:
                 await events.write(shown)

@@ -22,7 +22,7 @@ def traced(*steps: tuple[float, Callable[[RequestTrace], object]]) -> RequestTra
     """A trace that was received at 100 and had these steps so many seconds later."""
     trace = RequestTrace(100.0, wire_id="r", prompt_tokens=8)
     for at, step in steps:
-        with mock.patch("kvrelay.router.trace.time.monotonic", return_value=100.0 + at):
+        with mock.patch.object(trace, "clock", return_value=100.0 + at):
             step(trace)
     return trace
 
