@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Interval
 
@@ -15,6 +15,8 @@ from kvrelay.rpc.security import SecurityConfig
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@]+|null")
 
+
+PlacementName = Literal["predicted", "least_work", "round_robin", "random"]
 
 DEFAULT_CLASS, INTERACTIVE, BATCH = "default", "interactive", "batch"
 BUILT_IN = (DEFAULT_CLASS, INTERACTIVE, BATCH)
@@ -126,6 +128,11 @@ class RouterOptions(Options):
     max_queue: Annotated[int, Interval(ge=0, le=1_000_000)] = 512
     """Requests that may wait in the router for workers with capacity. With one more, the latest of the tenant, or of
     the client address, that has most of them is refused with RESOURCE_EXHAUSTED; one of a list of prompts waits."""
+
+    placement: PlacementName = "predicted"
+    """Rule by which requests are placed on workers. `predicted`: each where it is predicted to cost least, itself and
+    those that it delays, by the costs that the workers report; as `least_work` while these aren't known. `least_work`:
+    where the load and the request's own work are least, counted in tokens. `round_robin`, `random`: for comparison."""
 
     backlog_share: Annotated[float, Interval(ge=0, le=1)] = 0.25
     """Largest share (0 to 1) of the prefill workers' KV memory that may hold computed prompts for which there will soon
