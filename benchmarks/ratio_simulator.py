@@ -1,44 +1,37 @@
-"""A simulated cluster for the policy that changes workers' roles: engine steps as events, everything else as it is.
+"""A simulated cluster for the policy that changes workers' roles.
 
-The policy, what it measures and forecasts, and the router's placement are the product's own. A step takes what the cost
-table says; a prompt's KV arrives on decode some time after its last step; a worker that changes its role serves nobody
-for a while, and what it had begins again elsewhere with the tokens that it has. Ten minutes of eight workers take some
-seconds.
+The policy, what it measures and forecasts, the router, and the schedulers of the workers are the product's own
+(`simulated/`). A step takes what the cost table says; a prompt's KV arrives on decode some time after its last step; a
+worker that changes its role serves nobody for a while, and what it had begun goes on elsewhere with the tokens that it
+has.
 """
 
-import heapq
-import itertools
+import asyncio
 import math
 import random
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+
+from simulated.clock import run
+from simulated.cluster import END, FIRST_TOKEN, TOKENS, Cluster, Place, Question
+from simulated.worker import Machine, SimulatedWorker, StepSeconds
 
 from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.cluster.scaling.forecast import Split
 from kvrelay.cluster.scaling.policy import Decision, Policy
-from kvrelay.cluster.scaling.signals import WINDOW_SECONDS, Meter, PoolRole
-from kvrelay.internal.v1.supervisor_pb2 import (
-    MEMBER_STATE_READY,
-    MEMBER_STATE_STARTING,
-    ROLE_DECODE,
-    ROLE_PREFILL,
-    ROLE_ROUTER,
-    Member,
-    MemberStatus,
-)
-from kvrelay.internal.v1.worker_pb2 import Load, Promised, Requests, Traffic
-from kvrelay.router.placing.placement import DecodeCapacity, Demand, LeastWork, Placement, WorkerView
-from kvrelay.router.placing.prefixes import PrefixIndex
-from kvrelay.rpc.identity import ROLES, WorkerId
+from kvrelay.cluster.scaling.signals import Meter
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.models.spec import ModelSpec
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_STARTING, ROLE_DECODE, ROLE_PREFILL, MemberStatus
 
 BEAT_SECONDS = 0.5
 BLOCK = 16
 """Tokens in a block of KV."""
+VOCABULARY, MAX_CONTEXT = 256, 4096
 
 
 @dataclass(frozen=True, slots=True)
-class CostTable:
+class CostTable(StepSeconds):
     """Costs of a step on one worker, in seconds, and sizes of the worker."""
 
     prefill_fixed: float
@@ -70,6 +63,24 @@ class CostTable:
         """Seconds of a step with so many streams, and tokens of all their contexts."""
         return self.decode_fixed + self.decode_context * context + self.decode_stream * streams
 
+    def seconds(self, chunks: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
+        """Seconds of a step, as `StepSeconds.seconds`."""
+        seconds = self.prefill([tokens for _, tokens in chunks]) if chunks else 0.0
+        return seconds + (self.decode(len(contexts), sum(contexts)) if contexts else 0.0)
+
+    @property
+    def machine(self) -> Machine:
+        """A simulated worker with these costs and sizes."""
+        spec = ModelSpec("OPTForCausalLM", VOCABULARY, MAX_CONTEXT, (END,), "float16", "0" * 64)
+        engine = EngineConfig(
+            block_size=BLOCK,
+            kv_memory_bytes=1,
+            max_batch_tokens=self.max_chunk,
+            max_sequences=self.max_streams,
+            prefix_cache=False,
+        )
+        return Machine(self, spec, engine, self.kv_tokens, handoff_seconds=self.handoff)
+
 
 A100_OPT_66B = CostTable(
     # DistServe (OSDI 2024), simdistserve/estimators/profile_data at commit 82831f16, Apache-2.0: OPT-66B on two
@@ -99,27 +110,15 @@ class Phase:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request."""
+    """One request; times are seconds from the beginning of the run."""
 
     arrival: float
     prompt: int
+    """Tokens of the prompt; `completion` is in tokens, too."""
     completion: int
-    tokens: int = 0
-    """Tokens generated so far."""
-    computed: int = 0
-    """Tokens of the prompt and of earlier output that its prefill worker has computed."""
-    queued: float = 0.0
-    """Seconds in queues before its first token."""
-    waits_since: float = 0.0
     first: float | None = None
     last: float | None = None
-    decode: WorkerId | None = None
-    attempt: int = 0
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of KV that it needs for its next token."""
-        return -(-(self.prompt + self.tokens + 1) // BLOCK)
+    """Time of the last token; None if not all of them have come."""
 
     @property
     def ttft(self) -> float:
@@ -159,31 +158,6 @@ def traffic(phases: Sequence[Phase], seed: int = 0) -> list[Job]:
     return jobs
 
 
-@dataclass(slots=True, eq=False)
-class Worker:
-    """One worker: a queue of prompts, or running streams."""
-
-    id: WorkerId
-    role: PoolRole
-    ready: bool = True
-    jobs: deque[Job] = field(default_factory=deque)
-    """Jobs in the order of their arrival here."""
-    promised: dict[Job, None] = field(default_factory=dict)
-    """Jobs whose KV is on its way to this decode worker; empty on a prefill worker."""
-    stepping: bool = False
-    steps: int = 0
-    step_seconds: float = 0.0
-    computed: int = 0
-
-    @property
-    def pending(self) -> int:
-        return sum(job.prompt + job.tokens - job.computed for job in self.jobs) if self.role == "prefill" else 0
-
-    def held(self) -> int:
-        """Blocks in use on a decode worker."""
-        return sum(job.blocks for job in self.jobs)
-
-
 class Simulation:
     """One run: `Simulation(...).run()`; afterwards it has the jobs, and what became of the split."""
 
@@ -205,239 +179,74 @@ class Simulation:
         self._config = config
         self._end = end
         self._policy, self._meter = Policy(config), Meter()
-        self._placement = LeastWork(PrefixIndex(0), 0.25, 8192)
-        self._numbers = itertools.count()
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._now = 0.0
-        self._queue: deque[Job] = deque()
-        self._fresh = itertools.count()
         self._desired = Split(*split)
-        roles: list[PoolRole] = ["prefill"] * split[0] + ["decode"] * split[1]
-        self._workers = {worker.id: worker for worker in map(self._worker, roles)}
-        self._totals: Counter[str] = Counter()
-        """Counts of the router's traffic so far, by the field's name."""
-        self._unqueued = 0.0
-        self._young: deque[Job] = deque()
-        """Jobs that had their first token lately, in the order of these tokens."""
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self) -> "Simulation":
         """Runs to the end and returns itself; what has not ended by then never does."""
-        for job in self.jobs:
-            self._at(job.arrival, lambda job=job: self._arrive(job))  # type: ignore[misc]  # bound at once
-        self._at(BEAT_SECONDS, self._beat)
-        while self._events and self._events[0][0] < self._end:
-            self._now, _, happen = heapq.heappop(self._events)
-            happen()
+        run(self._run())
         return self
 
-    def _worker(self, role: PoolRole) -> Worker:
-        return Worker(WorkerId(f"worker-{next(self._fresh)}", "0"), role)
+    async def _run(self) -> None:
+        machine = self._table.machine
+        roles = [Place("prefill", machine)] * self._desired.prefill + [Place("decode", machine)] * self._desired.decode
+        targets = {name: getattr(self._config, name) for name in ("ttft_target_seconds", "tpot_target_seconds")}
+        self._cluster = cluster = Cluster(roles, targets)
+        await cluster.start()
+        self._began = cluster.now
+        self._do(self._beat())
+        for number, job in enumerate(self.jobs):
+            await asyncio.sleep(self._began + job.arrival - cluster.now)
+            self._do(self._ask(number, job))
+        await asyncio.sleep(self._began + self._end - cluster.now)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _at(self, time: float, happen: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (time, next(self._numbers), happen))
+    def _do(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
 
-    # Requests.
+    def _done(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            asyncio.get_running_loop().call_exception_handler({"message": "the simulation failed", "exception": error})
 
-    def _arrive(self, job: Job) -> None:
-        self._totals["requests"] += 1
-        self._totals["prompt_tokens"] += job.prompt
-        job.waits_since = self._now
-        self._queue.append(job)
-        self._place()
-
-    def _place(self) -> None:
-        """Gives the queue's first requests to workers."""
-        while self._queue:
-            job = self._queue[0]
-            tokens = job.prompt + job.tokens
-            place = self._placement.place(Demand(tokens, job.completion - job.tokens), self._views())
-            if not isinstance(place, Placement) or place.decode is None or place.decode == place.prefill:
-                return
-            self._queue.popleft()
-            prefill, decode = self._workers[place.prefill], self._workers[place.decode]
-            job.decode, job.computed = decode.id, 0
-            job.attempt += 1
-            decode.promised[job] = None
-            prefill.jobs.append(job)
-            self._step(prefill)
-
-    def _views(self) -> list[WorkerView]:
-        return [
-            WorkerView(
-                worker.id,
-                worker.role,
-                worker.ready,
-                pending_tokens=worker.pending,
-                running=len(worker.jobs),
-                kv_tokens=self._table.kv_tokens,
-                capacity=self._capacity(worker) if worker.role == "decode" else None,
-            )
-            for worker in self._workers.values()
-        ]
-
-    def _capacity(self, worker: Worker) -> DecodeCapacity:
-        total = self._table.kv_tokens // BLOCK
-        promised = sum(job.blocks for job in worker.promised)
-        free = max(0, total - worker.held() - len(worker.jobs))
-        slots = self._table.max_streams - len(worker.jobs)
-        return DecodeCapacity(BLOCK, total, free, max(0, slots), len(worker.promised), promised)
-
-    # Steps.
-
-    def _step(self, worker: Worker) -> None:
-        """Begins a step if there is work and none runs."""
-        if worker.stepping or not worker.ready or not worker.jobs:
-            return
-        if worker.role == "prefill":
-            chunks = list(self._chunks(worker))
-            seconds, tokens = self._table.prefill([count for _, count in chunks]), sum(n for _, n in chunks)
-            for job, _ in chunks:
-                if not job.computed and job.first is None:
-                    job.queued += self._now - job.waits_since
-        else:
-            rows = list(itertools.islice(worker.jobs, self._table.max_streams))
-            seconds = self._table.decode(len(rows), sum(job.prompt + job.tokens for job in rows))
-            chunks, tokens = [(job, 1) for job in rows], len(rows)
-        worker.stepping = True
-
-        def done() -> None:
-            worker.stepping = False
-            worker.steps += 1
-            worker.step_seconds += seconds
-            worker.computed += tokens
-            for job, count in chunks:
-                if job in worker.jobs:
-                    self._advance(worker, job, count)
-            self._step(worker)
-            self._place()
-
-        self._at(self._now + seconds, done)
-
-    def _chunks(self, worker: Worker) -> Iterator[tuple[Job, int]]:
-        budget = self._table.max_chunk
-        for job in worker.jobs:
-            if not budget:
-                return
-            count = min(budget, job.prompt + job.tokens - job.computed)
-            yield job, count
-            budget -= count
-
-    def _advance(self, worker: Worker, job: Job, count: int) -> None:
-        if worker.role == "decode":
-            self._token(worker, job)
-            return
-        job.computed += count
-        if job.computed < job.prompt + job.tokens:
-            return
-        worker.jobs.remove(job)
-        if job.first is None:
-            job.first = self._now
-            self._young.append(job)
-            self._totals["first_tokens"] += 1
-            self._totals["ttft_attained"] += job.ttft <= self._config.ttft_target_seconds
-            self._unqueued += job.ttft - job.queued
-        job.tokens += 1
-        attempt = job.attempt
-        self._at(self._now + self._table.handoff, lambda: self._receive(job, attempt))
-
-    def _receive(self, job: Job, attempt: int) -> None:
-        if job.attempt != attempt or job.decode is None:
-            return  # it has been placed again
-        decode = self._workers[job.decode]
-        del decode.promised[job]
-        decode.jobs.append(job)
-        self._step(decode)
-
-    def _token(self, worker: Worker, job: Job) -> None:
-        job.tokens += 1
-        if job.tokens >= job.completion:
-            worker.jobs.remove(job)
-            job.last = self._now
-            self._totals["completion_tokens"] += job.tokens
-            self._totals["streams"] += 1
-            self._totals["tpot_attained"] += job.tpot <= self._config.tpot_target_seconds
+    async def _ask(self, number: int, job: Job) -> None:
+        tokens = random.Random(number).choices(range(FIRST_TOKEN, FIRST_TOKEN + TOKENS), k=job.prompt)
+        outcome = await self._cluster.ask(Question(f"job-{number}", tokens, job.completion + 1, job.completion))
+        job.first = None if outcome.first is None else outcome.first - self._began
+        if outcome.complete and outcome.last is not None:
+            job.last = outcome.last - self._began
 
     # Scaling.
 
-    def _beat(self) -> None:
-        workers = [self._report(worker) for worker in self._workers.values()]
-        full = self._full()
-        while self._young and (self._young[0].first or 0.0) < self._now - WINDOW_SECONDS:
-            self._young.popleft()
-        traffic = Traffic(
-            **self._totals,
-            unqueued_seconds=self._unqueued,
-            young_tokens=sum(job.tokens for job in self._young),
-            young_ended=sum(job.last is not None for job in self._young),
-            queued_prompts=0 if full else len(self._queue),
-            queued_streams=len(self._queue) if full else 0,
-            queued_tokens=sum(job.prompt + job.tokens for job in self._queue),
-        )
-        router = MemberStatus(member=Member(name="router-0", role=ROLE_ROUTER), load=Load(traffic=traffic))
-        signals = self._meter.observe([*workers, router], self._now)
-        decision = self._policy.decide(signals, self._desired, workers, self._now)
-        if decision is not None and self._config.enabled:
-            self.decisions.append((self._now, decision))
-            self._follow(decision)
-        self.splits.append((self._now, Split(signals.prefill, signals.decode)))
-        self._at(self._now + BEAT_SECONDS, self._beat)
+    async def _beat(self) -> None:
+        """Lets the policy see what a supervisor sees, and follows it."""
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            now = self._cluster.now - self._began
+            workers = [self._report(worker) for worker in self._cluster.workers]
+            member, load = self._cluster.router._describe()
+            signals = self._meter.observe([*workers, MemberStatus(member=member, load=load)], now)
+            decision = self._policy.decide(signals, self._desired, workers, now)
+            if decision is not None and self._config.enabled:
+                self.decisions.append((now, decision))
+                self._follow(decision)
+            self.splits.append((now, Split(signals.prefill, signals.decode)))
 
-    def _full(self) -> bool:
-        """Whether the first request waits for decode."""
-        if not self._queue:
-            return False
-        tokens = self._queue[0].prompt + self._queue[0].tokens
-        decodes = [worker for worker in self._workers.values() if worker.role == "decode" and worker.ready]
-        demand = Demand(tokens, self._queue[0].completion - self._queue[0].tokens)
-        return not any(self._capacity(worker).fits(demand) for worker in decodes)
-
-    def _report(self, worker: Worker) -> MemberStatus:
-        most, roles = self._table.max_streams, [ROLE_PREFILL, ROLE_DECODE]
-        running = min(len(worker.jobs), most)
-        load = Load(
-            requests=Requests(waiting=len(worker.jobs) - running, running=running, free_slots=most - running),
-            promised=Promised(requests=len(worker.promised)),
-            pending_tokens=worker.pending,
-            computed_tokens=worker.computed,
-            steps=worker.steps,
-            step_seconds=worker.step_seconds,
-        )
-        if worker.role == "decode":
-            load.blocks.total, load.blocks.held = self._capacity(worker).total, worker.held()
-        state = MEMBER_STATE_READY if worker.ready else MEMBER_STATE_STARTING
-        member = Member(name=worker.id.name, role=ROLES[worker.role], state=state, roles=roles)
-        return MemberStatus(member=member, load=load)
+    def _report(self, worker: SimulatedWorker) -> MemberStatus:
+        member = self._cluster.member(worker)
+        member.roles.extend((ROLE_PREFILL, ROLE_DECODE))
+        if worker.draining:
+            member.state = MEMBER_STATE_STARTING
+        return MemberStatus(member=member, load=worker.load())
 
     def _follow(self, decision: Decision) -> None:
         """Changes roles. The number of workers stays: `min_workers` and `max_workers` are 0 here."""
         moved = sum(1 if move.role == "prefill" else -1 for move in decision.moves)
         self._desired = Split(self._desired.prefill + moved, self._desired.decode - moved)
         for move in decision.moves:
-            worker = next(worker for worker in self._workers.values() if worker.id.name == move.worker)
-            self._leave(worker)
-            self._at(self._now + self._table.switch, lambda worker=worker, role=move.role: self._join(worker, role))  # type: ignore[misc]  # bound at once
-
-    def _leave(self, worker: Worker) -> None:
-        """Removes a worker; its jobs begin again elsewhere, ahead of all others."""
-        worker.ready = False
-        jobs = [*worker.jobs, *worker.promised]
-        worker.jobs.clear()
-        worker.promised.clear()
-        for other in self._workers.values():
-            for job in jobs:
-                if job in other.jobs:
-                    other.jobs.remove(job)
-                other.promised.pop(job, None)
-        for job in sorted(jobs, key=lambda job: job.arrival, reverse=True):
-            job.attempt += 1
-            job.waits_since = self._now
-            self._queue.appendleft(job)
-        self._place()
-
-    def _join(self, worker: Worker, role: PoolRole) -> None:
-        del self._workers[worker.id]
-        worker.id = WorkerId(worker.id.name, str(int(worker.id.incarnation) + 1))
-        worker.role, worker.ready = role, True
-        worker.steps, worker.step_seconds, worker.computed = 0, 0.0, 0
-        self._workers[worker.id] = worker
-        self._place()
+            worker = next(worker for worker in self._cluster.workers if worker.id.name == move.worker)
+            self._do(self._cluster.change_role(worker, move.role, self._table.switch))

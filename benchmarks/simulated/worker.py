@@ -318,10 +318,10 @@ class SimulatedWorker:
             self._fit.add(StepWork(prompt_tokens, prompt_pairs, len(contexts), sum(contexts)), seconds)
         told = self._take(progress)
         self._gathered += 1
-        self._loads.update(self._loads.read())
         if self._offers:
             self._grant()
         if told or self._gathered >= GATHERED_STEPS:
+            self._loads.update(self._loads.read())
             self._flush()
         self._begin()
 

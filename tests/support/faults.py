@@ -16,13 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from kvrelay.client import Client, Completion, KvrelayError
@@ -33,6 +32,7 @@ from support import damage, orders
 from support.chaos import Chaos, Proxy
 from support.detours import DESK, HOSTS
 from support.drawn import sampling_options, seed_of
+from support.forks import left_of
 from support.hash_runner import VOCAB_SIZE, Case, tokens_of_all
 from support.hash_worker import BEAT_SECONDS, FRAME_BYTES, GROUPS, MODULE, STATES, STEP_SECONDS, WORKER_LAYOUT
 from support.history import Asked, History, violations
@@ -439,16 +439,6 @@ def _params(seed: int | None) -> SamplingParams:
 def prompt_of(name: str, length: int = PROMPT) -> list[int]:
     """Prompts that begin differently, so that no prefix cache saves a transfer. The name is the seed."""
     return random.Random(name).choices(range(VOCAB_SIZE), k=length)
-
-
-def left_of(pid: int) -> list[int]:
-    """The processes that a worker with this pid has left: other ranks. A worker has a session of its own."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(ProcessLookupError, psutil.NoSuchProcess):
-            if os.getsid(process.pid) == pid and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-    return sorted(set(found) - {pid})
 
 
 def until(condition: Callable[[], Any], what: str | Callable[[], str], seconds: float = 5.0) -> float:

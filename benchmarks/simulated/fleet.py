@@ -1,0 +1,139 @@
+"""Runs of a simulated fleet under a trace, and what they show."""
+
+import asyncio
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from simulated.clock import run
+from simulated.cluster import Cluster, Outcome, Place, Question
+from simulated.traces import Arrival
+
+PATIENCE_SECONDS = 60.0
+"""Simulated seconds for the last requests to end; what has not ended then has missed its targets."""
+WARM_SHARE = 0.25
+"""Share of a run at its beginning that doesn't count: caches fill."""
+CAPACITY = 0.9
+"""Share of the requests that must meet both targets at a rate that a fleet can take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Targets of a request: seconds to the first token, for any prompt and for each token of it; between two tokens."""
+
+    ttft: float
+    ttft_token: float
+    tpot: float
+
+    def met(self, outcome: Outcome) -> bool:
+        if not outcome.complete or outcome.ttft is None:
+            return False
+        soon = outcome.ttft <= self.ttft + self.ttft_token * len(outcome.question.prompt)
+        return soon and (outcome.tpot or 0.0) <= self.tpot
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of a fleet."""
+
+    seconds: float
+    """Seconds in which requests arrived."""
+    outcomes: list[Outcome] = field(default_factory=list)
+    """Outcomes of the requests that had ended when the run was over, and of those that had not."""
+    busy: dict[str, float] = field(default_factory=dict)
+    """Share of the run's time in which each worker computed, by its name."""
+    began: float = 0.0
+
+    def counted(self) -> list[Outcome]:
+        """The outcomes of the requests that came after the caches were warm."""
+        return [each for each in self.outcomes if each.arrival >= self.began + WARM_SHARE * self.seconds]
+
+    def met(self, targets: Targets) -> float:
+        """Share of the counted requests that met both targets."""
+        found = [targets.met(each) for each in self.counted()]
+        return sum(found) / max(1, len(found))
+
+    def goodput(self, targets: Targets) -> float:
+        """Counted requests a second that met both targets."""
+        return sum(targets.met(each) for each in self.counted()) / ((1 - WARM_SHARE) * self.seconds)
+
+    def ttft(self, share: float) -> float:
+        """Quantile of the time to the first token; requests without one count as the longest."""
+        found = sorted(each.ttft if each.ttft is not None else float("inf") for each in self.counted())
+        return found[min(len(found) - 1, int(share * len(found)))]
+
+    def mean_ttft(self) -> float:
+        """Mean time to the first token of those that got one, in seconds."""
+        return statistics.fmean(each.ttft for each in self.counted() if each.ttft is not None)
+
+    def hits(self, oracle: Mapping[int, int]) -> float:
+        """Tokens of prompts that were in a cache, relative to those of `oracle_hits`."""
+        complete = [each for each in self.counted() if each.complete]
+        best = sum(oracle[int(each.question.name.rpartition("-")[2])] for each in complete)
+        return sum(each.cached_tokens for each in complete) / max(1, best)
+
+
+Prepare = Callable[[Cluster], None]
+Ask = Callable[[Cluster, Question], "asyncio.Future[Outcome] | asyncio.Task[Outcome]"]
+
+
+def replay(
+    places: Sequence[Place],
+    arrivals: Sequence[Arrival],
+    seconds: float,
+    options: Mapping[str, object] | None = None,
+    *,
+    prepare: Prepare = lambda cluster: None,
+    max_tokens: int = 2048,
+    service_class: str = "",
+) -> Run:
+    """Runs a fleet under arrivals, in simulated time.
+
+    Args:
+        seconds: for which requests arrive.
+        options: of the router.
+        prepare: changes the cluster before the first request comes.
+        max_tokens: that clients ask for, unless an answer is longer.
+        service_class: of all requests.
+    """
+
+    async def main() -> Run:
+        cluster = Cluster(places, options)
+        prepare(cluster)
+        await cluster.start()
+        found = Run(seconds, began=cluster.now)
+        tasks: dict[asyncio.Task[Outcome], Outcome] = {}
+        for each in arrivals:
+            await asyncio.sleep(found.began + each.at - cluster.now)
+            most = max(max_tokens, each.answer_tokens)
+            question = Question(f"q-{each.number}", each.prompt(), each.answer_tokens, most, service_class)
+            tasks[asyncio.create_task(cluster.ask(question))] = Outcome(question, cluster.now, error="not ended")
+        found.busy = {each.id.name: each.busy_seconds / (cluster.now - found.began) for each in cluster.workers}
+        if tasks:
+            await asyncio.wait(tasks, timeout=PATIENCE_SECONDS)
+        for task, unfinished in tasks.items():
+            found.outcomes.append(task.result() if task.done() else unfinished)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return found
+
+    return run(main())
+
+
+def highest_rate(met: Callable[[float], float], low: float, high: float, precision: float = 0.04) -> float:
+    """The highest rate, to a precision, at which `met` is CAPACITY or more; `low` if it is nowhere.
+
+    Args:
+        met: share of the requests that meet both targets at a rate.
+        low, high: between which it lies; `high` moves up while it holds.
+    """
+    while met(high) >= CAPACITY:
+        low, high = high, 1.5 * high
+    while high / low > 1 + precision:
+        middle = (low * high) ** 0.5
+        if met(middle) >= CAPACITY:
+            low = middle
+        else:
+            high = middle
+    return low

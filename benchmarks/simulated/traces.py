@@ -1,0 +1,105 @@
+"""Arrivals and lengths of requests, from public traces.
+
+mooncake/conversation_trace.jsonl                       timestamp (ms, in batches of 3 s), lengths, ids of the prompt's
+                                                        blocks of 512 tokens, equal for equal prefixes
+azure2023/AzureLLMInferenceTrace_{conv,code}.csv        TIMESTAMP, ContextTokens, GeneratedTokens
+"""
+
+import csv
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import lru_cache
+from itertools import takewhile
+from pathlib import Path
+from typing import Literal
+
+from simulated.cluster import FIRST_TOKEN, TOKENS
+
+BATCH_SECONDS = 3.0
+"""Seconds within which the requests of one timestamp of Mooncake's trace came."""
+BLOCK = 512
+
+TraceName = Literal["conversation", "azure-conv", "azure-code"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request of a trace."""
+
+    at: float
+    """Seconds from the trace's beginning."""
+    number: int
+    prompt_tokens: int
+    answer_tokens: int
+    blocks: tuple[int, ...] = ()
+    """Ids of the prompt's blocks; none if nothing is known of it but its length."""
+
+    def prompt(self) -> list[int]:
+        """The prompt's tokens, of which only equal blocks are equal."""
+        blocks = self.blocks or range(-self.number * 4096, -self.number * 4096 + -(-self.prompt_tokens // BLOCK))
+        tokens = [token for block in blocks for token in _tokens(block)]
+        return tokens[: self.prompt_tokens]
+
+
+@lru_cache(4096)
+def _tokens(block: int) -> tuple[int, ...]:
+    return tuple(random.Random(block).choices(range(FIRST_TOKEN, FIRST_TOKEN + TOKENS), k=BLOCK))
+
+
+def read(folder: Path, name: TraceName, seed: int = 0) -> list[Arrival]:
+    """All requests of a trace, in order.
+
+    Args:
+        folder: with the folders of the traces.
+        seed: of the moments within a batch of arrivals.
+    """
+    rng = random.Random(seed)
+    found: list[Arrival] = []
+    if name == "conversation":
+        with (folder / "mooncake" / "conversation_trace.jsonl").open() as lines:
+            for number, row in enumerate(map(json.loads, lines)):
+                at = row["timestamp"] / 1000 + rng.uniform(0.0, BATCH_SECONDS)
+                blocks = tuple(row["hash_ids"])
+                found.append(Arrival(at, number, row["input_length"], max(1, row["output_length"]), blocks))
+    else:
+        kind = name.removeprefix("azure-")
+        with (folder / "azure2023" / f"AzureLLMInferenceTrace_{kind}.csv").open() as file:
+            for number, line in enumerate(csv.DictReader(file)):
+                at = datetime.fromisoformat(line["TIMESTAMP"][:26]).timestamp()
+                tokens = max(2, int(line["ContextTokens"])), max(1, int(line["GeneratedTokens"]))
+                found.append(Arrival(at, number, *tokens))
+    found.sort(key=lambda each: each.at)
+    return [replace(each, at=each.at - found[0].at) for each in found]
+
+
+def at_rate(trace: Sequence[Arrival], rate: float, seconds: float) -> list[Arrival]:
+    """The first requests of a trace, with its time slowed or hastened to `rate` requests a second, for so many seconds;
+    where it ends, it begins again with other prompts."""
+    whole = trace[-1].at + trace[-1].at / len(trace)
+    scale = len(trace) / whole / rate
+
+    def arrivals() -> Iterator[Arrival]:
+        turn = 0
+        while True:
+            for each in trace:
+                blocks = tuple([block + turn * 10**9 for block in each.blocks])
+                number = each.number + turn * len(trace)
+                yield replace(each, at=(each.at + turn * whole) * scale, number=number, blocks=blocks)
+            turn += 1
+
+    return list(takewhile(lambda each: each.at < seconds, arrivals()))
+
+
+def oracle_hits(arrivals: Sequence[Arrival]) -> dict[int, int]:
+    """Tokens of each prompt, by the arrival's number, that one endless cache would have if it had each prompt as soon
+    as it arrives. The last token of a prompt is always computed."""
+    known: set[int] = set()
+    hits: dict[int, int] = {}
+    for each in arrivals:
+        blocks = each.blocks[: (each.prompt_tokens - 1) // BLOCK]
+        hits[each.number] = BLOCK * len(list(takewhile(known.__contains__, blocks)))
+        known.update(blocks)
+    return hits
