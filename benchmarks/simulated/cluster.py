@@ -159,8 +159,9 @@ class Cluster:
         return self._workers.get(identity)
 
     def token(self, sequence: EngineSequence) -> int:
-        """The next token of a sequence: a function of the request and the token's index."""
-        seed, length = self._answers[sequence.request.request_id.rpartition("/")[0]]
+        """The next token of a sequence: a function of the request and the token's index. Of a request whose client has
+        left, any token."""
+        seed, length = self._answers.get(sequence.request.request_id.rpartition("/")[0], (0, 0))
         index = len(sequence.tokens) - sequence.request.prompt_tokens
         return END if index + 1 == length else FIRST_TOKEN + (seed + index * (1 + seed % 7)) % TOKENS
 
