@@ -130,7 +130,7 @@ def cluster(split: tuple[int, int], scaling: ScalingConfig) -> Iterator[Supervis
         for index, role in enumerate(roles)
     }
     targets = {name: getattr(scaling, name) for name in ("ttft_target_seconds", "tpot_target_seconds")}
-    router = {"model": "pico", "grpc_port": 0, "http_port": None, **targets}
+    router = {"model": "pico", "grpc_port": 0, "http_port": None, "classes": {"interactive": targets}}
     members["router-0"] = {"module": "kvrelay.router", "options": router}
     # A busy machine may keep a process from its heartbeat.
     patience = {"suspect_seconds": 5.0, "dead_seconds": 15.0}

@@ -1,5 +1,6 @@
 """The options of a router, and those of one router process."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,20 +16,63 @@ from kvrelay.rpc.security import SecurityConfig
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@]+|null")
 
 
-DEFAULT_CLASS = "default"
-"""Class of requests that name none."""
+DEFAULT_CLASS, INTERACTIVE, BATCH = "default", "interactive", "batch"
+BUILT_IN = (DEFAULT_CLASS, INTERACTIVE, BATCH)
+"""The classes of service that every router has; DEFAULT_CLASS is that of requests that name none."""
+BATCH_PRIORITY = 1
+"""Priority of BATCH, unless configured: behind that of all other classes."""
+TTFT_TARGET_SECONDS, TPOT_TARGET_SECONDS = 2.0, 0.1
+"""Targets of INTERACTIVE, unless configured."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceClass(Options):
     """A class of service, which requests ask for by its name."""
 
+    priority: Annotated[int, Interval(ge=-1000, le=1000)] | None = None
+    """Rank among the classes: requests of a class with a smaller one go first, and others get what these leave. null: 1
+    for `batch`, that of `interactive` for `default`, 0 for all others."""
+
     weight: Annotated[float, Interval(ge=0.001, le=1000)] = 1.0
-    """Share of the workers for this class while requests wait, relative to the other classes of the same tenant."""
+    """Share of the workers for this class while requests wait, relative to the other classes of the same tenant and
+    priority."""
+
+    ttft_target_seconds: Annotated[float, Interval(ge=0.001, le=3600)] | None = None
+    """Target in seconds for the time from receipt to the first token (TTFT). null: 2.0 for `interactive`, which is
+    scaling's target, too; none for all others."""
+
+    tpot_target_seconds: Annotated[float, Interval(ge=0.0001, le=60)] | None = None
+    """Target in seconds for the mean time between two tokens (TPOT). null: 0.1 for `interactive`, which is scaling's
+    target, too; none for all others."""
 
     first_token_timeout_seconds: Annotated[float, Interval(ge=0, le=86400)] = 0.0
     """Seconds from receipt to the first token after which a request fails with DEADLINE_EXCEEDED; 0: the router's
     `first_token_timeout_seconds`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A class of service with everything that counts for its requests."""
+
+    name: str = DEFAULT_CLASS
+    rank: int = 0
+    """Its priority: the smallest goes first."""
+    weight: float = 1.0
+    """Share relative to the other classes of the same tenant and rank."""
+    ttft_seconds: float = math.inf
+    """Target for the time to the first token; infinite for none."""
+    tpot_seconds: float = math.inf
+    """Target for the mean time between two tokens; infinite for none."""
+    first_token_timeout_seconds: float = 120.0
+    """Limit of the time to the first token."""
+
+    @property
+    def has_targets(self) -> bool:
+        return min(self.ttft_seconds, self.tpot_seconds) < math.inf
+
+
+DEFAULT_SERVICE = Service()
+"""DEFAULT_CLASS as it is without a configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +185,10 @@ class RouterOptions(Options):
     which to try again, if it has waited for room in KV pools, else with DEADLINE_EXCEEDED."""
 
     classes: Mapping[str, ServiceClass] = field(default_factory=dict)
-    """Classes of service by name, each with `weight` and `first_token_timeout_seconds`; requests that name none are of
-    the class `default`. Requests of one tenant and class wait by their priority, then in the order of arrival."""
+    """Classes of service by name, each with `priority`, `weight`, `ttft_target_seconds`, `tpot_target_seconds` and
+    `first_token_timeout_seconds`. `default`, for requests that name none, `interactive` and `batch` are there in any
+    case. Requests of one tenant and class wait by their own priority, then by the time at which their target passes,
+    then in the order of arrival."""
 
     coalesce_ms: Annotated[float, Interval(ge=0, le=1000)] = 10.0
     """Longest time that a token waits for others, to be sent with them, while the router has many streams: up to
@@ -215,6 +261,25 @@ class RouterOptions(Options):
                 least = f"{times * self.max_message_bytes}, {words} times max_message_bytes"
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: at least {least}")
 
+    def services(self) -> dict[str, Service]:
+        """All classes of service by name, with the defaults filled in."""
+        ranks = {DEFAULT_CLASS: self.classes.get(INTERACTIVE, ServiceClass()).priority, BATCH: BATCH_PRIORITY}
+        targets = {INTERACTIVE: (TTFT_TARGET_SECONDS, TPOT_TARGET_SECONDS)}
+        services = {}
+        for name in (*BUILT_IN, *(name for name in self.classes if name not in BUILT_IN)):
+            given = self.classes.get(name, ServiceClass())
+            rank = ranks.get(name) if given.priority is None else given.priority
+            ttft, tpot = targets.get(name, (math.inf, math.inf))
+            services[name] = Service(
+                name,
+                rank or 0,
+                given.weight,
+                given.ttft_target_seconds or ttft,
+                given.tpot_target_seconds or tpot,
+                given.first_token_timeout_seconds or self.first_token_timeout_seconds,
+            )
+        return services
+
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig(RouterOptions):
@@ -231,12 +296,6 @@ class RouterConfig(RouterOptions):
 
     security: SecurityConfig = field(default_factory=SecurityConfig)
     """Credentials of the router for calls to the supervisor and the workers."""
-
-    ttft_target_seconds: float = 2.0
-    """Target in seconds for the time to the first token; the router tells the supervisor how many requests met it."""
-
-    tpot_target_seconds: float = 0.1
-    """Target in seconds for the mean time between two tokens of a request."""
 
     share_port: bool = False
     """Whether other routers on this machine have the same ports. Each connection is one router's."""

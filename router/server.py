@@ -25,7 +25,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.worker_pb2 import ForeignPrompt, Load, Requests
 from kvrelay.models import model_name, resolve
-from kvrelay.router.config import RouterConfig
+from kvrelay.router.config import INTERACTIVE, RouterConfig
 from kvrelay.router.doors.doors import Doors
 from kvrelay.router.entry.callers import Callers, public_certificates
 from kvrelay.router.entry.front import Front
@@ -45,7 +45,7 @@ from kvrelay.router.placing.worker_stream import WorkerStream
 from kvrelay.router.records.metrics import RouterMetrics
 from kvrelay.router.records.requests import Requests as KnownRequests
 from kvrelay.router.records.spans import SpanExport
-from kvrelay.router.records.traffic import LatencyTargets, TrafficMeter
+from kvrelay.router.records.traffic import TrafficMeter
 from kvrelay.router.request.lanes import Lanes
 from kvrelay.router.request.tokenizer import Tokenizer
 from kvrelay.router.session.budget import RetryBudget
@@ -124,13 +124,15 @@ class RouterServer:
         )
         budget, token_bytes = RetryBudget(clock), self._tokenizer.token_bytes
         pacer = Pacer(config.coalesce_ms / 1000, clock)
-        metrics = RouterMetrics(config.name, model_name(config.model), config.classes)
+        self._services = services = config.services()
+        metrics = RouterMetrics(config.name, model_name(config.model), services)
         options = {name: getattr(config, name) for name in ("tool_parser", "reasoning_parser", "chat_template")}
         self._lanes = Lanes({"folder": str(folder), "max_message_bytes": config.max_message_bytes, **options})
         chats = chats_of(self._tokenizer, config.tool_parser, config.reasoning_parser)
         read = reading(folder, self._tokenizer, chats, self._lanes)
         dispatch = Dispatch(
             config,
+            services,
             self.registry,
             self._queue,
             self._trials,
@@ -149,7 +151,7 @@ class RouterServer:
             SpanExport(config.name, config.otlp_endpoint, config.trace_share, clock) if config.otlp_endpoint else None
         )
         self._policy = policy
-        traffic = TrafficMeter(LatencyTargets(config.ttft_target_seconds, config.tpot_target_seconds), clock)
+        traffic = TrafficMeter(services, clock)
         self._callers = Callers(config)
         self._watching: asyncio.Task[None] | None = None
         self.front = Front(dispatch, self._callers, read, traffic, self._spans)
@@ -333,7 +335,8 @@ class RouterServer:
             state=self._state,
         )
         view = self.registry.view()
-        traffic = self.front.traffic.report(self._queue.demands(), lambda demand: self._policy.waits_for(demand, view))
+        queued = self._queue.demands(self._services[INTERACTIVE].rank)
+        traffic = self.front.traffic.report(queued, lambda demand: self._policy.waits_for(demand, view))
         return member, Load(requests=Requests(waiting=self.waiting, running=self.running), traffic=traffic)
 
     def _wake_queues(self) -> None:

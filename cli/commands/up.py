@@ -101,6 +101,12 @@ def _bound(which: str, text: str) -> Callable[[Callable[..., Any]], Callable[...
     )
 
 
+def _target(which: str, text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A target of latency, of the class of service whose targets scaling looks at."""
+    key = f"router.classes.interactive.{which}_target_seconds"
+    return setting(key, f"--{which}-target", type=float, metavar="S", help=text)
+
+
 def _degree(role: str, way: str, text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A degree of parallelism of a role's workers."""
     return setting(f"{role}.engine.{way}_parallel", f"--{role}-{way[0]}p", type=int, metavar="N", help=text)
@@ -186,16 +192,8 @@ def _speculation(value: str) -> dict[str, object]:
 @_switch(
     "scaling.enabled", "--scaling", True, "Let workers change roles by themselves, so that requests meet the targets."
 )
-@setting(
-    "scaling.ttft_target_seconds", "--ttft-target", type=float, metavar="S", help="Target: seconds to the first token."
-)
-@setting(
-    "scaling.tpot_target_seconds",
-    "--tpot-target",
-    type=float,
-    metavar="S",
-    help="Target: seconds from one token to the next.",
-)
+@_target("ttft", "Target of the class interactive: seconds to the first token.")
+@_target("tpot", "Target of the class interactive: seconds from one token to the next.")
 @_bound("min_prefill", "Prefill workers that stay. This option and the next five turn scaling on.")
 @_bound("max_prefill", "Prefill workers at most.")
 @_bound("min_decode", "Decode workers that stay.")

@@ -27,11 +27,11 @@ from kvrelay.cluster.config.sections import (
     json_properties,
 )
 from kvrelay.cluster.membership.membership import HeartbeatConfig
-from kvrelay.cluster.scaling.config import ScalingConfig
+from kvrelay.cluster.scaling.config import ScalingConfig, ScalingOptions
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.degree import ONE
 from kvrelay.machine.options import Options, require
-from kvrelay.router.config import RouterConfig, RouterOptions
+from kvrelay.router.config import INTERACTIVE, RouterConfig, RouterOptions
 from kvrelay.rpc.identity import WORKER_ROLES, MemberRole, WorkerRole
 from kvrelay.rpc.security import SecurityConfig
 from kvrelay.transfer.config import TransferConfig
@@ -99,8 +99,8 @@ class ClusterConfig(Section):
     ray: RaySection = RaySection()
     security: SecurityConfig = SecurityConfig()
     heartbeat: HeartbeatConfig = HeartbeatConfig()
-    scaling: ScalingConfig = ScalingConfig()
-    """Latency targets, and what changes by itself to meet them."""
+    scaling: ScalingOptions = ScalingOptions()
+    """What changes by itself to meet the targets of the class `interactive` (`router.classes`)."""
     metrics: MetricsSection = MetricsSection()
     drain_seconds: float = Field(default=30.0, ge=0, le=3600)
     """Time that a member is given to finish its requests when it is to end."""
@@ -115,6 +115,15 @@ class ClusterConfig(Section):
         count = 0 if values.get("colocated", {}).get("replicas") else 1
         pair = {role: {"replicas": count, **values.get(role, {})} for role in ("prefill", "decode")}
         return {**values, **pair}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_moved_targets(cls, values: Any) -> Any:
+        scaling = values.get("scaling") if isinstance(values, dict) else None
+        for name in ("ttft_target_seconds", "tpot_target_seconds"):
+            if isinstance(scaling, dict) and name in scaling:
+                require(False, f"scaling.{name}", scaling[name], f"router.classes.interactive.{name} in its place")
+        return values
 
     @model_validator(mode="after")
     def _check(self) -> "ClusterConfig":
@@ -324,8 +333,6 @@ class ClusterConfig(Section):
             name=name,
             grpc_port=section.grpc_port and section.grpc_port + distance,
             http_port=section.http_port and section.http_port + distance,
-            ttft_target_seconds=self.scaling.ttft_target_seconds,
-            tpot_target_seconds=self.scaling.tpot_target_seconds,
             share_port=self.share_ports,
             metrics_port=self.metrics.router_port,
             model=self.model.path,
@@ -336,6 +343,15 @@ class ClusterConfig(Section):
     def router_configs(self) -> list[RouterConfig]:
         """The options of each router that the cluster begins with, as `router_config`."""
         return [self.router_config(name) for name, role in self.members().items() if role == "router"]
+
+    def scaling_config(self) -> ScalingConfig:
+        """The options of the supervisor's scaling."""
+        targets = self.router.services()[INTERACTIVE]
+        return ScalingConfig(
+            **{option.name: getattr(self.scaling, option.name) for option in fields(ScalingOptions)},
+            ttft_target_seconds=targets.ttft_seconds,
+            tpot_target_seconds=targets.tpot_seconds,
+        )
 
     def bundle(self, role: WorkerRole | None) -> dict[str, float]:
         """Ray resources that one worker of this role reserves; those of one router for None.

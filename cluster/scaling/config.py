@@ -6,6 +6,7 @@ from typing import Annotated
 from annotated_types import Interval
 
 from kvrelay.machine.options import Options, require
+from kvrelay.router.config import TPOT_TARGET_SECONDS, TTFT_TARGET_SECONDS
 
 Workers = Annotated[int, Interval(ge=1, le=1024)]
 BothRoles = Annotated[int, Interval(ge=0, le=2048)]
@@ -13,18 +14,12 @@ Pause = Annotated[float, Interval(ge=1, le=3600)]
 
 
 @dataclass(frozen=True, slots=True)
-class ScalingConfig(Options):
-    """Targets of latency, and what may be done to meet them."""
+class ScalingOptions(Options):
+    """What may be done to meet the targets of the class `interactive` (`router.classes`)."""
 
     enabled: bool = False
     """Whether the supervisor changes workers' roles, and adds and removes workers, so that the targets are met. Off, it
     only shows what it measures."""
-
-    ttft_target_seconds: Annotated[float, Interval(ge=0.001, le=3600)] = 2.0
-    """A request meets its target if its first token is sent within this time after its arrival."""
-
-    tpot_target_seconds: Annotated[float, Interval(ge=0.0001, le=60)] = 0.1
-    """A request meets its target if the mean time between two of its tokens is at most this."""
 
     min_prefill: Workers = 1
     """Prefill workers that stay."""
@@ -60,3 +55,14 @@ class ScalingConfig(Options):
             require(low <= high or not high, f"max_{kind}", high, f"at least min_{kind} ({low})")
         pause, least = self.reversal_seconds, self.cooldown_seconds
         require(pause >= least, "reversal_seconds", pause, f"at least cooldown_seconds ({least})")
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingConfig(ScalingOptions):
+    """The options of one supervisor's scaling."""
+
+    ttft_target_seconds: Annotated[float, Interval(ge=0.001, le=3600)] = TTFT_TARGET_SECONDS
+    """A request meets its target if its first token is sent within this time after its arrival."""
+
+    tpot_target_seconds: Annotated[float, Interval(ge=0.0001, le=60)] = TPOT_TARGET_SECONDS
+    """A request meets its target if the mean time between two of its tokens is at most this."""

@@ -18,12 +18,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from kvrelay.machine.forks import Fork, Message, control_of, end_limit, refuse, serve
+from kvrelay.machine.memory import return_free_memory
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -166,8 +166,7 @@ class Lane:
             if total <= self._most_bytes:
                 break
         gc.collect()
-        with suppress(AttributeError):  # another C library than GNU's
-            ctypes.CDLL(None).malloc_trim(0)
+        return_free_memory()
 
 
 def grammar_text(kind: str, text: str) -> str:

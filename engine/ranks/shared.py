@@ -24,7 +24,7 @@ from kvrelay.kernels.cpu.reduce import (
     ReduceArgs,
     shared_bytes,
 )
-from kvrelay.machine.memory_file import is_memory_file, make_memory_file
+from kvrelay.machine.memory import is_memory_file, make_memory_file
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -67,6 +67,7 @@ from kvrelay.kernels.cpu.library import instruction_set, library
 from kvrelay.kernels.cpu.packed import packer
 from kvrelay.kernels.cpu.program import Team
 from kvrelay.kernels.ops import Linear
+from kvrelay.machine.memory import return_free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -343,6 +344,7 @@ def build_cpu_runner(
     parts = _parts(TORCH_DTYPES[run_dtype], team, options.quantization, choice)
     with torch.inference_mode():
         weights = _load(checkpoint, run_dtype, slices, options, parts, team, on_loaded)
+    return_free_memory()
     spec = ModelSpec.of(
         checkpoint,
         whole,

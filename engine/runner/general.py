@@ -42,6 +42,7 @@ from kvrelay.engine.states import StatesShape
 from kvrelay.kernels.cpu.library import instruction_set, library
 from kvrelay.kernels.cpu.packed import packer
 from kvrelay.kernels.cpu.program import Team
+from kvrelay.machine.memory import return_free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -206,6 +207,7 @@ def build_general_runner(
     share_hashes(checkpoint, place)
     part = Part(place, options.expert_parallel)
     model = load_model(config, checkpoint, TORCH_DTYPES[run_dtype], device, on_loaded, part)
+    return_free_memory()
     if on_loaded is not None:
         on_loaded(1.0)
     team = _team(run_dtype, threads, device)

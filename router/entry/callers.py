@@ -23,7 +23,7 @@ from pathlib import Path
 
 from xxhash import xxh3_64_intdigest
 
-from kvrelay.router.config import DEFAULT_CLASS, RouterOptions, ServiceClass
+from kvrelay.router.config import DEFAULT_CLASS, RouterOptions, Service
 from kvrelay.router.entry.limits import NO_LIMITS, Limits
 from kvrelay.router.errors import Forbidden, InvalidRequest, Unauthenticated, shorten
 from kvrelay.router.placing.queue import Claim
@@ -260,25 +260,25 @@ def public_certificates(options: RouterOptions) -> CertificateFiles | None:
 
 
 def claim_of(
-    name: str, priority: int, grant: Grant, holder: str, classes: Mapping[str, ServiceClass]
-) -> tuple[Claim, ServiceClass]:
-    """The claim of a request, and its class.
+    name: str, priority: int, grant: Grant, holder: str, services: Mapping[str, Service], received: float
+) -> Claim:
+    """The claim of a request.
 
     Args:
+        name: of the class, as the request has it; empty for DEFAULT_CLASS.
         holder: the tenant, or the client's address where nobody is authenticated; each has its share of the workers.
-        name: of the class, as the request has it; empty for DEFAULT_CLASS, which need not be configured.
-        classes: those that are configured.
+        services: all classes.
+        received: monotonic time of receipt, in seconds.
 
     Raises:
         InvalidRequest: there is no such class.
         Forbidden: the caller may not use it.
     """
     name = name or DEFAULT_CLASS
-    known = {DEFAULT_CLASS: ServiceClass(), **classes}
-    if name not in known:
-        raise InvalidRequest("slo_class", name, f"{', '.join(map(repr, known))}, or empty; see router.classes")
+    if name not in services:
+        raise InvalidRequest("slo_class", name, f"{', '.join(map(repr, services))}, or empty; see router.classes")
     if grant.classes is not None and name not in grant.classes:
         allowed = ", ".join(map(repr, sorted(grant.classes)))
         raise Forbidden(f"slo_class is {shorten(name)}; allowed for this API key: {allowed}")
-    digest = xxh3_64_intdigest(holder.encode())
-    return Claim(holder, grant.weight, name, known[name].weight, priority, digest), known[name]
+    service, digest = services[name], xxh3_64_intdigest(holder.encode())
+    return Claim(holder, grant.weight, service, priority, received + service.ttft_seconds, digest)

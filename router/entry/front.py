@@ -298,12 +298,12 @@ class Call:
         async with self._noting_failure(trace):
             front.asking().check_model(request.model)
             front.callers.check_tenant(request.tenant, grant.tenant)
-            holder, classes = self.ticket.holder, front.config.classes
-            claim, service = claim_of(request.slo_class, request.priority, grant, holder, classes)
+            holder, services = self.ticket.holder, front.dispatch.services
+            claim = claim_of(request.slo_class, request.priority, grant, holder, services, self._received)
             if checked is None:
                 checked = await front.reading.check(request, front.asking(tenant=grant.tenant))
-            trace.service = claim.service_class
-            seconds = service.first_token_timeout_seconds or front.config.first_token_timeout_seconds
+            trace.service = claim.service.name
+            seconds = claim.service.first_token_timeout_seconds
             checked = replace(checked, claim=claim, first_token_seconds=seconds, shown=shown)
             _describe(checked, trace)
             chat = self.chat or request.HasField("messages")
@@ -358,7 +358,7 @@ class Call:
             cached.set()
 
         async def later(request: CheckedRequest, place: Place) -> None:
-            service, context = request.claim.service_class, self._context
+            service, context = request.claim.service.name, self._context
             trace = RequestTrace(self._received, service=service, context=context, clock=self._clock)
             _describe(request, trace)
             await self._complete(request, trace, sink, meter, place)

@@ -4,16 +4,20 @@
     consumer    the first request that has a place, in this order
     leaves too  a request whose client is gone, whose time limit has passed, or for which there are no workers left
 
-Tenants have shares by their weights, in tokens, at least LEAST_TOKENS for each request, and the classes of service of
-a tenant have shares of its share. Within a class, the smallest priority goes first, then the oldest request. A request
-that has no place yet is passed by others that have one, until these have got OVERTAKEN times its own tokens; from then
-on it holds back all of those behind it. So a large prompt stops small ones for a while only, and waits for a bounded
-number of them. It holds nobody back who only takes what the workers keep for holders of little.
+Requests go by the ranks of their classes, the smallest first; the others get what these leave. Of what a rank gets,
+tenants have shares by their weights, in tokens, at least LEAST_TOKENS for each request, and a tenant's classes of this
+rank have shares of its share. Within a class, the smallest priority goes first, then the request whose target passes
+first, then the oldest.
+
+A request that has no place yet is passed by others that have one, until these have got OVERTAKEN times its own tokens;
+from then on it holds back all of those behind it. So a large prompt stops small ones for a while only, and waits for a
+bounded number of them. It holds nobody back who only takes what the workers keep for holders of little.
 """
 
 import asyncio
 import heapq
 import itertools
+import math
 import time
 from bisect import insort
 from collections import defaultdict
@@ -21,6 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from kvrelay.router.config import DEFAULT_SERVICE, Service
 from kvrelay.router.placing.placement import Demand, NoPlace, Placement
 from kvrelay.router.placing.shares import Shares
 
@@ -42,10 +47,11 @@ class Claim:
     """Holder of a share of the workers: a tenant, or a client's address where nobody is authenticated."""
     weight: float = 1.0
     """Weight of the tenant."""
-    service_class: str = ""
-    class_weight: float = 1.0
-    """Weight of the class, among those of the tenant."""
+    service: Service = DEFAULT_SERVICE
+    """Class of service."""
     priority: int = 0
+    due: float = math.inf
+    """Monotonic time at which its first token is late by the class's target, in seconds; infinite without a target."""
     holder: int = 0
     """Digest of the tenant, as workers get it; 0 for none."""
 
@@ -74,8 +80,8 @@ class _Waiter:
     """Number of changes of the workers' state before that decision."""
 
     @property
-    def order(self) -> tuple[int, int]:
-        return self.claim.priority, self.number
+    def order(self) -> tuple[int, float, int]:
+        return self.claim.priority, self.claim.due, self.number
 
     @property
     def held(self) -> bool:
@@ -85,7 +91,7 @@ class _Waiter:
 
 @dataclass(slots=True)
 class _Tenant:
-    """The waiting requests of one tenant, by class."""
+    """The waiting requests of one tenant and rank, by class."""
 
     shares: Shares[str] = field(default_factory=Shares)
     lines: defaultdict[str, list[_Waiter]] = field(default_factory=lambda: defaultdict(list))
@@ -95,8 +101,53 @@ class _Tenant:
         return sum(map(len, self.lines.values()))
 
 
+@dataclass(slots=True)
+class _Rank:
+    """The tenants that have waiting requests of one rank."""
+
+    tenants: dict[str, _Tenant] = field(default_factory=dict)
+    shares: Shares[str] = field(default_factory=Shares)
+
+    def add(self, waiter: _Waiter) -> None:
+        claim = waiter.claim
+        if claim.tenant not in self.tenants:
+            self.tenants[claim.tenant] = _Tenant()
+            self.shares.join(claim.tenant)
+        tenant = self.tenants[claim.tenant]
+        if claim.service.name not in tenant.lines:
+            tenant.shares.join(claim.service.name)
+        insort(tenant.lines[claim.service.name], waiter, key=lambda other: other.order)
+
+    def remove(self, waiter: _Waiter) -> None:
+        claim = waiter.claim
+        tenant = self.tenants[claim.tenant]
+        line = tenant.lines[claim.service.name]
+        line.remove(waiter)
+        if not line:
+            del tenant.lines[claim.service.name]
+            tenant.shares.leave(claim.service.name)
+        if not tenant.lines:
+            del self.tenants[claim.tenant]
+            self.shares.leave(claim.tenant)
+
+    def in_turn(self, most: int) -> Iterator[_Waiter]:
+        """The waiting requests in order: the first of each line, then the second of each.
+
+        Args:
+            most: tenants that matter; only the requests of so many are among them.
+        """
+        tenants = heapq.nsmallest(most, self.tenants, key=self.shares.__getitem__)
+        lines = [
+            tenant.lines[name]
+            for tenant in map(self.tenants.__getitem__, tenants)
+            for name in sorted(tenant.lines, key=tenant.shares.__getitem__)
+        ]
+        for row in itertools.zip_longest(*lines):
+            yield from filter(None, row)
+
+
 class PlacementQueue:
-    """Fair between tenants. Used on one event loop only."""
+    """Fair between tenants, by the ranks of their requests' classes. Used on one event loop only."""
 
     def __init__(
         self,
@@ -115,8 +166,8 @@ class PlacementQueue:
         self._numbers = itertools.count()
         self._again: list[_Waiter] = []
         """Requests that are placed again, the latest first."""
-        self._tenants: dict[str, _Tenant] = {}
-        self._shares: Shares[str] = Shares()
+        self._ranks: dict[int, _Rank] = {}
+        """The other requests by rank, the most urgent first. There are few ranks, and they stay with their shares."""
         self._next: _Waiter | None = None
         """Waiter that is called and has not tried yet."""
         self._passing: list[_Waiter] = []
@@ -129,9 +180,9 @@ class PlacementQueue:
         """Requests that wait."""
         return self._waiting
 
-    def demands(self) -> list[Demand]:
-        """The demands of the requests that wait, in turn."""
-        return [waiter.demand for waiter in self._in_turn(len(self._tenants))]
+    def demands(self, rank: float = math.inf) -> list[Demand]:
+        """The demands of the requests that wait, in turn; without those of ranks above `rank`."""
+        return [waiter.demand for waiter in self._in_turn() if waiter.claim.service.rank <= rank]
 
     async def place(
         self,
@@ -155,14 +206,14 @@ class PlacementQueue:
             The result of `start`; or NO_WORKERS; or NO_CAPACITY if the time is up.
 
         Raises:
-            QueueFull: too many requests wait, and no tenant has more of them than this one.
+            QueueFull: too many requests wait, none of which has to give way to this one.
         """
         waiter = _Waiter(demand, claim, next(self._numbers), first)
         self._add(waiter)
         try:
             self._look()
             if not (first or waiter.called.is_set()) and len(self) > self._max_waiting:
-                self._displace(claim.tenant)
+                self._displace(waiter)
             if on_wait is not None and not waiter.called.is_set():
                 on_wait()
             async with asyncio.timeout(until - self._clock()):
@@ -226,39 +277,32 @@ class PlacementQueue:
     def used(self, claim: Claim, tokens: int) -> None:
         """A request has generated so many tokens more than was expected of it when it got its place, or less where this
         is negative. They count for its tenant as those of prompts do."""
-        self._shares.charge(claim.tenant, tokens / claim.weight)
-        if claim.tenant in self._tenants:
-            self._tenants[claim.tenant].shares.charge(claim.service_class, tokens / claim.class_weight)
+        rank = self._rank(claim.service.rank)
+        rank.shares.charge(claim.tenant, tokens / claim.weight)
+        if claim.tenant in rank.tenants:
+            rank.tenants[claim.tenant].shares.charge(claim.service.name, tokens / claim.service.weight)
 
-    def _in_turn(self, most: int) -> Iterator[_Waiter]:
-        """The waiting requests in order: the first of each line, then the second of each.
+    def _rank(self, number: int) -> _Rank:
+        if number not in self._ranks:
+            self._ranks = dict(sorted({**self._ranks, number: _Rank()}.items()))
+        return self._ranks[number]
+
+    def _in_turn(self, most: int | None = None) -> Iterator[_Waiter]:
+        """The waiting requests in order.
 
         Args:
-            most: tenants that matter; only the requests of so many are among them.
+            most: requests that matter, in place of all; others may be left out, and out of order.
         """
         yield from self._again
-        tenants = heapq.nsmallest(most, self._tenants, key=self._shares.__getitem__)
-        lines = [
-            tenant.lines[name]
-            for tenant in map(self._tenants.__getitem__, tenants)
-            for name in sorted(tenant.lines, key=tenant.shares.__getitem__)
-        ]
-        for row in itertools.zip_longest(*lines):
-            yield from filter(None, row)
+        for rank in self._ranks.values():
+            yield from rank.in_turn(most or len(rank.tenants))
 
     def _add(self, waiter: _Waiter) -> None:
         self._waiting += 1
         if waiter.first:
             self._again.insert(0, waiter)
-            return
-        claim = waiter.claim
-        if claim.tenant not in self._tenants:
-            self._tenants[claim.tenant] = _Tenant()
-            self._shares.join(claim.tenant)
-        tenant = self._tenants[claim.tenant]
-        if claim.service_class not in tenant.lines:
-            tenant.shares.join(claim.service_class)
-        insort(tenant.lines[claim.service_class], waiter, key=lambda other: other.order)
+        else:
+            self._rank(waiter.claim.service.rank).add(waiter)
 
     def _remove(self, waiter: _Waiter) -> None:
         if self._next is waiter:
@@ -266,17 +310,8 @@ class PlacementQueue:
         self._waiting -= 1
         if waiter.first:
             self._again.remove(waiter)
-            return
-        claim = waiter.claim
-        tenant = self._tenants[claim.tenant]
-        line = tenant.lines[claim.service_class]
-        line.remove(waiter)
-        if not line:
-            del tenant.lines[claim.service_class]
-            tenant.shares.leave(claim.service_class)
-        if not tenant.lines:
-            del self._tenants[claim.tenant]
-            self._shares.leave(claim.tenant)
+        else:
+            self._rank(waiter.claim.service.rank).remove(waiter)
 
     def _charge(self, waiter: _Waiter, passing: list[_Waiter]) -> None:
         """A request has got its place."""
@@ -286,16 +321,18 @@ class PlacementQueue:
             tokens = waiter.demand.prompt_tokens + waiter.demand.expected_tokens
             self.used(waiter.claim, max(LEAST_TOKENS, tokens))
 
-    def _displace(self, tenant: str) -> None:
-        """Refuses the last request of the tenant that has most of them.
+    def _displace(self, newcomer: _Waiter) -> None:
+        """Refuses a request of the least urgent rank: there, the last one of the tenant that has most of them.
 
         Raises:
-            QueueFull: that is `tenant`, whose latest request makes the queue too long.
+            QueueFull: that is the tenant of the newcomer, which makes the queue too long.
         """
-        most = max(self._tenants, key=lambda name: len(self._tenants[name]))
-        if len(self._tenants[most]) <= len(self._tenants[tenant]):
+        worst = max(number for number, rank in self._ranks.items() if rank.tenants)
+        tenants = self._ranks[worst].tenants
+        most = max(tenants.values(), key=len)
+        if newcomer.claim.service.rank == worst and len(most) <= len(tenants[newcomer.claim.tenant]):
             raise QueueFull
-        last = max((line[-1] for line in self._tenants[most].lines.values()), key=lambda waiter: waiter.order)
+        last = max((line[-1] for line in most.lines.values()), key=lambda waiter: waiter.order)
         self._remove(last)
         last.displaced = True
         last.called.set()

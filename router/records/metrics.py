@@ -1,8 +1,9 @@
 """The metrics that a router records; `kvrelay.rpc.metrics.families` describes each."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
 
-from kvrelay.router.config import DEFAULT_CLASS
+from kvrelay.router.config import DEFAULT_SERVICE, Service
 from kvrelay.router.placing.placement import WorkerView
 from kvrelay.router.trace import RequestTrace
 from kvrelay.rpc.identity import WORKER_ROLES
@@ -17,14 +18,15 @@ ANONYMOUS, OTHER, NO_CLASS = "anonymous", "other", "none"
 class RouterMetrics:
     """A router's metrics. Used on the event loop only."""
 
-    def __init__(self, router: str, model_name: str, classes: Iterable[str] = ()) -> None:
+    def __init__(self, router: str, model_name: str, services: Mapping[str, Service]) -> None:
         """
         Args:
             router, model_name: labels of each metric.
-            classes: of service, beside the default one.
+            services: classes of service by name.
         """
         self.metrics = metrics = MetricSet("router", router=router, model_name=model_name)
-        for service in (DEFAULT_CLASS, NO_CLASS, *classes):
+        self._services = services
+        for service in (*services, NO_CLASS):
             for outcome in labels.OUTCOMES:
                 metrics.counter(families.REQUESTS, outcome, service)
         self._tenants: set[str] = set()
@@ -118,10 +120,15 @@ class RouterMetrics:
         self._request_completion.observe(usage.completion_tokens)
         metrics.histogram(families.QUEUE, service).observe(trace.router_queue_seconds)
         metrics.histogram(families.E2E, service).observe(trace.total_seconds)
+        targets = self._services.get(trace.service, DEFAULT_SERVICE)
         if trace.ttft_seconds is not None:
             metrics.histogram(families.TTFT, service).observe(trace.ttft_seconds)
+            if targets.ttft_seconds < inf:
+                metrics.counter(families.TTFT_ATTAINED, service).inc(trace.ttft_seconds <= targets.ttft_seconds)
         if trace.tpot_seconds is not None:
             metrics.histogram(families.TPOT, service).observe(trace.tpot_seconds)
+            if targets.tpot_seconds < inf:
+                metrics.counter(families.TPOT_ATTAINED, service).inc(trace.tpot_seconds <= targets.tpot_seconds)
 
     def _tenant(self, name: str) -> str:
         """The label of a tenant."""

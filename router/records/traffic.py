@@ -4,10 +4,10 @@ Requests are looked at once a heartbeat, so nothing here costs anything per toke
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 from kvrelay.internal.v1.worker_pb2 import Traffic
+from kvrelay.router.config import INTERACTIVE, Service
 from kvrelay.router.placing.placement import Demand
 from kvrelay.router.trace import Outcome, RequestTrace
 from kvrelay.rpc.identity import WorkerRole
@@ -18,19 +18,18 @@ FAILURES: tuple[Outcome, ...] = ("exhausted", "unavailable", "deadline", "intern
 """Outcomes by which a request without a first token has missed its target."""
 
 
-@dataclass(frozen=True, slots=True)
-class LatencyTargets:
-    """Targets that a request's latencies are compared with."""
-
-    ttft_seconds: float
-    tpot_seconds: float
-
-
 class TrafficMeter:
-    """Counts a router's requests. On the event loop."""
+    """Counts a router's requests of the classes that are as urgent as `interactive`, which scaling looks at. Those of a
+    class without targets are compared with the targets of `interactive`. On the event loop."""
 
-    def __init__(self, targets: LatencyTargets, clock: Callable[[], float] = time.monotonic) -> None:
-        self._targets, self._clock = targets, clock
+    def __init__(self, services: Mapping[str, Service], clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            services: all classes by name.
+            clock: the router's.
+        """
+        self._services, self._clock = services, clock
+        self._interactive = services[INTERACTIVE]
         self._totals = Traffic()
         self._waiting: dict[int, RequestTrace] = {}
         """Requests without a first token."""
@@ -38,15 +37,26 @@ class TrafficMeter:
         """Requests whose first token was sent lately, in the order in which their first tokens were noticed."""
         self._reported = self._clock()
 
+    def _targets(self, trace: RequestTrace) -> Service | None:
+        """The class whose targets a request is compared with; None if it isn't counted."""
+        service = self._services.get(trace.service, self._interactive)
+        if service.rank > self._interactive.rank:
+            return None
+        return service if service.has_targets else self._interactive
+
     def begin(self, trace: RequestTrace) -> None:
         """A request was accepted; every other call is about one that has begun."""
+        if self._targets(trace) is None:
+            return
         self._totals.requests += 1
         self._totals.prompt_tokens += trace.prompt_tokens
         self._waiting[id(trace)] = trace
 
     def end(self, trace: RequestTrace) -> None:
         """A request has ended. One that never began is not counted."""
-        totals = self._totals
+        totals, targets = self._totals, self._targets(trace)
+        if targets is None:
+            return
         if self._waiting.pop(id(trace), None) is not None:
             if trace.first_sent is not None:
                 self._count_first(trace)
@@ -60,13 +70,13 @@ class TrafficMeter:
             totals.decode_queue_seconds += trace.decode.queue_seconds
         if (seconds := trace.tpot_seconds) is not None:
             totals.streams += 1
-            totals.tpot_attained += seconds <= self._targets.tpot_seconds
+            totals.tpot_attained += seconds <= targets.tpot_seconds
 
     def report(self, queued: Sequence[Demand], waits_for: Callable[[Demand], WorkerRole]) -> Traffic:
         """The figures now.
 
         Args:
-            queued: what the requests in the router's queue need, the next one first.
+            queued: what the requests in the router's queue need, the next one first; without those that aren't counted.
             waits_for: the role whose workers such a request waits for.
         """
         now = self._clock()
@@ -91,14 +101,15 @@ class TrafficMeter:
         return traffic
 
     def _count_first(self, trace: RequestTrace) -> None:
-        if trace.first_sent is None or trace.resumed_tokens:
+        targets = self._targets(trace)
+        if targets is None or trace.first_sent is None or trace.resumed_tokens:
             return
         self._young[id(trace)] = trace
         totals, prefill = self._totals, trace.prefill
         seconds = trace.first_sent - trace.received
         on_worker = 0.0 if prefill is None else prefill.queue_seconds
         totals.first_tokens += 1
-        totals.ttft_attained += seconds <= self._targets.ttft_seconds
+        totals.ttft_attained += seconds <= targets.ttft_seconds
         totals.unqueued_seconds += max(0.0, seconds - trace.router_queue_seconds - on_worker)
         totals.prefill_queue_seconds += on_worker
         if prefill is not None:

@@ -108,6 +108,8 @@ class Form:
     """Whether choices have the ids of their tokens."""
     timeline: bool = False
     """Whether choices have a timeline at their end."""
+    service_tier: str = ""
+    """Class of service that the answer names, in OpenAI's words; empty if the request names none."""
     echo: bool = False
     """Whether a text begins with the prompt."""
     alone: bool = False

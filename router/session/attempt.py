@@ -39,6 +39,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     PeerRef,
     Phase,
     RequestEvent,
+    Urgency,
     Wait,
 )
 from kvrelay.router.placing.prefixes import Expectation
@@ -464,13 +465,14 @@ class Attempt:
             and (part.phase == PHASE_COLOCATED or self._prefill.delivered == (part.phase == PHASE_DECODE))
         ]
 
-    def submit(self, first_seconds: float, idle_seconds: float, expected_tokens: int = 0) -> None:
+    def submit(self, first_seconds: float, idle_seconds: float, urgency: Urgency, expected_tokens: int = 0) -> None:
         """Sends the parts; decode's first, since the decode worker should know the request before the prefill worker
         offers it the KV.
 
         Args:
             first_seconds: time limit of the first token.
             idle_seconds: how much later the second token may come.
+            urgency: decides its turn on the workers.
             expected_tokens: of the whole completion.
         """
         for part in reversed(self._parts):
@@ -487,6 +489,7 @@ class Attempt:
                 submit.client_call.CopyFrom(self._request.client_call)
             submit.phase, submit.holder = part.phase, self._request.claim.holder
             submit.expected_tokens = expected_tokens
+            submit.urgency.CopyFrom(urgency)
             submit.trace_id = self._trace.context.trace_id
             submit.suspect_tokens, submit.on_trial = part.suspect_tokens, part.on_trial
             submit.timeout_seconds = first_seconds + (idle_seconds if part.phase == PHASE_DECODE else 0.0)

@@ -1,10 +1,10 @@
 """The parts of a router that all of its sessions share."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvrelay.router.config import RouterConfig
+from kvrelay.router.config import RouterConfig, Service
 from kvrelay.router.errors import Exhausted
 from kvrelay.router.placing.health import FleetHealth
 from kvrelay.router.placing.placement import Demand, LeastWork, why_waiting
@@ -23,6 +23,8 @@ class Dispatch:
     """The parts of a router that all of its sessions share."""
 
     config: RouterConfig
+    services: Mapping[str, Service]
+    """Classes of service by name."""
     registry: WorkerRegistry
     queue: PlacementQueue
     trials: PlacementQueue

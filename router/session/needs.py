@@ -1,10 +1,16 @@
 """The needs that a request has of the workers, and the part of its holder's share that it has used."""
 
+import math
+
+from kvrelay.internal.v1.worker_pb2 import Urgency
 from kvrelay.router.placing.placement import Degree, Demand
 from kvrelay.router.request.validation import CheckedRequest
 from kvrelay.router.session.dispatch import Dispatch
 from kvrelay.router.trace import RequestTrace
 from kvrelay.rpc.identity import WorkerId, WorkerRole
+
+LEAST_SECONDS = 1e-6
+"""Time in seconds that stands for a target that passes just now: 0 would be no target."""
 
 
 class Needs:
@@ -46,6 +52,22 @@ class Needs:
         most = self._request.sampling.max_tokens
         expected = self._dispatch.lengths.expected(self._request.claim.holder, most)
         return expected if expected > self._trace.completion_tokens else most
+
+    def urgency(self, now: float) -> Urgency:
+        """The urgency of the attempt that begins at a monotonic time.
+
+        A stream that has begun is late from the time on at which its next token was due.
+        """
+        claim, trace = self._request.claim, self._trace
+        service, due = claim.service, claim.due
+        if self.begun:
+            due = (trace.last_sent or trace.received) + service.tpot_seconds
+        return Urgency(
+            rank=service.rank,
+            priority=claim.priority,
+            first_token_seconds=0.0 if due == math.inf else due - now or -LEAST_SECONDS,
+            token_seconds=0.0 if service.tpot_seconds == math.inf else service.tpot_seconds,
+        )
 
     def queued(self, demand: Demand) -> None:
         """The request waits for its first place, with which the queue charges the tokens that are expected of it."""

@@ -199,7 +199,8 @@ class Session:
         self._evidence = self._dispatch.health.begin(placement.prefill, placement.decode)
         self._output.progress = now = self._dispatch.clock()
         first_seconds = max(MIN_SUBMIT_SECONDS, min(self._token_limit(), self._deadline) - now)
-        attempt.submit(first_seconds, self._dispatch.config.idle_timeout_seconds, self._needs.expected_tokens())
+        idle_seconds = self._dispatch.config.idle_timeout_seconds
+        attempt.submit(first_seconds, idle_seconds, self._needs.urgency(now), self._needs.expected_tokens())
         return attempt
 
     async def _follow(self, attempt: Attempt) -> FinishReason:

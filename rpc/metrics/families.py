@@ -49,6 +49,18 @@ TPOT = _family(
     CLASS,
     buckets=SHORT_SECONDS,
 )
+TTFT_ATTAINED = _family(
+    "router_ttft_attained_total",
+    "Completions whose TTFT was within the target of their class; of classes with a target only.",
+    CLASS,
+    unit="requests",
+)
+TPOT_ATTAINED = _family(
+    "router_tpot_attained_total",
+    "Completions whose TPOT was within the target of their class; of classes with a target only.",
+    CLASS,
+    unit="requests",
+)
 ITL = _family(
     "router_itl_seconds",
     "Time between two messages with tokens of one completion (ITL). While the router has many streams, a message may "

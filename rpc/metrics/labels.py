@@ -6,7 +6,10 @@ from kvrelay.rpc.metrics.family import Label
 
 OUTCOMES = ("stop", "length", "cancelled", "invalid", "exhausted", "unavailable", "deadline", "internal")
 OUTCOME = Label("outcome", OUTCOMES)
-CLASS = Label("class", bound="the classes of router.classes, `default`, and `none` for requests that failed before")
+CLASS = Label(
+    "class",
+    bound="default, interactive, batch and the classes of router.classes; `none` for requests that failed before",
+)
 TENANT = Label("tenant", bound="the first 50 tenants that come, `anonymous`, and `other` for all later ones")
 ATTEMPT_REASON = Label(
     "reason", ("lost", "silent", "peer_lost", "draining", "link", "refused", "trial", "full", "internal", "other")

@@ -55,8 +55,8 @@ EXAMPLES: list[tuple[list[str], str]] = [
     *((["--transport", word], f"transfer: {{transport: {word}}}") for word in get_args(Transport)),
     (["--address", "auto"], "ray: {address: auto}"),
     (["--scaling"], "scaling: {enabled: true}"),
-    (["--ttft-target", "0.5"], "scaling: {ttft_target_seconds: 0.5}"),
-    (["--tpot-target", "0.05"], "scaling: {tpot_target_seconds: 0.05}"),
+    (["--ttft-target", "0.5"], "router: {classes: {interactive: {ttft_target_seconds: 0.5}}}"),
+    (["--tpot-target", "0.05"], "router: {classes: {interactive: {tpot_target_seconds: 0.05}}}"),
     *(
         ([f"--{bound.replace('_', '-')}", "2"], f"scaling: {{enabled: true, {bound}: 2}}")
         for bound in SCALING
@@ -130,7 +130,7 @@ def test_every_option_has_an_example_and_is_a_key_of_the_configuration() -> None
         "unattended",
     }
     for setting in SETTINGS.values():
-        options = ClusterConfig().model_dump()
+        options = ClusterConfig.model_validate({"router": {"classes": {"interactive": {}}}}).model_dump()
         # A role's engine has the options of the common engine, and only those that are given.
         for part in re.sub(r"^\w+\.engine\.", "engine.", setting.key).split("."):
             options = options[part]
@@ -178,8 +178,8 @@ def test_every_option_has_an_example_and_is_a_key_of_the_configuration() -> None
         (["--transport", "cuda_ipc"], "transfer: {transport: cuda_ipc}", "transfer.transport", "--transport"),
         (
             ["--ttft-target", "-1.5"],
-            "scaling: {ttft_target_seconds: -1.5}",
-            "scaling.ttft_target_seconds",
+            "router: {classes: {interactive: {ttft_target_seconds: -1.5}}}",
+            "router.classes.interactive.ttft_target_seconds",
             "--ttft-target",
         ),
         (["--max-decode", "1025"], "scaling: {max_decode: 1025}", "scaling.max_decode", "--max-decode"),

@@ -10,6 +10,7 @@ import yaml
 from kvrelay.cluster.config.file import Override, dump, load
 from kvrelay.cluster.config.options import MEMBER, ClusterConfig, schema
 from kvrelay.cluster.errors import UsageError
+from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.engine.config import EngineConfig
 from kvrelay.router.config import RouterConfig, ServiceClass
 from kvrelay.rpc.identity import WORKER_ROLES
@@ -33,6 +34,13 @@ def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = 
     [
         ("prefill: {engine: {blocksize: 8}}", "prefill.engine.blocksize: unknown key; did you mean block_size?"),
         ("grpc_port: 1", "grpc_port: unknown key; did you mean router.grpc_port?"),
+        *(
+            (
+                f"scaling: {{{name}: 0.5}}",
+                f"scaling.{name} is 0.5; allowed: router.classes.interactive.{name} in its place",
+            )
+            for name in ("ttft_target_seconds", "tpot_target_seconds")
+        ),
         (
             "model: {trust_remote_code: true}",
             "model.trust_remote_code is True; allowed: false; kvrelay runs no code that comes with a model, only "
@@ -109,7 +117,8 @@ def test_a_mistake_is_one_line_with_key_value_and_what_is_allowed(tmp_path: Path
             "router:\n  classes:\n    chat: {wieght: 2}\n\n    # one that is none\n    batch:\n      zzz: 2",
             [
                 "line 3: router.classes.chat.wieght: unknown key; did you mean weight?",
-                "line 7: router.classes.batch.zzz: unknown key; allowed: weight, first_token_timeout_seconds",
+                "line 7: router.classes.batch.zzz: unknown key; allowed: priority, weight, ttft_target_seconds, "
+                "tpot_target_seconds, first_token_timeout_seconds",
             ],
         ),
         (
@@ -211,7 +220,8 @@ def test_workers_get_the_options_of_their_role() -> None:
             "transfer": {"lease_seconds": 2},
             "prefill": {"replicas": 2, "engine": {"kv_memory_bytes": 1000, "max_batch_tokens": 64}},
             "decode": {"threads": 5},
-            "scaling": {"ttft_target_seconds": 0.4, "tpot_target_seconds": 0.05},
+            "router": {"classes": {"interactive": {"ttft_target_seconds": 0.4}}},
+            "scaling": {"enabled": True},
         }
     )
     workers = {worker.name: worker for worker in config.worker_configs(cores=9)}
@@ -224,7 +234,9 @@ def test_workers_get_the_options_of_their_role() -> None:
     assert workers["worker-1"].engine.kv_memory_bytes == 1000
     assert workers["worker-2"].engine.kv_memory_bytes == EngineConfig().kv_memory_bytes
     assert [worker.engine.threads for worker in workers.values()] == [3, 3, 5]
-    assert config.router_configs() == [RouterConfig(model="/m", ttft_target_seconds=0.4, tpot_target_seconds=0.05)]
+    classes = {"interactive": ServiceClass(ttft_target_seconds=0.4)}
+    assert config.router_configs() == [RouterConfig(model="/m", classes=classes)]
+    assert config.scaling_config() == ScalingConfig(enabled=True, ttft_target_seconds=0.4, tpot_target_seconds=0.1)
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,16 @@ def named(faults: dict[str, str]) -> pytest.MarkDecorator:
 
 
 def order(it: Scene, name: str) -> None:
-    """Has the fault hit the first attempt of the request of its name."""
+    """Has the fault hit one frame of the first attempt of the request of its name; at the last rank, if it can."""
     place, action = {**RETRIED, **SURVIVED, **ALONE}[name].split(":")
-    it.order(f"{place},request={name},attempt=1,times=1:{action}")
+    rank = 0 if action == "duplicate" else it.last_rank
+    it.order(f"{place},request={name},attempt=1,rank={rank},times=1:{action}")
+
+
+def check_fault(it: Scene, name: str) -> None:
+    """The fault has hit the request, once."""
+    (line,) = it.faults()
+    assert name in (line.get("request", "").partition("/")[0], "thread fails"), line
 
 
 @EVERYWHERE
@@ -72,6 +79,7 @@ def order(it: Scene, name: str) -> None:
 def test_a_wrong_frame_is_rejected(it: Scene, name: str) -> None:
     order(it, name)
     assert it.ask_in_company(name, COMPANY).timeline.retries == 1
+    check_fault(it, name)
     it.settle(3)
 
 
@@ -83,6 +91,7 @@ def test_a_frame_that_comes_twice_or_never_costs_no_attempt(it: Scene, name: str
     assert done.timeline.retries == 0, "\n".join(
         line["reason"] for router in it.routers for line in it.failures(router)
     )
+    check_fault(it, name)
     it.settle(4)
 
 
@@ -92,6 +101,7 @@ def test_a_frame_that_stays_out_is_noticed_and_the_link_made_anew(it: Scene, nam
     order(it, name)
     done = it.ask(name)
     assert done.timeline.retries == 1
+    check_fault(it, name)
     assert done.timeline.total_seconds < 3, "noticed by what came after it, or by the frame's own limit"
     for number in range(4):
         assert it.ask(f"after {name} {number}").timeline.retries == 0

@@ -7,11 +7,13 @@ a rank is left. Some of the other scenes run with workers of several ranks too: 
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.faults import TENSOR_2, Scene, left_of, scene, until
+from support.faults import TENSOR_2, Scene, scene, until
+from support.forks import CHILDREN, left_of
 from support.hash_worker import FAILING_PID, LATE_RANKS, STEP_SECONDS, WORKER_LAYOUT
 from support.processes import wait_until
 
@@ -181,6 +183,7 @@ def hit(it: Scene, rule: str, outcome: str) -> None:
     place, action = rule.split(":")
     it.order(f"{place},request=hit,attempt=1,times=1:{action}")
     processes = {name: left_of(process.pid) for name, process in it.cluster.workers.items()}
+    assert processes == {name: pids(it, name)[1:] for name in processes}
     done = it.ask_in_company("hit", 1)
     assert done.timeline.retries == (0 if outcome == "survived" else 1)
     if outcome != "lost":
@@ -206,18 +209,20 @@ def test_a_step_that_fails_at_one_rank_ends_all(it: Scene) -> None:
 
 
 @pytest.mark.more
-@ranks("1 to 2")
-def test_ranks_end_with_rank_0_even_if_they_are_frozen_and_without_it_if_it_is(it: Scene) -> None:
-    request, serving = decoding(it, "killed")
-    it.signal(serving, STOP, 1)
-    it.signal(serving, KILL)
-    wait_for_end(it, serving, 1.0)
-    assert request.result().timeline.retries == 1
-    (other,) = set(it.decodes) - {serving}
-    it.cluster.replace(serving)
-    pid = it.cluster.processes[other].pid
-    it.signal(other, STOP)
-    until(lambda: not left_of(pid), lambda: f"left: {left_of(pid)}", ENDED_SECONDS)
-    os.kill(pid, signal.SIGCONT)
-    assert wait_for_end(it, other) == 1
-    settle(it, other)
+def test_ranks_end_with_rank_0_even_if_they_are_frozen_and_without_it_if_it_is(tmp_path: Path) -> None:
+    with scene(tmp_path, losses=True, variables={CHILDREN: 1}, **BY_RANKS["1 to 2"]) as it:
+        request, serving = decoding(it, "killed")
+        assert left_of(it.cluster.processes[serving].pid) == pids(it, serving)[1:]
+        it.signal(serving, STOP, 1)
+        it.signal(serving, KILL)
+        wait_for_end(it, serving, 1.0)
+        assert request.result().timeline.retries == 1
+        (other,) = set(it.decodes) - {serving}
+        it.cluster.replace(serving)
+        pid = it.cluster.processes[other].pid
+        assert left_of(pid)
+        it.signal(other, STOP)
+        until(lambda: not left_of(pid), lambda: f"left: {left_of(pid)}", ENDED_SECONDS)
+        os.kill(pid, signal.SIGCONT)
+        assert wait_for_end(it, other) == 1
+        settle(it, other)

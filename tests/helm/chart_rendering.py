@@ -21,7 +21,7 @@ EVERYTHING: dict[str, Any] = {
     "engine": {"block_size": 32, "prefix_cache": False},
     "transfer": {"checksum": False, "lease_seconds": 2.5, "encrypt": "full"},
     "heartbeat": {"suspect_seconds": 2, "dead_seconds": 5, "step_dead_seconds": 60},
-    "scaling": {"enabled": True, "ttft_target_seconds": 0.5},
+    "scaling": {"enabled": True, "calm_seconds": 60.0},
     "security": {
         "joinTokenSecret": "mine",
         "tls": {"enabled": True, "secrets": {part: part for part in ("supervisor", "router", "worker", "operator")}},

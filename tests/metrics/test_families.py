@@ -115,7 +115,7 @@ def test_a_worker_in_another_role_counts_on_under_its_name() -> None:
 
 
 def test_tenants_beyond_a_bound_share_a_series() -> None:
-    metrics = RouterMetrics("router-0", "pico")
+    metrics = RouterMetrics("router-0", "pico", {})
     for number in range(3 * MAX_TENANTS):
         metrics.ended(RequestTrace(0.0, tenant=f"tenant-{number}", completion_tokens=2, outcome="stop"))
     metrics.ended(RequestTrace(0.0, tenant="tenant-0", outcome="stop"))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.router.config import RouterConfig
+from kvrelay.router.config import RouterConfig, Service, ServiceClass
 
 NO_ORIGINS = ("", "chat.example.org", "https://a.example/path", "https://u@a.example", "https://")
 NO_PROXIES = ("", "10.0.0.0/33", "example.org", "10.0.0.1:80")
@@ -37,3 +37,36 @@ NO_PROXIES = ("", "10.0.0.0/33", "example.org", "10.0.0.1:80")
 def test_options_are_checked(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         RouterConfig(**options)
+
+
+def test_classes_have_what_is_configured_and_else_their_own_defaults() -> None:
+    assert RouterConfig(first_token_timeout_seconds=7.0).services() == {
+        "default": Service("default", 0, 1.0, first_token_timeout_seconds=7.0),
+        "interactive": Service("interactive", 0, 1.0, 2.0, 0.1, 7.0),
+        "batch": Service("batch", 1, 1.0, first_token_timeout_seconds=7.0),
+    }
+    classes = {
+        "batch": ServiceClass(weight=2.0, first_token_timeout_seconds=600.0),
+        "chat": ServiceClass(tpot_target_seconds=0.05),
+        "interactive": ServiceClass(priority=-3, ttft_target_seconds=1.0),
+    }
+    assert RouterConfig(classes=classes).services() == {
+        "default": Service("default", -3),
+        "interactive": Service("interactive", -3, 1.0, 1.0, 0.1),
+        "batch": Service("batch", 1, 2.0, first_token_timeout_seconds=600.0),
+        "chat": Service("chat", 0, tpot_seconds=0.05),
+    }
+    assert RouterConfig(classes={"default": ServiceClass(priority=5)}).services()["default"].rank == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"priority": 1001}, "priority is 1001; allowed: -1000 to 1000, or null"),
+        ({"ttft_target_seconds": 0.0}, "ttft_target_seconds is 0.0; allowed: 0.001 to 3600, or null"),
+        ({"tpot_target_seconds": 61.0}, "tpot_target_seconds is 61.0; allowed: 0.0001 to 60, or null"),
+    ],
+)
+def test_options_of_a_class_are_checked(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        ServiceClass(**options)

@@ -6,7 +6,7 @@ place     side       action        effect
 --------- ---------- ------------- ---------------------------------------------------------------------
 sent      sender     corrupt(n)    flips one bit in n bytes, after they were hashed; 1 by default
 sent      sender     truncate(n)   the last n bytes are not those that were hashed; 1 by default
-sent      sender     duplicate     the frame is announced and sent twice
+sent      sender     duplicate     the frame is announced and sent twice; for frames of rank 0 only
 sent      sender     lose          the frame is announced, and never sent
 sent      sender     skip          the frame is neither announced nor sent
 sent      sender     kill          the frame is announced, and SIGKILL ends this process before it is sent
@@ -14,9 +14,13 @@ arrived   receiver   corrupt(n)    flips one bit in n of the received bytes, bef
 
 Conditions: `request` (the client's request id), `attempt`, `index` (of the frame), `share` (a probability, drawn by
 `seed` for each request and attempt), `tries` (only in that many first attempts), `times` (at most so often), `after`
-(not the first so many times). The first rule that applies acts.
+(not the first so many times). The first rule that applies acts, and the process's log says so.
+
+Each rank of a worker counts for itself, and rank 0 announces the frames of all: it takes no second announcement of
+another rank's frame.
 """
 
+import logging
 import os
 import random
 import re
@@ -32,7 +36,11 @@ from kvrelay.transfer.protocol.events import Frame
 from kvrelay.transfer.protocol.messages import Key, Push
 from kvrelay.transfer.transports.base import Pending
 
+logger = logging.getLogger("kvrelay.damage")
+
 PLACES = ("sent,", "arrived,")
+DAMAGED = "a frame is damaged"
+"""Message of the log line about a frame that a rule acts on."""
 _RULE = re.compile(r"(sent|arrived)((?:,[a-z]+=[^,:;]+)*):([a-z]+)(?:\(([0-9]+)\))?")
 
 
@@ -126,6 +134,7 @@ class DamagedJob:
         """Does nothing: the frame is read in `begin`."""
 
     def begin(self, link: Any, buffer: Tensor) -> Any:
+        logger.warning(DAMAGED, extra={"request": self.key[0], "action": self._rule.action})
         if self._rule.action == "skip":
             self._job.fail("left out by a rule")
             return None

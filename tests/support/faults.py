@@ -16,25 +16,25 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from kvrelay.client import Client, Completion, KvrelayError
 from kvrelay.client.messages import Chunk, completion
 from kvrelay.client.sync import ChunkStream
 from kvrelay.engine.request import SamplingParams
-from support import orders
+from support import damage, orders
 from support.chaos import Chaos, Proxy
 from support.detours import DESK, HOSTS
 from support.drawn import sampling_options, seed_of
+from support.forks import left_of
 from support.hash_runner import VOCAB_SIZE, Case, tokens_of_all
-from support.hash_worker import BEAT_SECONDS, GROUPS, MODULE, STATES, STEP_SECONDS, WORKER_LAYOUT
+from support.hash_worker import BEAT_SECONDS, FRAME_BYTES, GROUPS, MODULE, STATES, STEP_SECONDS, WORKER_LAYOUT
 from support.history import Asked, History, violations
 from support.processes import START_SECONDS, ProcessCluster, process_cluster, wait_until
 
@@ -78,7 +78,11 @@ def over(kind: str) -> dict[str, dict[str, Any]]:
     states of prompts beside it, or "groups" with a window and a state beside it, or "ranks" with workers of several
     ranks: parts of the heads in prefill workers, of the layers in decode workers, and blocks of two sizes."""
     if kind == "ranks":
-        return {"transfer": TRANSFER, "engine": TENSOR_2, "decode_engine": PIPELINE_2}
+        # Each of the four links has a quarter of a token's bytes. With frames of a quarter, what was computed before
+        # the grant goes in as many frames as between workers of one rank: one of each index in every run.
+        frame_bytes = {FRAME_BYTES: TRANSFER["frame_bytes"] // 4}
+        engines = {"engine": TENSOR_2, "decode_engine": PIPELINE_2}
+        return {"transfer": TRANSFER, **engines, "variables": frame_bytes}
     if kind == "groups":
         return {"transfer": TRANSFER, "engine": {"speculation": {"method": "off"}}, "variables": {GROUPS: 1.0}}
     if kind == "states":
@@ -242,6 +246,11 @@ class Scene:
     def decodes(self) -> list[str]:
         return [name for name in self.cluster.workers if name.startswith("decode")]
 
+    @property
+    def last_rank(self) -> int:
+        """The last rank of the workers, which all have as many."""
+        return max(len(self.cluster.member(self.prefills[0]).member.rank_pids) - 1, 0)
+
     def ended(self) -> list[str]:
         """The workers whose processes have ended."""
         return [name for name, process in self.cluster.workers.items() if process.popen.poll() is not None]
@@ -317,6 +326,11 @@ class Scene:
     def failures(self, router: str = "router-0") -> list[dict[str, Any]]:
         """The failed attempts in a router's log."""
         return [line for line in self.log(router) if line["message"] == "attempt failed"]
+
+    def faults(self) -> list[dict[str, Any]]:
+        """Log lines of workers about the frames that a rule has damaged, and the threads that a failpoint has ended."""
+        lines = [line for name in self.cluster.workers for line in self.log(name)]
+        return [line for line in lines if line["message"] == damage.DAMAGED or "Injected" in line.get("exception", "")]
 
     # The end of a test.
 
@@ -425,16 +439,6 @@ def _params(seed: int | None) -> SamplingParams:
 def prompt_of(name: str, length: int = PROMPT) -> list[int]:
     """Prompts that begin differently, so that no prefix cache saves a transfer. The name is the seed."""
     return random.Random(name).choices(range(VOCAB_SIZE), k=length)
-
-
-def left_of(pid: int) -> list[int]:
-    """The processes that a worker with this pid has left: other ranks. A worker has a session of its own."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(ProcessLookupError, psutil.NoSuchProcess):
-            if os.getsid(process.pid) == pid and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-    return sorted(set(found) - {pid})
 
 
 def until(condition: Callable[[], Any], what: str | Callable[[], str], seconds: float = 5.0) -> float:

@@ -1,7 +1,8 @@
 """Processes that start in milliseconds: forked from a server that has imported what workers import.
 
 A new interpreter needs seconds of CPU time for torch alone, most of what a test of processes costs. Forked workers of
-several ranks start the other ranks so, too.
+several ranks start the other ranks so, too, unless their environment has KVRELAY_TEST_CHILDREN: then these are children
+of rank 0, as they are outside of tests, and the kernel ends them with it.
 """
 
 import multiprocessing
@@ -17,8 +18,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import psutil
 
 PRELOADED = (
     "support.hash_worker",
@@ -35,6 +39,7 @@ PRELOADED = (
 )
 
 
+CHILDREN = "KVRELAY_TEST_CHILDREN"
 END_SECONDS = 30.0
 
 
@@ -71,16 +76,18 @@ class Forked:
         environment: Mapping[str, str],
         stderr: int,
         inherited: Sequence[int] = (),
+        owner: int = 0,
     ) -> None:
         """
         Args:
             stderr: descriptor that the process writes its errors to.
             inherited: descriptors that it has, too; it is given their numbers as its last arguments.
+            owner: process id of rank 0, if this is another rank of that worker; `left_of` finds it by that.
         """
         context = quick_start()
         reader, writer = context.Pipe(duplex=False)
         kept = _Inherited([stderr, *inherited])
-        given = (module, list(arguments), dict(environment), kept, writer)
+        given = (module, list(arguments), dict(environment), kept, writer, owner)
         self._process = context.Process(target=_main, args=given, daemon=True)  # type: ignore[attr-defined]  # of every context
         self._process.start()
         writer.close()
@@ -133,10 +140,33 @@ class _Inherited:
         self.numbers = [each.detach() for each in state]
 
 
+def left_of(pid: int) -> list[int]:
+    """The processes that a worker, with this process id, has left: other ranks, which are in the session of a worker
+    that has started them itself, or have its process id in their name."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(OSError, psutil.NoSuchProcess):
+            owned = os.getsid(process.pid) == pid or Path(f"/proc/{process.pid}/comm").read_text() == f"{_name(pid)}\n"
+            if owned and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return sorted(set(found) - {pid})
+
+
+def _name(owner: int) -> str:
+    return f"rank of {owner}"
+
+
 def _main(
-    module: str, arguments: list[str], environment: dict[str, str], inherited: _Inherited, stdout: Connection
+    module: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    inherited: _Inherited,
+    stdout: Connection,
+    owner: int,
 ) -> None:
     os.setsid()
+    if owner:
+        Path("/proc/self/comm").write_text(_name(owner))
     os.environ.clear()
     os.environ.update(environment)
     os.dup2(stdout.fileno(), 1)
@@ -150,7 +180,8 @@ def _main(
     from kvrelay.worker.ranks import group
 
     failpoints.arm(failpoints.parse(environment.get(failpoints.VARIABLE, "")))
-    group.subprocess = RANKS  # type: ignore[assignment, attr-defined]  # the part of the module that it uses
+    if CHILDREN not in environment:
+        group.subprocess = RANKS  # type: ignore[assignment, attr-defined]  # the part of the module that it uses
     # A child of the server may use the server, too, though CPython would start another one for it.
     multiprocessing.current_process().daemon = False
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # of a private object
@@ -160,7 +191,7 @@ def _main(
 
 def _fork_rank(command: list[str], *, pass_fds: Sequence[int], env: Mapping[str, str], **streams: int) -> Forked:
     """As `subprocess.Popen` of `python -m MODULE DESCRIPTORS`."""
-    return Forked(command[2], [], env, sys.stderr.fileno(), pass_fds)
+    return Forked(command[2], [], env, sys.stderr.fileno(), pass_fds, os.getpid())
 
 
 RANKS = SimpleNamespace(Popen=_fork_rank, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)

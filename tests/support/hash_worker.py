@@ -6,10 +6,10 @@ HASH_FETCH_SECONDS is what a copy of hidden states takes. HASH_FAILING_PID is th
 HASH_LATE_RANKS_SECONDS delays each step of all ranks but rank 0.
 
 Environment variables: HASH_LAG is the runner's lag: with 1, a step's KV is there only when its result is asked for, and
-is given to the hand-off before. HASH_BEAT_SECONDS is the time between two heartbeats. HASH_LOAD_SECONDS
-is the time that its model takes to load. HASH_ORDERS names the file of the
-orders, which have failpoints and damage to frames (`support.damage`), too. CHAOS_DESK routes links through proxies
-(`support.detours`).
+is given to the hand-off before. HASH_BEAT_SECONDS is the time between two heartbeats. HASH_FRAME_BYTES is the size of
+frames at most, in the place of `transfer.frame_bytes`, and may be less than is allowed there. HASH_LOAD_SECONDS is the
+time that its model takes to load. HASH_ORDERS names the file of the orders, which have failpoints and damage to frames
+(`support.damage`), too. CHAOS_DESK routes links through proxies (`support.detours`).
 
 With HASH_GROUPS=1 the model has a window and a state beside its first layer group.
 
@@ -44,6 +44,7 @@ from kvrelay.engine.ranks.collective import Place
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.runner.leading import LeadingRunner, Ranks
 from kvrelay.internal.v1.supervisor_pb2 import Member
+from kvrelay.prefill_worker import kv_sender
 from kvrelay.prefill_worker.role import PrefillRole
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.identity import WorkerRole
@@ -51,6 +52,7 @@ from kvrelay.rpc.serve import main
 from kvrelay.transfer import failpoints
 from kvrelay.transfer.frames.frames import PoolFrames
 from kvrelay.transfer.links.endpoint_loop import HandoffSetup
+from kvrelay.transfer.protocol.handshake import cuts_of
 from kvrelay.worker import server as worker_server
 from kvrelay.worker import worker as worker_module
 from kvrelay.worker.config import WorkerConfig
@@ -69,6 +71,7 @@ NEWS_SECONDS = "HASH_NEWS_SECONDS"
 BEAT_SECONDS = "HASH_BEAT_SECONDS"
 STATES = "HASH_STATES"
 GROUPS = "HASH_GROUPS"
+FRAME_BYTES = "HASH_FRAME_BYTES"
 FETCH_SECONDS = "HASH_FETCH_SECONDS"
 FAILING_PID = "HASH_FAILING_PID"
 LATE_RANKS = "HASH_LATE_RANKS_SECONDS"
@@ -227,4 +230,6 @@ if __name__ == "__main__":
     if BEAT_SECONDS in os.environ:
         beat = float(os.environ[BEAT_SECONDS])
         worker_server.HeartbeatClient = partial(HeartbeatClient, interval=beat)  # type: ignore[misc, assignment]  # a class
+    if FRAME_BYTES in os.environ:
+        kv_sender.cuts_of = lambda routes, frame_bytes: cuts_of(routes, int(os.environ[FRAME_BYTES]))
     sys.exit(main(WorkerConfig, hash_server, "A kvrelay worker that runs the hash model."))

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvrelay.machine.memory_file import is_memory_file, make_memory_file
+from kvrelay.machine.memory import is_memory_file, make_memory_file
 from kvrelay.transfer.protocol.packing import Number, Rule, WireError, clip, pack, unpack_named
 from kvrelay.transfer.protocol.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.base import (

@@ -64,7 +64,6 @@ class ChatRequest(GenerateFields, ConversationFields):
     store: Annotated[Any, Neutral(False)] = None
     metadata: dict[str, str] | None = None
     """Has no effect here."""
-    service_tier: Annotated[Any, Neutral("auto", "default")] = None
     verbosity: Annotated[Any, Neutral("medium")] = None
     safety_identifier: str | None = None
     """Has no effect here."""

@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from kvrelay.router.config import BATCH, DEFAULT_CLASS, INTERACTIVE
 from kvrelay.router.request.reading import Asking, Form
 from kvrelay.router.request.sampling import BIAS, LENGTHS, MAX_CHOICES, RANGES
 from kvrelay.router.request.validation import MAX_COMPLETIONS, MAX_REQUEST_ID_CHARACTERS
@@ -28,6 +29,10 @@ from kvrelay.v1.inference_pb2 import Choice, Constraint, GenerateRequest, Sampli
 MAX_UINT32 = 2**32 - 1
 MAX_INT32 = 2**31 - 1
 SEED_BITS = 64
+SERVED_TIERS = {"default": DEFAULT_CLASS, "flex": BATCH, "priority": INTERACTIVE}
+"""Classes of service by OpenAI's names, as answers have them."""
+TIERS = {**SERVED_TIERS, "auto": DEFAULT_CLASS, "scale": DEFAULT_CLASS}
+"""The same, as requests have them."""
 
 
 def misfit(field: str, value: JsonValue, allowed: str) -> PydanticCustomError:
@@ -245,7 +250,9 @@ class GenerateFields(Fields):
     priority: Integer = Field(None, ge=-MAX_INT32 - 1, le=MAX_INT32)
     """Order among the waiting requests of one tenant: the smallest value goes first."""
     slo_class: str | None = None
-    """Class of service of the router's configuration."""
+    """Class of service: default, interactive, batch, or one of the router's configuration."""
+    service_tier: Literal["auto", "default", "scale", "flex", "priority"] | None = None
+    """OpenAI's name of a class of service: flex is `batch`, priority is `interactive`, the others are `default`."""
     cache_salt: str | None = None
     """Requests with different salts share no prefix cache."""
     prompt_cache_key: str | None = None
@@ -277,6 +284,8 @@ class GenerateFields(Fields):
             raise misfit("stream_options", {}, "with stream only")
         if len(self._constraints()) > 1:
             raise misfit("structured_outputs", {}, "one constraint, among response_format and guided_* too")
+        if self.service_tier not in (None, "auto") and self._class != TIERS[self.service_tier]:
+            raise misfit("service_tier", self.service_tier, "null, auto, or the tier of the class that slo_class names")
         return self
 
     def form(self) -> Form:
@@ -289,7 +298,18 @@ class GenerateFields(Fields):
             usage_in_chunks=options.include_usage and options.continuous_usage_stats,
             token_ids=bool(self.return_token_ids),
             timeline=bool(self.timeline),
+            service_tier=self._tier,
         )
+
+    @property
+    def _class(self) -> str:
+        """The class of service; empty if none is named."""
+        return self.slo_class or (TIERS[self.service_tier] if self.service_tier else "")
+
+    @property
+    def _tier(self) -> str:
+        """OpenAI's name of the class that serves, or its own name if OpenAI has none; empty if none is named."""
+        return next((tier for tier, name in SERVED_TIERS.items() if name == self._class), self._class)
 
     def _constraints(self) -> list[Constraint]:
         formats: list[Constraint | None] = [
@@ -329,7 +349,7 @@ class GenerateFields(Fields):
             model=self.model or "",
             n=self.n,
             priority=self.priority or 0,
-            slo_class=self.slo_class or "",
+            slo_class=self._class,
             cache_salt=self.cache_salt or "",
             session=asking.session or self.prompt_cache_key or _digest(self.user or ""),
         )

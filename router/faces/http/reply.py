@@ -223,7 +223,8 @@ class Reply:
         """
         self._form = form
         self._make = make
-        self._head = {"id": head.pop("id"), "object": kind, "created": int(time.time()), **head}
+        tier = {"service_tier": form.service_tier} if form.service_tier else {}
+        self._head = {"id": head.pop("id"), "object": kind, "created": int(time.time()), **head, **tier}
         self._chunk_head = self._head | {"object": kind if kind == "text_completion" else f"{kind}.chunk"}
         self._prompts: dict[int, CheckedRequest] = {}
         self._prompt_logprobs: dict[int, Sequence[TokenLogprobs]] = {}

@@ -9,11 +9,14 @@ import torch
 
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.degree import Degree
+from kvrelay.engine.models.general.ranks.parts import WHOLE, Part
+from kvrelay.engine.models.general.reading import load_model, read_general_config
+from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.ranks.collective import Place
 from kvrelay.engine.runner.general import GeneralRunner, build_general_runner
 from support.general import Driver, Served
 from support.general_table import OPTIONS
-from support.rank_threads import on_ranks, places
+from support.rank_threads import on_ranks, places, shared_places
 from support.ranks import rank_cache
 from support.tiny_models import classes, save, tiny_config
 
@@ -105,6 +108,47 @@ def planned() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", [case(name) for name in COVERING])
+@pytest.mark.parametrize("name", [case(name) for name in planned() if name not in REFUSED])
 def test_two_ranks_serve_what_one_process_serves(name: str, tmp_path: Path) -> None:
     check_same(save(classes()[name], tmp_path), places(Degree(2)))
+
+
+def test_four_ranks_share_two_kv_heads_over_shared_memory(tmp_path: Path) -> None:
+    check_same(save("qwen2", tmp_path), shared_places(4))
+
+
+@pytest.mark.parametrize(("ranks", "experts"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.more)])
+def test_whole_experts_on_ranks_compute_what_one_process_computes(ranks: int, experts: int, tmp_path: Path) -> None:
+    check_same(save("mixtral", tmp_path), places(Degree(ranks)), expert_parallel=experts)
+
+
+def test_a_rank_holds_its_share_of_the_weights(tmp_path: Path) -> None:
+    """Of a model of which next to nothing is whole on each rank; also after the weights were packed."""
+    folder = save("mixtral", tmp_path)
+
+    def held(part: Part) -> int:
+        model = load_model(read_general_config(folder), Checkpoint(folder), torch.float32, "cpu", None, part)
+        return sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
+
+    whole = held(WHOLE)
+    for experts in (1, 4):
+        assert all(held(Part(place, experts)) < 0.27 * whole for place in places(Degree(4)))
+
+
+def test_degrees_that_dont_suit_a_model_are_refused_with_those_that_do(tmp_path: Path) -> None:
+    mixtral, gpt2, doge = (save(name, tmp_path / name) for name in ("mixtral", "gpt2", "doge"))
+    for folder, ranks, options, reason in (
+        (mixtral, 3, {}, "tensor_parallel is 3; allowed: 1, 2, 4, for 4 query heads and 2 KV heads"),
+        (gpt2, 2, {}, "tensor_parallel is 2; allowed: 1, because GPT2LMHeadModel has no tensor-parallel plan"),
+        (doge, 2, {}, "tensor_parallel is 2; allowed: 1, because the plan of DogeForCausalLM doesn't suit its code"),
+        (save("llama", tmp_path / "llama"), 2, {"expert_parallel": 2}, "has no plan for whole experts"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            ranks_of(folder, places(Degree(ranks)), **options)
+    with pytest.raises(ValueError, match="expert_parallel is 2; allowed: a divisor of tensor_parallel"):
+        EngineConfig(tensor_parallel=3, expert_parallel=2)
+    six = save("mixtral", tmp_path / "six", num_local_experts=6)
+    with pytest.raises(ValueError, match="expert_parallel is 4; allowed: 1, 2, for tensor_parallel 4 and 6 experts"):
+        ranks_of(six, places(Degree(4)), expert_parallel=4)
+    with pytest.raises(ValueError, match="pipeline_parallel is 2; allowed for a model that transformers' code runs: 1"):
+        ranks_of(mixtral, places(Degree(1, 2)), tensor_parallel=1)

@@ -57,7 +57,7 @@ async def test_classes_of_service_and_requests_a_minute(serve: Serve, tmp_path: 
     assert 10 < seconds <= 20
     status, said, _ = await ask("b", "fast")
     assert status == 400
-    assert said.startswith("slo_class is 'fast'; allowed: 'default', 'batch', 'chat', or empty")
+    assert said.startswith("slo_class is 'fast'; allowed: 'default', 'interactive', 'batch', 'chat', or empty")
     assert await ask("b", "chat") == await ask("b", "") == served
     prefill.script = silent
     assert await ask("b", "chat") == (504, "no token within the router's first_token_timeout_seconds, 0.3", 0)

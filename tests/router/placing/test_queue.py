@@ -1,6 +1,7 @@
 """Requests that wait in the router: each tenant gets its share, none starves or outlives its client."""
 
 import asyncio
+import math
 import random
 import time
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.router.config import Service
 from kvrelay.router.placing.placement import Demand, NoPlace, Placement
 from kvrelay.router.placing.queue import LEAST_TOKENS, LOOK_AHEAD, NO_CLAIM, OVERTAKEN, Claim, PlacementQueue, QueueFull
 from kvrelay.rpc.identity import WorkerId
@@ -139,8 +141,8 @@ async def test_what_a_tenant_has_not_used_is_not_saved_up_and_what_it_generates_
 
 async def test_classes_share_what_their_tenant_gets_and_priority_decides_within_a_class() -> None:
     line = Line(free=0)
-    chat, batch = Claim("a", 1, "chat", 3), Claim("a", 1, "batch", 1)
-    tasks = [line.ask(f"{claim.service_class}", 10, claim=claim) for claim in (batch, chat) for _ in range(8)]
+    chat, mail = (Claim("a", 1, Service(name, weight=weight)) for name, weight in (("chat", 3), ("mail", 1)))
+    tasks = [line.ask(claim.service.name, 10, claim=claim) for claim in (mail, chat) for _ in range(8)]
     await settle()
     for _ in range(8):
         line.free(10)
@@ -154,6 +156,102 @@ async def test_classes_share_what_their_tenant_gets_and_priority_decides_within_
     line.free(4)
     await asyncio.gather(*tasks)
     assert line.placed[-4:] == ["at -3", "at 0", "at 0", "at 5"]
+
+
+BATCH = Service("batch", rank=1)
+ANY_CLAIM = st.builds(
+    Claim,
+    service=st.sampled_from([Service(), Service("urgent", rank=-1), BATCH]),
+    priority=st.integers(-2, 2),
+    due=st.sampled_from([1.0, 2.0, math.inf]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(ANY_CLAIM, min_size=1, max_size=20))
+def test_a_tenants_requests_go_by_rank_then_priority_then_target_then_age(claims: list[Claim]) -> None:
+    async def test() -> None:
+        line = Line(free=0)
+        tasks = [line.ask(str(number), 1, claim=claim) for number, claim in enumerate(claims)]
+        await settle()
+        for _ in claims:
+            line.free(1)
+            await settle()
+        await asyncio.gather(*tasks)
+        order = sorted(
+            range(len(claims)), key=lambda at: (claims[at].service.rank, claims[at].priority, claims[at].due, at)
+        )
+        assert line.placed == list(map(str, order))
+
+    asyncio.run(asyncio.wait_for(test(), SOON))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 4), st.integers(2, 4), st.integers(0, 2**32 - 1))
+def test_batch_gets_what_interactive_leaves_and_tenants_share_that_too(weight: int, tenants: int, seed: int) -> None:
+    """However many requests of a less urgent rank wait, and whatever tenant has them."""
+
+    async def test() -> None:
+        rng = random.Random(seed)
+        line = Line(free=0, max_waiting=10**6)
+        ranks = [Service(), BATCH]
+        each = 12 * weight
+        asked = [(tenant, rank) for tenant in range(tenants) for rank in (0, 1) for _ in range(each)]
+        rng.shuffle(asked)
+        tasks = [
+            line.ask(f"{tenant} {rank}", LEAST_TOKENS, claim=Claim(str(tenant), 1 + tenant, ranks[rank]))
+            for tenant, rank in asked
+        ]
+        await settle()
+        for _ in range(each * tenants):
+            line.free(LEAST_TOKENS)
+            await settle(3)
+        assert {name.split()[1] for name in line.placed} == {"0"}, "nothing of batch while others wait"
+        placed = each * tenants // 2
+        for _ in range(placed):
+            line.free(LEAST_TOKENS)
+            await settle(3)
+        batch = line.placed[each * tenants :]
+        assert len(batch) == placed
+        # Of half of all, no tenant gets less than its share, unless it has all that it asked for.
+        for tenant in range(tenants):
+            due = min(each, placed * (1 + tenant) / sum(range(1, tenants + 1)))
+            assert batch.count(f"{tenant} 1") >= math.floor(due) - 1 - tenant
+        late = line.ask("late", LEAST_TOKENS, claim=Claim("another"))
+        await settle()
+        line.free(LEAST_TOKENS)
+        assert await late == "late", "it goes before what waited for long"
+        line.free(10**6)
+        await asyncio.gather(*tasks)
+
+    asyncio.run(asyncio.wait_for(test(), SOON))
+
+
+async def test_batch_has_a_place_that_a_large_interactive_prompt_can_not_use() -> None:
+    line = Line(free=3)
+    large = line.ask("large", 10)
+    small = line.ask("batch", 3, claim=Claim(service=BATCH))
+    assert await small == "batch"
+    line.free(10)
+    assert await large == "large"
+
+
+async def test_a_full_queue_refuses_batch_before_all_others() -> None:
+    line = Line(free=0, max_waiting=3)
+    batch = [line.ask(f"batch {number}", 1, claim=Claim("a", service=BATCH)) for number in range(2)]
+    own = [line.ask(f"own {number}", 1, claim=Claim("b")) for number in range(2)]
+    await settle()
+    assert [task.done() for task in batch] == [False, True]
+    with pytest.raises(QueueFull):
+        await line.ask("batch of another", 1, claim=Claim("c", service=BATCH))
+    own.append(line.ask("own 2", 1, claim=Claim("b")))
+    await settle()
+    assert [task.done() for task in batch] == [True, True]
+    with pytest.raises(QueueFull):
+        await line.ask("own 3", 1, claim=Claim("b"))
+    line.free(10)
+    assert len(await asyncio.gather(*own)) == 3
+    await asyncio.gather(*batch, return_exceptions=True)
 
 
 async def test_a_full_queue_refuses_the_tenant_with_most_requests() -> None:

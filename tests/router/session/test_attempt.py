@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.internal.v1.worker_pb2 import Failure, RequestEvent, RouterHello, Sampling, Submit, TransferReport
+from kvrelay.internal.v1.worker_pb2 import Failure, RequestEvent, RouterHello, Sampling, Submit, TransferReport, Urgency
 from kvrelay.router.placing.worker_stream import Listener, WorkerStream
 from kvrelay.router.request.prompt import Prompt
 from kvrelay.router.request.validation import CheckedRequest
@@ -46,7 +46,7 @@ def attempt_of(
     request = CheckedRequest("r", "r/1", PROMPT, sampling, (), "")
     prefill, decode = ScriptedStream("prefill-0"), ScriptedStream("decode-0")
     attempt = Attempt(request, RequestTrace(0.0, attempts=2), tuple(range(100, 100 + generated)), prefill, decode)
-    attempt.submit(1.0, 1.0)
+    attempt.submit(1.0, 1.0, Urgency())
     return attempt, prefill, decode
 
 

@@ -1,0 +1,147 @@
+"""Seconds that a newcomer takes on a worker, and the seconds by which it delays the sequences that decode there.
+
+A worker computes prompts in the order in which they come, in chunks, and each step computes a token for every sequence
+that decodes too. The time of a step with both is bounded if the worker has such a bound (`WorkerCosts.step_seconds`):
+
+    steps      | decodes | decodes + chunk | decodes + chunk | decodes |
+    newcomer   |<- wait: prompts before it ->|<-- prefill -->|<- tpot ->
+                                             first token ----^
+
+Pure functions of what the worker reports; `Pace` keeps what doesn't depend on the newcomer.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvrelay.costs.handoff import KvBytes, LinkCost
+from kvrelay.costs.step import StepWork
+from kvrelay.costs.worker import WorkerCosts
+
+LEAST_CHUNK = 16
+"""Tokens of a prompt that a step is thought to compute however long its decodes take."""
+
+
+class Predicted(NamedTuple):
+    """Latencies that a request is predicted to have, in seconds."""
+
+    ttft: float
+    """From its placement to its first token."""
+    tpot: float
+    """Mean between two of its tokens, with the exposed part of a hand-off."""
+
+
+class WorkerLoad(NamedTuple):
+    """What a worker has to do already."""
+
+    prompt_tokens: int = 0
+    """Tokens of prompts that it has yet to compute."""
+    prompts: int = 0
+    """Prompts that these belong to."""
+    sequences: int = 0
+    """Sequences that decode there, or soon will."""
+    context_tokens: int = 0
+    """Tokens of their contexts, all together."""
+
+
+class Prefill(NamedTuple):
+    """Computing of a newcomer's prompt."""
+
+    seconds: float
+    """From its first step's begin to its last one's end."""
+    steps: int
+    last: float
+    """Tokens of the last chunk."""
+    delay: float
+    """Seconds by which each sequence that decodes there gets its next tokens later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """A worker's speed with what it has to do already. Made once for each report; read by each placement."""
+
+    costs: WorkerCosts
+    load: WorkerLoad
+    decodes: float
+    """Seconds that the decodes add to each step that has a chunk."""
+    step: float
+    """Seconds of a step of decodes alone, as they are now; 0 without any."""
+    wait: float
+    """Seconds until the first chunk of a newcomer's prompt is computed."""
+
+    @classmethod
+    def of(cls, costs: WorkerCosts, load: WorkerLoad) -> "Pace":
+        """The pace of a worker with these costs and this load."""
+        step = costs.step
+        alone = step.seconds(StepWork(sequences=load.sequences, context_tokens=load.context_tokens))
+        decodes = alone - step.fixed
+        pace = cls(costs, load, decodes, alone if load.sequences else 0.0, 0.0)
+        if not load.prompt_tokens:
+            # The step that runs is half done on average.
+            wait = pace.step / 2
+        else:
+            each = load.prompt_tokens / max(1, load.prompts)
+            tokens, steps = load.prompt_tokens, load.prompt_tokens / pace.chunk(each / 2)
+            work = step.token * tokens + step.pair * tokens * (each + 1) / 2
+            wait = steps * decodes + max(steps * step.fixed, steps * step.prompt_fixed + work)
+        return cls(costs, load, decodes, pace.step, wait)
+
+    def chunk(self, start: float) -> int:
+        """Tokens of a prompt that a step computes after the first `start` of them, beside the decodes."""
+        costs, load = self.costs, self.load
+        most = max(1, costs.chunk - load.sequences)
+        if not load.sequences or costs.step_seconds <= 0.0:
+            return most
+        others = StepWork(sequences=load.sequences, context_tokens=load.context_tokens)
+        return min(most, max(LEAST_CHUNK, costs.step.tokens_within(costs.step_seconds, int(start), others)))
+
+    def prefill(self, tokens: float, cached: float) -> Prefill:
+        """The computing of a prompt's `tokens` after `cached` ones whose KV is there."""
+        tokens = max(1.0, tokens)
+        chunk = self.chunk(cached + tokens / 2)
+        steps = math.ceil(tokens / chunk)
+        alone = self.costs.step.prefill(tokens, cached, chunk)
+        delay = alone - steps * self.costs.step.fixed if self.load.sequences else 0.0
+        return Prefill(steps * self.decodes + alone, steps, tokens - (steps - 1) * chunk, max(0.0, delay))
+
+    def tpot(self, context: float) -> float:
+        """Seconds of a step of decodes with a newcomer of `context` tokens among them."""
+        return self.costs.step.fixed + self.decodes + self.added(context)
+
+    def added(self, context: float) -> float:
+        """Seconds that a newcomer of `context` tokens adds to each step of decodes."""
+        return self.costs.step.sequence + self.costs.step.context * context
+
+
+def exposed_seconds(kv: KvBytes, link: LinkCost, prompt: int, have: float, prefill: Prefill) -> float:
+    """Seconds of a hand-off between the first token and the decode worker's first step.
+
+    Args:
+        prompt: tokens of the prompt.
+        have: of them, those that the decode worker has.
+        prefill: the computing of the prompt, on the worker that sends.
+    """
+    total = kv.between(min(have, prompt), prompt)
+    last = kv.between(min(prompt, max(have, prompt - prefill.last)), prompt)
+    return link.exposed(total, min(last, total), prefill.seconds * (prefill.steps - 1) / prefill.steps)
+
+
+def stays(pace: Pace, prompt: int, cached: float, expected: float) -> Predicted:
+    """Latencies of a request that one worker computes to its end.
+
+    Args:
+        prompt: tokens of the prompt.
+        cached: of them, those whose KV is there.
+        expected: tokens that it is expected to generate.
+    """
+    return Predicted(pace.wait + pace.prefill(prompt - cached, cached).seconds, pace.tpot(prompt + expected / 2))
+
+
+def handed(ttft: float, exposed: float, decode: Pace, prompt: int, expected: float) -> Predicted:
+    """Latencies of a request whose KV goes to a decode worker.
+
+    Args:
+        ttft: wait and prefill on the worker that computes the prompt.
+        exposed: seconds of the hand-off, of `exposed_seconds`.
+    """
+    return Predicted(ttft, decode.tpot(prompt + expected / 2) + exposed / max(1.0, expected - 1))

@@ -1,0 +1,108 @@
+"""Classes of service: how requests choose one, what the answer says of it, and what workers are told."""
+
+from typing import Any
+
+import pytest
+
+from kvrelay.client import KvrelayError
+from kvrelay.internal.v1.worker_pb2 import Failure, Urgency
+from kvrelay.router.config import ServiceClass
+from support.http_calls import CHAT, HELLO
+from support.router_fakes import FakeWorker, Job, fake, first_attempt, pair, token_at
+from support.scenes import Serve
+
+CLASSES = {
+    "interactive": ServiceClass(ttft_target_seconds=30.0, tpot_target_seconds=0.5),
+    "chat": ServiceClass(priority=-2, tpot_target_seconds=0.25),
+}
+RANKS = {"default": 0, "interactive": 0, "batch": 1, "chat": -2}
+TARGETS = {"default": (0.0, 0.0), "interactive": (30.0, 0.5), "batch": (0.0, 0.0), "chat": (0.0, 0.25)}
+BODIES = {"/v1/completions": HELLO, "/v1/chat/completions": CHAT}
+TIERS: list[tuple[dict[str, str], str, str]] = [
+    ({"service_tier": "auto"}, "default", "default"),
+    ({"service_tier": "default"}, "default", "default"),
+    ({"service_tier": "scale"}, "default", "default"),
+    ({"service_tier": "flex"}, "batch", "flex"),
+    ({"service_tier": "priority"}, "interactive", "priority"),
+    ({"slo_class": "interactive"}, "interactive", "priority"),
+    ({"slo_class": "batch", "service_tier": "auto"}, "batch", "flex"),
+    ({"slo_class": "batch", "service_tier": "flex"}, "batch", "flex"),
+    ({"slo_class": "chat"}, "chat", "chat"),
+]
+
+
+def check_urgency(urgency: Urgency, service: str, priority: int) -> None:
+    ttft, tpot = TARGETS[service]
+    assert (urgency.rank, urgency.priority, urgency.token_seconds) == (RANKS[service], priority, tpot)
+    if ttft:
+        assert 0 < urgency.first_token_seconds < ttft, "a part of the time has passed"
+    else:
+        assert urgency.first_token_seconds == 0
+
+
+def urgencies(workers: tuple[FakeWorker, ...]) -> list[Urgency]:
+    """Urgency of the latest part at each worker."""
+    return [worker.jobs[-1].submit.urgency for worker in workers]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_http_chooses_by_either_name_and_the_answer_says_which_served(serve: Serve, path: str) -> None:
+    workers = pair()
+    cluster = await serve(*workers, classes=CLASSES)
+    for given, service, tier in TIERS:
+        status, answer = await cluster.http.post(path, {**BODIES[path], **given, "priority": 7})
+        assert (status, answer["service_tier"]) == (200, tier), given
+        for urgency in urgencies(workers):
+            check_urgency(urgency, service, 7)
+        chunks = await cluster.http.stream(path, {**BODIES[path], **given})
+        assert {chunk["service_tier"] for chunk in chunks} == {tier}
+        assert cluster.metric("kvrelay_router_requests_total", **{"class": service, "outcome": "length"}) > 0
+    status, answer = await cluster.http.post(path, BODIES[path])
+    assert (status, "service_tier" in answer) == (200, False), "it was not asked for"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"service_tier": "fast"}, "service_tier is 'fast'; allowed: 'auto', 'default', 'scale', 'flex' or 'priority'"),
+        (
+            {"service_tier": "flex", "slo_class": "chat"},
+            "service_tier is 'flex'; allowed: null, auto, or the tier of the class that slo_class names",
+        ),
+        ({"slo_class": "x"}, "slo_class is 'x'; allowed: 'default', 'interactive', 'batch', 'chat', or empty; see"),
+    ],
+)
+@pytest.mark.parametrize("path", BODIES)
+async def test_http_refuses_names_that_nothing_has(serve: Serve, path: str, given: Any, said: str) -> None:
+    cluster = await serve(*pair(), classes=CLASSES)
+    status, answer = await cluster.http.post(path, {**BODIES[path], **given})
+    assert (status, answer["error"]["param"]) == (400, said.split()[0])
+    assert answer["error"]["message"].startswith(said)
+
+
+async def test_grpc_chooses_by_slo_class(serve: Serve) -> None:
+    workers = pair()
+    cluster = await serve(*workers, classes=CLASSES)
+    for service in ("", *RANKS):
+        await cluster.client.complete("hello", max_tokens=4, slo_class=service, priority=-1)
+        for urgency in urgencies(workers):
+            check_urgency(urgency, service or "default", -1)
+    with pytest.raises(KvrelayError, match="slo_class is 'x'; allowed: 'default', 'interactive', 'batch', 'chat', or"):
+        await cluster.client.complete("hello", max_tokens=4, slo_class="x")
+
+
+async def test_a_stream_that_has_begun_is_as_urgent_as_its_next_token(serve: Serve) -> None:
+    """Its decode worker fails it behind some tokens. Another attempt has nothing to do with the first token."""
+
+    async def fails(job: Job) -> None:
+        job.send(job.base + 1, (token_at(job.base + 1),))
+        await job.shown(2)
+        job.fail(Failure.CODE_RETRY)
+
+    prefill = fake("prefill-0")
+    cluster = await serve(prefill, fake("decode-0", first_attempt(fails)), classes=CLASSES)
+    await cluster.ask(count=6, slo_class="interactive")
+    first, second = (job.submit.urgency for job in prefill.jobs)
+    check_urgency(first, "interactive", 0)
+    assert second.first_token_seconds < 0.5, "the next token is due one TPOT after the latest one"
+    assert (second.rank, second.token_seconds) == (0, 0.5)
