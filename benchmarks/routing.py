@@ -34,7 +34,7 @@ from turns import end_on_signal, own_setting, save
 
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.router.config import RouterConfig
+from kvrelay.router.config import BATCH, DEFAULT_CLASS, INTERACTIVE, RouterConfig, ServiceClass
 from kvrelay.router.placing.placement import Demand, Placement
 from kvrelay.router.placing.prefixes import UNIT
 
@@ -51,6 +51,7 @@ SLOW, SLOW_LINK = 2.0, 10.0
 OVERLOAD = 1.5
 PREFIXES = 10_000
 KNOWN = {each.name for each in fields(RouterConfig)}
+ENGINE = {each.name for each in fields(EngineConfig)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +198,12 @@ def row_admission(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str
     """At 1.5 times the highest rate, with each kind of admission: goodput relative to its peak, and how well the delay
     of a refusal says when the request would be taken."""
     found: dict[str, Any] = {}
-    targets = {"ttft_target_seconds": TARGETS.ttft, "tpot_target_seconds": TARGETS.tpot}
+    classes = {DEFAULT_CLASS: ServiceClass(ttft_target_seconds=TARGETS.ttft, tpot_target_seconds=TARGETS.tpot)}
     for policy in wanted[-1:]:
         highest = rates.highest(policy)
         peak = max(done.goodput(TARGETS) for (name, _), done in rates.runs.items() if name == policy)
         for admission in ("none", "room", "predicted") if "admission" in KNOWN else ("room",):
-            given = options(policy, admission=admission, **targets)
+            given = options(policy, admission=admission, classes=classes)
             done = replay(setup.fleet, setup.arrivals(OVERLOAD * highest), setup.seconds, given)
             told = _told(setup, OVERLOAD * highest, given)
             found[admission] = {
@@ -262,8 +263,7 @@ def row_batch(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, An
                 number += 10**6
                 like = rng.choice(lengths)
                 prompt = replace(like, number=number, blocks=()).prompt()
-                name = "batch" if "classes" in KNOWN and "admission" in KNOWN else ""
-                await cluster.ask(Question(f"b-{number}", prompt, like.answer_tokens, 2048, name, caller="batch"))
+                await cluster.ask(Question(f"b-{number}", prompt, like.answer_tokens, 2048, BATCH, caller="batch"))
 
         async with asyncio.TaskGroup() as group:
             for number in range(24 * (setup.prefills + setup.decodes)):
@@ -271,10 +271,14 @@ def row_batch(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, An
 
     for policy in wanted[-1:]:
         rate = 0.5 * rates.highest(policy)
-        service = "interactive" if "admission" in KNOWN else ""
-        alone = replay(setup.fleet, setup.arrivals(rate), setup.seconds, options(policy), service_class=service)
+        alone = replay(setup.fleet, setup.arrivals(rate), setup.seconds, options(policy), service_class=INTERACTIVE)
         both = replay(
-            setup.fleet, setup.arrivals(rate), setup.seconds, options(policy), service_class=service, background=batch
+            setup.fleet,
+            setup.arrivals(rate),
+            setup.seconds,
+            options(policy),
+            service_class=INTERACTIVE,
+            background=batch,
         )
         found[policy] = {
             "rate": round(rate, 3),
@@ -288,8 +292,8 @@ def row_batch(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, An
 
 
 def row_decision(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
-    """Seconds of a decision, the view of the workers included: with 10,000 prefixes in the index of 64 workers, and with
-    500 in that of 1,000."""
+    """Seconds of a decision, the view of the workers included, with 10,000 prefixes known of 64 workers, and
+    500 of 1,000."""
 
     async def main(pairs: int, policy: str, prefixes: int) -> float:
         places = [Place("prefill", setup.machine)] * pairs + [Place("decode", setup.machine)] * pairs
@@ -312,7 +316,7 @@ def row_decision(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str,
     found: dict[str, Any] = {}
     for policy in wanted:
         sizes = {32: PREFIXES, 500: PREFIXES // 20}
-        found[policy] = {f"{2 * pairs}_workers": round(run(main(pairs, policy, n)), 6) for pairs, n in sizes.items()}
+        found[policy] = {f"{2 * each}_workers": round(run(main(each, policy, n)), 6) for each, n in sizes.items()}
         print(json.dumps({"policy": policy, **found[policy]}), flush=True)
     return found
 
@@ -370,6 +374,69 @@ def simulate(args: argparse.Namespace) -> None:
             save(args.out, result)
 
 
+def measure_engines(args: argparse.Namespace) -> None:
+    """Clusters of two workers on this machine, each at all rates; goodput is that of the best rate."""
+    from routing_engine import Kind, measure, show
+
+    pair, two = ("prefill", "decode"), ("colocated", "colocated")
+    kinds = {"pair": Kind(pair, options("least_work"), {})}
+    for tokens in args.batch_tokens:
+        unbounded = {"step_ms": 0} if "step_ms" in ENGINE else {}
+        kinds[f"pair {tokens}"] = Kind(pair, options("least_work"), {"max_batch_tokens": tokens})
+        kinds[f"colocated {tokens}"] = Kind(two, options("least_work"), {"max_batch_tokens": tokens, **unbounded})
+    if "step_ms" in ENGINE:
+        kinds["colocated bounded"] = Kind(two, options("least_work"), {})
+    if "placement" in KNOWN:
+        kinds["predicted"] = Kind(pair, options("predicted"), {})
+    trace = read(args.traces, "conversation")
+    result: dict[str, Any] = {"setting": {**own_setting("torch"), "model": args.model.name, "seconds": args.seconds}}
+    for name, found in measure(args.model, kinds, trace, args.rates, args.seconds):
+        show(name, found)
+        if name == "idle":
+            result["idle"] = found
+        else:
+            result.setdefault("runs", {}).setdefault(name, []).append(found)
+            best = max(result["runs"][name], key=lambda run: run["goodput"])
+            result.setdefault("best", {})[name] = best
+        if args.out is not None:
+            save(args.out, result)
+
+
+COLORS = ("#2563eb", "#d97706", "#64748b", "#059669", "#dc2626")
+WIDTH, HEIGHT, LEFT, TOP = 560, 300, 60, 40
+
+
+def draw(args: argparse.Namespace) -> None:
+    """Goodput against the rate of arrivals: a line for each policy, and for as many co-located workers."""
+    curves: dict[str, list[tuple[float, float]]] = json.loads(args.results.read_text())[args.fleet]["curve"]
+    most = max(rate for curve in curves.values() for rate, _ in curve)
+    scale = WIDTH / most, HEIGHT / most
+
+    def at(rate: float, goodput: float) -> str:
+        return f"{LEFT + scale[0] * rate:.1f},{TOP + HEIGHT - scale[1] * goodput:.1f}"
+
+    bottom, right = TOP + HEIGHT, LEFT + WIDTH
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right + 180} {bottom + 50}" font-family="sans-serif" '
+        'font-size="12" fill="#475569">',
+        f'<rect width="{right + 180}" height="{bottom + 50}" fill="#ffffff"/>',
+        f'<text x="{LEFT}" y="24" font-weight="bold">requests a second within both targets ({args.fleet})</text>',
+        f'<rect x="{LEFT}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#cbd5e1"/>',
+        f'<line x1="{LEFT}" y1="{bottom}" x2="{right}" y2="{TOP}" stroke="#cbd5e1" stroke-dasharray="4"/>',
+        f'<text x="{LEFT + WIDTH / 2}" y="{bottom + 40}" text-anchor="middle">requests a second that come</text>',
+    ]
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        label = f"{share * most:.0f}"
+        lines.append(f'<text x="{LEFT + share * WIDTH}" y="{bottom + 18}" text-anchor="middle">{label}</text>')
+        lines.append(f'<text x="{LEFT - 6}" y="{bottom - share * HEIGHT + 4}" text-anchor="end">{label}</text>')
+    for number, (name, curve) in enumerate(curves.items()):
+        color, height = COLORS[number % len(COLORS)], TOP + 14 + 20 * number
+        points = " ".join(at(rate, goodput) for rate, goodput in curve)
+        lines.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
+        lines.append(f'<text x="{right + 12}" y="{height}" fill="{color}">{name.replace("_", " ")}</text>')
+    args.out.write_text("\n".join([*lines, "</svg>", ""]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -384,6 +451,21 @@ def main() -> None:
     simulated.add_argument("--start", type=float, help="requests a second at which the search for the highest begins")
     simulated.add_argument("--out", type=Path, help="file for the results, which keeps what other rows have found")
     simulated.set_defaults(do=simulate)
+    engines = commands.add_parser("engine", help="two workers of this machine, real engines")
+    engines.add_argument("model", type=Path, help="folder of a checkpoint, e.g. of `checkpoint.py MODEL --shape 135m`")
+    engines.add_argument("--traces", type=Path, required=True, help="folder of the traces")
+    engines.add_argument("--rates", type=float, nargs="+", default=[0.3, 0.6, 1.0, 1.5], help="requests a second")
+    engines.add_argument("--seconds", type=float, default=60.0, help="of each run")
+    engines.add_argument(
+        "--batch-tokens", type=int, nargs="+", default=[128, 512], help="tokens of a step: which suits best is shown"
+    )
+    engines.add_argument("--out", type=Path, help="file for the results")
+    engines.set_defaults(do=measure_engines)
+    drawn = commands.add_parser("picture", help="goodput against rate, of the results of `simulated`")
+    drawn.add_argument("results", type=Path)
+    drawn.add_argument("--fleet", default="conversation 8+8", help="key of the results")
+    drawn.add_argument("--out", type=Path, required=True, help="file for the SVG")
+    drawn.set_defaults(do=draw)
     args = parser.parse_args()
     end_on_signal()
     args.do(args)
