@@ -2,7 +2,7 @@
 
 The conversation trace's prompts and answers are divided by PROMPT_SCALE and ANSWER_SCALE, its blocks of 512 tokens too,
 so that equal prefixes stay equal. A request meets its targets if its first token comes within 5 times, and its others
-come within 2 times, what they take on an idle pair at that length: a line through the times that an idle pair takes.
+come within 2 times, what they take on an idle pair at that length.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ PROMPT_SCALE, ANSWER_SCALE = 16, 8
 VOCAB = 49_000
 MOST_PROMPT = 2000
 TTFT_FACTOR, TPOT_FACTOR = 5.0, 2.0
-IDLE_LENGTHS = (64, 256, 768, 1536)
+IDLE_LENGTHS = (32, 256, 768, MOST_PROMPT)
 IDLE_ANSWER, IDLE_TIMES = 24, 3
 REQUEST_SECONDS = 120.0
 FIRST_COUNTED = 0.2
@@ -49,19 +49,18 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Latencies of an idle pair: seconds, as lines over the prompt's tokens."""
+    """Latencies of an idle pair: seconds at each of IDLE_LENGTHS; between these, a line."""
 
-    ttft: tuple[float, float]
-    tpot: tuple[float, float]
+    ttft: tuple[float, ...]
+    tpot: tuple[float, ...]
 
     def met(self, stream: Stream) -> bool:
         """Whether a request met both targets."""
         first = stream.first_token
         if stream.error or first is None or len(stream.tokens) < stream.count:
             return False
-        tokens = len(stream.prompt)
-        soon = first <= TTFT_FACTOR * (self.ttft[0] + self.ttft[1] * tokens)
-        return soon and tpot_of(stream) <= TPOT_FACTOR * (self.tpot[0] + self.tpot[1] * tokens)
+        ttft, tpot = (float(np.interp(len(stream.prompt), IDLE_LENGTHS, each)) for each in (self.ttft, self.tpot))
+        return first <= TTFT_FACTOR * ttft and tpot_of(stream) <= TPOT_FACTOR * tpot
 
 
 def tpot_of(stream: Stream) -> float:
@@ -124,7 +123,7 @@ def idle(address: str) -> Idle:
     """Measures an idle pair, one request at a time; the first of each length doesn't count."""
 
     async def main() -> Idle:
-        lengths, ttfts, tpots = [], [], []
+        ttfts, tpots = [], []
         async with AsyncClient(address) as client:
             for length in IDLE_LENGTHS:
                 each = []
@@ -135,12 +134,9 @@ def idle(address: str) -> Idle:
                     if stream.error:
                         raise RuntimeError(f"the idle pair failed: {stream.error}")
                     each.append((stream.first_token or 0.0, tpot_of(stream)))
-                lengths.append(length)
                 ttfts.append(statistics.median(ttft for ttft, _ in each[1:]))
                 tpots.append(statistics.median(tpot for _, tpot in each[1:]))
-        ttft_slope, ttft = np.polyfit(lengths, ttfts, 1)
-        tpot_slope, tpot = np.polyfit(lengths, tpots, 1)
-        return Idle((max(0.0, float(ttft)), float(ttft_slope)), (float(tpot), max(0.0, float(tpot_slope))))
+        return Idle(tuple(ttfts), tuple(tpots))
 
     return asyncio.run(main())
 
@@ -197,7 +193,8 @@ def measure(
     """
     with cluster(model, kinds["pair"]) as address:
         targets = idle(address)
-    yield "idle", {"ttft": [round(x, 6) for x in targets.ttft], "tpot": [round(x, 7) for x in targets.tpot]}
+    ttft, tpot = ([round(seconds, 5) for seconds in each] for each in (targets.ttft, targets.tpot))
+    yield "idle", {"lengths": IDLE_LENGTHS, "ttft": ttft, "tpot": tpot}
     for name, kind in kinds.items():
         with cluster(model, kind) as address:
             for number, rate in enumerate(rates):

@@ -7,6 +7,7 @@ outcome = await cluster.ask(Question(...))        as a client does over gRPC, fr
 import asyncio
 import logging
 import os
+import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -176,7 +177,7 @@ class Cluster:
             slo_class=question.service_class,
             session=question.session,
         )
-        self._answers[question.name] = hash(question.name) % 1009, question.answer_tokens
+        self._answers[question.name] = zlib.crc32(question.name.encode()) % 1009, question.answer_tokens
         try:
             with self.router.front.generation(Caller(Identity(), question.caller), 0) as call:
                 await call.generate(request, _Sink(self, outcome))
