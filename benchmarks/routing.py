@@ -349,7 +349,8 @@ ROWS: dict[str, Callable[[Setup, Rates, Sequence[str]], dict[str, Any]]] = {
 def h100(calibration: Path) -> Machine:
     """A worker of Llama-3.1-8B on one H100."""
     spec = ModelSpec("LlamaForCausalLM", 256, MAX_CONTEXT, (END,), "bfloat16", "0" * 64)
-    engine = EngineConfig(block_size=64, max_batch_tokens=8192, max_sequences=256, kv_memory_bytes=1)
+    bound = {"step_seconds": TARGETS.tpot} if "step_seconds" in ENGINE else {}
+    engine = EngineConfig(block_size=64, max_batch_tokens=8192, max_sequences=256, kv_memory_bytes=1, **bound)
     kernels = Kernels(calibration, LLAMA_3_1_8B)
     return Machine(kernels, spec, engine, KV_TOKENS, LLAMA_3_1_8B.kv_bytes, 1 / LINK_BYTES, HANDOFF_SECONDS)
 
@@ -381,10 +382,10 @@ def measure_engines(args: argparse.Namespace) -> None:
     pair, two = ("prefill", "decode"), ("colocated", "colocated")
     kinds = {"pair": Kind(pair, options("least_work"), {})}
     for tokens in args.batch_tokens:
-        unbounded = {"step_ms": 0} if "step_ms" in ENGINE else {}
+        unbounded = {"step_seconds": 0} if "step_seconds" in ENGINE else {}
         kinds[f"pair {tokens}"] = Kind(pair, options("least_work"), {"max_batch_tokens": tokens})
         kinds[f"colocated {tokens}"] = Kind(two, options("least_work"), {"max_batch_tokens": tokens, **unbounded})
-    if "step_ms" in ENGINE:
+    if "step_seconds" in ENGINE:
         kinds["colocated bounded"] = Kind(two, options("least_work"), {})
     if "placement" in KNOWN:
         kinds["predicted"] = Kind(pair, options("predicted"), {})

@@ -77,7 +77,7 @@ def scaled(arrival: Arrival) -> tuple[tuple[int, ...], int]:
 
 
 async def ask(client: AsyncClient, stream: Stream) -> dict[str, float]:
-    """Runs a request to its end; returns what the router had predicted and its workers have taken, if it says so."""
+    """Runs a request to its end; returns the relative errors of what the router had predicted of it, if it says so."""
     found: dict[str, float] = {}
     try:
         async for chunk in client.generate(
@@ -91,9 +91,11 @@ async def ask(client: AsyncClient, stream: Stream) -> dict[str, float]:
             stream.tokens += chunk.token_ids
             stream.times += [time.monotonic()] * len(chunk.token_ids)
             if chunk.timeline is not None:
-                for name in ("predicted_ttft_seconds", "predicted_tpot_seconds"):
-                    if value := getattr(chunk.timeline, name, 0.0):
-                        found[name] = value
+                timeline = chunk.timeline
+                came = timeline.first_token_seconds - timeline.route_seconds, tpot_of(stream)
+                for name, seconds in zip(("first_token", "token"), came, strict=True):
+                    if seconds > 0 and (told := getattr(timeline, f"predicted_{name}_seconds", 0.0)):
+                        found[name] = abs(told / seconds - 1)
     except KvrelayError as error:
         stream.error = f"{error.code.name}: {error}"
     return found
@@ -174,12 +176,10 @@ def load(
         "worst_gap_p99": round(float(gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))]), 4),
         "errors": sorted({stream.error for stream in streams if stream.error})[:3],
     }
-    told = [(stream, each) for stream, each in counted if each and stream in served]
+    told = [each for _, each in counted if each]
     if told:
-        ttft = [abs(each["predicted_ttft_seconds"] / (stream.first_token or 1.0) - 1) for stream, each in told]
-        tpots = [(stream, each["predicted_tpot_seconds"]) for stream, each in told if "predicted_tpot_seconds" in each]
-        found["ttft_error_p50"] = round(statistics.median(ttft), 3)
-        found["tpot_error_p50"] = round(statistics.median(abs(t / tpot_of(stream) - 1) for stream, t in tpots), 3)
+        for name in ("first_token", "token"):
+            found[f"{name}_error_p50"] = round(statistics.median(each[name] for each in told if name in each), 3)
     return found
 
 
