@@ -68,10 +68,13 @@ def tpot_of(stream: Stream) -> float:
     return (stream.times[-1] - stream.times[0]) / max(1, len(stream.times) - 1)
 
 
-def scaled(arrival: Arrival) -> tuple[tuple[int, ...], int]:
-    """The prompt of a request, scaled to the model, and the number of tokens of its answer."""
+def scaled(arrival: Arrival, tag: str) -> tuple[tuple[int, ...], int]:
+    """The prompt of a request, scaled to the model, and the number of tokens of its answer. Prompts with other tags have
+    nothing in common."""
     size = BLOCK // PROMPT_SCALE
-    tokens = [token for block in arrival.blocks for token in random.Random(block).choices(range(5, VOCAB), k=size)]
+    tokens = [
+        token for block in arrival.blocks for token in random.Random(f"{tag} {block}").choices(range(5, VOCAB), k=size)
+    ]
     length = min(MOST_PROMPT, max(8, arrival.prompt_tokens // PROMPT_SCALE))
     return tuple(tokens[:length]), max(2, arrival.answer_tokens // ANSWER_SCALE)
 
@@ -155,7 +158,7 @@ def load(
         async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
             for each in arrivals:
                 await asyncio.sleep(began + each.at - time.monotonic())
-                prompt, count = scaled(each)
+                prompt, count = scaled(each, tag)
                 stream = Stream(f"{tag}-{each.number}", prompt, count, None, time.monotonic())
                 streams.append((stream, group.create_task(ask(client, stream))))
         return [(stream, task.result()) for stream, task in streams]
