@@ -69,8 +69,8 @@ def tpot_of(stream: Stream) -> float:
 
 
 def scaled(arrival: Arrival, tag: str) -> tuple[tuple[int, ...], int]:
-    """The prompt of a request, scaled to the model, and the number of tokens of its answer. Prompts with other tags have
-    nothing in common."""
+    """The prompt of a request, scaled to the model, and the number of tokens of its answer. Those with other tags are
+    other prompts."""
     size = BLOCK // PROMPT_SCALE
     tokens = [
         token for block in arrival.blocks for token in random.Random(f"{tag} {block}").choices(range(5, VOCAB), k=size)
