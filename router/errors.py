@@ -111,6 +111,8 @@ class Exhausted(RequestError):
 
     def __init__(self, text: str = "", retry_seconds: float = RETRY_DELAY_SECONDS) -> None:
         super().__init__(text)
+        self.retry_seconds = retry_seconds
+        """Seconds after which to try again."""
         milliseconds = math.ceil(retry_seconds * 1000)
         info = RetryInfo(retry_delay=Duration(seconds=milliseconds // 1000, nanos=milliseconds % 1000 * 10**6))
         status = Status(code=self.code.value[0], message=str(self))
