@@ -12,7 +12,7 @@ Pure functions of what the worker reports; `Pace` keeps what doesn't depend on t
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvrelay.costs.handoff import KvBytes, LinkCost
 from kvrelay.costs.step import StepWork
@@ -29,6 +29,23 @@ class Predicted(NamedTuple):
     """From its placement to its first token."""
     tpot: float
     """Mean between two of its tokens, with the exposed part of a hand-off."""
+
+
+Way = Literal["pair", "in place", "co-located", "first token"]
+"""How a request is served: by a prefill worker that hands over to a decode worker; by a decode worker that computes the
+prompt too; by a co-located worker; by a prefill worker, as the first token is the last."""
+
+
+class Decision(NamedTuple):
+    """What the choice of workers was decided by."""
+
+    way: Way
+    predicted: Predicted | None = None
+    """Latencies; None if the workers' costs don't decide, or aren't known."""
+    exposed: float = 0.0
+    """Predicted seconds of the hand-off between the first token and the decode worker's first step."""
+    runner_up: str = ""
+    """The second best choice in words, e.g. `pair prefill-0 decode-1`; empty if there was none."""
 
 
 class WorkerLoad(NamedTuple):

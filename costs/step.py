@@ -92,7 +92,7 @@ class StepCost:
         slope, half = self.token + self.pair * (start + 0.5), self.pair / 2
         if left <= 0.0:
             return 0
-        if half * left < 1e-12 * slope * slope:
+        if half * left <= 1e-12 * slope * slope:
             return int(min(2.0**31, left / slope)) if slope > 0.0 else 2**31
         root = (math.sqrt(slope * slope + 4 * half * left) - slope) / (2 * half)
         return int(min(2.0**31, root))
@@ -123,7 +123,8 @@ class StepFit:
         """Takes a step that took `seconds`."""
         if not work.prompt_tokens:
             decodes = 1.0, float(work.sequences), float(work.context_tokens), float(work.guesses)
-            self._decode.add(decodes, seconds, work.sequences.bit_length())
+            each = work.context_tokens // max(1, work.sequences)
+            self._decode.add(decodes, seconds, 64 * work.sequences.bit_length() + each.bit_length())
             return
         others = 0.0
         if work.sequences and (known := self._decode.coefficients) is not None:

@@ -134,6 +134,12 @@ class RouterOptions(Options):
     those that it delays, by the costs that the workers report; as `least_work` while these aren't known. `least_work`:
     where the load and the request's own work are least, counted in tokens. `round_robin`, `random`: for comparison."""
 
+    admission: Literal["none", "room", "predicted"] = "room"
+    """Requests that are refused with RESOURCE_EXHAUSTED before anything is computed, and with the delay after which to
+    try again. room: those beyond max_queue, and those that find no room within first_token_timeout_seconds. predicted:
+    also those that can't meet the targets of their class, by what is predicted of them and of all that is before them.
+    none: as room, without the limit of max_queue."""
+
     backlog_share: Annotated[float, Interval(ge=0, le=1)] = 0.25
     """Largest share (0 to 1) of the prefill workers' KV memory that may hold computed prompts for which there will soon
     be room on a decode worker, as requests there are about to end. With 0, a prompt is sent only if it fits on a decode
@@ -146,7 +152,7 @@ class RouterOptions(Options):
 
     prefix_index_tokens: Annotated[int, Interval(ge=0, le=2**40)] = 8 * 2**20
     """Tokens in workers' prefix caches that the router remembers, to place prompts where their beginning was computed;
-    about 5 bytes each. 0: placement by load only."""
+    about 8 bytes each. 0: placement by load only."""
 
     max_message_bytes: Annotated[int, Interval(ge=1024, le=2**30)] = 4 * 2**20
     """Largest size of a request; a larger one is refused with INVALID_ARGUMENT. gRPC itself refuses one that is more

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeVar
 
-from kvrelay.costs.predict import Predicted
+from kvrelay.costs.predict import Decision, Predicted
 from kvrelay.internal.v1.worker_pb2 import DecodeReport, PrefillReport, RequestEvent, TransferReport
-from kvrelay.router.placing.placement import Decision
 from kvrelay.rpc.tracing import TraceContext
 from kvrelay.v1.inference_pb2 import Timeline, Usage
 

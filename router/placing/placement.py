@@ -3,9 +3,8 @@
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
 
-from kvrelay.costs.predict import Pace, Predicted, WorkerLoad
+from kvrelay.costs.predict import Decision, Pace, WorkerLoad
 from kvrelay.costs.worker import WorkerCosts
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY, MemberState
 from kvrelay.internal.v1.worker_pb2 import Load
@@ -70,7 +69,7 @@ class DecodeCapacity:
         if demand.begun:
             return self.blocks_for(demand.prompt_tokens) <= free
         need, kept = self.blocks_for(demand.most_expected), 0
-        if self.passes(demand):
+        if demand.holder and self.passes(demand):
             # The growth of others leaves the reserve alone.
             return need <= free
         if demand.holder and not self.little(demand):
@@ -194,23 +193,6 @@ class Demand:
     def most_expected(self) -> int:
         """Tokens that it is expected to have in the end, less the last one, whose KV nobody needs."""
         return self.prompt_tokens + max(0, self.expected_tokens - 1)
-
-
-Way = Literal["pair", "in place", "co-located", "first token"]
-"""How a request is served: by a prefill worker that hands over to a decode worker; by a decode worker that computes the
-prompt too; by a co-located worker; by a prefill worker, as the first token is the last."""
-
-
-class Decision(NamedTuple):
-    """What the choice of workers was decided by."""
-
-    way: Way
-    predicted: Predicted | None = None
-    """Latencies; None if the workers' costs don't decide, or aren't known."""
-    exposed: float = 0.0
-    """Predicted seconds of the hand-off between the first token and the decode worker's first step."""
-    runner_up: str = ""
-    """The second best choice in words, e.g. `pair prefill-0 decode-1`; empty if there was none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from kvrelay.costs.predict import Predicted
+from kvrelay.costs.predict import Decision, Predicted
 from kvrelay.router.placing.groups import Fleet, Group
-from kvrelay.router.placing.placement import Decision, Demand, NoPlace, Placement, WorkerView
+from kvrelay.router.placing.placement import Demand, NoPlace, Placement, WorkerView
 from kvrelay.router.placing.prefixes import Expectation, PrefixIndex
 from kvrelay.rpc.identity import WorkerId, WorkerRole
 

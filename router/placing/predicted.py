@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from kvrelay.costs.predict import Pace, Predicted, Prefill, exposed_seconds
+from kvrelay.costs.predict import Decision, Pace, Predicted, Prefill, Way, exposed_seconds
 from kvrelay.router.config import PlacementName
 from kvrelay.router.placing.groups import CONTEXT, DELAY, FIRST, PAIR, STEP, TOKEN, WAIT, Group, stall
-from kvrelay.router.placing.placement import Decision, Demand, Placement, Way, WorkerView
+from kvrelay.router.placing.placement import Demand, Placement, WorkerView
 from kvrelay.router.placing.policies import Choice, LeastWork, PlacementPolicy, Random, RoundRobin
 from kvrelay.router.placing.prefixes import Expectation, PrefixIndex
 

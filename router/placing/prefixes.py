@@ -73,18 +73,36 @@ class _Cache:
     that a unit is never here without those before it."""
     computing: dict[int, None] = field(default_factory=dict)
     """Numbers of the placements that the worker has not reported on, in order."""
+    bit: int = 0
+    """The worker's bit in `holders`."""
+    holders: dict[int, int] = field(default_factory=dict)
+    """Which workers have each unit, one bit for each; shared by all caches of an index."""
 
     def trim(self) -> None:
         while len(self.used) > self.max_units:
-            self.used.popitem(last=False)
+            self._lost(self.used.popitem(last=False)[0])
+
+    def drop(self, unit: int) -> None:
+        """Drops a unit. No later one of its prompt may be left."""
+        del self.used[unit]
+        self._lost(unit)
+
+    def _lost(self, unit: int) -> None:
+        left = self.holders[unit] & ~self.bit
+        if left:
+            self.holders[unit] = left
+        else:
+            del self.holders[unit]
 
     def find(self, chain: Sequence[int]) -> int:
         """Units of the longest known prefix."""
         return bisect_left(chain, True, key=lambda unit: unit not in self.used)
 
     def use(self, chain: Sequence[int], number: int) -> None:
-        used = self.used
+        used, holders = self.used, self.holders
         for unit in reversed(chain):
+            if unit not in used:
+                holders[unit] = holders.get(unit, 0) | self.bit
             used[unit] = number
             used.move_to_end(unit)
         self.trim()
@@ -92,7 +110,7 @@ class _Cache:
     def drop_until(self, number: int) -> None:
         """Drops the units that were last used by placement `number` or before."""
         while self.used and next(iter(self.used.values())) <= number:
-            self.used.popitem(last=False)
+            self._lost(self.used.popitem(last=False)[0])
 
 
 class Expectation:
@@ -132,11 +150,11 @@ class Expectation:
         used = self._cache.used
         for unit in itertools.islice(self._chain, len(self._last_uses), None):
             if used.get(unit) == self._number:
-                del used[unit]
+                self._cache.drop(unit)
 
 
 class PrefixIndex:
-    """The caches of all workers. Memory is bounded: some 150 bytes for each UNIT tokens, up to `max_tokens`."""
+    """The caches of all workers. Memory is bounded: some 250 bytes for each UNIT tokens, up to `max_tokens`."""
 
     def __init__(self, max_tokens: int) -> None:
         """
@@ -145,6 +163,12 @@ class PrefixIndex:
         """
         self._max_units = max_tokens // UNIT
         self._caches: dict[WorkerId, _Cache] = {}
+        self._holders: dict[int, int] = {}
+        """Which workers have each unit, by their bits."""
+        self._everybody = 0
+        """The bits of all workers."""
+        self._row_of_bit: NDArray[np.intp] = np.zeros(0, np.intp)
+        """Position of each bit's worker in the order of `keep`; for unused bits anything."""
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -159,10 +183,23 @@ class PrefixIndex:
         """
         pools = dict(workers)
         share = self._max_units // max(1, len(pools))
-        self._caches = {worker: self._caches.get(worker) or _Cache() for worker in pools}
+        for worker in self._caches.keys() - pools.keys():
+            gone = self._caches.pop(worker)
+            gone.max_units = 0
+            gone.trim()
+            self._everybody &= ~gone.bit
+        self._caches = {worker: self._caches.get(worker) or self._new_cache() for worker in pools}
+        rows = {cache.bit.bit_length() - 1: row for row, cache in enumerate(self._caches.values())}
+        self._row_of_bit = np.array([rows.get(bit, 0) for bit in range(self._everybody.bit_length())], np.intp)
         for worker, cache in self._caches.items():
             cache.max_units = min(share, pools[worker] // UNIT)
             cache.trim()
+
+    def _new_cache(self) -> _Cache:
+        """The cache of a worker that gets the first free bit."""
+        bit = ~self._everybody & (self._everybody + 1)
+        self._everybody |= bit
+        return _Cache(bit=bit, holders=self._holders)
 
     def find(self, worker: WorkerId, chain: Sequence[int]) -> int:
         """Tokens of the longest prefix that the worker probably has."""
@@ -171,26 +208,28 @@ class PrefixIndex:
 
     def cached(self, chain: Sequence[int]) -> NDArray[np.float64]:
         """[workers] tokens of the longest prefix that each worker probably has, in the order of `keep`."""
-        found = np.zeros(len(self._caches))
-        if not chain:
-            return found
-        first = chain[0]
-        having = [(at, cache.used) for at, cache in enumerate(self._caches.values()) if first in cache.used]
-        # Workers of each entry have `low` units at least and `high` at most. Many have the same ones.
-        open_ = [(1, len(chain), having)] if having else []
-        while open_:
-            low, high, workers = open_.pop()
-            if low == high:
-                found[[at for at, _ in workers]] = UNIT * low
-                continue
-            middle = (low + high + 1) // 2
-            unit = chain[middle - 1]
-            longer = [each for each in workers if unit in each[1]]
-            if longer:
-                open_.append((middle, high, longer))
-            if len(longer) < len(workers):
-                open_.append((low, middle - 1, [each for each in workers if unit not in each[1]]))
+        found, holders = np.zeros(len(self._caches)), self._holders
+        left, high = self._everybody, len(chain)
+        while left and high:
+            # The longest prefix that one of those who are left has. Whoever has a unit has all before it.
+            length, too_long = 0, high + 1
+            while too_long - length > 1:
+                middle = (length + too_long) // 2
+                if holders.get(chain[middle - 1], 0) & left:
+                    length = middle
+                else:
+                    too_long = middle
+            if not length:
+                break
+            having = holders[chain[length - 1]] & left
+            found[self._rows_of(having)] = UNIT * length
+            left, high = left & ~having, length - 1
         return found
+
+    def _rows_of(self, workers: int) -> NDArray[np.intp]:
+        """The rows of workers that are given by their bits."""
+        packed = np.frombuffer(workers.to_bytes((len(self._row_of_bit) + 7) // 8, "little"), np.uint8)
+        return self._row_of_bit[np.unpackbits(packed, bitorder="little").nonzero()[0]]
 
     def note(self, worker: WorkerId, chain: Sequence[int]) -> None:
         """Notes that a worker has all of this."""

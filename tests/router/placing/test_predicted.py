@@ -272,22 +272,34 @@ def test_more_to_do_is_never_predicted_to_take_less(
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.lists(st.integers(1, 6), max_size=6, unique=True), max_size=6), st.lists(st.integers(1, 6), unique=True)
-)
-def test_what_all_workers_have_of_a_prompt_is_what_is_found_one_by_one(
-    chains: list[list[int]], asked: list[int]
-) -> None:
-    ids = [WorkerId(f"w{at}", "i") for at in range(len(chains))]
-    index = PrefixIndex(10**6)
-    index.keep([(each, 10**6) for each in ids])
-    # A unit's digest names all before it.
-    whole = [
-        array("Q", [hash(tuple(chain[: end + 1])) % 2**64 for end in range(len(chain))]) for chain in [*chains, asked]
-    ]
-    for each, chain in zip(ids, whole, strict=False):
-        index.note(each, chain)
-    assert index.cached(whole[-1]).tolist() == [index.find(each, whole[-1]) for each in ids]
+@given(st.integers(0, 2**32))
+def test_what_all_workers_have_of_a_prompt_is_what_is_found_one_by_one(seed: int) -> None:
+    """Whatever workers compute, evict and take back, and whichever of them come and go."""
+    rng = random.Random(seed)
+    ids = [WorkerId(f"w{at}", str(life)) for life in range(2) for at in range(5)]
+    index, present, open_ = PrefixIndex(2000), ids[:3], []
+    index.keep([(each, 600) for each in present])
+
+    def chain() -> "array[int]":
+        # A unit's digest names all before it.
+        units = [rng.randint(1, 2) for _ in range(rng.randint(0, 12))]
+        return array("Q", [hash(tuple(units[: end + 1])) % 2**64 for end in range(len(units))])
+
+    for _ in range(60):
+        match rng.randint(0, 4):
+            case 0:
+                present = rng.sample(ids, rng.randint(1, 6))
+                index.keep([(each, rng.choice([300, 600])) for each in present])
+            case 1:
+                index.note(rng.choice(ids), chain())
+            case 2:
+                open_.append(index.expect(rng.choice(ids), chain()))
+            case 3 if open_:
+                open_.pop(rng.randrange(len(open_))).end()
+            case 4 if open_:
+                open_.pop(rng.randrange(len(open_))).reported(rng.randint(0, 100), 16)
+        asked = chain()
+        assert index.cached(asked).tolist() == [index.find(each, asked) for each in present]
 
 
 def test_a_chain_goes_on_with_the_answer() -> None:
