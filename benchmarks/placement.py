@@ -2,6 +2,7 @@
 
     python benchmarks/placement.py TRACE [--workers 1 4 16] [--cache 100000000 2000000] [--busy 0.8] [--routers 1 2]
         [--out FILE]
+    python benchmarks/placement.py --decisions [--out FILE]
 
 The policy, the prefix index and its corrections are the router's own; prompts wait in their routers while the worker
 that they would go to has `ahead` tokens to compute. The workers are simulated: prefill workers
@@ -13,6 +14,9 @@ Time is the trace's, slowed or hastened so that the workers would be busy for `b
 
 The trace is Mooncake's (`conversation_trace.jsonl`): arrival, lengths, and the ids of the prompt's 512-token blocks,
 equal for equal prefixes.
+
+With `--decisions`: CPU time of one decision, between which the loads of two workers change, at 32+32 and 500+500
+workers that have 10,000 prompts with a common beginning in their caches.
 """
 
 import argparse
@@ -20,20 +24,27 @@ import heapq
 import itertools
 import json
 import math
+import random
 import statistics
+import time
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from turns import own_setting, save
 
+from kvrelay.costs.handoff import KvBytes, LinkCost
+from kvrelay.costs.step import StepCost
+from kvrelay.costs.worker import WorkerCosts
 from kvrelay.router.config import RouterOptions
-from kvrelay.router.placing.placement import Demand, LeastWork, Placement, WorkerView
+from kvrelay.router.placing.placement import DecodeCapacity, Demand, Placement, WorkerView
+from kvrelay.router.placing.policies import LeastWork
+from kvrelay.router.placing.predicted import PredictedCost
 from kvrelay.router.placing.prefixes import UNIT, Expectation, PrefixIndex
 from kvrelay.router.placing.queue import LOOK_AHEAD
-from kvrelay.rpc.identity import WorkerId
+from kvrelay.rpc.identity import WorkerId, WorkerRole
 
 BLOCK = 512
 INDEX_TOKENS = 2**31
@@ -198,9 +209,57 @@ class Replay:
         return True
 
 
+def decisions() -> list[dict[str, object]]:
+    """CPU time of decisions."""
+    found, step = [], StepCost(6e-3, 2e-5, 2e-9, 0.0, 7e-3, 5e-5, 4e-10)
+    for count, policy_class in itertools.product((32, 500), (PredictedCost, LeastWork)):
+        rng = random.Random(0)
+
+        def view(role: WorkerRole, at: int, rng: random.Random = rng) -> WorkerView:
+            links = {"prefill-0": LinkCost(2e-3, 1e-10)}
+            costs = WorkerCosts(replace(step, token=rng.uniform(4e-5, 6e-5)), 2048, kv=KvBytes(131072.0), links=links)
+            capacity = None if role == "prefill" else DecodeCapacity(16, 32768, rng.randint(0, 32768), 256)
+            running = rng.randint(0, 6) if role == "prefill" else rng.randint(4, 60)
+            id_ = WorkerId(f"{role}-{at}", "i")
+            return WorkerView(id_, role, True, running=running, kv_tokens=2**19, capacity=capacity, costs=costs)
+
+        roles: list[WorkerRole] = ["prefill"] * count + ["decode"] * count
+        views = [view(role, at) for at, role in enumerate(roles)]
+        index = PrefixIndex(INDEX_TOKENS)
+        policy = policy_class(index)
+        policy.place(Demand(9, 9), views)
+        chains = []
+        for number in range(10_000):
+            own = range(1000 * number + 1000, 1000 * number + 1000 + rng.randint(8, 60))
+            chains.append(array("Q", [*range(1, 17), *own]))
+            for side in (0, count):
+                index.note(views[side + rng.randrange(count)].id, chains[-1])
+        seconds = []
+        for _ in range(1000):
+            chain = rng.choice(chains)
+            tokens = UNIT * len(chain) + rng.randint(1, 300)
+            demand = Demand(tokens, 400, chain=chain, key=chain[-1], expected_tokens=200)
+            for at in (rng.randrange(count), count + rng.randrange(count)):
+                views[at] = view(roles[at], at)
+            began = time.process_time()
+            policy.place(demand, views)
+            seconds.append(time.process_time() - began)
+        found.append(
+            {
+                "workers": 2 * count,
+                "placement": policy_class.__name__,
+                "decision_us_p50": round(1e6 * statistics.median(seconds), 1),
+                "decision_us_p99": round(1e6 * sorted(seconds)[int(0.99 * len(seconds))], 1),
+            }
+        )
+        print(json.dumps(found[-1]), flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path)
+    parser.add_argument("trace", type=Path, nargs="?")
+    parser.add_argument("--decisions", action="store_true", help="CPU time of decisions; no trace")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4, 16])
     caches = [100_000_000, 2_000_000]
     parser.add_argument("--cache", type=int, nargs="+", default=caches, help="tokens in one worker's cache")
@@ -211,10 +270,15 @@ def main() -> None:
     ahead = RouterOptions().prefill_ahead_tokens
     parser.add_argument("--ahead", type=int, default=ahead, help="router.prefill_ahead_tokens")
     args = parser.parse_args()
+    if args.decisions or args.trace is None:
+        rows = decisions()
+        if args.out is not None:
+            save(args.out, own_setting("xxhash", "numpy") | {"rows": rows})
+        return
     prompts = read(args.trace)
     seconds = prompts[-1].arrival - prompts[0].arrival
     tokens = sum(prompt.tokens for prompt in prompts)
-    rows = []
+    rows: list[dict[str, object]] = []
     for count, cache in itertools.product(args.workers, args.cache):
         speed = args.busy * count * args.rate * seconds / tokens
         ids = [WorkerId(f"prefill-{index}", "i") for index in range(count)]

@@ -114,7 +114,20 @@ def generate(router: Router, prompt: str, options: GenerateOptions, *, as_json: 
         console = Console(highlight=False)
         for _, line in sorted(ended, key=lambda each: each[0]):
             console.print(timeline_table(line))
+            console.print(placement_line(line), soft_wrap=True, markup=False)
         console.print(f"request {chunk.request_id}", soft_wrap=True, markup=False)
+
+
+def placement_line(line: Timeline) -> str:
+    """How a request was served and why: what was predicted of it, what came, and the second best choice."""
+    workers = " ".join(dict.fromkeys(filter(None, (line.prefill_worker, line.decode_worker))))
+    text = f"{line.way or 'placed'}: {workers}"
+    if line.predicted_first_token_seconds:
+        came = line.first_token_seconds - line.route_seconds
+        text += f"; first token {came * 1e3:.1f} ms after placement, {line.predicted_first_token_seconds * 1e3:.1f} ms"
+        text += f" predicted; hand-off {line.handoff_seconds * 1e3:.1f} ms, {line.predicted_handoff_seconds * 1e3:.1f}"
+        text += f" ms predicted; {line.predicted_token_seconds * 1e3:.1f} ms between tokens predicted"
+    return text + (f"; second best: {line.runner_up}" if line.runner_up else "")
 
 
 def timeline_table(line: Timeline) -> Table:

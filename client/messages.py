@@ -154,6 +154,11 @@ class Timeline:
     resumes: int
     proposed_tokens: int = 0
     accepted_tokens: int = 0
+    way: str = ""
+    predicted_first_token_seconds: float = 0.0
+    predicted_token_seconds: float = 0.0
+    predicted_handoff_seconds: float = 0.0
+    runner_up: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvrelay.costs.handoff import KvBytes, LinkCost
+from kvrelay.costs.handoff import KvBytes, LinkCost, typical
 from kvrelay.costs.step import StepCost
 
 
@@ -24,3 +24,12 @@ class WorkerCosts:
     """Bytes of a sequence's cache."""
     links: Mapping[str, LinkCost] = field(default_factory=dict)
     """Hand-offs to this worker, by the sending worker's name."""
+    typical_link: LinkCost = field(default_factory=LinkCost, init=False, repr=False, compare=False)
+    """Stands for links that aren't known yet."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "typical_link", typical(list(self.links.values())))
+
+    def link(self, sender: str) -> LinkCost:
+        """The link from the worker of this name."""
+        return self.links.get(sender, self.typical_link)

@@ -16,6 +16,8 @@ from kvrelay.rpc.security import SecurityConfig
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@]+|null")
 
 
+PlacementName = Literal["predicted", "least_work", "round_robin", "random"]
+
 DEFAULT_CLASS, INTERACTIVE, BATCH = "default", "interactive", "batch"
 BUILT_IN = (DEFAULT_CLASS, INTERACTIVE, BATCH)
 """The classes of service that every router has; DEFAULT_CLASS is that of requests that name none."""
@@ -132,6 +134,10 @@ class RouterOptions(Options):
     try again. room: those beyond max_queue, and those that find no room within first_token_timeout_seconds. predicted:
     also those that can't meet the targets of their class, by what is predicted of them and of all that is before them.
     none: as room, without the limit of max_queue."""
+    placement: PlacementName = "predicted"
+    """Rule by which requests are placed on workers. `predicted`: each where it is predicted to cost least, itself and
+    those that it delays, by the costs that the workers report; as `least_work` while these aren't known. `least_work`:
+    where the load and the request's own work are least, counted in tokens. `round_robin`, `random`: for comparison."""
 
     backlog_share: Annotated[float, Interval(ge=0, le=1)] = 0.25
     """Largest share (0 to 1) of the prefill workers' KV memory that may hold computed prompts for which there will soon

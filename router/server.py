@@ -36,7 +36,8 @@ from kvrelay.router.faces.http.face import HttpFace
 from kvrelay.router.faces.page.page import Page
 from kvrelay.router.faces.readers import chats_of, reading
 from kvrelay.router.placing.health import FleetHealth
-from kvrelay.router.placing.placement import Demand, LeastWork, NoPlace, Placement
+from kvrelay.router.placing.placement import Demand, NoPlace, Placement
+from kvrelay.router.placing.predicted import policy_of
 from kvrelay.router.placing.prefixes import PrefixIndex
 from kvrelay.router.placing.prospects import Prospects
 from kvrelay.router.placing.queue import PlacementQueue
@@ -99,7 +100,8 @@ class RouterServer:
         template = Path(config.chat_template) if config.chat_template else None
         folder = resolve(config.model, weights=False)
         self._tokenizer = Tokenizer(folder, template)
-        policy = LeastWork(PrefixIndex(config.prefix_index_tokens), config.backlog_share, config.prefill_ahead_tokens)
+        index = PrefixIndex(config.prefix_index_tokens)
+        policy = policy_of(config.placement, index, config.backlog_share, config.prefill_ahead_tokens)
         fleet = FleetHealth(clock)
         lengths = UsualLengths()
 

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeVar
 
+from kvrelay.costs.predict import Predicted
 from kvrelay.internal.v1.worker_pb2 import DecodeReport, PrefillReport, RequestEvent, TransferReport
+from kvrelay.router.placing.placement import Decision
 from kvrelay.rpc.tracing import TraceContext
 from kvrelay.v1.inference_pb2 import Timeline, Usage
 
@@ -48,6 +50,8 @@ class AttemptTrace:
     """Name of the decode worker; empty if the first token is the last."""
     expected_tokens: int
     """Tokens of the prompt that the prefill worker was expected to have in its cache."""
+    why: Decision | None = None
+    """What its workers were chosen by."""
     submitted: float | None = None
     """Time at which its workers were told."""
     ended: float | None = None
@@ -296,6 +300,8 @@ class RequestTrace:
     def timeline(self, now: float) -> Timeline:
         """The figures for the client; 0 for a stage that the request did not reach."""
         first, last, submitted = self.first_sent, self.last_sent, self.submitted
+        why = self.latest.why or Decision("pair")
+        predicted = why.predicted or Predicted(0.0, 0.0)
         first = now if first is None else first
         prefill, decode = self.prefill or PrefillReport(), self.decode or DecodeReport()
         transfer = self.transfer or TransferReport()
@@ -317,7 +323,24 @@ class RequestTrace:
             accepted_tokens=self.accepted_tokens,
             prefill_worker=self.latest.prefill_worker,
             decode_worker=self.latest.decode_worker,
+            way=why.way if self.latest.why is not None else "",
+            predicted_first_token_seconds=predicted.ttft,
+            predicted_token_seconds=predicted.tpot,
+            predicted_handoff_seconds=why.exposed,
+            runner_up=why.runner_up,
         )
+
+    def prediction_errors(self) -> dict[str, float]:
+        """Errors of what was predicted of the time to the first token (`ttft`) and between two (`tpot`), each relative
+        to what came; without what wasn't predicted or has not come. A request that was placed again has none."""
+        latest, errors = self.latest, {}
+        if latest.why is None or latest.why.predicted is None or len(self.tries) != 1 or latest.first_sent is None:
+            return {}
+        predicted, came = latest.why.predicted, {"ttft": latest.first_sent - latest.placed, "tpot": self.tpot_seconds}
+        for name, seconds in came.items():
+            if seconds:
+                errors[name] = abs(getattr(predicted, name) - seconds) / seconds
+        return errors
 
 
 def _copy(report: ReportT) -> ReportT:

@@ -192,6 +192,7 @@ def _router(make: Panels) -> Dashboard:
                     make.gauge(table.CONNECTIONS, "Connections of clients", "router", "face", stacked=True),
                     make.rate(table.CLOSED_CONNECTIONS, "Connections closed by routers", "face", "reason"),
                     make.quantiles(table.PREDICTION_ERROR, "Error of the expected prefix hit"),
+                    make.quantiles(table.LATENCY_ERROR, "Error of predicted latencies", "latency"),
                 ],
             ),
             Row(

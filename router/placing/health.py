@@ -100,6 +100,11 @@ class FleetHealth:
         self._streaks: dict[WorkerId, int] = {}
         self._attempts = 0
 
+    @property
+    def troubled(self) -> bool:
+        """Whether there is anything to avoid, or on probation."""
+        return bool(self.workers.failed or self.pairs.failed)
+
     def avoids(self, worker: WorkerId) -> bool:
         """Whether new requests should avoid the worker as a whole."""
         return worker in self.workers

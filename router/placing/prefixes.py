@@ -10,8 +10,9 @@ A prompt is named by its chain: one digest for each UNIT tokens, over these and 
 A digest decides on placement only, never on what is shared: workers compare blocks by a cryptographic hash.
 
 The index models the cache of each worker as the worker keeps it: the least recently used is evicted first, and the end
-of a prompt before its beginning. A worker may have evicted more than is known here, as it also keeps KV that it has
-generated, and other routers' prompts are known only when they are computed. It reports how many tokens of a prompt it
+of a prompt before its beginning. Answers are known when their requests end: the next turn of a conversation begins
+with them. A worker may have evicted more than is known here, as it also keeps other KV that it has generated, and other
+routers' prompts are known only when they are computed. It reports how many tokens of a prompt it
 had. A unit that is gone shows that all that was used before it is gone too.
 """
 
@@ -23,6 +24,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from kvrelay.rpc.identity import WorkerId
@@ -41,15 +44,23 @@ async def chain_of(tokens: "array[int]", namespace: str) -> "array[int]":
         tokens: of four bytes each.
         namespace: within which KV may be shared.
     """
-    data = memoryview(tokens).cast("B")
-    digest = xxh3_64_intdigest(namespace.encode())
     chain = array("Q")
-    for start in range(0, len(data) - _UNIT_BYTES + 1, _UNIT_BYTES):
-        digest = xxh3_64_intdigest(data[start : start + _UNIT_BYTES], digest)
-        chain.append(digest)
-        if not len(chain) % _PART_UNITS:
+    for start in range(0, len(tokens) - UNIT + 1, _PART_UNITS * UNIT):
+        chain = extended(chain, tokens[start : start + _PART_UNITS * UNIT], namespace)
+        if len(tokens) >= start + _PART_UNITS * UNIT:
             await asyncio.sleep(0)
     return chain
+
+
+def extended(chain: Sequence[int], tokens: "array[int]", namespace: str) -> "array[int]":
+    """The chain of a prompt's whole units and of those of `tokens`, four bytes each, which follow these units."""
+    data = memoryview(tokens).cast("B")
+    longer = array("Q", chain)
+    digest = longer[-1] if longer else xxh3_64_intdigest(namespace.encode())
+    for start in range(0, len(data) - _UNIT_BYTES + 1, _UNIT_BYTES):
+        digest = xxh3_64_intdigest(data[start : start + _UNIT_BYTES], digest)
+        longer.append(digest)
+    return longer
 
 
 @dataclass(slots=True)
@@ -157,6 +168,34 @@ class PrefixIndex:
         """Tokens of the longest prefix that the worker probably has."""
         cache = self._caches.get(worker)
         return 0 if cache is None or not chain else UNIT * cache.find(chain)
+
+    def cached(self, chain: Sequence[int]) -> NDArray[np.float64]:
+        """[workers] tokens of the longest prefix that each worker probably has, in the order of `keep`."""
+        found = np.zeros(len(self._caches))
+        if not chain:
+            return found
+        first = chain[0]
+        having = [(at, cache.used) for at, cache in enumerate(self._caches.values()) if first in cache.used]
+        # Workers of each entry have `low` units at least and `high` at most. Many have the same ones.
+        open_ = [(1, len(chain), having)] if having else []
+        while open_:
+            low, high, workers = open_.pop()
+            if low == high:
+                found[[at for at, _ in workers]] = UNIT * low
+                continue
+            middle = (low + high + 1) // 2
+            unit = chain[middle - 1]
+            longer = [each for each in workers if unit in each[1]]
+            if longer:
+                open_.append((middle, high, longer))
+            if len(longer) < len(workers):
+                open_.append((low, middle - 1, [each for each in workers if unit not in each[1]]))
+        return found
+
+    def note(self, worker: WorkerId, chain: Sequence[int]) -> None:
+        """Notes that a worker has all of this."""
+        if (cache := self._caches.get(worker)) is not None:
+            cache.use(chain, next(self._numbers))
 
     def expect(self, worker: WorkerId, chain: Sequence[int]) -> Expectation:
         """Notes that a prompt is placed on a worker, which will have all of it."""

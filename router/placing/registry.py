@@ -53,6 +53,8 @@ class _Worker:
     view: WorkerView | None = field(default=None, repr=False)
     """The latest view of it, made of `facts`."""
     facts: tuple[object, ...] = field(default=(), repr=False)
+    seen: tuple[int, ...] | None = field(default=None, repr=False)
+    """What shows that `view` is still right, while nothing is to be avoided; None if nothing does."""
 
     @property
     def takes_requests(self) -> bool:
@@ -115,6 +117,8 @@ class WorkerRegistry:
         self._workers: dict[WorkerId, _Worker] = {}
         self._settled = False
         self._changed = asyncio.Event()
+        self._version = 0
+        """Number of changes of the membership, the streams and the model so far."""
         self._model: ModelInfo | None = None
         self._strangers: set[WorkerId] = set()
         """Workers with another model."""
@@ -133,7 +137,17 @@ class WorkerRegistry:
 
     def view(self) -> list[WorkerView]:
         """The workers as a placement policy, or a person, sees them now."""
-        return [self._view(worker) for worker in self._workers.values()]
+        calm, found = not self._health.troubled, []
+        for worker in self._workers.values():
+            stream, view = worker.stream, worker.view
+            # Each placement looks at all workers, and changes one or two of them.
+            counts = None if stream is None else (stream.changes, stream.requests, stream.suspects)
+            seen = None if counts is None else (self._version, *counts)
+            if view is None or not calm or seen is None or worker.seen != seen:
+                view = self._view(worker)
+                worker.seen = seen if calm else None
+            found.append(view)
+        return found
 
     def doubts(self, workers: Iterable[WorkerId]) -> bool:
         """Whether one of the workers is gone, suspected or stops, by the membership or by its own word."""
@@ -232,6 +246,7 @@ class WorkerRegistry:
                 worker_incarnation=worker.id.incarnation,
             )
             on_change = partial(self._on_stream, worker)
+            self._version += 1
             worker.stream = stream = self._stream(
                 worker.id,
                 worker.address,
@@ -322,7 +337,6 @@ class WorkerRegistry:
         ready = worker.takes_requests and same
         avoided = self._health.avoids(worker.id)
         bad_peers = self._health.bad_peers(worker.id) if worker.role == "prefill" else frozenset()
-        # Each placement looks at all workers, and changes one or two of them.
         counts = stream.changes, stream.requests, stream.suspects
         facts = stream, counts, worker.state, worker.compatibility, worker.degree, ready, avoided, bad_peers
         if worker.view is not None and worker.facts == facts:
@@ -346,6 +360,7 @@ class WorkerRegistry:
             bad_peers=bad_peers,
             requests=stream.requests,
             suspects=stream.suspects,
+            costs=stream.costs,
         )
         return worker.view
 
@@ -356,6 +371,7 @@ class WorkerRegistry:
         return bool(connected) and all(worker.dialed or worker in connected for worker in workers)
 
     def _notify(self) -> None:
+        self._version += 1
         self._settled = self._settled or self._settles()
         self._changed.set()
         self._changed = asyncio.Event()

@@ -10,6 +10,8 @@ from typing import Protocol
 
 import grpc
 
+from kvrelay.costs.step import StepCost
+from kvrelay.costs.worker import WorkerCosts
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_DECODE,
     PHASE_PREFILL,
@@ -27,6 +29,7 @@ from kvrelay.internal.v1.worker_pb2 import (
 )
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
 from kvrelay.router.placing.shares import ROUND_SECONDS
+from kvrelay.rpc.costs import read_costs
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.options import HELLO_SECONDS
@@ -114,6 +117,8 @@ class WorkerStream:
         """Number of these attempts that are suspects there (`router/session/suspects.py`)."""
         self.last_load: Load | None = None
         """The worker's latest load report. A worker reports every change, soon."""
+        self.costs: WorkerCosts | None = None
+        """The worker's latest costs; None before it has reported some."""
         self.heard = 0.0
         """Monotonic time of its latest message. A worker whose engine computes sends some."""
         self.changes = 0
@@ -295,6 +300,9 @@ class WorkerStream:
         message may have tokens of hundreds of requests."""
         if response.HasField("load"):
             self.last_load = response.load
+            if response.load.HasField("costs"):
+                costs = read_costs(response.load.costs)
+                self.costs = costs if costs.step != StepCost() else None
             self.changes += 1
             while self._unseen and next(iter(self._unseen.values())).number <= response.submits_seen:
                 self._account_for(next(iter(self._unseen)))

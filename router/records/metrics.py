@@ -118,6 +118,8 @@ class RouterMetrics:
         for each in trace.tries:
             if each.prefill is not None:
                 self._prediction_error.observe(abs(each.expected_tokens - each.prefill.cached_tokens))
+        for latency, error in trace.prediction_errors().items():
+            metrics.histogram(families.LATENCY_ERROR, latency).observe(error)
         if not trace.attempts:
             return
         self._request_prompt.observe(usage.prompt_tokens)

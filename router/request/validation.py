@@ -16,7 +16,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvrelay.internal.v1.worker_pb2 import ClientCall, ModelInfo, Sampling
 from kvrelay.router.errors import InvalidRequest, PromptTooLong, shorten
-from kvrelay.router.placing.prefixes import chain_of
+from kvrelay.router.placing.prefixes import UNIT, chain_of
 from kvrelay.router.placing.queue import NO_CLAIM, Claim
 from kvrelay.router.request.chat import TemplateFailed
 from kvrelay.router.request.conversation import conversation
@@ -45,8 +45,8 @@ TOKENIZE_BYTES = 512 * 1024
 DETOKENIZE_IDS = 64 * 1024
 """Most ids to be detokenized: a token may have a text of some hundred bytes."""
 TOKENIZE_WHY = "send a longer text in parts"
-TAIL_TOKENS = 8
-"""Last tokens of a prompt that are kept at hand."""
+TAIL_TOKENS = UNIT
+"""Last tokens of a prompt that are kept at hand: all that no digest of its chain names are among them."""
 
 WIRE_NAME_CHARACTERS = 100
 """Characters of the client's name that go into a wire id, which may have 128."""

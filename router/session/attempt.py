@@ -450,6 +450,11 @@ class Attempt:
         """Whether the worker that generates the last token has sent one."""
         return self._parts[-1].delivered
 
+    @property
+    def last_worker(self) -> WorkerId:
+        """The worker that generates the last token."""
+        return self._parts[-1].stream.worker
+
     def lost_while_computing(self) -> list[Part]:
         """The parts whose workers were lost and may have been computing the request.
 

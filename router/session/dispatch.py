@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from kvrelay.router.config import RouterConfig, Service
 from kvrelay.router.errors import Exhausted
 from kvrelay.router.placing.health import FleetHealth
-from kvrelay.router.placing.placement import Demand, LeastWork, why_waiting
+from kvrelay.router.placing.placement import Demand, why_waiting
+from kvrelay.router.placing.policies import PlacementPolicy
 from kvrelay.router.placing.prospects import Prospects
 from kvrelay.router.placing.queue import PlacementQueue
 from kvrelay.router.placing.registry import WorkerRegistry
@@ -30,7 +31,7 @@ class Dispatch:
     queue: PlacementQueue
     trials: PlacementQueue
     """Queue of suspects that wait for workers without another suspect (`router/session/suspects.py`)."""
-    policy: LeastWork
+    policy: PlacementPolicy
     pacer: Pacer
     health: FleetHealth
     budget: RetryBudget

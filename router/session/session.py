@@ -34,6 +34,7 @@ import asyncio
 import logging
 import math
 import random
+from array import array
 from collections.abc import Callable
 from functools import partial
 
@@ -51,6 +52,7 @@ from kvrelay.router.errors import (
 )
 from kvrelay.router.placing.health import Evidence
 from kvrelay.router.placing.placement import NoPlace, Placement
+from kvrelay.router.placing.prefixes import UNIT, extended
 from kvrelay.router.placing.prospects import Prospect
 from kvrelay.router.placing.queue import QueueFull
 from kvrelay.router.request.validation import CheckedRequest
@@ -140,8 +142,20 @@ class Session:
             self._dispatch.pacer.end(self._request.claim.tenant)
             self._alarm.close()
             attempt.close()
+            self._learn_answer(attempt)
             self._end_evidence()
             self._needs.ended()
+
+    def _learn_answer(self, attempt: Attempt) -> None:
+        """The next turn of the conversation begins with the prompt and the answer, which the last worker has."""
+        request, known = self._request, len(self._request.chain)
+        # The last token has no KV.
+        answer = self._output.tokens[:-1]
+        rest = len(request.prompt) - known * UNIT
+        if attempt.delivered and answer and rest + len(answer) >= UNIT:
+            tokens = array("I", request.tail[len(request.tail) - rest :])
+            tokens.extend(answer)
+            self._dispatch.policy.answered(attempt.last_worker, extended(request.chain, tokens, request.namespace))
 
     def _wake_attempt(self) -> None:
         """A limit may have passed: the waiting session checks."""
@@ -230,6 +244,7 @@ class Session:
             suspect_tokens=self._suspicion.tokens_left(trace.completion_tokens),
             on_trial=on_trial,
         )
+        trace.latest.why = placement.why
         self._evidence = self._dispatch.health.begin(placement.prefill, placement.decode)
         self._output.progress = now = self._dispatch.clock()
         first_seconds = max(MIN_SUBMIT_SECONDS, min(self._token_limit(), self._deadline) - now)

@@ -129,6 +129,13 @@ PREDICTION_ERROR = _family(
     "there.",
     buckets=(0.0, *TOKENS),
 )
+LATENCY_ERROR = _family(
+    "router_latency_error_ratio",
+    "Difference between a latency that was predicted when a request was placed and the one that came, as a share of "
+    "the latter; of requests that were placed once.",
+    Label("latency", ("ttft", "tpot")),
+    buckets=(0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0),
+)
 API_KEY_MISTAKES = _family(
     "router_api_key_mistakes",
     "Lines of the file of API keys that can't be read and grant nothing; 1 if it is gone or holds no key, so that "

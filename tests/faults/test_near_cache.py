@@ -9,13 +9,16 @@ from support.processes import wait_until
 
 LONG = 1500
 OUT = 4
+ANSWER = 96
 
 
-def ask(it: Scene, prompt: list[int], client: Client | None = None, **options: str) -> Completion:
+def ask(
+    it: Scene, prompt: list[int], client: Client | None = None, max_tokens: int = OUT, **options: str
+) -> Completion:
     completion = (client or it.client).complete(
-        prompt, max_tokens=OUT, temperature=0.0, ignore_eos=True, timeout=60, **options
+        prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout=60, **options
     )
-    assert list(completion.token_ids) == oracle(prompt, OUT)
+    assert list(completion.token_ids) == oracle(prompt, max_tokens)
     return completion
 
 
@@ -46,6 +49,10 @@ def test_a_router_knows_the_prompts_that_others_have_placed(it: Scene) -> None:
 
 
 def test_decode_computes_prompts_itself_when_no_prefill_worker_is_left(it: Scene) -> None:
+    handed = {}
+    for number in range(3):
+        prompt = prompt_of(f"first turn {number}", LONG)
+        handed[number] = prompt, ask(it, prompt, max_tokens=ANSWER)
     for name in it.prefills:
         it.signal(name, signal.SIGKILL)
     dead = dict.fromkeys(it.prefills, MEMBER_STATE_DEAD)
@@ -54,5 +61,11 @@ def test_decode_computes_prompts_itself_when_no_prefill_worker_is_left(it: Scene
         timeline = ask(it, prompt_of(f"alone {number}", LONG)).timeline
         assert timeline.prefill_worker == timeline.decode_worker
         assert timeline.prefill_worker.startswith("decode")
+    for number, (prompt, answer) in handed.items():
+        # The worker that generated an answer computes none of its tokens again, but the last block's.
+        turn = [*prompt, *answer.token_ids, *prompt_of(f"second turn {number}", 50)]
+        again = ask(it, turn)
+        assert again.timeline.prefill_worker == answer.timeline.decode_worker
+        assert again.usage.cached_tokens > LONG + ANSWER - 64
     it.cluster.replace(*it.prefills)
     assert ask(it, prompt_of("handed over", LONG)).timeline.prefill_worker.startswith("prefill")

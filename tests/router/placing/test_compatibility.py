@@ -17,7 +17,8 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_ROUTER,
     Member,
 )
-from kvrelay.router.placing.placement import Demand, LeastWork, NoPlace, Placement, WorkerView, complete
+from kvrelay.router.placing.placement import Demand, NoPlace, Placement, WorkerView, complete
+from kvrelay.router.placing.policies import LeastWork
 from kvrelay.router.placing.prefixes import PrefixIndex
 from kvrelay.rpc.compatibility import rank, unpaired
 from kvrelay.rpc.identity import WorkerId, WorkerRole

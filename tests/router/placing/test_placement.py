@@ -10,17 +10,15 @@ from hypothesis import strategies as st
 from kvrelay.internal.v1.worker_pb2 import PHASE_DECODE, PHASE_PREFILL, RouterHello, Sampling, Submit
 from kvrelay.router.placing.placement import (
     AHEAD_PROMPTS,
-    TRANSFER_SHARE,
-    WORK_WEIGHT,
     DecodeCapacity,
     Demand,
-    LeastWork,
     NoPlace,
     Placement,
     WorkerRole,
     WorkerView,
     complete,
 )
+from kvrelay.router.placing.policies import TRANSFER_SHARE, WORK_WEIGHT, LeastWork
 from kvrelay.router.placing.prefixes import PrefixIndex
 from kvrelay.router.placing.worker_stream import WorkerStream
 from kvrelay.rpc.identity import WorkerId

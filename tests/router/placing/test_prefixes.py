@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.router.placing.placement import Demand, LeastWork, Placement, WorkerView
+from kvrelay.router.placing.placement import Demand, Placement, WorkerView
+from kvrelay.router.placing.policies import LeastWork
 from kvrelay.router.placing.prefixes import UNIT, PrefixIndex, chain_of
 from kvrelay.rpc.identity import WorkerId
 

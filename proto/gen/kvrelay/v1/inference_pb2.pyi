@@ -184,7 +184,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("route_seconds", "queue_seconds", "prefill_seconds", "transfer_seconds", "handoff_seconds", "first_token_seconds", "decode_queue_seconds", "decode_seconds", "total_seconds", "transfer_bytes", "retries", "prefill_worker", "decode_worker", "migrations", "resumes", "proposed_tokens", "accepted_tokens")
+    __slots__ = ("route_seconds", "queue_seconds", "prefill_seconds", "transfer_seconds", "handoff_seconds", "first_token_seconds", "decode_queue_seconds", "decode_seconds", "total_seconds", "transfer_bytes", "retries", "prefill_worker", "decode_worker", "migrations", "resumes", "proposed_tokens", "accepted_tokens", "way", "predicted_first_token_seconds", "predicted_token_seconds", "predicted_handoff_seconds", "runner_up")
     ROUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -202,6 +202,11 @@ class Timeline(_message.Message):
     RESUMES_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAY_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_HANDOFF_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RUNNER_UP_FIELD_NUMBER: _ClassVar[int]
     route_seconds: float
     queue_seconds: float
     prefill_seconds: float
@@ -219,7 +224,12 @@ class Timeline(_message.Message):
     resumes: int
     proposed_tokens: int
     accepted_tokens: int
-    def __init__(self, route_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., transfer_seconds: _Optional[float] = ..., handoff_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ..., decode_queue_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., retries: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., migrations: _Optional[int] = ..., resumes: _Optional[int] = ..., proposed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
+    way: str
+    predicted_first_token_seconds: float
+    predicted_token_seconds: float
+    predicted_handoff_seconds: float
+    runner_up: str
+    def __init__(self, route_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., transfer_seconds: _Optional[float] = ..., handoff_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ..., decode_queue_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., retries: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., migrations: _Optional[int] = ..., resumes: _Optional[int] = ..., proposed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., way: _Optional[str] = ..., predicted_first_token_seconds: _Optional[float] = ..., predicted_token_seconds: _Optional[float] = ..., predicted_handoff_seconds: _Optional[float] = ..., runner_up: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "finish_reason", "usage", "timeline", "index", "logprobs", "prompt_logprobs", "seed")

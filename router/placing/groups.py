@@ -1,0 +1,189 @@
+"""The workers that a request may use, by the rules that every policy keeps; and the numbers of each for predictions.
+
+Only workers with equal digests are paired; the group of equal digests that can serve most requests comes first. Workers
+and pairs to avoid are used only if there are no others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import is_
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.router.placing.placement import Demand, WorkerView
+from kvrelay.rpc.compatibility import rank
+from kvrelay.rpc.identity import WorkerId, WorkerRole
+
+
+@dataclass(slots=True)
+class Group:
+    """The workers of one digest that a request may use: without those to avoid, unless nothing else is left."""
+
+    prefills: list[WorkerView]
+    decodes: list[WorkerView]
+    colocated: list[WorkerView]
+    alone: bool
+    """Whether the decode workers compute prompts themselves, since nobody else is there."""
+    any_pair: bool
+    """Whether to use the pairs to avoid as well, since there are no others."""
+    troubled: bool
+    """Whether every option has a worker or a pair to avoid."""
+    rows: tuple[NDArray[np.intp], ...] = ()
+    """Indices of the workers of each of `sides` in `Fleet.workers`."""
+
+    @property
+    def sides(self) -> tuple[list[WorkerView], list[WorkerView], list[WorkerView]]:
+        """The workers by role; a worker is in one of them."""
+        return self.prefills, self.decodes, self.colocated
+
+    @classmethod
+    def of(cls, workers: Sequence[WorkerView], decode: bool) -> "Group | None":
+        """None if the workers can't serve a request, which needs to be decoded or only its first token."""
+        prefills, prefills_bad = _usable(workers, "prefill")
+        decodes, decodes_bad = _usable(workers, "decode")
+        colocated, colocated_bad = _usable(workers, "colocated")
+        alone = bool(decodes) and not prefills and not colocated
+        if alone:
+            any_pair, paired, prefills_bad = False, True, False
+        elif not decode:
+            decodes, decodes_bad, any_pair, paired = [], False, True, bool(prefills)
+        else:
+            any_pair = not any(decode.id not in prefill.bad_peers for prefill in prefills for decode in decodes)
+            paired = bool(prefills and decodes)
+        if not paired and not colocated:
+            return None
+        pair_bad = not paired or prefills_bad or decodes_bad or (decode and any_pair)
+        alone_bad = not colocated or colocated_bad
+        if pair_bad and not alone_bad:
+            prefills, decodes = [], []
+        elif alone_bad and not pair_bad:
+            colocated = []
+        return cls(prefills, decodes, colocated, alone, any_pair, pair_bad and alone_bad)
+
+    def allows(self, prefill: WorkerView, decode: WorkerView) -> bool:
+        return self.any_pair or decode.id not in prefill.bad_peers
+
+
+def _preferred(decodes: bool, workers: Sequence[WorkerView]) -> list[Group]:
+    """The groups that can serve a request, the preferred one first; those with trouble only if there are no others."""
+    found = [Group.of(group, decodes) for group in _groups([worker for worker in workers if worker.ready])]
+    able = [group for group in found if group is not None]
+    able = [group for group in able if not group.alone] or able
+    return [group for group in able if not group.troubled] or able
+
+
+def _usable(workers: Sequence[WorkerView], role: WorkerRole) -> tuple[list[WorkerView], bool]:
+    """The workers of a role that need not be avoided, or all of them and True if each has to be."""
+    all_ = [worker for worker in workers if worker.role == role]
+    good = [worker for worker in all_ if not worker.avoided]
+    return (good, False) if good else (all_, bool(all_))
+
+
+def _groups(ready: Sequence[WorkerView]) -> list[list[WorkerView]]:
+    """The workers by digest, the preferred digest first."""
+    digests = {worker.compatibility for worker in ready}
+    if len(digests) <= 1:
+        return [list(ready)] if ready else []
+    ranked = rank((worker.role, worker.compatibility) for worker in ready)
+    return [[worker for worker in ready if worker.compatibility == digest] for digest in ranked]
+
+
+STALL_SECONDS = 0.05
+"""Pause between two tokens, in seconds, that counts twice."""
+
+
+class Fleet:
+    """The workers that were seen last. What follows from more than their loads is kept until it changes: nearly every
+    placement changes one or two loads, and nothing else."""
+
+    def __init__(self) -> None:
+        self.workers: list[WorkerView] = []
+        self.row: dict[WorkerId, int] = {}
+        """Index of each worker in `workers`."""
+        self.numbers: NDArray[np.float64] = np.zeros((0, 0))
+        """[`COLUMNS`, workers] `numbers_of` each."""
+        self.known = False
+        """Whether the costs of all workers that are ready are known."""
+        self.suspects = 0
+        """Workers that have some."""
+        self._groups: dict[bool, list[Group]] = {}
+        self._places: list[list[tuple[list[WorkerView], int]]] = []
+        """For each worker, the lists of groups that it is in, and where."""
+
+    def see(self, workers: Sequence[WorkerView]) -> bool:
+        """Takes the workers' state now; returns whether more than loads has changed."""
+        if len(workers) == len(self.workers):
+            if all(map(is_, workers, self.workers)):
+                return False
+            changed = [row for row, (new, old) in enumerate(zip(workers, self.workers, strict=True)) if new is not old]
+            if all(_standing(workers[row]) == _standing(self.workers[row]) for row in changed):
+                for row in changed:
+                    self._replace(row, workers[row])
+                return False
+        self.workers = list(workers)
+        self._groups, self._places = {}, [[] for _ in workers]
+        self.row = {worker.id: row for row, worker in enumerate(workers)}
+        self.suspects = sum([worker.suspects > 0 for worker in workers])
+        self.known = all(worker.pace is not None for worker in workers if worker.ready)
+        self.numbers = np.array([numbers_of(worker) for worker in workers]).reshape(-1, COLUMNS).T.copy()
+        return True
+
+    def groups(self, demand: Demand) -> list[Group]:
+        """The groups that can serve a request, the preferred one first."""
+        decode = demand.decode_tokens > 0
+        if decode not in self._groups:
+            self._groups[decode] = found = _preferred(decode, self.workers)
+            for group in found:
+                group.rows = tuple(np.array([self.row[each.id] for each in side], np.intp) for side in group.sides)
+                for side in group.sides:
+                    for at, worker in enumerate(side):
+                        self._places[self.row[worker.id]].append((side, at))
+        return self._groups[decode]
+
+    def _replace(self, row: int, worker: WorkerView) -> None:
+        self.suspects += (worker.suspects > 0) - (self.workers[row].suspects > 0)
+        self.workers[row] = worker
+        self.numbers[:, row] = numbers_of(worker)
+        for side, at in self._places[row]:
+            side[at] = worker
+
+
+def _standing(worker: WorkerView) -> tuple[object, ...]:
+    """What decides on groups."""
+    known = worker.pace is not None
+    # The KV pool's size is known from the first report on; the prefix index depends on it.
+    facts = worker.ready, worker.compatibility, worker.avoided, worker.bad_peers, worker.kv_tokens
+    return worker.id, worker.role, known, *facts
+
+
+COLUMNS = 7
+WAIT, FIRST, TOKEN, PAIR, DELAY, STEP, CONTEXT = range(COLUMNS)
+
+
+def numbers_of(worker: WorkerView) -> tuple[float, ...]:
+    """Numbers by which a request's costs on a worker are estimated, in seconds; all 0 if its costs aren't known.
+
+    WAIT     until a prompt's first step
+    FIRST    least for a prompt
+    TOKEN    one more token of a prompt
+    PAIR     one more pair of tokens that attention visits (`costs.step.pairs`)
+    DELAY    by which all sequences that decode there are delayed together, for one token of a prompt (`stall`)
+    STEP     for one token more of a newcomer, of itself and of those that it delays
+    CONTEXT  in addition to STEP, for one token of its context
+    """
+    pace = worker.pace
+    if pace is None:
+        return (0.0,) * COLUMNS
+    step, count = pace.costs.step, pace.load.sequences
+    chunk, fixed, decodes = pace.chunk(0), step.fixed, pace.decodes
+    first = max(fixed, step.prompt_fixed + step.token) + decodes
+    full = max(fixed, step.prompt_fixed + step.token * chunk)
+    delay = count * stall(full - fixed, 1) / chunk
+    decode = fixed + decodes + (count + 1) * step.sequence
+    return pace.wait, first, (full + decodes) / chunk, step.pair, delay, decode, (count + 1) * step.context
+
+
+def stall(seconds: float, steps: int) -> float:
+    """Weighs the delay that a sequence has over `steps` steps: one long pause counts more than many short ones."""
+    return seconds * (1 + seconds / steps / STALL_SECONDS)

@@ -1,0 +1,298 @@
+"""Placement by predicted cost: the rules hold whatever the costs say, and what costs less is chosen."""
+
+import random
+from array import array
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.costs.handoff import KvBytes, LinkCost
+from kvrelay.costs.predict import Pace, WorkerLoad
+from kvrelay.costs.step import StepCost, StepWork
+from kvrelay.costs.worker import WorkerCosts
+from kvrelay.router.config import PlacementName
+from kvrelay.router.placing.placement import DecodeCapacity, Demand, NoPlace, Placement, WorkerView
+from kvrelay.router.placing.policies import LeastWork
+from kvrelay.router.placing.predicted import PredictedCost, policy_of
+from kvrelay.router.placing.prefixes import UNIT, PrefixIndex, extended
+from kvrelay.rpc.identity import WorkerId, WorkerRole
+
+STEP = StepCost(6e-3, 2e-5, 2e-9, 0.0, 7e-3, 5e-5, 4e-10)
+"""About an 8B model on a large GPU: a step reads the weights in 6 ms."""
+COSTS = WorkerCosts(STEP, chunk=2048, kv=KvBytes(131072.0), links={"prefill-0": LinkCost(2e-3, 2e-10)})
+NAMES: list[PlacementName] = ["predicted", "least_work", "round_robin", "random"]
+
+
+def scaled(costs: WorkerCosts, factor: float) -> WorkerCosts:
+    """Costs of a worker that takes `factor` times as long for its steps."""
+    step = costs.step
+    names = ("fixed", "sequence", "context", "guess", "prompt_fixed", "token", "pair")
+    return replace(costs, step=StepCost(*[factor * getattr(step, name) for name in names]))
+
+
+def worker(
+    name: str, role: WorkerRole, costs: WorkerCosts | None = COSTS, running: int = 0, free: int = 4096
+) -> WorkerView:
+    capacity = None if role == "prefill" else DecodeCapacity(16, 4096, free, 256)
+    pending = 300 * running if role == "prefill" else 0
+    return WorkerView(
+        WorkerId(name, "i"),
+        role,
+        True,
+        running=running,
+        pending_tokens=pending,
+        kv_tokens=65536,
+        capacity=capacity,
+        costs=costs,
+    )
+
+
+seconds = st.floats(0, 1e-2)
+all_costs = st.builds(
+    WorkerCosts,
+    st.builds(StepCost, *[seconds] * 7),
+    chunk=st.integers(1, 4096),
+    step_seconds=st.sampled_from([0.0, 1e-3, 0.05]),
+    kv=st.builds(KvBytes, st.floats(0, 1e6)),
+    links=st.dictionaries(st.sampled_from(["w0", "w1", "w2"]), st.builds(LinkCost, seconds, st.floats(0, 1e-8))),
+)
+
+
+@st.composite
+def fleets(draw: st.DrawFn, *, known: bool) -> list[WorkerView]:
+    found = []
+    for index in range(draw(st.integers(1, 8))):
+        role: WorkerRole = draw(st.sampled_from(["prefill", "decode", "colocated"]))
+        capacity = DecodeCapacity(4, 64, draw(st.integers(0, 64)), draw(st.integers(0, 2)))
+        found.append(
+            WorkerView(
+                WorkerId(f"w{index}", "i"),
+                role,
+                draw(st.booleans()),
+                outstanding_tokens=draw(st.integers(0, 500)),
+                pending_tokens=draw(st.integers(0, 500)),
+                running=draw(st.integers(0, 20)),
+                kv_tokens=256,
+                capacity=None if role == "prefill" else capacity,
+                compatibility=draw(st.sampled_from(["a", "a", "b"])),
+                avoided=draw(st.booleans()),
+                bad_peers=frozenset({WorkerId("w1", "i")})
+                if role == "prefill" and draw(st.booleans())
+                else frozenset(),
+                requests=draw(st.integers(0, 1)),
+                suspects=draw(st.integers(0, 1)),
+                costs=draw(all_costs) if known else None,
+            )
+        )
+    return found
+
+
+@st.composite
+def demands(draw: st.DrawFn, workers: list[WorkerView]) -> Demand:
+    return Demand(
+        draw(st.integers(1, 200)),
+        draw(st.integers(0, 50)),
+        frozenset(draw(st.lists(st.sampled_from([each.id for each in workers]), max_size=3))),
+        on_trial=draw(st.booleans()),
+        chain=array("Q", draw(st.lists(st.integers(1, 5), max_size=4, unique=True))),
+        key=draw(st.integers(0, 3)),
+        expected_tokens=draw(st.integers(0, 60)),
+        begun=draw(st.booleans()),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, known: bool = True) -> tuple[list[WorkerView], Demand]:
+    workers = draw(fleets(known=known))
+    return workers, draw(demands(workers))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=150, deadline=None)
+@given(case=cases())
+def test_a_wrong_cost_costs_time_and_breaks_no_rule(name: PlacementName, case: tuple[list[WorkerView], Demand]) -> None:
+    workers, demand = case
+    by_id = {each.id: each for each in workers}
+    index = PrefixIndex(10**4)
+    policy = policy_of(name, index, 0.25, 600)
+    # Twice, as what was seen before must not matter.
+    policy.place(demand, [replace(each, suspects=0, avoided=False) for each in workers])
+    placed = policy.place(demand, workers)
+    if isinstance(placed, NoPlace):
+        decoding = any(each.ready and each.role != "prefill" for each in workers)
+        assert placed is NoPlace.NO_CAPACITY or not decoding or demand.decode_tokens == 0
+        return
+    chosen = [by_id[each] for each in placed.each]
+    roles = [each.role for each in chosen]
+    first, last = chosen[0], chosen[-1]
+    assert all(each.ready for each in chosen)
+    assert len({each.compatibility for each in chosen}) == 1
+    assert roles in (["prefill", "decode"], ["decode"], ["colocated"]) or (
+        roles == ["prefill"] and placed.decode is None
+    )
+    assert (placed.decode is None) == (roles == ["prefill"])
+    assert not first.busy(600)
+    if demand.decode_tokens and last.capacity is not None:
+        soon = roles == ["prefill", "decode"]
+        assert last.capacity.fits(demand) or (soon and last.capacity.fits(demand, soon=True))
+    if demand.on_trial:
+        assert not any(each.suspects for each in chosen)
+    ready = [each for each in workers if each.ready and each.compatibility == first.compatibility]
+    fits = [each for each in ready if each.capacity is None or each.capacity.fits(demand)]
+    pairs = [(a, b) for a, b in product(ready, fits) if (a.role, b.role) == ("prefill", "decode")]
+    pairs += [(each, each) for each in fits if each.role == "colocated"]
+
+    def harmless(pair: tuple[WorkerView, WorkerView]) -> bool:
+        a, b = pair
+        trouble = a.avoided or b.avoided or b.id in a.bad_peers
+        return not trouble and not (demand.on_trial and (a.suspects or b.suspects))
+
+    good = [pair for pair in pairs if harmless(pair)] if demand.decode_tokens else []
+    if good:
+        assert last.id not in first.bad_peers
+    if any(not {a.id, b.id} & demand.avoid for a, b in good):
+        assert not set(placed.each) & demand.avoid
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(known=False))
+def test_without_costs_the_least_work_decides(case: tuple[list[WorkerView], Demand]) -> None:
+    workers, demand = case
+    placed = PredictedCost(PrefixIndex(0), 0.25, 600).place(demand, workers)
+    assert placed == LeastWork(PrefixIndex(0), 0.25, 600).place(demand, workers)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 2**32), st.sampled_from([["prefill", "decode"], ["colocated"], ["prefill", "decode", "colocated"]])
+)
+def test_a_strictly_cheaper_twin_is_chosen(seed: int, roles: list[WorkerRole]) -> None:
+    rng = random.Random(seed)
+    workers = [
+        worker(f"{role}-{index}", role, scaled(COSTS, rng.uniform(0.5, 2)), rng.randint(0, 12))
+        for role in roles
+        for index in range(rng.randint(1, 12))
+    ]
+    policy, demand = (
+        PredictedCost(PrefixIndex(0)),
+        Demand(rng.randint(1, 8000), 99, expected_tokens=100, key=rng.getrandbits(64)),
+    )
+    before = policy.place(demand, workers)
+    assert isinstance(before, Placement)
+    for each in [view for view in workers if view.id in before.each]:
+        assert each.costs is not None
+        twin = replace(each, id=WorkerId("twin", "i"), costs=scaled(each.costs, 0.9))
+        after = policy.place(demand, [*workers, twin])
+        assert isinstance(after, Placement)
+        assert twin.id in after.each
+
+
+def placed_by(policy: PredictedCost, demand: Demand, workers: list[WorkerView]) -> Placement:
+    placed = policy.place(demand, workers)
+    assert isinstance(placed, Placement)
+    return placed
+
+
+def test_equal_workers_take_turns_and_a_key_has_its_own() -> None:
+    workers = [worker(f"prefill-{index}", "prefill") for index in range(16)]
+    workers += [worker(f"decode-{index}", "decode", running=24) for index in range(16)]
+    policy, taken = PredictedCost(PrefixIndex(0)), Counter[WorkerId]()
+    for _ in range(32):
+        placed = placed_by(policy, Demand(4000, 9, expected_tokens=10), workers)
+
+        policy.take(placed, ())
+        taken.update(placed.each)
+    assert set(taken.values()) == {2}
+    by_key = {policy.place(Demand(4000, 9, expected_tokens=10, key=key), workers) for key in range(1, 200)}
+    assert len(by_key) > 100
+    again = PredictedCost(PrefixIndex(0))
+    for key in range(1, 20):
+        demand = Demand(4000, 9, expected_tokens=10, key=key)
+        assert policy.place(demand, workers) == again.place(demand, workers), "all routers find the same"
+
+
+def test_the_next_turn_is_computed_where_the_answer_is_and_a_long_new_prompt_by_a_pair() -> None:
+    workers = [worker("prefill-0", "prefill"), *[worker(f"decode-{index}", "decode", running=24) for index in range(4)]]
+    policy = PredictedCost(PrefixIndex(10**6))
+    first = Demand(4000, 99, chain=array("Q", range(1, 126)), expected_tokens=200)
+    placed = placed_by(policy, first, workers)
+    assert placed.prefill.name == "prefill-0"
+    assert placed.decode is not None
+    policy.take(placed, first.chain)
+    answered = array("Q", range(1, 132))
+    policy.answered(placed.decode, answered)
+    turn = Demand(4300, 99, chain=array("Q", range(1, 135)), expected_tokens=200)
+    again = placed_by(policy, turn, workers)
+    assert again.each == (placed.decode,)
+    assert again.why is not None
+    assert again.why.way == "in place"
+    assert again.why.runner_up.startswith(("pair", "in place"))
+    other = placed_by(policy, Demand(4300, 99, chain=array("Q", range(900, 1034)), expected_tokens=200), workers)
+    assert other.prefill.name == "prefill-0"
+
+
+def test_a_slow_link_and_a_slow_worker_are_left_to_others() -> None:
+    slow = replace(COSTS, links={"prefill-0": LinkCost(2e-3, 1e-8), "prefill-1": LinkCost(2e-3, 1e-10)})
+    workers = [worker("prefill-0", "prefill"), worker("prefill-1", "prefill"), worker("decode-0", "decode", slow, 20)]
+    policy = PredictedCost(PrefixIndex(0))
+    demand = Demand(8000, 99, expected_tokens=100)
+    for key in range(1, 20):
+        placed = placed_by(policy, replace(demand, key=key), workers)
+        assert placed.prefill.name == "prefill-1"
+    half = [worker("colocated-0", "colocated", scaled(COSTS, 2.0)), worker("colocated-1", "colocated", running=4)]
+    placed = placed_by(policy, demand, half)
+    assert placed.prefill.name == "colocated-1"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.builds(StepCost, *[seconds] * 7),
+    st.integers(0, 4000),
+    st.integers(0, 40),
+    st.integers(1, 3000),
+    st.sampled_from([0.0, 0.02]),
+)
+def test_more_to_do_is_never_predicted_to_take_less(
+    step: StepCost, pending: int, sequences: int, tokens: int, bound: float
+) -> None:
+    costs = WorkerCosts(step, chunk=512, step_seconds=bound)
+    context = 500 * sequences
+    pace = Pace.of(costs, WorkerLoad(pending, 1, sequences, context))
+    more = Pace.of(costs, WorkerLoad(pending + 100, 1, sequences, context))
+    assert more.wait >= pace.wait * (1 - 1e-9) or not pending
+    assert pace.prefill(tokens + 1, 0).seconds >= pace.prefill(tokens, 0).seconds * (1 - 1e-9) or bound
+    assert pace.tpot(900) >= pace.tpot(800) >= step.fixed
+    alone = Pace.of(costs, WorkerLoad())
+    assert alone.prefill(tokens, 0).seconds == pytest.approx(step.prefill(tokens, 0, 512))
+    assert alone.tpot(800) == pytest.approx(step.seconds(StepWork(sequences=1, context_tokens=800)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 6), max_size=6, unique=True), max_size=6), st.lists(st.integers(1, 6), unique=True)
+)
+def test_what_all_workers_have_of_a_prompt_is_what_is_found_one_by_one(
+    chains: list[list[int]], asked: list[int]
+) -> None:
+    ids = [WorkerId(f"w{at}", "i") for at in range(len(chains))]
+    index = PrefixIndex(10**6)
+    index.keep([(each, 10**6) for each in ids])
+    # A unit's digest names all before it.
+    whole = [
+        array("Q", [hash(tuple(chain[: end + 1])) % 2**64 for end in range(len(chain))]) for chain in [*chains, asked]
+    ]
+    for each, chain in zip(ids, whole, strict=False):
+        index.note(each, chain)
+    assert index.cached(whole[-1]).tolist() == [index.find(each, whole[-1]) for each in ids]
+
+
+def test_a_chain_goes_on_with_the_answer() -> None:
+    tokens = array("I", range(5 * UNIT))
+    whole = extended((), tokens, "tenant")
+    assert len(whole) == 5
+    begun = extended((), tokens[: 2 * UNIT], "tenant")
+    assert extended(begun, tokens[2 * UNIT :], "tenant") == whole
