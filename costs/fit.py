@@ -63,7 +63,9 @@ class LinearFit:
         coefficients = self.coefficients
         return None if coefficients is None else sum([a * b for a, b in zip(coefficients, features, strict=True)])
 
-    def add(self, features: Sequence[float], seconds: float, stratum: int = 0, of: float | None = None) -> None:
+    def add(
+        self, features: Sequence[float], seconds: float, stratum: int = 0, of: float | None = None, count: int = 1
+    ) -> None:
         """Takes a sample; one that took no time is left out.
 
         Args:
@@ -71,6 +73,7 @@ class LinearFit:
             seconds: measured time.
             stratum: samples of the same number fade each other.
             of: the whole time, where `seconds` is a part of it: errors are relative to it.
+            count: samples that this one is the mean of.
 
         Raises:
             ValueError: `features` has another length than the fit.
@@ -90,7 +93,7 @@ class LinearFit:
         self._samples += 1
         self._fresh += 1
         gram, target, _ = self._strata.get(stratum, (np.zeros((self._size, self._size)), np.zeros(self._size), 0))
-        keep = 1 - 1 / STRATUM_SAMPLES
+        keep, weight = (1 - 1 / STRATUM_SAMPLES) ** count, weight * count
         self._strata[stratum] = (
             keep * gram + weight * np.outer(row, row),
             keep * target + weight * seconds / whole * row,

@@ -111,6 +111,12 @@ class EngineConfig(Options):
     """Token budget of one step. Decode takes from it first, chunks of prompts get the rest. auto: 512 on CPU, 2048 on
     GPU, 8192 on a GPU with 70 GiB or more."""
 
+    step_seconds: Annotated[float, Interval(ge=0, le=60)] = 0.1
+    """Seconds that a step of one chunk of prompts or more may take while other sequences decode, as far as the times of
+    earlier steps tell; 0 to 60, and 0 sets no bound. A chunk has at least one block, and a prompt whose worker decodes
+    nothing has the whole `max_batch_tokens`. The default is the interactive class's target of the time between two
+    tokens."""
+
     max_sequences: Annotated[int, Automatic("auto, or 1 to 4096", 1, 4096)] = AUTO
     """Sequences in one step at most. auto: 64 on CPU, 256 on GPU."""
 

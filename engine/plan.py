@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.costs.step import StepWork, pairs
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.shaping import Shaping
 
@@ -113,6 +114,20 @@ class StepPlan:
         """Whether the row's token takes more than what its logits, temperature, filters and `min_tokens` say."""
         shaped = self.shapings is not None and self.shapings[row] is not None
         return shaped or self.sampling[row].logprobs is not None
+
+    @property
+    def work(self) -> StepWork:
+        """What the step computes, as its cost counts it: a row of one token that is no draft is one that decodes."""
+        guesses, context = self.num_drafts, int(self.starts.sum())
+        if guesses:
+            context -= int(self.starts[self.drafts].sum())
+        tokens, visited = 0, 0.0
+        chunks = np.flatnonzero(self.lengths > 1).tolist()
+        for row in chunks:
+            start, length = int(self.starts[row]), int(self.lengths[row])
+            tokens, visited, context = tokens + length, visited + pairs(start, length), context - start
+        sequences = self.num_rows - guesses - len(chunks)
+        return StepWork(tokens, visited, sequences, context + sequences, guesses)
 
     @property
     def kind(self) -> Literal["prefill", "decode", "mixed"]:
