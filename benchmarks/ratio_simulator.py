@@ -23,6 +23,7 @@ from kvrelay.cluster.scaling.signals import Meter
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_STARTING, ROLE_DECODE, ROLE_PREFILL, MemberStatus
+from kvrelay.router.config import INTERACTIVE, ServiceClass
 
 BEAT_SECONDS = 0.5
 BLOCK = 16
@@ -191,7 +192,7 @@ class Simulation:
         machine = self._table.machine
         roles = [Place("prefill", machine)] * self._desired.prefill + [Place("decode", machine)] * self._desired.decode
         targets = {name: getattr(self._config, name) for name in ("ttft_target_seconds", "tpot_target_seconds")}
-        self._cluster = cluster = Cluster(roles, targets)
+        self._cluster = cluster = Cluster(roles, {"classes": {INTERACTIVE: ServiceClass(**targets)}})
         await cluster.start()
         self._began = cluster.now
         self._do(self._beat())

@@ -142,11 +142,12 @@ class StepFit:
             else:
                 self._predicted_decodes += 1
                 self.decode_error += (error - self.decode_error) / min(self._predicted_decodes, ERROR_SAMPLES)
-        stratum = -work.sequences.bit_length()
+        each = work.context_tokens // max(1, work.sequences)
+        stratum = 64 * work.sequences.bit_length() + each.bit_length()
         if work.prompt_tokens:
             # Long prompts are told from short ones with chunks of the same size.
             depth = int(work.prompt_pairs / work.prompt_tokens).bit_length()
-            stratum = 64 * work.prompt_tokens.bit_length() + depth
+            stratum = -64 * work.prompt_tokens.bit_length() - depth
         self._seen[stratum] += 1
         if self._seen[stratum] <= STRATUM_SAMPLES:
             self._take(work, seconds, stratum, 1)

@@ -112,10 +112,8 @@ class EngineConfig(Options):
     GPU, 8192 on a GPU with 70 GiB or more."""
 
     step_seconds: Annotated[float, Interval(ge=0, le=60)] = 0.1
-    """Seconds that a step of one chunk of prompts or more may take while other sequences decode, as far as the times of
-    earlier steps tell; 0 to 60, and 0 sets no bound. A chunk has at least one block, and a prompt whose worker decodes
-    nothing has the whole `max_batch_tokens`. The default is the interactive class's target of the time between two
-    tokens."""
+    """Longest time of a step that computes a part of a prompt beside tokens of other requests. The part is as large as
+    fits by what the worker has measured, and a block at least. 0: no bound."""
 
     max_sequences: Annotated[int, Automatic("auto, or 1 to 4096", 1, 4096)] = AUTO
     """Sequences in one step at most. auto: 64 on CPU, 256 on GPU."""

@@ -42,6 +42,25 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Runs `main` to its end in simulated time, as `asyncio.run` does in real time."""
+    """Runs `main` to its end in simulated time, as `asyncio.run` does in real time.
+
+    Raises:
+        Exception: what a callback or a task of the simulation has raised, and nobody else takes.
+    """
+    failures: list[Exception] = []
+
+    def fail(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        failures.append(error if isinstance(error, Exception) else RuntimeError(context["message"]))
+        loop.stop()
+
     with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
-        return runner.run(main)
+        runner.get_loop().set_exception_handler(fail)
+        try:
+            return runner.run(main)
+        except RuntimeError:
+            if failures:  # the loop was stopped
+                raise failures[0] from None
+            raise
+        finally:
+            runner.get_loop().set_exception_handler(None)

@@ -7,6 +7,7 @@ outcome = await cluster.ask(Question(...))        as a client does over gRPC, fr
 import asyncio
 import logging
 import os
+import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -159,8 +160,9 @@ class Cluster:
         return self._workers.get(identity)
 
     def token(self, sequence: EngineSequence) -> int:
-        """The next token of a sequence: a function of the request and the token's index."""
-        seed, length = self._answers[sequence.request.request_id.rpartition("/")[0]]
+        """The next token of a sequence: a function of the request and the token's index. Of a request whose client has
+        left, any token."""
+        seed, length = self._answers.get(sequence.request.request_id.rpartition("/")[0], (0, 0))
         index = len(sequence.tokens) - sequence.request.prompt_tokens
         return END if index + 1 == length else FIRST_TOKEN + (seed + index * (1 + seed % 7)) % TOKENS
 
@@ -175,7 +177,7 @@ class Cluster:
             slo_class=question.service_class,
             session=question.session,
         )
-        self._answers[question.name] = hash(question.name) % 1009, question.answer_tokens
+        self._answers[question.name] = zlib.crc32(question.name.encode()) % 1009, question.answer_tokens
         try:
             with self.router.front.generation(Caller(Identity(), question.caller), 0) as call:
                 await call.generate(request, _Sink(self, outcome))

@@ -1,12 +1,13 @@
 """Runs of a simulated fleet under a trace, and what they show."""
 
 import asyncio
+import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from simulated.clock import run
-from simulated.cluster import Cluster, Outcome, Place, Question
+from simulated.cluster import FIRST_TOKEN, TOKENS, Cluster, Outcome, Place, Question
 from simulated.traces import Arrival
 
 PATIENCE_SECONDS = 60.0
@@ -74,7 +75,7 @@ class Run:
 
 
 Prepare = Callable[[Cluster], None]
-Ask = Callable[[Cluster, Question], "asyncio.Future[Outcome] | asyncio.Task[Outcome]"]
+Background = Callable[[Cluster], Coroutine[None, None, None]]
 
 
 def replay(
@@ -84,6 +85,7 @@ def replay(
     options: Mapping[str, object] | None = None,
     *,
     prepare: Prepare = lambda cluster: None,
+    background: Background | None = None,
     max_tokens: int = 2048,
     service_class: str = "",
 ) -> Run:
@@ -93,6 +95,7 @@ def replay(
         seconds: for which requests arrive.
         options: of the router.
         prepare: changes the cluster before the first request comes.
+        background: other traffic, while requests arrive.
         max_tokens: that clients ask for, unless an answer is longer.
         service_class: of all requests.
     """
@@ -102,12 +105,15 @@ def replay(
         prepare(cluster)
         await cluster.start()
         found = Run(seconds, began=cluster.now)
+        other = asyncio.create_task(background(cluster)) if background is not None else None
         tasks: dict[asyncio.Task[Outcome], Outcome] = {}
         for each in arrivals:
             await asyncio.sleep(found.began + each.at - cluster.now)
             most = max(max_tokens, each.answer_tokens)
             question = Question(f"q-{each.number}", each.prompt(), each.answer_tokens, most, service_class)
             tasks[asyncio.create_task(cluster.ask(question))] = Outcome(question, cluster.now, error="not ended")
+        if other is not None:
+            other.cancel()
         found.busy = {each.id.name: each.busy_seconds / (cluster.now - found.began) for each in cluster.workers}
         if tasks:
             await asyncio.wait(tasks, timeout=PATIENCE_SECONDS)
@@ -137,3 +143,95 @@ def highest_rate(met: Callable[[float], float], low: float, high: float, precisi
         else:
             high = middle
     return low
+
+
+async def refused_again(cluster: Cluster, outcome: Outcome, seconds: float) -> float | None:
+    """Seconds after which a refused request is taken if it is sent again every `seconds`; None if it never is."""
+    began, number = cluster.now, 0
+    while cluster.now - began < PATIENCE_SECONDS:
+        await asyncio.sleep(seconds)
+        number += 1
+        again = replace(outcome.question, name=f"again-{number}-{outcome.question.name}")
+        asked = cluster.now
+        if (await cluster.ask(again)).retry_seconds is None:
+            return asked - began
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """Conversations whose turns follow one another: each prompt is the one before, its answer, and a new question."""
+
+    users: int
+    """Conversations at a time."""
+    turns: int = 10
+    first: tuple[int, int] = (300, 1500)
+    """Range of the tokens of the first prompt; `question` and `answer` are ranges of tokens, too."""
+    question: tuple[int, int] = (30, 200)
+    answer: tuple[int, int] = (80, 500)
+    pause: float = 8.0
+    """Mean seconds between an answer and the next question."""
+
+
+@dataclass(slots=True)
+class Talked:
+    """Figures of the second and later turns."""
+
+    answers: int = 0
+    """Tokens of earlier answers that prompts had."""
+    again: int = 0
+    """Tokens among `answers` that were computed again."""
+    partial: int = 0
+    """Tokens among `again` of blocks that were not full, which no prefix cache keeps."""
+    turns: int = 0
+    busy: dict[str, float] = field(default_factory=dict)
+    ttft: list[float] = field(default_factory=list)
+
+
+def converse(
+    places: Sequence[Place], talk: Talk, seconds: float, options: Mapping[str, object] | None = None
+) -> Talked:
+    """Runs a fleet under conversations, in simulated time."""
+
+    async def user(cluster: Cluster, number: int, found: Talked) -> None:
+        rng, began = random.Random(number), 0
+        await asyncio.sleep(rng.uniform(0.0, talk.pause * talk.turns))
+        while True:
+            began += 1
+            name = f"talk-{number}-{began}"
+            prompt = rng.choices(range(FIRST_TOKEN, FIRST_TOKEN + TOKENS), k=rng.randint(*talk.first))
+            answers: list[tuple[int, int]] = []
+            for turn in range(talk.turns):
+                answer = rng.randint(*talk.answer)
+                asked = Question(f"{name}-{turn}", prompt, answer, 1024, session=name)
+                outcome = await cluster.ask(asked)
+                if turn and outcome.complete:
+                    cached, block = outcome.cached_tokens, cluster.workers[0].machine.engine.block_size
+                    found.turns += 1
+                    found.ttft.append(outcome.ttft or 0.0)
+                    # The last token of an answer is computed by nobody before it is part of a prompt.
+                    spans = [(first, end - 1) for first, end in answers]
+                    found.answers += sum(end - first for first, end in spans)
+                    lost = sum(max(0, end - max(first, cached)) for first, end in spans)
+                    found.again += lost
+                    found.partial += min(lost, block - 1)
+                answers.append((len(prompt), len(prompt) + len(outcome.tokens)))
+                question = rng.choices(range(FIRST_TOKEN, FIRST_TOKEN + TOKENS), k=rng.randint(*talk.question))
+                prompt = [*prompt, *outcome.tokens, *question]
+                await asyncio.sleep(rng.expovariate(1 / talk.pause))
+
+    async def main() -> Talked:
+        cluster, found = Cluster(places, options), Talked()
+        await cluster.start()
+        began = cluster.now
+        users = [asyncio.create_task(user(cluster, number, found)) for number in range(talk.users)]
+        await asyncio.wait(users, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        found.busy = {each.id.name: each.busy_seconds / (cluster.now - began) for each in cluster.workers}
+        for task in users:
+            task.cancel()
+        for result in await asyncio.gather(*users, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise result
+        return found
+
+    return run(main())

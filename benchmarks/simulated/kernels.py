@@ -9,9 +9,10 @@ Sizes between measured ones are interpolated between their logarithms; beyond th
 
 import csv
 import math
+import statistics
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -186,3 +187,34 @@ class Kernels(StepSeconds):
             for each in sorted({a for a, _ in measured})
         }
         return Curve({float(each): seconds for each, seconds in column.items()})(n)
+
+
+def checked(folder: Path) -> dict[str, dict[str, float]]:
+    """Errors of the composing on measured steps of Llama-2-70B (`splitwise_measured_prefill_decode.csv`), by phase and
+    number of GPUs: the median, and what is left of it after the best factor.
+
+    That software launched each kernel by itself: on 8 GPUs a step of decode takes 30 ms whatever it computes, which is
+    the host's time. A factor that all rows have in common is of the software; what differs between them is composing.
+    """
+    found: dict[str, dict[str, float]] = {}
+    with (folder / "splitwise_measured_prefill_decode.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["hardware"] == "h100-80gb" and not row["flag"]]
+    for gpus in (2, 8):
+        kernels = Kernels(folder, replace(LLAMA_2_70B, gpus=gpus))
+        ratios: dict[str, list[float]] = {"prefill": [], "decode": []}
+        for row in rows:
+            if int(row["tensor_parallel"]) != gpus:
+                continue
+            prompt, batch, out = int(row["prompt_size"]), int(row["batch_size"]), int(row["token_size"])
+            ratios["prefill"].append(1e3 * kernels.prompts(batch, prompt) / float(row["prompt_time_ms"]))
+            decode = 1e3 * kernels.seconds([], [prompt + out // 2] * batch)
+            ratios["decode"].append(decode / float(row["token_time_ms"]))
+        for phase, each in ratios.items():
+            factor = statistics.median(each)
+            found[f"{phase}_tp{gpus}"] = {
+                "median_error": round(statistics.median(abs(ratio - 1) for ratio in each), 3),
+                "factor": round(1 / factor, 2),
+                "median_error_after_factor": round(statistics.median(abs(ratio / factor - 1) for ratio in each), 3),
+                "rows": len(each),
+            }
+    return found

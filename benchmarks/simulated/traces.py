@@ -46,7 +46,7 @@ class Arrival:
 
 @lru_cache(4096)
 def _tokens(block: int) -> tuple[int, ...]:
-    return tuple(random.Random(block).choices(range(FIRST_TOKEN, FIRST_TOKEN + TOKENS), k=BLOCK))
+    return tuple([FIRST_TOKEN + byte % TOKENS for byte in random.Random(block).randbytes(BLOCK)])
 
 
 def read(folder: Path, name: TraceName, seed: int = 0) -> list[Arrival]:

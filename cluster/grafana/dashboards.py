@@ -158,6 +158,20 @@ def _router(make: Panels) -> Dashboard:
                 [
                     make.quantiles(table.TTFT, "Time to first token", "class"),
                     make.quantiles(table.TPOT, "Time per output token", "class"),
+                    *(
+                        make.share(
+                            f"{name} within the target",
+                            make.increase(attained),
+                            make.increase(measured, "_count"),
+                            attained.help,
+                            "class",
+                        )
+                        for name, attained, measured in (
+                            ("TTFT", table.TTFT_ATTAINED, table.TTFT),
+                            ("TPOT", table.TPOT_ATTAINED, table.TPOT),
+                        )
+                    ),
+                    make.rate(table.REFUSED, "Refused, as targets would be missed", "class", stacked=True),
                     make.quantiles(table.ITL, "Time between messages with tokens"),
                     make.quantiles(table.E2E, "End to end", "class"),
                     make.quantiles(table.QUEUE, "Wait for workers", "class"),

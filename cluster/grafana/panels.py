@@ -116,9 +116,10 @@ class Panels:
         """One number, with the family's help as its description."""
         return Panel(title, [Query(query)], unit, family.help, "stat", thresholds=thresholds)
 
-    def share(self, title: str, part: str, whole: str, description: str) -> Panel:
-        """One sum as a share of another one."""
-        return Panel(title, [Query(f"sum({part}) / (sum({whole}) > 0)")], "percentunit", description, most=1.0)
+    def share(self, title: str, part: str, whole: str, description: str, *by: str) -> Panel:
+        """One sum as a share of another one, for each value of the labels `by`."""
+        query = Query(f"sum{_by(by)}({part}) / (sum{_by(by)}({whole}) > 0)", _legend(by))
+        return Panel(title, [query], "percentunit", description, most=1.0)
 
     def increase(self, family: Family, suffix: str = "", **given: str) -> str:
         """The growth per second of each of a family's series."""

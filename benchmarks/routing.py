@@ -1,0 +1,476 @@
+"""Where requests go, and what it is worth: the policies of placement under public traces.
+
+    python benchmarks/routing.py simulated --traces DIR --calibration DIR [--workers 8 8] [--rows ...] [--out FILE]
+    python benchmarks/routing.py engine MODEL --traces DIR [--rates ...] [--out FILE]
+    python benchmarks/routing.py picture RESULTS --out docs/images/routing.svg
+
+`simulated` runs fleets of Llama-3.1-8B, one H100 each, in simulated time (`simulated/`): router, scheduler and block
+pools are the product's own, steps take what measured kernels take (`simulated/kernels.py`), hand-offs what a link of
+400 Gbit/s does. `engine` runs two workers of this machine on a small model (`routing_engine.py`).
+
+Folders: `--traces` has `mooncake/conversation_trace.jsonl` and `azure2023/*.csv`, `--calibration` the measurements that
+`simulated/kernels.py` names. Both are public; neither is part of the project.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from simulated.clock import run
+from simulated.cluster import END, Cluster, Place, Question
+from simulated.fleet import CAPACITY, Run, Talk, Targets, converse, highest_rate, refused_again, replay
+from simulated.kernels import LLAMA_3_1_8B, Kernels, checked
+from simulated.traces import Arrival, TraceName, at_rate, oracle_hits, read
+from simulated.worker import Machine
+from turns import end_on_signal, own_setting, save
+
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.models.spec import ModelSpec
+from kvrelay.router.config import BATCH, DEFAULT_CLASS, INTERACTIVE, RouterConfig, ServiceClass
+from kvrelay.router.placing.placement import Demand, Placement
+from kvrelay.router.placing.prefixes import UNIT
+
+TARGETS = Targets(ttft=3.0, ttft_token=0.1e-3, tpot=0.05)
+LINK_BYTES = 50e9 * 0.8
+"""Bytes a second between two workers: 400 Gbit/s, at 80 %."""
+HANDOFF_SECONDS = 2e-3
+"""Seconds of any hand-off behind its last byte: announcing, verifying. Stated, not measured."""
+KV_TOKENS = 400_000
+"""Tokens in an H100's pool: 80 GB, less 16 GB of weights and 10 GB for the rest, in 16 bits."""
+MAX_CONTEXT = 131_072
+POLICIES = ("round_robin", "random", "least_work", "predicted")
+SLOW, SLOW_LINK = 2.0, 10.0
+OVERLOAD = 1.5
+PREFIXES = 10_000
+KNOWN = {each.name for each in fields(RouterConfig)}
+ENGINE = {each.name for each in fields(EngineConfig)}
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What all rows are measured on."""
+
+    machine: Machine
+    trace: Sequence[Arrival]
+    prefills: int
+    decodes: int
+    seconds: float
+
+    @property
+    def fleet(self) -> list[Place]:
+        return [Place("prefill", self.machine)] * self.prefills + [Place("decode", self.machine)] * self.decodes
+
+    @property
+    def colocated(self) -> list[Place]:
+        """As many workers, each of which computes its requests from beginning to end."""
+        return [Place("colocated", self.machine)] * (self.prefills + self.decodes)
+
+    def arrivals(self, rate: float) -> list[Arrival]:
+        return at_rate(self.trace, rate, self.seconds)
+
+
+def policies(wanted: Sequence[str]) -> list[str]:
+    """The policies among `wanted` that the router has."""
+    return [each for each in wanted if "placement" in KNOWN or each == "least_work"]
+
+
+def options(policy: str, **others: object) -> dict[str, object]:
+    """The router's options for a policy."""
+    given = {"placement": policy, **others}
+    return {name: value for name, value in given.items() if name in KNOWN}
+
+
+class Rates:
+    """The highest rates of the policies, each looked for once, and the runs that led there."""
+
+    def __init__(self, setup: Setup, found: dict[str, Any], start: float) -> None:
+        """
+        Args:
+            found: gets the figures of each run.
+            start: a rate, of any fleet, to begin the search with.
+        """
+        self._setup, self._found, self._start = setup, found, start
+        self._highest: dict[str, float] = {}
+        self.runs: dict[tuple[str, float], Run] = {}
+
+    def run(self, policy: str, rate: float) -> Run:
+        """A run at a rate; `colocated` is the fleet of co-located workers."""
+        if (policy, rate) not in self.runs:
+            setup, began = self._setup, time.monotonic()
+            places = setup.colocated if policy.startswith("colocated") else setup.fleet
+            placement = policy.removeprefix("colocated ")
+            done = replay(places, setup.arrivals(rate), setup.seconds, options(placement))
+            self.runs[policy, rate] = done
+            row = {"rate": round(rate, 3), "met": round(done.met(TARGETS), 4)}
+            row |= {"goodput": round(done.goodput(TARGETS), 3), "mean_ttft": round(done.mean_ttft(), 4)}
+            row |= {"ttft_p99": round(done.ttft(0.99), 3), "wall_seconds": round(time.monotonic() - began, 1)}
+            self._found.setdefault(policy, []).append(row)
+            print(json.dumps({"policy": policy, **row}), flush=True)
+        return self.runs[policy, rate]
+
+    def highest(self, policy: str) -> float:
+        if policy not in self._highest:
+
+            def met(rate: float) -> float:
+                return self.run(policy, rate).met(TARGETS)
+
+            low = self._start
+            while met(low) < CAPACITY and low > 0.05 * self._start:
+                low /= 1.5
+            self._highest[policy] = highest_rate(met, low, 1.5 * low)
+        return self._highest[policy]
+
+
+def row_rate(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
+    """The highest rates; at that of `least_work`, mean TTFT and hits in prefix caches."""
+    base = rates.highest("least_work")
+    oracle = oracle_hits(setup.arrivals(base))
+    found: dict[str, Any] = {}
+    for policy in wanted:
+        done, highest = rates.run(policy, base), rates.highest(policy)
+        found[policy] = {
+            "highest_rate": round(highest, 3),
+            "to_least_work": round(highest / base, 3),
+            "at_rate": round(base, 3),
+            "mean_ttft": round(done.mean_ttft(), 4),
+            "hits_of_oracle": round(done.hits(oracle), 4),
+        }
+    least = found["least_work"]["mean_ttft"]
+    for policy in wanted:
+        found[policy]["mean_ttft_to_least_work"] = round(found[policy]["mean_ttft"] / least, 3)
+    return found
+
+
+def row_slow(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
+    """TTFT p99 with one worker at half speed, and with one slow link, at 85 % of the policy's highest rate, relative to
+    that of the same fleet without it; rates are less by the fault's share of capacity."""
+    found: dict[str, Any] = {}
+
+    def slow_link(cluster: Cluster) -> None:
+        sender = cluster.workers[0]
+        receiver = next(each for each in cluster.workers if each.role == "decode")
+        sender.link_factors[receiver.id.name] = SLOW_LINK
+
+    for policy in wanted:
+        rate = 0.85 * rates.highest(policy)
+        whole = rates.run(policy, rate).ttft(0.99)
+        prefill, decode = list(setup.fleet), list(setup.fleet)
+        prefill[0], decode[-1] = replace(prefill[0], slowdown=SLOW), replace(decode[-1], slowdown=SLOW)
+        faults: dict[str, tuple[list[Place], float, Callable[[Cluster], None]]] = {
+            "half_speed_prefill": (prefill, 1 - 0.5 / setup.prefills, lambda cluster: None),
+            "half_speed_decode": (decode, 1 - 0.5 / setup.decodes, lambda cluster: None),
+            "slow_link": (setup.fleet, 1.0, slow_link),
+        }
+        found[policy] = {"rate": round(rate, 3), "ttft_p99": round(whole, 3)}
+        for name, (places, share, prepare) in faults.items():
+            done = replay(places, setup.arrivals(share * rate), setup.seconds, options(policy), prepare=prepare)
+            found[policy][name] = round(done.ttft(0.99) / whole, 3)
+            print(json.dumps({"policy": policy, "fault": name, "ttft_p99": round(done.ttft(0.99) / whole, 3)}))
+    return found
+
+
+def row_answers(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
+    """Tokens of earlier answers that are computed again, from the second to the tenth turn."""
+    found: dict[str, Any] = {}
+    talk = Talk(users=48 * setup.prefills)
+    for policy in wanted:
+        done = converse(setup.fleet, talk, 2 * setup.seconds, options(policy))
+        found[policy] = {
+            "turns": done.turns,
+            "answers_again": round(done.again / max(1, done.answers), 4),
+            "of_partial_blocks": round(done.partial / max(1, done.answers), 4),
+            "mean_ttft": round(statistics.fmean(done.ttft), 4),
+            "busy": round(max(done.busy.values()), 3),
+        }
+        print(json.dumps({"policy": policy, **found[policy]}), flush=True)
+    return found
+
+
+def row_admission(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
+    """At 1.5 times the highest rate, with each kind of admission: goodput relative to its peak, and how well the delay
+    of a refusal says when the request would be taken."""
+    found: dict[str, Any] = {}
+    classes = {DEFAULT_CLASS: ServiceClass(ttft_target_seconds=TARGETS.ttft, tpot_target_seconds=TARGETS.tpot)}
+    for policy in wanted[-1:]:
+        highest = rates.highest(policy)
+        peak = max(done.goodput(TARGETS) for (name, _), done in rates.runs.items() if name == policy)
+        for admission in ("none", "room", "predicted") if "admission" in KNOWN else ("room",):
+            given = options(policy, admission=admission, classes=classes)
+            done = replay(setup.fleet, setup.arrivals(OVERLOAD * highest), setup.seconds, given)
+            told = _told(setup, OVERLOAD * highest, given)
+            found[admission] = {
+                "policy": policy,
+                "rate": round(OVERLOAD * highest, 3),
+                "goodput_to_peak": round(done.goodput(TARGETS) / peak, 3),
+                "refused": round(
+                    sum(each.retry_seconds is not None for each in done.counted()) / len(done.counted()), 3
+                ),
+                "retry_after_error": None if not told else round(statistics.median(told), 3),
+                "retries_measured": len(told),
+            }
+            print(json.dumps({"admission": admission, **found[admission]}), flush=True)
+    return found
+
+
+def _told(setup: Setup, rate: float, given: dict[str, object]) -> list[float]:
+    """Relative errors of the delays that refusals name, of a tenth of them: such a request comes again and again until
+    it is taken."""
+    errors: list[float] = []
+
+    async def main() -> None:
+        cluster = Cluster(setup.fleet, given)
+        await cluster.start()
+        began = cluster.now
+
+        async def ask(arrival: Arrival) -> None:
+            question = Question(f"q-{arrival.number}", arrival.prompt(), arrival.answer_tokens, 2048)
+            outcome = await cluster.ask(question)
+            if outcome.retry_seconds is not None and not arrival.number % 10:
+                after = await refused_again(cluster, outcome, 0.2)
+                if after is not None:
+                    errors.append(abs(outcome.retry_seconds - after) / after)
+
+        tasks = []
+        for each in setup.arrivals(rate):
+            await asyncio.sleep(began + each.at - cluster.now)
+            tasks.append(asyncio.create_task(ask(each)))
+        await asyncio.wait(tasks, timeout=10.0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(main())
+    return errors
+
+
+def row_batch(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
+    """TTFT p99 of interactive requests at half of the highest rate, with and without batch that takes what is left."""
+    found: dict[str, Any] = {}
+    lengths = list(setup.trace)
+
+    async def batch(cluster: Cluster) -> None:
+        async def one(number: int) -> None:
+            rng = random.Random(number)
+            while True:
+                number += 10**6
+                like = rng.choice(lengths)
+                prompt = replace(like, number=number, blocks=()).prompt()
+                await cluster.ask(Question(f"b-{number}", prompt, like.answer_tokens, 2048, BATCH, caller="batch"))
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(24 * (setup.prefills + setup.decodes)):
+                group.create_task(one(number + 10**6))
+
+    for policy in wanted[-1:]:
+        rate = 0.5 * rates.highest(policy)
+        alone = replay(setup.fleet, setup.arrivals(rate), setup.seconds, options(policy), service_class=INTERACTIVE)
+        both = replay(
+            setup.fleet,
+            setup.arrivals(rate),
+            setup.seconds,
+            options(policy),
+            service_class=INTERACTIVE,
+            background=batch,
+        )
+        found[policy] = {
+            "rate": round(rate, 3),
+            "ttft_p99": round(alone.ttft(0.99), 3),
+            "with_batch": round(both.ttft(0.99) / alone.ttft(0.99), 3),
+            "busy_prefill": round(statistics.fmean(v for k, v in both.busy.items() if k.startswith("prefill")), 3),
+            "busy_decode": round(statistics.fmean(v for k, v in both.busy.items() if k.startswith("decode")), 3),
+        }
+        print(json.dumps({"policy": policy, **found[policy]}), flush=True)
+    return found
+
+
+def row_decision(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
+    """Seconds of a decision, the view of the workers included, with 10,000 prefixes known of 64 workers, and
+    500 of 1,000."""
+
+    async def main(pairs: int, policy: str, prefixes: int) -> float:
+        places = [Place("prefill", setup.machine)] * pairs + [Place("decode", setup.machine)] * pairs
+        cluster, rng = Cluster(places, options(policy)), random.Random(0)
+        await cluster.start()
+        placing, registry = cluster.router._policy, cluster.router.registry
+        chains = [[rng.getrandbits(64) for _ in range(64)] for _ in range(prefixes)]
+        took = []
+        for number, chain in enumerate([*chains, *rng.sample(chains, 300)]):
+            demand = Demand(64 * UNIT + 100, 300, chain=chain, expected_tokens=300)
+            began = time.perf_counter()
+            placement = placing.place(demand, registry.view())
+            if number >= prefixes:
+                took.append(time.perf_counter() - began)
+            if isinstance(placement, Placement):
+                for each in placing.take(placement, chain):
+                    each.reported(0, setup.machine.engine.block_size)
+        return statistics.median(took)
+
+    found: dict[str, Any] = {}
+    for policy in wanted:
+        sizes = {32: PREFIXES, 500: PREFIXES // 20}
+        found[policy] = {f"{2 * each}_workers": round(run(main(each, policy, n)), 6) for each, n in sizes.items()}
+        print(json.dumps({"policy": policy, **found[policy]}), flush=True)
+    return found
+
+
+def row_curve(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
+    """Goodput against rate, of each policy and of as many co-located workers."""
+    highest = rates.highest(wanted[-1])
+    colocated = f"colocated {wanted[-1]}"
+    found: dict[str, Any] = {}
+    for policy in (*wanted, colocated):
+        for share in (0.25, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5):
+            rates.run(policy, share * highest)
+        done = sorted((rate, each) for (name, rate), each in rates.runs.items() if name == policy)
+        found[policy] = [[round(rate, 3), round(each.goodput(TARGETS), 3)] for rate, each in done]
+    return found
+
+
+ROWS: dict[str, Callable[[Setup, Rates, Sequence[str]], dict[str, Any]]] = {
+    "rate": row_rate,
+    "slow": row_slow,
+    "answers": row_answers,
+    "admission": row_admission,
+    "batch": row_batch,
+    "decision": row_decision,
+    "curve": row_curve,
+}
+
+
+@lru_cache(1)
+def h100(calibration: Path) -> Machine:
+    """A worker of Llama-3.1-8B on one H100."""
+    spec = ModelSpec("LlamaForCausalLM", 256, MAX_CONTEXT, (END,), "bfloat16", "0" * 64)
+    bound = {"step_seconds": TARGETS.tpot} if "step_seconds" in ENGINE else {}
+    engine = EngineConfig(block_size=64, max_batch_tokens=8192, max_sequences=256, kv_memory_bytes=1, **bound)
+    kernels = Kernels(calibration, LLAMA_3_1_8B)
+    return Machine(kernels, spec, engine, KV_TOKENS, LLAMA_3_1_8B.kv_bytes, 1 / LINK_BYTES, HANDOFF_SECONDS)
+
+
+def simulate(args: argparse.Namespace) -> None:
+    machine = h100(args.calibration)
+    setup = Setup(machine, read(args.traces, args.trace), *args.workers, args.seconds)
+    wanted = policies(args.policies)
+    result: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    name = f"{args.trace} {args.workers[0]}+{args.workers[1]}"
+    found = result.setdefault(name, {})
+    result["setting"] = {**own_setting(), "link_bytes_per_second": LINK_BYTES, "kv_tokens": KV_TOKENS}
+    result["kernels"] = checked(args.calibration)
+    print(json.dumps(result["kernels"]), flush=True)
+    found["seconds"] = args.seconds
+    rates = Rates(setup, found.setdefault("runs", {}), args.start or 2.0 * args.workers[0])
+    for row in args.rows:
+        began = time.monotonic()
+        found[row] = ROWS[row](setup, rates, wanted)
+        print(json.dumps({"row": row, "wall_seconds": round(time.monotonic() - began, 1), **found[row]}), flush=True)
+        if args.out is not None:
+            save(args.out, result)
+
+
+def measure_engines(args: argparse.Namespace) -> None:
+    """Clusters of two workers on this machine, each at all rates; goodput is that of the best rate."""
+    from routing_engine import Kind, measure, show
+
+    pair, two = ("prefill", "decode"), ("colocated", "colocated")
+    kinds = {"pair": Kind(pair, options("least_work"), {})}
+    for tokens in args.batch_tokens:
+        unbounded = {"step_seconds": 0} if "step_seconds" in ENGINE else {}
+        kinds[f"pair {tokens}"] = Kind(pair, options("least_work"), {"max_batch_tokens": tokens})
+        kinds[f"colocated {tokens}"] = Kind(two, options("least_work"), {"max_batch_tokens": tokens, **unbounded})
+    if "step_seconds" in ENGINE:
+        kinds["colocated bounded"] = Kind(two, options("least_work"), {})
+    if "placement" in KNOWN:
+        kinds["predicted"] = Kind(pair, options("predicted"), {})
+    trace = read(args.traces, "conversation")
+    result: dict[str, Any] = {"setting": {**own_setting("torch"), "model": args.model.name, "seconds": args.seconds}}
+    for name, found in measure(args.model, kinds, trace, args.rates, args.seconds):
+        show(name, found)
+        if name == "idle":
+            result["idle"] = found
+        else:
+            result.setdefault("runs", {}).setdefault(name, []).append(found)
+            best = max(result["runs"][name], key=lambda run: run["goodput"])
+            result.setdefault("best", {})[name] = best
+        if args.out is not None:
+            save(args.out, result)
+
+
+COLORS = ("#2563eb", "#d97706", "#64748b", "#059669", "#dc2626")
+WIDTH, HEIGHT, LEFT, TOP = 560, 300, 60, 40
+
+
+def draw(args: argparse.Namespace) -> None:
+    """Goodput against the rate of arrivals: a line for each policy, and for as many co-located workers."""
+    curves: dict[str, list[tuple[float, float]]] = json.loads(args.results.read_text())[args.fleet]["curve"]
+    most = max(rate for curve in curves.values() for rate, _ in curve)
+    scale = WIDTH / most, HEIGHT / most
+
+    def at(rate: float, goodput: float) -> str:
+        return f"{LEFT + scale[0] * rate:.1f},{TOP + HEIGHT - scale[1] * goodput:.1f}"
+
+    bottom, right = TOP + HEIGHT, LEFT + WIDTH
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right + 180} {bottom + 50}" font-family="sans-serif" '
+        'font-size="12" fill="#475569">',
+        f'<rect width="{right + 180}" height="{bottom + 50}" fill="#ffffff"/>',
+        f'<text x="{LEFT}" y="24" font-weight="bold">requests a second within both targets ({args.fleet})</text>',
+        f'<rect x="{LEFT}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#cbd5e1"/>',
+        f'<line x1="{LEFT}" y1="{bottom}" x2="{right}" y2="{TOP}" stroke="#cbd5e1" stroke-dasharray="4"/>',
+        f'<text x="{LEFT + WIDTH / 2}" y="{bottom + 40}" text-anchor="middle">requests a second that come</text>',
+    ]
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        label = f"{share * most:.0f}"
+        lines.append(f'<text x="{LEFT + share * WIDTH}" y="{bottom + 18}" text-anchor="middle">{label}</text>')
+        lines.append(f'<text x="{LEFT - 6}" y="{bottom - share * HEIGHT + 4}" text-anchor="end">{label}</text>')
+    for number, (name, curve) in enumerate(curves.items()):
+        color, height = COLORS[number % len(COLORS)], TOP + 14 + 20 * number
+        points = " ".join(at(rate, goodput) for rate, goodput in curve)
+        lines.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
+        lines.append(f'<text x="{right + 12}" y="{height}" fill="{color}">{name.replace("_", " ")}</text>')
+    args.out.write_text("\n".join([*lines, "</svg>", ""]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    simulated = commands.add_parser("simulated", help="fleets of H100s in simulated time")
+    simulated.add_argument("--traces", type=Path, required=True, help="folder of the traces")
+    simulated.add_argument("--calibration", type=Path, required=True, help="folder of the measured kernels")
+    simulated.add_argument("--trace", choices=TraceName.__args__, default="conversation")  # type: ignore[attr-defined]
+    simulated.add_argument("--workers", type=int, nargs=2, default=(8, 8), metavar=("PREFILL", "DECODE"))
+    simulated.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES, help="the last one is the best")
+    simulated.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    simulated.add_argument("--seconds", type=float, default=60.0, help="simulated seconds of arrivals of each run")
+    simulated.add_argument("--start", type=float, help="requests a second at which the search for the highest begins")
+    simulated.add_argument("--out", type=Path, help="file for the results, which keeps what other rows have found")
+    simulated.set_defaults(do=simulate)
+    engines = commands.add_parser("engine", help="two workers of this machine, real engines")
+    engines.add_argument("model", type=Path, help="folder of a checkpoint, e.g. of `checkpoint.py MODEL --shape 135m`")
+    engines.add_argument("--traces", type=Path, required=True, help="folder of the traces")
+    engines.add_argument("--rates", type=float, nargs="+", default=[0.3, 0.6, 1.0, 1.5], help="requests a second")
+    engines.add_argument("--seconds", type=float, default=60.0, help="of each run")
+    engines.add_argument(
+        "--batch-tokens", type=int, nargs="+", default=[128, 512], help="tokens of a step: which suits best is shown"
+    )
+    engines.add_argument("--out", type=Path, help="file for the results")
+    engines.set_defaults(do=measure_engines)
+    drawn = commands.add_parser("picture", help="goodput against rate, of the results of `simulated`")
+    drawn.add_argument("results", type=Path)
+    drawn.add_argument("--fleet", default="conversation 8+8", help="key of the results")
+    drawn.add_argument("--out", type=Path, required=True, help="file for the SVG")
+    drawn.set_defaults(do=draw)
+    args = parser.parse_args()
+    end_on_signal()
+    args.do(args)
+
+
+if __name__ == "__main__":
+    main()
