@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 from click.exceptions import NoArgsIsHelpError
 
-from kvrelay.cli.commands.common import config_option, connection, console, target_option
+from kvrelay.cli.commands.common import class_option, config_option, connection, console, target_option
 from kvrelay.cli.tables import Whole
 from kvrelay.cluster.errors import ERROR_PREFIX, NO_CLUSTER, ClusterError, UsageError
 
@@ -130,6 +130,7 @@ def status(wide: bool, as_json: bool) -> None:
 @click.option("--json-schema", type=click.File(encoding="utf-8"), metavar="FILE", help="JSON that obeys this schema.")
 @click.option("--regex", metavar="REGEX", help="A text that matches this regular expression.")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Equal seeds give equal tokens.")
+@class_option
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-sequence tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when it is done, instead of the text.")
 @click.option("--timeline", is_flag=True, help="Print where the time went.")

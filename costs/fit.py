@@ -3,12 +3,16 @@
 Samples come in strata, e.g. steps of about the same size. Each stratum is a recursive least-squares sum in which an old
 sample fades when a new one of the same stratum comes. So an hour of small steps doesn't make the fit forget what large
 ones cost. No coefficient is negative, hence the predicted time never falls when a feature grows.
+
+Features come in the order of their weight: until enough strata were seen, the last ones count as free. A few samples of
+small steps would otherwise be explained by a feature that grows with the square of a step's size.
 """
 
+import math
 from collections.abc import Sequence
+from operator import mul
 
 import numpy as np
-from numpy.typing import NDArray
 
 STRATUM_SAMPLES = 32
 """Number of newer samples of a stratum after which a sample weighs 1/e."""
@@ -23,10 +27,9 @@ LEAST_OUTLIER = 0.25
 RIDGE = 1e-4
 """Weight of the preference for small coefficients, relative to that of the samples. It decides where samples don't: of
 steps of one size only, half of the time counts as fixed."""
+KEEP = 1 - 1 / STRATUM_SAMPLES
 REFRESH = 8
 """Number of samples after which the coefficients are computed again."""
-
-Vector = NDArray[np.float64]
 
 
 class LinearFit:
@@ -34,8 +37,9 @@ class LinearFit:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._strata: dict[int, tuple[Vector, Vector, int]] = {}
-        """(X'X, X'y, number of the latest sample) of each stratum; rows of X and y are divided by its whole time."""
+        self._strata: dict[int, tuple[list[float], int]] = {}
+        """(sums, number of the latest sample) of each stratum. The sums are X'X and X'y as one list, row by row; a row
+        of X and y is divided by the whole time."""
         self._samples = 0
         self._fresh = 0
         self._error = 0.0
@@ -61,7 +65,7 @@ class LinearFit:
     def predict(self, features: Sequence[float]) -> float | None:
         """Seconds for these features; None before the first sample."""
         coefficients = self.coefficients
-        return None if coefficients is None else sum([a * b for a, b in zip(coefficients, features, strict=True)])
+        return None if coefficients is None else sum(map(mul, coefficients, features))
 
     def add(self, features: Sequence[float], seconds: float, stratum: int = 0, of: float | None = None) -> None:
         """Takes a sample; one that took no time is left out.
@@ -86,23 +90,18 @@ class LinearFit:
             weight = min(1.0, limit / off) if off else 1.0
             share = 1 / min(self._samples, ERROR_SAMPLES)
             self._error += share * (min(off, 1.0) - self._error)
-        row = np.asarray(features, np.float64) / whole
+        # A few numbers: lists are faster than arrays.
+        row = [each / whole for each in features]
+        columns = [*row, seconds / whole]
+        added = [weight * one * other for one in row for other in columns]
+        sums, _ = self._strata.get(stratum, ([0.0] * len(added), 0))
         self._samples += 1
         self._fresh += 1
-        gram, target, _ = self._strata.get(stratum, (np.zeros((self._size, self._size)), np.zeros(self._size), 0))
-        keep = 1 - 1 / STRATUM_SAMPLES
-        self._strata[stratum] = (
-            keep * gram + weight * np.outer(row, row),
-            keep * target + weight * seconds / whole * row,
-            self._samples,
-        )
+        self._strata[stratum] = [KEEP * old + new for old, new in zip(sums, added, strict=True)], self._samples
 
     def state(self) -> list[list[float]]:
         """The sums, one flat list of numbers for each stratum, to be kept in a file and given to `restore`."""
-        return [
-            [float(stratum), *gram.ravel().tolist(), *target.tolist()]
-            for stratum, (gram, target, _) in self._strata.items()
-        ]
+        return [[float(stratum), *sums] for stratum, (sums, _) in self._strata.items()]
 
     def restore(self, state: Sequence[Sequence[float]]) -> None:
         """Begins with the sums of an earlier fit of the same size.
@@ -111,29 +110,27 @@ class LinearFit:
             ValueError: they aren't of such a fit.
         """
         for numbers in state:
-            if len(numbers) != 1 + self._size * self._size + self._size or not np.isfinite(numbers).all():
-                raise ValueError(f"state has a stratum of {len(numbers)} numbers; this fit has other sizes")
-            square = 1 + self._size * self._size
-            gram = np.asarray(numbers[1:square], np.float64).reshape(self._size, self._size)
+            if len(numbers) != 1 + self._size * (self._size + 1) or not all(map(math.isfinite, numbers)):
+                raise ValueError(f"state has a stratum of {len(numbers)} numbers; this fit has other ones")
             self._samples += 1
-            self._strata[int(numbers[0])] = gram, np.asarray(numbers[square:], np.float64), self._samples
+            self._strata[int(numbers[0])] = list(numbers[1:]), self._samples
         self._fresh = len(state)
 
     def _solved(self) -> tuple[float, ...]:
         """Least squares without negative coefficients: those that would be negative are 0, the worst first."""
-        gram, target = np.zeros((self._size, self._size)), np.zeros(self._size)
-        for each, right, latest in self._strata.values():
-            age = float(np.exp((latest - self._samples) / ALL_SAMPLES))
-            gram += age * each
-            target += age * right
+        total = np.zeros(self._size * (self._size + 1))
+        for sums, latest in self._strata.values():
+            total += math.exp((latest - self._samples) / ALL_SAMPLES) * np.asarray(sums)
+        square = total.reshape(self._size, self._size + 1)
+        gram, target = square[:, :-1], square[:, -1]
         # Columns of equal length, so that the ridge means the same for each.
         scale = np.sqrt(np.diag(gram))
-        used = [each for each in range(self._size) if scale[each] > 0.0]
+        used = [each for each in range(max(2, len(self._strata) - 1)) if each < self._size and scale[each] > 0.0]
         found = np.zeros(self._size)
         while used:
             lengths = scale[used]
-            square = gram[np.ix_(used, used)] / np.outer(lengths, lengths) + RIDGE * np.eye(len(used))
-            part = np.linalg.solve(square, target[used] / lengths)
+            normed = gram[np.ix_(used, used)] / np.outer(lengths, lengths) + RIDGE * np.eye(len(used))
+            part = np.linalg.solve(normed, target[used] / lengths)
             if (part >= 0.0).all():
                 found[used] = part / lengths
                 break

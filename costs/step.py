@@ -123,7 +123,8 @@ class StepFit:
         """Takes a step that took `seconds`."""
         if not work.prompt_tokens:
             decodes = 1.0, float(work.sequences), float(work.context_tokens), float(work.guesses)
-            self._decode.add(decodes, seconds, work.sequences.bit_length())
+            each = work.context_tokens // max(1, work.sequences)
+            self._decode.add(decodes, seconds, 64 * work.sequences.bit_length() + each.bit_length())
             return
         others = 0.0
         if work.sequences and (known := self._decode.coefficients) is not None:

@@ -86,6 +86,10 @@ class Receiving(Transfer[ReceiveAttempt]):
     ended: tuple[Code, str] = (Code.CANCELLED, "over on the decode worker")
     granted_at: float | None = None
     finish_at: float | None = None
+    verified_nbytes: int = 0
+    """Bytes of the frames that have verified."""
+    exposed_nbytes: int = 0
+    """Bytes that had yet to come at `finish_at`."""
 
 
 class KVReceiver(Endpoint[Receiving]):
@@ -233,6 +237,7 @@ class KVReceiver(Endpoint[Receiving]):
 
     def _on_frame_ended(self, transfer: Receiving, frame: Frame, outcome: Outcome) -> None:
         self.corrupt += outcome is Outcome.CORRUPT
+        transfer.verified_nbytes += frame.nbytes if outcome is Outcome.VERIFIED else 0
         if outcome is Outcome.CORRUPT and self.links.epoch(transfer.sender) == frame.epoch:
             # The bytes may have been another frame's. Then every later frame of this link would be mistaken, too.
             self.links.close(transfer.sender, "a frame failed its checksum")
@@ -245,6 +250,8 @@ class KVReceiver(Endpoint[Receiving]):
             handoff_seconds=now - (transfer.finish_at or now),
             nbytes=0 if manifest is None else manifest.nbytes(self._have(transfer, manifest)),
             state_nbytes=0 if states is None else states.nbytes,
+            sender="" if transfer.pair is None else transfer.pair.stream.peer.name,
+            exposed_nbytes=transfer.exposed_nbytes,
         )
 
     # Reservations.
@@ -322,6 +329,8 @@ class KVReceiver(Endpoint[Receiving]):
                 transfer = self._transfers.get(message.key)
                 if transfer is not None:
                     transfer.finish_at = self.runtime.now()
+                    if isinstance(message, Finish):
+                        transfer.exposed_nbytes = max(0, message.nbytes - transfer.verified_nbytes)
                 self._to_attempt(pair, message)
             case Offer():
                 self._on_offer(pair, message)

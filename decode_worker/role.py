@@ -148,7 +148,7 @@ class DecodeRole(HandoffRole):
         self, key: Key, reservation: Reservation, first_token: int, stats: TransferStats, states: "Tensor | None"
     ) -> None:
         failpoint("decode.before_commit", key)
-        self.worker.metrics.received(stats)
+        self.worker.received(stats)
         request = self.worker.request(key)
         if request is None:
             self.release(reservation)

@@ -54,6 +54,10 @@ class Engine:
         if guesses is not None:
             guesses.warm_up()
 
+    def forget_steps(self) -> None:
+        """Begins the counts of steps and tokens anew: those so far computed nobody's request."""
+        self._computed_tokens, self.steps, self.step_seconds = 0, 0, 0.0
+
     @property
     def computed_tokens(self) -> int:
         """Tokens computed since start, without drafts that were not kept."""
@@ -96,9 +100,9 @@ class Engine:
             self._computed_tokens += oldest.num_tokens
             with self.lock:
                 reports = self.scheduler.commit(oldest, out)
-            ended = now()
-            # Two steps overlap: a step's own time begins when the one before it has ended.
-            self.scheduler.times.observe(oldest.num_tokens, ended - max(planned, self._committed))
+                ended = now()
+                # Two steps overlap: a step's own time begins when the one before it has ended.
+                self.scheduler.observe(oldest, ended - max(planned, self._committed))
             self._committed = ended
             self.steps += 1
             self.step_seconds += ended - began

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.costs.step import StepWork
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.shaping import Shaping
 
@@ -120,6 +121,23 @@ class StepPlan:
         if self.num_tokens == self.num_rows:
             return "decode"
         return "mixed" if int(self.lengths.min()) == 1 else "prefill"
+
+    @property
+    def work(self) -> StepWork:
+        """What the step computes, as its cost depends on it."""
+        starts, lengths, drafts = self.starts, self.lengths, self.num_drafts
+        if self.num_tokens == self.num_rows:
+            return StepWork(0, 0.0, self.num_rows - drafts, int(starts.sum()) + self.num_rows, drafts)
+        chunks = lengths > 1
+        ends = starts[chunks], lengths[chunks].astype(np.int64)
+        singles = starts[~chunks]
+        return StepWork(
+            int(ends[1].sum()),
+            float((ends[1] * (ends[0] + (ends[1] + 1) / 2)).sum()),
+            len(singles) - drafts,
+            int(singles.sum()) + len(singles),
+            drafts,
+        )
 
     @property
     def num_rows(self) -> int:

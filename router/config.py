@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Interval
 
@@ -126,6 +126,12 @@ class RouterOptions(Options):
     max_queue: Annotated[int, Interval(ge=0, le=1_000_000)] = 512
     """Requests that may wait in the router for workers with capacity. With one more, the latest of the tenant, or of
     the client address, that has most of them is refused with RESOURCE_EXHAUSTED; one of a list of prompts waits."""
+
+    admission: Literal["none", "room", "predicted"] = "room"
+    """Requests that are refused with RESOURCE_EXHAUSTED before anything is computed, and with the delay after which to
+    try again. room: those beyond max_queue, and those that find no room within first_token_timeout_seconds. predicted:
+    also those that can't meet the targets of their class, by what is predicted of them and of all that is before them.
+    none: as room, without the limit of max_queue."""
 
     backlog_share: Annotated[float, Interval(ge=0, le=1)] = 0.25
     """Largest share (0 to 1) of the prefill workers' KV memory that may hold computed prompts for which there will soon

@@ -4,6 +4,9 @@ import math
 from typing import ClassVar
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import RetryInfo  # type: ignore[import-untyped]  # it ships no types
+from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]  # it ships no types
 
 from kvrelay.router.trace import Outcome
 
@@ -11,6 +14,8 @@ MAX_VALUE_CHARACTERS = 64
 MAX_TEXT_BYTES = 1024
 """Size limit of an error's text in bytes; half as many if it isn't ASCII, as gRPC then writes three bytes for each."""
 RETRY_DELAY_KEY = "retry-delay-ms"
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+"""Key of a `google.rpc.Status` with the details of an error, as gRPC's libraries read it."""
 GIVEN_UP_KEY = "given-up"
 RETRY_DELAY_SECONDS = 1.0
 """Seconds after which a client should retry after RESOURCE_EXHAUSTED, if nothing else is known."""
@@ -22,7 +27,7 @@ class RequestError(Exception):
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     outcome: ClassVar[Outcome] = "internal"
     """The value of `RequestTrace.outcome`."""
-    metadata: tuple[tuple[str, str], ...] = ()
+    metadata: tuple[tuple[str, str | bytes], ...] = ()
     """Trailing metadata of the status."""
     field: str | None = None
     """The field of the request that is at fault."""
@@ -106,7 +111,15 @@ class Exhausted(RequestError):
 
     def __init__(self, text: str = "", retry_seconds: float = RETRY_DELAY_SECONDS) -> None:
         super().__init__(text)
-        self.metadata = ((RETRY_DELAY_KEY, str(math.ceil(retry_seconds * 1000))),)
+        milliseconds = math.ceil(retry_seconds * 1000)
+        info = RetryInfo(retry_delay=Duration(seconds=milliseconds // 1000, nanos=milliseconds % 1000 * 10**6))
+        status = Status(code=self.code.value[0], message=str(self))
+        status.details.add().Pack(info)
+        self.metadata = ((RETRY_DELAY_KEY, str(milliseconds)), (STATUS_DETAILS_KEY, status.SerializeToString()))
+
+
+class TargetMissed(Exhausted):
+    """The request could not meet the targets of its class; the metadata says when an equal one could."""
 
 
 class QueueOverflow(Exhausted):

@@ -38,6 +38,7 @@ from kvrelay.router.faces.readers import chats_of, reading
 from kvrelay.router.placing.health import FleetHealth
 from kvrelay.router.placing.placement import Demand, LeastWork, NoPlace, Placement
 from kvrelay.router.placing.prefixes import PrefixIndex
+from kvrelay.router.placing.prospects import Prospects
 from kvrelay.router.placing.queue import PlacementQueue
 from kvrelay.router.placing.registry import StreamMaker, WorkerRegistry
 from kvrelay.router.placing.usual import CompletionRate, UsualLengths
@@ -112,7 +113,9 @@ class RouterServer:
         self._waking: asyncio.TimerHandle | None = None
         self._woken = 0.0
         """Time of the queues' last look at the workers, on the loop's clock."""
-        self._queue = PlacementQueue(decide, config.max_queue, clock)
+        # No more requests than max_requests can wait.
+        most = config.max_requests if config.admission == "none" else config.max_queue
+        self._queue = PlacementQueue(decide, most, clock)
         self._trials = PlacementQueue(decide, config.max_requests, clock)
 
         def learn(worker: WorkerId, prompt: ForeignPrompt, block_size: int) -> None:
@@ -130,6 +133,7 @@ class RouterServer:
         self._lanes = Lanes({"folder": str(folder), "max_message_bytes": config.max_message_bytes, **options})
         chats = chats_of(self._tokenizer, config.tool_parser, config.reasoning_parser)
         read = reading(folder, self._tokenizer, chats, self._lanes)
+        rate = CompletionRate(clock)
         dispatch = Dispatch(
             config,
             services,
@@ -142,8 +146,9 @@ class RouterServer:
             budget,
             token_bytes,
             metrics,
+            Prospects(self._queue, policy, self.registry.view, rate),
             lengths,
-            CompletionRate(clock),
+            rate,
             read.turns,
             clock,
         )

@@ -1,16 +1,25 @@
-"""A worker's load, as its routers are told: what the engine thread reads between two steps, and what waits for it.
+"""A worker's load and costs, as its routers are told: what the engine thread reads between two steps, and what waits
+for it.
 
 Everything here runs on the event loop, except `read` and `take`, which run with the engine's lock, on any thread.
 """
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
 
+from kvrelay.costs.handoff import KvBytes, LinkCost, LinkFit
+from kvrelay.costs.worker import WorkerCosts
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.kv.layout import CacheLayout
 from kvrelay.engine.request import Request
 from kvrelay.engine.scheduling.room import Room
-from kvrelay.internal.v1.worker_pb2 import Blocks, Holding, Load, Promised, Requests
+from kvrelay.internal.v1.worker_pb2 import Blocks, Costs, Holding, Load, Promised, Requests
+from kvrelay.rpc.costs import costs_message
+from kvrelay.transfer.protocol.endpoint import TransferStats
 from kvrelay.worker.relay.stream import RelayStream
 
 REPORT_SECONDS = 0.03
@@ -19,6 +28,12 @@ the same worker."""
 
 SOON_SECONDS = 0.5
 """Seconds within which a request's end is soon: a prompt may be computed for its blocks meanwhile."""
+COSTS_SECONDS = 1.0
+"""Least time in seconds between two messages of costs."""
+CHANGED = 0.05
+"""Relative change of a coefficient that is told."""
+MOST_LINKS = 256
+"""Number of senders whose hand-offs are remembered."""
 PACE_DECAY = 0.9
 """Factor by which the time of earlier steps counts less with each reading."""
 
@@ -132,3 +147,79 @@ class LoadReports:
             latest = (engine.step_seconds - self._step_seconds) / steps
             self._pace = PACE_DECAY * self._pace + (1 - PACE_DECAY) * latest if self._pace else latest
             self._steps, self._step_seconds = engine.steps, engine.step_seconds
+
+
+class CostReports:
+    """Costs of the worker's steps, which its engine fits, and of the hand-offs to it.
+
+    A new message is made when one of them has changed by CHANGED, COSTS_SECONDS after the last look at the earliest.
+    """
+
+    def __init__(self, engine: Engine, cache: CacheLayout, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine, self._clock, self._kv = engine, clock, kv_bytes(cache)
+        self._links: OrderedDict[str, LinkFit] = OrderedDict()
+        """Fit by the sending worker's name; the latest used last."""
+        self._due = -math.inf
+        self._told: tuple[float, ...] = ()
+        self._message: Costs | None = None
+
+    def received(self, stats: TransferStats) -> None:
+        """Notes that a hand-off to here was committed."""
+        fit = self._links.setdefault(stats.sender, LinkFit())
+        self._links.move_to_end(stats.sender)
+        fit.add(stats.exposed_nbytes, stats.handoff_seconds)
+        while len(self._links) > MOST_LINKS:
+            self._links.popitem(last=False)
+
+    def now(self) -> Costs | None:
+        """The latest message; None before the engine's first step."""
+        if (now := self._clock()) >= self._due:
+            self._due = now + COSTS_SECONDS
+            costs = self.costs()
+            if costs is not None:
+                message = costs_message(costs)
+                figures = (*(getattr(costs.step, each.name) for each in fields(costs.step)), *_figures(costs.links))
+                if len(figures) != len(self._told) or not all(map(_near, figures, self._told)):
+                    self._message, self._told = message, figures
+        return self._message
+
+    def costs(self) -> WorkerCosts | None:
+        """The costs as they are fitted now; None before the first step."""
+        scheduler = self._engine.scheduler
+        with self._engine.lock:
+            fit = scheduler.fit
+            step, errors = fit.cost(), (fit.decode_error, fit.prompt_error)
+        if step is None:
+            return None
+        links = {name: link for name, each in self._links.items() if (link := each.cost()) is not None}
+        config = scheduler.config
+        return WorkerCosts(step, config.max_batch_tokens, config.step_seconds, *errors, self._kv, links)
+
+    @property
+    def link_error(self) -> float:
+        """Mean relative error of predicted hand-offs, over the links by their hand-offs."""
+        count = sum(fit.handoffs for fit in self._links.values())
+        return sum(fit.error * fit.handoffs for fit in self._links.values()) / count if count else 0.0
+
+
+def kv_bytes(cache: CacheLayout) -> KvBytes:
+    """Bytes that a hand-off of sequences of this layout has."""
+    token, fixed, windows = 0.0, 0.0, []
+    for group in cache.groups:
+        each = float(sum(track.token_bytes for track in group.tracks))
+        if group.kind == "state":
+            fixed += each
+        elif group.kind == "window":
+            windows.append((each, group.window))
+        else:
+            token += each
+    return KvBytes(token, tuple(windows), fixed)
+
+
+def _figures(links: Mapping[str, LinkCost]) -> Iterator[float]:
+    for link in links.values():
+        yield from (link.fixed, link.byte)
+
+
+def _near(one: float, other: float) -> bool:
+    return abs(one - other) <= CHANGED * max(one, other)

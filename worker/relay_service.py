@@ -43,7 +43,7 @@ class RelayService(WorkerServiceServicer):
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"this is {self._id}, not incarnation {first.hello.worker_incarnation!r}",
             )
-        stream = RelayStream(first.hello.router, worker.load)
+        stream = RelayStream(first.hello.router, worker.load, worker.costs)
         reader = asyncio.create_task(self._read(request_iterator, stream), name=f"relay {stream.router}")
         try:
             await context.write(RelayResponse(hello=worker.hello(), load=worker.load()))

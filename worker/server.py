@@ -53,6 +53,7 @@ from kvrelay.rpc.metrics.metric_set import MetricSet
 from kvrelay.rpc.serve import main
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.description import describe_worker
+from kvrelay.worker.first_costs import begin_costs
 from kvrelay.worker.hooks import WorkerHooks
 from kvrelay.worker.metrics import WorkerMetrics
 from kvrelay.worker.ranks.group import RankGroup
@@ -146,6 +147,7 @@ class WorkerServer:
         if options.degree == ONE:
             engine, runner = self._build(folder, dtype, options, on_loaded)
             engine.warm_up()
+            begin_costs(engine, runner)
             return engine, runner
         options = on_devices(options)
         check_ranks(folder, options)
@@ -155,6 +157,7 @@ class WorkerServer:
             engine, runner = self._build(folder, dtype, group.options, on_loaded, group)
             engine.warm_up()
             group.wait_until_ready()
+            begin_costs(engine, runner)
         except CollectiveError as error:
             raise group.failure or error from None
         return engine, runner
@@ -415,7 +418,12 @@ class WorkerShell:
         )
         if worker is not None:
             worker.describe(member)
-        return member, Load() if worker is None else worker.load()
+        if worker is None:
+            return member, Load()
+        load = worker.load()
+        if (costs := worker.costs()) is not None:
+            load.costs.CopyFrom(costs)
+        return member, load
 
 
 def _log_context(spec: ModelSpec) -> None:

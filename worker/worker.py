@@ -30,6 +30,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     WAIT_ROW,
     WAIT_TURN,
     ClientCall,
+    Costs,
     Failure,
     Load,
     PeerRef,
@@ -42,11 +43,12 @@ from kvrelay.models import model_name, resolve
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId, context_limit
 from kvrelay.rpc.log import reason
+from kvrelay.transfer.protocol.endpoint import TransferStats
 from kvrelay.transfer.protocol.handshake import LocalWorker
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
 from kvrelay.worker.hooks import WorkerHooks
-from kvrelay.worker.load import LoadReading, LoadReports
+from kvrelay.worker.load import CostReports, LoadReading, LoadReports
 from kvrelay.worker.ranks.group import RankGroup
 from kvrelay.worker.relay.events import PlainToken, event_of
 from kvrelay.worker.relay.fences import Fences
@@ -114,6 +116,7 @@ class Worker:
         self._fences = Fences()
         self._foreign = ForeignPrompts()
         self._loads = LoadReports(engine, self.cache.block_size, lambda: self.role.promised())
+        self._costs = CostReports(engine, self.cache)
         self._constraints = ConstraintCompiler(
             resolve(config.model),
             self.spec.vocab_size,
@@ -366,8 +369,17 @@ class Worker:
         )
 
     def load(self) -> Load:
-        """The current load."""
+        """The current load, without costs."""
         return self._loads.now()
+
+    def costs(self) -> Costs | None:
+        """The costs of steps and hand-offs; a new object when they have changed. None before the first step."""
+        return self._costs.now()
+
+    def received(self, stats: TransferStats) -> None:
+        """Notes that a hand-off to here was committed."""
+        self.metrics.received(stats)
+        self._costs.received(stats)
 
     def attach(self, stream: RelayStream) -> None:
         """Adds the stream of a router that has come; it gets the load whenever that changes."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from kvrelay.cli.commands.common import connection, target_option
+from kvrelay.cli.commands.common import class_option, connection, target_option
 from kvrelay.client.errors import KvrelayError
 from kvrelay.cluster.errors import ERROR_PREFIX, ClusterError, RunError, UsageError
 
@@ -85,6 +85,7 @@ class Conversation:
 @click.option("--temperature", type=float, metavar="T", help="0 is greedy.")
 @click.option("--top-p", type=float, metavar="P", help="Keep the likeliest tokens up to this total probability.")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Equal seeds give equal answers.")
+@class_option
 def chat(target: str | None, tls: bool, ca: Path | None, api_key: str | None, system: str, **sampling: Any) -> None:
     """Talks with the model: each line is a message, each answer is printed as it is generated.
 

@@ -25,6 +25,10 @@ target_option = click.option(
     help=f"The routers; default: the running cluster's, else {DEFAULT_TARGET}.",
 )
 
+class_option = click.option(
+    "--slo-class", metavar="CLASS", help="Class of service: default, interactive, batch, or one of router.classes."
+)
+
 _CONNECTION = (
     click.option("--tls", is_flag=True, help="Use TLS, as a router with router.tls_certificate asks for."),
     click.option("--ca", type=click.Path(path_type=Path), help="Its authorities, in PEM; default: the usual ones."),

@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.costs.step import StepFit, StepWork
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.blocks import Hold, IntegrityError
 from kvrelay.engine.kv.prefix import PrefixIndex
@@ -119,7 +120,9 @@ class Scheduler:
         self._step = 0
         """Number of the next plan."""
         self.times = StepTimes()
-        """Costs of steps, as whoever runs them observes them: then their time is shared among holders."""
+        """Costs of steps by their tokens alone: by these, the time of steps is shared among holders."""
+        self.fit = StepFit()
+        """Costs of steps by all that they compute: by these, the time of a step is bounded."""
         self.coming: frozenset[int] = frozenset()
         """Holders of requests that will soon ask for a reservation. Any thread may set it."""
         self._snapshots = Snapshots(prefix)
@@ -286,7 +289,8 @@ class Scheduler:
             decodes.sort(key=_turn)
             budget = shares.total
         budget = self._schedule_decodes(rows, decodes, budget, shares)
-        budget = self._schedule_chunks(rows, budget, shares)
+        left = min(budget, self._chunk_within(rows))
+        budget -= left - self._schedule_chunks(rows, left, shares)
         if not rows:
             return None
         keep: tuple[int, ...] = ()
@@ -307,6 +311,11 @@ class Scheduler:
         self._step += 1
         self._in_flight.append((plan, [row.sequence for row in rows for _ in range(row.rows)]))
         return plan
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Notes that a step took so long, from the end of the one before it where they overlap."""
+        self.times.observe(plan.num_tokens, seconds)
+        self.fit.add(plan.work, seconds)
 
     def newest(self) -> list[Sequence]:
         """The sequence of each row of the newest plan, which must be in flight."""
@@ -441,6 +450,18 @@ class Scheduler:
             budget += len(rows) - len(left)
             rows[:] = left
         return budget
+
+    def _chunk_within(self, rows: list[Row]) -> int:
+        """Tokens of prompts that may be computed beside these decodes, so that the step takes `step_seconds` at most.
+
+        It is a block at least, so that prompts go on however long decodes take. Prompts alone have the whole step.
+        """
+        cost = self.fit.cost() if rows and self.config.step_seconds else None
+        start = next((each.reach for each in self._running if each.expected - each.reach > 1), None)
+        if cost is None or start is None:
+            return self.config.max_batch_tokens
+        decodes = StepWork(sequences=len(rows), context_tokens=sum([row.sequence.reach + 1 for row in rows]))
+        return max(self._block_size, cost.tokens_within(self.config.step_seconds, start, decodes))
 
     def _schedule_chunks(self, rows: list[Row], budget: int, shares: StepShares | None) -> int:
         """Shares the budget among the sequences that lack more than one token, oldest first. Returns the rest.

@@ -398,7 +398,8 @@ class Call:
             return trace.submitted is not None or trace.resumed_tokens > 0
 
         while True:
-            session = Session(request, dispatch, trace, sink, self._deadline)
+            alone = len(self.ticket.places) == 1 and not self.ticket.begun
+            session = Session(request, dispatch, trace, sink, self._deadline, refusable=alone)
             try:
                 async with asyncio.timeout(None) as scope:
                     with place.work(scope, begun):

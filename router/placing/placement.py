@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
 
+from kvrelay.costs.predict import Predicted
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY, MemberState
 from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.router.placing.prefixes import Expectation, PrefixIndex
@@ -258,6 +259,10 @@ class LeastWork:
                 passes = decode is not None and last.capacity is not None and last.capacity.passes(demand)
                 return Placement(chosen[0].id, decode, passes)
         return NoPlace.NO_CAPACITY if groups else NoPlace.NO_WORKERS
+
+    def predict(self, demand: Demand, workers: Sequence[WorkerView]) -> Predicted | None:
+        """Latencies that the request would have if it were placed now; None, as this policy knows no costs."""
+        return None
 
     def waits_for(self, demand: Demand, workers: Sequence[WorkerView]) -> WorkerRole:
         """The role whose workers a request waits for that finds no capacity now."""

@@ -184,6 +184,15 @@ class PlacementQueue:
         """The demands of the requests that wait, in turn; without those of ranks above `rank`."""
         return [waiter.demand for waiter in self._in_turn() if waiter.claim.service.rank <= rank]
 
+    def ahead(self, claim: Claim) -> list[Demand]:
+        """The demands of the requests that would go before one with this claim that came now."""
+        newcomer = _Waiter(Demand(0, 0), claim, next(self._numbers), first=False)
+        self._add(newcomer)
+        try:
+            return [each.demand for each in itertools.takewhile(lambda each: each is not newcomer, self._in_turn())]
+        finally:
+            self._remove(newcomer)
+
     async def place(
         self,
         demand: Demand,

@@ -78,12 +78,22 @@ class CompletionRate:
         """A request has ended, and made room."""
         self._ended.append(self._clock())
 
-    def retry_seconds(self, waiting: int) -> float:
-        """Seconds after which a refused request may find room, with so many others waiting, at the present rate."""
+    def seconds(self, count: int) -> float | None:
+        """Seconds in which so many requests end at the present rate; None if none has ended."""
         now = self._clock()
         while self._ended and self._ended[0] < now - RATE_SECONDS:
             self._ended.popleft()
         if not self._ended:
+            return None
+        return count * max(1.0, now - self._ended[0]) / len(self._ended)
+
+    def retry_seconds(self, waiting: int, predicted: float | None = None) -> float:
+        """Seconds after which a refused request may find room, with so many others waiting.
+
+        Args:
+            predicted: seconds until these have their places, if that is known; else the present rate tells it.
+        """
+        seconds = self.seconds(waiting + 1) if predicted is None else predicted
+        if seconds is None:
             return RATE_SECONDS
-        seconds = (waiting + 1) * max(1.0, now - self._ended[0]) / len(self._ended)
         return min(MOST_RETRY_SECONDS, max(LEAST_RETRY_SECONDS, seconds))

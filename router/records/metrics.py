@@ -89,6 +89,10 @@ class RouterMetrics:
         """The router has closed a client's connection, or refused it."""
         self.metrics.counter(families.CLOSED_CONNECTIONS, face, reason).inc()
 
+    def refused(self, service: str) -> None:
+        """A request of this class was refused, since it could not have met the targets."""
+        self.metrics.counter(families.REFUSED, service).inc()
+
     def superseded(self) -> None:
         """A call has ended because a later one continues its request."""
         self._fences.inc()

@@ -8,6 +8,7 @@ from kvrelay.router.config import RouterConfig, Service
 from kvrelay.router.errors import Exhausted
 from kvrelay.router.placing.health import FleetHealth
 from kvrelay.router.placing.placement import Demand, LeastWork, why_waiting
+from kvrelay.router.placing.prospects import Prospects
 from kvrelay.router.placing.queue import PlacementQueue
 from kvrelay.router.placing.registry import WorkerRegistry
 from kvrelay.router.placing.shares import Turns
@@ -35,6 +36,7 @@ class Dispatch:
     budget: RetryBudget
     token_bytes: TokenBytes
     metrics: RouterMetrics
+    prospects: Prospects
     lengths: UsualLengths = field(default_factory=UsualLengths)
     """Usual lengths of completions."""
     rate: CompletionRate = field(default_factory=CompletionRate)
@@ -45,7 +47,7 @@ class Dispatch:
 
     def full(self, text: str, kind: type[Exhausted] = Exhausted) -> Exhausted:
         """The error of a request that found no room: it says when there may be some."""
-        return kind(text, self.rate.retry_seconds(len(self.queue)))
+        return kind(text, self.rate.retry_seconds(len(self.queue), self.prospects.room_seconds()))
 
     def why_waiting(self, demand: Demand) -> str:
         """The reason, in words, why a request can't be placed now."""

@@ -46,10 +46,12 @@ from kvrelay.router.errors import (
     QueueOverflow,
     RequestError,
     Superseded,
+    TargetMissed,
     Unavailable,
 )
 from kvrelay.router.placing.health import Evidence
 from kvrelay.router.placing.placement import NoPlace, Placement
+from kvrelay.router.placing.prospects import Prospect
 from kvrelay.router.placing.queue import QueueFull
 from kvrelay.router.request.validation import CheckedRequest
 from kvrelay.router.session.alarm import Alarm
@@ -89,15 +91,24 @@ class Session:
     """One checked request, until its end."""
 
     def __init__(
-        self, request: CheckedRequest, dispatch: Dispatch, trace: RequestTrace, sink: Sink, deadline: float
+        self,
+        request: CheckedRequest,
+        dispatch: Dispatch,
+        trace: RequestTrace,
+        sink: Sink,
+        deadline: float,
+        *,
+        refusable: bool = False,
     ) -> None:
         """
         Args:
             trace: has the request's ids and prompt length; written while the request runs.
             deadline: the client's, on the monotonic clock; infinite for none.
+            refusable: whether no other part of its call has begun or waits.
         """
         self._request, self._dispatch, self._trace = request, dispatch, trace
         self._output, self._deadline = Output(request, trace, sink, dispatch), deadline
+        self._refusable = refusable and not request.index and not request.resumes
         self._needs = Needs(request, trace, dispatch)
         self._avoid: frozenset[WorkerId] = frozenset()
         self._tried = self._avoid
@@ -160,6 +171,9 @@ class Session:
             # A stream that has begun goes before the requests that wait, as after a failed attempt.
             begun = self._trace.resumed_tokens > 0
             claim = self._request.claim
+            prospect = self._prospect()
+            if prospect is not None:
+                limit = min(limit, claim.due - prospect.compute)
             while True:
                 demand = self._needs.demand(self._avoid)
                 self._needs.queued(demand)
@@ -172,12 +186,32 @@ class Session:
         finally:
             self._trace.router_queue_seconds = self._dispatch.clock() - asked
         if not isinstance(attempt, NoPlace):
+            if prospect is not None:
+                self._dispatch.prospects.learn(prospect, self._trace.router_queue_seconds)
             return attempt
         if attempt is NoPlace.NO_CAPACITY:
+            if prospect is not None and limit == claim.due - prospect.compute:
+                raise self._misses(self._dispatch.prospects.of(demand, claim) or prospect)
             # The limit tells why the waiting ended, not the clock: a timer of uvloop may be a millisecond early.
             raise self._late() if limit == self._deadline else self._shed("for workers with capacity")
         self._check_deadline()
         raise Unavailable("no worker can take the request now: none is ready that decodes")
+
+    def _prospect(self) -> Prospect | None:
+        """The prospect of the request; None if it is served in any case.
+
+        Raises:
+            TargetMissed: it can't meet the targets of its class.
+        """
+        claim, dispatch = self._request.claim, self._dispatch
+        if not self._refusable or not claim.service.has_targets or dispatch.config.admission != "predicted":
+            return None
+        prospect = dispatch.prospects.of(self._needs.demand(self._avoid), claim)
+        if prospect is None or prospect.alone:
+            return None
+        if prospect.late(claim.service, dispatch.clock() - self._trace.received):
+            raise self._misses(prospect)
+        return prospect
 
     def _start(self, placement: Placement, *, on_trial: bool = False) -> Attempt:
         trace, registry = self._trace, self._dispatch.registry
@@ -445,6 +479,14 @@ class Session:
     def _no_first_token(self) -> RequestError:
         limit = self._request.first_token_seconds
         return DeadlineExceeded(f"no token within the router's first_token_timeout_seconds, {limit:g}")
+
+    def _misses(self, prospect: Prospect) -> RequestError:
+        service = self._request.claim.service
+        self._dispatch.metrics.refused(service.name)
+        first = prospect.queue + prospect.wait + prospect.compute
+        text = f"it would have its first token after {first:.2f} s and the next ones each {prospect.tpot:.3f} s"
+        targets = f"{service.ttft_seconds:g} s and {service.tpot_seconds:g} s"
+        return TargetMissed(f"{text}; the targets of the class {service.name} are {targets}", prospect.delay(service))
 
     def _shed(self, where: str) -> RequestError:
         seconds = self._request.first_token_seconds

@@ -61,6 +61,12 @@ TPOT_ATTAINED = _family(
     CLASS,
     unit="requests",
 )
+REFUSED = _family(
+    "router_refused_total",
+    "Completions that were refused, as they could not have met the targets of their class (`router.admission`).",
+    CLASS,
+    unit="requests",
+)
 ITL = _family(
     "router_itl_seconds",
     "Time between two messages with tokens of one completion (ITL). While the router has many streams, a message may "

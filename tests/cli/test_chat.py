@@ -57,12 +57,16 @@ def test_a_conversation_on_a_terminal(router: CapitalRouter, target: str) -> Non
 
 def test_lines_of_a_pipe_are_messages(router: CapitalRouter, target: str) -> None:
     result = call(
-        "chat", "--target", target, "--max-tokens", "7", "--temperature", "0", said="one\n\ntwo\n/reset\nthree"
+        *("chat", "--target", target, "--max-tokens", "7", "--temperature", "0", "--slo-class", "batch"),
+        said="one\n\ntwo\n/reset\nthree",
     )
     assert (result.exit_code, result.stdout) == (0, "ONE\nTWO\nTHREE\n")
     assert asked(router, 1) == [("user", "one"), ("assistant", "ONE"), ("user", "two")]
     assert asked(router, 2) == [("user", "three")]
-    assert all((each.sampling.max_tokens, each.sampling.temperature) == (7, 0.0) for each in router.requests)
+    assert all(
+        (each.sampling.max_tokens, each.sampling.temperature, each.slo_class) == (7, 0.0, "batch")
+        for each in router.requests
+    )
 
 
 @pytest.mark.parametrize(

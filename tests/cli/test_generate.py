@@ -22,7 +22,17 @@ SECONDS = 30.0
 
 def test_the_text_is_printed_and_missing_options_are_left_to_the_router(router: CapitalRouter, target: str) -> None:
     save(ClusterState(pid=None, namespace="kvrelay", router=target))
-    options = ["--max-tokens", "7", "--temperature", "0", "--seed", str(2**64 - 1), "--ignore-eos"]
+    options = [
+        "--max-tokens",
+        "7",
+        "--temperature",
+        "0",
+        "--seed",
+        str(2**64 - 1),
+        "--ignore-eos",
+        "--slo-class",
+        "batch",
+    ]
     for given in ([], options):
         result = call("generate", "héllo", *given)
         assert (result.exit_code, result.stdout) == (0, "HÉLLO\n")
@@ -32,6 +42,7 @@ def test_the_text_is_printed_and_missing_options_are_left_to_the_router(router: 
     assert not plain.ignore_eos
     assert (given.max_tokens, given.temperature, given.seed) == (7, 0.0, 2**64 - 1)
     assert given.HasField("temperature")
+    assert [request.slo_class for request in router.requests] == ["", "batch"]
     assert given.ignore_eos
 
 

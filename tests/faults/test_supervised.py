@@ -7,18 +7,26 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 import pytest
 
 from kvrelay.client import Client, KvrelayError
 from kvrelay.cluster.errors import RunError, UsageError
-from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, MEMBER_STATE_READY, MEMBER_STATE_SUSPECT, Member
+from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_DEAD,
+    MEMBER_STATE_READY,
+    MEMBER_STATE_SUSPECT,
+    ROLE_DECODE,
+    Member,
+)
 from support.drawn import sampling_options, seed_of
 from support.faults import CLIENT_SECONDS, ENGINE, PROMPT, TRANSFER, oracle, prompt_of
-from support.hash_worker import STEP_SECONDS
+from support.forks import left_of
+from support.hash_worker import LOAD_SECONDS, STEP_SECONDS
 from support.processes import START_SECONDS, free_port, wait_until
 from support.supervised import Supervised, all_ready, hash_members, supervised
 
@@ -26,6 +34,10 @@ PORTS = [free_port(), free_port()]
 SMALL_PORT = free_port()
 ROUTERS = ",".join(f"127.0.0.1:{port}" for port in PORTS)
 SWITCH_SECONDS, REPLACED_SECONDS = 3.0, 5.0
+LOST_SECONDS = 10.0
+"""Longest time until a worker that has lost a rank has a successor: a frozen rank is noticed within 3 s."""
+LEFT_SECONDS = 4.0
+"""Longest time from there until no rank of the lost worker is left."""
 BUSY = 3.0
 """Factor by which a machine that runs other tests, too, may be slower."""
 SLACK_SECONDS = 1.5
@@ -36,9 +48,16 @@ STREAMS, TOKENS = 6, 120
 MORE_SECONDS = 90.0
 
 
-def members(ports: Sequence[int] = PORTS, checksum: bool = True, **worker: Any) -> dict[str, dict[str, Any]]:
-    """A prefill worker on the hash model; and for each port a decode worker, and a router that lets others share it."""
-    options: dict[str, Any] = {"engine": ENGINE, "transfer": TRANSFER | {"checksum": checksum}, "drain_seconds": 1.0}
+def members(
+    ports: Sequence[int] = PORTS, checksum: bool = True, ranks: int = 1, **worker: Any
+) -> dict[str, dict[str, Any]]:
+    """A prefill worker on the hash model; and for each port a decode worker, and a router that lets others share it.
+
+    Args:
+        ranks: of each worker.
+    """
+    engine = {**ENGINE, "tensor_parallel": ranks}
+    options: dict[str, Any] = {"engine": engine, "transfer": TRANSFER | {"checksum": checksum}, "drain_seconds": 1.0}
     found = hash_members(1, len(ports), **options, **worker)
     router = {"model": "pico", "http_port": None, "share_port": True, "drain_seconds": 1.0}
     for index, port in enumerate(ports):
@@ -54,20 +73,23 @@ def stop(cluster: Supervised) -> None:
 
 
 @contextmanager
-def running(folder: Path, ports: Sequence[int]) -> Iterator[Supervised]:
+def running(folder: Path, ports: Sequence[int], ranks: int = 1) -> Iterator[Supervised]:
     """A cluster of `members` that is ready, and ends by SIGTERM."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(STEP_SECONDS, "0.005")
-        with supervised(folder, members(ports), drain_seconds=1.0) as cluster:
+        with supervised(folder, members(ports, ranks=ranks), drain_seconds=1.0) as cluster:
             all_ready(cluster)
             yield cluster
             stop(cluster)
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
-    """The cluster that most tests here change, one after another."""
-    with running(tmp_path_factory.mktemp("supervised"), PORTS) as cluster:
+RANKS = pytest.param(2, marks=pytest.mark.more, id="2 ranks")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(1, id="1 rank"), RANKS])
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
+    """The cluster that most tests here change, one after another; the parameter is the ranks of each worker."""
+    with running(tmp_path_factory.mktemp("supervised"), PORTS, request.param) as cluster:
         yield cluster
 
 
@@ -82,6 +104,28 @@ def ready(cluster: Supervised) -> dict[str, Member]:
     """The members that are ready."""
     found = [entry.member for entry in cluster.status().members]
     return {member.name: member for member in found if member.state == MEMBER_STATE_READY}
+
+
+def ranks_of(cluster: Supervised) -> int:
+    """Ranks of each worker."""
+    return len(cluster.member("prefill-0").member.rank_pids) or 1
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, which isn't merely waited for."""
+    with suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def pids(member: Member) -> list[int]:
+    """Process ids of all ranks of a member."""
+    return list(member.rank_pids) or [member.pid]
+
+
+def first(cluster: Supervised, role: str) -> str:
+    """The first desired member of a role."""
+    return min(name for name, found in cluster.desired().items() if found == role)
 
 
 def all_members(cluster: Supervised) -> dict[str, Member]:
@@ -281,7 +325,7 @@ def test_a_rolling_upgrade_under_load_survives_its_supervisor_and_a_change_that_
     before = ready(cluster)
     with Load(ROUTERS) as load:
         load.until_running()
-        revision = cluster.control.upgrade(json.dumps({"members": members(**change)}))
+        revision = cluster.control.upgrade(json.dumps({"members": members(ranks=ranks_of(cluster), **change)}))
         wait_until(lambda: ready(cluster).keys() - before.keys(), "a successor serves", START_SECONDS)
         cluster.kill()
         cluster.start()
@@ -301,7 +345,9 @@ def test_an_upgrade_that_cannot_start_stops_and_is_taken_back(cluster: Supervise
     before = ready(cluster)
     with Load(ROUTERS) as load:
         load.until_running()
-        revision = cluster.control.upgrade(json.dumps({"members": members(checksum=False, max_waiting=0)}))
+        revision = cluster.control.upgrade(
+            json.dumps({"members": members(checksum=False, ranks=ranks_of(cluster), max_waiting=0)})
+        )
         with pytest.raises(RunError, match=r"does not come up: exit code 2: .*max_waiting"):
             cluster.settle(revision, START_SECONDS)
         load.more(2)
@@ -330,6 +376,72 @@ def test_pools_go_to_zero_and_back_and_grow_and_shrink_under_load(cluster: Super
         load.more(5)
     assert load.failures == []
     assert roles() == ["decode"] * 2 + ["prefill"] + ["router"] * 2
+
+
+# Workers of several ranks.
+
+LOSSES = [
+    ("decode", 1, signal.SIGKILL),
+    ("prefill", 1, signal.SIGSTOP),
+    ("prefill", 0, signal.SIGKILL),
+    ("decode", 0, signal.SIGSTOP),
+]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("cluster", [RANKS], indirect=True)
+@pytest.mark.parametrize(("role", "rank", "number"), LOSSES)
+def test_a_worker_that_has_lost_a_rank_is_replaced_while_streams_run(
+    cluster: Supervised, role: str, rank: int, number: signal.Signals
+) -> None:
+    name = first(cluster, role)
+    before = all_members(cluster)[name]
+    assert len(before.rank_pids) == 2
+    with Load(ROUTERS) as load:
+        load.until_running()
+        os.kill(before.rank_pids[rank], number)
+        replaced(cluster, name, before.pid, LOST_SECONDS)
+        wait_until(lambda: not any(map(is_running, before.rank_pids)), "no rank is left", LEFT_SECONDS)
+        after = all_members(cluster)[name]
+        load.more(STREAMS)
+    assert load.failures == []
+    assert not set(after.rank_pids) & set(before.rank_pids)
+
+
+@pytest.mark.more
+def test_a_worker_is_drained_and_another_one_takes_its_place(cluster: Supervised) -> None:
+    before, name = all_members(cluster), first(cluster, "decode")
+    with Load(ROUTERS) as load:
+        load.until_running()
+        cluster.settle(cluster.control.drain(name, replace=True))
+        load.more(STREAMS)
+    assert load.failures == []
+    after = all_members(cluster)
+    assert [member.role for member in after.values()].count(ROLE_DECODE) == 2
+    gone = {pid for member in before.values() for pid in pids(member)}
+    gone -= {pid for member in after.values() for pid in pids(member)}
+    assert gone == set(pids(before[name]))
+    assert not any(map(is_running, gone))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("signalled", ["supervisor", "rank 0", "all ranks"])
+def test_sigterm_ends_ranks_that_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signalled: str) -> None:
+    monkeypatch.setenv(LOAD_SECONDS, "20")
+    options: dict[str, Any] = {"engine": {**ENGINE, "tensor_parallel": 2}, "drain_seconds": 1.0}
+    only = {name: each for name, each in hash_members(1, 0, **options).items() if name == "prefill-0"}
+    with supervised(tmp_path, only, drain_seconds=1.0) as cluster:
+        wait_until(lambda: (tmp_path / "prefill-0.pid").exists(), "it is started")
+        pid = cluster.pid("prefill-0")
+        wait_until(lambda: left_of(pid), "its other rank runs", START_SECONDS)
+        wait_until(lambda: "loading" in cluster.log(), cluster.log, START_SECONDS)
+        if signalled == "supervisor":
+            stop(cluster)
+            return
+        for target in [*left_of(pid), pid] if signalled == "all ranks" else [pid]:
+            os.kill(target, signal.SIGTERM)
+        wait_until(lambda: not left_of(pid) and not is_running(pid), lambda: str(left_of(pid)), LOST_SECONDS)
+        replaced(cluster, "prefill-0", pid)
 
 
 # Clusters of their own.

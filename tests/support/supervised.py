@@ -24,6 +24,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from support.access import METADATA
+from support.forks import left_of
 from support.hash_worker import MODULE
 from support.processes import START_SECONDS, Process, wait_until
 
@@ -85,10 +86,11 @@ class Supervised:
         return {path.stem: self.pid(path.stem) for path in self.folder.glob("*.pid")}
 
     def alive(self) -> list[int]:
-        """The processes of members that run, with those of earlier lives."""
+        """The processes of members that run, with their other ranks, and with those of earlier lives."""
         with suppress(FileNotFoundError):
             self.pids()
-        return sorted(running.pid for running in self.seen if is_alive(running))
+        ranks = {rank for running in self.seen for rank in left_of(running.pid)}
+        return sorted(ranks | {running.pid for running in self.seen if is_alive(running)})
 
     @property
     def control(self) -> Control:
@@ -130,7 +132,7 @@ def supervised(folder: Path, members: dict[str, dict[str, Any]], **options: Any)
         cluster.kill()
         for running in cluster.seen:
             if is_alive(running):
-                os.kill(running.pid, 9)
+                os.kill(running.pid, 9)  # the kernel ends its other ranks with it
 
 
 def hash_members(prefill: int = 1, decode: int = 1, **worker: Any) -> dict[str, dict[str, Any]]:

@@ -48,6 +48,10 @@ class TransferStats:
     """Seconds from the offer to the first grant, at the sender."""
     state_nbytes: int = 0
     """Bytes of the prompt's hidden states. Sender: those sent again over another link count twice."""
+    sender: str = ""
+    """Name of the worker that sent; at the receiver."""
+    exposed_nbytes: int = 0
+    """Of `nbytes`, those that came when the prompt was computed, within `handoff_seconds`; at the receiver."""
 
 
 @dataclass(slots=True, eq=False)

@@ -5,7 +5,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from kvrelay.internal.v1.worker_pb2 import ForeignPrompt, Load, RelayResponse, RequestEvent
+from kvrelay.internal.v1.worker_pb2 import Costs, ForeignPrompt, Load, RelayResponse, RequestEvent
 from kvrelay.worker.relay.events import PlainToken
 
 logger = logging.getLogger(__name__)
@@ -23,12 +23,17 @@ class RelayStream:
     few messages. Past MAX_PENDING_EVENTS the stream is closed, which cancels its requests.
     """
 
-    def __init__(self, router: str, load: Callable[[], Load]) -> None:
-        """`load` returns the worker's current load, which every message carries."""
+    def __init__(self, router: str, load: Callable[[], Load], costs: Callable[[], Costs | None] = lambda: None) -> None:
+        """
+        Args:
+            load: returns the worker's current load, which every message carries.
+            costs: returns its costs, a new object when they have changed; the next message carries them.
+        """
         self.router = router
         self.submits_seen = 0
         """Number of Submits that have come on this stream."""
-        self._load = load
+        self._load, self._costs = load, costs
+        self._costs_told: Costs | None = None
         self._told: tuple[Load, int] | None = None
         """Load and `submits_seen` that the router was told last."""
         self._pending: deque[RelayResponse] = deque((RelayResponse(),))
@@ -98,6 +103,10 @@ class RelayStream:
                 self._ready.clear()
             load = self._load()
             message.load.CopyFrom(load)
+            costs = self._costs()
+            if costs is not None and costs is not self._costs_told:
+                message.load.costs.CopyFrom(costs)
+                self._costs_told = costs
             message.submits_seen = self.submits_seen
             self._told = load, self.submits_seen
             yield message

@@ -64,7 +64,7 @@ def status_of(error: RequestError) -> int:
 def headers_of(error: RequestError) -> dict[str, str]:
     """The headers that tell a client whether and when to try again, as OpenAI's clients read them."""
     if RETRY_DELAY_KEY in (metadata := dict(error.metadata)):
-        milliseconds = metadata[RETRY_DELAY_KEY]
+        milliseconds = str(metadata[RETRY_DELAY_KEY])
         return {"Retry-After": str(math.ceil(int(milliseconds) / 1000)), "retry-after-ms": milliseconds}
     if error.code == grpc.StatusCode.UNAUTHENTICATED:
         return {"WWW-Authenticate": "Bearer"}
