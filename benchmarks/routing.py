@@ -18,7 +18,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -49,6 +49,7 @@ MAX_CONTEXT = 131_072
 POLICIES = ("round_robin", "random", "least_work", "predicted")
 SLOW, SLOW_LINK = 2.0, 10.0
 OVERLOAD = 1.5
+TALK_SECONDS = 180.0
 PREFIXES = 10_000
 KNOWN = {each.name for each in fields(RouterConfig)}
 ENGINE = {each.name for each in fields(EngineConfig)}
@@ -129,6 +130,13 @@ class Rates:
         return self._highest[policy]
 
 
+def busy(found: Mapping[str, float]) -> dict[str, float]:
+    """Mean share of the time in which workers computed, by role. A worker that decodes anything is busy."""
+    roles = sorted({name.partition("-")[0] for name in found})
+    shares = {role: [share for name, share in found.items() if name.startswith(role)] for role in roles}
+    return {f"busy_{role}": round(statistics.fmean(each), 3) for role, each in shares.items()}
+
+
 def row_rate(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
     """The highest rates; at that of `least_work`, mean TTFT and hits in prefix caches."""
     base = rates.highest("least_work")
@@ -182,13 +190,13 @@ def row_answers(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, 
     found: dict[str, Any] = {}
     talk = Talk(users=48 * setup.prefills)
     for policy in wanted:
-        done = converse(setup.fleet, talk, 2 * setup.seconds, options(policy))
+        done = converse(setup.fleet, talk, TALK_SECONDS, options(policy))
         found[policy] = {
             "turns": done.turns,
             "answers_again": round(done.again / max(1, done.answers), 4),
             "of_partial_blocks": round(done.partial / max(1, done.answers), 4),
             "mean_ttft": round(statistics.fmean(done.ttft), 4),
-            "busy": round(max(done.busy.values()), 3),
+            **busy(done.busy),
         }
         print(json.dumps({"policy": policy, **found[policy]}), flush=True)
     return found
@@ -284,8 +292,7 @@ def row_batch(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, An
             "rate": round(rate, 3),
             "ttft_p99": round(alone.ttft(0.99), 3),
             "with_batch": round(both.ttft(0.99) / alone.ttft(0.99), 3),
-            "busy_prefill": round(statistics.fmean(v for k, v in both.busy.items() if k.startswith("prefill")), 3),
-            "busy_decode": round(statistics.fmean(v for k, v in both.busy.items() if k.startswith("decode")), 3),
+            **busy(both.busy),
         }
         print(json.dumps({"policy": policy, **found[policy]}), flush=True)
     return found

@@ -67,7 +67,9 @@ class LinearFit:
         coefficients = self.coefficients
         return None if coefficients is None else sum(map(mul, coefficients, features))
 
-    def add(self, features: Sequence[float], seconds: float, stratum: int = 0, of: float | None = None) -> None:
+    def add(
+        self, features: Sequence[float], seconds: float, stratum: int = 0, of: float | None = None, count: int = 1
+    ) -> None:
         """Takes a sample; one that took no time is left out.
 
         Args:
@@ -75,6 +77,7 @@ class LinearFit:
             seconds: measured time.
             stratum: samples of the same number fade each other.
             of: the whole time, where `seconds` is a part of it: errors are relative to it.
+            count: samples that this one is the mean of.
 
         Raises:
             ValueError: `features` has another length than the fit.
@@ -97,7 +100,11 @@ class LinearFit:
         sums, _ = self._strata.get(stratum, ([0.0] * len(added), 0))
         self._samples += 1
         self._fresh += 1
-        self._strata[stratum] = [KEEP * old + new for old, new in zip(sums, added, strict=True)], self._samples
+        keep, weight = KEEP**count, float(count)
+        self._strata[stratum] = (
+            [keep * old + weight * new for old, new in zip(sums, added, strict=True)],
+            self._samples,
+        )
 
     def state(self) -> list[list[float]]:
         """The sums, one flat list of numbers for each stratum, to be kept in a file and given to `restore`."""

@@ -10,11 +10,18 @@ Each worker fits its own coefficients to the steps that it runs, and reports the
 """
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
-from kvrelay.costs.fit import LinearFit
+from kvrelay.costs.fit import ERROR_SAMPLES, STRATUM_SAMPLES, LinearFit
+
+GATHERED = 8
+"""Number of steps of about the same work that become one sample."""
+PAUSE = 3.0
+"""Multiple of the others' mean time from which a step is left out of such a sample."""
 
 
 class StepWork(NamedTuple):
@@ -99,32 +106,73 @@ class StepCost:
 
 
 class StepFit:
-    """Fits a StepCost to the steps of one engine. Not thread-safe."""
+    """Fits a StepCost to the steps of one engine. Not thread-safe.
+
+    Solving takes longer than a short step, so the first steps of a size are taken one by one, and later ones GATHERED
+    at a time, as one sample of their means.
+    """
 
     def __init__(self) -> None:
         self._decode, self._prompt = LinearFit(4), LinearFit(3)
-
-    @property
-    def decode_error(self) -> float:
-        """Mean relative error of predictions of steps without chunks."""
-        return self._decode.error
-
-    @property
-    def prompt_error(self) -> float:
-        """Mean relative error of predictions of steps with chunks."""
-        return self._prompt.error
-
-    @property
-    def steps(self) -> int:
+        self._seen: Counter[int] = Counter()
+        """Number of steps of each stratum."""
+        self._gathered: defaultdict[int, list[tuple[StepWork, float]]] = defaultdict(list)
+        """Steps of each stratum that aren't in the fit yet."""
+        self._cost: StepCost | None = None
+        self._stale = False
+        """Whether the fit has samples that `_cost` may not know."""
+        self.decode_error = 0.0
+        """Mean relative error of predictions of the latest steps without chunks."""
+        self.prompt_error = 0.0
+        """Mean relative error of predictions of the latest steps with chunks."""
+        self.steps = 0
         """Number of steps taken so far."""
-        return self._decode.samples + self._prompt.samples
+        self._predicted_decodes = self._predicted_prompts = 0
 
     def add(self, work: StepWork, seconds: float) -> None:
-        """Takes a step that took `seconds`."""
+        """Takes a step that took `seconds`; one that took no time is left out."""
+        if seconds <= 0.0:
+            return
+        self.steps += 1
+        if (cost := self.cost()) is not None:
+            error = min(1.0, abs(cost.seconds(work) - seconds) / seconds)
+            if work.prompt_tokens:
+                self._predicted_prompts += 1
+                self.prompt_error += (error - self.prompt_error) / min(self._predicted_prompts, ERROR_SAMPLES)
+            else:
+                self._predicted_decodes += 1
+                self.decode_error += (error - self.decode_error) / min(self._predicted_decodes, ERROR_SAMPLES)
+        each = work.context_tokens // max(1, work.sequences)
+        stratum = 64 * work.sequences.bit_length() + each.bit_length()
+        if work.prompt_tokens:
+            # Long prompts are told from short ones with chunks of the same size.
+            depth = int(work.prompt_pairs / work.prompt_tokens).bit_length()
+            stratum = -64 * work.prompt_tokens.bit_length() - depth
+        self._seen[stratum] += 1
+        if self._seen[stratum] <= STRATUM_SAMPLES:
+            self._take(work, seconds, stratum, 1)
+            return
+        gathered = self._gathered[stratum]
+        gathered.append((work, seconds))
+        if len(gathered) == GATHERED:
+            del self._gathered[stratum]
+            self._take_mean(gathered, stratum)
+
+    def _take_mean(self, steps: list[tuple[StepWork, float]], stratum: int) -> None:
+        """Takes steps of one stratum. One that took far longer than the others was a pause of the process."""
+        slowest = max(steps, key=itemgetter(1))
+        others = (sum([seconds for _, seconds in steps]) - slowest[1]) / (len(steps) - 1)
+        if slowest[1] > PAUSE * others:
+            steps.remove(slowest)
+        count = len(steps)
+        means = [sum(column) / count for column in zip(*[work for work, _ in steps], strict=True)]
+        self._take(StepWork(*means), sum([seconds for _, seconds in steps]) / count, stratum, count)
+
+    def _take(self, work: StepWork, seconds: float, stratum: int, count: int) -> None:
+        self._stale = True
         if not work.prompt_tokens:
             decodes = 1.0, float(work.sequences), float(work.context_tokens), float(work.guesses)
-            each = work.context_tokens // max(1, work.sequences)
-            self._decode.add(decodes, seconds, 64 * work.sequences.bit_length() + each.bit_length())
+            self._decode.add(decodes, seconds, stratum, count=count)
             return
         others = 0.0
         if work.sequences and (known := self._decode.coefficients) is not None:
@@ -133,13 +181,17 @@ class StepFit:
         # What other sequences are thought to take is never nearly all of a step with a chunk.
         rest = max(seconds - others, 0.1 * seconds)
         features = 1.0, float(work.prompt_tokens), work.prompt_pairs
-        # Long prompts are told from short ones with chunks of the same size.
-        depth = int(work.prompt_pairs / work.prompt_tokens).bit_length()
-        self._prompt.add(features, rest, 64 * work.prompt_tokens.bit_length() + depth, of=seconds)
+        self._prompt.add(features, rest, stratum, of=seconds, count=count)
 
     def cost(self) -> StepCost | None:
         """The coefficients; None before the first step. A kind of steps that wasn't seen yet costs what the other one
         says of it."""
+        if self._stale:
+            self._stale = False
+            self._cost = self._solved()
+        return self._cost
+
+    def _solved(self) -> StepCost | None:
         decode, prompt = self._decode.coefficients, self._prompt.coefficients
         if decode is not None:
             return StepCost(*decode, *(prompt if prompt is not None else (decode[0], decode[1], 0.0)))
@@ -161,3 +213,4 @@ class StepFit:
             raise ValueError(f"state has {sorted(state)}; allowed: decode, prompt")
         self._decode.restore(state["decode"])
         self._prompt.restore(state["prompt"])
+        self._stale = True

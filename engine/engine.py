@@ -102,7 +102,7 @@ class Engine:
                 reports = self.scheduler.commit(oldest, out)
                 ended = now()
                 # Two steps overlap: a step's own time begins when the one before it has ended.
-                self.scheduler.observe(oldest, ended - max(planned, self._committed))
+                self.scheduler.fit.add(oldest.work, ended - max(planned, self._committed))
             self._committed = ended
             self.steps += 1
             self.step_seconds += ended - began

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.costs.step import StepWork
+from kvrelay.costs.step import StepWork, pairs
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.shaping import Shaping
 
@@ -116,28 +116,25 @@ class StepPlan:
         return shaped or self.sampling[row].logprobs is not None
 
     @property
+    def work(self) -> StepWork:
+        """What the step computes, as its cost counts it: a row of one token that is no draft is one that decodes."""
+        guesses, context = self.num_drafts, int(self.starts.sum())
+        if guesses:
+            context -= int(self.starts[self.drafts].sum())
+        tokens, visited = 0, 0.0
+        chunks = np.flatnonzero(self.lengths > 1).tolist()
+        for row in chunks:
+            start, length = int(self.starts[row]), int(self.lengths[row])
+            tokens, visited, context = tokens + length, visited + pairs(start, length), context - start
+        sequences = self.num_rows - guesses - len(chunks)
+        return StepWork(tokens, visited, sequences, context + sequences, guesses)
+
+    @property
     def kind(self) -> Literal["prefill", "decode", "mixed"]:
         """Kind of the rows: parts of prompts, single tokens, or some of each."""
         if self.num_tokens == self.num_rows:
             return "decode"
         return "mixed" if int(self.lengths.min()) == 1 else "prefill"
-
-    @property
-    def work(self) -> StepWork:
-        """What the step computes, as its cost depends on it."""
-        starts, lengths, drafts = self.starts, self.lengths, self.num_drafts
-        if self.num_tokens == self.num_rows:
-            return StepWork(0, 0.0, self.num_rows - drafts, int(starts.sum()) + self.num_rows, drafts)
-        chunks = lengths > 1
-        ends = starts[chunks], lengths[chunks].astype(np.int64)
-        singles = starts[~chunks]
-        return StepWork(
-            int(ends[1].sum()),
-            float((ends[1] * (ends[0] + (ends[1] + 1) / 2)).sum()),
-            len(singles) - drafts,
-            int(singles.sum()) + len(singles),
-            drafts,
-        )
 
     @property
     def num_rows(self) -> int:

@@ -195,7 +195,7 @@ def converse(
 
     async def user(cluster: Cluster, number: int, found: Talked) -> None:
         rng, began = random.Random(number), 0
-        await asyncio.sleep(rng.uniform(0.0, talk.pause * talk.turns))
+        await asyncio.sleep(rng.uniform(0.0, 2 * talk.pause))
         while True:
             began += 1
             name = f"talk-{number}-{began}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvrelay.costs.handoff import KvBytes, LinkFit
-from kvrelay.costs.step import StepCost, StepFit, StepWork, pairs
+from kvrelay.costs.step import StepCost, StepWork, pairs
 from kvrelay.costs.worker import WorkerCosts
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.blocks import BlockPool, Hold
@@ -56,8 +56,6 @@ Key = tuple[str, int]
 GATHERED_STEPS = 4
 """Steps whose tokens go to the router together, unless one of them has more to tell: a message costs the simulation as
 much as many tokens."""
-FITTED_STEPS, FITTED_SHARE = 256, 8
-"""First steps that are fitted one by one, and the share of the later ones that is: fitting takes as long as a step."""
 COSTS_SECONDS = 1.0
 """Seconds between two reports of a worker's costs."""
 
@@ -166,7 +164,7 @@ class SimulatedWorker:
         self._gathered = 0
         self._events: list[RequestEvent] = []
         self._sending = False
-        self._fit, self._links = StepFit(), dict[str, LinkFit]()
+        self._fit, self._links = self.scheduler.fit, dict[str, LinkFit]()
         self._costs_due = 0.0
         self._measure()
         self._loads = LoadReports(self, engine.block_size, self._promised)  # type: ignore[arg-type]  # a part of Engine
@@ -251,6 +249,7 @@ class SimulatedWorker:
         return WorkerCosts(
             self._fit.cost() or StepCost(),
             self.machine.engine.max_batch_tokens,
+            self.machine.engine.step_seconds,
             decode_error=self._fit.decode_error,
             prompt_error=self._fit.prompt_error,
             kv=KvBytes(self.machine.kv_bytes),
@@ -311,11 +310,7 @@ class SimulatedWorker:
         self.step_seconds += seconds
         self.busy_seconds += seconds
         self.computed_tokens += plan.num_tokens
-        self.scheduler.times.observe(plan.num_tokens, seconds)
-        if self.steps < FITTED_STEPS or not self.steps % FITTED_SHARE:
-            prompt_pairs = sum([pairs(start, length) for start, length in chunks])
-            prompt_tokens = sum([length for _, length in chunks])
-            self._fit.add(StepWork(prompt_tokens, prompt_pairs, len(contexts), sum(contexts)), seconds)
+        self.scheduler.fit.add(plan.work, seconds)
         told = self._take(progress)
         self._gathered += 1
         if self._offers:

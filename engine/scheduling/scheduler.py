@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.costs.step import StepFit, StepWork
+from kvrelay.costs.step import StepCost, StepFit, StepWork, pairs
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.blocks import Hold, IntegrityError
 from kvrelay.engine.kv.prefix import PrefixIndex
@@ -48,7 +48,7 @@ from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import SlotCopy, StepOutput, StepPlan
 from kvrelay.engine.request import Request
 from kvrelay.engine.scheduling.allocator import Allocator
-from kvrelay.engine.scheduling.fairness import Most, StepShares, StepTimes, shares_of_step
+from kvrelay.engine.scheduling.fairness import Most, StepShares, shares_of_step
 from kvrelay.engine.scheduling.limits import SequenceLimits
 from kvrelay.engine.scheduling.planning import (
     Row,
@@ -119,10 +119,10 @@ class Scheduler:
         self._handles = itertools.count()
         self._step = 0
         """Number of the next plan."""
-        self.times = StepTimes()
-        """Costs of steps by their tokens alone: by these, the time of steps is shared among holders."""
         self.fit = StepFit()
-        """Costs of steps by all that they compute: by these, the time of a step is bounded."""
+        """Costs of steps, as whoever runs them measures them: then their time is shared among holders, and bounded."""
+        self._guesses = 0
+        """Guessed tokens in the newest plan."""
         self.coming: frozenset[int] = frozenset()
         """Holders of requests that will soon ask for a reservation. Any thread may set it."""
         self._snapshots = Snapshots(prefix)
@@ -284,13 +284,13 @@ class Scheduler:
         rows: list[Row] = []
         decodes, budget = self._ready_to_decode(), self.config.max_batch_tokens
         coming = self.coming | self._allocator.reserving
-        shares = shares_of_step(self.times, self._running, decodes, coming, self._most, self._step)
+        cost = self.fit.cost()
+        shares = shares_of_step(cost, self._running, decodes, coming, self._most, self._step)
         if shares is not None:
             decodes.sort(key=_turn)
             budget = shares.total
         budget = self._schedule_decodes(rows, decodes, budget, shares)
-        left = min(budget, self._chunk_within(rows))
-        budget -= left - self._schedule_chunks(rows, left, shares)
+        budget = self._schedule_chunks(rows, budget, shares, cost)
         if not rows:
             return None
         keep: tuple[int, ...] = ()
@@ -298,6 +298,7 @@ class Scheduler:
             keep = self.speculation.layers
             room, spare = min(budget, self._rows - len(rows)), len(self._running)
             add_drafts(self.speculation, rows, room, partial(self.prefix.make_room, spare=spare))
+            self._guesses = sum([len(row.chain.drafts) for row in rows])
         block_tables = tables_of(rows, self._tables, self._limits)
         side_tables: tuple[NDArray[np.int32], ...] = ()
         copies: tuple[SlotCopy, ...] = ()
@@ -311,11 +312,6 @@ class Scheduler:
         self._step += 1
         self._in_flight.append((plan, [row.sequence for row in rows for _ in range(row.rows)]))
         return plan
-
-    def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Notes that a step took so long, from the end of the one before it where they overlap."""
-        self.times.observe(plan.num_tokens, seconds)
-        self.fit.add(plan.work, seconds)
 
     def newest(self) -> list[Sequence]:
         """The sequence of each row of the newest plan, which must be in flight."""
@@ -451,24 +447,18 @@ class Scheduler:
             rows[:] = left
         return budget
 
-    def _chunk_within(self, rows: list[Row]) -> int:
-        """Tokens of prompts that may be computed beside these decodes, so that the step takes `step_seconds` at most.
+    def _schedule_chunks(self, rows: list[Row], budget: int, shares: StepShares | None, cost: StepCost | None) -> int:
+        """Shares the budget among the sequences that lack more than one token, in order. Returns the rest.
 
-        It is a block at least, so that prompts go on however long decodes take. Prompts alone have the whole step.
+        While others decode, the step's time is bounded (`EngineConfig.step_seconds`), but for the block with which the
+        first chunk advances at least. A chunk that isn't the last ends at a block's border if it reaches one, so that
+        whole blocks can be sent.
         """
-        cost = self.fit.cost() if rows and self.config.step_seconds else None
-        start = next((each.reach for each in self._running if each.expected - each.reach > 1), None)
-        if cost is None or start is None:
-            return self.config.max_batch_tokens
-        decodes = StepWork(sequences=len(rows), context_tokens=sum([row.sequence.reach + 1 for row in rows]))
-        return max(self._block_size, cost.tokens_within(self.config.step_seconds, start, decodes))
-
-    def _schedule_chunks(self, rows: list[Row], budget: int, shares: StepShares | None) -> int:
-        """Shares the budget among the sequences that lack more than one token, oldest first. Returns the rest.
-
-        A chunk that isn't the last ends at a block's border if it reaches one, so that whole blocks can be sent.
-        """
-        for sequence in tuple(self._running) if len(rows) < len(self._running) else ():
+        if len(rows) == len(self._running):
+            return budget
+        seconds = self.config.step_seconds if cost is not None and self._decodes(rows) else 0.0
+        work = StepWork(0, 0.0, len(rows), sum([row.sequence.expected for row in rows]), self._guesses)
+        for sequence in tuple(self._running):
             if not budget or len(rows) == self._rows:
                 break
             if sequence.status is not Status.RUNNING:
@@ -477,6 +467,11 @@ class Scheduler:
             most = budget if shares is None else min(budget, shares.chunks[sequence.holder])
             if end - start == 1 or not most:
                 continue
+            if seconds and cost is not None:
+                within = cost.tokens_within(seconds, start, work)
+                most = min(most, within if work.prompt_tokens else max(within, self._block_size))
+                if not most:
+                    break
             if end - start <= most and not has_mask(sequence):
                 continue
             if end - start > most:
@@ -486,11 +481,19 @@ class Scheduler:
             end = self._snapshots.end_of_chunk(start, end, sequence.expected)
             if not sequence.hold.cover(end) and (rows or self._in_flight or not self._extend(sequence, end)):
                 continue
-            rows.append(Row(sequence, end - start))
-            budget -= end - start
+            length = end - start
+            rows.append(Row(sequence, length))
+            work = work._replace(
+                prompt_tokens=work.prompt_tokens + length, prompt_pairs=work.prompt_pairs + pairs(start, length)
+            )
+            budget -= length
             if shares is not None:
-                shares.chunks[sequence.holder] -= end - start
+                shares.chunks[sequence.holder] -= length
         return budget
+
+    def _decodes(self, rows: list[Row]) -> bool:
+        """Whether a sequence decodes, in this step, which has these rows so far, or in the next one."""
+        return bool(rows) or any(one.generated + one.yields and one.expected - one.reach == 1 for one in self._running)
 
     # What a step did.
 

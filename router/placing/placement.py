@@ -75,6 +75,9 @@ class DecodeCapacity:
         if demand.holder and not self.little(demand):
             need = min(need, self.total - self.reserve)
             kept = max(0, self.reserve - self._little)
+        if demand.yields:
+            kept += self.reserve
+            need = min(need, self.total - kept)
         return need + kept <= free - self.growth_blocks
 
     def little(self, demand: "Demand") -> bool:
@@ -86,7 +89,8 @@ class DecodeCapacity:
         """Whether a request takes no more than what is left of the reserve, so that it delays nobody who takes more."""
         own = self.holdings.get(demand.holder, 0)
         others = self._little - (own if own <= self.reserve else 0)
-        return self.little(demand) and others + own + self.blocks_for(demand.most_expected) <= self.reserve
+        fits = others + own + self.blocks_for(demand.most_expected) <= self.reserve
+        return fits and self.little(demand) and not demand.yields
 
     @property
     def _little(self) -> int:
@@ -158,10 +162,12 @@ class WorkerView:
         get as far as their `max_tokens`."""
         return self.outstanding_tokens + self.pending_tokens + RUNNING_TOKENS * self.running
 
-    def busy(self, ahead_tokens: float) -> bool:
-        """Whether it has enough prompts to compute: so many tokens, or AHEAD_PROMPTS."""
-        many = self.role == "prefill" and self.running >= AHEAD_PROMPTS
-        return many or self.outstanding_tokens + self.pending_tokens >= ahead_tokens
+    def busy(self, ahead_tokens: float, *, yields: bool = False) -> bool:
+        """Whether it has enough prompts to compute: so many tokens, or AHEAD_PROMPTS; half of that for a request that
+        yields to others."""
+        share = 1 / 2 if yields else 1
+        many = self.role == "prefill" and self.running >= share * AHEAD_PROMPTS
+        return many or self.outstanding_tokens + self.pending_tokens >= share * ahead_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +192,9 @@ class Demand:
     """Holder of the request: a digest of the tenant or the client's address; 0: unknown."""
     begun: bool = False
     """Whether its client has tokens already."""
+    yields: bool = False
+    """Whether its class is less urgent than `interactive`: it leaves a part of each worker's memory and of the prompts
+    that a worker gets ahead, so that an urgent request finds room at once."""
     degrees: Mapping[WorkerRole, Degree] = field(default_factory=dict)
     """Degrees at which the client's tokens were computed, by role, as far as known. Workers of these go first."""
 
@@ -239,7 +248,7 @@ def why_waiting(demand: Demand, workers: Sequence[WorkerView], ahead_tokens: flo
     if not any(worker.role != "prefill" for worker in ready):
         return "no worker that decodes was ready"
     computing = [worker for worker in ready if worker.role != "decode"] or ready
-    if all(worker.busy(ahead_tokens) for worker in computing):
+    if all(worker.busy(ahead_tokens, yields=demand.yields) for worker in computing):
         names = ", ".join(worker.id.name for worker in computing)
         return f"{names} had {ahead_tokens:g} tokens or more of other prompts to compute, or {AHEAD_PROMPTS} prompts"
     capacities = [worker.capacity for worker in ready if worker.role == "decode" and worker.capacity is not None]

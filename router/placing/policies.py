@@ -64,7 +64,7 @@ class PlacementPolicy(ABC):
         groups = self._fleet.groups(demand)
         for group in groups:
             chosen = self._choose(demand, group)
-            if chosen is not None and not chosen.workers[0].busy(self._ahead_tokens):
+            if chosen is not None and not chosen.workers[0].busy(self._ahead_tokens, yields=demand.yields):
                 last = chosen.workers[-1]
                 decode = last.id if demand.decode_tokens or last.role != "prefill" else None
                 passes = decode is not None and last.capacity is not None and last.capacity.passes(demand)

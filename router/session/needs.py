@@ -3,6 +3,7 @@
 import math
 
 from kvrelay.internal.v1.worker_pb2 import Urgency
+from kvrelay.router.config import INTERACTIVE
 from kvrelay.router.placing.placement import Degree, Demand
 from kvrelay.router.request.validation import CheckedRequest
 from kvrelay.router.session.dispatch import Dispatch
@@ -39,6 +40,7 @@ class Needs:
             expected_tokens=max(1, self.expected_tokens() - have),
             holder=request.claim.holder,
             begun=self.begun,
+            yields=request.claim.service.rank > self._dispatch.services[INTERACTIVE].rank,
             degrees=self._degrees if self.begun else {},
         )
 

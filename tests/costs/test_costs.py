@@ -106,6 +106,10 @@ def test_the_largest_chunk_within_a_time_fits_and_the_next_one_doesnt(
     assert seconds(tokens + 1) > budget * (1 - 1e-6)
 
 
+def test_a_chunk_that_costs_nothing_has_no_limit() -> None:
+    assert StepCost(fixed=1e-3).tokens_within(0.1, 0) == 2**31
+
+
 def test_a_fit_goes_on_from_what_was_kept_and_refuses_another_ones() -> None:
     fit, again = StepFit(), StepFit()
     rng = random.Random(0)

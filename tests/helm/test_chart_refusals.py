@@ -157,7 +157,7 @@ STRICTER = {
         ("EngineConfig", "engine", {"threads"}),
         ("TransferConfig", "transfer", set()),
         ("HeartbeatConfig", "heartbeat", set()),
-        ("ScalingConfig", "scaling", set()),
+        ("ScalingOptions", "scaling", set()),
         (
             "RouterSection",
             "router.options",

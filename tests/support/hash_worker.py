@@ -128,7 +128,7 @@ def build(
         print("loading", file=sys.stderr, flush=True)
         time.sleep(float(os.environ[LOAD_SECONDS]))
     layout, spec = layout_of(config), spec_of(folder)
-    config = config.on("cpu")
+    config = replace(config, block_size=layout.block_size).on("cpu")
     blocks = (config.kv_memory_bytes or KV_BYTES) // layout.block_bytes
     sides: list[tuple[LayerGroup, int]] = []
     if float(os.environ.get(GROUPS, "0")):

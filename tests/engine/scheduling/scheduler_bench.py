@@ -9,6 +9,7 @@ from collections.abc import Sequence as Tokens
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.costs.step import StepCost, StepFit
 from kvrelay.engine.config import EngineConfig, SpeculationConfig
 from kvrelay.engine.constrain.grammar import Constraint, MaskNotReadyError
 from kvrelay.engine.kv.blocks import BlockPool, Hold
@@ -58,6 +59,17 @@ class LateMasks:
         return None if self.draw.random() < self.owner.share else self.owner.matcher(())
 
 
+class KnownCost(StepFit):
+    """A fit that says what it was told."""
+
+    def __init__(self, known: StepCost) -> None:
+        super().__init__()
+        self.known = known
+
+    def cost(self) -> StepCost:
+        return self.known
+
+
 class Bench:
     """A scheduler with a hash runner, and what is known of every sequence from outside."""
 
@@ -72,15 +84,23 @@ class Bench:
         lag: int = 0,
         drafts: int = 0,
         step_cost: tuple[float, float] | None = None,
+        step_seconds: float = 0.0,
         sides: Tokens[LayerGroup] = (),
     ) -> None:
         """
         Args:
             sides: layer groups behind the first; each has just what rows and reservations may need.
             drafts: that each sequence gets in a step, at most.
-            step_cost: seconds of a step, and of each of its tokens, as the scheduler observes them; None: not at all.
+            step_cost: seconds of a step, and of each of its tokens, which the scheduler knows from the start; None: it
+                knows none.
+            step_seconds: bound on the time of a step that has chunks beside sequences that decode; 0: none.
         """
-        self.config = EngineConfig(block_size=SIZE, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
+        self.config = EngineConfig(
+            block_size=SIZE,
+            max_batch_tokens=max_batch_tokens,
+            max_sequences=max_sequences,
+            step_seconds=step_seconds,
+        )
         self.max_context = blocks * SIZE if max_context is None else max_context
         self.pool = BlockPool(blocks)
         counts = [side_blocks(group, self.config) for group in sides]
@@ -95,6 +115,9 @@ class Bench:
             speculation = Speculation(options, HashGuesses(wrong_every=drafts + 2), time.thread_time)
         self.scheduler = Scheduler(self.config, self.prefix, self.runner.spec, lag, speculation)
         self.lag, self.step_cost = lag, step_cost
+        if step_cost is not None:
+            fixed, each = step_cost
+            self.scheduler.fit = KnownCost(StepCost(fixed, each, 0.0, each, fixed, each, 0.0))
         self.flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self.sequences: list[Sequence] = []
         self.heard: dict[Sequence, list[int]] = {}
@@ -160,8 +183,6 @@ class Bench:
         # What may be sent once it is computed isn't computed twice.
         assert not any(sequence.handoff for sequence in self.sequences if sequence.handle in late)
         reports = self.scheduler.commit(plan, out)
-        if self.step_cost is not None:
-            self.scheduler.times.observe(plan.num_tokens, self.seconds(plan.num_tokens))
         self._hear_all(reports)
         return reports
 

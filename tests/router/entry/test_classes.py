@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from kvrelay.client import KvrelayError
-from kvrelay.internal.v1.worker_pb2 import Failure, Urgency
+from kvrelay.internal.v1.worker_pb2 import Failure, Load, Urgency
 from kvrelay.router.config import ServiceClass
 from support.http_calls import CHAT, HELLO
-from support.router_fakes import FakeWorker, Job, fake, first_attempt, pair, token_at
+from support.router_fakes import FakeWorker, Job, fake, first_attempt, pair, token_at, until
 from support.scenes import Serve
 
 CLASSES = {
@@ -89,6 +89,21 @@ async def test_grpc_chooses_by_slo_class(serve: Serve) -> None:
             check_urgency(urgency, service or "default", -1)
     with pytest.raises(KvrelayError, match="slo_class is 'x'; allowed: 'default', 'interactive', 'batch', 'chat', or"):
         await cluster.client.complete("hello", max_tokens=4, slo_class="x")
+
+
+async def test_only_classes_behind_interactive_yield(serve: Serve) -> None:
+    """A worker that has half of what it gets ahead gets prompts of all other classes."""
+    prefill, decode = pair()
+    cluster = await serve(prefill, decode, classes=CLASSES, prefill_ahead_tokens=100)
+    await cluster.report("prefill-0", Load(pending_tokens=60))
+    batch = cluster.asking(slo_class="batch")
+    await until(lambda: cluster.router.waiting == 1, "batch waits")
+    for service in ("default", "interactive", "chat"):
+        prefill.report_load(Load(pending_tokens=60))
+        await cluster.ask(slo_class=service)
+    assert not batch.done()
+    await cluster.report("prefill-0", Load(pending_tokens=40))
+    await batch
 
 
 async def test_a_stream_that_has_begun_is_as_urgent_as_its_next_token(serve: Serve) -> None:

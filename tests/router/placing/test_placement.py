@@ -157,6 +157,7 @@ def capacities(draw: st.DrawFn) -> DecodeCapacity:
         expected_tokens=st.integers(1, 80),
         holder=st.sampled_from((0, SOMEBODY)),
         begun=st.booleans(),
+        yields=st.booleans(),
     ),
     st.floats(0, 1),
     st.integers(0, 80),
@@ -175,15 +176,20 @@ def test_a_request_goes_only_where_its_growth_fits_or_soon_will_and_prefill_can_
     def fits(capacity: DecodeCapacity, ending: int, blocks: int) -> bool:
         total, reserve = capacity.total, capacity.total // 8
         free = capacity.free - capacity.promised_blocks + blocks
-        need, own = min(whole, total), capacity.holdings.get(demand.holder, 0)
+        need, own, kept = min(whole, total), capacity.holdings.get(demand.holder, 0), 0
         little = sum(held for held in capacity.holdings.values() if held <= reserve)
-        if not demand.begun and not (demand.holder and own + need <= reserve and little + need <= reserve):
+        few = demand.holder and own + need <= reserve and little + need <= reserve
+        if not demand.begun and not (few and not demand.yields):
             # Only who takes a part of the reserve has what others will grow into.
             free -= capacity.growth_blocks
         if demand.holder and not demand.begun and own + need > reserve:
             # Who takes much leaves the reserve to those who take little.
-            need, free = min(need, total - reserve), free - max(0, reserve - little)
-        return need <= free and capacity.promised_requests < capacity.free_slots + ending
+            need, kept = min(need, total - reserve), max(0, reserve - little)
+        if demand.yields and not demand.begun:
+            # As much again for more urgent requests.
+            kept += reserve
+            need = min(need, total - kept)
+        return need + kept <= free and capacity.promised_requests < capacity.free_slots + ending
 
     def may(capacity: DecodeCapacity) -> bool:
         idle = capacity.free == capacity.total and capacity.promised_requests == 0
@@ -224,6 +230,21 @@ def test_a_prefill_worker_gets_few_prompts_ahead_however_short_they_are() -> Non
     assert isinstance(placed(AHEAD_PROMPTS - 1), Placement)
     assert placed(AHEAD_PROMPTS) is NoPlace.NO_CAPACITY
     assert isinstance(placed(100, "colocated"), Placement), "most of these decode"
+
+
+def test_one_that_yields_gets_half_of_the_prompts_ahead() -> None:
+    def placed(pending: int, running: int, yields: bool) -> bool:
+        workers = [
+            WorkerView(WorkerId("p", "i"), "prefill", ready=True, pending_tokens=pending, running=running),
+            WorkerView(WorkerId("d", "i"), "decode", ready=True),
+        ]
+        demand = Demand(1, 5, yields=yields)
+        return isinstance(LeastWork(PrefixIndex(0), ahead_tokens=8192).place(demand, workers), Placement)
+
+    assert placed(4095, AHEAD_PROMPTS // 2 - 1, yields=True)
+    assert not placed(4096, 1, yields=True)
+    assert not placed(1, AHEAD_PROMPTS // 2, yields=True)
+    assert placed(8191, AHEAD_PROMPTS - 1, yields=False)
 
 
 def test_what_another_router_has_placed_counts_as_if_this_one_had() -> None:

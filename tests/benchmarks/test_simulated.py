@@ -1,0 +1,175 @@
+"""The cluster in simulated time: it is the product's router and schedulers, so what holds there must hold here."""
+
+import asyncio
+import random
+import sys
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from simulated.clock import run  # after the path
+from simulated.cluster import END, FIRST_TOKEN, TOKENS, Cluster, Outcome, Place, Question
+from simulated.kernels import Curve, Surface
+from simulated.traces import Arrival, at_rate, oracle_hits
+from simulated.worker import Machine, SimulatedWorker, StepSeconds
+
+from kvrelay.costs.handoff import KvBytes, LinkCost
+from kvrelay.costs.step import StepCost
+from kvrelay.costs.worker import WorkerCosts
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.models.spec import ModelSpec
+
+
+class Line(StepSeconds):
+    """10 ms a step, and 50 us a token of a prompt."""
+
+    def seconds(self, chunks: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
+        return 0.01 + 5e-5 * sum(tokens for _, tokens in chunks) + 1e-8 * sum(contexts)
+
+
+def machine(kv_tokens: int = 8192) -> Machine:
+    spec = ModelSpec("Test", 256, 4096, (END,), "float32", "0" * 64)
+    engine = EngineConfig(block_size=16, kv_memory_bytes=1, max_batch_tokens=256, max_sequences=16)
+    return Machine(Line(), spec, engine, kv_tokens, kv_bytes=1000.0, link_seconds=1e-9, handoff_seconds=1e-3)
+
+
+def questions(count: int, seed: int = 0) -> list[tuple[float, Question]]:
+    """Requests, each with the seconds before it."""
+    rng, found = random.Random(seed), []
+    for number in range(count):
+        prompt = rng.choices(range(FIRST_TOKEN, FIRST_TOKEN + TOKENS), k=rng.randint(1, 600))
+        found.append((rng.expovariate(20.0), Question(f"q-{number}", prompt, rng.randint(1, 60), 64)))
+    return found
+
+
+async def served(cluster: Cluster, asked: Sequence[tuple[float, Question]]) -> list[Outcome]:
+    await cluster.start()
+    tasks = []
+    for pause, question in asked:
+        await asyncio.sleep(pause)
+        tasks.append(asyncio.create_task(cluster.ask(question)))
+    return list(await asyncio.gather(*tasks))
+
+
+def check(outcomes: Sequence[Outcome], workers: Sequence[SimulatedWorker]) -> None:
+    """Every client has all tokens of its answer, and no worker has anything left."""
+    for outcome in outcomes:
+        question = outcome.question
+        assert not outcome.error
+        seed = zlib.crc32(question.name.encode()) % 1009
+        expected = [FIRST_TOKEN + (seed + index * (1 + seed % 7)) % TOKENS for index in range(question.answer_tokens)]
+        assert list(outcome.tokens) == [*expected[:-1], END]
+    for worker in workers:
+        worker.scheduler.check_integrity(idle=True)
+
+
+def test_hours_pass_in_no_time_and_timers_ring_in_their_order() -> None:
+    rung: list[float] = []
+
+    async def main() -> float:
+        loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
+        for seconds in (7200.0, 10.0, 3600.0):
+            loop.call_later(seconds, lambda: rung.append(loop.time() - began))
+        async with asyncio.timeout(9000):
+            await asyncio.sleep(8000)
+        return loop.time() - began
+
+    began = time.monotonic()
+    assert run(main()) == pytest.approx(8000)
+    assert rung == pytest.approx([10.0, 3600.0, 7200.0])
+    assert time.monotonic() - began < 60
+
+
+def test_a_wait_for_nothing_and_an_error_of_a_callback_end_the_run() -> None:
+    async def stalled() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(RuntimeError, match="never comes"):
+        run(stalled())
+
+    async def broken() -> None:
+        asyncio.get_running_loop().call_later(1.0, lambda: [][0])
+        await asyncio.sleep(10)
+
+    with pytest.raises(IndexError):
+        run(broken())
+
+
+@pytest.mark.parametrize("kv_tokens", [8192, 1024], ids=["room", "scarce"])
+def test_each_answer_is_whole_over_hand_offs_and_where_blocks_are_scarce(kv_tokens: int) -> None:
+    async def main() -> list[Outcome]:
+        place = machine(kv_tokens)
+        cluster = Cluster([Place("prefill", place)] * 2 + [Place("decode", place)] * 2)
+        outcomes = await served(cluster, questions(60))
+        check(outcomes, cluster.workers)
+        return outcomes
+
+    first, second = run(main()), run(main())
+    assert [each.first for each in first] == [each.first for each in second], "a run can be repeated"
+    # A prompt takes at least its steps; the first one has found the workers idle.
+    assert all((each.ttft or 0.0) >= 0.01 for each in first)
+    assert first[0].ttft == pytest.approx(0.01 + 5e-5 * len(first[0].question.prompt), abs=0.02)
+
+
+def test_answers_go_on_elsewhere_when_a_worker_changes_its_role() -> None:
+    async def main() -> None:
+        place = machine()
+        cluster = Cluster([Place("prefill", place)] * 2 + [Place("decode", place)] * 2)
+        asked = asyncio.create_task(served(cluster, questions(60)))
+        await asyncio.sleep(1.0)
+        decode = next(worker for worker in cluster.workers if worker.role == "decode")
+        await cluster.change_role(decode, "prefill", 0.5)
+        outcomes = await asked
+        check(outcomes, cluster.workers)
+        moved = sum(each.trace.migrations for each in outcomes if each.trace is not None)
+        assert moved, "streams were on it"
+
+    run(main())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_wrong_costs_cost_time_and_no_token(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+
+    def wrong(worker: SimulatedWorker) -> WorkerCosts:
+        numbers = [10 ** rng.uniform(-9, 1) * rng.choice((0, 1)) for _ in range(7)]
+        links = {other.id.name: LinkCost(rng.random(), rng.random()) for other in worker._cluster.workers}
+        return WorkerCosts(
+            StepCost(*numbers), rng.randint(1, 9999), rng.random(), kv=KvBytes(rng.random()), links=links
+        )
+
+    monkeypatch.setattr(SimulatedWorker, "costs", wrong)
+
+    async def main() -> None:
+        place = machine(2048)
+        cluster = Cluster([Place("prefill", place), Place("decode", place), Place("colocated", place)])
+        check(await served(cluster, questions(50, seed)), cluster.workers)
+
+    run(main())
+
+
+def test_traces_keep_their_order_at_any_rate_and_an_endless_cache_has_what_came_before() -> None:
+    trace = [Arrival(0.0, 0, 1100, 5, (1, 2, 3)), Arrival(4.0, 1, 1600, 5, (1, 2, 4, 5)), Arrival(6.0, 2, 512, 5, (9,))]
+    arrivals = at_rate(trace, 10.0, 1.0)
+    assert len(arrivals) == 10
+    assert [each.at for each in arrivals] == sorted(each.at for each in arrivals)
+    assert len({each.number for each in arrivals}) == 10
+    assert arrivals[0].prompt()[:1024] == arrivals[1].prompt()[:1024]
+    assert arrivals[0].prompt()[1024:1100] != arrivals[1].prompt()[1024:1100]
+    hits = oracle_hits(arrivals)
+    assert [hits[number] for number in range(4)] == [0, 1024, 0, 0], "repeated, the prompts are others"
+
+
+def test_between_measured_sizes_time_lies_between_theirs() -> None:
+    surface = Surface({(1, 10): 1.0, (1, 100): 4.0, (4, 10): 2.0, (4, 100): 8.0})
+    assert surface(1, 10) == pytest.approx(1.0)
+    assert surface(2, 10) == pytest.approx(2**0.5)
+    assert surface(4, 200) == pytest.approx(16.0), "beyond the largest, in proportion"
+    curve = Curve({1: 1.0, 100: 3.0})
+    times = [curve(x) for x in range(1, 200)]
+    assert times == sorted(times)
