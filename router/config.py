@@ -134,6 +134,7 @@ class RouterOptions(Options):
     try again. room: those beyond max_queue, and those that find no room within first_token_timeout_seconds. predicted:
     also those that can't meet the targets of their class, by what is predicted of them and of all that is before them.
     none: as room, without the limit of max_queue."""
+
     placement: PlacementName = "predicted"
     """Rule by which requests are placed on workers. `predicted`: each where it is predicted to cost least, itself and
     those that it delays, by the costs that the workers report; as `least_work` while these aren't known. `least_work`:

@@ -5,10 +5,14 @@ import asyncio
 import grpc
 import pytest
 
-from kvrelay.internal.v1.worker_pb2 import TransferReport
+from kvrelay.cli.generate import placement_line
+from kvrelay.costs.step import StepCost
+from kvrelay.costs.worker import WorkerCosts
+from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Requests, TransferReport
+from kvrelay.rpc.costs import costs_message
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, GenerateRequest, SamplingParams
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
-from support.router_fakes import Job, fake, pair, silent, token_at, tokens, until, within
+from support.router_fakes import Job, fake, pair, silent, token_at, tokens, until, usual, within
 from support.scenes import Serve
 from support.tokenizers import byte_level_tokenizer
 
@@ -168,3 +172,25 @@ async def test_a_client_that_does_not_read_is_given_up(serve: Serve) -> None:
         await until(lambda: cluster.records, "a record")
         assert cluster.records[0].outcome == "cancelled"
         call.cancel()
+
+
+async def test_the_next_turn_goes_where_the_answer_is_and_the_timeline_says_why(serve: Serve) -> None:
+    decodes = [fake(name, usual("colocated"), max_context=512) for name in ("decode-0", "decode-1")]
+    cluster = await serve(fake("prefill-0", max_context=512), *decodes)
+    costs = costs_message(WorkerCosts(StepCost(1e-3, 1e-4, 0.0, 0.0, 2e-3, 1e-3), chunk=64))
+    for worker in cluster.workers.values():
+        blocks = Blocks(total=64, free=64, size=16)
+        worker.report_load(Load(blocks=blocks, requests=Requests(free_slots=9), costs=costs))
+    await until(lambda: all(view.costs is not None for view in cluster.router.registry.view()))
+    prompt = list(range(5, 45))
+    first = await cluster.ask(prompt, count=40)
+    again = await cluster.ask([*prompt, *first.token_ids, 5, 6, 7], count=4)
+    assert first.timeline.way == again.timeline.way == "in place"
+    assert again.timeline.decode_worker == again.timeline.prefill_worker == first.timeline.decode_worker
+    # 40 tokens of the prompt and 39 of the answer, whose last one has no KV.
+    assert cluster.records[-1].latest.expected_tokens == 64
+    line = again.timeline
+    assert line.predicted_first_token_seconds == pytest.approx(2e-3 + 19e-3)
+    assert line.predicted_token_seconds == pytest.approx(1.1e-3)
+    assert line.runner_up.startswith(("pair", "in place"))
+    assert f"in place: {line.decode_worker}; first token" in placement_line(line)
