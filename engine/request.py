@@ -3,6 +3,7 @@
 import enum
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvrelay.engine.constrain.grammar import Constraint, Grammar
 
@@ -101,6 +102,17 @@ class SamplingParams:
                 raise ValueError(f"{name} is {count}; allowed: 0 to {MAX_LOGPROBS}")
 
 
+class Urgency(NamedTuple):
+    """How soon a request wants its tokens; of two, the scheduler serves the one that compares as smaller first."""
+
+    rank: int = 0
+    """Priority of its class: requests of a greater rank get what those of smaller ones leave."""
+    priority: int = 0
+    """Its own priority within its class; the smallest goes first."""
+    first_token_seconds: float = math.inf
+    """Seconds from its arrival until its first token is late; negative: it is late already."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One placement of a request on this engine.
@@ -122,6 +134,8 @@ class Request:
     """Holder of the request: a digest of the tenant, or of the client's address; 0 where that is unknown."""
     expected_tokens: int = 0
     """Completion tokens that the request is expected to have in the end; 0: `max_tokens`."""
+
+    urgency: Urgency = field(default_factory=Urgency)
 
     @property
     def key(self) -> tuple[str, int]:

@@ -47,6 +47,9 @@ class Sequence:
     request: Request
     handle: int
     """Number that the scheduler gave the sequence, in order of arrival."""
+    order: tuple[int, int, float, int]
+    """Place of the sequence among all: (rank, priority, time at which its first token is late, handle). The scheduler
+    serves the smallest first."""
     hold: Hold
     """Blocks of the sequence, at least those of the first num_computed tokens. Empty unless it runs or its KV came with
     it."""
@@ -93,10 +96,11 @@ class Sequence:
     ) -> "Sequence":
         """A sequence that has these tokens, and the KV of none of them, since the time `submitted`."""
         unscored = int(request.sampling.prompt_logprobs is not None and request.prompt_tokens > 1)
-        shaping = Shaping.of(request, tokens)
+        shaping, urgency = Shaping.of(request, tokens), request.urgency
         return cls(
             request,
             handle,
+            (urgency.rank, urgency.priority, submitted + urgency.first_token_seconds, handle),
             hold,
             handoff,
             tokens=tokens,
@@ -117,6 +121,11 @@ class Sequence:
     def holder(self) -> int:
         """Holder of the request, as `Request.holder`."""
         return self.request.holder
+
+    @property
+    def rank(self) -> int:
+        """Rank of the request's class, as `Urgency.rank`."""
+        return self.order[0]
 
     @property
     def num_tokens(self) -> int:

@@ -47,6 +47,21 @@ class Allocator:
         """Number of reservations that were neither resumed nor released."""
         return len(self._reserved)
 
+    def reservations_within(self, rank: int) -> int:
+        """Number of these for requests of this rank or a smaller one."""
+        return sum([request.urgency.rank <= rank for _, request in self._reserved])
+
+    def would_fit(self, sequence: EngineSequence, freed: int) -> bool:
+        """Whether a waiting sequence would get its blocks if others gave so many up."""
+        lacking = self._limits.blocks_for(len(sequence.tokens)) + self._spare_for(sequence, self.use())
+        return self._prefix.pool.available + freed >= lacking
+
+    def needed(self, request: Request) -> int:
+        """Free blocks with which a request would get a reservation that it was refused."""
+        use, length = self.use(), len(request.tokens)
+        use.add(0, self._room.wanted(request, length), request.holder)
+        return self._limits.blocks_for(length + 1) + self._spare(use, request)
+
     @property
     def reserving(self) -> set[int]:
         """Holders of reservations whose sequences are still to come."""
@@ -61,6 +76,8 @@ class Allocator:
         use, length = self.use(), len(request.tokens)
         use.add(0, self._room.wanted(request, length), request.holder)
         starved = self._waiting[0] if self._waiting and self._waiting[0] is self.starved else None
+        if starved is not None and starved.rank > request.urgency.rank:
+            starved = None
         if (passing or starved is not None) and not self._may_pass(use, request, starved):
             return None
         spare = self._spare(use, request)
@@ -109,16 +126,20 @@ class Allocator:
         busy = self._running or self._ready or self._reserved
         return max(len(self._running), self._room.kept(use, request)) if busy else 0
 
+    def _spare_for(self, sequence: EngineSequence, use: Use) -> int:
+        """`_spare` for a waiting sequence."""
+        spare = self._spare(use, sequence.request)
+        if sequence.status is Status.PREEMPTED and spare:
+            # It would be computed again for nothing if the growth of the others soon took its blocks.
+            spare = max(spare, self._room.use([*self._running, *self._ready], self._reserved).growth)
+        return spare
+
     def _start(self, sequence: EngineSequence, use: Use) -> bool:
         """Blocks for all tokens of a waiting sequence, cached ones first; False if there are too few."""
         # The logits of a token that comes from the prefix cache are not computed.
         length, request = len(sequence.tokens), sequence.request
         limit = (sequence.unscored or length) - 1
-        spare = self._spare(use, request)
-        if sequence.status is Status.PREEMPTED and spare:
-            # It would be computed again for nothing if the growth of the others soon took its blocks.
-            spare = max(spare, self._room.use([*self._running, *self._ready], self._reserved).growth)
-        hold = self._allocate(request, sequence.tokens, sequence.chain, length, limit, spare)
+        hold = self._allocate(request, sequence.tokens, sequence.chain, length, limit, self._spare_for(sequence, use))
         if hold is None:
             return False
         hold.pass_to(sequence.hold.owner)

@@ -8,9 +8,11 @@ holder who is alone has all but this reserve. Requests whose holder is unknown s
                              0               len(hold.blocks)   wanted: for the tokens that it is expected to have
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvrelay.engine.kv.blocks import Hold
 from kvrelay.engine.request import Request
@@ -19,8 +21,19 @@ from kvrelay.engine.sequence import Status
 
 RESERVE_SHARE = 8
 """Divisor of a pool's blocks that yields its reserve."""
+LACKING_STEPS = 16
+"""Steps for which blocks are kept for a reservation that has found too few, and hasn't asked again."""
 REPORTED = 8
 """Number of holders of most that a worker reports."""
+
+
+class Lacking(NamedTuple):
+    """A reservation that has found too few blocks, and for which sequences of greater ranks give up theirs."""
+
+    rank: int
+    blocks: int
+    until: int
+    """Number of the step after which it is forgotten, unless it asks again."""
 
 
 def expected_length(request: Request, length: int) -> int:
@@ -109,17 +122,25 @@ class Room:
         return sum([blocks for holder, blocks in use.wanted.items() if holder and blocks <= self.reserve])
 
 
-def victim(running: Sequence[EngineSequence], ready: Iterable[EngineSequence]) -> EngineSequence | None:
-    """The sequence that gives its blocks up: the newest one of the holder whose sequences have most blocks.
+def dispensable(sequences: Sequence[EngineSequence], among: Iterable[EngineSequence]) -> EngineSequence | None:
+    """Of these, the one that gives its blocks up first: one of the greatest rank, the last one in order of the holder
+    whose sequences have most blocks. None if there are none."""
+    held: defaultdict[int, int] = defaultdict(int)
+    for sequence in sequences:
+        held[sequence.request.holder] += len(sequence.hold.blocks)
+    return max(among, key=lambda one: (one.rank, held[one.request.holder], one.order), default=None)
 
-    The oldest running one never does: so one always advances, and each becomes the oldest in time. None if there is no
-    other.
+
+def victim(running: Sequence[EngineSequence], ready: Iterable[EngineSequence]) -> EngineSequence | None:
+    """The sequence that gives its blocks up, so that another one can go on (`dispensable`).
+
+    The first running one never does, unless one of a smaller rank is ready: so one always advances. Of one rank, each
+    becomes the first in time. None if there is no other.
 
     Args:
-        running: in order of arrival.
+        running: in order (`Sequence.order`).
+        ready: in order.
     """
-    oldest, others = running[0], [*running[1:], *ready]
-    held: defaultdict[int, int] = defaultdict(int)
-    for sequence in (oldest, *others):
-        held[sequence.request.holder] += len(sequence.hold.blocks)
-    return max(others, key=lambda one: (held[one.request.holder], one.handle), default=None)
+    every = [*running, *ready]
+    first = min([every[0], *itertools.islice(ready, 1)], key=lambda one: one.rank)
+    return dispensable(every, (sequence for sequence in every if sequence is not first))

@@ -10,15 +10,23 @@ whose KV came from another worker differ only in how far apart the two are.
     resume --> ready  -----------------------'
                (has its KV)      a row
 
-    waiting   in order of arrival; producers `add` and preemption, consumer `plan`. The first one blocks the rest, but
-              not the requests of holders of little (`engine/scheduling/room.py`).
-    ready     in order of arrival; producer `resume`, consumer `plan`. Passes waiting while that lacks blocks.
-    running   in order of arrival; has a row of the block tables and all blocks for its tokens so far. If all rows are
-              taken, those of holders of few have spare ones.
+    waiting   in order; producers `add` and preemption, consumer `plan`. The first one blocks the rest, but not the
+              requests of holders of little (`engine/scheduling/room.py`).
+    ready     in order; producer `resume`, consumer `plan`. Passes waiting while that lacks blocks.
+    running   in order; has a row of the block tables and all blocks for its tokens so far. If all rows are taken, those
+              of holders of few have spare ones.
+
+The order is that of `Sequence.order`: class, the request's own priority, earliest deadline, arrival.
 
 A sequence takes the blocks for all of its tokens when it starts to run, then one by one as it decodes. If no block is
 left, the newest sequence of the holder with most blocks gives up its blocks. It waits again until those that run are
-expected to leave enough for it. The oldest one never gives up its blocks, so it always advances, and none starves.
+expected to leave enough for it. The first one in order never gives up its blocks, so it always advances, and none
+of its class starves.
+
+Sequences of a class of greater rank get what those of smaller ranks leave. They are preempted first, also for one of a
+smaller rank that lacks a row or blocks. Beside sequences of a smaller rank, they take part in a step only as far as it
+keeps `step_seconds`, but for one row. So as long as the smaller ranks take all rows or all blocks, they wait; of what
+is left, however little, they advance in turn.
 
 Where sequences of several holders run, each holder has a share of the step (`engine/scheduling/fairness.py`). If it is
 too small for all that the holder has, those that decode take turns, and the oldest prompt goes first.
@@ -62,7 +70,7 @@ from kvrelay.engine.scheduling.planning import (
     with_output,
 )
 from kvrelay.engine.scheduling.progress import OnStart, Progress, Reservation
-from kvrelay.engine.scheduling.room import Use, victim
+from kvrelay.engine.scheduling.room import LACKING_STEPS, Lacking, Use, dispensable, victim
 from kvrelay.engine.scheduling.snapshots import Snapshots
 from kvrelay.engine.sequence import Sequence, Status
 from kvrelay.engine.speculate.speculation import Speculation
@@ -121,6 +129,9 @@ class Scheduler:
         """Number of the next plan."""
         self.fit = StepFit()
         """Costs of steps, as whoever runs them measures them: then their time is shared among holders, and bounded."""
+        self._lacking: Lacking | None = None
+        self._making_way = False
+        """Whether the plan in flight must be committed before the next one, which preempts a sequence."""
         self._guesses = 0
         """Guessed tokens in the newest plan."""
         self.coming: frozenset[int] = frozenset()
@@ -145,7 +156,7 @@ class Scheduler:
         hold = self._pool.share((), f"sequence {request}")
         sequence = self._sequence(request, hold, handoff, list(request.tokens))
         sequence.states = states
-        self._waiting.append(sequence)
+        insort(self._waiting, sequence, key=_order)
         return sequence
 
     def reserve(self, request: Request, *, passing: bool = False) -> Reservation | None:
@@ -163,11 +174,16 @@ class Scheduler:
         """
         self._check(request)
         few = sum([one.holder == request.holder for one in self._live.values()]) < self._most.spare
-        if not self.free_slots(self._most.spare if request.holder and few else 0):
+        rank = request.urgency.rank
+        if not self.free_slots(self._most.spare if request.holder and few else 0, rank):
             return None
         hold = self._allocator.reserve(request, passing=passing)
         if hold is None:
+            if self._lacking is None or rank <= self._lacking.rank:
+                self._lacking = Lacking(rank, self._allocator.needed(request), self._step + LACKING_STEPS)
             return None
+        if self._lacking is not None and rank <= self._lacking.rank:
+            self._lacking = None
         return Reservation(hold, hold.published * self._block_size)
 
     def resume(self, request: Request, first_token: int, hold: Hold, states: "Tensor | None" = None) -> Sequence:
@@ -194,7 +210,7 @@ class Scheduler:
         sequence = self._sequence(request, hold, False, [*request.tokens, first_token])
         sequence.take_kv(length, self._clock())
         self._publish(sequence)
-        self._ready.append(sequence)
+        insort(self._ready, sequence, key=_order)
         if self.speculation is not None and states is not None:
             self.speculation.take_states(sequence, states)
         return sequence
@@ -260,10 +276,13 @@ class Scheduler:
         `soon_tokens` are expected to end soon."""
         return self._allocator.use(soon_tokens)
 
-    def free_slots(self, spare: int = 0) -> int:
+    def free_slots(self, spare: int = 0, rank: int | None = None) -> int:
         """How many more reservations may be granted, if there are blocks: a few more than rows, so that no row waits
-        for a transfer; and `spare` ones."""
+        for a transfer; and `spare` ones. With a `rank`, those of greater ranks don't count: they give up their rows."""
         used = len(self._running) + len(self._ready) + self._allocator.reservations
+        if rank is not None and any(one.rank > rank for one in self._live.values()):
+            used = sum([one.rank <= rank for one in (*self._running, *self._ready)])
+            used += self._allocator.reservations_within(rank)
         return max(0, self._rows + max(1, self._rows // 8) + spare - used)
 
     # One step.
@@ -276,8 +295,10 @@ class Scheduler:
         """
         if len(self._in_flight) > self._lag:
             raise IntegrityError(f"plan {self._in_flight[0][0].step} is still in flight")
-        if self._in_flight and not self._can_extend_all():
+        if self._in_flight and (self._making_way or not self._can_extend_all()):
             return None
+        self._making_way = False
+        self._make_room()
         self._admit()
         if self._in_flight and not self._can_extend_all():
             return None  # a request of a holder of little has taken the last blocks
@@ -289,7 +310,9 @@ class Scheduler:
         if shares is not None:
             decodes.sort(key=_turn)
             budget = shares.total
-        budget = self._schedule_decodes(rows, decodes, budget, shares)
+        if self._running and self._running[-1].rank > self._running[0].rank:
+            decodes.sort(key=lambda one: (one.rank, one.turn))
+        budget = self._schedule_decodes(rows, decodes, budget, shares, cost)
         budget = self._schedule_chunks(rows, budget, shares, cost)
         if not rows:
             return None
@@ -357,30 +380,43 @@ class Scheduler:
     # What a step computes.
 
     def _admit(self) -> None:
-        """Starts sequences, in order of arrival, as long as there are rows, blocks and budget for them.
+        """Starts sequences, in order, as long as there are rows, blocks and budget for them.
 
         A sequence that has its KV needs a row only, so it passes those that lack blocks or budget. If all rows are
-        taken, one whose holder has few takes a spare one: then rows take turns.
+        taken, one whose holder has few takes a spare one: then rows take turns. For want of a row or of blocks,
+        sequences of a greater rank are preempted.
         """
         waiting, ready = self._waiting, self._ready
-        demand = sum([sequence.expected - sequence.reach for sequence in self._running]) if waiting else 0
+        demand: Counter[int] = Counter()
+        for sequence in self._running if waiting else ():
+            demand[sequence.rank] += sequence.expected - sequence.reach
         blocked = False
-        while len(self._running) < self._rows:
-            blocked = blocked or demand >= self.config.max_batch_tokens
-            if waiting and not blocked and not (ready and ready[0].handle < waiting[0].handle):
-                found = self._allocator.next_waiting()
-                if found is None:
-                    blocked = True
-                    continue
-                waiting.remove(sequence := found)
-            elif ready:
-                sequence = ready.popleft()
-            else:
+        while waiting or ready:
+            if waiting and not blocked:
+                blocked = self._waits(waiting[0].rank, demand)
+            takes_kv = bool(ready) and (not waiting or blocked or ready[0].order < waiting[0].order)
+            if not takes_kv and blocked:
                 break
-            demand += len(sequence.tokens) - sequence.num_computed
-            self._start(sequence)
+            first = ready[0] if takes_kv else waiting[0]
+            if len(self._running) >= self._rows and not self._make_way(first.rank):
+                break
+            if takes_kv:
+                found: Sequence | None = ready.popleft()
+            elif (found := self._allocator.next_waiting()) is not None:
+                waiting.remove(found)
+            else:
+                blocked = not self._make_way(first.rank, first)
+            if found is not None:
+                demand[found.rank] += len(found.tokens) - found.num_computed
+                self._start(found)
         if ready and self._tables.vacant:
             self._admit_spare()
+
+    def _waits(self, rank: int, demand: Counter[int]) -> bool:
+        """Whether waiting sequences of a rank have to go on waiting: what runs fills the next step, or what is free is
+        kept for a reservation of a smaller rank."""
+        filled = sum([tokens for other, tokens in demand.items() if other <= rank]) >= self.config.max_batch_tokens
+        return filled or (self._lacking is not None and self._lacking.rank < rank)
 
     def _admit_spare(self) -> None:
         """Starts ready sequences of holders of few, beyond the rows of a step."""
@@ -426,19 +462,29 @@ class Scheduler:
         return ready[: -(-sum([sequence.generated > 0 for sequence in self._running]) // stages) or 1]
 
     def _schedule_decodes(
-        self, rows: list[Row], decodes: list[Sequence], budget: int, shares: StepShares | None
+        self, rows: list[Row], decodes: list[Sequence], budget: int, shares: StepShares | None, cost: StepCost | None
     ) -> int:
-        """One token for each of these sequences, in their order. Returns the rest of the budget."""
-        preemptions = self.preemptions
+        """One token for each of these sequences, in their order. Returns the rest of the budget.
+
+        Beside sequences of a smaller rank, others have a row as long as the step keeps `step_seconds`, and one at
+        least.
+        """
+        preemptions, least = self.preemptions, self._running[0].rank if self._running else 0
+        seconds, filling = 0.0 if cost is None else cost.fixed, False
         for sequence in decodes:
             if len(rows) == self._rows:
                 break
+            if cost is not None and self.config.step_seconds and sequence.rank > least:
+                if filling and seconds > self.config.step_seconds:
+                    break
+                filling = True
             # `_extend` may have preempted it for one before it.
             if sequence.status is not Status.RUNNING or (shares is not None and not shares.decodes[sequence.holder]):
                 continue
             if self._covers(sequence, sequence.expected) or self._extend(sequence):
                 rows.append(Row(sequence, 1))
                 budget -= 1
+                seconds += 0.0 if cost is None else cost.sequence + cost.context * sequence.expected
                 if shares is not None:
                     shares.decodes[sequence.holder] -= 1
         if self.preemptions > preemptions:
@@ -450,13 +496,13 @@ class Scheduler:
     def _schedule_chunks(self, rows: list[Row], budget: int, shares: StepShares | None, cost: StepCost | None) -> int:
         """Shares the budget among the sequences that lack more than one token, in order. Returns the rest.
 
-        While others decode, the step's time is bounded (`EngineConfig.step_seconds`), but for the block with which the
-        first chunk advances at least. A chunk that isn't the last ends at a block's border if it reaches one, so that
-        whole blocks can be sent.
+        The step's time is bounded (`EngineConfig.step_seconds`) while others decode, or are there, that are no less
+        urgent, but for the block with which the first chunk advances at least. A chunk that isn't the last ends at a
+        block's border if it reaches one, so that whole blocks can be sent.
         """
         if len(rows) == len(self._running):
             return budget
-        seconds = self.config.step_seconds if cost is not None and self._decodes(rows) else 0.0
+        seconds, decoding = self.config.step_seconds, self._decoding(rows)
         work = StepWork(0, 0.0, len(rows), sum([row.sequence.expected for row in rows]), self._guesses)
         for sequence in tuple(self._running):
             if not budget or len(rows) == self._rows:
@@ -467,7 +513,8 @@ class Scheduler:
             most = budget if shares is None else min(budget, shares.chunks[sequence.holder])
             if end - start == 1 or not most:
                 continue
-            if seconds and cost is not None:
+            bounded = decoding is not None and decoding <= sequence.rank
+            if seconds and cost is not None and (bounded or sequence.rank > self._running[0].rank):
                 within = cost.tokens_within(seconds, start, work)
                 most = min(most, within if work.prompt_tokens else max(within, self._block_size))
                 if not most:
@@ -491,9 +538,13 @@ class Scheduler:
                 shares.chunks[sequence.holder] -= length
         return budget
 
-    def _decodes(self, rows: list[Row]) -> bool:
-        """Whether a sequence decodes, in this step, which has these rows so far, or in the next one."""
-        return bool(rows) or any(one.generated + one.yields and one.expected - one.reach == 1 for one in self._running)
+    def _decoding(self, rows: list[Row]) -> int | None:
+        """The smallest rank of the sequences that decode in this step, which has these rows so far, or in the next one;
+        None if none does."""
+        ranks = [row.sequence.rank for row in rows] or [
+            one.rank for one in self._running if one.generated + one.yields and one.expected - one.reach == 1
+        ]
+        return min(ranks, default=None)
 
     # What a step did.
 
@@ -539,7 +590,7 @@ class Scheduler:
         sequence.slot = self._tables.acquire()
         if sequence.lifetime.scheduled is None:
             sequence.lifetime.scheduled = self._clock()
-        insort(self._running, sequence, key=_arrival)
+        insort(self._running, sequence, key=_order)
         if self.on_start is not None:
             self.on_start(sequence)
 
@@ -586,21 +637,69 @@ class Scheduler:
             if loser is None:
                 # It runs alone: exports and reservations hold the other blocks, and both end by themselves.
                 return False
-            if loser.status is Status.RUNNING:
-                self._stop(loser)
-            else:
-                self._ready.remove(loser)
-            self.preemptions += 1
-            loser.hold.release()
-            loser.num_computed = 0
-            loser.status = Status.PREEMPTED
-            insort(self._waiting, loser, key=_arrival)
-            self._allocator.starved = self._waiting[0]
-            if self.on_preempt is not None:
-                self.on_preempt(loser)
+            self._preempt(loser)
             if loser is sequence:
                 return False
         return True
+
+    def _preempt(self, loser: Sequence) -> None:
+        """Takes the blocks of a sequence that runs or is ready; it waits again. No plan is in flight."""
+        if loser.status is Status.RUNNING:
+            self._stop(loser)
+        else:
+            self._ready.remove(loser)
+        self.preemptions += 1
+        loser.hold.release()
+        loser.num_computed = 0
+        loser.status = Status.PREEMPTED
+        insort(self._waiting, loser, key=_order)
+        self._allocator.starved = self._waiting[0]
+        if self.on_preempt is not None:
+            self.on_preempt(loser)
+
+    def _make_way(self, rank: int, sequence: Sequence | None = None) -> bool:
+        """Preempts a running sequence of a greater rank, for one of this rank that lacks a row; or for a waiting
+        sequence that lacks blocks, if all sequences of greater ranks have enough for it.
+
+        Returns:
+            False if nothing was preempted. If only a plan in flight is the reason, no other one follows before that one
+            is committed.
+        """
+        less = [one for one in self._running if one.rank > rank]
+        if sequence is not None:
+            less += [one for one in self._ready if one.rank > rank]
+        if not less:
+            return False
+        if sequence is not None and not self._allocator.would_fit(
+            sequence, sum([len(one.hold.blocks) for one in less])
+        ):
+            return False
+        self._making_way = bool(self._in_flight)
+        if self._making_way or (loser := dispensable(less, less)) is None:
+            return False
+        self._preempt(loser)
+        return True
+
+    def _make_room(self) -> None:
+        """Preempts sequences of greater ranks for the reservation that has found too few blocks."""
+        lacking = self._lacking
+        if lacking is None:
+            return
+        if not self._running or self._step > lacking.until:
+            self._lacking = None
+            return
+        less = [one for one in (*self._running, *self._ready) if one.rank > lacking.rank]
+        if self._pool.available + sum([len(one.hold.blocks) for one in less]) < lacking.blocks:
+            return
+        while less and self._pool.available < lacking.blocks:
+            if self._in_flight:
+                self._making_way = True
+                return
+            loser = dispensable(less, less)
+            if loser is None:
+                return
+            less.remove(loser)
+            self._preempt(loser)
 
     def _check(self, request: Request) -> None:
         self._limits.check(request)
@@ -613,4 +712,4 @@ class Scheduler:
         return sequence
 
 
-_arrival, _turn = attrgetter("handle"), attrgetter("turn")
+_order, _turn = attrgetter("order"), attrgetter("turn")

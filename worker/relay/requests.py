@@ -1,13 +1,14 @@
 """Conversion between the relay's messages and the engine's types."""
 
 import json
+import math
 from typing import cast
 
 from kvrelay.engine.constrain.grammar import Constraint
 from kvrelay.engine.degree import Degree
 from kvrelay.engine.kv.layout import FloatDtype
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.engine.request import Request, SamplingParams
+from kvrelay.engine.request import Request, SamplingParams, Urgency
 from kvrelay.engine.states import StatesLayout
 from kvrelay.internal.v1.supervisor_pb2 import HiddenStates, Member
 from kvrelay.internal.v1.worker_pb2 import Begin, Cancel, ModelInfo, RequestEvent, Sampling, Submit
@@ -80,6 +81,7 @@ def request_of(submit: Submit, spec: ModelSpec) -> Request:
         tenant=submit.tenant,
         holder=submit.holder,
         expected_tokens=submit.expected_tokens,
+        urgency=Urgency(submit.urgency.rank, submit.urgency.priority, submit.urgency.first_token_seconds or math.inf),
     )
 
 

@@ -1,5 +1,6 @@
 """The scheduler under any order of calls: a state machine that Hypothesis drives."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_bench import SIZE, Bench
 
-from kvrelay.engine.request import Request
+from kvrelay.engine.request import Request, Urgency
 from kvrelay.engine.scheduling.progress import Reservation
 from kvrelay.engine.sequence import Status
 from support.hash_runner import STATE, expected_outcome, expected_tokens, window_of
@@ -20,6 +21,14 @@ prompts = st.builds(
     lambda beginning, rest: (beginning + rest) or (0,),
     st.sampled_from(BEGINNINGS),
     st.lists(st.integers(0, 2), max_size=3 * SIZE).map(tuple),
+)
+
+
+URGENCIES = st.builds(
+    Urgency,
+    st.sampled_from([0, 0, 10, -5]),
+    st.sampled_from([0, 0, 1]),
+    st.sampled_from([math.inf, math.inf, 0.5, -1.0]),
 )
 
 
@@ -42,6 +51,7 @@ def requests(draw: st.DrawFn, bench: Bench) -> Request:
         tenant=draw(st.sampled_from(["", "other"])),
         holder=draw(st.sampled_from([0, 1, 1, 1, 2])),
         late=late,
+        urgency=draw(URGENCIES),
     )
 
 
@@ -56,6 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         lag=st.integers(0, 1),
         drafts=st.sampled_from([0, 1, 4]),
         step_cost=st.sampled_from([None, (0.0, 1.0), (2.0, 1.0), (1.0, 0.0)]),
+        step_seconds=st.sampled_from([0.0, 3.0, 20.0]),
         sides=st.sampled_from([(), (), (window_of(20),), (STATE,), (window_of(5), STATE, window_of(40))]),
     )
     def start(self, blocks: int, **options: Any) -> None:

@@ -1,0 +1,151 @@
+"""Urgent requests go first, others fill what they leave, and no token is lost or waits for ever."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_bench import SIZE, Bench, numbers, spans, steps_until
+
+from kvrelay.engine.request import Urgency
+from kvrelay.engine.sequence import Sequence, Status
+
+URGENT, BATCH = Urgency(0), Urgency(10)
+
+
+def add(bench: Bench, urgency: Urgency, prompt: int, tokens: int, first: int = 0) -> Sequence:
+    return bench.add(replace(bench.request(numbers(prompt, first), tokens), urgency=urgency))
+
+
+def batch_takes_all(lag: int = 0, step_seconds: float = 0.0) -> tuple[Bench, list[Sequence]]:
+    """Four sequences of batch that decode and have all rows, and nearly all blocks."""
+    bench = Bench(28, max_batch_tokens=64, max_sequences=4, lag=lag, step_cost=(1.0, 1.0), step_seconds=step_seconds)
+    batch = [add(bench, BATCH, 3 * SIZE, 3 * SIZE, 10 * number) for number in range(4)]
+    while not all(one.generated for one in batch):
+        bench.step()
+    return bench, batch
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("prompt", [SIZE, 14 * SIZE])
+def test_an_urgent_request_takes_rows_and_blocks_from_batch_which_resumes(lag: int, prompt: int) -> None:
+    """`Bench` compares each token with that of the model alone, at its index."""
+    bench, batch = batch_takes_all(lag)
+    urgent = add(bench, URGENT, prompt, 4, 90)
+    for _ in range(3 + lag):
+        bench.step()
+    assert urgent.generated, "it has its row and its blocks at once, and its prompt takes two steps"
+    assert {one.status for one in batch} <= {Status.PREEMPTED, Status.RUNNING}
+    assert bench.scheduler.preemptions > 0
+    bench.drain()
+    assert {one.status for one in (urgent, *batch)} == {Status.FINISHED}
+    bench.check_over()
+
+
+def test_a_request_of_the_same_class_takes_nothing_from_others() -> None:
+    bench, batch = batch_takes_all()
+    other = add(bench, BATCH, SIZE, 4, 90)
+    while not any(one.ended for one in batch):
+        assert not other.generated
+        bench.step()
+    assert bench.scheduler.preemptions == 0
+    bench.drain()
+    bench.check_over()
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_reservation_of_an_urgent_request_gets_blocks_of_batch(lag: int) -> None:
+    bench, _ = batch_takes_all(lag)
+    request = replace(bench.request(numbers(12 * SIZE, 90), 4), urgency=URGENT)
+    for _ in range(4):
+        reservation = bench.scheduler.reserve(request)
+        if reservation is not None:
+            break
+        bench.step()
+    assert reservation is not None
+    assert bench.scheduler.preemptions > 0
+    bench.receive(reservation, request)
+    sequence = bench.resume(request, reservation)
+    assert steps_until(bench, sequence) <= 4 + lag, "it has a row at once"
+    bench.drain()
+    bench.check_over()
+
+
+def test_batch_goes_on_where_a_reservation_that_was_refused_never_asks_again() -> None:
+    bench, batch = batch_takes_all()
+    request = replace(bench.request(numbers(12 * SIZE, 90), 4), urgency=URGENT)
+    assert bench.scheduler.reserve(request) is None
+    bench.drain()
+    assert all(one.status is Status.FINISHED for one in batch)
+    bench.check_over()
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    urgencies=st.lists(
+        st.tuples(st.sampled_from([0, 10]), st.integers(-1, 1), st.sampled_from([math.inf, 5.0, 500.0])),
+        min_size=2,
+        max_size=6,
+    )
+)
+def test_waiting_requests_start_by_class_priority_deadline_and_arrival(
+    urgencies: list[tuple[int, int, float]],
+) -> None:
+    bench = Bench(40, max_batch_tokens=64, max_sequences=1)
+    waiting = [add(bench, Urgency(*each), SIZE, 2, 10 * number) for number, each in enumerate(urgencies)]
+    order = sorted(range(len(waiting)), key=lambda number: (urgencies[number], number))
+    ended: list[int] = []
+    while len(ended) < len(waiting):
+        bench.step()
+        ended += [number for number, one in enumerate(waiting) if one.ended and number not in ended]
+    assert ended == order
+    bench.check_over()
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    urgent=st.integers(1, 4),
+    batch=st.integers(1, 6),
+    prompts=st.integers(0, 2),
+    bound=st.sampled_from([4.0, 6.0, 30.0]),
+)
+def test_batch_fills_what_urgent_requests_leave_and_each_of_it_advances(
+    urgent: int, batch: int, prompts: int, bound: float
+) -> None:
+    bench = Bench(800, max_batch_tokens=64, max_sequences=32, max_context=120, step_cost=(1.0, 1.0), step_seconds=bound)
+    first = [add(bench, URGENT, SIZE, 60, 10 * number) for number in range(urgent)]
+    rest = [add(bench, BATCH, SIZE, 60, 100 + 10 * number) for number in range(batch)]
+    while not all(one.generated for one in (*first, *rest)):
+        bench.step()
+    fillers = [add(bench, BATCH, 8 * SIZE, 2, 200 + 10 * number) for number in range(prompts)]
+    last = dict.fromkeys(rest, 0)
+    for step in range(1, 20):
+        plan = bench.launch()
+        handles = {handle for handle, _, _ in spans(plan)}
+        assert plan is not None
+        assert {one.handle for one in first} <= handles, "an urgent one has its row in each step"
+        work = plan.work
+        # Beside them there is a row of batch, and a block of a prompt, at least.
+        least = 1.0 + urgent + 1 + SIZE * bool(work.prompt_tokens)
+        assert bench.seconds(plan.num_tokens) <= max(bound + 1.0, least + SIZE)
+        for one in rest:
+            if one.handle in handles:
+                last[one] = step
+            assert step - last[one] <= batch, "rows of batch take turns"
+            assert one.handle in handles or bench.seconds(urgent + batch) > bound, "all are in it where there is time"
+        bench.land()
+    assert all(one.num_computed for one in fillers[:1]), "a prompt of batch advances by a block a step"
+    bench.drain()
+    bench.check_over()
+
+
+def test_a_prompt_waits_for_no_decodes_of_a_less_urgent_class() -> None:
+    bench, _ = batch_takes_all(step_seconds=6.0)
+    add(bench, URGENT, 8 * SIZE, 2, 90)
+    while not (plan := bench.launch()) or not plan.work.prompt_tokens:
+        bench.land()
+    assert plan.work.prompt_tokens >= 7 * SIZE, "the bound is for those who decode and are no less urgent"
+    bench.land()
+    bench.drain()
+    bench.check_over()
