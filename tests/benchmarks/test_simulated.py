@@ -1,7 +1,11 @@
 """The cluster in simulated time: it is the product's router and schedulers, so what holds there must hold here."""
 
 import asyncio
+import csv
+import itertools
+import json
 import random
+import subprocess
 import sys
 import time
 import zlib
@@ -10,19 +14,20 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
 
-from simulated.clock import run  # after the path
-from simulated.cluster import END, FIRST_TOKEN, TOKENS, Cluster, Outcome, Place, Question
-from simulated.kernels import Curve, Surface
-from simulated.traces import Arrival, at_rate, oracle_hits
-from simulated.worker import Machine, SimulatedWorker, StepSeconds
+from simulated.clock import run  # noqa: E402  # after the path
+from simulated.cluster import END, FIRST_TOKEN, TOKENS, Cluster, Outcome, Place, Question  # noqa: E402
+from simulated.kernels import Curve, Surface  # noqa: E402
+from simulated.traces import Arrival, at_rate, oracle_hits  # noqa: E402
+from simulated.worker import Machine, SimulatedWorker, StepSeconds  # noqa: E402
 
-from kvrelay.costs.handoff import KvBytes, LinkCost
-from kvrelay.costs.step import StepCost
-from kvrelay.costs.worker import WorkerCosts
-from kvrelay.engine.config import EngineConfig
-from kvrelay.engine.models.spec import ModelSpec
+from kvrelay.costs.handoff import KvBytes, LinkCost  # noqa: E402
+from kvrelay.costs.step import StepCost  # noqa: E402
+from kvrelay.costs.worker import WorkerCosts  # noqa: E402
+from kvrelay.engine.config import EngineConfig  # noqa: E402
+from kvrelay.engine.models.spec import ModelSpec  # noqa: E402
 
 
 class Line(StepSeconds):
@@ -173,3 +178,87 @@ def test_between_measured_sizes_time_lies_between_theirs() -> None:
     curve = Curve({1: 1.0, 100: 3.0})
     times = [curve(x) for x in range(1, 200)]
     assert times == sorted(times)
+
+
+# The benchmark of routing, with a trace and measurements that are made up.
+
+
+def table(path: Path, rows: Sequence[dict[str, object]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+@pytest.fixture(scope="module")
+def measurements(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Kernels that take as long as 1 PFLOP/s and 3 TB/s let them."""
+    folder = tmp_path_factory.mktemp("kernels")
+    gpu = {"system": "h100_sxm"}
+    sizes = list(itertools.product((1, 64, 4096), (1024, 16384), (1024, 16384)))
+    gemm = [
+        {**gpu, "gemm_dtype": "bfloat16", "m": m, "n": n, "k": k}
+        | {"latency_ms": 1e3 * max(2e-15 * m * n * k, 2 * n * k / 3e12)}
+        for m, n, k in sizes
+    ]
+    heads = (4, 8, 16, 32, 64)
+    context = [
+        {**gpu, "batch_size": b, "isl": n, "num_heads": h, "latency_ms": 1e-8 * b * h * n * n + 0.01}
+        for b, n, h in itertools.product((1, 8), (1, 1024, 16384), heads)
+    ]
+    generation = [
+        {**gpu, "batch_size": b, "step": n, "num_heads": h, "latency_ms": 1e-7 * b * h * n + 0.01}
+        for b, n, h in itertools.product((1, 64), (1, 1024, 16384), heads)
+    ]
+    reduce = [
+        {**gpu, "impl": "nccl", "op_name": "all_reduce", "num_gpus": g, "message_elems_2B": n, "latency_ms": 1e-6 * n}
+        for g, n in itertools.product((2, 8), (256, 2**24))
+    ]
+    steps = [
+        {"hardware": "h100-80gb", "tensor_parallel": g, "prompt_size": n, "batch_size": 1, "token_size": 128}
+        | {"prompt_time_ms": 0.1 * n, "token_time_ms": 30.0, "flag": ""}
+        for g, n in itertools.product((2, 8), (512, 2048))
+    ]
+    table(folder / "aic_gemm_measured.csv", gemm)
+    table(folder / "aic_context_attention_measured.csv", context)
+    table(folder / "aic_generation_attention_measured.csv", generation)
+    table(folder / "aic_collectives_measured.csv", reduce)
+    table(folder / "splitwise_measured_prefill_decode.csv", steps)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("traces")
+    (folder / "mooncake").mkdir()
+    rng = random.Random(0)
+    rows = [
+        {"timestamp": 3000 * (number // 3), "input_length": 512 * 3, "output_length": rng.randint(10, 60)}
+        | {"hash_ids": [0, number % 5 + 1, number + 10]}
+        for number in range(60)
+    ]
+    (folder / "mooncake" / "conversation_trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def test_the_benchmark_of_routing_finds_the_highest_rate_and_draws_it(
+    measurements: Path, traces: Path, tmp_path: Path
+) -> None:
+    results, picture = tmp_path / "results.json", tmp_path / "picture.svg"
+
+    def call(*arguments: object) -> None:
+        command = [sys.executable, str(BENCHMARKS / "routing.py"), *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
+        assert done.returncode == 0, done.stderr
+
+    folders = "--traces", traces, "--calibration", measurements
+    few = "--workers", 1, 1, "--seconds", 4, "--policies", "least_work", "--rows", "rate", "curve"
+    call("simulated", *folders, *few, "--start", 8, "--out", results)
+    fleet = json.loads(results.read_text())["conversation 1+1"]
+    highest = fleet["rate"]["least_work"]["highest_rate"]
+    runs = {run["rate"]: run["met"] for run in fleet["runs"]["least_work"]}
+    assert runs[highest] >= 0.9
+    assert min(met for rate, met in runs.items() if rate > highest) < 0.9, "it was looked for above, too"
+    assert 0.5 < fleet["rate"]["least_work"]["hits_of_oracle"] <= 1.1
+    call("picture", results, "--fleet", "conversation 1+1", "--out", picture)
+    assert picture.read_text().count("<polyline") == len(fleet["curve"]) == 2
