@@ -132,13 +132,13 @@ class RouterOptions(Options):
     admission: Literal["none", "room", "predicted"] = "room"
     """Requests that are refused with RESOURCE_EXHAUSTED before anything is computed, and with the delay after which to
     try again. room: those beyond max_queue, and those that find no room within first_token_timeout_seconds. predicted:
-    also those that can't meet the targets of their class, by what is predicted of them and of all that is before them.
-    none: as room, without the limit of max_queue."""
+    also those that can't meet the targets of their class, by what is predicted of them and of all that is before them;
+    it needs placement predicted, and is as room otherwise. none: as room, without the limit of max_queue."""
 
-    placement: PlacementName = "predicted"
-    """Rule by which requests are placed on workers. `predicted`: each where it is predicted to cost least, itself and
-    those that it delays, by the costs that the workers report; as `least_work` while these aren't known. `least_work`:
-    where the load and the request's own work are least, counted in tokens. `round_robin`, `random`: for comparison."""
+    placement: PlacementName = "least_work"
+    """Rule by which requests are placed on workers. least_work: where the load and the request's own work are least,
+    counted in tokens. predicted: where a request is predicted to cost least, itself and those that it delays, by the
+    costs that the workers report; as least_work while these aren't known. round_robin, random: for comparison."""
 
     backlog_share: Annotated[float, Interval(ge=0, le=1)] = 0.25
     """Largest share (0 to 1) of the prefill workers' KV memory that may hold computed prompts for which there will soon

@@ -335,9 +335,7 @@ def process_cluster(
         # A router that is replaced must be found where it was, if clients know several.
         for index in range(routers):
             port = 0 if routers == 1 else free_port()
-            options = {"name": f"router-{index}", "grpc_port": port, "http_port": None, **common}
-            # Most tests are about hand-offs, which `predicted` leaves out where they don't pay.
-            options |= {"placement": "least_work", **(router or {})}
+            options = {"name": f"router-{index}", "grpc_port": port, "http_port": None, **common, **(router or {})}
             cluster.start(f"router-{index}", "kvrelay.router", options)
         for index in range(routers):
             cluster.addresses[f"router-{index}"] = cluster.processes[f"router-{index}"].address()
