@@ -91,7 +91,7 @@ class EngineConfig(Options):
     """Tokens per KV block; a power of two, 8 to 128. auto: 16 on CPU, 64 on GPU."""
 
     kv_memory_bytes: Annotated[int, Automatic("auto, 1 or more bytes, or text such as 8GiB", sizes=True)] = AUTO
-    """Bytes of the KV pool, allocated at start, as a number or as text such as `8GiB`; it has as many blocks as fit.
+    """Bytes of a rank's KV pool, allocated at start, as a number or as text such as `8GiB`: as many blocks as fit.
     auto: the share `memory_share` of what is left of the worker's memory when its weights are loaded and, on a GPU,
     its workspaces and graphs were made once to measure them. On CPU at most 16 contexts of the greatest length."""
 

@@ -4,9 +4,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvrelay.engine.config import Dtype, EngineConfig
+from kvrelay.engine.degree import MAX_RANKS
 from kvrelay.engine.kv.layout import CacheLayout
 from kvrelay.engine.models.choice import is_fast
-from kvrelay.engine.models.reading.config import read_config
+from kvrelay.engine.models.reading.checkpoint import Checkpoint
+from kvrelay.engine.models.reading.config import allowed_degrees, read_config
 
 POOL_BYTES = 2**26
 """Size of the pools of a model that is only looked at."""
@@ -28,6 +30,10 @@ class ModelReport:
     """(kind, window, bytes) of each layer group: bytes of a token, or of a sequence's whole state."""
     unavailable: tuple[tuple[str, str], ...]
     """What isn't available, and why."""
+    tensor_parallel: tuple[int, ...] = (1,)
+    """Numbers of ranks that each layer can be divided over."""
+    pipeline_parallel: int = 1
+    """Largest number of stages."""
 
     @property
     def token_bytes(self) -> int:
@@ -52,9 +58,11 @@ def report_on(folder: Path, dtype: Dtype, options: EngineConfig) -> ModelReport:
         run_dtype = config.dtype if dtype == "auto" else dtype
         whole = config.kv_layout(run_dtype, options.kv_dtype, options.on("cpu").block_size, "NHD")
         layout = config.cache_layout(whole, min(config.max_positions, options.max_context or config.max_positions))
-        return ModelReport(config.architecture, run_dtype, "fast", "", (), _groups(layout), ())
+        block = Checkpoint(folder).block_of("self_attn.o_proj")
+        degrees = tuple(allowed_degrees(config, options.quantization, block)), min(config.layers, MAX_RANKS)
+        return ModelReport(config.architecture, run_dtype, "fast", "", (), _groups(layout), (), *degrees)
     # Imported here because transformers takes seconds.
-    from kvrelay.engine.models.general.reading import VERSION
+    from kvrelay.engine.models.general.reading import VERSION, degrees_of
     from kvrelay.engine.runner.general import build_general_runner
 
     options = replace(options.on("cpu"), kv_memory_bytes=options.kv_memory_bytes or POOL_BYTES, max_sequences=1)
@@ -72,6 +80,7 @@ def report_on(folder: Path, dtype: Dtype, options: EngineConfig) -> ModelReport:
         runner.choice.refused,
         _groups(layout),
         tuple(unavailable),
+        tuple(degrees_of(folder)),
     )
 
 

@@ -46,4 +46,8 @@ def _lines(report: "ModelReport") -> list[str]:
         what = f"window of {window} tokens" if window else kind
         lines.append(f"keeps {what}: {size} bytes a {'sequence' if kind == 'state' else 'token'}")
     lines.append(f"in all {report.token_bytes} bytes a token, and {report.state_bytes} a sequence")
+    degrees, stages = ", ".join(map(str, report.tensor_parallel)), report.pipeline_parallel
+    lines.append(
+        f"ranks of a worker: tensor_parallel {degrees}; pipeline_parallel {f'1 to {stages}' if stages > 1 else 1}"
+    )
     return lines + [f"without {name}: {why}" for name, why in report.unavailable]

@@ -32,7 +32,7 @@ GIB = 2**30
 
 
 def worker_bytes(config: WorkerConfig) -> int:
-    """Memory that one worker on CPUs takes, about: its weights as it holds them, its KV pool, and its process."""
+    """Memory that one worker on CPUs takes, about: weights as it holds them, and the KV and process of each rank."""
     engine = config.engine
     held = 0.0
     for tensor in Checkpoint(resolve(config.model)).tensors.values():
@@ -43,7 +43,7 @@ def worker_bytes(config: WorkerConfig) -> int:
             held += math.prod(tensor.shape) * (4 if config.dtype == "float32" else 2)
         else:
             held += size * GGUF_SHARE
-    return int(held) + (engine.kv_memory_bytes or LEAST_KV_BYTES) + PROCESS_BYTES
+    return int(held) + ((engine.kv_memory_bytes or LEAST_KV_BYTES) + PROCESS_BYTES) * engine.degree.ranks
 
 
 def lacks_memory(

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from kvrelay.engine.config import EngineConfig
-from kvrelay.engine.models.general.reading import VERSION
+from kvrelay.engine.models.general.reading import VERSION, degrees_of
 from kvrelay.engine.runner.general import GeneralRunner, build_general_runner
 from support.tiny_models import classes, save
 
@@ -30,10 +30,11 @@ chunks beside other sequences, are those of one whole forward pass:
 
 `kvrelay model NAME` says what a model runs as. Groups are what a sequence keeps: `full` the KV of all tokens, `latent`
 numbers from which all heads' keys and values are computed, `window` the KV of the last tokens, `state` numbers whose
-size doesn't depend on the sequence.
+size doesn't depend on the sequence. The last column says whether a worker's layers can be divided over several ranks
+([parallelism.md](parallelism.md)), by the class's own tensor-parallel plan.
 
-| class | way | groups, or why it isn't served |
-|---|---|---|
+| class | way | groups, or why it isn't served | tensor parallel |
+|---|---|---|---|
 """
 OPTIONS = EngineConfig(
     kv_memory_bytes=2**24,
@@ -59,9 +60,10 @@ def line(name: str, folder: Path) -> str:
     except ValueError as error:
         reason = str(error).partition("can't be served ")[2].strip("()").replace("|", "\\|") or str(error)
         # The numbers depend on the machine.
-        return f"| {name} | - | {reason.rpartition('again: ')[2].partition(' by ')[0]} |"
+        return f"| {name} | - | {reason.rpartition('again: ')[2].partition(' by ')[0]} | no |"
     groups = [group.kind for group in runner.cache_layout.groups if group.tracks]
-    return f"| {name} | {runner.choice.name} | {', '.join(groups)} |"
+    divided = "yes" if len(degrees_of(folder)) > 1 else "no"
+    return f"| {name} | {runner.choice.name} | {', '.join(groups)} | {divided} |"
 
 
 def lines() -> dict[str, str]:

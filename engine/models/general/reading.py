@@ -20,7 +20,7 @@ from kvrelay.engine.kv.layout import FloatDtype
 from kvrelay.engine.models.fast.loader import OnLoaded
 from kvrelay.engine.models.general.gguf import architecture_of, read_gguf_config, read_gguf_weights
 from kvrelay.engine.models.general.ranks.parts import WHOLE, Part, class_of_part, put_together
-from kvrelay.engine.models.general.ranks.plan import check
+from kvrelay.engine.models.general.ranks.plan import allowed_degrees, check
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.config import DTYPES, eos_token_ids
 from kvrelay.engine.models.reading.fields import Fields, read_json
@@ -225,6 +225,14 @@ def check_division(folder: Path, degree: Degree, experts: int) -> None:
     config = read_general_config(folder)
     with torch.device("meta"):
         check(config.model_class(config.config), degree, experts)
+
+
+def degrees_of(folder: Path) -> list[int]:
+    """Numbers of ranks that the model in `folder` can be divided over, by tensor parallelism, without reading its
+    weights."""
+    config = read_general_config(folder)
+    with torch.device("meta"):
+        return allowed_degrees(config.model_class(config.config))
 
 
 def check_numbers(model: torch.nn.Module, checkpoint: Checkpoint) -> None:

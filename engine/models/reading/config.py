@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 from kvrelay.engine.config import CacheDtype, Quantization
-from kvrelay.engine.degree import Degree
+from kvrelay.engine.degree import MAX_RANKS, Degree
 from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout, LayerGroup, Order
 from kvrelay.engine.models.reading.families import ACTIVATIONS, ARCHITECTURES, Activation, Architecture, Traits
 from kvrelay.engine.models.reading.fields import Fields, read_json
@@ -164,30 +164,38 @@ class ModelConfig:
         return tuple(window if window < max_context else 0 for window in self.traits.windows)
 
 
+def allowed_degrees(config: ModelConfig, quantization: Quantization = "none", output_block: int = 1) -> list[int]:
+    """Numbers of ranks that a model can be divided over, by tensor parallelism.
+
+    Args:
+        output_block: inputs of a block of the attention's output layers, for types of GGUF, whose blocks stay whole.
+    """
+    gguf = config.stored is not None and config.stored.layout == "gguf"
+
+    def heads_fit(tensor: int) -> bool:
+        if config.heads % tensor or (config.kv_heads % tensor and tensor % config.kv_heads):
+            return False
+        inputs = config.heads // tensor * config.head_dim
+        return tensor == 1 or inputs % (output_block if gguf else config.group_of(inputs, quantization)) == 0
+
+    return [tensor for tensor in range(1, min(config.heads, MAX_RANKS) + 1) if heads_fit(tensor)]
+
+
 def check_degree(
     config: ModelConfig, degree: Degree, quantization: Quantization = "none", output_block: int = 1
 ) -> None:
     """Checks that a model can be divided over so many ranks.
 
     Args:
-        output_block: inputs of a block of the attention's output layers, for types of GGUF, whose blocks stay whole.
+        quantization, output_block: as those of `allowed_degrees`.
 
     Raises:
         ValueError: it can't; the text names the option, its value and the degrees that can be had.
     """
-
-    def heads_fit(tensor: int) -> bool:
-        if config.heads % tensor or (config.kv_heads % tensor and tensor % config.kv_heads):
-            return False
-        inputs, gguf = (
-            config.heads // tensor * config.head_dim,
-            config.stored is not None and config.stored.layout == "gguf",
-        )
-        return tensor == 1 or inputs % (output_block if gguf else config.group_of(inputs, quantization)) == 0
-
-    fitting = ", ".join(str(tensor) for tensor in range(1, config.heads + 1) if heads_fit(tensor))
+    allowed = allowed_degrees(config, quantization, output_block)
     heads = f"for {config.heads} query heads and {config.kv_heads} KV heads"
-    require(heads_fit(degree.tensor), "tensor_parallel", degree.tensor, f"{fitting}, {heads}")
+    text = f"{', '.join(map(str, allowed))}, {heads}"
+    require(degree.tensor in allowed, "tensor_parallel", degree.tensor, text)
     require(degree.pipeline <= config.layers, "pipeline_parallel", degree.pipeline, f"1 to {config.layers}, of layers")
 
 

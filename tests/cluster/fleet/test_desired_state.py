@@ -23,8 +23,10 @@ from kvrelay.cluster.fleet.desired import (
 )
 from kvrelay.cluster.fleet.reconcile import Drain, Start, advance, reconcile, settled
 from kvrelay.cluster.fleet.replacement import LONG_LIFE_SECONDS, MOST_SECONDS, Backoff
+from kvrelay.engine.config import EngineConfig
 from kvrelay.internal.v1.supervisor_pb2 import Refusal
 from kvrelay.rpc.identity import ROLES, WORKER_ROLES
+from kvrelay.worker.config import WorkerConfig
 
 STEPS_TO_SETTLE = 400
 
@@ -339,6 +341,14 @@ def test_what_is_refused_for_lack_of_memory_names_the_number_that_fits(
             assert present <= most < wanted
             assert why(most) == ""
             assert why(most + 1)
+
+
+def test_each_rank_of_a_worker_takes_a_process_and_a_pool() -> None:
+    def needs(ranks: int) -> int:
+        engine = EngineConfig(kv_memory_bytes=2**30, tensor_parallel=ranks)
+        return room.worker_bytes(WorkerConfig(name="w", role="decode", model="pico", engine=engine))
+
+    assert needs(2) - needs(1) == needs(4) - needs(3) == room.PROCESS_BYTES + 2**30
 
 
 def test_reservations_fit_where_each_node_has_all_that_they_need() -> None:

@@ -9,16 +9,20 @@ import torch
 
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.degree import Degree
+from kvrelay.engine.models.choice import check_ranks
+from kvrelay.engine.models.general.ranks import plan
 from kvrelay.engine.models.general.ranks.parts import WHOLE, Part
 from kvrelay.engine.models.general.reading import load_model, read_general_config
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.ranks.collective import Place
+from kvrelay.engine.report import report_on
 from kvrelay.engine.runner.general import GeneralRunner, build_general_runner
+from kvrelay.models import resolve
 from support.general import Driver, Served
-from support.general_table import OPTIONS
+from support.general_table import OPTIONS, lines
 from support.rank_threads import on_ranks, places, shared_places
 from support.ranks import rank_cache
-from support.tiny_models import classes, save, tiny_config
+from support.tiny_models import classes, save
 
 PROMPTS = [[5, 9, 7, 11, 200], list(range(3, 26)), [(7 * n) % 211 + 3 for n in range(41)]]
 COMPLETION = 8
@@ -31,8 +35,6 @@ COVERING = (
     "Olmo2ForCausalLM",  # all ranks compute all KV heads
     "PhiForCausalLM",  # biases
 )
-REFUSED = ("DogeForCausalLM",)
-"""Classes whose plan doesn't suit their code."""
 
 
 def build(folder: Path, place: Place | None = None, **options: Any) -> GeneralRunner:
@@ -99,16 +101,12 @@ def case(name: str) -> object:
     return pytest.param(name, marks=[] if name in COVERING else [pytest.mark.more])
 
 
-def planned() -> list[str]:
-    """Classes with a tensor-parallel plan."""
-    return [
-        name
-        for name, model_type in classes().items()
-        if getattr(tiny_config(model_type).get_text_config(decoder=True), "base_model_tp_plan", None)
-    ]
+def divided() -> list[str]:
+    """Classes that docs/models.md says can be divided."""
+    return [name for name, text in lines().items() if text.endswith("| yes |")]
 
 
-@pytest.mark.parametrize("name", [case(name) for name in planned() if name not in REFUSED])
+@pytest.mark.parametrize("name", [case(name) for name in divided()])
 def test_two_ranks_serve_what_one_process_serves(name: str, tmp_path: Path) -> None:
     check_same(save(classes()[name], tmp_path), places(Degree(2)))
 
@@ -136,10 +134,16 @@ def test_a_rank_holds_its_share_of_the_weights(tmp_path: Path) -> None:
 
 
 def test_degrees_that_dont_suit_a_model_are_refused_with_those_that_do(tmp_path: Path) -> None:
-    mixtral, gpt2, doge = (save(name, tmp_path / name) for name in ("mixtral", "gpt2", "doge"))
+    mixtral, gpt2, lfm2, doge = (save(name, tmp_path / name) for name in ("mixtral", "gpt2", "lfm2", "doge"))
     for folder, ranks, options, reason in (
         (mixtral, 3, {}, "tensor_parallel is 3; allowed: 1, 2, 4, for 4 query heads and 2 KV heads"),
-        (gpt2, 2, {}, "tensor_parallel is 2; allowed: 1, because GPT2LMHeadModel has no tensor-parallel plan"),
+        (
+            gpt2,
+            2,
+            {},
+            "tensor_parallel is 2; allowed: 1, because GPT2LMHeadModel has no tensor-parallel plan for its layers",
+        ),
+        (lfm2, 2, {}, "tensor_parallel is 2; allowed: 1, because Lfm2ForCausalLM has no tensor-parallel plan for its"),
         (doge, 2, {}, "tensor_parallel is 2; allowed: 1, because the plan of DogeForCausalLM doesn't suit its code"),
         (save("llama", tmp_path / "llama"), 2, {"expert_parallel": 2}, "has no plan for whole experts"),
     ):
@@ -152,3 +156,30 @@ def test_degrees_that_dont_suit_a_model_are_refused_with_those_that_do(tmp_path:
         ranks_of(six, places(Degree(4)), expert_parallel=4)
     with pytest.raises(ValueError, match="pipeline_parallel is 2; allowed for a model that transformers' code runs: 1"):
         ranks_of(mixtral, places(Degree(1, 2)), tensor_parallel=1)
+
+
+def test_a_plan_that_nobody_knows_not_to_suit_its_code_is_refused_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "UNSUITED", frozenset())
+    with pytest.raises(
+        ValueError, match="allowed: 1, because the plan of DogeForCausalLM doesn't suit its code: The size"
+    ):
+        ranks_of(save("doge", tmp_path), places(Degree(2)))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt2", "pico"])
+def test_a_report_lists_the_degrees_that_are_taken(name: str, tmp_path: Path) -> None:
+    folder = resolve(name) if name == "pico" else save(name, tmp_path)
+    report = report_on(folder, "float32", OPTIONS)
+
+    def taken(**degree: int) -> bool:
+        try:
+            check_ranks(folder, EngineConfig(**degree))
+        except ValueError:
+            return False
+        return True
+
+    assert [degree for degree in range(1, 17) if taken(tensor_parallel=degree)] == list(report.tensor_parallel)
+    assert [degree for degree in range(1, 17) if taken(pipeline_parallel=degree)][-1] == report.pipeline_parallel
+    assert (report.tensor_parallel == (1,)) == (name == "gpt2")

@@ -50,6 +50,8 @@ EXCHANGES: Mapping[str, Exchange] = {
 }
 """What the ranks do about a module, by its style: `sum` its outputs; `split` its input before that; `gather` its
 outputs; look up a part of the `vocabulary`; sum the outputs of their parts of `experts`; or `share` out an input."""
+UNSUITED = frozenset({"DogeForCausalLM"})
+"""Classes whose plan doesn't suit their code: with it, they fail or compute something else."""
 KNOWN = COLUMNS | ROWS | WHOLE | EXCHANGES.keys()
 WHOLE_EXPERTS, DISPATCH = "grouped_gemm", "ep_dispatch_experts"
 """Styles of `ep_plan`: of experts' parameters, and of their module."""
@@ -103,7 +105,7 @@ def divided_keys(model: PreTrainedModel) -> bool:
 
 def allowed_degrees(model: PreTrainedModel) -> list[int]:
     """The numbers of ranks that a model, which may be on the device `meta`, can be divided over."""
-    if not model.tp_plan or set(model.tp_plan.values()) - KNOWN:
+    if not _plans_layers(model) or set(model.tp_plan.values()) - KNOWN or type(model).__name__ in UNSUITED:
         return [1]
     heads = set(_heads(model).values())
     widths = [min(_widths(model), default=MAX_RANKS), MAX_RANKS]
@@ -122,13 +124,16 @@ def check(model: PreTrainedModel, degree: Degree, experts: int) -> None:
     kind, wanted = type(model).__name__, degree.tensor
     if degree.pipeline > 1:
         raise ValueError(f"pipeline_parallel is {degree.pipeline}; allowed for a model that transformers' code runs: 1")
-    if wanted > 1 and not model.tp_plan:
-        raise ValueError(f"tensor_parallel is {wanted}; allowed: 1, because {kind} has no tensor-parallel plan")
+    if wanted > 1 and not _plans_layers(model):
+        reason = f"{kind} has no tensor-parallel plan for its layers"
+        raise ValueError(f"tensor_parallel is {wanted}; allowed: 1, because {reason}")
     if wanted > 1 and (unknown := sorted(set(model.tp_plan.values()) - KNOWN)):
         raise ValueError(
             f"tensor_parallel is {wanted}; allowed: 1, because the plan of {kind} has styles that aren't known:"
             f" {', '.join(unknown)}"
         )
+    if wanted > 1 and kind in UNSUITED:
+        raise ValueError(f"tensor_parallel is {wanted}; allowed: 1, because the plan of {kind} doesn't suit its code")
     allowed = allowed_degrees(model)
     if wanted not in allowed:
         heads = sorted(set(_heads(model).values()))
@@ -137,6 +142,11 @@ def check(model: PreTrainedModel, degree: Degree, experts: int) -> None:
             f"tensor_parallel is {wanted}; allowed: {', '.join(map(str, allowed))}, for {counts or 'its layers'}"
         )
     _check_experts(model, wanted, experts)
+
+
+def _plans_layers(model: PreTrainedModel) -> bool:
+    """Whether the plan divides more than the head, which alone would leave the model whole on each rank."""
+    return any(".*." in name for name in model.tp_plan or {})
 
 
 def _check_experts(model: PreTrainedModel, ranks: int, experts: int) -> None:
