@@ -7,6 +7,11 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+RESOLUTION = 1e-9
+"""Seconds by which asyncio fires a timer early. The clock jumps as far past one, so that nobody who waits for a time
+finds it not reached, again and again."""
+STILL = 10_000
+"""Rounds of the loop at one moment after which the clock moves a little: a sum of two times may be rounded."""
 START = 1000.0
 """Simulated time in seconds at which a loop begins: some figures of a request take 0 as "not yet"."""
 
@@ -17,6 +22,8 @@ class _Jumps(selectors.SelectSelector):
     def __init__(self) -> None:
         super().__init__()
         self.now = START
+        self._still = 0
+        """Rounds of the loop since the clock moved."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """
@@ -25,7 +32,9 @@ class _Jumps(selectors.SelectSelector):
         """
         if timeout is None:
             raise RuntimeError("every task of the simulation waits for something that never comes")
-        self.now += max(0.0, timeout)
+        self._still = 0 if timeout > 0 else self._still + 1
+        if timeout > 0 or self._still > STILL:
+            self.now += timeout + RESOLUTION
         return []
 
 

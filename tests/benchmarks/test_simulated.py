@@ -4,6 +4,7 @@ import asyncio
 import csv
 import itertools
 import json
+import math
 import random
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from kvrelay.costs.step import StepCost  # noqa: E402
 from kvrelay.costs.worker import WorkerCosts  # noqa: E402
 from kvrelay.engine.config import EngineConfig  # noqa: E402
 from kvrelay.engine.models.spec import ModelSpec  # noqa: E402
+from kvrelay.router.session.alarm import Alarm  # noqa: E402
 
 
 class Line(StepSeconds):
@@ -88,6 +90,29 @@ def test_hours_pass_in_no_time_and_timers_ring_in_their_order() -> None:
     assert run(main()) == pytest.approx(8000)
     assert rung == pytest.approx([10.0, 3600.0, 7200.0])
     assert time.monotonic() - began < 60
+
+
+def test_alarms_that_are_due_a_moment_after_a_timer_ring() -> None:
+    async def main() -> None:
+        loop, looks = asyncio.get_running_loop(), 0
+
+        def clock() -> float:
+            nonlocal looks
+            looks += 1
+            assert looks < 10**5, "the clock stands"
+            return loop.time()
+
+        due = loop.time() + 1.0
+        loop.call_at(due, int)
+        rung = [asyncio.Event() for _ in range(4)]
+        for event in rung:
+            due = math.nextafter(due, math.inf)
+            Alarm(event.set, clock).set(due)
+        for event in rung:
+            await event.wait()
+        assert loop.time() >= due
+
+    run(main())
 
 
 def test_a_wait_for_nothing_and_an_error_of_a_callback_end_the_run() -> None:
