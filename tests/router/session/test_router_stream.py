@@ -176,7 +176,7 @@ async def test_a_client_that_does_not_read_is_given_up(serve: Serve) -> None:
 
 async def test_the_next_turn_goes_where_the_answer_is_and_the_timeline_says_why(serve: Serve) -> None:
     decodes = [fake(name, usual("colocated"), max_context=512) for name in ("decode-0", "decode-1")]
-    cluster = await serve(fake("prefill-0", max_context=512), *decodes)
+    cluster = await serve(fake("prefill-0", max_context=512), *decodes, placement="predicted")
     costs = costs_message(WorkerCosts(StepCost(1e-3, 1e-4, 0.0, 0.0, 2e-3, 1e-3), chunk=64))
     for worker in cluster.workers.values():
         blocks = Blocks(total=64, free=64, size=16)
