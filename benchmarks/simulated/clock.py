@@ -1,6 +1,7 @@
 """An event loop whose clock jumps to the next timer when nothing is ready."""
 
 import asyncio
+import logging
 import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -51,7 +52,8 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Runs `main` to its end in simulated time, as `asyncio.run` does in real time.
+    """Runs `main` to its end in simulated time, as `asyncio.run` does in real time; kvrelay logs errors only
+    meanwhile.
 
     Raises:
         Exception: what a callback or a task of the simulation has raised, and nobody else takes.
@@ -63,8 +65,11 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         failures.append(error if isinstance(error, Exception) else RuntimeError(context["message"]))
         loop.stop()
 
+    log = logging.getLogger("kvrelay")
+    level = log.level
     with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
         runner.get_loop().set_exception_handler(fail)
+        log.setLevel(logging.ERROR)
         try:
             return runner.run(main)
         except RuntimeError:
@@ -72,4 +77,5 @@ def run(main: Coroutine[Any, Any, T]) -> T:
                 raise failures[0] from None
             raise
         finally:
+            log.setLevel(level)
             runner.get_loop().set_exception_handler(None)

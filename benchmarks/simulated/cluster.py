@@ -5,7 +5,6 @@ outcome = await cluster.ask(Question(...))        as a client does over gRPC, fr
 """
 
 import asyncio
-import logging
 import os
 import zlib
 from array import array
@@ -127,7 +126,6 @@ class Cluster:
             places: the workers.
             options: of the router.
         """
-        logging.getLogger("kvrelay").setLevel(logging.ERROR)
         os.environ.setdefault(TOKEN_VARIABLE, "no-port-is-open-here")  # the router wants one
         self._loop = asyncio.get_running_loop()
         self._workers: dict[WorkerId, SimulatedWorker] = {}
