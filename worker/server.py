@@ -195,6 +195,8 @@ class WorkerServer:
             await self._shell.stop(0.0 if failed else grace)
         if self._worker is not None:
             await self._worker.stop()
+            if not failed:
+                await asyncio.to_thread(self._worker.keep_costs)
         if self._ranks is not None:
             await asyncio.to_thread(self._ranks.close)
 

@@ -47,6 +47,7 @@ from kvrelay.transfer.protocol.endpoint import TransferStats
 from kvrelay.transfer.protocol.handshake import LocalWorker
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
+from kvrelay.worker.first_costs import keep_costs
 from kvrelay.worker.hooks import WorkerHooks
 from kvrelay.worker.load import CostReports, LoadReading, LoadReports
 from kvrelay.worker.ranks.group import RankGroup
@@ -94,7 +95,7 @@ class Worker:
         self.id = identity
         self.credentials = credentials
         self.metrics = hooks.metrics
-        self.spec = runner.spec
+        self._runner, self.spec = runner, runner.spec
         self.pools = runner.pools
         self.cache = runner.cache_layout
         self.states_shape = runner.states_shape
@@ -375,6 +376,10 @@ class Worker:
     def costs(self) -> Costs | None:
         """The costs of steps and hand-offs; a new object when they have changed. None before the first step."""
         return self._costs.now()
+
+    def keep_costs(self) -> None:
+        """Keeps the costs of steps for the next worker of this kind."""
+        keep_costs(self._engine, self._runner)
 
     def received(self, stats: TransferStats) -> None:
         """Notes that a hand-off to here was committed."""
