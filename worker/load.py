@@ -195,11 +195,13 @@ class CostReports:
         config = scheduler.config
         return WorkerCosts(step, config.max_batch_tokens, config.step_seconds, *errors, self._kv, links)
 
-    @property
-    def link_error(self) -> float:
-        """Mean relative error of predicted hand-offs, over the links by their hand-offs."""
-        count = sum(fit.handoffs for fit in self._links.values())
-        return sum(fit.error * fit.handoffs for fit in self._links.values()) / count if count else 0.0
+    def errors(self) -> dict[str, float]:
+        """Mean relative errors of predicted steps without prompts, steps with them, and hand-offs: the mean over all
+        hand-offs to here."""
+        fit = self._engine.scheduler.fit
+        count = sum(link.handoffs for link in self._links.values())
+        links = sum(link.error * link.handoffs for link in self._links.values()) / max(1, count)
+        return {"decode": fit.decode_error, "prompt": fit.prompt_error, "handoff": links}
 
 
 def kv_bytes(cache: CacheLayout) -> KvBytes:

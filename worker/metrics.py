@@ -1,6 +1,6 @@
 """The metrics that a worker records; `kvrelay.rpc.metrics.families` says what each is."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,12 +26,19 @@ class WorkerMetrics:
         self._endpoint: Endpoint[Any] | None = None
         self._bind()
 
-    def watch(self, engine: Engine, load: Callable[[], Load], endpoint: Endpoint[Any] | None) -> None:
+    def watch(
+        self,
+        engine: Engine,
+        load: Callable[[], Load],
+        endpoint: Endpoint[Any] | None,
+        cost_errors: Callable[[], Mapping[str, float]],
+    ) -> None:
         """Follows what the worker does from now on, when its model is loaded.
 
         Args:
             load: the worker's current load.
             endpoint: its end of its hand-offs; None for a co-located one.
+            cost_errors: mean relative errors of predicted times, by what they are of.
         """
         self._count(engine, endpoint)
 
@@ -39,6 +46,8 @@ class WorkerMetrics:
             for total, count in self._totals:
                 total.set(count())
             self._follow(load(), 0 if self._endpoint is None else self._endpoint.active)
+            for cost, error in cost_errors().items():
+                self.metrics.gauge(families.COST_ERROR, cost).set(error)
 
         self.metrics.before_scrape(update)
         engine.on_step = self._on_step

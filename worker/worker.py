@@ -128,7 +128,7 @@ class Worker:
         self._thread = EngineThread(engine, self._on_step, hooks.failed)
         engine.scheduler.on_preempt = self._on_preempt
         self.role = role(self)
-        self.metrics.watch(engine, self.load, self.role.endpoint)
+        self.metrics.watch(engine, self.load, self.role.endpoint, self._costs.errors)
         self._thread.start()
 
     async def drain(self, grace: float) -> None:

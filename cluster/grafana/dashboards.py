@@ -230,6 +230,7 @@ def _workers(make: Panels) -> Dashboard:
                     make.quantiles(table.BATCH_TOKENS, "Tokens per step", "role"),
                     make.rate(table.COMPUTED_TOKENS, "Tokens computed", "worker", stacked=True),
                     make.gauge(table.PENDING_TOKENS, "Tokens to compute", "worker"),
+                    make.gauge(table.COST_ERROR, "Error of predicted times", "cost", "worker"),
                 ],
             ),
             Row(

@@ -160,6 +160,12 @@ WORKER_REQUESTS = _family(
     Label("state", ("waiting", "running", "promised")),
 )
 PENDING_TOKENS = _family("worker_pending_tokens", "Tokens of the engine's requests that are still to be computed.")
+COST_ERROR = _family(
+    "worker_cost_error_ratio",
+    "Mean difference between the predicted and the measured time of the latest steps without prompts, steps with them, "
+    "and hand-offs to this worker, as a share of the latter.",
+    Label("cost", ("decode", "prompt", "handoff")),
+)
 COMPUTED_TOKENS = _family("worker_computed_tokens_total", "Tokens computed, drafts among them.")
 PREFIX_QUERIES = _family("worker_prefix_queried_tokens_total", "Tokens that were looked up in the prefix cache.")
 PREFIX_HITS = _family("worker_prefix_hit_tokens_total", "Tokens that were found in the prefix cache.")

@@ -89,7 +89,7 @@ def test_a_worker_in_another_role_counts_on_under_its_name() -> None:
         scheduler=SimpleNamespace(prefix=prefix, preemptions=0, speculation=None), on_step=None
     )
     metrics = WorkerMetrics("worker-0", "prefill", "pico")
-    metrics.watch(engine, lambda: Load(blocks=Blocks(total=4, free=4)), None)
+    metrics.watch(engine, lambda: Load(blocks=Blocks(total=4, free=4)), None, dict)
 
     def values(name: str) -> dict[str, float]:
         """Values by role: of the series without further labels, or of free blocks."""

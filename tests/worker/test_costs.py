@@ -102,3 +102,6 @@ async def test_each_router_hears_of_costs_once_and_again_when_they_change(built:
     (link,) = new.links
     assert link.worker == "prefill-0"
     assert link.fixed + 1000 * link.byte == pytest.approx(0.011, rel=0.05)
+    errors = reports.errors()
+    assert errors.keys() == {"decode", "prompt", "handoff"}
+    assert 0 < errors["handoff"] < 1
