@@ -28,6 +28,8 @@ RIDGE = 1e-4
 """Weight of the preference for small coefficients, relative to that of the samples. It decides where samples don't: of
 steps of one size only, half of the time counts as fixed."""
 KEEP = 1 - 1 / STRATUM_SAMPLES
+RESTORED = 1 / 16
+"""Weight of the sums of an earlier fit: the machine may be faster or slower now, which a few samples show."""
 REFRESH = 8
 """Number of samples after which the coefficients are computed again."""
 
@@ -111,7 +113,7 @@ class LinearFit:
         return [[float(stratum), *sums] for stratum, (sums, _) in self._strata.items()]
 
     def restore(self, state: Sequence[Sequence[float]]) -> None:
-        """Begins with the sums of an earlier fit of the same size.
+        """Begins with the sums of an earlier fit of the same size, which soon count less than new samples.
 
         Raises:
             ValueError: they aren't of such a fit.
@@ -120,7 +122,7 @@ class LinearFit:
             if len(numbers) != 1 + self._size * (self._size + 1) or not all(map(math.isfinite, numbers)):
                 raise ValueError(f"state has a stratum of {len(numbers)} numbers; this fit has other ones")
             self._samples += 1
-            self._strata[int(numbers[0])] = list(numbers[1:]), self._samples
+            self._strata[int(numbers[0])] = [RESTORED * each for each in numbers[1:]], self._samples
         self._fresh = len(state)
 
     def _solved(self) -> tuple[float, ...]:

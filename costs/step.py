@@ -125,15 +125,12 @@ class StepFit:
         """Mean relative error of predictions of the latest steps without chunks."""
         self.prompt_error = 0.0
         """Mean relative error of predictions of the latest steps with chunks."""
-        self.steps = 0
-        """Number of steps taken so far."""
         self._predicted_decodes = self._predicted_prompts = 0
 
     def add(self, work: StepWork, seconds: float) -> None:
         """Takes a step that took `seconds`; one that took no time is left out."""
         if seconds <= 0.0:
             return
-        self.steps += 1
         if (cost := self.cost()) is not None:
             error = min(1.0, abs(cost.seconds(work) - seconds) / seconds)
             if work.prompt_tokens:

@@ -8,10 +8,10 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
-from kvrelay.costs.handoff import KvBytes, LinkCost, LinkFit
+from kvrelay.costs.handoff import KvBytes, LinkFit
 from kvrelay.costs.worker import WorkerCosts
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.layout import CacheLayout
@@ -155,12 +155,18 @@ class CostReports:
     A new message is made when one of them has changed by CHANGED, COSTS_SECONDS after the last look at the earliest.
     """
 
-    def __init__(self, engine: Engine, cache: CacheLayout, clock: Callable[[], float] = time.monotonic) -> None:
-        self._engine, self._clock, self._kv = engine, clock, kv_bytes(cache)
+    def __init__(self, engine: Engine, kv: KvBytes, clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            kv: bytes of a sequence's cache, as `kv_bytes` of the engine's layout.
+            clock: in seconds.
+        """
+        self._engine, self._clock, self._kv = engine, clock, kv
         self._links: OrderedDict[str, LinkFit] = OrderedDict()
         """Fit by the sending worker's name; the latest used last."""
         self._due = -math.inf
-        self._told: tuple[float, ...] = ()
+        self._told: dict[str, float] = {}
+        """Coefficients of the latest message, by name."""
         self._message: Costs | None = None
 
     def received(self, stats: TransferStats) -> None:
@@ -177,10 +183,9 @@ class CostReports:
             self._due = now + COSTS_SECONDS
             costs = self.costs()
             if costs is not None:
-                message = costs_message(costs)
-                figures = (*(getattr(costs.step, each.name) for each in fields(costs.step)), *_figures(costs.links))
-                if len(figures) != len(self._told) or not all(map(_near, figures, self._told)):
-                    self._message, self._told = message, figures
+                figures, told = _figures(costs), self._told
+                if figures.keys() != told.keys() or not all(_near(figures[name], told[name]) for name in told):
+                    self._message, self._told = costs_message(costs), figures
         return self._message
 
     def costs(self) -> WorkerCosts | None:
@@ -218,9 +223,12 @@ def kv_bytes(cache: CacheLayout) -> KvBytes:
     return KvBytes(token, tuple(windows), fixed)
 
 
-def _figures(links: Mapping[str, LinkCost]) -> Iterator[float]:
-    for link in links.values():
-        yield from (link.fixed, link.byte)
+def _figures(costs: WorkerCosts) -> dict[str, float]:
+    """The coefficients by name."""
+    found = asdict(costs.step)
+    for sender, link in costs.links.items():
+        found |= {f"fixed {sender}": link.fixed, f"byte {sender}": link.byte}
+    return found
 
 
 def _near(one: float, other: float) -> bool:

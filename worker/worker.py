@@ -49,7 +49,7 @@ from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
 from kvrelay.worker.first_costs import keep_costs
 from kvrelay.worker.hooks import WorkerHooks
-from kvrelay.worker.load import CostReports, LoadReading, LoadReports
+from kvrelay.worker.load import CostReports, LoadReading, LoadReports, kv_bytes
 from kvrelay.worker.ranks.group import RankGroup
 from kvrelay.worker.relay.events import PlainToken, event_of
 from kvrelay.worker.relay.fences import Fences
@@ -117,7 +117,7 @@ class Worker:
         self._fences = Fences()
         self._foreign = ForeignPrompts()
         self._loads = LoadReports(engine, self.cache.block_size, lambda: self.role.promised())
-        self._costs = CostReports(engine, self.cache)
+        self._costs = CostReports(engine, kv_bytes(self.cache))
         self._constraints = ConstraintCompiler(
             resolve(config.model),
             self.spec.vocab_size,

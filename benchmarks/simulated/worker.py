@@ -9,12 +9,12 @@ reserves blocks for it, first come first served, and the KV of each chunk follow
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvrelay.costs.handoff import KvBytes, LinkFit
-from kvrelay.costs.step import StepCost, StepWork, pairs
-from kvrelay.costs.worker import WorkerCosts
+from kvrelay.costs.handoff import KvBytes
+from kvrelay.costs.step import StepWork, pairs
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.blocks import BlockPool, Hold
 from kvrelay.engine.kv.prefix import PrefixIndex
@@ -30,6 +30,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     PHASE_PREFILL,
     WAIT_BLOCKS,
     WAIT_PREEMPTED,
+    Costs,
     Failure,
     Holding,
     Load,
@@ -42,9 +43,9 @@ from kvrelay.internal.v1.worker_pb2 import (
     TransferReport,
 )
 from kvrelay.router.placing.worker_stream import WorkerStream
-from kvrelay.rpc.costs import costs_message
 from kvrelay.rpc.identity import WorkerId, WorkerRole
-from kvrelay.worker.load import LoadReports
+from kvrelay.transfer.protocol.endpoint import TransferStats
+from kvrelay.worker.load import CostReports, LoadReports
 from kvrelay.worker.relay.events import PlainToken, event_of
 from kvrelay.worker.relay.requests import model_info, request_of
 
@@ -56,8 +57,6 @@ Key = tuple[str, int]
 GATHERED_STEPS = 4
 """Steps whose tokens go to the router together, unless one of them has more to tell: a message costs the simulation as
 much as many tokens."""
-COSTS_SECONDS = 1.0
-"""Seconds between two reports of a worker's costs."""
 
 
 class StepSeconds:
@@ -164,8 +163,9 @@ class SimulatedWorker:
         self._gathered = 0
         self._events: list[RequestEvent] = []
         self._sending = False
-        self._fit, self._links = self.scheduler.fit, dict[str, LinkFit]()
-        self._costs_due = 0.0
+        self.lock = nullcontext()
+        self._costs = CostReports(self, KvBytes(machine.kv_bytes), self._loop.time)  # type: ignore[arg-type]  # a part of Engine
+        self._costs_told: Costs | None = None
         self._measure()
         self._loads = LoadReports(self, engine.block_size, self._promised)  # type: ignore[arg-type]  # a part of Engine
         self._loads.attach(self)  # type: ignore[arg-type]  # a part of RelayStream
@@ -174,7 +174,7 @@ class SimulatedWorker:
 
     def attach(self, stream: "SimulatedStream") -> RelayResponse:
         """Takes a router's stream; returns its first message."""
-        self.stream, self._submits_seen, self._costs_due = stream, 0, 0.0
+        self.stream, self._submits_seen, self._costs_told = stream, 0, None
         return RelayResponse(load=self._load())
 
     def submit(self, submit: Submit) -> None:
@@ -238,23 +238,11 @@ class SimulatedWorker:
 
     def _load(self) -> Load:
         load = self._loads.now()
-        if self._loop.time() >= self._costs_due:
-            self._costs_due = self._loop.time() + COSTS_SECONDS
-            load.costs.CopyFrom(costs_message(self.costs()))
+        costs = self._costs.now()
+        if costs is not None and costs is not self._costs_told:
+            load.costs.CopyFrom(costs)
+            self._costs_told = costs
         return load
-
-    def costs(self) -> WorkerCosts:
-        """What the worker has fitted."""
-        links = {name: cost for name, fit in self._links.items() if (cost := fit.cost()) is not None}
-        return WorkerCosts(
-            self._fit.cost() or StepCost(),
-            self.machine.engine.max_batch_tokens,
-            self.machine.engine.step_seconds,
-            decode_error=self._fit.decode_error,
-            prompt_error=self._fit.prompt_error,
-            kv=KvBytes(self.machine.kv_bytes),
-            links=links,
-        )
 
     def _promised(self) -> Promised:
         """Requests that decode here and have no blocks yet."""
@@ -271,12 +259,12 @@ class SimulatedWorker:
             for tokens in (most // 16, most // 4, most // 2, most):
                 for start in (0, 4 * most):
                     work = StepWork(tokens, pairs(start, tokens))
-                    self._fit.add(work, self.slowdown * steps.seconds([(start, tokens)], []))
+                    self.scheduler.fit.add(work, self.slowdown * steps.seconds([(start, tokens)], []))
             for rows in (1, 8, self.machine.engine.max_sequences // 2):
                 for context in (64, 1024, 4096):
                     if rows * context <= self.machine.kv_tokens:
                         work = StepWork(sequences=rows, context_tokens=rows * context)
-                        self._fit.add(work, self.slowdown * steps.seconds([], [context] * rows))
+                        self.scheduler.fit.add(work, self.slowdown * steps.seconds([], [context] * rows))
 
     # Steps.
 
@@ -416,12 +404,10 @@ class SimulatedWorker:
         now, sender, request = self._loop.time(), handoff.sender, handoff.request
         handoff.over = True
         self.scheduler.resume(request, handoff.first_token, handoff.reservation.hold)
-        fit = self._links.setdefault(sender.id.name, LinkFit())
-        fit.add(handoff.last_bytes, now - handoff.first_at)
-        exposed = now - handoff.first_at
-        report = TransferReport(
-            transfer_seconds=now - handoff.began, handoff_seconds=exposed, transfer_bytes=int(handoff.nbytes)
-        )
+        took, exposed, nbytes = now - handoff.began, now - handoff.first_at, int(handoff.nbytes)
+        last = int(handoff.last_bytes)
+        self._costs.received(TransferStats(took, exposed, nbytes, sender=sender.id.name, exposed_nbytes=last))
+        report = TransferReport(transfer_seconds=took, handoff_seconds=exposed, transfer_bytes=nbytes)
         sender.handed_over(handoff, report)
         self._loads.changed()
         self._wake()

@@ -30,6 +30,7 @@ from kvrelay.costs.worker import WorkerCosts  # noqa: E402
 from kvrelay.engine.config import EngineConfig  # noqa: E402
 from kvrelay.engine.models.spec import ModelSpec  # noqa: E402
 from kvrelay.router.session.alarm import Alarm  # noqa: E402
+from kvrelay.worker.load import CostReports  # noqa: E402
 
 
 class Line(StepSeconds):
@@ -166,18 +167,19 @@ def test_answers_go_on_elsewhere_when_a_worker_changes_its_role() -> None:
 def test_wrong_costs_cost_time_and_no_token(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
 
-    def wrong(worker: SimulatedWorker) -> WorkerCosts:
+    def wrong(reports: CostReports) -> WorkerCosts:
         numbers = [10 ** rng.uniform(-9, 1) * rng.choice((0, 1)) for _ in range(7)]
-        links = {other.id.name: LinkCost(rng.random(), rng.random()) for other in worker._cluster.workers}
+        links = {name: LinkCost(rng.random(), rng.random()) for name in ("prefill-0", "decode-1", "colocated-2")}
         return WorkerCosts(
             StepCost(*numbers), rng.randint(1, 9999), rng.random(), kv=KvBytes(rng.random()), links=links
         )
 
-    monkeypatch.setattr(SimulatedWorker, "costs", wrong)
+    monkeypatch.setattr(CostReports, "costs", wrong)
 
     async def main() -> None:
         place = machine(2048)
-        cluster = Cluster([Place("prefill", place), Place("decode", place), Place("colocated", place)])
+        places = [Place("prefill", place), Place("decode", place), Place("colocated", place)]
+        cluster = Cluster(places, {"placement": "predicted"})
         check(await served(cluster, questions(50, seed)), cluster.workers)
 
     run(main())

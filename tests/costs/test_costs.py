@@ -122,6 +122,13 @@ def test_a_fit_goes_on_from_what_was_kept_and_refuses_another_ones() -> None:
     assert theirs.seconds(StepWork(99, pairs(0, 99))) == pytest.approx(
         ours.seconds(StepWork(99, pairs(0, 99))), rel=0.01
     )
+    # The same machine may be busier, or not as busy any more.
+    work = StepWork(99, pairs(0, 99))
+    for _ in range(16):
+        again.add(work, COST.seconds(work) / 4)
+    theirs = again.cost()
+    assert theirs is not None
+    assert theirs.seconds(work) == pytest.approx(COST.seconds(work) / 4, rel=0.3)
     for state in ({"decode": []}, {"decode": [[1.0, 2.0]], "prompt": []}, {"decode": [[math.nan] * 21], "prompt": []}):
         with pytest.raises(ValueError, match="state has"):
             StepFit().restore(state)

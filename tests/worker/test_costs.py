@@ -77,7 +77,7 @@ def test_bytes_follow_from_the_groups() -> None:
 async def test_each_router_hears_of_costs_once_and_again_when_they_change(built: tuple[Engine, Runner]) -> None:
     engine, runner = built
     times = iter(range(100))
-    reports = CostReports(engine, runner.cache_layout, lambda: 10.0 * next(times))
+    reports = CostReports(engine, kv_bytes(runner.cache_layout), lambda: 10.0 * next(times))
     assert reports.now() is None, "nothing was computed"
     engine.scheduler.add(Request("r", 1, (5, 6, 7), 3, SamplingParams(max_tokens=2, temperature=0.0)))
     while engine.has_work:
