@@ -180,6 +180,11 @@ class StepFit:
         features = 1.0, float(work.prompt_tokens), work.prompt_pairs
         self._prompt.add(features, rest, stratum, of=seconds, count=count)
 
+    @property
+    def latest(self) -> StepCost | None:
+        """The coefficients as `cost` has returned them last, which `add` calls. Any thread may read it."""
+        return self._cost
+
     def cost(self) -> StepCost | None:
         """The coefficients; None before the first step. A kind of steps that wasn't seen yet costs what the other one
         says of it."""
@@ -210,4 +215,4 @@ class StepFit:
             raise ValueError(f"state has {sorted(state)}; allowed: decode, prompt")
         self._decode.restore(state["decode"])
         self._prompt.restore(state["prompt"])
-        self._stale = True
+        self._cost = self._solved()

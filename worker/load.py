@@ -178,7 +178,7 @@ class CostReports:
             self._links.popitem(last=False)
 
     def now(self) -> Costs | None:
-        """The latest message; None before the engine's first step."""
+        """The latest message; None before the engine's second step."""
         if (now := self._clock()) >= self._due:
             self._due = now + COSTS_SECONDS
             costs = self.costs()
@@ -189,16 +189,23 @@ class CostReports:
         return self._message
 
     def costs(self) -> WorkerCosts | None:
-        """The costs as they are fitted now; None before the first step."""
+        """The costs as the engine's thread has found them last; None before the second step. Doesn't take the engine's
+        lock: that thread may hold it for long."""
         scheduler = self._engine.scheduler
-        with self._engine.lock:
-            fit = scheduler.fit
-            step, errors = fit.cost(), (fit.decode_error, fit.prompt_error)
+        fit, step = scheduler.fit, scheduler.fit.latest
         if step is None:
             return None
         links = {name: link for name, each in self._links.items() if (link := each.cost()) is not None}
         config = scheduler.config
-        return WorkerCosts(step, config.max_batch_tokens, config.step_seconds, *errors, self._kv, links)
+        return WorkerCosts(
+            step,
+            config.max_batch_tokens,
+            config.step_seconds,
+            fit.decode_error,
+            fit.prompt_error,
+            self._kv,
+            links,
+        )
 
     def errors(self) -> dict[str, float]:
         """Mean relative errors of predicted steps without prompts, steps with them, and hand-offs: the mean over all

@@ -374,7 +374,7 @@ class Worker:
         return self._loads.now()
 
     def costs(self) -> Costs | None:
-        """The costs of steps and hand-offs; a new object when they have changed. None before the first step."""
+        """The costs of steps and hand-offs; a new object when they have changed. None before the second step."""
         return self._costs.now()
 
     def keep_costs(self) -> None:

@@ -9,7 +9,6 @@ reserves blocks for it, first come first served, and the KV of each chunk follow
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -163,7 +162,6 @@ class SimulatedWorker:
         self._gathered = 0
         self._events: list[RequestEvent] = []
         self._sending = False
-        self.lock = nullcontext()
         self._costs = CostReports(self, KvBytes(machine.kv_bytes), self._loop.time)  # type: ignore[arg-type]  # a part of Engine
         self._costs_told: Costs | None = None
         self._measure()
