@@ -12,6 +12,7 @@ from functools import cache
 import pytest
 import torch
 
+from kvrelay.machine.memory import return_free_memory
 from kvrelay.transfer.protocol.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.base import Link, LinkError, Rendezvous, Transport, poll
 from kvrelay.transfer.transports.nccl import OLDEST_SHARED_GPU, nccl_missing
@@ -238,6 +239,7 @@ def test_links_up_and_down_leave_no_thread_no_descriptor_and_no_memory(name: str
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Bytes of this process in memory, without what it has freed."""
+    return_free_memory()
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
