@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -120,7 +120,7 @@ class GlooCollective:
 
     def ring(self, to: int, source: int, message_bytes: int, depth: int) -> "GlooRing":
         """See `Collective.ring`."""
-        ring = GlooRing(self._group, to, source, depth)
+        ring = GlooRing(self._group, to, source, depth, self._options.timeout)
         self._rings.append(ring)
         return ring
 
@@ -134,8 +134,10 @@ class GlooCollective:
 class GlooRing:
     """Implements `Ring` over a group's own connections. One thread at a time may call it."""
 
-    def __init__(self, group: Any, to: int, source: int, depth: int) -> None:
+    def __init__(self, group: Any, to: int, source: int, depth: int, timeout: timedelta) -> None:
         self._group = group
+        self._timeout = timeout
+        """Longest wait for a message; the group's own limit is that of one try to connect."""
         self._to, self._source, self._depth = to, source, depth
         self._sent: deque[tuple[Any, Tensor]] = deque()
         """Messages that the next rank may not have received yet."""
@@ -149,7 +151,7 @@ class GlooRing:
             data = rows.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
             self._sent.append((self._group.send([data], self._to, 0), data))
             if len(self._sent) > self._depth:
-                self._wait(self._sent[0][0].wait)
+                self._wait(self._sent[0][0])
                 self._sent.popleft()
 
     def receive(self, rows: Tensor) -> None:
@@ -158,17 +160,17 @@ class GlooRing:
             data = torch.empty(rows.shape, dtype=rows.dtype)
             work = self._group.recv([data.view(-1).view(torch.uint8)], self._source, 0)
             self._received = work, data
-            self._wait(work.wait)
+            self._wait(work)
             rows.copy_(data)
 
-    def _wait(self, wait: Callable[[], object]) -> None:
+    def _wait(self, work: Any) -> None:
         """Waits on a thread of its own, because gloo ends a wait by its timeout only."""
         errors: list[RuntimeError] = []
         ended = threading.Event()
 
         def run() -> None:
             try:
-                wait()
+                work.wait(self._timeout)
             except RuntimeError as error:
                 errors.append(error)
             ended.set()

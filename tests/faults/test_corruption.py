@@ -71,8 +71,14 @@ def order(it: Scene, name: str) -> None:
 
 def check_fault(it: Scene, name: str) -> None:
     """The fault has hit the request, once."""
-    (line,) = it.faults()
-    assert name in (line.get("request", "").partition("/")[0], "thread fails"), line
+    lines = it.faults()
+    assert len(lines) == 1, f"{lines}; attempts failed: {reasons(it)}"
+    assert name in (lines[0].get("request", "").partition("/")[0], "thread fails"), lines[0]
+
+
+def reasons(it: Scene) -> str:
+    """Why attempts failed since the test began, in the words of the routers' logs."""
+    return "\n".join(f"{line['request']}: {line['reason']}" for router in it.routers for line in it.failures(router))
 
 
 @EVERYWHERE
@@ -89,9 +95,7 @@ def test_a_wrong_frame_is_rejected(it: Scene, name: str) -> None:
 def test_a_frame_that_comes_twice_or_never_costs_no_attempt(it: Scene, name: str) -> None:
     order(it, name)
     done = it.ask_in_company(name, COMPANY)
-    assert done.timeline.retries == 0, "\n".join(
-        line["reason"] for router in it.routers for line in it.failures(router)
-    )
+    assert done.timeline.retries == 0, reasons(it)
     check_fault(it, name)
     it.settle(4)
 

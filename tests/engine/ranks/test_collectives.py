@@ -191,11 +191,21 @@ def test_a_rank_that_takes_no_message_is_noticed_within_the_timeout(ranks: Calla
 @pytest.mark.parametrize("kind", MAKERS)
 def test_an_abort_ends_a_wait_for_a_message(kind: str) -> None:
     store = HashStore()
-    groups = on_threads(lambda place: MAKERS[kind](store, place, 2, SHORT if kind == "gloo" else TIMEOUT), 2)
+    groups = on_threads(lambda place: MAKERS[kind](store, place, 2, LATE if kind == "gloo" else TIMEOUT), 2)
     rings = on_threads(lambda place: groups[place].ring(1 - place, 1 - place, 64, 1), 2)
-    threading.Timer(0.2, (groups[0] if kind == "gloo" else groups[1]).abort).start()
+    threading.Timer(0.5, (groups[0] if kind == "gloo" else groups[1]).abort).start()
     with pytest.raises(CollectiveError, match="aborted"):
         rings[0].receive(torch.empty(1, 4))
+
+
+def test_a_message_over_gloo_is_awaited_as_long_as_a_sum() -> None:
+    store = HashStore()
+    groups = on_threads(lambda place: GlooCollective(store, place, 2, SHORT), 2)
+    rings = on_threads(lambda place: groups[place].ring(1 - place, 1 - place, 64, 1), 2)
+    began = time.monotonic()
+    with pytest.raises(CollectiveError, match="Timed out"):
+        rings[0].receive(torch.empty(1, 4))
+    assert SHORT / 2 < time.monotonic() - began < SHORT + LATE
 
 
 def test_ranks_that_disagree_on_a_message_find_it() -> None:
