@@ -4,7 +4,8 @@
     tokens   a a a | b | c c c c                 the row's state is in slot slots[r] of `state`
     starts   0     | 9 | 16                      a row that starts at 0 has no state yet: its slot isn't read
 
-A call overwrites the slots of its rows, no two of which are the same.
+A call overwrites the slots of its rows, no two of which are the same. On CPU, a row may begin with the state of another
+slot, its origin, which may be the slot of a row before.
 """
 
 from typing import NamedTuple, Protocol
@@ -24,18 +25,27 @@ class StateRows(NamedTuple):
     """int64 [R] tokens of each row's sequence before these."""
     slots: Tensor
     """int64 [R] slot of each row's state."""
+    origins: Tensor
+    """int64 [R] slot of the state that each row begins with; on GPU its own."""
     longest: int
     """Tokens of the longest row."""
 
     @classmethod
     def of(
-        cls, lengths: NDArray[np.int64], starts: NDArray[np.int64], slots: NDArray[np.int64], device: torch.device
+        cls,
+        lengths: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        device: torch.device,
+        origins: NDArray[np.int64] | None = None,
     ) -> "StateRows":
         """Rows of `lengths` tokens."""
         firsts = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))
-        firsts, starts, slots = (np.ascontiguousarray(each, np.int64) for each in (firsts, starts, slots))
-        on_device = (torch.from_numpy(each).to(device) for each in (firsts, starts, slots))
-        return cls(*on_device, longest=int(lengths.max(initial=0)))
+        on_device = [
+            torch.from_numpy(np.ascontiguousarray(each, np.int64)).to(device) for each in (firsts, starts, slots)
+        ]
+        own = on_device[2] if origins is None else torch.from_numpy(np.ascontiguousarray(origins, np.int64)).to(device)
+        return cls(on_device[0], on_device[1], on_device[2], own, int(lengths.max(initial=0)))
 
 
 class TimeStep(NamedTuple):

@@ -18,6 +18,7 @@ from kvrelay.engine.models.fast.loader import OnLoaded
 from kvrelay.engine.models.fast.slices import share_hashes
 from kvrelay.engine.models.general.check import Prompts
 from kvrelay.engine.models.general.choose import Choice, Kept, choose
+from kvrelay.engine.models.general.flat import FlatWay
 from kvrelay.engine.models.general.linears import swap, watching
 from kvrelay.engine.models.general.norms import swap_norms
 from kvrelay.engine.models.general.observe import observe
@@ -29,7 +30,7 @@ from kvrelay.engine.models.general.step import Step, UnfitError, Way
 from kvrelay.engine.models.general.store import Store
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.engine.plan import StepOutput, StepPlan
+from kvrelay.engine.plan import StepOutput, StepPlan, kept_of
 from kvrelay.engine.quant.schemes import HEAD, LAYERS, quantizing
 from kvrelay.engine.ranks.collective import ALONE, CollectiveError, Place
 from kvrelay.engine.request import SamplingParams
@@ -103,6 +104,11 @@ class GeneralRunner:
     def pool(self) -> KVPool:
         return self.pools[0]
 
+    @property
+    def rolls_back(self) -> bool:
+        """Whether steps may have guessed tokens: the states behind each are kept, and the last right one stays."""
+        return isinstance(self.way, FlatWay) and self.pool.bytes.device.type == "cpu"
+
     def launch(self, plan: StepPlan) -> FinishedStep:
         """See `Runner.launch`."""
         self._set_threads()
@@ -127,7 +133,23 @@ class GeneralRunner:
             if not len(rows) or self._rank:
                 return FinishedStep(StepOutput((None,) * plan.num_rows, prompt_logprobs=prompt_logprobs))
             chosen = choose_tokens(at(torch.from_numpy(ends[rows] - 1)), draws_of(plan, rows), self._sample)
-        return FinishedStep(step_output(plan, rows, chosen, prompt_logprobs))
+        out = step_output(plan, rows, chosen, prompt_logprobs)
+        self._roll_back(plan, out)
+        return FinishedStep(out)
+
+    def _roll_back(self, plan: StepPlan, out: StepOutput) -> None:
+        """Gives each sequence with guesses the state behind the last token that was right."""
+        if plan.drafts is None:
+            return
+        drafts, kept, own = [*plan.drafts.tolist(), False], [*kept_of(plan, out), False], 0
+        for row in range(plan.num_rows):
+            own = own if drafts[row] else row
+            if not drafts[row] or not kept[row] or (drafts[row + 1] and kept[row + 1]):
+                continue
+            for number, group in enumerate(self.cache_layout.side_groups):
+                if group.kind == "state":
+                    slots = plan.side_tables[number][:, 0]
+                    self.store.copy_slots(number + 1, int(slots[row]), int(slots[own]))
 
     def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
         """See `ChainRunner.chain`."""

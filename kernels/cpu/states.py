@@ -15,7 +15,10 @@ CONV, SSD, DELTA, WKV = "kvrelay_conv", "kvrelay_ssd", "kvrelay_delta", "kvrelay
 class _Rows(ctypes.Structure):
     """`StateRows` in states.h."""
 
-    _fields_ = (*fields(ctypes.c_void_p, "rows firsts starts slots state"), *fields(ctypes.c_int64, "slot_bytes"))
+    _fields_ = (
+        *fields(ctypes.c_void_p, "rows firsts starts slots origins state"),
+        *fields(ctypes.c_int64, "slot_bytes"),
+    )
 
 
 class ConvArgs(ctypes.Structure):
@@ -80,6 +83,7 @@ class _Layer:
         of = self.args.of
         self._count.value = len(rows.starts)
         of.firsts, of.starts, of.slots = rows.firsts.data_ptr(), rows.starts.data_ptr(), rows.slots.data_ptr()
+        of.origins = rows.origins.data_ptr()
         of.state, of.slot_bytes = state.data_ptr(), state.stride(0) * state.itemsize
         self._team.run(self._program)
 

@@ -31,8 +31,9 @@ chunks beside other sequences, are those of one whole forward pass:
 `kvrelay model NAME` says what a model runs as. Groups are what a sequence keeps: `full` the KV of all tokens, `latent`
 numbers from which all heads' keys and values are computed, `window` the KV of the last tokens, `state` numbers whose
 size doesn't depend on the sequence. Layers with states run flat where kvrelay has kernels of what they compute: short
-convolutions, Mamba-2, Gated DeltaNet and RWKV-4, each with prompts by chunks and single tokens by the recurrence, on CPUs
-native ones, on GPUs Triton's, which were compiled and interpreted only. The last column says whether a worker's layers can be divided over several ranks
+convolutions, Mamba-2, Gated DeltaNet and RWKV-4, prompts in chunks and single tokens by the recurrence. On CPUs these
+are native; those for GPUs, in Triton, were compiled and interpreted only. The last column says whether a worker's
+layers can be divided over several ranks
 ([parallelism.md](parallelism.md)), by the class's own tensor-parallel plan.
 
 | class | way | groups, or why it isn't served | tensor parallel |

@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -62,7 +63,10 @@ class StateStep:
         """
         tracks = {place.track for place in self._places.values()}
         slots = step.tables[self._store.groups[tracks.pop()]][:, 0]
-        self._rows = StateRows.of(step.lengths, step.starts, slots, self._store.device)
+        origins = slots
+        if step.drafts is not None:
+            origins = np.where(step.drafts, np.roll(slots, 1), slots)
+        self._rows = StateRows.of(step.lengths, step.starts, slots, self._store.device, origins)
         self._updated.clear()
         token = _running.set(self)
         try:

@@ -5,6 +5,10 @@
 //     firsts   0       3   4           8           tokens of row r are firsts[r] .. firsts[r + 1]
 //     tokens   a a a | b | c c c c                 its state is at state + slots[r] * slot_bytes
 //     starts   0     | 9 | 16                      a row that starts at 0 has no state yet: what its slot holds isn't read
+//     origins                                      the slot from which a row's state is read, mostly its own
+//
+// Each thread takes the rows in order, so a row's origin may be the slot of one before: the states behind each of some
+// guessed tokens are all kept.
 //
 // Rows of one token take the recurrent form. Longer ones take the chunk-wise parallel form: CHUNK tokens at a time, as
 // products of small matrices, with the state passed from chunk to chunk.
@@ -21,9 +25,27 @@ struct StateRows {
     const int64_t* firsts;  // [rows + 1]
     const int64_t* starts;  // [rows]
     const int64_t* slots;   // [rows]
+    const int64_t* origins; // [rows]
     uint8_t* state;         // of slot 0
     int64_t slot_bytes;     // from slot to slot
 };
+
+// The state that a row begins with, and the one that it leaves.
+template <class T>
+inline const T* origin_of(const StateRows& of, int64_t row) {
+    return reinterpret_cast<const T*>(of.state + of.origins[row] * of.slot_bytes);
+}
+template <class T>
+inline T* state_of(const StateRows& of, int64_t row) {
+    return reinterpret_cast<T*>(of.state + of.slots[row] * of.slot_bytes);
+}
+
+// Copies numbers [begin, end) of the state that a row begins with to its slot, unless that is where they are.
+template <class T>
+inline void begin_state(const StateRows& of, int64_t row, int64_t begin, int64_t end) {
+    if (of.origins[row] == of.slots[row] || of.starts[row] == 0) return;
+    memcpy(state_of<T>(of, row) + begin, origin_of<T>(of, row) + begin, (end - begin) * sizeof(T));
+}
 
 struct ConvArgs {
     StateRows of;            // state: float or bfloat16 [width, channels], the last inputs, oldest first

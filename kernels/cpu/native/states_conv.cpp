@@ -12,7 +12,8 @@ void convolve(const ConvArgs& args, int64_t begin, int64_t end) {
     const int64_t width = args.width, channels = args.channels;
     for (int64_t row = 0; row < *args.of.rows; row++) {
         const int64_t first = args.of.firsts[row], length = args.of.firsts[row + 1] - first;
-        T* state = reinterpret_cast<T*>(args.of.state + args.of.slots[row] * args.of.slot_bytes);
+        T* state = state_of<T>(args.of, row);
+        for (int64_t k = 0; k < width; k++) begin_state<T>(args.of, row, k * channels + begin, k * channels + end);
         const T* in = static_cast<const T*>(args.in) + first * args.in_stride;
         T* out = static_cast<T*>(args.out) + first * args.out_stride;
         if (args.of.starts[row] == 0)

@@ -155,7 +155,8 @@ void run(const DeltaArgs& args, int thread, int threads) {
     for (int64_t row = 0; row < *args.of.rows; row++) {
         const int64_t first = args.of.firsts[row], end = args.of.firsts[row + 1];
         const bool empty = args.of.starts[row] == 0;
-        float* states = reinterpret_cast<float*>(args.of.state + args.of.slots[row] * args.of.slot_bytes);
+        float* states = state_of<float>(args.of, row);
+        begin_state<float>(args.of, row, share.begin * key_dim * dim, share.end * key_dim * dim);
         for (int64_t begin = first; begin < end; begin += CHUNK) {
             const int64_t count = std::min(CHUNK, end - begin);
             for (int64_t head = share.begin, key_head = -1; head < share.end; head++) {

@@ -132,7 +132,8 @@ void run(const SsdArgs& args, int thread, int threads) {
     for (int64_t row = 0; row < *args.of.rows; row++) {
         const int64_t first = args.of.firsts[row], end = args.of.firsts[row + 1];
         const bool empty = args.of.starts[row] == 0;
-        float* states = reinterpret_cast<float*>(args.of.state + args.of.slots[row] * args.of.slot_bytes);
+        float* states = state_of<float>(args.of, row);
+        begin_state<float>(args.of, row, share.begin * size * dim, share.end * size * dim);
         if (end - first == 1) {
             for (int64_t head = share.begin, group = -1; head < share.end; head++) {
                 if (group != head / per_group) {

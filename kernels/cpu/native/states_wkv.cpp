@@ -11,7 +11,8 @@ constexpr float NOTHING = -1e38f;  // the exponent of an empty sum
 template <class T>
 void channels_of(const WkvArgs& args, int64_t row, int64_t begin, int64_t count) {
     const int64_t first = args.of.firsts[row], end = args.of.firsts[row + 1];
-    float* state = reinterpret_cast<float*>(args.of.state + args.of.slots[row] * args.of.slot_bytes) + begin;
+    float* state = state_of<float>(args.of, row) + begin;
+    const float* origin = origin_of<float>(args.of, row) + begin;
     const auto get = [&](const auto* from) {
         if (count == W) return load(from);
         vf x = {};
@@ -24,9 +25,9 @@ void channels_of(const WkvArgs& args, int64_t row, int64_t begin, int64_t count)
     };
     vf num = {}, den = {}, most = splat(NOTHING);
     if (args.of.starts[row] != 0) {
-        num = get(state);
-        den = get(state + args.channels);
-        most = get(state + 2 * args.channels);
+        num = get(origin);
+        den = get(origin + args.channels);
+        most = get(origin + 2 * args.channels);
     }
     const vf decay = get(args.decay + begin), bonus = get(args.first + begin);
     for (int64_t t = first; t < end; t++) {
