@@ -206,9 +206,8 @@ def in_turns(runners: dict[str, Any], cells: Sequence[tuple[str, int, int, int]]
     return found
 
 
-def short(args: argparse.Namespace) -> dict[str, Any]:
-    """Each model in both ways."""
-    found: dict[str, Any] = {}
+def short(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The figures of each model in both ways."""
     shapes = {"prefill": lambda count: (1, count, 0), "decode": lambda count: (count, 1, CONTEXT)}
     cells = [(cell, *shapes[cell.split("_")[0]](int(cell.split("_")[1]))) for cell in args.cells]
     for name in args.models:
@@ -220,9 +219,7 @@ def short(args: argparse.Namespace) -> dict[str, Any]:
                     _, runner = build_engine(Path(folder), "bfloat16", options(args.threads, 4096))
                 clear(runner)
                 runners[runner.choice.name] = runner
-        found[name] = {"weights": weights, **in_turns(runners, cells, args.repeats)}
-        print(json.dumps({name: found[name]}), flush=True)
-    return found
+        yield name, {"weights": weights, **in_turns(runners, cells, args.repeats)}
 
 
 def long(args: argparse.Namespace) -> dict[str, Any]:
@@ -285,14 +282,16 @@ def main() -> None:
     result: dict[str, Any] = {**own_setting("torch", "transformers"), "threads": args.threads}
     if args.out is not None and args.out.exists():
         result = {**json.loads(args.out.read_text()), **result}
+    figures: Iterator[tuple[str, dict[str, Any]]] = short(args)
     if args.long or args.prefix:
-        result |= {"long": long(args)} if args.long else {}
-        result |= {"prefix": prefix(args)} if args.prefix else {}
-    else:
-        result["models"] = {**result.get("models", {}), **short(args)}
-    if args.out is not None:
-        save(args.out, result)
-    print(json.dumps(result))
+        asked = {"long": long} if args.long else {}
+        asked |= {"prefix": prefix} if args.prefix else {}
+        figures = ((name, measure(args)) for name, measure in asked.items())
+    for name, found in figures:
+        result.setdefault("figures", {})[name] = found
+        print(json.dumps({name: found}), flush=True)
+        if args.out is not None:
+            save(args.out, result)
 
 
 if __name__ == "__main__":
