@@ -115,6 +115,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Fields of each model type's config."""
 CELLS = ("prefill_512", "decode_1", "decode_8")
 CONTEXT = 128
+ROWS = 8
+"""Sequences of the largest batch; slots of states take memory for each."""
 LONG = 16384
 PREFIX = 4096
 
@@ -144,7 +146,8 @@ def ways(*names: str) -> Iterator[None]:
 
 def options(threads: int, tokens: int, **others: Any) -> EngineConfig:
     """Options of an engine with room for so many tokens of a sequence of 135m."""
-    given = {"threads": threads, "prefix_cache": False, "kv_memory_bytes": tokens * 2**15 + 2**29, **others}
+    sizes = {"kv_memory_bytes": tokens * 2**15 + 2**29, "max_sequences": ROWS}
+    given = {"threads": threads, "prefix_cache": False, **sizes, **others}
     return EngineConfig(**given).on("cpu")
 
 
@@ -233,7 +236,7 @@ def long(args: argparse.Namespace) -> dict[str, Any]:
                 write(Path(folder), "135m", 2 * LONG) if name == "llama" else checkpoint(Path(folder), name, 2 * LONG)
             )
             room = {"llama": 8 * (LONG + 64) * 23040, "qwen3_next": 8 * (LONG + 64) * 3072 + 2**30}[name]
-            given = options(args.threads, 0, kv_memory_bytes=room, max_sequences=8)
+            given = options(args.threads, 0, kv_memory_bytes=room)
             _, runner = build_engine(Path(folder), "bfloat16", given)
             runners[name] = runner
         clear(runner)
