@@ -38,15 +38,15 @@ class Road:
     """2 x layers x kv_heads x head_dim x dtype."""
 
     def transfer_bytes(self, tokens: int, have: int = 0) -> int:
-        """KV bytes that a prompt's hand-off takes: of layers with a window, the blocks that the next token sees; of
-        others, all that the decode worker doesn't have."""
+        """KV bytes that a prompt's hand-off takes: all that the decode worker doesn't have; of layers with a window,
+        from the block on whose tokens the next token sees."""
         config = self.oracle.config
         window = getattr(config, "sliding_window", None)
         usual = "sliding_attention" if window else "full_attention"
         kinds = getattr(config, "layer_types", None) or [usual] * config.num_hidden_layers
         seen = {"full_attention": have}
         if window:
-            seen["sliding_attention"] = max(0, tokens - window + 1) // BLOCK * BLOCK
+            seen["sliding_attention"] = max(have, max(0, tokens - window + 1) // BLOCK * BLOCK)
         return sum(tokens - seen[kind] for kind in kinds) * self.kv_bytes_per_token // len(kinds)
 
     def prompt(self, length: int, seed: int) -> list[int]:
