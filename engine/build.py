@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvrelay.engine.config import (
-    MODEL_METHODS,
     STATE_METHODS,
     Device,
     Dtype,
@@ -30,7 +30,7 @@ from kvrelay.engine.models.fast.loader import OnLoaded, load_embedding
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.config import read_config
 from kvrelay.engine.ranks.collective import ALONE, Place
-from kvrelay.engine.runner.base import ModelRunner, Runner
+from kvrelay.engine.runner.base import ChainRunner, ModelRunner, Runner
 from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.runner.leading import LeadingModelRunner, LeadingRunner, Ranks
 from kvrelay.engine.scheduling.scheduler import Scheduler
@@ -44,6 +44,9 @@ from kvrelay.engine.speculate.medusa import MedusaProposer, load_medusa
 from kvrelay.engine.speculate.speculation import Speculation
 from kvrelay.engine.speculate.tensors import find_file
 from kvrelay.machine.options import AUTO, require
+
+if TYPE_CHECKING:
+    from kvrelay.engine.runner.general import GeneralRunner
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +80,8 @@ def build_engine(
     proposer = proposer_of(options.speculation)
     if options.speculation.method == "draft":
         # First, because the served model's KV takes what is left of the memory.
-        # Its rejected guesses are overwritten, also where they had filled a window.
-        draft = build(Path(options.speculation.draft_model), dtype, draft_options(folder, options), slides=False)
-        proposer = DraftProposer(draft, options.max_batch_tokens)
+        layout = read_config(folder).kv_layout("float32", options.kv_dtype, options.block_size, "NHD")
+        proposer = draft_proposer(dtype, options, options.kv_memory_bytes // layout.block_bytes)
     if ranks is None:
         runner = build(folder, dtype, options, on_loaded)
     else:
@@ -125,40 +127,60 @@ def _build_general(
     Raises:
         ValueError: as there.
     """
-    method = options.speculation.method
-    if method in MODEL_METHODS:
+    method, allowed = options.speculation.method, "off, ngram, suffix, draft"
+    if method in STATE_METHODS:
         raise ValueError(
-            f"speculation.method is {method!r}; allowed for a model that transformers' code runs: off, ngram, suffix"
+            f"speculation.method is {method!r}; allowed for a model that transformers' code runs: {allowed}"
         )
     place = ALONE if ranks is None else ranks.place
-    runner: Runner = _general_runner(folder, dtype, options, on_loaded, place)
-    if ranks is not None:
-        runner = LeadingRunner(runner, ranks)
-    return engine_on(runner, options), runner
+    proposer = None
+    if method == "draft" and not options.kv_memory_bytes:
+        proposer = draft_proposer(dtype, options, 0)
+    general = _general_runner(folder, dtype, options, on_loaded, place)
+    if method == "draft" and proposer is None:
+        groups = [group for group in general.cache_layout.groups if group.kind != "state"]
+        each = sum([track.block_bytes for group in groups for track in group.tracks])
+        proposer = draft_proposer(dtype, options, options.kv_memory_bytes // max(1, each))
+    if proposer is not None:
+        proposer.check(general.spec)
+    runner: Runner = general if ranks is None else LeadingRunner(general, ranks)
+    return engine_on(runner, options, proposer), runner
 
 
 def _general_runner(
-    folder: Path, dtype: Dtype, options: EngineConfig, on_loaded: OnLoaded | None, place: Place
-) -> Runner:
+    folder: Path, dtype: Dtype, options: EngineConfig, on_loaded: OnLoaded | None, place: Place, **draft: Any
+) -> "GeneralRunner":
     """See `build_general_runner`."""
     # Imported here because transformers takes seconds, which workers of the fast path needn't wait for.
     from kvrelay.engine.runner.general import build_general_runner
 
-    return build_general_runner(folder, dtype, options, on_loaded, place=place)
+    return build_general_runner(folder, dtype, options, on_loaded, place=place, **draft)
 
 
-def draft_options(folder: Path, options: EngineConfig) -> EngineConfig:
-    """The options of the draft model of the checkpoint in `folder`."""
+def draft_options(options: EngineConfig) -> EngineConfig:
+    """The options of a draft model."""
     # What is asked for may not take its shapes; triton takes all.
-    options = replace(options, prefill_attention="triton")
-    part = 0.1 * options.memory_share
-    if not options.kv_memory_bytes:
-        return replace(options, memory_share=part)
-    target, draft = (
-        read_config(path).kv_layout("float32", options.kv_dtype, options.block_size, "NHD").block_bytes
-        for path in (folder, Path(options.speculation.draft_model))
-    )
-    return replace(options, kv_memory_bytes=max(1, options.kv_memory_bytes * draft // target))
+    return replace(options, prefill_attention="triton", memory_share=0.1 * options.memory_share)
+
+
+def draft_proposer(dtype: Dtype, options: EngineConfig, blocks: int) -> DraftProposer:
+    """The draft model that the options name. Its rejected guesses are overwritten, also where they had filled a window.
+
+    Args:
+        blocks: of its pool; 0 if its memory is a part of `memory_share`, because `kv_memory_bytes` isn't given.
+
+    Raises:
+        ValueError: its checkpoint can't be used; the text says why.
+    """
+    folder, own = Path(options.speculation.draft_model), draft_options(options)
+    if not is_fast(folder, options.model_path):
+        given = max(1, blocks) if options.kv_memory_bytes else 0
+        runner: ChainRunner = _general_runner(folder, dtype, own, None, ALONE, guesses=True, blocks=given)
+        return DraftProposer(runner, options.max_batch_tokens)
+    if options.kv_memory_bytes:
+        layout = read_config(folder).kv_layout("float32", options.kv_dtype, options.block_size, "NHD")
+        own = replace(own, kv_memory_bytes=max(1, blocks) * layout.block_bytes)
+    return DraftProposer(_builder(options)(folder, dtype, own, slides=False), options.max_batch_tokens)
 
 
 def device_of(device: Device) -> Device:

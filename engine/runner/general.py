@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -183,6 +184,8 @@ def build_general_runner(
     memory: DeviceMemory | None = None,
     *,
     place: Place = ALONE,
+    guesses: bool = False,
+    blocks: int = 0,
 ) -> GeneralRunner:
     """Loads the checkpoint in `folder`, or a rank's part of it, finds the way of running it, and allocates the pools of
     its KV.
@@ -193,6 +196,9 @@ def build_general_runner(
         on_loaded: called with the loaded share of the weights, 0 to 1.
         memory: of the device.
         place: of the rank.
+        guesses: whether it is a draft model, whose KV is written over where a guess was wrong. Layers with a window
+            then keep the KV of all tokens.
+        blocks: of the pools, in place of `kv_memory_bytes`; 0 for what the options say.
 
     Raises:
         ValueError: the checkpoint or an option can't be used; the text says which and why.
@@ -261,11 +267,19 @@ def build_general_runner(
             options.block_size,
             "HND" if device.type == "cuda" else "NHD",
             with_tokens=kept != "cache",
+            slides=not guesses,
             degree=place.degree,
             rank=place.rank,
         )
 
     choice = choose(model, prompts, placing, team, TORCH_DTYPES[run_dtype], place.group)
+    if guesses and any(group.kind == "state" for group in choice.layout.groups):
+        raise ValueError(
+            f"speculation.draft_model is {folder.name}; allowed: a model without states, because a state can't go back"
+            f" behind wrong guesses, and {config.architecture} keeps one ({choice.name})"
+        )
+    if blocks:
+        options = replace(options, kv_memory_bytes=blocks * choice.layout.block_bytes)
     spec = ModelSpec.of(
         checkpoint,
         config,

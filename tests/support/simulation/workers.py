@@ -350,7 +350,9 @@ class DecodeProcess(Process):
             # A window's own pool may have kept fewer of them.
             known = [cached, *[int(world.random() * (cached + 1)) for _ in hold.have[1:]]]
             pairs = zip(self.blocks.cache.groups, hold.have, known, strict=True)
-            hold.have = tuple([first if group.kind == "state" else max(first, BLOCK * most) for group, first, most in pairs])
+            hold.have = tuple(
+                [first if group.kind == "state" else max(first, BLOCK * most) for group, first, most in pairs]
+            )
             for number, block in enumerate(hold.blocks[:cached]):
                 self.blocks.fill(block, key, number)
         answer(hold)
