@@ -80,9 +80,9 @@ class Slices:
         """Whether the rank has embedding, last norm and head: those of the first pipeline stage do."""
         return self.place.stage == 0
 
-    def outputs(self, part: str) -> list[Part]:
-        """The rows of a projection (`checkpoint.projections`), by tensor, in the order of the joined outputs."""
-        outputs = projections(self.config)[part].outputs
+    def outputs(self, part: str, layer: int) -> list[Part]:
+        """The rows of a layer's projection (`checkpoint.projections`), by tensor, in the order of joined outputs."""
+        outputs = projections(self.config, layer)[part].outputs
         if part in SUMMED or self.place.degree.tensor == 1:
             return [Part(name, whole(count)) for name, count in outputs.items()]
         spans = [self.queries, self.keys, self.keys] if part == "qkv" else [self.inner, self.inner]
@@ -96,11 +96,11 @@ class Slices:
             offset += span.of
         return found
 
-    def inputs(self, part: str) -> Span:
-        """The columns of a projection."""
+    def inputs(self, part: str, layer: int) -> Span:
+        """The columns of a layer's projection."""
         if part in SUMMED and self.place.degree.tensor > 1:
             return self.queries if part == "output" else self.inner
-        return whole(projections(self.config)[part].inputs)
+        return whole(projections(self.config, layer)[part].inputs)
 
     def reads(self, name: str) -> bool:
         """Whether the rank has a part of this tensor."""

@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from kvrelay.engine.models.reading.fields import Fields
-from kvrelay.engine.models.reading.positions import ROPE_KINDS, RopeConfig, RopeKind, read_scaling
+from kvrelay.engine.models.reading.positions import ROPE_KINDS, RopeConfig, RopeKind, read_rope, read_scaling
+from kvrelay.kernels.routing import Routing, Scoring
 
 Activation = Literal["silu", "gelu_tanh"]
 ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -27,6 +28,39 @@ class NormNames(NamedTuple):
     mlp_input: str = "post_attention_layernorm"
     mlp: str = ""
     """Norm of the MLP's output, before it is added to the residual."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsTraits:
+    """Experts in the place of an MLP. Names are those of a layer's tensors in the checkpoint."""
+
+    routing: Routing
+    width: int
+    """Numbers between the products of one expert."""
+    module: str = "mlp"
+    """Name of the module that has router and experts."""
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    bias: str = ""
+    """Name of the numbers that are added to scores to choose experts; empty without them."""
+    dense_layers: int = 0
+    """Number of the first layers, which have an MLP instead."""
+    shared: int = 0
+    """Width of an MLP that computes all rows, and is added to the experts; 0 for none."""
+
+    def in_layer(self, layer: int) -> bool:
+        """Whether the layer of this number has experts."""
+        return layer >= self.dense_layers
+
+    @property
+    def router(self) -> str:
+        """Name of the router."""
+        return f"{self.module}.gate"
+
+    def names(self, *parts: str) -> list[str]:
+        """Names of these products of all experts, those of one expert after the other."""
+        return [f"{self.module}.experts.{each}.{part}" for each in range(self.routing.experts) for part in parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +101,8 @@ class Traits:
     """Factor of what each layer adds to the residual."""
     logits_scale: float = 1.0
     """Factor of logits."""
+    experts: ExpertsTraits | None = None
+    """Experts of the layers; None if all have an MLP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +336,102 @@ def _gemma(fields: Fields, layers: int) -> Traits:
     return Traits((0,) * layers, qkv_bias=bias, output_bias=bias, norm_offset=True, embedding_scale=scale)
 
 
+EXPERT_MULTIPLE = 16
+"""Divisor of the width of an expert and of the rows, as the native kernels need it."""
+
+
+def _routing(fields: Fields, experts: tuple[str, ...], **options: Any) -> Routing:
+    """The routing of a config with the number of experts in one of these fields."""
+    name = next((name for name in experts if fields.get(name) is not None), experts[0])
+    count, top = fields.integer(name), fields.integer("num_experts_per_tok")
+    if top > count:
+        fields.refuse("num_experts_per_tok", f"1 to {name} ({count})")
+    if options.get("groups", 1) > 1 and count % options["groups"]:
+        fields.refuse("n_group", f"a divisor of {name} ({count})")
+    return Routing(count, top, **options)
+
+
+def _width(fields: Fields, name: str) -> int:
+    """Width of an expert.
+
+    Raises:
+        ValueError: the native kernels don't take it; transformers' code does.
+    """
+    for each in (name, "hidden_size"):
+        if fields.integer(each) % EXPERT_MULTIPLE:
+            fields.refuse(each, f"a multiple of {EXPERT_MULTIPLE}, for experts on the fast path")
+    return fields.integer(name)
+
+
+def _qwen3_moe(fields: Fields, layers: int) -> Traits:
+    """Qwen3-MoE: as Qwen3, with experts in all layers."""
+    if fields.integer("decoder_sparse_step", default=1) != 1:
+        fields.refuse("decoder_sparse_step", "1")
+    if fields.get("mlp_only_layers"):
+        fields.refuse("mlp_only_layers", "an empty list")
+    normalized = fields.boolean("norm_topk_prob", False)
+    routing = _routing(fields, ("num_local_experts", "num_experts"), normalized=normalized)
+    experts = ExpertsTraits(routing, _width(fields, "moe_intermediate_size"))
+    bias = fields.boolean("attention_bias", False)
+    windows = same_windows(fields, layers) if fields.boolean("use_sliding_window", False) else (0,) * layers
+    return Traits(windows, qkv_bias=bias, output_bias=bias, qk_norm=True, experts=experts)
+
+
+def _mixtral(fields: Fields, layers: int) -> Traits:
+    """Mixtral: as Mistral, with experts in all layers."""
+    routing = _routing(fields, ("num_local_experts",))
+    width = _width(fields, "intermediate_size")
+    experts = ExpertsTraits(routing, width, "block_sparse_moe", "w1", "w3", "w2")
+    return Traits(same_windows(fields, layers), experts=experts)
+
+
+def _glm4_moe(fields: Fields, layers: int) -> Traits:
+    """GLM-4.5 to 4.7: a part of each head is rotated; the first layers have an MLP, the others one beside experts."""
+    groups = fields.integer("n_group", default=1)
+    top_groups = fields.integer("topk_group", default=1)
+    if top_groups > groups:
+        fields.refuse("topk_group", f"1 to n_group ({groups})")
+    routing = _routing(
+        fields,
+        ("n_routed_experts",),
+        scoring=Scoring.SIGMOID,
+        normalized=fields.boolean("norm_topk_prob", True),
+        least=1e-20,
+        scale=fields.number("routed_scaling_factor", default=1.0),
+        groups=groups,
+        top_groups=top_groups,
+    )
+    width = _width(fields, "moe_intermediate_size")
+    experts = ExpertsTraits(
+        routing,
+        width,
+        bias="mlp.gate.e_score_correction_bias",
+        dense_layers=min(layers, fields.integer("first_k_dense_replace", default=1, minimum=0)),
+        shared=width * fields.integer("n_shared_experts", default=1),
+    )
+    bias = fields.boolean("attention_bias", False)
+    return Traits((0,) * layers, qkv_bias=bias, qk_norm=fields.boolean("use_qk_norm", False), experts=experts)
+
+
+def _minimax_m2(fields: Fields, layers: int) -> Traits:
+    """MiniMax-M2: norms of all queries and of all keys, a part of each head is rotated, experts in all layers."""
+    routing = _routing(fields, ("num_local_experts",), scoring=Scoring.SIGMOID)
+    name = "block_sparse_moe"
+    experts = ExpertsTraits(
+        routing, _width(fields, "intermediate_size"), name, "w1", "w3", "w2", bias=f"{name}.e_score_correction_bias"
+    )
+    return Traits((0,) * layers, joint_qk_norm=True, experts=experts)
+
+
+def _rotary_dim_ropes(fields: Fields, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
+    """The same rotary positions for all layers, of the part of a head that `rotary_dim` names, if it is there."""
+    if fields.get("rotary_dim") is not None and fields.get("partial_rotary_factor") is None:
+        factor = fields.integer("rotary_dim") / head_dim
+        fields = fields.merged(Fields("config.json", {"partial_rotary_factor": factor}))
+    rope = read_rope(fields, head_dim, partial=True)
+    return rope, rope
+
+
 def nearest_bfloat16(x: float) -> float:
     """x, above 0, with the 8 bits of precision that bfloat16 has."""
     mantissa, exponent = math.frexp(x)
@@ -365,6 +497,37 @@ _STARCODER2_DEFAULTS = {
 _COHERE_DEFAULTS = {"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "eos_token_id": 255001}
 _COHERE2_DEFAULTS = {**_COHERE_DEFAULTS, "sliding_window": 4096}
 _GEMMA_DEFAULTS = {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True, "eos_token_id": 1}
+_QWEN3_MOE_DEFAULTS = {
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+_MIXTRAL_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "eos_token_id": 2,
+}
+_GLM4_MOE_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+}
+_MINIMAX_M2_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_local_experts": 256,
+    "num_experts_per_tok": 8,
+    "rope_theta": 5e6,
+    "eos_token_id": 200020,
+}
 _GEMMA3_DEFAULTS = {**_GEMMA_DEFAULTS, "num_key_value_heads": 4, "sliding_window": 4096}
 ARCHITECTURES: dict[str, Architecture] = {
     known.model_type: known
@@ -412,6 +575,17 @@ ARCHITECTURES: dict[str, Architecture] = {
             sliding_rope=partial(ropes_by_kind, theta=1e6, sliding_theta=1e4),
             activation="gelu_pytorch_tanh",
             activation_field="hidden_activation",
+        ),
+        Architecture(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            _qwen3_moe,
+            _QWEN3_MOE_DEFAULTS,
+        ),
+        Architecture("mixtral", "MixtralForCausalLM", _mixtral, _MIXTRAL_DEFAULTS),
+        Architecture("glm4_moe", "Glm4MoeForCausalLM", _glm4_moe, _GLM4_MOE_DEFAULTS, partial_rope=True),
+        Architecture(
+            "minimax_m2", "MiniMaxM2ForCausalLM", _minimax_m2, _MINIMAX_M2_DEFAULTS, sliding_rope=_rotary_dim_ropes
         ),
     )
 }
