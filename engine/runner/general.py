@@ -18,7 +18,7 @@ from kvrelay.engine.models.fast.loader import OnLoaded
 from kvrelay.engine.models.fast.slices import share_hashes
 from kvrelay.engine.models.general.check import Prompts
 from kvrelay.engine.models.general.choose import Choice, Kept, choose
-from kvrelay.engine.models.general.experts import swap_experts
+from kvrelay.engine.models.general.experts import on_cpu, on_gpu, swap_experts
 from kvrelay.engine.models.general.linears import swap, watching
 from kvrelay.engine.models.general.mxfp4 import dequantize_stored
 from kvrelay.engine.models.general.norms import swap_norms
@@ -222,7 +222,7 @@ def build_general_runner(
         if team is None or lay_out is None or options.quantization == "dense":
             dequantize_stored(model, TORCH_DTYPES[run_dtype])
         else:
-            swapped = swap_experts(model, team, lay_out)
+            swapped = swap_experts(model, on_cpu(team, lay_out))
     layers: tuple[LayerCache, ...] | None
     try:
         layers = observe(model, place.group)
@@ -254,11 +254,14 @@ def build_general_runner(
         head = quantizing(HEAD.get(options.quantization), lay_out)
         own = part_of(config.vocab_size, place.group.size, place.group.place)
         swapped += swap(model, uses, linear, head, (config.vocab_size, len(own)))
-        swapped += swap_experts(model, team, linear)
+        swapped += swap_experts(model, on_cpu(team, linear))
         # torch's threads spin for a while after each call, which would take the cores from the kernels' own threads.
         threads = 1 if swapped > 0.4 * total else threads
         if options.quantization != "none":
             prompts = prompts_of_all()
+    elif device.type == "cuda" and options.quantization in LAYERS:
+        swap_experts(model, on_gpu(LAYERS[options.quantization], TORCH_DTYPES[run_dtype], device))
+        prompts = prompts_of_all()
     torch.set_num_threads(threads)
     kv_dtype = run_dtype if options.kv_dtype == "auto" else options.kv_dtype
 

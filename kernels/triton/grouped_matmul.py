@@ -15,23 +15,26 @@ pairs, and with many, keep all of them busy. Limit: in a decode step the reading
 once for BLOCK_M pairs; with many rows the products.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor, dtype
 
-from kvrelay.kernels.codes import CodeType
+from kvrelay.kernels.codes import CodedWeight, CodeType
 from kvrelay.kernels.triton.checks import check_tensor
 from kvrelay.kernels.triton.launch import Repeat, launch
 from kvrelay.kernels.triton.quant_decode import e4m3
 from kvrelay.kernels.triton.quant_gemv import QuantizedWeight, check_weight
+from kvrelay.kernels.triton.quant_linear import quantized
 
 BLOCK_N = 128
 FEW, MANY = 16, 64
 """Pairs of a tile where experts have few pairs on average, and where they have many."""
 DENSE = "DENSE"
+INTERPRETED_PROGRAMS = 8
 
 
 @triton.jit
@@ -225,3 +228,52 @@ class GroupedMatmul:
         )
         self._known[key] = made.repeating("x", "source", "begins", "tiles", "y")
         return y
+
+
+class GroupedExperts:
+    """Calls a layer of experts: `run(x, chosen, shares)`, as `reference.experts`."""
+
+    def __init__(
+        self,
+        up: GroupedMatmul,
+        gate: Callable[[Tensor], Tensor],
+        down: GroupedMatmul,
+        experts: int,
+        norm: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """
+        Args:
+            gate: the operation between the products, [P, outputs] -> [P, inputs of the second product].
+            norm: an operation on the second product's results [P, hidden], before they are added up.
+        """
+        self._up, self._gate, self._down, self._experts, self._norm = up, gate, down, experts, norm
+
+    def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """[T, hidden] of x [T, hidden], chosen [T, top] and shares [T, top]."""
+        pairs = Pairs.of(chosen, self._experts)
+        inner = self._gate(self._up(x.contiguous(), pairs, gathered=False))
+        parts = self._down(inner.contiguous(), pairs, gathered=True)
+        if self._norm is not None:
+            parts = self._norm(parts)
+        of_rows = parts[pairs.places].float() * shares[:, :, None].float()
+        named = (chosen < self._experts)[:, :, None]
+        # What isn't written of pairs without an expert may be NaN.
+        return torch.where(named, of_rows, 0.0).sum(1).to(x.dtype)
+
+
+def grouped_matmul(
+    weight: CodedWeight | Tensor, bias: Tensor | None, experts: int, kind: dtype, device: torch.device
+) -> GroupedMatmul:
+    """A product with the weights of all experts on a device, for x of type `kind`. Codes that no kernel reads become
+    dense weights."""
+    programs = INTERPRETED_PROGRAMS
+    if device.type == "cuda":
+        programs = torch.cuda.get_device_properties(device).multi_processor_count
+    offset = None if bias is None else bias.to(device, kind)
+    found = quantized(weight, kind) if isinstance(weight, CodedWeight) else None
+    if found is not None:
+        zero = None if found.zero is None else found.zero.to(device)
+        placed = replace(found, q=found.q.to(device), scale=found.scale.to(device), zero=zero)
+        return GroupedMatmul(placed, offset, experts, programs)
+    dense = weight.dequantize() if isinstance(weight, CodedWeight) else weight
+    return GroupedMatmul(dense.to(device, kind).contiguous(), offset, experts, programs)

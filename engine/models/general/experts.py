@@ -7,6 +7,8 @@ of their products.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 
 from kvrelay.engine.models.fast.loader import MakeLinear
 from kvrelay.engine.models.general.mxfp4 import STORED, StoredExperts
+from kvrelay.engine.quant.schemes import Quantize
 from kvrelay.kernels import reference
 from kvrelay.kernels.codes import CodedWeight
 from kvrelay.kernels.cpu.experts import ExpertsCall, ExpertsCalls, Gate, PackedExperts, laid_out
@@ -25,9 +28,10 @@ from kvrelay.kernels.cpu.program import Team
 NAME = "kvrelay"
 """Name of the implementation with transformers."""
 ATTRIBUTE = "_kvrelay_experts"
-"""Attribute of a module: the `ExpertsCall` that computes it."""
+"""Attribute of a module: the `Call` that computes it."""
 LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate", "num_experts", "down_proj")
 """Attributes that a module of transformers' interface has."""
+Operation = Callable[[Tensor], Tensor]
 EXACT = 1e-5
 """Largest difference of two gates that compute the same, relative to the largest number."""
 
@@ -39,54 +43,121 @@ def experts_of(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def swap_experts(model: PreTrainedModel, team: Team, linear: MakeLinear) -> int:
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What makes up one layer of experts."""
+
+    experts: int
+    up: Tensor | CodedWeight
+    """[experts * outputs, hidden] all experts' first weights, one below the other."""
+    down: Tensor | CodedWeight
+    """[experts * hidden, inner] their second ones."""
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    gated: bool
+    interleaved: bool
+    """Whether each gate is followed by its up; else gates come first."""
+    operation: Operation
+    """The module's operation between the products."""
+    gates: tuple[tuple[Gate, Operation], ...]
+    """The kernels' gates that this may be, and their definitions."""
+    norm: Operation | None
+    """The module's norm of what its products give."""
+
+
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Computes a layer's result [T, hidden] of its input [T, hidden], and [T, top] numbers and shares of the experts."""
+MakeCall = Callable[[Layer], Call]
+
+
+def swap_experts(model: PreTrainedModel, make: MakeCall) -> int:
     """Swaps all layers of experts; their weights are freed.
 
     Args:
-        linear: lays out a weight.
+        make: makes the call that computes a layer.
 
     Returns:
         The bytes of the weights that were swapped.
     """
-    calls, swapped = ExpertsCalls(team), 0
+    swapped = 0
     for module in list(experts_of(model)):
-        before = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
-        call = _call_of(module, team, calls, linear)
-        if call is None:
+        layer = _layer_of(module)
+        if layer is None:
             continue
-        module.__dict__[ATTRIBUTE] = call
+        module.__dict__[ATTRIBUTE] = make(layer)
         module.__dict__.pop(STORED, None)
-        for name in [name for name, _ in module.named_parameters(recurse=False)]:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            swapped += parameter.nbytes
             setattr(module, name, None)
-        swapped += before
         config: Any = module.config
         if isinstance(config, PreTrainedConfig):
             config._experts_implementation = NAME  # noqa: SLF001  # `set_experts_implementation` refuses what isn't known
     return swapped
 
 
-def _call_of(module: Any, team: Team, calls: ExpertsCalls, linear: MakeLinear) -> ExpertsCall | None:
-    """The call that computes a module; None if its weights aren't as the interface says."""
+def on_cpu(team: Team, linear: MakeLinear) -> MakeCall:
+    """Makes calls of the native kernels, whose layers share buffers.
+
+    Args:
+        linear: lays out a weight for `team`.
+    """
+    calls = ExpertsCalls(team)
+
+    def make(layer: Layer) -> Call:
+        gate = _gate(layer)
+        halves, interleaved = (2 if layer.gated else 1, layer.interleaved) if gate is not None else (1, False)
+        first = partial(laid_out, experts=layer.experts, halves=halves, interleaved=interleaved)
+        second = partial(laid_out, experts=layer.experts)
+        up, down = (
+            linear(order(weight), None if bias is None else order(bias))
+            for order, weight, bias in ((first, layer.up, layer.up_bias), (second, layer.down, layer.down_bias))
+        )
+        if not isinstance(up, PackedLinear) or not isinstance(down, PackedLinear):
+            raise TypeError(f"weights are {type(up).__name__}; allowed: PackedLinear")
+        packed = PackedExperts(team, up, down, layer.experts, gate or Gate(Epilogue.STORE))
+        return ExpertsCall(calls, packed, layer.operation if gate is None else None, layer.norm)
+
+    return make
+
+
+def on_gpu(quantize: Quantize, dtype: torch.dtype, device: torch.device) -> MakeCall:
+    """Makes calls of the Triton kernels with quantized weights, for layers that compute in `dtype`."""
+    # Imported here because it needs Triton, which doesn't exist for every platform.
+    from kvrelay.kernels.triton.grouped_matmul import GroupedExperts, grouped_matmul
+
+    def make(layer: Layer) -> Call:
+        up, down = (
+            grouped_matmul(
+                weight if isinstance(weight, CodedWeight) else quantize(weight), bias, layer.experts, dtype, device
+            )
+            for weight, bias in ((layer.up, layer.up_bias), (layer.down, layer.down_bias))
+        )
+        return GroupedExperts(up, layer.operation, down, layer.experts, layer.norm)
+
+    return make
+
+
+def _layer_of(module: Any) -> Layer | None:
+    """What makes up a module; None if its weights aren't as the interface says."""
     gated, experts = bool(module.has_gate), int(module.num_experts)
     first, second = ("gate_up_proj" if gated else "up_proj"), "down_proj"
-    weights = _weight(module, first), _weight(module, second)
-    if weights[0] is None or weights[1] is None:
+    up, down = _weight(module, first), _weight(module, second)
+    if up is None or down is None:
         return None
-    outputs = len(weights[0].codes if isinstance(weights[0], CodedWeight) else weights[0]) // experts
-    gate, between = _gate(module, outputs)
-    apart = gated and not module.is_concatenated
-    packed = []
-    for number, name in enumerate((first, second)):
-        halves, interleaved = (2 if gated and between is None else 1, apart) if number == 0 else (1, False)
-        bias = getattr(module, f"{name}_bias").detach().flatten() if module.has_bias else None
-        offsets = None if bias is None else laid_out(bias, experts, halves=halves, interleaved=interleaved)
-        weight = weights[number]
-        packed.append(linear(laid_out(weight, experts, halves=halves, interleaved=interleaved), offsets))
-    up, down = packed
-    if not isinstance(up, PackedLinear) or not isinstance(down, PackedLinear):
-        return None
-    norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
-    return ExpertsCall(calls, PackedExperts(team, up, down, experts, gate), between, norm)
+    biases = [
+        getattr(module, f"{name}_bias").detach().flatten() if module.has_bias else None for name in (first, second)
+    ]
+    return Layer(
+        experts,
+        up,
+        down,
+        *biases,
+        gated,
+        gated and not module.is_concatenated,
+        module._apply_gate if gated else module.act_fn,  # noqa: SLF001  # the interface's name for it
+        tuple(_gates(module)),
+        module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None,
+    )
 
 
 def _weight(module: Any, name: str) -> Tensor | CodedWeight | None:
@@ -101,38 +172,23 @@ def _weight(module: Any, name: str) -> Tensor | CodedWeight | None:
     return (weight.transpose(1, 2) if module.is_transposed else weight).flatten(0, 1)
 
 
-def _gate(module: Any, outputs: int) -> tuple[Gate, Callable[[Tensor], Tensor] | None]:
-    """The kernels' gate that computes what the module does between its products, or STORE and the module's own.
-
-    Args:
-        outputs: of an expert's first product.
-    """
-
-    def own(numbers: Tensor) -> Tensor:
-        found: Tensor
-        if not module.has_gate:
-            found = module.act_fn(numbers)
-        elif module.is_concatenated:
-            found = module._apply_gate(numbers)  # noqa: SLF001  # the interface's name for it
-        else:
-            halves = numbers.unflatten(-1, (2, -1))
-            found = module._apply_gate(halves.transpose(-1, -2).flatten(-2))  # noqa: SLF001
-        return found
-
-    generator = torch.Generator().manual_seed(0)
-    given = 4 * torch.randn((8, outputs), generator=generator)
+def _gate(layer: Layer) -> Gate | None:
+    """The kernels' gate that computes what the module does between its products; None if there is none."""
+    outputs = len(layer.up.codes if isinstance(layer.up, CodedWeight) else layer.up) // layer.experts
+    given = 4 * torch.randn((8, outputs), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        expected = own(given)
-    for gate, compute in _gates(module):
-        found = compute(given)
-        bound = EXACT * max(1.0, float(expected.abs().max()))
-        if found.shape == expected.shape and float((found - expected).abs().max()) <= bound:
-            return gate, None
-    return Gate(Epilogue.STORE), own
+        expected = layer.operation(given)
+        ordered = torch.cat((given[:, ::2], given[:, 1::2]), 1) if layer.interleaved else given
+        for gate, compute in layer.gates:
+            found = compute(ordered)
+            bound = EXACT * max(1.0, float(expected.abs().max()))
+            if found.shape == expected.shape and float((found - expected).abs().max()) <= bound:
+                return gate
+    return None
 
 
-def _gates(module: Any) -> Iterator[tuple[Gate, Callable[[Tensor], Tensor]]]:
-    """The kernels' gates that a module's operation may be, and their definitions."""
+def _gates(module: Any) -> Iterator[tuple[Gate, Operation]]:
+    """The kernels' gates that a module's operation may be, and their definitions, which take gates before ups."""
     if not module.has_gate:
         yield Gate(Epilogue.RELU_SQUARED), lambda numbers: numbers.relu().square()
         yield Gate(Epilogue.GELU), reference.gelu
@@ -152,7 +208,7 @@ def _gates(module: Any) -> Iterator[tuple[Gate, Callable[[Tensor], Tensor]]]:
 
 def _forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """An implementation of experts; see `ExpertsInterface`."""
-    call: ExpertsCall | None = self.__dict__.get(ATTRIBUTE)
+    call: Call | None = self.__dict__.get(ATTRIBUTE)
     if call is None:
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     return call(hidden_states, top_k_index, top_k_weights)

@@ -402,11 +402,14 @@ def _glm4_moe(fields: Fields, layers: int) -> Traits:
         top_groups=top_groups,
     )
     width = _width(fields, "moe_intermediate_size")
+    dense_layers = min(layers, fields.integer("first_k_dense_replace", default=1, minimum=0))
+    if dense_layers:
+        _width(fields, "intermediate_size")
     experts = ExpertsTraits(
         routing,
         width,
         bias="mlp.gate.e_score_correction_bias",
-        dense_layers=min(layers, fields.integer("first_k_dense_replace", default=1, minimum=0)),
+        dense_layers=dense_layers,
         shared=width * fields.integer("n_shared_experts", default=1),
     )
     bias = fields.boolean("attention_bias", False)
