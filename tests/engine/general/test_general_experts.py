@@ -120,4 +120,4 @@ def test_quantized_experts_on_a_gpu(name: str, quantization: Quantization, team:
     for own, other in zip(experts_of(model), experts_of(on_gpus), strict=True):
         x, chosen, shares = (each.to(DEVICE) for each in given)
         expected = own(*given)
-        assert (other(x.half(), chosen, shares).cpu().float() - expected).norm() <= 2e-2 * expected.norm()
+        assert (other(x.half(), chosen, shares).cpu().float() - expected).norm() <= 4e-2 * expected.norm()
