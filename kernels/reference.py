@@ -208,7 +208,7 @@ def route(
     scores = {"softmax": numbers.softmax(1), "sigmoid": numbers.sigmoid()}.get(scoring, numbers)
     choice = scores if bias is None else scores + bias.float()
     if groups > 1:
-        grouped = choice.unflatten(1, (groups, -1))
+        grouped = choice.view(len(choice), groups, -1)
         best = grouped.topk(group_best, 2).values.sum(2).topk(top_groups, 1).indices
         kept = torch.zeros(len(choice), groups, dtype=torch.bool, device=choice.device).scatter_(1, best, True)
         choice = grouped.masked_fill(~kept[:, :, None], -torch.inf).flatten(1)

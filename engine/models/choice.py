@@ -54,8 +54,7 @@ def _unfit(model: ModelConfig, options: EngineConfig, dtype: Dtype) -> str:
         return "its experts are divided over several ranks"
     if options.device == "cuda":
         return "its experts run on a GPU"
-    # Of float16, and of KV in fp8, the native kernels compute nothing.
-    if dtype == "float16" or options.kv_dtype == "fp8" or library() is None:
+    if dtype == "float16" or library() is None:
         return "its experts need the native CPU kernels"
     return ""
 

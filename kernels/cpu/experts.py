@@ -5,7 +5,7 @@ they compute.
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -156,12 +156,14 @@ class PackedExperts:
 
     @property
     def workspace_bytes(self) -> int:
-        return max(self.up.workspace_bytes, self.down.workspace_bytes)
+        size: int = max(self.up.workspace_bytes, self.down.workspace_bytes)
+        return size
 
     @property
     def nbytes(self) -> int:
         """Bytes of all experts' weights."""
-        return self.up.nbytes + self.down.nbytes
+        size: int = self.up.nbytes + self.down.nbytes
+        return size
 
     def sort_step(self, rows: int, top: int, pairs: Pairs) -> Step:
         """The kernel that puts pairs in the order of their experts."""
@@ -321,10 +323,21 @@ class ExpertsCall:
 
 OUTPUTS = 16
 """Divisor of an expert's outputs, and of each half of gated ones: blocks of outputs are of one expert."""
-Rows = TypeVar("Rows", Tensor, CodedWeight)
 
 
-def laid_out(weight: Rows, experts: int, *, halves: int = 1, interleaved: bool = False) -> Rows:
+@overload
+def laid_out(weight: Tensor, experts: int, *, halves: int = 1, interleaved: bool = False) -> Tensor: ...
+
+
+@overload
+def laid_out(
+    weight: Tensor | CodedWeight, experts: int, *, halves: int = 1, interleaved: bool = False
+) -> Tensor | CodedWeight: ...
+
+
+def laid_out(
+    weight: Tensor | CodedWeight, experts: int, *, halves: int = 1, interleaved: bool = False
+) -> Tensor | CodedWeight:
     """All experts' weights or biases as `PackedExperts` takes them: zeros stand behind an expert's outputs, or behind
     each half of them, so that OUTPUTS divides them.
 

@@ -163,6 +163,8 @@ class GroupedMatmul:
         shape = (int(weight.shape[0]), int(weight.shape[1]))
         if shape[0] % experts:
             raise ValueError(f"weight has {shape[0]} outputs; allowed: a multiple of {experts}, the number of experts")
+        self._scale: Tensor | None = None
+        self._zero: Tensor | None = None
         if isinstance(weight, QuantizedWeight):
             check_weight(weight, bias)
             one = weight.type is not CodeType.INT4 and weight.group == shape[1]
@@ -174,7 +176,7 @@ class GroupedMatmul:
         else:
             check_tensor("weight", weight, shape, weight, weight.dtype)
             self._group, self._step, self._format = 0, 64, DENSE
-            self._w, self._scale, self._zero = weight, None, None
+            self._w = weight
         self._bias, self._experts, self._programs = bias, experts, programs
         self._outputs, self._inputs = shape[0] // experts, shape[1]
         self._known: dict[tuple[int, dtype, bool], Repeat] = {}

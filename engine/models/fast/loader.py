@@ -410,10 +410,13 @@ def _layer(files: TensorFiles, slices: Slices, linear: MakeLinear, making: Makin
 
     qk_norm, joint = None, tuple[Norm, ...]()
     if traits.joint_qk_norm:
-        joint = tuple(
-            Norm(files.take(Part(f"{base}.self_attn.{name}_norm.weight", rows)))
+        norms = [
+            files.take(Part(f"{base}.self_attn.{name}_norm.weight", rows))
             for name, rows in (("q", slices.queries), ("k", slices.keys))
-        )
+        ]
+        if order is not None:
+            norms = [norm.view(-1, config.head_dim)[:, order].flatten() for norm in norms]
+        joint = tuple(map(Norm, norms))
     if traits.qk_norm:
         norms = [_norm_weight(files, config, f"{base}.self_attn.{name}_norm.weight") for name in "qk"]
         query, key = norms if order is None else [norm[order] for norm in norms]

@@ -43,7 +43,7 @@ from kvrelay.engine.attention.base import Attention
 from kvrelay.engine.attention.native import NativeAttention
 from kvrelay.engine.models.fast.decoder import NO_TAPS, Layer, Norm, Taps, Weights, tap
 from kvrelay.engine.models.reading.config import ModelConfig
-from kvrelay.engine.models.reading.families import ExpertsTraits
+from kvrelay.engine.models.reading.experts import ExpertsTraits
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.ranks.collective import ALONE, Place
 from kvrelay.engine.ranks.shared import SharedMemoryCollective

@@ -24,6 +24,7 @@ from kvrelay.kernels.codes import CodedWeight
 from kvrelay.kernels.cpu.experts import ExpertsCall, ExpertsCalls, Gate, PackedExperts, laid_out
 from kvrelay.kernels.cpu.packed import Epilogue, PackedLinear
 from kvrelay.kernels.cpu.program import Team
+from kvrelay.kernels.ops import Linear
 
 NAME = "kvrelay"
 """Name of the implementation with transformers."""
@@ -106,16 +107,18 @@ def on_cpu(team: Team, linear: MakeLinear) -> MakeCall:
     def make(layer: Layer) -> Call:
         gate = _gate(layer)
         halves, interleaved = (2 if layer.gated else 1, layer.interleaved) if gate is not None else (1, False)
-        first = partial(laid_out, experts=layer.experts, halves=halves, interleaved=interleaved)
-        second = partial(laid_out, experts=layer.experts)
-        up, down = (
-            linear(order(weight), None if bias is None else order(bias))
-            for order, weight, bias in ((first, layer.up, layer.up_bias), (second, layer.down, layer.down_bias))
-        )
+
+        def packed(weight: Tensor | CodedWeight, bias: Tensor | None, halves: int, interleaved: bool) -> Linear:
+            order = {"halves": halves, "interleaved": interleaved}
+            offsets = None if bias is None else laid_out(bias, layer.experts, **order)
+            return linear(laid_out(weight, layer.experts, **order), offsets)
+
+        up = packed(layer.up, layer.up_bias, halves, interleaved)
+        down = packed(layer.down, layer.down_bias, 1, False)
         if not isinstance(up, PackedLinear) or not isinstance(down, PackedLinear):
             raise TypeError(f"weights are {type(up).__name__}; allowed: PackedLinear")
-        packed = PackedExperts(team, up, down, layer.experts, gate or Gate(Epilogue.STORE))
-        return ExpertsCall(calls, packed, layer.operation if gate is None else None, layer.norm)
+        made = PackedExperts(team, up, down, layer.experts, gate or Gate(Epilogue.STORE))
+        return ExpertsCall(calls, made, layer.operation if gate is None else None, layer.norm)
 
     return make
 
@@ -144,14 +147,15 @@ def _layer_of(module: Any) -> Layer | None:
     up, down = _weight(module, first), _weight(module, second)
     if up is None or down is None:
         return None
-    biases = [
-        getattr(module, f"{name}_bias").detach().flatten() if module.has_bias else None for name in (first, second)
-    ]
+    names = (first, second) if module.has_bias else ()
+    found: list[Tensor] = [getattr(module, f"{name}_bias").detach().flatten() for name in names]
+    up_bias, down_bias = found or (None, None)
     return Layer(
         experts,
         up,
         down,
-        *biases,
+        up_bias,
+        down_bias,
         gated,
         gated and not module.is_concatenated,
         module._apply_gate if gated else module.act_fn,  # noqa: SLF001  # the interface's name for it
@@ -202,7 +206,7 @@ def _gates(module: Any) -> Iterator[tuple[Gate, Operation]]:
             if isinstance(limit, (int, float)) and isinstance(alpha, (int, float)):
                 yield (
                     Gate(Epilogue.CLAMPED_GATE, float(limit), float(alpha)),
-                    lambda numbers, limit=limit, alpha=alpha: reference.clamped_gate(numbers, limit, alpha),
+                    partial(reference.clamped_gate, limit=limit, alpha=alpha),
                 )
 
 
@@ -210,7 +214,8 @@ def _forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_
     """An implementation of experts; see `ExpertsInterface`."""
     call: Call | None = self.__dict__.get(ATTRIBUTE)
     if call is None:
-        return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+        found: Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+        return found
     return call(hidden_states, top_k_index, top_k_weights)
 
 

@@ -75,8 +75,8 @@ def give_stored(model: nn.Module, checkpoint: Checkpoint) -> None:
     """
     for path, module in model.named_modules():
         if _is_experts(module):
-            experts = int(module.num_experts)  # type: ignore[arg-type]  # transformers' modules have it
-            wanted = (2 * int(module.intermediate_size), int(module.hidden_size))  # type: ignore[arg-type]
+            sizes: Any = module
+            experts, wanted = int(sizes.num_experts), (2 * int(sizes.intermediate_size), int(sizes.hidden_size))
             shapes = {WEIGHTS[0]: wanted, WEIGHTS[1]: (wanted[1], wanted[0] // 2)}
             for name, (outputs, inputs) in shapes.items():
                 _check(checkpoint, f"{path}.{name}", (experts, outputs, inputs // GROUP))
@@ -87,7 +87,9 @@ def dequantize_stored(model: nn.Module, dtype: torch.dtype) -> None:
     """Gives modules of experts their weights as numbers of `dtype`, for devices without kernels for codes."""
     for module in model.modules():
         stored: StoredExperts | None = module.__dict__.pop(STORED, None)
-        for name in WEIGHTS if stored is not None else ():
+        if stored is None:
+            continue
+        for name in WEIGHTS:
             weight: Tensor = getattr(module, name)
             numbers = stored.weight(name).dequantize().to(dtype).unflatten(0, (stored.experts, -1)).transpose(1, 2)
             setattr(module, name, nn.Parameter(numbers.contiguous().to(weight.device), requires_grad=False))

@@ -9,9 +9,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from kvrelay.engine.models.reading.experts import (
+    ExpertsTraits,
+    glm4_moe_experts,
+    minimax_m2_experts,
+    mixtral_experts,
+    qwen3_moe_experts,
+)
 from kvrelay.engine.models.reading.fields import Fields
 from kvrelay.engine.models.reading.positions import ROPE_KINDS, RopeConfig, RopeKind, read_rope, read_scaling
-from kvrelay.kernels.routing import Routing, Scoring
 
 Activation = Literal["silu", "gelu_tanh"]
 ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -28,39 +34,6 @@ class NormNames(NamedTuple):
     mlp_input: str = "post_attention_layernorm"
     mlp: str = ""
     """Norm of the MLP's output, before it is added to the residual."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsTraits:
-    """Experts in the place of an MLP. Names are those of a layer's tensors in the checkpoint."""
-
-    routing: Routing
-    width: int
-    """Numbers between the products of one expert."""
-    module: str = "mlp"
-    """Name of the module that has router and experts."""
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-    bias: str = ""
-    """Name of the numbers that are added to scores to choose experts; empty without them."""
-    dense_layers: int = 0
-    """Number of the first layers, which have an MLP instead."""
-    shared: int = 0
-    """Width of an MLP that computes all rows, and is added to the experts; 0 for none."""
-
-    def in_layer(self, layer: int) -> bool:
-        """Whether the layer of this number has experts."""
-        return layer >= self.dense_layers
-
-    @property
-    def router(self) -> str:
-        """Name of the router."""
-        return f"{self.module}.gate"
-
-    def names(self, *parts: str) -> list[str]:
-        """Names of these products of all experts, those of one expert after the other."""
-        return [f"{self.module}.experts.{each}.{part}" for each in range(self.routing.experts) for part in parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,94 +309,27 @@ def _gemma(fields: Fields, layers: int) -> Traits:
     return Traits((0,) * layers, qkv_bias=bias, output_bias=bias, norm_offset=True, embedding_scale=scale)
 
 
-EXPERT_MULTIPLE = 16
-"""Divisor of the width of an expert and of the rows, as the native kernels need it."""
-
-
-def _routing(fields: Fields, experts: tuple[str, ...], **options: Any) -> Routing:
-    """The routing of a config with the number of experts in one of these fields."""
-    name = next((name for name in experts if fields.get(name) is not None), experts[0])
-    count, top = fields.integer(name), fields.integer("num_experts_per_tok")
-    if top > count:
-        fields.refuse("num_experts_per_tok", f"1 to {name} ({count})")
-    if options.get("groups", 1) > 1 and count % options["groups"]:
-        fields.refuse("n_group", f"a divisor of {name} ({count})")
-    return Routing(count, top, **options)
-
-
-def _width(fields: Fields, name: str) -> int:
-    """Width of an expert.
-
-    Raises:
-        ValueError: the native kernels don't take it; transformers' code does.
-    """
-    for each in (name, "hidden_size"):
-        if fields.integer(each) % EXPERT_MULTIPLE:
-            fields.refuse(each, f"a multiple of {EXPERT_MULTIPLE}, for experts on the fast path")
-    return fields.integer(name)
-
-
 def _qwen3_moe(fields: Fields, layers: int) -> Traits:
-    """Qwen3-MoE: as Qwen3, with experts in all layers."""
-    if fields.integer("decoder_sparse_step", default=1) != 1:
-        fields.refuse("decoder_sparse_step", "1")
-    if fields.get("mlp_only_layers"):
-        fields.refuse("mlp_only_layers", "an empty list")
-    normalized = fields.boolean("norm_topk_prob", False)
-    routing = _routing(fields, ("num_local_experts", "num_experts"), normalized=normalized)
-    experts = ExpertsTraits(routing, _width(fields, "moe_intermediate_size"))
+    """Qwen3-MoE: as Qwen3, with experts in all layers, and a window on all if asked for."""
     bias = fields.boolean("attention_bias", False)
     windows = same_windows(fields, layers) if fields.boolean("use_sliding_window", False) else (0,) * layers
-    return Traits(windows, qkv_bias=bias, output_bias=bias, qk_norm=True, experts=experts)
+    return Traits(windows, qkv_bias=bias, output_bias=bias, qk_norm=True, experts=qwen3_moe_experts(fields))
 
 
 def _mixtral(fields: Fields, layers: int) -> Traits:
     """Mixtral: as Mistral, with experts in all layers."""
-    routing = _routing(fields, ("num_local_experts",))
-    width = _width(fields, "intermediate_size")
-    experts = ExpertsTraits(routing, width, "block_sparse_moe", "w1", "w3", "w2")
-    return Traits(same_windows(fields, layers), experts=experts)
+    return Traits(same_windows(fields, layers), experts=mixtral_experts(fields))
 
 
 def _glm4_moe(fields: Fields, layers: int) -> Traits:
-    """GLM-4.5 to 4.7: a part of each head is rotated; the first layers have an MLP, the others one beside experts."""
-    groups = fields.integer("n_group", default=1)
-    top_groups = fields.integer("topk_group", default=1)
-    if top_groups > groups:
-        fields.refuse("topk_group", f"1 to n_group ({groups})")
-    routing = _routing(
-        fields,
-        ("n_routed_experts",),
-        scoring=Scoring.SIGMOID,
-        normalized=fields.boolean("norm_topk_prob", True),
-        least=1e-20,
-        scale=fields.number("routed_scaling_factor", default=1.0),
-        groups=groups,
-        top_groups=top_groups,
-    )
-    width = _width(fields, "moe_intermediate_size")
-    dense_layers = min(layers, fields.integer("first_k_dense_replace", default=1, minimum=0))
-    if dense_layers:
-        _width(fields, "intermediate_size")
-    experts = ExpertsTraits(
-        routing,
-        width,
-        bias="mlp.gate.e_score_correction_bias",
-        dense_layers=dense_layers,
-        shared=width * fields.integer("n_shared_experts", default=1),
-    )
-    bias = fields.boolean("attention_bias", False)
-    return Traits((0,) * layers, qkv_bias=bias, qk_norm=fields.boolean("use_qk_norm", False), experts=experts)
+    """GLM-4.5 to 4.7: a part of each head is rotated; experts in all layers but the first ones."""
+    bias, qk_norm = fields.boolean("attention_bias", False), fields.boolean("use_qk_norm", False)
+    return Traits((0,) * layers, qkv_bias=bias, qk_norm=qk_norm, experts=glm4_moe_experts(fields, layers))
 
 
 def _minimax_m2(fields: Fields, layers: int) -> Traits:
     """MiniMax-M2: norms of all queries and of all keys, a part of each head is rotated, experts in all layers."""
-    routing = _routing(fields, ("num_local_experts",), scoring=Scoring.SIGMOID)
-    name = "block_sparse_moe"
-    experts = ExpertsTraits(
-        routing, _width(fields, "intermediate_size"), name, "w1", "w3", "w2", bias=f"{name}.e_score_correction_bias"
-    )
-    return Traits((0,) * layers, joint_qk_norm=True, experts=experts)
+    return Traits((0,) * layers, joint_qk_norm=True, experts=minimax_m2_experts(fields))
 
 
 def _rotary_dim_ropes(fields: Fields, head_dim: int) -> tuple[RopeConfig, RopeConfig]:

@@ -69,7 +69,6 @@ def test_where_they_run_on_own_code(model_of: Callable[..., Path], family: str) 
     elsewhere: dict[str, dict[str, Any]] = {
         "its experts are divided over several ranks": {"tensor_parallel": 2},
         "its experts run on a GPU": {"device": "cuda"},
-        "its experts need the native CPU kernels": {"kv_dtype": "fp8"},
     }
     for reason, fields in elsewhere.items():
         options = dataclasses.replace(CPU, **fields)
@@ -77,6 +76,8 @@ def test_where_they_run_on_own_code(model_of: Callable[..., Path], family: str) 
         with pytest.raises(ValueError, match=f"model_path is 'fast'; allowed: auto, general, because {reason}"):
             is_fast(folder, "fast", options)
     assert not is_fast(folder, "auto", CPU, "float16")
+    with pytest.raises(ValueError, match="because its experts need the native CPU kernels"):
+        is_fast(folder, "fast", CPU, "float16")
 
 
 @pytest.mark.parametrize(
