@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvrelay.engine.config import Quantization
 from kvrelay.engine.models.general.experts import ATTRIBUTE, experts_of, on_cpu, on_gpu, swap_experts
@@ -16,7 +16,7 @@ from kvrelay.kernels.cpu.library import library
 from kvrelay.kernels.cpu.packed import Epilogue, packer
 from kvrelay.kernels.cpu.program import Team
 from kvrelay.kernels.ops import Linear
-from support.tiny_models import classes, tiny_model
+from support.tiny_models import classes, tiny_config, tiny_model
 
 GATES = {
     "Qwen3MoeForCausalLM": Epilogue.SILU_MUL,
@@ -32,6 +32,7 @@ GATES = {
 QUANTIZED: dict[Quantization, float] = {"int8": 1e-3, "int4": 5e-2, "w8a8": 3e-2, "fp8": 2e-2}
 """Largest norm of a layer's difference relative to its result's: int4 and w8a8 round inputs to 8 bits."""
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+LEAST_CLASSES = 50
 TOKENS = torch.arange(3, 40)[None]
 
 
@@ -73,6 +74,23 @@ def test_logits_are_those_of_transformers(name: str, team: Team) -> None:
     assert swap_experts(model, on_cpu(team, packer(team))) == held > 0
     assert set(gates(model)) == {GATES[name]}
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.more
+@pytest.mark.timeout(600)
+def test_all_classes_of_the_interface(team: Team) -> None:
+    compared = 0
+    for name, model_type in classes().items():
+        with torch.device("meta"):
+            if next(experts_of(AutoModelForCausalLM.from_config(tiny_config(model_type))), None) is None:
+                continue
+        model = tiny_model(model_type)
+        expected = logits(model)
+        swap_experts(model, on_cpu(team, packer(team)))
+        assert all(ATTRIBUTE in module.__dict__ for module in experts_of(model)), name
+        torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3, msg=name)
+        compared += 1
+    assert compared >= LEAST_CLASSES
 
 
 @pytest.mark.parametrize("quantization", QUANTIZED)
