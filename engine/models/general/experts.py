@@ -109,9 +109,9 @@ def on_cpu(team: Team, linear: MakeLinear) -> MakeCall:
         halves, interleaved = (2 if layer.gated else 1, layer.interleaved) if gate is not None else (1, False)
 
         def packed(weight: Tensor | CodedWeight, bias: Tensor | None, halves: int, interleaved: bool) -> Linear:
-            order = {"halves": halves, "interleaved": interleaved}
-            offsets = None if bias is None else laid_out(bias, layer.experts, **order)
-            return linear(laid_out(weight, layer.experts, **order), offsets)
+            experts = layer.experts
+            offsets = None if bias is None else laid_out(bias, experts, halves=halves, interleaved=interleaved)
+            return linear(laid_out(weight, experts, halves=halves, interleaved=interleaved), offsets)
 
         up = packed(layer.up, layer.up_bias, halves, interleaved)
         down = packed(layer.down, layer.down_bias, 1, False)

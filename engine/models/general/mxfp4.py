@@ -91,8 +91,9 @@ def dequantize_stored(model: nn.Module, dtype: torch.dtype) -> None:
             continue
         for name in WEIGHTS:
             weight: Tensor = getattr(module, name)
-            numbers = stored.weight(name).dequantize().to(dtype).unflatten(0, (stored.experts, -1)).transpose(1, 2)
-            setattr(module, name, nn.Parameter(numbers.contiguous().to(weight.device), requires_grad=False))
+            numbers = stored.weight(name).dequantize().to(dtype)
+            numbers = numbers.view(stored.experts, -1, numbers.shape[1]).transpose(1, 2).contiguous()
+            setattr(module, name, nn.Parameter(numbers.to(weight.device), requires_grad=False))
 
 
 def _is_experts(module: nn.Module) -> bool:
