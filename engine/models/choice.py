@@ -10,12 +10,12 @@ from kvrelay.kernels.cpu.library import library
 from kvrelay.machine.options import require
 
 
-def is_fast(folder: Path, path: ModelPath, options: EngineConfig | None = None, dtype: Dtype = "auto") -> bool:
+def is_fast(folder: Path, path: ModelPath, options: EngineConfig | None = None, dtype: Dtype | None = None) -> bool:
     """Whether kvrelay's own code runs the model in `folder`, rather than that of transformers.
 
     Args:
         options: of a worker, with its device; None where only the model counts.
-        dtype: of a worker.
+        dtype: of a worker on this machine, whose kernels count then; None where another one may run it.
 
     Raises:
         ValueError: the model's config can't be read, or `path` is fast and such a worker can't run it so.
@@ -43,18 +43,18 @@ def is_fast(folder: Path, path: ModelPath, options: EngineConfig | None = None, 
     return options is None or not _unfit(model, options, dtype)
 
 
-def _unfit(model: ModelConfig, options: EngineConfig, dtype: Dtype) -> str:
+def _unfit(model: ModelConfig, options: EngineConfig, dtype: Dtype | None) -> str:
     """The reason why such a worker can't run a model of one of kvrelay's families by kvrelay's own code; empty if it
     can."""
     if model.traits.experts is None:
         return ""
     if model.stored is not None and model.stored.layout == "gguf":
         return "its experts are in a GGUF file"
-    if options.degree != ONE:
-        return "its experts are divided over several ranks"
+    if options.expert_parallel > 1:
+        return "whole experts are divided over ranks"
     if options.device == "cuda":
         return "its experts run on a GPU"
-    if dtype == "float16" or library() is None:
+    if dtype == "float16" or (dtype is not None and library() is None):
         return "its experts need the native CPU kernels"
     return ""
 

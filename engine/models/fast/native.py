@@ -377,12 +377,14 @@ class NativeDecoder:
         if experts.shared:
             self._shared_inner = _buffer(Arena(), capacity, experts.shared)
 
-    def _experts(self, layer: Layer, router: Linear) -> list[Step]:
-        """The kernels of a layer's router and experts."""
+    def _experts(self, layer: Layer, router: Linear) -> list[Step | _Sum]:
+        """The kernels of a layer's router and experts. Ranks have a part of each expert's width."""
         experts = self.config.traits.experts
         if experts is None or layer.mlp_norm is None:
             raise ValueError("a layer has a router, and the model no experts, or no norm before them")
         routing, rows, pairs, normed = experts.routing, ctypes.addressof(self._rows), self._pairs, self._normed
+        several = self._group.size > 1
+        out = self._update if several else self._residual
         packed = PackedExperts(
             self._team, _packed(layer.gate_up), _packed(layer.down), routing.experts, Gate(self._activation)
         )
@@ -393,15 +395,15 @@ class NativeDecoder:
             packed.sort_step(rows, routing.top, pairs),
             packed.up_step(normed, pairs),
             packed.down_step(pairs),
-            packed.combine_step(rows, routing.top, self._residual, pairs, add=True),
+            packed.combine_step(rows, routing.top, out, pairs, add=not several),
         ]
         if layer.shared_gate_up is not None and layer.shared_down is not None:
             inner = self._shared_inner
             steps += [
                 (LINEAR, self._linear(layer.shared_gate_up, self._activation, normed, inner)),
-                (LINEAR, self._linear(layer.shared_down, Epilogue.ADD, inner, self._residual)),
+                (LINEAR, self._linear(layer.shared_down, Epilogue.ADD, inner, out)),
             ]
-        return steps
+        return [*steps, *self._sum(out, self._residual, add=True)]
 
     def _cut(self, steps: list[Step | _Sum | _Tap]) -> list[tuple[Program, _Sum | _Tap | None]]:
         """Programs, and the pause behind each; none behind the last one."""
