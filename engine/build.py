@@ -72,7 +72,7 @@ def build_engine(
     memory = torch.cuda.mem_get_info()[1] if device == "cuda" else 0
     options = options.on(device, memory)
     check_ranks(folder, options)
-    if not is_fast(folder, options.model_path):
+    if not is_fast(folder, options.model_path, options, dtype):
         return _build_general(folder, dtype, options, on_loaded, ranks)
     build = _builder(options)
     if device == "cuda":
@@ -104,7 +104,7 @@ def build_rank(folder: Path, dtype: Dtype, options: EngineConfig, place: Place) 
     """
     device = device_of(options.device)
     options = options.on(device, torch.cuda.mem_get_info()[1] if device == "cuda" else 0)
-    if not is_fast(folder, options.model_path):
+    if not is_fast(folder, options.model_path, options, dtype):
         return _general_runner(folder, dtype, options, None, place)
     return _builder(options)(folder, dtype, options, None, place=place)
 

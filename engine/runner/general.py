@@ -19,7 +19,9 @@ from kvrelay.engine.models.fast.loader import OnLoaded
 from kvrelay.engine.models.fast.slices import share_hashes
 from kvrelay.engine.models.general.check import Prompts
 from kvrelay.engine.models.general.choose import Choice, Kept, choose
+from kvrelay.engine.models.general.experts import on_cpu, on_gpu, swap_experts
 from kvrelay.engine.models.general.linears import swap, watching
+from kvrelay.engine.models.general.mxfp4 import dequantize_stored
 from kvrelay.engine.models.general.norms import swap_norms
 from kvrelay.engine.models.general.observe import observe
 from kvrelay.engine.models.general.places import LayerCache, Placing, arrange
@@ -29,6 +31,7 @@ from kvrelay.engine.models.general.reading import VERSION, GeneralConfig, load_m
 from kvrelay.engine.models.general.step import Step, UnfitError, Way
 from kvrelay.engine.models.general.store import Store
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
+from kvrelay.engine.models.reading.stored import check_stored
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.quant.schemes import HEAD, LAYERS, quantizing
@@ -206,6 +209,7 @@ def build_general_runner(
     """
     device = torch.device("cuda" if options.device == "cuda" else "cpu")
     config = read_general_config(folder)
+    check_stored(options.quantization, config.stored)
     checkpoint = Checkpoint(folder)
     run_dtype = run_dtype_of(dtype, config, device)
     threads = options.threads or len(os.sched_getaffinity(0))
@@ -217,6 +221,14 @@ def build_general_runner(
     if on_loaded is not None:
         on_loaded(1.0)
     team = _team(run_dtype, threads, device)
+    total, swapped = sum(parameter.nbytes for parameter in model.parameters()), 0
+    lay_out = None if team is None else packer(team)
+    if config.stored is not None:
+        # Before all else, because without them the model can't run.
+        if team is None or lay_out is None or options.quantization == "dense":
+            dequantize_stored(model, TORCH_DTYPES[run_dtype])
+        else:
+            swapped = swap_experts(model, on_cpu(team, lay_out))
     layers: tuple[LayerCache, ...] | None
     try:
         layers = observe(model, place.group)
@@ -243,17 +255,19 @@ def build_general_runner(
     with watching(model) as uses:
         prompts = prompts_of_all()
     swap_norms(model)
-    if team is not None:
-        total = sum(parameter.nbytes for parameter in model.parameters())
-        lay_out = packer(team)
+    if team is not None and lay_out is not None:
         linear = quantizing(LAYERS.get(options.quantization), lay_out)
         head = quantizing(HEAD.get(options.quantization), lay_out)
         own = part_of(config.vocab_size, place.group.size, place.group.place)
-        swapped = swap(model, uses, linear, head, (config.vocab_size, len(own)))
+        swapped += swap(model, uses, linear, head, (config.vocab_size, len(own)))
+        swapped += swap_experts(model, on_cpu(team, linear))
         # torch's threads spin for a while after each call, which would take the cores from the kernels' own threads.
         threads = 1 if swapped > 0.4 * total else threads
         if options.quantization != "none":
             prompts = prompts_of_all()
+    elif device.type == "cuda" and options.quantization in LAYERS:
+        swap_experts(model, on_gpu(LAYERS[options.quantization], TORCH_DTYPES[run_dtype], device))
+        prompts = prompts_of_all()
     torch.set_num_threads(threads)
     kv_dtype = run_dtype if options.kv_dtype == "auto" else options.kv_dtype
 

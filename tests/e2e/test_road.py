@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from kvrelay.client import Client, Completion
-from support.checkpoints import ARCHITECTURES, make_checkpoint
+from support.checkpoints import ARCHITECTURES, WITH_EXPERTS, make_checkpoint
 from support.processes import ProcessCluster, process_cluster, wait_until
 
 BLOCK = 16
@@ -67,7 +67,9 @@ class Road:
 
 @pytest.fixture(
     scope="module",
-    params=[name if name in ONCE else pytest.param(name, marks=pytest.mark.more) for name in ARCHITECTURES],
+    params=[
+        name if name in ONCE else pytest.param(name, marks=pytest.mark.more) for name in (*ARCHITECTURES, *WITH_EXPERTS)
+    ],
 )
 def road(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Road]:
     folder = tmp_path_factory.mktemp(request.param)
