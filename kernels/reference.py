@@ -143,6 +143,33 @@ def paged_attention(
     return torch.einsum("htj,jhd->thd", weights, values).to(query.dtype if precision == torch.float32 else precision)
 
 
+def latent_attention(query: Tensor, latents: Tensor, rotated: Tensor, scale: float) -> Tensor:
+    """Causal attention of the last T tokens of one sequence over its latents, their own included, with the weights of
+    keys and values absorbed into queries and results (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+        out[t, h] = sum_j softmax_j(scale * (query[t, h, :C] . latents[j] + query[t, h, C:] . rotated[j])) latents[j]
+        over the positions j <= J - T + t
+
+    Args:
+        query: [T, H, C + R].
+        latents: [J, C].
+        rotated: [J, R].
+
+    Returns:
+        [T, H, C] in the type of `latents`.
+    """
+    keys = torch.cat((latents, rotated), -1)
+    scores = torch.einsum("thd,jd->htj", query.to(keys.dtype), keys) * scale
+    tokens, context = len(query), len(latents)
+    hidden = torch.ones(tokens, context, dtype=torch.bool, device=query.device).triu(context - tokens + 1)
+    return torch.einsum("htj,jc->thc", scores.masked_fill(hidden, -torch.inf).softmax(-1), latents)
+
+
+def head_products(numbers: Tensor, weight: Tensor) -> Tensor:
+    """`numbers [T, H, K] . weight [H, K, N]` for each head: float32 [T, H, N]."""
+    return torch.einsum("thk,hkn->thn", numbers.float(), weight.float())
+
+
 def token_probabilities(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
     """The distribution that a token is drawn from: float64 [V], from one row of logits [V].
 

@@ -20,6 +20,7 @@ from transformers.masking_utils import causal_mask_function
 
 from kvrelay.engine.models.general.attend import attend
 from kvrelay.engine.models.general.inputs import Inputs
+from kvrelay.engine.models.general.latents import Latents, intercept
 from kvrelay.engine.models.general.native import Call, NativeFlat
 from kvrelay.engine.models.general.observe import cache_argument
 from kvrelay.engine.models.general.places import LayerPlaces
@@ -130,6 +131,10 @@ class FlatWay:
         self.calls: dict[int, Call] = {}
         """How each cache layer was attended to last."""
         self._native: NativeFlat | None = None
+        self._latents: Latents | None = None
+        if any(layer.cache.latent for layer in store.placing.layers):
+            self._latents = Latents(store, team)
+            intercept(model, lambda latents: isinstance(getattr(latents, MARK, None), FlatLayer))
         layers = [
             DummyLayer()
             if layer.keys is None
@@ -148,6 +153,8 @@ class FlatWay:
         self._attended.clear()
         if self._native is not None:
             self._native.plan(step)
+        if self._latents is not None:
+            self._latents.plan(step)
         tokens = host(step.tokens, device)[None]
         cache = {self._argument: self._cache}
         out = self._inputs.call(tokens, positions[None], None, host(wanted, device), cache)
@@ -160,20 +167,37 @@ class FlatWay:
         if self._team is None:
             return False
         self._native = NativeFlat.fitting(self._store, self.calls, self._team)
-        return self._native is not None
+        latents = self._latents is not None and self._latents.use_native()
+        return latents or self._native is not None
 
     def write(self, layer: FlatLayer, keys: Tensor, values: Tensor) -> None:
         """Writes a layer's new keys and values [1, heads, T, dim]."""
         running, places = self._at_work(), layer.places
         if keys.dim() != 4 or keys.shape[0] != 1 or keys.shape[2] != len(running.positions):
             raise UnfitError(f"keys have the shape {list(keys.shape)}")
-        if self._native is not None and self._native.serves(layer.number):
-            return
+        if places.cache.latent or (self._native is not None and self._native.serves(layer.number)):
+            return  # they are written when they are attended to
         for place, numbers in ((places.keys, keys), (places.values, values)):
             if place is not None:
                 if place.track not in running.slots:
                     running.slots[place.track] = self._store.slots(running.step, place.track)
                 self._store.write(place, running.slots[place.track], numbers[0].transpose(0, 1))
+
+    def attend_latents(
+        self,
+        layer: FlatLayer,
+        module: torch.nn.Module,
+        query: Tensor,
+        latents: Tensor,
+        rotated: Tensor,
+        mask: FlatMask,
+        scaling: float,
+    ) -> Tensor:
+        """[1, T, H, Dv]; see `Latents.run`."""
+        self._attended.add(layer.number)
+        if self._latents is None or mask.window != 0:
+            raise UnfitError("latents are seen through another mask than a causal one")
+        return self._latents.run(layer.places, module, query, latents, rotated, scaling)
 
     def attend(
         self,
@@ -249,6 +273,10 @@ def flat_attention(
     if not isinstance(attention_mask, FlatMask):
         raise UnfitError("the mask is changed")
     scaling = query.shape[3] ** -0.5 if scaling is None else float(scaling)
+    if layer.places.cache.latent:
+        if softcap is not None or s_aux is not None:
+            raise UnfitError("latents are attended to with a soft cap or sinks")
+        return layer.way.attend_latents(layer, module, query, key, value, attention_mask, scaling), None
     return layer.way.attend(layer, query, key, value, attention_mask, scaling, softcap, s_aux), None
 
 

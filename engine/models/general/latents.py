@@ -1,0 +1,337 @@
+"""Attention of layers that keep latents: absorbed for a few tokens of a sequence, expanded for many.
+
+transformers' modules have a function `expand_kv` that makes the keys and values of all heads from what is kept. It is a
+linear map, which its results for unit vectors show. Its weights are absorbed into queries and results of short rows, as
+those of decode, which then attend over the latents themselves. The keys and values of a long row's heads are expanded,
+which takes less arithmetic there.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kvrelay.engine.models.general.attend import attend
+from kvrelay.engine.models.general.places import LayerPlaces
+from kvrelay.engine.models.general.step import Step, UnfitError, host
+from kvrelay.engine.models.general.store import Store
+from kvrelay.kernels.cpu.attention import supports
+from kvrelay.kernels.cpu.latent import ATTEND, PRODUCTS, WRITE, LatentAttention
+from kvrelay.kernels.cpu.program import Program, Team
+from kvrelay.kernels.reference import latent_attention
+
+EXPAND = "expand_kv"
+"""Name of the function of transformers' modules: latents [1, 1, T, C] and rotated keys [1, 1, T, R] to keys
+[1, H, T, D] and values [1, H, T, Dv]."""
+Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def intercept(model: nn.Module, keeps: Callable[[Tensor], bool]) -> None:
+    """Has modules leave those latents as they are for which `keeps` is true."""
+    for module in model.modules():
+        if callable(getattr(type(module), EXPAND, None)) and not isinstance(getattr(module, EXPAND), Kept):
+            setattr(module, EXPAND, Kept(getattr(module, EXPAND), keeps))
+
+
+class Kept:
+    """`expand_kv` of a module, but for latents that stay as they are."""
+
+    def __init__(self, expand: Expand, keeps: Callable[[Tensor], bool]) -> None:
+        self.expand, self.keeps = expand, keeps
+
+    def __call__(self, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        return (latents, rotated) if self.keeps(latents) else self.expand(latents, rotated)
+
+
+class Absorbed:
+    """The weights of an `expand_kv`: a head's key of a latent is `keys[h] . latent`, then the rotated key."""
+
+    def __init__(self, expand: Expand, latent: int, rotated: int, like: Tensor) -> None:
+        """
+        Args:
+            latent, rotated: C and R.
+            like: has the type and device of latents.
+
+        Raises:
+            UnfitError: it isn't such a map.
+        """
+        self.expand, self.latent, self.rotated = expand, latent, rotated
+
+        def unit(size: int) -> Tensor:
+            return torch.eye(size, dtype=like.dtype, device=like.device)[None, None]
+
+        def zeros(tokens: int, size: int) -> Tensor:
+            return like.new_zeros((1, 1, tokens, size))
+
+        keys, values = expand(unit(latent), zeros(latent, rotated))
+        turned, nothing = expand(zeros(rotated, latent), unit(rotated))
+        self.heads, self.dim = keys.shape[1], keys.shape[3]
+        self.plain = self.dim - rotated
+        own = unit(rotated).expand(1, self.heads, rotated, rotated)
+        if (
+            self.plain < 1
+            or keys[..., self.plain :].any()
+            or nothing.any()
+            or turned[..., : self.plain].any()
+            or not torch.equal(turned[..., self.plain :], own)
+        ):
+            raise UnfitError("keys aren't products of latents beside the rotated ones")
+        # [H, plain, C] and [H, C, Dv]
+        self.keys = keys[0, :, :, : self.plain].transpose(1, 2).contiguous()
+        self.values = values[0].contiguous()
+        width = self.values.shape[2]
+        saved = 2 * latent + rotated - self.dim - width
+        self.most = latent * (self.plain + width) // saved if saved > 0 else 2**30
+        """Tokens of the longest row for which absorbed attention takes less arithmetic than to expand all its latents,
+        if the row is a part of a long sequence."""
+
+    def absorb(self, queries: Tensor) -> Tensor:
+        """[T, H, C + R] of queries [T, H, D]."""
+        plain, rotated = queries[..., : self.plain], queries[..., self.plain :]
+        return torch.cat((torch.einsum("thd,hdc->thc", plain, self.keys), rotated), -1)
+
+    def release(self, sums: Tensor) -> Tensor:
+        """[T, H, Dv] of weighted sums of latents [T, H, C]."""
+        return torch.einsum("thc,hcv->thv", sums, self.values)
+
+
+class Attending(Protocol):
+    """Writes and attends to latents, absorbed."""
+
+    def plan(self, step: Step) -> None:
+        """Begins a step."""
+        ...
+
+    def run(
+        self, places: LayerPlaces, weights: Absorbed, queries: Tensor, latents: Tensor, rotated: Tensor, scaling: float
+    ) -> Tensor:
+        """[T, H, Dv] of queries [T, H, D], after latents [T, C] and rotated keys [T, R] have been written."""
+        ...
+
+
+class PlainLatents:
+    """Implements `Attending` by torch's operations."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._step: Step | None = None
+
+    def plan(self, step: Step) -> None:
+        """See `Attending.plan`."""
+        self._step = step
+
+    def run(
+        self, places: LayerPlaces, weights: Absorbed, queries: Tensor, latents: Tensor, rotated: Tensor, scaling: float
+    ) -> Tensor:
+        """See `Attending.run`."""
+        step = self._step
+        if step is None or places.keys is None or places.values is None:
+            raise UnfitError("latents are attended to outside of a step")
+        write(self._store, step, places, latents, rotated)
+        absorbed, sums = weights.absorb(queries), []
+        table = step.tables[self._store.groups[places.keys.track]]
+        for row, (first, length, end) in enumerate(zip(step.firsts, step.lengths, step.contexts, strict=True)):
+            held, turned = (
+                self._store.read_range(place, table[row], 0, int(end), torch.float32)[:, 0]
+                for place in (places.keys, places.values)
+            )
+            sums.append(latent_attention(absorbed[first : first + length], held, turned, scaling))
+        return weights.release(torch.cat(sums).to(queries.dtype))
+
+
+class NativeLatents:
+    """Implements `Attending` by the native CPU kernels, for the layers of one pair of tracks."""
+
+    def __init__(self, store: Store, places: LayerPlaces, weights: Absorbed, team: Team) -> None:
+        if places.keys is None or places.values is None:
+            raise UnfitError("latents have no place")
+        self._group, self._team = store.groups[places.keys.track], team
+        pools = [store.pools[place.track].tensor for place in (places.keys, places.values)]
+        self._kernels = LatentAttention(team.library, pools[0], pools[1], weights.heads, team.threads)
+        self._buffers: dict[tuple[str, int, int, int], Tensor] = {}
+        self._programs: dict[tuple[int, int], tuple[int, float, Program]] = {}
+        self._tokens = 0
+
+    @classmethod
+    def fits(cls, store: Store, places: LayerPlaces) -> bool:
+        """Whether the kernels read the pools of a layer."""
+        tracks = [place.track for place in (places.keys, places.values) if place is not None]
+        return store.device.type == "cpu" and all(
+            supports(store.pools[track].tensor.dtype) and store.pools[track].layout.order == "NHD" for track in tracks
+        )
+
+    def plan(self, step: Step) -> None:
+        """See `Attending.plan`."""
+        self._kernels.plan(step.starts, step.lengths, step.tables[self._group])
+        if len(step.tokens) > self._tokens:
+            self._tokens = max(8, 2 * self._tokens, len(step.tokens))
+            self._buffers.clear()
+            self._programs.clear()
+
+    def run(
+        self, places: LayerPlaces, weights: Absorbed, queries: Tensor, latents: Tensor, rotated: Tensor, scaling: float
+    ) -> Tensor:
+        """See `Attending.run`; valid until the next call."""
+        tokens, heads, width = len(queries), weights.heads, weights.values.shape[2]
+        plain = self._buffer("plain", heads, weights.plain)
+        absorbed = self._buffer("absorbed", heads, weights.latent + weights.rotated)
+        out = self._buffer("out", heads, width)
+        own = self._buffer("latents", 1, weights.latent), self._buffer("rotated", 1, weights.rotated)
+        plain[:tokens].copy_(queries[..., : weights.plain])
+        absorbed[:tokens, :, weights.latent :].copy_(queries[..., weights.plain :])
+        own[0][:tokens, 0].copy_(latents)
+        own[1][:tokens, 0].copy_(rotated)
+        key = id(weights), id(places)
+        found = self._programs.get(key)
+        if found is None or found[1] != scaling:
+            sums = self._buffer("sums", heads, weights.latent)
+            keys, values = (0 if place is None else place.layer for place in (places.keys, places.values))
+            program = Program(
+                self._team.library,
+                (WRITE, self._kernels.write(keys, values, own[0], own[1])),
+                (PRODUCTS, self._kernels.products(plain, weights.keys, absorbed)),
+                (ATTEND, self._kernels.attend(keys, values, absorbed, sums, scaling)),
+                (PRODUCTS, self._kernels.products(sums, weights.values, out)),
+            )
+            found = self._programs[key] = tokens, scaling, program
+        self._team.run(found[2])
+        return out[:tokens].to(queries.dtype)
+
+    def _buffer(self, name: str, heads: int, width: int) -> Tensor:
+        """float32 [tokens, heads, width] that is kept."""
+        key = name, self._tokens, heads, width
+        if key not in self._buffers:
+            self._buffers[key] = torch.zeros(self._tokens, heads, width)
+        return self._buffers[key]
+
+
+class Latents:
+    """The layers of a model that keep latents."""
+
+    def __init__(self, store: Store, team: Team | None) -> None:
+        """
+        Args:
+            team: threads of the native kernels, where those may be used.
+        """
+        self._store, self._team = store, team
+        self._weights: dict[int, Absorbed] = {}
+        self._attending: dict[tuple[int, int, int], Attending] = {}
+        self._plain = PlainLatents(store)
+        self._native = False
+        self._step: Step | None = None
+        self._short: Step | None = None
+        self._most = -1
+        self._rows: list[int] = []
+        self._tokens: Tensor | None = None
+
+    def use_native(self) -> bool:
+        """Has the native kernels attend from now on, if there are layers that they can read."""
+        layers = [places for places in self._store.placing.layers if places.cache.latent]
+        self._native = (
+            self._team is not None
+            and bool(layers)
+            and all(NativeLatents.fits(self._store, places) for places in layers)
+        )
+        return self._native
+
+    def plan(self, step: Step) -> None:
+        """Begins a step."""
+        self._step, self._most = step, -1
+
+    def run(
+        self,
+        places: LayerPlaces,
+        module: nn.Module,
+        query: Tensor,
+        latents: Tensor,
+        rotated: Tensor,
+        scaling: float,
+    ) -> Tensor:
+        """[1, T, H, Dv], the step's attention of a layer, whose new numbers it also writes.
+
+        Args:
+            query: [1, H, T, D].
+            latents, rotated: of the step's tokens, [1, 1, T, C] and [1, 1, T, R].
+
+        Raises:
+            UnfitError: the module's keys and values aren't linear in what is kept.
+        """
+        step = self._step
+        if step is None:
+            raise UnfitError("the cache is used outside of a step")
+        weights = self._weights.get(id(module))
+        if weights is None:
+            expand = getattr(module, EXPAND, None)
+            if not isinstance(expand, Kept):
+                raise UnfitError("latents aren't expanded by a function of their own")
+            weights = Absorbed(expand.expand, latents.shape[3], rotated.shape[3], latents)
+            self._weights[id(module)] = weights
+        if query.shape[1] != weights.heads or query.shape[3] != weights.dim:
+            raise UnfitError(f"queries have the shape {list(query.shape)}")
+        self._split(step, weights.most)
+        queries, own, turned = query[0].transpose(0, 1), latents[0, 0], rotated[0, 0]
+        attending = self._attending_of(places, weights)
+        if self._tokens is None:
+            return attending.run(places, weights, queries, own, turned, scaling)[None]
+        write(self._store, step, places, own, turned)
+        out = queries.new_empty((len(queries), weights.heads, weights.values.shape[2]))
+        if self._short is not None:
+            at = self._tokens
+            out[at] = attending.run(places, weights, queries[at], own[at], turned[at], scaling)
+        for row in self._rows:
+            first, length = int(step.firsts[row]), int(step.lengths[row])
+            rows = slice(first, first + length)
+            out[rows] = self._expanded(places, weights, row, queries[rows], scaling)
+        return out[None]
+
+    def _split(self, step: Step, most: int) -> None:
+        """Parts the step's rows into short ones and long ones, once for layers of one shape."""
+        if most == self._most:
+            return
+        self._most = most
+        short = np.flatnonzero(step.lengths <= most)
+        self._rows = np.flatnonzero(step.lengths > most).tolist()
+        self._short = self._tokens = None
+        if self._rows:
+            chosen = np.isin(step.rows_of_tokens, short)
+            self._tokens = host(np.flatnonzero(chosen), self._store.device)
+            self._short = step.part(short) if len(short) else None
+        else:
+            self._short = step
+        self._planned: set[int] = set()
+
+    def _attending_of(self, places: LayerPlaces, weights: Absorbed) -> Attending:
+        attending: Attending = self._plain
+        if self._native and self._team is not None and places.keys is not None and places.values is not None:
+            key = places.keys.track, places.values.track, weights.heads
+            if key not in self._attending:
+                self._attending[key] = NativeLatents(self._store, places, weights, self._team)
+            attending = self._attending[key]
+        if self._short is not None and id(attending) not in self._planned:
+            self._planned.add(id(attending))
+            attending.plan(self._short)
+        return attending
+
+    def _expanded(self, places: LayerPlaces, weights: Absorbed, row: int, queries: Tensor, scaling: float) -> Tensor:
+        """[T, H, Dv] of a row's queries [T, H, D], whose latents have been written."""
+        step = self._step
+        if step is None or places.keys is None or places.values is None:
+            raise UnfitError("latents have no place")
+        table, end = step.tables[self._store.groups[places.keys.track]][row], int(step.contexts[row])
+        latents, rotated = (
+            self._store.read_range(place, table, 0, end, queries.dtype).transpose(0, 1)[None]
+            for place in (places.keys, places.values)
+        )
+        keys, values = weights.expand(latents, rotated)
+        positions = torch.arange(end, device=queries.device)
+        visible = positions[None] <= positions[int(step.starts[row]) :, None]
+        return attend(queries, keys[0].transpose(0, 1), values[0].transpose(0, 1), visible, scaling)
+
+
+def write(store: Store, step: Step, places: LayerPlaces, latents: Tensor, rotated: Tensor) -> None:
+    """Writes a layer's latents [T, C] and rotated keys [T, R]."""
+    for place, numbers in ((places.keys, latents), (places.values, rotated)):
+        if place is not None:
+            store.write(place, store.slots(step, place.track), numbers[:, None])
