@@ -112,11 +112,14 @@ def paged_attention(
     context: int,
     window: int = 0,
     precision: torch.dtype = torch.float32,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the last T tokens of one sequence over its paged KV, their own included.
 
-        out[t, h] = sum_j softmax_j(query[t, h] . key[j, h // G] / sqrt(D)) value[j, h // G],  G = H / Hkv
+        out[t, h] = sum_j softmax_j(cap(query[t, h] . key[j, h // G] / sqrt(D))) value[j, h // G],  G = H / Hkv
         over the positions j of p - window < j <= p, or all j <= p without a window, where p = context - T + t
+        and cap(s) = softcap * tanh(s / softcap), or s without a soft cap
 
     Args:
         query: [T, H, D].
@@ -125,6 +128,8 @@ def paged_attention(
         context: tokens of the sequence that are in the pool.
         window: keys that a query sees, itself included; 0 for all.
         precision: type of the computation.
+        softcap: 0 for none.
+        sinks: [H] scores that take a share of each query's softmax for nothing.
 
     Returns:
         [T, H, D].
@@ -139,7 +144,12 @@ def paged_attention(
     seen = key_positions <= positions
     if window:
         seen &= key_positions > positions - window
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(precision)[:, None, None].expand(-1, tokens, 1)), -1)
+    weights = scores.softmax(-1)[..., :context]
     return torch.einsum("htj,jhd->thd", weights, values).to(query.dtype if precision == torch.float32 else precision)
 
 

@@ -164,9 +164,8 @@ class FlatWay:
 
     def use_native(self) -> bool:
         """Has the native kernels attend from now on, if they can do what the model asked for so far."""
-        if self._team is None:
-            return False
-        self._native = NativeFlat.fitting(self._store, self.calls, self._team)
+        if self._team is not None:
+            self._native = NativeFlat.fitting(self._store, self.calls, self._team)
         latents = self._latents is not None and self._latents.use_native()
         return latents or self._native is not None
 
@@ -212,8 +211,7 @@ class FlatWay:
     ) -> Tensor:
         """[1, T, H, Dv]."""
         self._attended.add(layer.number)
-        plain = softcap is None and sinks is None
-        self.calls[layer.number] = Call(query.shape[1], mask.window, plain)
+        self.calls[layer.number] = Call(query.shape[1], mask.window, softcap or 0.0, sinks)
         if self._native is not None and self._native.serves(layer.number):
             return self._native.run(layer.number, query, key, value, scaling)
         running, places = self._at_work(), layer.places

@@ -25,6 +25,7 @@ from kvrelay.kernels.reference import latent_attention
 EXPAND = "expand_kv"
 """Name of the function of transformers' modules: latents [1, 1, T, C] and rotated keys [1, 1, T, R] to keys
 [1, H, T, D] and values [1, H, T, Dv]."""
+UNLIMITED = 2**30
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -83,7 +84,7 @@ class Absorbed:
         self.values = values[0].contiguous()
         width = self.values.shape[2]
         saved = 2 * latent + rotated - self.dim - width
-        self.most = latent * (self.plain + width) // saved if saved > 0 else 2**30
+        self.most = latent * (self.plain + width) // saved if saved > 0 else UNLIMITED
         """Tokens of the longest row for which absorbed attention takes less arithmetic than to expand all its latents,
         if the row is a part of a long sequence."""
 
@@ -100,6 +101,9 @@ class Absorbed:
 class Attending(Protocol):
     """Writes and attends to latents, absorbed."""
 
+    most: int
+    """Tokens of the longest row that it is for."""
+
     def plan(self, step: Step) -> None:
         """Begins a step."""
         ...
@@ -113,6 +117,8 @@ class Attending(Protocol):
 
 class PlainLatents:
     """Implements `Attending` by torch's operations."""
+
+    most = UNLIMITED
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -143,6 +149,8 @@ class PlainLatents:
 
 class NativeLatents:
     """Implements `Attending` by the native CPU kernels, for the layers of one pair of tracks."""
+
+    most = UNLIMITED
 
     def __init__(self, store: Store, places: LayerPlaces, weights: Absorbed, team: Team) -> None:
         if places.keys is None or places.values is None:
@@ -225,15 +233,15 @@ class Latents:
         self._most = -1
         self._rows: list[int] = []
         self._tokens: Tensor | None = None
+        self._planned: set[int] = set()
 
     def use_native(self) -> bool:
-        """Has the native kernels attend from now on, if there are layers that they can read."""
+        """Has kernels attend from now on, if there are some that can read the pools of all layers."""
         layers = [places for places in self._store.placing.layers if places.cache.latent]
-        self._native = (
-            self._team is not None
-            and bool(layers)
-            and all(NativeLatents.fits(self._store, places) for places in layers)
-        )
+        if self._store.device.type == "cuda":
+            self._native = True
+        else:
+            self._native = self._team is not None and all(NativeLatents.fits(self._store, each) for each in layers)
         return self._native
 
     def plan(self, step: Step) -> None:
@@ -270,9 +278,12 @@ class Latents:
             self._weights[id(module)] = weights
         if query.shape[1] != weights.heads or query.shape[3] != weights.dim:
             raise UnfitError(f"queries have the shape {list(query.shape)}")
-        self._split(step, weights.most)
-        queries, own, turned = query[0].transpose(0, 1), latents[0, 0], rotated[0, 0]
         attending = self._attending_of(places, weights)
+        self._split(step, min(weights.most, attending.most))
+        if self._short is not None and id(attending) not in self._planned:
+            self._planned.add(id(attending))
+            attending.plan(self._short)
+        queries, own, turned = query[0].transpose(0, 1), latents[0, 0], rotated[0, 0]
         if self._tokens is None:
             return attending.run(places, weights, queries, own, turned, scaling)[None]
         write(self._store, step, places, own, turned)
@@ -300,19 +311,23 @@ class Latents:
             self._short = step.part(short) if len(short) else None
         else:
             self._short = step
-        self._planned: set[int] = set()
+        self._planned = set()
 
     def _attending_of(self, places: LayerPlaces, weights: Absorbed) -> Attending:
-        attending: Attending = self._plain
-        if self._native and self._team is not None and places.keys is not None and places.values is not None:
-            key = places.keys.track, places.values.track, weights.heads
-            if key not in self._attending:
-                self._attending[key] = NativeLatents(self._store, places, weights, self._team)
-            attending = self._attending[key]
-        if self._short is not None and id(attending) not in self._planned:
-            self._planned.add(id(attending))
-            attending.plan(self._short)
-        return attending
+        if not self._native or places.keys is None or places.values is None:
+            return self._plain
+        key = places.keys.track, places.values.track, weights.heads
+        if key not in self._attending:
+            made: Attending
+            if self._team is None:
+                # Triton, which a worker without a GPU doesn't need.
+                from kvrelay.engine.models.general.latents_triton import TritonLatents
+
+                made = TritonLatents(self._store, places, weights)
+            else:
+                made = NativeLatents(self._store, places, weights, self._team)
+            self._attending[key] = made
+        return self._attending[key]
 
     def _expanded(self, places: LayerPlaces, weights: Absorbed, row: int, queries: Tensor, scaling: float) -> Tensor:
         """[T, H, Dv] of a row's queries [T, H, D], whose latents have been written."""

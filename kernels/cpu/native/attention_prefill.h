@@ -34,6 +34,7 @@ struct Tile {
     float* scores;    // [BLOCK, PANEL]
     int32_t* first;   // [panels, PANEL] positions of the first and the last key that each column sees
     int32_t* last;
+    float cap = 0;    // of the scores; 0: none
 
     int64_t size = 0; // numbers of workspace that all arrays take
 
@@ -99,6 +100,14 @@ inline vi load(const int32_t* p) {
 template <int N>
 inline void soften(const Tile& tile, int64_t panel, int64_t begin, int64_t count, bool all, vf* scale) {
     float* scores = tile.scores;
+    if (tile.cap > 0) {
+        for (int64_t k = 0; k < count; k++) {
+            for (int n = 0; n < N; n++) {
+                float* at = scores + k * PANEL + n * W;
+                store(at, capped(load(at), tile.cap, 1.0f / tile.cap));
+            }
+        }
+    }
     float* largest = tile.largest + panel * PANEL;
     float* weights = tile.weights + panel * PANEL;
     vf most[N], before[N], total[N];
@@ -293,10 +302,18 @@ inline void prefill(const AttentionArgs& args, const Worklist& list, const Item&
     const Row& row = args.step->rows[item.row];
     const int64_t group = shape.group(), dim = shape.head_dim, columns = item.queries * group;
     const int64_t token = row.token + item.query, offset = item.head * group * dim;
-    const Tile tile(shape, item.queries, workspace);
+    Tile tile(shape, item.queries, workspace);
+    tile.cap = args.cap();
     const Columns queries{args.qkv + token * args.qkv_stride + offset, args.qkv_stride, group, dim};
     take_queries<P>(tile, queries, columns, 1.44269504f / __builtin_sqrtf(float(dim)));  // weights are powers of 2
     begin_tile(tile, columns, group, row.start + item.query, list.window);
+    if (args.sinks != nullptr) {
+        // A sink is as a key before all others, without a value.
+        for (int64_t c = 0; c < columns; c++) {
+            tile.largest[c] = args.sink(item.head * group + c % group);
+            tile.weights[c] = 1.0f;
+        }
+    }
     Segment<T> segments[BLOCK];
     for (int64_t begin = item.key_first; begin < item.key_last; begin += BLOCK) {
         const int64_t count = std::min(BLOCK, item.key_last - begin), end = begin + count;
