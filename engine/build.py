@@ -71,6 +71,8 @@ def build_engine(
     check_ranks(folder, options)
     if not is_fast(folder, options.model_path):
         return _build_general(folder, dtype, options, on_loaded, ranks)
+    if options.speculation.method == "mtp":
+        raise ValueError("speculation.method is 'mtp'; allowed with engine.model_path 'general' for this model")
     build = _builder(options)
     if device == "cuda":
         logger.info("the engine computes on %s", torch.cuda.get_device_name())
@@ -128,10 +130,16 @@ def _build_general(
     method = options.speculation.method
     if method in MODEL_METHODS:
         raise ValueError(
-            f"speculation.method is {method!r}; allowed for a model that transformers' code runs: off, ngram, suffix"
+            f"speculation.method is {method!r}; allowed for a model that transformers' code runs: off, ngram, suffix,"
+            " mtp"
         )
     place = ALONE if ranks is None else ranks.place
     runner: Runner = _general_runner(folder, dtype, options, on_loaded, place)
+    if method == "mtp":
+        # Imported here for the same reason as the runner.
+        from kvrelay.engine.speculate.mtp import general, mtp_proposer
+
+        return engine_on(runner, options, mtp_proposer(options, folder, general(runner))), runner
     if ranks is not None:
         runner = LeadingRunner(runner, ranks)
     return engine_on(runner, options), runner

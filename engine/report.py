@@ -68,7 +68,7 @@ def report_on(folder: Path, dtype: Dtype, options: EngineConfig) -> ModelReport:
     options = replace(options.on("cpu"), kv_memory_bytes=options.kv_memory_bytes or POOL_BYTES, max_sequences=1)
     runner = build_general_runner(folder, dtype, options)
     layout = runner.cache_layout
-    unavailable = [("medusa, eagle3", "transformers' code doesn't yield the hidden states that their heads read")]
+    unavailable = [("medusa, eagle3", "their heads need kvrelay's own code")]
     unavailable.append(("a draft model", "its steps need kvrelay's own code"))
     if any(group.kind == "state" for group in layout.groups):
         unavailable.append(("speculation", "a state can't be taken back when a guess was wrong"))

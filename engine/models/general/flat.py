@@ -123,10 +123,12 @@ class FlatWay:
                 raise UnfitError("layers keep states")
             if layer.indexer is not None:
                 raise UnfitError("layers choose their keys by an indexer")
-        self._model, self._store, self._team = model, store, team
+        self.model, self.store, self.team = model, store, team
         self._argument = cache_argument(model)
         self._inputs = Inputs(model)
         self._running: Running | None = None
+        self._states: Tensor | None = None
+        self._keeps_states = False
         self._attended: set[int] = set()
         self.calls: dict[int, Call] = {}
         """How each cache layer was attended to last."""
@@ -146,8 +148,8 @@ class FlatWay:
 
     def run(self, step: Step, wanted: NDArray[np.int64]) -> Tensor:
         """See `Way.run`."""
-        set_attention(self._model, NAME)
-        device = self._store.device
+        set_attention(self.model, NAME)
+        device = self.store.device
         positions = host(step.positions, device)
         self._running = Running(step, positions)
         self._attended.clear()
@@ -162,10 +164,26 @@ class FlatWay:
             raise UnfitError("it takes no other attention function")
         return out[0]
 
+    def states(self) -> Tensor:
+        """[T, hidden], the last hidden states of all tokens of the step that ran last, after `keep_states`."""
+        if self._states is None:
+            raise RuntimeError("no step has kept its last hidden states")
+        return self._states
+
+    def keep_states(self) -> None:
+        """Has each step from now on keep its last hidden states."""
+        if not self._keeps_states:
+            self._keeps_states = True
+            body: Any = self.model.base_model
+            body.register_forward_hook(self._keep)
+
+    def _keep(self, module: torch.nn.Module, given: object, out: Any) -> None:
+        self._states = out[0][0]
+
     def use_native(self) -> bool:
         """Has the native kernels attend from now on, if they can do what the model asked for so far."""
-        if self._team is not None:
-            self._native = NativeFlat.fitting(self._store, self.calls, self._team)
+        if self.team is not None:
+            self._native = NativeFlat.fitting(self.store, self.calls, self.team)
         latents = self._latents is not None and self._latents.use_native()
         return latents or self._native is not None
 
@@ -179,8 +197,8 @@ class FlatWay:
         for place, numbers in ((places.keys, keys), (places.values, values)):
             if place is not None:
                 if place.track not in running.slots:
-                    running.slots[place.track] = self._store.slots(running.step, place.track)
-                self._store.write(place, running.slots[place.track], numbers[0].transpose(0, 1))
+                    running.slots[place.track] = self.store.slots(running.step, place.track)
+                self.store.write(place, running.slots[place.track], numbers[0].transpose(0, 1))
 
     def attend_latents(
         self,
@@ -218,7 +236,7 @@ class FlatWay:
         if places.keys is None or places.values is None:
             raise UnfitError("a layer without keys is attended to")
         queries = query[0].transpose(0, 1)
-        table = running.step.tables[self._store.groups[places.keys.track]]
+        table = running.step.tables[self.store.groups[places.keys.track]]
         out = queries.new_empty((len(queries), queries.shape[1], value.shape[3]))
         window = mask.window or 0
         for row, (first, start, length) in enumerate(
@@ -227,7 +245,7 @@ class FlatWay:
             own = slice(first, first + length)
             seen = max(0, start - window + 1) if window else 0
             keys, values = (
-                self._store.read_range(place, table[row], seen, start + length, queries.dtype)
+                self.store.read_range(place, table[row], seen, start + length, queries.dtype)
                 for place in (places.keys, places.values)
             )
             visible = mask.of(running.positions[own], start + length)
