@@ -17,7 +17,8 @@ from kvrelay.engine.models.general.attend import attend
 from kvrelay.engine.models.general.places import LayerPlaces
 from kvrelay.engine.models.general.step import Step, UnfitError, host
 from kvrelay.engine.models.general.store import Store
-from kvrelay.kernels.cpu.attention import supports
+from kvrelay.kernels.cpu.attention import ATTEND as ATTEND_PAGED
+from kvrelay.kernels.cpu.attention import PagedAttention, supports
 from kvrelay.kernels.cpu.latent import ATTEND, PRODUCTS, WRITE, LatentAttention
 from kvrelay.kernels.cpu.program import Program, Team
 from kvrelay.kernels.reference import latent_attention
@@ -215,6 +216,46 @@ class NativeLatents:
         return self._buffers[key]
 
 
+class NativeExpanded:
+    """Attention over the expanded keys and values of one sequence, by the native CPU kernels; of layers of one shape.
+
+    The kernels read a pool whose keys and values have one size, so the smaller ones have zeros behind them.
+    """
+
+    def __init__(self, weights: Absorbed, dtype: torch.dtype, team: Team) -> None:
+        """
+        Args:
+            dtype: of keys and values.
+        """
+        self._heads, self._dim, self._width = weights.heads, weights.dim, weights.values.shape[2]
+        self._size, self._dtype, self._team = max(self._dim, self._width), dtype, team
+        self._room = self._tokens = 0
+
+    def run(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        """[T, H, Dv] of the last T tokens' queries [T, H, D], over keys [H, C, D] and values [H, C, Dv]; valid until
+        the next call."""
+        tokens, context = len(queries), keys.shape[1]
+        self._make_room(tokens, context)
+        self._pool[0, 0, 0, :context, :, : self._dim].copy_(keys.transpose(0, 1))
+        self._pool[0, 0, 1, :context, :, : self._width].copy_(values.transpose(0, 1))
+        self._queries[:tokens, :, : self._dim].copy_(queries.float() * (scaling * self._size**0.5))
+        self._kernels.plan(np.array([context - tokens]), np.array([tokens]), np.zeros((1, 1), np.int64))
+        self._team.run(self._program)
+        return self._out[:tokens, :, : self._width].to(queries.dtype)
+
+    def _make_room(self, tokens: int, context: int) -> None:
+        if tokens <= self._tokens and context <= self._room:
+            return
+        self._tokens, self._room = max(tokens, self._tokens), max(context, 2 * self._room)
+        self._pool = torch.zeros(1, 1, 2, self._room, self._heads, self._size, dtype=self._dtype)
+        self._queries = torch.zeros(self._tokens, self._heads, self._size)
+        self._out = torch.zeros(self._tokens, self._heads, self._size)
+        self._kernels = PagedAttention(self._team.library, self._pool, self._heads, [0], self._team.threads)
+        stride = self._heads * self._size
+        args = self._kernels.args(0, self._queries.data_ptr(), stride, self._out.data_ptr(), stride, None, 0.0)
+        self._program = Program(self._team.library, (ATTEND_PAGED, args))
+
+
 class Latents:
     """The layers of a model that keep latents."""
 
@@ -226,6 +267,7 @@ class Latents:
         self._store, self._team = store, team
         self._weights: dict[int, Absorbed] = {}
         self._attending: dict[tuple[int, int, int], Attending] = {}
+        self._expanding: dict[tuple[int, int, int], NativeExpanded] = {}
         self._plain = PlainLatents(store)
         self._native = False
         self._step: Step | None = None
@@ -340,6 +382,11 @@ class Latents:
             for place in (places.keys, places.values)
         )
         keys, values = weights.expand(latents, rotated)
+        if self._native and self._team is not None:
+            key = weights.heads, weights.dim, weights.values.shape[2]
+            if key not in self._expanding:
+                self._expanding[key] = NativeExpanded(weights, keys.dtype, self._team)
+            return self._expanding[key].run(queries, keys[0], values[0], scaling)
         positions = torch.arange(end, device=queries.device)
         visible = positions[None] <= positions[int(step.starts[row]) :, None]
         return attend(queries, keys[0].transpose(0, 1), values[0].transpose(0, 1), visible, scaling)
