@@ -122,8 +122,8 @@ def sentences(article: str) -> list[str]:
 
 
 def last_words(articles: Iterable[str]) -> Iterable[dict[str, str]]:
-    """The shortest beginning of each article, of three sentences or more, whose last word has come in it before: its text
-    without that word, and the word."""
+    """The shortest beginning of each article, three sentences or more, whose last word has come in it before: the text
+    before that word, and the word."""
     for article in articles:
         parts = sentences(article)
         for count in range(3, len(parts) + 1):
