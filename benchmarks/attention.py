@@ -256,7 +256,7 @@ CELLS = {"prefill 512": (1, 0, 512), "decode 1": (1, 512, 1), "decode 8": (8, 51
 
 
 def measure_models(args: argparse.Namespace, team: Team) -> dict[str, Any]:
-    options = EngineConfig(kv_memory_bytes=2**28, threads=args.threads, device="cpu", model_path="general")
+    options = EngineConfig(kv_memory_bytes=2**28, threads=args.threads, model_path="general").on("cpu")
     found: dict[str, Any] = {}
     for kind in ("dense", "experts"):
         with tempfile.TemporaryDirectory() as folder:
