@@ -74,6 +74,8 @@ def build_engine(
     check_ranks(folder, options)
     if not is_fast(folder, options.model_path, options, dtype):
         return _build_general(folder, dtype, options, on_loaded, ranks)
+    if options.speculation.method == "mtp":
+        raise ValueError("speculation.method is 'mtp'; allowed with engine.model_path 'general' for this model")
     build = _builder(options)
     if device == "cuda":
         logger.info("the engine computes on %s", torch.cuda.get_device_name())
@@ -127,13 +129,15 @@ def _build_general(
     Raises:
         ValueError: as there.
     """
-    method, allowed = options.speculation.method, "off, ngram, suffix, draft"
-    if method in STATE_METHODS:
+    method, allowed = options.speculation.method, "off, ngram, suffix, draft, mtp"
+    if method in ("medusa", "eagle3"):
         raise ValueError(
             f"speculation.method is {method!r}; allowed for a model that transformers' code runs: {allowed}"
         )
+    if method == "mtp" and ranks is not None:
+        raise ValueError("speculation.method is 'mtp'; allowed for a worker of one rank")
     place = ALONE if ranks is None else ranks.place
-    proposer = None
+    proposer: Proposer | None = None
     if method == "draft" and not options.kv_memory_bytes:
         proposer = draft_proposer(dtype, options, 0)
     general = _general_runner(folder, dtype, options, on_loaded, place)
@@ -141,8 +145,13 @@ def _build_general(
         groups = [group for group in general.cache_layout.groups if group.kind != "state"]
         each = sum([track.block_bytes for group in groups for track in group.tracks])
         proposer = draft_proposer(dtype, options, options.kv_memory_bytes // max(1, each))
-    if proposer is not None:
+    if isinstance(proposer, DraftProposer):
         proposer.check(general.spec)
+    if method == "mtp":
+        # Imported here for the same reason as the runner.
+        from kvrelay.engine.speculate.mtp import mtp_proposer, runner_of
+
+        proposer = mtp_proposer(options, folder, runner_of(general))
     runner: Runner = general if ranks is None else LeadingRunner(general, ranks)
     return engine_on(runner, options, proposer), runner
 

@@ -113,11 +113,14 @@ def paged_attention(
     context: int,
     window: int = 0,
     precision: torch.dtype = torch.float32,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the last T tokens of one sequence over its paged KV, their own included.
 
-        out[t, h] = sum_j softmax_j(query[t, h] . key[j, h // G] / sqrt(D)) value[j, h // G],  G = H / Hkv
+        out[t, h] = sum_j softmax_j(cap(query[t, h] . key[j, h // G] / sqrt(D))) value[j, h // G],  G = H / Hkv
         over the positions j of p - window < j <= p, or all j <= p without a window, where p = context - T + t
+        and cap(s) = softcap * tanh(s / softcap), or s without a soft cap
 
     Args:
         query: [T, H, D].
@@ -126,6 +129,8 @@ def paged_attention(
         context: tokens of the sequence that are in the pool.
         window: keys that a query sees, itself included; 0 for all.
         precision: type of the computation.
+        softcap: 0 for none.
+        sinks: [H] scores that take a share of each query's softmax for nothing.
 
     Returns:
         [T, H, D].
@@ -140,8 +145,40 @@ def paged_attention(
     seen = key_positions <= positions
     if window:
         seen &= key_positions > positions - window
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(precision)[:, None, None].expand(-1, tokens, 1)), -1)
+    weights = scores.softmax(-1)[..., :context]
     return torch.einsum("htj,jhd->thd", weights, values).to(query.dtype if precision == torch.float32 else precision)
+
+
+def latent_attention(query: Tensor, latents: Tensor, rotated: Tensor, scale: float) -> Tensor:
+    """Causal attention of the last T tokens of one sequence over its latents, their own included, with the weights of
+    keys and values absorbed into queries and results (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+        out[t, h] = sum_j softmax_j(scale * (query[t, h, :C] . latents[j] + query[t, h, C:] . rotated[j])) latents[j]
+        over the positions j <= J - T + t
+
+    Args:
+        query: [T, H, C + R].
+        latents: [J, C].
+        rotated: [J, R].
+
+    Returns:
+        [T, H, C] in the type of `latents`.
+    """
+    keys = torch.cat((latents, rotated), -1)
+    scores = torch.einsum("thd,jd->htj", query.to(keys.dtype), keys) * scale
+    tokens, context = len(query), len(latents)
+    hidden = torch.ones(tokens, context, dtype=torch.bool, device=query.device).triu(context - tokens + 1)
+    return torch.einsum("htj,jc->thc", scores.masked_fill(hidden, -torch.inf).softmax(-1), latents)
+
+
+def head_products(numbers: Tensor, weight: Tensor) -> Tensor:
+    """`numbers [T, H, K] . weight [H, K, N]` for each head: float32 [T, H, N]."""
+    return torch.einsum("thk,hkn->thn", numbers.float(), weight.float())
 
 
 def token_probabilities(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:

@@ -20,6 +20,7 @@ from kvrelay.engine.models.fast.slices import share_hashes
 from kvrelay.engine.models.general.check import Prompts
 from kvrelay.engine.models.general.choose import Choice, Kept, choose
 from kvrelay.engine.models.general.experts import on_cpu, on_gpu, swap_experts
+from kvrelay.engine.models.general.flat import FlatWay
 from kvrelay.engine.models.general.linears import swap, watching
 from kvrelay.engine.models.general.mxfp4 import dequantize_stored
 from kvrelay.engine.models.general.norms import swap_norms
@@ -56,7 +57,6 @@ class GeneralRunner:
 
     lag = 0
     prefill_attention = ""
-    states_shape: StatesShape | None = None
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class GeneralRunner:
         self.store = store
         self.choice = choice
         self._threads = threads
-        self._sample = sample
+        self.sample = sample
         self._thread: int | None = None
 
     @property
@@ -107,9 +107,19 @@ class GeneralRunner:
     def pool(self) -> KVPool:
         return self.pools[0]
 
+    @property
+    def states_shape(self) -> StatesShape | None:
+        """See `Runner.states_shape`: the last hidden states, in the flat way, on one rank."""
+        if not isinstance(self.way, FlatWay) or self.store.placing.whole != self.store.placing.layout:
+            return None
+        text = self.way.model.config.get_text_config(decoder=True)
+        return StatesShape(int(text.num_hidden_layers), int(text.hidden_size), last_only=True)
+
     def launch(self, plan: StepPlan) -> FinishedStep:
         """See `Runner.launch`."""
         self._set_threads()
+        if plan.keep and isinstance(self.way, FlatWay):
+            self.way.keep_states()
         rows = np.flatnonzero(plan.sample)
         ends = np.cumsum(plan.lengths, dtype=np.int64)
         for copy in plan.copies:
@@ -120,6 +130,9 @@ class GeneralRunner:
         wanted = np.unique(np.concatenate((ends[rows] - 1, *asked))).astype(np.int64)
         with torch.inference_mode():
             logits = self.way.run(Step.of(plan), wanted).cpu()
+            states = None
+            if plan.keep and isinstance(self.way, FlatWay):
+                states = self.way.states()[:, None].clone()
 
             def at(tokens: Tensor) -> Tensor:
                 return logits[torch.from_numpy(np.searchsorted(wanted, tokens.numpy()))]
@@ -129,9 +142,10 @@ class GeneralRunner:
                 if not copy.before:
                     self.store.copy_slots(copy.group, copy.source, copy.target)
             if not len(rows) or self._rank:
-                return FinishedStep(StepOutput((None,) * plan.num_rows, prompt_logprobs=prompt_logprobs))
-            chosen = choose_tokens(at(torch.from_numpy(ends[rows] - 1)), draws_of(plan, rows), self._sample)
-        return FinishedStep(step_output(plan, rows, chosen, prompt_logprobs))
+                empty = StepOutput((None,) * plan.num_rows, prompt_logprobs=prompt_logprobs, states=states)
+                return FinishedStep(empty)
+            chosen = choose_tokens(at(torch.from_numpy(ends[rows] - 1)), draws_of(plan, rows), self.sample)
+        return FinishedStep(replace(step_output(plan, rows, chosen, prompt_logprobs), states=states))
 
     def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
         """See `ChainRunner.chain`."""
@@ -140,12 +154,8 @@ class GeneralRunner:
     def fetch(
         self, states: Tensor, places: tuple[int, ...], dtype: FloatDtype, then: Callable[[Tensor], object]
     ) -> None:
-        """See `Runner.fetch`; this runner keeps no hidden states.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError("the general path keeps no hidden states")
+        """See `Runner.fetch`."""
+        then(states[:, list(places)].to("cpu", TORCH_DTYPES[dtype]))
 
     def warm_up(self, keep: tuple[int, ...] = ()) -> None:
         """Runs steps of a few shapes, so that the first request finds code and buffers ready. Overwrites KV blocks."""
