@@ -74,10 +74,8 @@ class Receiving(Transfer[ReceiveAttempt]):
     """Tokens that the router announced, and their digest."""
     manifest: Manifest | None = None
     """The sender's manifest; None until the sender's layout is known, too."""
-    keep: int = 0
-    """Tokens whose KV is here already, perhaps in blocks that others share."""
-    have: int = 0
-    """Tokens that need not be sent: `keep`, rounded down to the sender's blocks."""
+    have: tuple[int, ...] = ()
+    """The token of each layer group before which no KV has to come (`Reservation.have`)."""
     states: Any = None
     """Memory for the hidden states of the tokens from `states_from` on; None if none are wanted."""
     states_from: int = 0
@@ -216,16 +214,13 @@ class KVReceiver(Endpoint[Receiving]):
         pair = self._met(transfer)
         route = pair.routes[frame.track]
         claim, on_end = self._claim(transfer, frame), partial(self.runtime.post, self._on_frame_ended, transfer, frame)
-        group, keep = route.group, transfer.keep
         if frame.states:
             first = frame.first - transfer.states_from
             target = transfer.states[first : first + frame.tokens]
         else:
-            target = transfer.tables[group]
-            if group:
-                # Blocks before these aren't needed, and may not be there: the sender's blocks may have another size.
-                there = next((index for index, block in enumerate(target) if block >= 0), 0)
-                keep = there * self.local.cache.block_size
+            target = transfer.tables[route.group]
+        # Frames begin at a border of the sender's blocks, which may be before this.
+        keep = transfer.have[route.group]
         job = self._frames.receive(transfer.key, frame, claim, target, keep, route, on_end)
         self.links.submit(pair.incarnation, frame.epoch, route.ranks, job)
 
@@ -270,19 +265,23 @@ class KVReceiver(Endpoint[Receiving]):
                 self.blocks_freed()  # those that it would have passed are gone
         else:
             transfer.tables = answer.hold.tables()
-            transfer.keep = transfer.have = answer.have_tokens
+            transfer.have = answer.have
             transfer.granted_at = self.runtime.now()
             self._make_states(transfer)
             have = () if transfer.manifest is None else self._have(transfer, transfer.manifest)
+            routes = transfer.pair.routes if have and transfer.pair is not None else ()
+            first = {route.group: token for route, token in zip(routes, have, strict=True)}
+            answer.comes_from([first.get(group, 0) for group in range(len(transfer.have))])
             self._feed(transfer, Reserved(answer, have, transfer.states_from))
             if self._waiting.leave(key):
                 self.blocks_freed()
 
     def _have(self, transfer: Receiving, manifest: Manifest) -> tuple[int, ...]:
-        """The token of each route before which nothing is needed: the prefix cache has it, or the window ends there."""
+        """The token of each route before which nothing has to be sent: the prefix cache has it, or the window ends
+        there."""
         found = []
         for route, track in zip(self._met(transfer).routes, manifest.tracks, strict=True):
-            have = track.first if route.group else transfer.have
+            have = max(track.first, transfer.have[route.group])
             found.append(have if track.is_border(have) else have - have % track.block_size)
         return tuple(found)
 

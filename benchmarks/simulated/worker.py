@@ -361,7 +361,7 @@ class SimulatedWorker:
             return False
         self._coming.pop(handoff.request.key, None)
         self._loads.update(self._loads.read())
-        handoff.reservation, handoff.sent = reservation, reservation.have_tokens
+        handoff.reservation, handoff.sent = reservation, reservation.have[0]
         handoff.sender.push(handoff)
         return True
 

@@ -184,7 +184,7 @@ class Scheduler:
             return None
         if self._lacking is not None and rank <= self._lacking.rank:
             self._lacking = None
-        return Reservation(hold, hold.published * self._block_size)
+        return Reservation(hold, tuple([blocks * self._block_size for blocks in hold.known()]))
 
     def resume(self, request: Request, first_token: int, hold: Hold, states: "Tensor | None" = None) -> Sequence:
         """Takes a request whose KV came from another worker; the sequence continues with `first_token`.

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from kvrelay.client import Client, Completion
-from support.checkpoints import ARCHITECTURES, make_checkpoint
+from support.checkpoints import ARCHITECTURES, WITH_EXPERTS, make_checkpoint
 from support.processes import ProcessCluster, process_cluster, wait_until
 
 BLOCK = 16
@@ -38,15 +38,15 @@ class Road:
     """2 x layers x kv_heads x head_dim x dtype."""
 
     def transfer_bytes(self, tokens: int, have: int = 0) -> int:
-        """KV bytes that a prompt's hand-off takes: of layers with a window, the blocks that the next token sees; of
-        others, all that the decode worker doesn't have."""
+        """KV bytes that a prompt's hand-off takes: all that the decode worker doesn't have; of layers with a window,
+        from the block on whose tokens the next token sees."""
         config = self.oracle.config
         window = getattr(config, "sliding_window", None)
         usual = "sliding_attention" if window else "full_attention"
         kinds = getattr(config, "layer_types", None) or [usual] * config.num_hidden_layers
         seen = {"full_attention": have}
         if window:
-            seen["sliding_attention"] = max(0, tokens - window + 1) // BLOCK * BLOCK
+            seen["sliding_attention"] = max(have, max(0, tokens - window + 1) // BLOCK * BLOCK)
         return sum(tokens - seen[kind] for kind in kinds) * self.kv_bytes_per_token // len(kinds)
 
     def prompt(self, length: int, seed: int) -> list[int]:
@@ -67,7 +67,9 @@ class Road:
 
 @pytest.fixture(
     scope="module",
-    params=[name if name in ONCE else pytest.param(name, marks=pytest.mark.more) for name in ARCHITECTURES],
+    params=[
+        name if name in ONCE else pytest.param(name, marks=pytest.mark.more) for name in (*ARCHITECTURES, *WITH_EXPERTS)
+    ],
 )
 def road(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Road]:
     folder = tmp_path_factory.mktemp(request.param)
