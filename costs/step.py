@@ -25,17 +25,17 @@ PAUSE = 3.0
 
 
 class StepWork(NamedTuple):
-    """Work of one step."""
+    """Work of one step, or means of several steps."""
 
-    prompt_tokens: int = 0
+    prompt_tokens: float = 0
     """Tokens of chunks of prompts."""
     prompt_pairs: float = 0.0
     """Pairs of a token of these chunks and a token at or before it, which attention visits (`pairs`)."""
-    sequences: int = 0
+    sequences: float = 0
     """Sequences that decode a token."""
-    context_tokens: int = 0
+    context_tokens: float = 0
     """Tokens of their contexts, all together."""
-    guesses: int = 0
+    guesses: float = 0
     """Guessed tokens that are verified."""
 
 
@@ -139,12 +139,12 @@ class StepFit:
             else:
                 self._predicted_decodes += 1
                 self.decode_error += (error - self.decode_error) / min(self._predicted_decodes, ERROR_SAMPLES)
-        each = work.context_tokens // max(1, work.sequences)
-        stratum = 64 * work.sequences.bit_length() + each.bit_length()
+        each = int(work.context_tokens // max(1, work.sequences))
+        stratum = 64 * int(work.sequences).bit_length() + each.bit_length()
         if work.prompt_tokens:
             # Long prompts are told from short ones with chunks of the same size.
             depth = int(work.prompt_pairs / work.prompt_tokens).bit_length()
-            stratum = -64 * work.prompt_tokens.bit_length() - depth
+            stratum = -64 * int(work.prompt_tokens).bit_length() - depth
         self._seen[stratum] += 1
         if self._seen[stratum] <= STRATUM_SAMPLES:
             self._take(work, seconds, stratum, 1)
