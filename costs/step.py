@@ -12,7 +12,7 @@ Each worker fits its own coefficients to the steps that it runs, and reports the
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -58,6 +58,9 @@ class StepCost:
     """A step with a chunk; it costs at least `fixed`."""
     token: float = 0.0
     pair: float = 0.0
+    largest: float = field(default=2.0**31, kw_only=True, compare=False)
+    """Tokens of the largest chunk that the measured ones allow to estimate: up to twice as many as the largest of them.
+    Known to the worker alone."""
 
     def seconds(self, work: StepWork) -> float:
         """Seconds of a step with this work."""
@@ -82,14 +85,16 @@ class StepCost:
         return max(steps * self.fixed, steps * self.prompt_fixed + work)
 
     def tokens_within(self, seconds: float, start: int, others: StepWork = StepWork()) -> int:  # noqa: B008  # frozen
-        """Largest chunk after the first `start` tokens of a prompt with which a step takes at most `seconds`.
+        """Largest chunk after the first `start` tokens of a prompt with which a step takes at most `seconds`, and has
+        at most `largest` tokens of prompts.
 
         Args:
             others: work that the step has already.
 
         Returns:
-            0 if not even one token fits; a very large number if tokens cost nothing.
+            0 if not even one token fits.
         """
+        most = max(0.0, self.largest - others.prompt_tokens)
         left = seconds - self.seconds(others)
         if not others.prompt_tokens:
             left = seconds - (self.seconds(others) - self.fixed) - self.prompt_fixed
@@ -100,9 +105,9 @@ class StepCost:
         if left <= 0.0:
             return 0
         if half * left <= 1e-12 * slope * slope:
-            return int(min(2.0**31, left / slope)) if slope > 0.0 else 2**31
+            return int(min(most, left / slope)) if slope > 0.0 else int(most)
         root = (math.sqrt(slope * slope + 4 * half * left) - slope) / (2 * half)
-        return int(min(2.0**31, root))
+        return int(min(most, root))
 
 
 class StepFit:
@@ -195,10 +200,13 @@ class StepFit:
 
     def _solved(self) -> StepCost | None:
         decode, prompt = self._decode.coefficients, self._prompt.coefficients
+        # A stratum's number has the bits of the largest number of tokens in it, or of sequences.
+        strata = self._prompt.strata or self._decode.strata
+        largest = 2 ** max((abs(stratum) // 64 for stratum in strata), default=0)
         if decode is not None:
-            return StepCost(*decode, *(prompt if prompt is not None else (decode[0], decode[1], 0.0)))
+            return StepCost(*decode, *(prompt if prompt is not None else (decode[0], decode[1], 0.0)), largest=largest)
         if prompt is not None:
-            return StepCost(prompt[0], prompt[1], 0.0, prompt[1], *prompt)
+            return StepCost(prompt[0], prompt[1], 0.0, prompt[1], *prompt, largest=largest)
         return None
 
     def state(self) -> dict[str, list[list[float]]]:

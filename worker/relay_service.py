@@ -73,6 +73,8 @@ class RelayService(WorkerServiceServicer):
                         self._worker.cancel(key_of(request.cancel), stream)
                     case "begin":
                         self._worker.begin(key_of(request.begin), stream)
+                    case "answered":
+                        self._worker.answered(request.answered, stream)
                     case "fence":
                         self._worker.fence(request.fence)
         finally:

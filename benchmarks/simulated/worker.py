@@ -183,7 +183,7 @@ class SimulatedWorker:
         if self.draining:
             self._send(RequestEvent(request_id=key[0], attempt=key[1], failure=self._moving))
             return
-        request = request_of(submit, self.machine.spec)
+        request = request_of(submit, self.machine.spec, self._loop.time())
         live = self._live[key] = Live(submit.slot, submit.phase)
         if submit.phase == PHASE_DECODE:
             blocks = self._room.wanted(request, len(request.tokens))

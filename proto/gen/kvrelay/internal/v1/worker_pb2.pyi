@@ -42,18 +42,20 @@ WAIT_ROW: Wait
 WAIT_PREEMPTED: Wait
 
 class RelayRequest(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "fence", "begin")
+    __slots__ = ("hello", "submit", "cancel", "fence", "begin", "answered")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
+    ANSWERED_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     submit: Submit
     cancel: Cancel
     fence: ClientCall
     begin: Begin
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., fence: _Optional[_Union[ClientCall, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ...) -> None: ...
+    answered: Answered
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., fence: _Optional[_Union[ClientCall, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., answered: _Optional[_Union[Answered, _Mapping]] = ...) -> None: ...
 
 class ClientCall(_message.Message):
     __slots__ = ("key", "call")
@@ -193,6 +195,12 @@ class Begin(_message.Message):
     request_id: str
     attempt: int
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class Answered(_message.Message):
+    __slots__ = ("chain",)
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    chain: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, chain: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RelayResponse(_message.Message):
     __slots__ = ("hello", "events", "load", "submits_seen", "slots", "indices", "token_ids", "foreign")
