@@ -108,9 +108,9 @@ class Urgency(NamedTuple):
     rank: int = 0
     """Priority of its class: requests of a greater rank get what those of smaller ones leave."""
     priority: int = 0
-    """Its own priority within its class; the smallest goes first."""
+    """Priority of this request within its class; the smallest goes first."""
     due: float = math.inf
-    """Time from which on its first token is late, on the scheduler's clock."""
+    """Time from which on the request's first token is late, on the scheduler's clock."""
 
 
 @dataclass(frozen=True, slots=True)
