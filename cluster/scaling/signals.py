@@ -221,7 +221,8 @@ def _mean_cost(loads: Iterable[Load]) -> StepCost | None:
     costs = [read_costs(load.costs).step for load in loads if load.HasField("costs")]
     if not costs:
         return None
-    return StepCost(*(sum(getattr(cost, each.name) for cost in costs) / len(costs) for each in fields(StepCost)))
+    names = [each.name for each in fields(StepCost)]
+    return StepCost(**{name: sum(getattr(cost, name) for cost in costs) / len(costs) for name in names})
 
 
 _WORKER_TOTALS = ("computed_tokens", "prompt_tokens")

@@ -12,7 +12,6 @@ the variable, too.
 import os
 import random
 import sys
-from dataclasses import replace
 
 from kvrelay.costs.step import StepCost, StepFit
 from kvrelay.decode_worker.role import DecodeRole
@@ -26,19 +25,18 @@ from kvrelay.worker.server import WorkerServer
 MODULE = "support.wrong_costs"
 COSTS = "HASH_COSTS"
 PAIRS, TURNS = -1.0, -2.0
-DEAR = {(PAIRS, "decode"): 10.0, (TURNS, "prefill"): 1e-3, (TURNS, "decode"): 2e-3}
+DEAR = {(PAIRS, "prefill"): 1e-3, (PAIRS, "decode"): 10.0, (TURNS, "prefill"): 1e-3, (TURNS, "decode"): 2e-3}
 """Seconds of a prompt's token."""
 
 
-class DearPrompts(StepFit):
-    """Measured costs, but for tokens of prompts in what routers are told."""
+class ToldCosts(StepFit):
+    """Routers are told the same costs at any time, whatever is measured."""
 
-    seconds = 0.0
+    token_seconds = 0.0
 
     @property
-    def latest(self) -> StepCost | None:
-        found = super().latest
-        return found and replace(found, token=self.seconds)
+    def latest(self) -> StepCost:
+        return StepCost(fixed=1e-3, sequence=1e-4, prompt_fixed=1e-3, token=self.token_seconds)
 
 
 class DrawnCosts(StepFit):
@@ -63,8 +61,8 @@ def mislead(config: WorkerConfig) -> None:
         scheduler.StepFit = DrawnCosts  # type: ignore[misc]  # a class
         load.COSTS_SECONDS = 0.0
     elif (how, config.role) in DEAR:
-        scheduler.StepFit = DearPrompts  # type: ignore[misc]  # a class
-        DearPrompts.seconds = DEAR[how, config.role]
+        scheduler.StepFit = ToldCosts  # type: ignore[misc]  # a class
+        ToldCosts.token_seconds = DEAR[how, config.role]
 
 
 def misled(config: WorkerConfig) -> WorkerServer:
