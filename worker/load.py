@@ -133,6 +133,7 @@ class LoadReports:
             requests=Requests(waiting=scheduler.waiting, running=scheduler.running, free_slots=scheduler.free_slots()),
             pending_tokens=scheduler.pending_tokens,
             computed_tokens=self._engine.computed_tokens,
+            prompt_tokens=self._engine.prompt_tokens,
             steps=self._engine.steps,
             step_seconds=self._engine.step_seconds,
             growth_blocks=use.growth,
