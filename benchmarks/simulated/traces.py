@@ -6,6 +6,7 @@ azure2023/AzureLLMInferenceTrace_{conv,code}.csv        TIMESTAMP, ContextTokens
 """
 
 import csv
+import hashlib
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -40,13 +41,16 @@ class Arrival:
     def prompt(self) -> list[int]:
         """The prompt's tokens, of which only equal blocks are equal."""
         blocks = self.blocks or range(-self.number * 4096, -self.number * 4096 + -(-self.prompt_tokens // BLOCK))
-        tokens = [token for block in blocks for token in _tokens(block)]
-        return tokens[: self.prompt_tokens]
+        return list(b"".join(map(_tokens, blocks))[: self.prompt_tokens])
 
 
-@lru_cache(4096)
-def _tokens(block: int) -> tuple[int, ...]:
-    return tuple([FIRST_TOKEN + byte % TOKENS for byte in random.Random(block).randbytes(BLOCK)])
+_TOKEN_OF_BYTE = bytes([FIRST_TOKEN + byte % TOKENS for byte in range(256)])
+
+
+@lru_cache(1 << 16)
+def _tokens(block: int) -> bytes:
+    """The tokens of a block, all of which are smaller than 256."""
+    return hashlib.shake_128(b"%d" % block).digest(BLOCK).translate(_TOKEN_OF_BYTE)
 
 
 def read(folder: Path, name: TraceName, seed: int = 0) -> list[Arrival]:
