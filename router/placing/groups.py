@@ -157,12 +157,13 @@ def _standing(worker: WorkerView) -> tuple[object, ...]:
     return worker.id, worker.role, known, *facts
 
 
-COLUMNS = 7
-WAIT, FIRST, TOKEN, PAIR, DELAY, STEP, CONTEXT = range(COLUMNS)
+COLUMNS = 8
+WAIT, FIRST, TOKEN, PAIR, DELAY, STEP, CONTEXT, BACKLOG = range(COLUMNS)
 
 
 def numbers_of(worker: WorkerView) -> tuple[float, ...]:
-    """Numbers by which a request's costs on a worker are estimated, in seconds; all 0 if its costs aren't known.
+    """Numbers by which a request's costs on a worker are estimated, in seconds but for the last; all 0 if its costs
+    aren't known.
 
     WAIT     until a prompt's first step
     FIRST    least for a prompt
@@ -171,6 +172,7 @@ def numbers_of(worker: WorkerView) -> tuple[float, ...]:
     DELAY    by which all sequences that decode there are delayed together, for one token of a prompt (`stall`)
     STEP     for one token more of a newcomer, of itself and of those that it delays
     CONTEXT  in addition to STEP, for one token of its context
+    BACKLOG  tokens that it has yet to compute
     """
     pace = worker.pace
     if pace is None:
@@ -181,7 +183,9 @@ def numbers_of(worker: WorkerView) -> tuple[float, ...]:
     full = max(fixed, step.prompt_fixed + step.token * chunk)
     delay = count * stall(full - fixed, 1) / chunk
     decode = fixed + decodes + (count + 1) * step.sequence
-    return pace.wait, first, (full + decodes) / chunk, step.pair, delay, decode, (count + 1) * step.context
+    backlog = worker.outstanding_tokens + worker.pending_tokens
+    context = (count + 1) * step.context
+    return pace.wait, first, (full + decodes) / chunk, step.pair, delay, decode, context, backlog
 
 
 def stall(seconds: float, steps: int) -> float:
