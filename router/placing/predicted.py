@@ -38,9 +38,9 @@ QUEUE_WEIGHT = 1.0
 """Further weight of these seconds for each request that waits in the router, which waits for them too: divided by the
 number of workers of that role, and multiplied by the share of these that have enough to do. So if many requests wait
 for prefill workers, decode workers compute prompts as well."""
-DECODE_WEIGHT = 0.2
-"""Weight of the seconds after a first token, of the newcomer and of those that it delays, against those before: targets
-leave a completion of some hundred tokens about so many times as long as its first token."""
+DECODE_WEIGHT = 0.1
+"""Weight of the seconds after a first token, of the newcomer and of those that it delays, against those before: by its
+usual targets, an interactive completion of 200 tokens may take ten times as long as its first token."""
 MOST_STEPS = 256
 """Most tokens of a newcomer that count: those that decode beside it end meanwhile."""
 TIE_SECONDS = 1e-7
@@ -208,6 +208,8 @@ class PredictedCost(LeastWork):
     def _choose(self, demand: Demand, group: Group) -> Choice | None:
         if not self._fleet.known:
             return super()._choose(demand, group)
+        if all((self._fleet.numbers[BACKLOG, rows] >= self._ahead_tokens).all() for rows in group.rows):
+            return None  # all of them have enough to do: the queue asks often while that is so
         options, prices = self._options(demand, group, room=True)
         if not options:
             return None
