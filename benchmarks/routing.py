@@ -27,7 +27,7 @@ from typing import Any
 
 from simulated.clock import run
 from simulated.cluster import END, Cluster, Place, Question
-from simulated.fleet import CAPACITY, Talk, Targets, converse, highest_rate, refused_again, replay
+from simulated.fleet import CAPACITY, Background, Talk, Targets, converse, highest_rate, refused_again, replay
 from simulated.kernels import LLAMA_3_1_8B, Kernels, checked
 from simulated.traces import Arrival, TraceName, at_rate, oracle_hits, read
 from simulated.worker import Machine
@@ -94,7 +94,7 @@ class Rates:
     """The highest rates of the policies, each looked for once, and the figures of the runs that led there, which are
     kept with the results: what was run before with the same arrivals is not run again."""
 
-    def __init__(self, setup: Setup, found: dict[str, list[dict[str, float]]], start: float, keep: Callable[[], None]):
+    def __init__(self, setup: Setup, found: dict[str, Any], start: float, keep: Callable[[], None]) -> None:
         """
         Args:
             found: has the figures of earlier runs by policy, and gets those of each run.
@@ -139,6 +139,16 @@ class Rates:
         self._keep()
         print(json.dumps({"policy": policy, **row}), flush=True)
         return row
+
+    def kept(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The figures of another run, which `make` makes unless they were kept; `name` has all that they depend on."""
+        parts = self._found.setdefault("others", {})
+        name = f"{name}, {self._setup.seconds:g} s"
+        if name not in parts:
+            parts[name] = make()
+            self._keep()
+            print(json.dumps({"run": name, **parts[name]}), flush=True)
+        return parts[name]
 
     def highest(self, policy: str) -> float:
         """The highest rate at which enough requests meet both targets."""
@@ -230,9 +240,18 @@ def row_slow(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any
         }
         found[policy] = {"rate": round(rate, 3), "ttft_p99": round(whole, 3)}
         for name, (places, share, prepare) in faults.items():
-            done = replay(places, setup.arrivals(share * rate), setup.seconds, options(policy), prepare=prepare)
-            found[policy][name] = round(done.ttft(0.99) / whole, 3)
-            print(json.dumps({"policy": policy, "fault": name, "ttft_p99": round(done.ttft(0.99) / whole, 3)}))
+
+            def run_with(
+                places: list[Place] = places,
+                arrivals: list[Arrival] = setup.arrivals(share * rate),  # noqa: B008  # this iteration's
+                given: dict[str, object] = options(policy),  # noqa: B008
+                prepare: Callable[[Cluster], None] = prepare,
+            ) -> dict[str, Any]:
+                done = replay(places, arrivals, setup.seconds, given, prepare=prepare)
+                return {"ttft_p99": round(done.ttft(0.99), 4)}
+
+            fault = rates.kept(f"{policy} {name} at {share * rate:.3f}", run_with)
+            found[policy][name] = round(fault["ttft_p99"] / whole, 3)
     return found
 
 
@@ -241,15 +260,18 @@ def row_answers(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, 
     found: dict[str, Any] = {}
     talk = Talk(users=48 * setup.prefills)
     for policy in wanted[-2:]:
-        done = converse(setup.fleet, talk, TALK_SECONDS, options(policy))
-        found[policy] = {
-            "turns": done.turns,
-            "answers_again": round(done.again / max(1, done.answers), 4),
-            "of_partial_blocks": round(done.partial / max(1, done.answers), 4),
-            "mean_ttft": round(statistics.fmean(done.ttft), 4),
-            **busy(done.busy),
-        }
-        print(json.dumps({"policy": policy, **found[policy]}), flush=True)
+
+        def talked(policy: str = policy) -> dict[str, Any]:
+            done = converse(setup.fleet, talk, TALK_SECONDS, options(policy))
+            return {
+                "turns": done.turns,
+                "answers_again": round(done.again / max(1, done.answers), 4),
+                "of_partial_blocks": round(done.partial / max(1, done.answers), 4),
+                "mean_ttft": round(statistics.fmean(done.ttft), 4),
+                **busy(done.busy),
+            }
+
+        found[policy] = rates.kept(f"{policy} conversations", talked)
     return found
 
 
@@ -263,19 +285,26 @@ def row_admission(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str
         peak = max(each["goodput"] for each in rates.runs(policy))
         for admission in ("none", "room", "predicted") if "admission" in KNOWN else ("room",):
             given = options(policy, admission=admission, classes=classes)
-            done = replay(setup.fleet, setup.arrivals(OVERLOAD * highest), setup.seconds, given)
-            told = _told(setup, OVERLOAD * highest, given) if admission == "predicted" else []
+            rate = OVERLOAD * highest
+
+            def overloaded(given: dict[str, object] = given, rate: float = rate) -> dict[str, Any]:
+                done = replay(setup.fleet, setup.arrivals(rate), setup.seconds, given)
+                refused = sum(each.retry_seconds is not None for each in done.counted())
+                share = round(refused / len(done.counted()), 3)
+                return {"rate": round(rate, 3), "goodput": round(done.goodput(TARGETS), 4), "refused": share}
+
+            def retried(given: dict[str, object] = given, rate: float = rate) -> dict[str, Any]:
+                told = _told(setup, rate, given)
+                error = round(statistics.median(told), 3) if told else None
+                return {"retry_after_error": error, "retries_measured": len(told)}
+
             found[admission] = {
                 "policy": policy,
-                "rate": round(OVERLOAD * highest, 3),
-                "goodput_to_peak": round(done.goodput(TARGETS) / peak, 3),
-                "refused": round(
-                    sum(each.retry_seconds is not None for each in done.counted()) / len(done.counted()), 3
-                ),
-                "retry_after_error": None if not told else round(statistics.median(told), 3),
-                "retries_measured": len(told),
+                **rates.kept(f"{policy} admission {admission} {rate:.3f}", overloaded),
             }
-            print(json.dumps({"admission": admission, **found[admission]}), flush=True)
+            found[admission]["goodput_to_peak"] = round(found[admission]["goodput"] / peak, 3)
+            if admission == "predicted":
+                found[admission] |= rates.kept(f"{policy} retries {rate:.3f}", retried)
     return found
 
 
@@ -330,22 +359,26 @@ def row_batch(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, An
 
     for policy in wanted[-1:]:
         rate = 0.5 * rates.highest(policy)
-        alone = replay(setup.fleet, setup.arrivals(rate), setup.seconds, options(policy), service_class=INTERACTIVE)
-        both = replay(
-            setup.fleet,
-            setup.arrivals(rate),
-            setup.seconds,
-            options(policy),
-            service_class=INTERACTIVE,
-            background=batch,
-        )
+
+        def interactive(background: Background | None, policy: str = policy, rate: float = rate) -> dict[str, Any]:
+            done = replay(
+                setup.fleet,
+                setup.arrivals(rate),
+                setup.seconds,
+                options(policy),
+                service_class=INTERACTIVE,
+                background=background,
+            )
+            return {"ttft_p50": round(done.ttft(0.5), 4), "ttft_p99": round(done.ttft(0.99), 4), **busy(done.busy)}
+
+        alone = rates.kept(f"{policy} interactive alone at {rate:.3f}", lambda: interactive(None))
+        both = rates.kept(f"{policy} interactive with batch at {rate:.3f}", lambda: interactive(batch))
         found[policy] = {
             "rate": round(rate, 3),
-            "ttft_p99": round(alone.ttft(0.99), 3),
-            "with_batch": round(both.ttft(0.99) / alone.ttft(0.99), 3),
-            **busy(both.busy),
+            "ttft_p99": alone["ttft_p99"],
+            "with_batch": round(both["ttft_p99"] / alone["ttft_p99"], 3),
+            **{name: value for name, value in both.items() if name.startswith("busy")},
         }
-        print(json.dumps({"policy": policy, **found[policy]}), flush=True)
     return found
 
 
