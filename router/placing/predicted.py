@@ -15,7 +15,6 @@ it. The cheapest few of each side are predicted in detail, each pair with its ow
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -208,7 +207,8 @@ class PredictedCost(LeastWork):
     def _choose(self, demand: Demand, group: Group) -> Choice | None:
         if not self._fleet.known:
             return super()._choose(demand, group)
-        if all((self._fleet.numbers[BACKLOG, rows] >= self._ahead_tokens).all() for rows in group.rows):
+        backlog = self._fleet.numbers[BACKLOG]
+        if self._waiting and all((backlog[rows] >= self._ahead_tokens).all() for rows in group.rows):
             return None  # all of them have enough to do: the queue asks often while that is so
         options, prices = self._options(demand, group, room=True)
         if not options:
@@ -243,8 +243,13 @@ class PredictedCost(LeastWork):
 
         def cheapest(costs: Vector, side: int, fits: Fits, most: int) -> list[tuple[int, WorkerView]]:
             workers, rows = group.sides[side], group.rows[side]
-            best_first = costs[rows].argsort().tolist()
-            return list(islice(((int(rows[at]), workers[at]) for at in best_first if fits(workers[at])), most))
+            found: list[tuple[int, WorkerView]] = []
+            for at in costs[rows].argsort().tolist():
+                if fits(workers[at]):
+                    found.append((int(rows[at]), workers[at]))
+                    if len(found) == most:
+                        break
+            return found
 
         in_place = cheapest(prices.wholes, DECODES, holds, CANDIDATES // 2)
         colocated = cheapest(prices.wholes, COLOCATED, holds, CANDIDATES)
