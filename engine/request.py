@@ -111,6 +111,8 @@ class Urgency(NamedTuple):
     """Its own priority within its class; the smallest goes first."""
     first_token_seconds: float = math.inf
     """Seconds from its arrival until its first token is late; negative: it is late already."""
+    yields: bool = False
+    """Whether its class is less urgent than `interactive`."""
 
 
 @dataclass(frozen=True, slots=True)

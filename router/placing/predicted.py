@@ -24,7 +24,20 @@ from xxhash import xxh3_64_intdigest
 
 from kvrelay.costs.predict import Decision, Pace, Predicted, Prefill, Way, exposed_seconds
 from kvrelay.router.config import PlacementName
-from kvrelay.router.placing.groups import BACKLOG, CONTEXT, DELAY, FIRST, PAIR, STEP, TOKEN, WAIT, Group, stall
+from kvrelay.router.placing.groups import (
+    BACKLOG,
+    CONTEXT,
+    DELAY,
+    FIRST,
+    PAIR,
+    STEP,
+    TOKEN,
+    URGENT_BACKLOG,
+    URGENT_WAIT,
+    WAIT,
+    Group,
+    stall,
+)
 from kvrelay.router.placing.placement import Demand, Placement, WorkerView
 from kvrelay.router.placing.policies import Choice, LeastWork, PlacementPolicy, Random, RoundRobin
 from kvrelay.router.placing.prefixes import Expectation, PrefixIndex
@@ -104,13 +117,14 @@ class _Prices:
             extra: [workers] seconds that stand for caution, and what decides between equals.
             weights: [workers] weight of the seconds in which a worker computes the prompt.
         """
-        self._prompt = prompt = demand.prompt_tokens
+        self._prompt, self._yields = demand.prompt_tokens, demand.yields
+        prompt, wait = demand.prompt_tokens, numbers[WAIT if demand.yields else URGENT_WAIT]
         self.steps = steps = min(MOST_STEPS, max(1, demand.expected_tokens - 1)) if demand.decode_tokens else 0
         self._context = context = prompt + steps / 2
         self._cached, self._extra, self._weights = cached, extra, weights
         new = prompt - cached
         prefill = numbers[TOKEN] * new + numbers[PAIR] * (0.5 * (prompt * prompt - cached * cached))
-        self.prompts: Vector = numbers[WAIT] + weights * np.maximum(prefill, numbers[FIRST]) + extra
+        self.prompts: Vector = wait + weights * np.maximum(prefill, numbers[FIRST]) + extra
         """[workers] of the prompt, up to its first token."""
         self.streams: Vector = (DECODE_WEIGHT * steps) * (numbers[STEP] + numbers[CONTEXT] * context) + extra
         """[workers] of the tokens after the first one."""
@@ -119,7 +133,7 @@ class _Prices:
 
     def prompt(self, row: int, worker: WorkerView) -> _Prompt:
         """The prompt on a worker."""
-        pace, cached = _pace(worker), float(self._cached[row])
+        pace, cached = _pace(worker, self._yields), float(self._cached[row])
         prefill = pace.prefill(self._prompt - cached, cached)
         seconds = pace.wait + float(self._weights[row]) * prefill.seconds + float(self._extra[row])
         return _Prompt(seconds, row, worker, prefill)
@@ -159,16 +173,18 @@ class _Prices:
 
     def predicted(self, option: _Option) -> Predicted:
         """Latencies of an option."""
-        ttft = _pace(option.prompt.worker).wait + option.prompt.prefill.seconds
+        ttft = _pace(option.prompt.worker, self._yields).wait + option.prompt.prefill.seconds
         if option.decode is None:
             return Predicted(ttft, 0.0)
         return Predicted(ttft, _pace(option.decode).tpot(self._context) + option.exposed / max(1, self.steps))
 
 
-def _pace(worker: WorkerView) -> Pace:
-    if worker.pace is None:
+def _pace(worker: WorkerView, yields: bool = True) -> Pace:
+    """The worker's pace for a request that yields to others, or for one that passes those that do."""
+    pace = worker.pace if yields else worker.urgent_pace
+    if pace is None:
         raise ValueError(f"the costs of {worker.id} aren't known")
-    return worker.pace
+    return pace
 
 
 class PredictedCost(LeastWork):
@@ -207,7 +223,7 @@ class PredictedCost(LeastWork):
     def _choose(self, demand: Demand, group: Group) -> Choice | None:
         if not self._fleet.known:
             return super()._choose(demand, group)
-        backlog = self._fleet.numbers[BACKLOG]
+        backlog = self._backlog(demand)
         if self._waiting and all((backlog[rows] >= self._ahead_tokens).all() for rows in group.rows):
             return None  # all of them have enough to do: the queue asks often while that is so
         options, prices = self._options(demand, group, room=True)
@@ -228,7 +244,7 @@ class PredictedCost(LeastWork):
         weights = np.full(len(cached), PREFILL_WEIGHT)
         for rows in group.rows if self._waiting else ():
             if len(rows):
-                busy = self._fleet.numbers[BACKLOG, rows] >= self._ahead_tokens
+                busy = self._backlog(demand)[rows] >= self._ahead_tokens
                 weights[rows] += QUEUE_WEIGHT * self._waiting * busy.mean() / len(rows)
         prices = _Prices(demand, self._fleet.numbers, cached, extra, weights)
 
@@ -273,6 +289,11 @@ class PredictedCost(LeastWork):
             options += pairs(CANDIDATES)
         options.sort(key=_seconds)
         return options, prices
+
+    def _backlog(self, demand: Demand) -> Vector:
+        """[workers] tokens that each has to compute before those of a request."""
+        found: Vector = self._fleet.numbers[BACKLOG if demand.yields else URGENT_BACKLOG]
+        return found
 
     def _cautions(self, demand: Demand) -> Vector:
         """[workers] seconds that stand for what comes before any cost."""

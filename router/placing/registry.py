@@ -350,6 +350,7 @@ class WorkerRegistry:
             report=report,
             outstanding_tokens=stream.outstanding_tokens,
             pending_tokens=stream.pending_tokens,
+            yielding_tokens=stream.yielding_tokens,
             running=stream.running,
             kv_tokens=report.blocks.total * report.blocks.size,
             capacity=_capacity(stream, worker.role) if worker.role != "prefill" else None,

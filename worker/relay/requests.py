@@ -81,7 +81,12 @@ def request_of(submit: Submit, spec: ModelSpec) -> Request:
         tenant=submit.tenant,
         holder=submit.holder,
         expected_tokens=submit.expected_tokens,
-        urgency=Urgency(submit.urgency.rank, submit.urgency.priority, submit.urgency.first_token_seconds or math.inf),
+        urgency=Urgency(
+            submit.urgency.rank,
+            submit.urgency.priority,
+            submit.urgency.first_token_seconds or math.inf,
+            submit.urgency.yields,
+        ),
     )
 
 
