@@ -47,7 +47,7 @@ test-slow: setup
 # too, is killed and frozen. Writes the reports.
 soak: setup
 	PYTHONPATH=tests $(BIN)/python -m nemesis.run --seconds 3600 --out benchmarks/results/soak-2-cores.json
-	$(BIN)/python benchmarks/siege.py deaths --json benchmarks/results/siege-2-cores.json
+	$(BIN)/python benchmarks/siege deaths --json benchmarks/results/siege-2-cores.json
 
 demo: setup
 	benchmarks/demo.sh $(BIN)

@@ -122,7 +122,8 @@ def sentences(article: str) -> list[str]:
 
 
 def last_words(articles: Iterable[str]) -> Iterable[dict[str, str]]:
-    """Of each article the first sentence, behind the second, whose last word has come before."""
+    """The shortest beginning of each article, three sentences or more, whose last word has come in it before: the text
+    before that word, and the word."""
     for article in articles:
         parts = sentences(article)
         for count in range(3, len(parts) + 1):
@@ -133,7 +134,8 @@ def last_words(articles: Iterable[str]) -> Iterable[dict[str, str]]:
 
 
 def analogies(lines: Sequence[str], chance: random.Random) -> Iterable[dict[str, Any]]:
-    """As many of each category, with three other words of it in the last one's place."""
+    """Questions from each category, as many from each: a row of four words, and three other words of the category that
+    could take the last one's place."""
     categories = [part.splitlines()[1:] for part in "\n".join(lines).split(": ")[1:]]
     for category in categories:
         rows = [line.split() for line in category]

@@ -264,14 +264,15 @@ def state_proposer(options: EngineConfig, folder: Path, runner: ModelRunner) -> 
         ValueError: its checkpoint can't be used with the runner's model, or the device lacks memory; the text says why.
     """
     config, model, parts = options.speculation, runner.model, runner.parts
-    own = Path(config.draft_model)
+    own, target = Path(config.draft_model), model.config.whole
     with asking(f"what {config.method} needs beside the KV pool", memory_of(parts.device)), parts.running():
         if config.method == "medusa":
-            return MedusaProposer(load_medusa(own, model.config, parts), model.config, model.norm, parts)
-        embedding = model.embedding
+            return MedusaProposer(load_medusa(own, target, parts), target, model.norm, parts)
+        # A rank of several has a part of the embedding.
+        embedding = model.embedding if options.tensor_parallel == 1 else None
         if embedding is None:
             embedding = load_embedding(Checkpoint(folder), parts.dtype)
-        eagle = load_eagle(own, model.config, embedding, parts)
+        eagle = load_eagle(own, target, embedding, parts)
         layout = replace(
             runner.layout,
             layers=1,

@@ -180,7 +180,7 @@ class EngineConfig(Options):
 
     pipeline_parallel: Annotated[int, Interval(ge=1, le=64)] = 1
     """Stages of layers, one behind the other, each of `tensor_parallel` ranks: while one computes a chunk of a prompt,
-    the stage before computes the next chunk. On CPU only. A worker of several ranks can't have medusa or eagle3."""
+    the stage before computes the next chunk. On CPU only. A worker of several stages can't have medusa or eagle3."""
 
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     """Options of speculation: tokens that are guessed, and checked several in one step."""
@@ -199,11 +199,11 @@ class EngineConfig(Options):
         require(self.device != "cuda" or stages == 1, "pipeline_parallel", stages, "1 on a GPU")
         ranks = self.tensor_parallel * stages
         require(ranks <= MAX_RANKS, "pipeline_parallel", stages, f"up to {MAX_RANKS} ranks together")
-        # Heads beside the model are rank 0's alone, and they need hidden states of all layers and the whole vocabulary.
+        # Heads beside the model are rank 0's alone, and they need hidden states of all layers.
         method = self.speculation.method
         free = ", ".join(name for name in get_args(SpeculationMethod) if name not in STATE_METHODS)
-        whole = ranks == 1 or method not in STATE_METHODS
-        require(whole, "speculation.method", method, f"{free}, for a worker of several ranks")
+        whole = stages == 1 or method not in STATE_METHODS
+        require(whole, "speculation.method", method, f"{free}, for a worker of several pipeline stages")
 
     @property
     def degree(self) -> Degree:

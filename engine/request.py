@@ -108,11 +108,11 @@ class Urgency(NamedTuple):
     rank: int = 0
     """Priority of its class: requests of a greater rank get what those of smaller ones leave."""
     priority: int = 0
-    """Its own priority within its class; the smallest goes first."""
+    """Priority of this request within its class; the smallest goes first."""
     first_token_seconds: float = math.inf
-    """Seconds from its arrival until its first token is late; negative: it is late already."""
+    """Seconds from the request's arrival until its first token is late; negative: it is late already."""
     yields: bool = False
-    """Whether its class is less urgent than `interactive`."""
+    """Whether the class is less urgent than `interactive`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class Service:
 
     name: str = DEFAULT_CLASS
     rank: int = 0
-    """Its priority: the smallest goes first."""
+    """Priority of the class: the smallest goes first."""
     weight: float = 1.0
     """Share relative to the other classes of the same tenant and rank."""
     ttft_seconds: float = math.inf

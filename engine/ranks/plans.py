@@ -22,7 +22,7 @@ MAX_KNOWN = 4096
 INT32 = np.dtype(np.int32)
 BOOL = np.dtype(np.bool_)
 SHAPED_BY_LEADER = Shaping(SamplingParams(), (), (), None)
-"""Shaping of a row, at the ranks that don't choose its token."""
+"""Shaping of a row, at ranks other than 0, which are told its token."""
 _FIELDS = [field.name for field in fields(SamplingParams) if field.name != "constraint"]
 _STOPS = _FIELDS.index("stop_token_ids")
 
@@ -65,7 +65,6 @@ class PlanWriter:
                 None if plan.drafts is None else _bytes(plan.drafts),
                 [(part.row, part.begin, _bytes(part.targets), part.top, part.first) for part in plan.prompt_parts],
                 [tuple(copy) for copy in plan.copies],
-                plan.keep,
             ]
         )
         return packed
@@ -96,7 +95,6 @@ class PlanReader:
             drafts,
             parts,
             copies,
-            keep,
         ) = msgpack.unpackb(data, use_list=False)
         if forget:
             self._known.clear()
@@ -121,7 +119,6 @@ class PlanReader:
             ),
             side_tables=tuple(side_tables),
             copies=tuple(SlotCopy(*copy) for copy in copies),
-            keep=keep,
         )
 
 

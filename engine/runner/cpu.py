@@ -338,10 +338,10 @@ def build_cpu_runner(
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     team = _team(config, run_dtype, own_layout, threads)
-    choice: Sample = sample if team is None else NativeSampler(team)
-    if place.degree.tensor > 1:
-        choice = Shard(place, config.vocab_size)
-    parts = _parts(TORCH_DTYPES[run_dtype], team, options.quantization, choice)
+    whole_choice: Sample = sample if team is None else NativeSampler(team)
+    choice = Shard(place, config.vocab_size, whole_choice) if place.degree.tensor > 1 else whole_choice
+    # Proposers are rank 0's alone, and guess from the whole vocabulary.
+    parts = _parts(TORCH_DTYPES[run_dtype], team, options.quantization, whole_choice)
     with torch.inference_mode():
         weights = _load(checkpoint, run_dtype, slices, options, parts, team, on_loaded)
     return_free_memory()

@@ -15,46 +15,49 @@ from kvrelay.engine.shaping import Shaping
 NO_TOKEN = "no token is left to choose: the constraint, bad words or stop ids exclude all of them"
 
 
-def shape(logits: Tensor, shapings: Sequence[tuple[int, Shaping]], first: int = 0) -> dict[int, str]:
+def shape(logits: Tensor, shapings: Sequence[tuple[int, Shaping]]) -> dict[int, str]:
     """Changes the logits of some rows.
 
     Args:
         logits: float32 [R, V]; changed in place.
         shapings: the rows, each at most once, and what changes them.
-        first: token of the first logit of a row, if they are of a part of the vocabulary.
 
     Returns:
         The rows whose constraint can't be followed any more, and why, and those whose mask isn't there. Their logits
         mean nothing.
     """
-    _add_bias(logits, shapings, first)
-    _penalize(logits, [(row, shaping) for row, shaping in shapings if shaping.params.penalized], first)
-    ban(logits, [(row, token) for row, shaping in shapings for token in shaping.banned()], first)
-    return _mask(logits, shapings, first)
+    _add_bias(logits, shapings)
+    _penalize(logits, [(row, shaping) for row, shaping in shapings if shaping.params.penalized])
+    ban(logits, [(row, token) for row, shaping in shapings for token in shaping.banned()])
+    return _mask(logits, shapings)
 
 
 def ban(logits: Tensor, banned: Sequence[tuple[int, int]], first: int = 0) -> None:
-    """Excludes tokens: pairs of a row and a token id, those without a logit too. `logits` [R, V] changes in place;
-    `first` as for `shape`."""
+    """Excludes tokens: pairs of a row and a token id, those without a logit too.
+
+    Args:
+        logits: [R, V]; changed in place.
+        first: token of the first logit of a row, if they are of a part of the vocabulary.
+    """
     if banned:
         rows, tokens = np.array(banned, np.int64).T
         index, _ = _index(logits, rows, tokens, first)
         logits[index] = -torch.inf
 
 
-def _add_bias(logits: Tensor, shapings: Sequence[tuple[int, Shaping]], first: int) -> None:
+def _add_bias(logits: Tensor, shapings: Sequence[tuple[int, Shaping]]) -> None:
     rows = [(row, shaping) for row, shaping in shapings if len(shaping.bias)]
     if rows:
-        index, own = _index(logits, *_pairs([(row, shaping.bias_ids) for row, shaping in rows]), first)
+        index, own = _index(logits, *_pairs([(row, shaping.bias_ids) for row, shaping in rows]))
         logits[index] += _to(logits, np.concatenate([shaping.bias for _, shaping in rows])[own])
 
 
-def _penalize(logits: Tensor, shapings: Sequence[tuple[int, Shaping]], first: int) -> None:
+def _penalize(logits: Tensor, shapings: Sequence[tuple[int, Shaping]]) -> None:
     if not shapings:
         return
     seen = [shaping.seen() for _, shaping in shapings]
     pairs = _pairs([(row, ids) for (row, _), (ids, _) in zip(shapings, seen, strict=True)])
-    index, own = _index(logits, *pairs, first)
+    index, own = _index(logits, *pairs)
     lengths = [len(ids) for ids, _ in seen]
     factors = np.array([_factors(shaping) for _, shaping in shapings], np.float32).repeat(lengths, axis=0)
     repetition, frequency, presence = _to(logits, np.ascontiguousarray(factors[own].T))
@@ -69,7 +72,7 @@ def _factors(shaping: Shaping) -> tuple[float, float, float]:
     return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
 
 
-def _mask(logits: Tensor, shapings: Sequence[tuple[int, Shaping]], first: int) -> dict[int, str]:
+def _mask(logits: Tensor, shapings: Sequence[tuple[int, Shaping]]) -> dict[int, str]:
     rows, masks, failed = [], [], {}
     deadline = time.monotonic() + STEP_WAIT_SECONDS
     for row, shaping in shapings:
@@ -86,7 +89,7 @@ def _mask(logits: Tensor, shapings: Sequence[tuple[int, Shaping]], first: int) -
     if rows:
         words = _to(logits, np.stack(masks))
         bits = torch.arange(32, dtype=torch.int32, device=logits.device)
-        allowed = ((words[:, :, None] >> bits) & 1).flatten(1)[:, first : first + logits.shape[1]].bool()
+        allowed = ((words[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]].bool()
         index = _to(logits, np.array(rows, np.int64))
         logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
     return failed
@@ -99,7 +102,7 @@ def _pairs(entries: Sequence[tuple[int, NDArray[np.int64]]]) -> tuple[NDArray[np
 
 
 def _index(
-    logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], first: int
+    logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], first: int = 0
 ) -> tuple[tuple[Tensor, Tensor], NDArray[np.bool_]]:
     """The index of those of these tokens that have logits, and which ones they are."""
     own = (tokens >= first) & (tokens < first + logits.shape[1])

@@ -51,13 +51,18 @@ where they aren't finite. It doesn't wait for the device, and `min_tokens` and s
 class Vocabulary(Protocol):
     """Which tokens the logits are of: all of them (`ALL_TOKENS`), or a rank's part (`shards.Shard`)."""
 
-    @property
-    def first(self) -> int:
-        """Token of the first logit."""
-        ...
+    def choose(
+        self, logits: Tensor, draws: Sequence["Draw"], sample: "Sample"
+    ) -> tuple[list[int], list[int], dict[int, str]]:
+        """Shapes the rows of logits [R, V], which may be overwritten, and chooses their tokens.
 
-    def largest(self, logits: Tensor) -> Tensor:
-        """[R] the largest of all tokens' logits in each row, given those that are here, [R, V]."""
+        Args:
+            draws: [R].
+            sample: chooses tokens by logits that are shaped.
+
+        Returns:
+            As `Choice.tokens`, `Choice.nonfinite` and `Choice.refused`.
+        """
         ...
 
     def scores(self, logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> ReadScores:
@@ -68,10 +73,19 @@ class Vocabulary(Protocol):
 class AllTokens:
     """Implements `Vocabulary`."""
 
-    first = 0
-
-    def largest(self, logits: Tensor) -> Tensor:
-        return logits.amax(-1)
+    def choose(
+        self, logits: Tensor, draws: Sequence[Draw], sample: Sample
+    ) -> tuple[list[int], list[int], dict[int, str]]:
+        """See `Vocabulary.choose`."""
+        shapings = [(row, draw.shaping) for row, draw in enumerate(draws) if draw.shaping is not None]
+        refused = shape(logits, shapings) if shapings else {}
+        tokens, nonfinite = sample(logits, draws)
+        if nonfinite and shapings:
+            largest = logits.amax(-1).tolist()
+            empty = [row for row, _ in shapings if row in nonfinite and largest[row] == -math.inf]
+            refused = dict.fromkeys(empty, NO_TOKEN) | refused
+            nonfinite = [row for row in nonfinite if row not in refused]
+        return tokens, nonfinite, refused
 
     def scores(self, logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> Scores:
         return Scores(logits, tokens, tops)
@@ -112,17 +126,10 @@ def choose(logits: Tensor, draws: Sequence[Draw], sample: Sample, vocabulary: Vo
     Args:
         vocabulary: the tokens that logits and `sample` are of.
     """
-    shapings = [(row, draw.shaping) for row, draw in enumerate(draws) if draw.shaping is not None]
     scored = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
     # Indexed with a list, it is a copy.
     raw = logits[scored] if scored else None
-    refused = shape(logits, shapings, vocabulary.first) if shapings else {}
-    tokens, nonfinite = sample(logits, draws)
-    if nonfinite and shapings:
-        largest = vocabulary.largest(logits).tolist()
-        empty = [row for row, _ in shapings if row in nonfinite and largest[row] == -math.inf]
-        refused = dict.fromkeys(empty, NO_TOKEN) | refused
-        nonfinite = [row for row in nonfinite if row not in refused]
+    tokens, nonfinite, refused = vocabulary.choose(logits, draws, sample)
     if raw is None:
         return Choice(tokens, nonfinite, refused, None)
     chosen = torch.tensor([tokens[row] for row in scored])

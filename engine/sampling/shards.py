@@ -10,6 +10,9 @@ numbers that all of them have gathered:
        token alone, so the largest of them has won the race over the whole vocabulary
 
 The numbers are those that `sampler.sample` computes of all logits, but that the mass is added up by ranks.
+
+Rank 0 alone knows what shapes a row: bias, penalties, bad words, constraints. It gathers such a row's logits, chooses
+the token as one process does, and tells it to the others.
 """
 
 from collections.abc import Sequence
@@ -25,32 +28,82 @@ from kvrelay.engine.ranks.spans import even_span
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.sampling.noise import SEED_MASK, exponential, noise_keys
 from kvrelay.engine.sampling.processors import ban
-from kvrelay.engine.sampling.sampler import CHUNK_ELEMENTS, Draw, early_stops, needs_threshold, smallest_kept, threshold
+from kvrelay.engine.sampling.sampler import (
+    ALL_TOKENS,
+    CHUNK_ELEMENTS,
+    Draw,
+    Sample,
+    early_stops,
+    needs_threshold,
+    smallest_kept,
+    threshold,
+)
 
 CANDIDATES = 256
 """Number of its largest logits that a rank shows of a row with top_k or top_p."""
+CHOSEN_ELSEWHERE = "rank 0 has no token for the row, and knows why"
 
 
 class Shard:
     """Implements `sampler.Vocabulary`, and `sampler.Sample`, for one rank."""
 
-    def __init__(self, place: Place, vocab_size: int) -> None:
+    def __init__(self, place: Place, vocab_size: int, whole: Sample) -> None:
         """
         Args:
             vocab_size: of all ranks together.
+            whole: chooses tokens by the logits of all ranks.
         """
         self._group = place.group
         self._vocab_size = vocab_size
+        self._whole = whole
         self._span = even_span(vocab_size, place)
-        self.first = self._span.begin
+        ranks = [Place(place.degree, rank) for rank in range(place.degree.tensor)]
+        self._counts = [even_span(vocab_size, rank).count for rank in ranks]
+        """Number of each rank's tokens."""
+        self._first = self._span.begin
 
-    def largest(self, logits: Tensor) -> Tensor:
-        """See `Vocabulary.largest`."""
-        return self._group.gather(logits.amax(-1)).amax(0)
+    def choose(
+        self, logits: Tensor, draws: Sequence[Draw], sample: Sample
+    ) -> tuple[list[int], list[int], dict[int, str]]:
+        """See `Vocabulary.choose`. Ranks other than 0 don't know why rank 0 refuses a row."""
+        shaped = [row for row, draw in enumerate(draws) if draw.shaping is not None]
+        if not shaped:
+            return *sample(logits, draws), {}
+        whole = self._gathered(logits[shaped])
+        refused: dict[int, str] = {}
+        # The token of each row, whether its logits aren't finite, and whether it has no token.
+        numbers = torch.zeros(len(shaped), 3, dtype=torch.float64)
+        if self._group.place == 0:
+            chosen, bad, why = ALL_TOKENS.choose(whole, [draws[row] for row in shaped], self._whole)
+            refused = {shaped[index]: text for index, text in why.items()}
+            numbers[:, 0] = torch.tensor(chosen)
+            numbers[bad, 1] = 1.0
+            numbers[list(why), 2] = 1.0
+        found = self._group.gather(numbers)[0].long().tolist()
+        tokens, nonfinite = [0] * len(draws), list[int]()
+        plain = [row for row, draw in enumerate(draws) if draw.shaping is None]
+        if plain:
+            own, bad = sample(logits[plain], [draws[row] for row in plain])
+            nonfinite = [plain[index] for index in bad]
+            for row, token in zip(plain, own, strict=True):
+                tokens[row] = token
+        for row, (token, is_bad, is_refused) in zip(shaped, found, strict=True):
+            tokens[row] = token
+            if is_bad:
+                nonfinite.append(row)
+            if is_refused:
+                refused.setdefault(row, CHOSEN_ELSEWHERE)
+        return tokens, sorted(nonfinite), refused
+
+    def _gathered(self, logits: Tensor) -> Tensor:
+        """[R, V] all ranks' logits of rows [R, tokens of this rank]."""
+        missing = self._span.size - logits.shape[1]
+        parts = self._group.gather(torch.nn.functional.pad(logits, (0, missing)))
+        return torch.cat([part[:, :count] for part, count in zip(parts, self._counts, strict=True)], -1)
 
     def __call__(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[int]]:
         """See `sampler.sample`; `logits` are those of the rank's tokens."""
-        ban(logits, early_stops(draws), self.first)
+        ban(logits, early_stops(draws), self._first)
         largest, tokens = self._winners(*logits.max(-1))
         nonfinite = np.flatnonzero(~np.isfinite(largest.numpy())).tolist()
         drawn = [row for row, draw in enumerate(draws) if not draw.params.greedy and row not in nonfinite]
@@ -68,7 +121,7 @@ class Shard:
             places: int64 [R] of the ranks' tokens, among their own.
         """
         # float64 has all numbers of both types, up to 2**53.
-        found = self._group.gather(torch.stack((values.double(), (places + self.first).double())))
+        found = self._group.gather(torch.stack((values.double(), (places + self._first).double())))
         largest, rank = found[:, 0].max(0)
         # torch doesn't say which of equal values it takes.
         rank = torch.where(largest.isnan(), rank, (found[:, 0] == largest).int().argmax(0))
@@ -119,7 +172,7 @@ class Shard:
 
     def scores(self, logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> "ShardScores":
         """See `Vocabulary.scores`."""
-        own = tokens.clamp(min=0) - self.first
+        own = tokens.clamp(min=0) - self._first
         others = (own < 0) | (own >= logits.shape[1])
         chosen = logits.gather(-1, own.masked_fill(others, 0)[:, None])[:, 0].masked_fill(others, -torch.inf)
         found = self._group.gather(torch.stack((logits.logsumexp(-1), chosen)))
@@ -131,7 +184,7 @@ class Shard:
         values, places = logits.topk(min(most, logits.shape[1]), -1)
         missing = most - values.shape[1]
         values = torch.nn.functional.pad(values, (0, missing), value=-torch.inf)
-        ids = torch.nn.functional.pad(places + self.first, (0, missing))
+        ids = torch.nn.functional.pad(places + self._first, (0, missing))
         parts = self._group.gather(torch.cat((above[:, None].double(), values.double(), ids.double()), -1))
         ranks = parts[..., 0].sum(0).long() + 1
         values, ids = (part.transpose(0, 1).flatten(1) for part in (parts[..., 1 : 1 + most], parts[..., 1 + most :]))

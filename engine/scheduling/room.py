@@ -123,8 +123,8 @@ class Room:
 
 
 def dispensable(sequences: Sequence[EngineSequence], among: Iterable[EngineSequence]) -> EngineSequence | None:
-    """Of these, the one that gives its blocks up first: one of the greatest rank, the last one in order of the holder
-    whose sequences have most blocks. None if there are none."""
+    """The sequence among these that gives its blocks up first: of the greatest rank, then of the holder whose sequences
+    have most blocks, then the last in order. None if there are none."""
     held: defaultdict[int, int] = defaultdict(int)
     for sequence in sequences:
         held[sequence.request.holder] += len(sequence.hold.blocks)

@@ -273,7 +273,7 @@ class Scheduler:
 
     @property
     def yielding_tokens(self) -> int:
-        """The part of `pending_tokens` of sequences whose classes are less urgent than `interactive`."""
+        """Tokens among `pending_tokens` that belong to sequences of classes less urgent than `interactive`."""
         live = [sequence for sequence in self._live.values() if sequence.request.urgency.yields]
         return sum([len(sequence.tokens) - sequence.num_computed for sequence in live])
 

@@ -114,13 +114,13 @@ class WorkerView:
     state: MemberState = MEMBER_STATE_READY
     """By the membership."""
     report: Load = field(default_factory=Load, repr=False, compare=False)
-    """Its latest report of its load, empty before the first one. Not to be changed."""
+    """The worker's latest report of its load, empty before the first one. Not to be changed."""
     outstanding_tokens: int = 0
     """Tokens to compute of the requests from this router that the worker's report doesn't account for."""
     pending_tokens: int = 0
     """Tokens that the worker has yet to compute for all routers, by its own report."""
     yielding_tokens: int = 0
-    """The part of both of requests whose classes are less urgent than `interactive`: they let others pass."""
+    """Tokens among both that belong to requests of classes less urgent than `interactive`: they let others pass."""
     running: int = 0
     """Requests there from all routers, waiting ones too."""
     kv_tokens: int = 0
@@ -130,7 +130,7 @@ class WorkerView:
     compatibility: str = ""
     """Digest of what two workers must have in common; only equal ones are paired."""
     degree: Degree = (1, 1)
-    """Its ranks."""
+    """Tensor and pipeline parallel degree of the worker."""
     avoided: bool = False
     """Whether attempts fail on it: used only if no other worker of its role is left."""
     bad_peers: frozenset[WorkerId] = frozenset()
@@ -142,9 +142,9 @@ class WorkerView:
     costs: WorkerCosts | None = field(default=None, repr=False, compare=False)
     """Costs of its steps and hand-offs, as it reports them; None before it has."""
     pace: Pace | None = field(default=None, init=False, repr=False, compare=False)
-    """Its speed with what it has to do; None without `costs`."""
+    """Speed of the worker with what it has to do; None without `costs`."""
     urgent_pace: Pace | None = field(default=None, init=False, repr=False, compare=False)
-    """The same for a request that passes the prompts of less urgent ones."""
+    """Speed that a request finds which passes the prompts of less urgent ones."""
 
     def __post_init__(self) -> None:
         if self.costs is not None:

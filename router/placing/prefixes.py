@@ -76,7 +76,7 @@ class _Cache:
     bit: int = 0
     """The worker's bit in `holders`."""
     holders: dict[int, int] = field(default_factory=dict)
-    """Which workers have each unit, one bit for each; shared by all caches of an index."""
+    """Workers that have each unit, one bit for each; shared by all caches of an index."""
 
     def trim(self) -> None:
         while len(self.used) > self.max_units:

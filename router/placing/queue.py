@@ -95,7 +95,7 @@ class _Tenant:
 
     shares: Shares[str] = field(default_factory=Shares)
     lines: defaultdict[str, list[_Waiter]] = field(default_factory=lambda: defaultdict(list))
-    """Its requests in order, by class; without classes of which none waits."""
+    """Requests in order, by class; a class of which none waits is left out."""
 
     def __len__(self) -> int:
         return sum(map(len, self.lines.values()))

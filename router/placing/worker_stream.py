@@ -77,7 +77,7 @@ class Unseen:
     new_tokens: int
     """Tokens that the worker is expected to compute before the first one that it sends."""
     yields: bool
-    """Whether its class is less urgent than `interactive`."""
+    """Whether the class is less urgent than `interactive`."""
 
 
 class WorkerStream:
@@ -129,7 +129,7 @@ class WorkerStream:
         self.outstanding_tokens = 0
         """Tokens to compute of the live submits that `last_load` doesn't account for."""
         self._unseen_yielding = 0
-        """The part of `outstanding_tokens` of requests whose classes are less urgent than `interactive`."""
+        """Tokens among `outstanding_tokens` that belong to requests of classes less urgent than `interactive`."""
         self.unseen_requests = 0
         """Live submits that decode here and that `last_load` doesn't account for."""
         self.unseen_blocks: Counter[int] = Counter()
@@ -162,7 +162,7 @@ class WorkerStream:
 
     @property
     def yielding_tokens(self) -> int:
-        """The part of `pending_tokens` and `outstanding_tokens` of requests whose classes are less urgent than
+        """Tokens among `pending_tokens` and `outstanding_tokens` that belong to requests of classes less urgent than
         `interactive`."""
         return self._unseen_yielding + (0 if self.last_load is None else self.last_load.yielding_tokens)
 

@@ -29,7 +29,7 @@ class Needs:
 
     @property
     def _yields(self) -> bool:
-        """Whether its class is less urgent than `interactive`."""
+        """Whether the class is less urgent than `interactive`."""
         return self._request.claim.service.rank > self._dispatch.services[INTERACTIVE].rank
 
     def demand(self, avoid: frozenset[WorkerId], *, on_trial: bool = False) -> Demand:

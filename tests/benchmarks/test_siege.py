@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "siege.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "siege"
 sys.path.insert(0, str(SCRIPT.parent))
 
-from siege_up import EXIT_SECONDS, SERVING_SECONDS, Fate  # noqa: E402  # after the path
-from siege_witness import Witness, at_most, none_of, quantile  # noqa: E402  # after the path
+from siege.up import EXIT_SECONDS, SERVING_SECONDS, Fate  # noqa: E402  # after the path
+from siege.witness import Witness, at_most, none_of, quantile  # noqa: E402  # after the path
 
 from nemesis.load import draw  # noqa: E402
 from support.faults import oracle  # noqa: E402

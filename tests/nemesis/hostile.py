@@ -1,4 +1,4 @@
-"""Hostile clients as faults: processes of `benchmarks/siege_load.py` that call one router for some seconds."""
+"""Hostile clients as faults: processes of `benchmarks/siege/load.py` that call one router for some seconds."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 from nemesis.ground import Ground, Inject
 
-LOAD = Path(__file__).parents[2] / "benchmarks" / "siege_load.py"
+LOAD = Path(__file__).parents[2] / "benchmarks" / "siege" / "load.py"
 SECONDS = 8.0
 """Seconds that an attack lasts."""
 START_SECONDS = 120.0

@@ -22,7 +22,7 @@ class ThreadGroup:
     """What the ranks of a group share."""
 
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=30)
+        self.barrier = threading.Barrier(size, timeout=120)
         self.parts: list[Tensor] = [torch.empty(0)] * size
         self.messages: list[queue.Queue[Tensor]] = []
         """Messages that each rank has sent."""

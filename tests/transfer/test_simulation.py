@@ -23,11 +23,11 @@ from kvrelay.transfer.protocol.events import State
 from support.simulation.damage import DAMAGES
 from support.simulation.world import Explored, World, explore, run_world, trace
 
-SEEDS, MORE_SEEDS, MANY_SEEDS = 300, 3000, 100_000
-NOISY_SEEDS, MORE_NOISY_SEEDS = 200, 1500
+SEEDS, MORE_SEEDS, MANY_SEEDS = 300, 1500, 100_000
+NOISY_SEEDS, MORE_NOISY_SEEDS, MANY_NOISY_SEEDS = 200, 800, 3000
 NOISE = 0.3
 """Share of the frames that are damaged in a noisy world."""
-RANKED_SEEDS, MORE_RANKED_SEEDS, MANY_RANKED_SEEDS = 100, 1000, 10_000
+RANKED_SEEDS, MORE_RANKED_SEEDS, MANY_RANKED_SEEDS = 100, 500, 10_000
 OVERTAKEN = 8254
 """A world in which a frame could overtake one of the same hand-off and link that waited for its step."""
 SLICE = 500
@@ -119,8 +119,12 @@ def test_no_interleaving_breaks_a_guarantee_or_leaves_the_table(seeds: Sequence[
 @many_seeds
 @pytest.mark.parametrize(
     "seeds",
-    [range(NOISY_SEEDS), pytest.param(range(NOISY_SEEDS, MORE_NOISY_SEEDS), marks=pytest.mark.more)],
-    ids=["some", "more"],
+    [
+        range(NOISY_SEEDS),
+        pytest.param(range(NOISY_SEEDS, MORE_NOISY_SEEDS), marks=pytest.mark.more),
+        pytest.param(range(MORE_NOISY_SEEDS, MANY_NOISY_SEEDS), marks=pytest.mark.slow),
+    ],
+    ids=["some", "more", "many"],
 )
 def test_no_damage_is_committed(seeds: Sequence[int]) -> None:
     """Bytes that differ from those that the sender read never become KV or hidden states, and nothing leaks."""

@@ -51,7 +51,7 @@ class TransferStats:
     sender: str = ""
     """Name of the worker that sent; at the receiver."""
     exposed_nbytes: int = 0
-    """Of `nbytes`, those that came when the prompt was computed, within `handoff_seconds`; at the receiver."""
+    """Bytes, among `nbytes`, that came after the prompt was computed, within `handoff_seconds`; at the receiver."""
 
 
 @dataclass(slots=True, eq=False)

@@ -83,9 +83,9 @@ class Placing:
     """All that a model keeps, and where."""
 
     layout: CacheLayout
-    """Of this rank."""
+    """The layout of this rank's pools."""
     whole: CacheLayout
-    """Of all ranks together."""
+    """The layout as if one rank kept everything."""
     layers: tuple[LayerPlaces, ...]
     """Layers of the model's cache, in order."""
     tokens: Place | None = None

@@ -321,8 +321,8 @@ def _olmo3(fields: Fields, layers: int) -> Traits:
 
 
 def ropes_by_kind(fields: Fields, head_dim: int, theta: float, sliding_theta: float) -> tuple[RopeConfig, RopeConfig]:
-    """Those that `rope_parameters` has by kind of layer; or `rope_theta` and `rope_scaling` for layers without a
-    window, and `rope_local_base_freq` for those with one.
+    """Rotary embeddings of layers without a window, and of those with one: from `rope_parameters` by kind of layer, or
+    from `rope_theta` with `rope_scaling`, and `rope_local_base_freq`.
 
     Args:
         theta, sliding_theta: defaults.

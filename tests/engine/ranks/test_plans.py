@@ -52,7 +52,6 @@ def plans(draw: st.DrawFn) -> StepPlan:
         prompt_parts=draw(st.sampled_from([(), (PromptPart(0, 0, numbers(2), 1, 3),)])),
         side_tables=draw(st.sampled_from([(), (numbers(rows)[:, None],)])),
         copies=draw(st.sampled_from([(), (SlotCopy(1, 2, 3, True),)])),
-        keep=draw(st.sampled_from([(), (0, 2)])),
     )
 
 

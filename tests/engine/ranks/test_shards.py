@@ -46,7 +46,7 @@ def test_ranks_draw_the_tokens_of_one_process(tensor: int, spread: float) -> Non
         for params in PARAMS
     ]
     expected = sample(logits.clone(), draws)
-    found = on_ranks(places(Degree(tensor)), lambda place: Shard(place, VOCAB)(part(logits, place), draws))
+    found = on_ranks(places(Degree(tensor)), lambda place: Shard(place, VOCAB, sample)(part(logits, place), draws))
     assert found == [expected] * tensor
 
 
@@ -58,7 +58,9 @@ def test_rows_that_arent_finite_on_one_rank_are_told_by_all(bad: float) -> None:
     logits = torch.randn(3, VOCAB)
     logits[1, VOCAB - 1] = bad
     draws = [Draw(SamplingParams(temperature=1.0, top_p=0.9), 0, 0)] * 3
-    for _, nonfinite in on_ranks(places(Degree(2)), lambda place: Shard(place, VOCAB)(part(logits, place), draws)):
+    for _, nonfinite in on_ranks(
+        places(Degree(2)), lambda place: Shard(place, VOCAB, sample)(part(logits, place), draws)
+    ):
         assert nonfinite == [1]
 
 
@@ -67,7 +69,7 @@ def test_ranks_score_as_one_process_does() -> None:
     tops = [0, 1, 5, 20]
     expected = Scores(logits.clone(), tokens, tops).read()
     found = on_ranks(
-        places(Degree(4)), lambda place: Shard(place, VOCAB).scores(part(logits, place), tokens, tops).read()
+        places(Degree(4)), lambda place: Shard(place, VOCAB, sample).scores(part(logits, place), tokens, tops).read()
     )
     for scores in found:
         for mine, other in zip(scores, expected, strict=True):

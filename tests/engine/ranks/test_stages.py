@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from kvrelay.engine.build import engine_on
+from kvrelay.engine.build import build_engine, build_rank, engine_on
 from kvrelay.engine.config import EngineConfig, SpeculationConfig
 from kvrelay.engine.constrain.grammar import Constraint
 from kvrelay.engine.degree import Degree
@@ -28,6 +28,7 @@ from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 from kvrelay.engine.runner.leading import LeadingRunner, follow
 from kvrelay.engine.scheduling.progress import Progress
+from support.guesses import Recorded
 from support.rank_threads import on_ranks, places, shared_places
 from support.serving import reports_of, tokens_of
 
@@ -36,21 +37,28 @@ PROMPTS = [[token * 7 % 300 for token in range(first, first + count)] for first,
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=9, logprobs=2, prompt_logprobs=1),
     SamplingParams(temperature=0.8, seed=3, top_p=0.9, max_tokens=6),
-    SamplingParams(temperature=0.0, max_tokens=7, min_tokens=5, repetition_penalty=1.3, logit_bias=((7, 3.0),)),
+    SamplingParams(
+        temperature=0.0, max_tokens=7, min_tokens=5, repetition_penalty=1.3, logit_bias=((7, 3.0), (311, 3.0))
+    ),
 ]
 
 
 class ThreadRanks:
     """Implements `Ranks`: the other ranks of a worker follow on threads of this process."""
 
-    def __init__(self, runners: Sequence[CpuRunner]) -> None:
-        self.place = runners[0].model.place
-        self._messages: list[queue.SimpleQueue[bytes | None]] = [queue.SimpleQueue() for _ in runners[1:]]
+    def __init__(self, place: Place) -> None:
+        """`place` is rank 0's."""
+        self.place, others = place, range(1, place.degree.ranks)
+        self._messages: list[queue.SimpleQueue[bytes | None]] = [queue.SimpleQueue() for _ in others]
         self.errors: list[BaseException] = []
-        self.writes = [RankWrites() for _ in runners[1:]]
+        self.writes = [RankWrites() for _ in others]
+        self._threads: list[threading.Thread] = []
+
+    def start(self, runners: Sequence[Any]) -> None:
+        """The other ranks' runners begin to follow."""
         self._threads = [
             threading.Thread(target=self._follow, args=each)
-            for each in zip(runners[1:], self._messages, self.writes, strict=True)
+            for each in zip(runners, self._messages, self.writes, strict=True)
         ]
         for thread in self._threads:
             thread.start()
@@ -97,7 +105,8 @@ def worker(folder: Path, ranks: list[Place], **changes: Any) -> Iterator[Scene]:
     config = options(ranks[0].degree, **changes)
     build = partial(build_cpu_runner, folder, "float32", config)
     runners = on_ranks(ranks, lambda place: build(place=place))
-    others = ThreadRanks(runners)
+    others = ThreadRanks(ranks[0])
+    others.start(runners[1:])
     engine = engine_on(LeadingRunner(runners[0], others), config)
     try:
         engine.warm_up()
@@ -164,7 +173,8 @@ class Thirds:
         return self if token % 3 == 0 else None
 
 
-def test_the_first_stage_applies_masks(model_of: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("degree", [Degree(1, 2), Degree(2)], ids=str)
+def test_rank_0_applies_masks(model_of: Callable[..., Path], degree: Degree) -> None:
     folder = model_of("llama", **WIDE)
     params = SamplingParams(temperature=0.0, max_tokens=8, constraint=Constraint("regex", "x"))
     requests = [replace(each, grammar=Thirds()) for each in asked(PROMPTS, [params] * 3)]
@@ -172,7 +182,7 @@ def test_the_first_stage_applies_masks(model_of: Callable[..., Path]) -> None:
     assert config.vocab_size <= 16384
     expected = one_process(folder, requests)
     assert all(token % 3 == 0 for tokens in tokens_of(expected).values() for token in tokens)
-    with worker(folder, shared_places(1, 2)) as scene:
+    with worker(folder, shared_places(degree.tensor, degree.pipeline)) as scene:
         check_same(reports_of(scene.engine, requests), expected)
 
 
@@ -240,13 +250,51 @@ def _built(folder: Path, place: Place) -> CpuRunner:
 
 
 @pytest.mark.parametrize("method", ["medusa", "eagle3"])
-@pytest.mark.parametrize("ranks", [{"pipeline_parallel": 2}, {"tensor_parallel": 2}], ids=str)
-def test_guesses_from_all_layers_states_are_refused(method: Any, ranks: dict[str, Any]) -> None:
+def test_guesses_from_all_layers_states_are_refused(method: Any) -> None:
     speculation = SpeculationConfig(method=method, draft_model="heads")
     with pytest.raises(
         ValueError, match=r"speculation\.method is '\w+'; allowed: off, ngram, suffix, draft, for a worker of several"
     ):
-        EngineConfig(speculation=speculation, **ranks)
+        EngineConfig(speculation=speculation, pipeline_parallel=2)
+
+
+@pytest.mark.parametrize("decoder", ["torch", "native"])
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
+def test_heads_of_rank_0_guess_as_those_of_one_process(
+    model_of: Callable[..., Path],
+    heads_of: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    method: Any,
+    decoder: str,
+) -> None:
+    """Their guesses are the same, and so are the tokens; the ranks share one copy of nothing but the layers."""
+    folder, heads = model_of("llama", num_hidden_layers=8), heads_of(method)
+    if decoder == "torch":
+        monkeypatch.setattr("kvrelay.engine.runner.cpu.library", lambda: None)
+    changes = {"speculation": SpeculationConfig(method, str(heads), max_tokens=3, adaptive=False)}
+    one = build_engine(folder, "float32", options(Degree(), **changes))[0]
+    alone = Recorded(one)
+    expected = reports_of(one, asked())
+    config = options(Degree(2), **changes)
+    ranks = places(Degree(2))
+    others = ThreadRanks(ranks[0])
+
+    def build(place: Place) -> Any:
+        if place.rank == 0:
+            return build_engine(folder, "float32", config, ranks=others)[0]
+        return build_rank(folder, "float32", config, place)
+
+    engine, *runners = on_ranks(ranks, build)
+    others.start(runners)
+    try:
+        engine.warm_up()
+        found = Recorded(engine)
+        check_same(reports_of(engine, asked()), expected)
+    finally:
+        others.close()
+    assert not others.errors
+    assert found.guesses == alone.guesses
+    assert sum(map(len, found.guesses.values())) > 10
 
 
 def test_stages_on_gpus_are_refused() -> None:

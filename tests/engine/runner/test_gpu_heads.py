@@ -134,7 +134,12 @@ def let_nothing_be_read(proposer: Proposer) -> None:
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("method", "count", "handoff"),
-    [("medusa", 1, False), ("medusa", 2, True), ("eagle3", 2, False), ("eagle3", 2, True)],
+    [
+        ("medusa", 1, False),
+        pytest.param("medusa", 2, True, marks=pytest.mark.slow),
+        pytest.param("eagle3", 2, False, marks=pytest.mark.slow),
+        ("eagle3", 2, True),
+    ],
 )
 def test_guesses_and_streams_equal_the_cpus(
     model: Path, heads: dict[SpeculationMethod, Path], method: SpeculationMethod, count: int, handoff: bool

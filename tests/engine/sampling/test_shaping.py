@@ -14,6 +14,7 @@ from torch import Tensor
 from kvrelay.engine.constrain.grammar import ConstraintError
 from kvrelay.engine.degree import Degree
 from kvrelay.engine.ranks.collective import Place
+from kvrelay.engine.ranks.plans import SHAPED_BY_LEADER
 from kvrelay.engine.ranks.spans import even_span
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.sampling.processors import NO_TOKEN, shape
@@ -55,12 +56,8 @@ def formula(logits: list[float], params: SamplingParams, prompt: list[int], comp
 def test_the_formulas(rows: list[tuple[SamplingParams, list[int], list[int]]], seed: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 3, (len(rows), VOCAB)).astype(np.float32))
     before = logits.tolist()
-    parts = logits[:, :16].clone(), logits[:, 16:].clone()
     shapings = [(row, Shaping(params, prompt, out, None)) for row, (params, prompt, out) in enumerate(rows)]
     assert shape(logits, shapings) == {}
-    for part, first in zip(parts, (0, 16), strict=True):
-        assert shape(part, shapings, first) == {}
-    assert torch.equal(torch.cat(parts, 1), logits)
     for row, (params, prompt, out) in enumerate(rows):
         assert logits[row].tolist() == pytest.approx(formula(before[row], params, prompt, out), abs=1e-5)
 
@@ -114,18 +111,23 @@ def test_a_constraint_leaves_what_it_allows_and_hurts_no_other_row(tensor: int) 
     true = torch.arange(VOCAB, dtype=torch.float32).log_softmax(-1)
 
     def of_rank(place: Place) -> Choice:
-        span, shard = even_span(VOCAB, place), Shard(place, VOCAB)
-        return choose(logits[:, span.begin : span.end].clone(), draws, shard, shard)
+        span, shard = even_span(VOCAB, place), Shard(place, VOCAB, sample)
+        # Plans tell other ranks only which rows rank 0 shapes.
+        theirs = [each._replace(shaping=each.shaping and SHAPED_BY_LEADER) for each in draws]
+        return choose(logits[:, span.begin : span.end].clone(), theirs if place.rank else draws, shard, shard)
 
     choices = on_ranks(places(Degree(tensor)), of_rank)
-    for choice in choices if tensor > 1 else [choose(logits, draws, sample)]:
-        check(choice, true)
+    first, *others = choices if tensor > 1 else [choose(logits, draws, sample)]
+    check(first, true)
+    assert first.refused == {2: NO_TOKEN, 3: "too costly"}
+    for other in others:
+        check(other, true)
 
 
 def check(choice: Choice, true: Tensor) -> None:
     assert (choice.tokens[0], choice.tokens[4]) == (39, 0)
     assert choice.nonfinite == [1]
-    assert choice.refused == {2: NO_TOKEN, 3: "too costly"}
+    assert list(choice.refused) == [2, 3]
     assert choice.logprobs is not None
     score = choice.logprobs[4]
     assert score is not None

@@ -25,7 +25,7 @@ class Part(NamedTuple):
     """What is loaded of a model."""
 
     place: Place = ALONE
-    """Of the rank."""
+    """The rank's place among the worker's ranks."""
     experts: int = 1
     """Parts that whole experts are divided into (`plan.divide`)."""
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import grpc
 from clusters import plain_cluster, wait_answers
-from siege_router import LOOP
 
 from kvrelay.cluster.processes.processes import alive, find
 from kvrelay.router.doors.sockets import raise_limit
+from siege.router import LOOP
 from support.hash_worker import STEP_SECONDS, WORKER_LAYOUT
 from support.processes import free_port, wait_until
 from support.router_fakes import key_file
@@ -42,7 +42,7 @@ class Besieged:
 
     @property
     def reach(self) -> dict[str, Any]:
-        """Addresses with which a process of `siege_load.py` calls the router; its key is not among them."""
+        """Addresses with which a process of `load.py` calls the router; its key is not among them."""
         return {"grpc": self.grpc, "http": self.http, "authority": None}
 
     def dead(self) -> list[str]:
@@ -117,7 +117,7 @@ def besieged(
         for role in ("prefill", "decode"):
             members[f"{role}-0"]["module"] = f"kvrelay.{role}_worker"
     options = {"model": "pico", "grpc_port": grpc_port, "http_port": http_port, "api_keys": keys}
-    members["router-0"] = {"module": "siege_router", "options": options | router}
+    members["router-0"] = {"module": "siege.router", "options": options | router}
     variables = {LOOP: loop, STEP_SECONDS: str(HASH_STEP)}
     with plain_cluster(folder, members, variables) as cluster:
         found = Besieged(cluster, f"127.0.0.1:{grpc_port}", f"127.0.0.1:{http_port}", cluster.pids())

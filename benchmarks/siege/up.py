@@ -9,9 +9,9 @@ from typing import Any
 
 from clusters import answers
 from psutil import NoSuchProcess
-from siege_witness import Given, Measure, Witness, at_most, none_of
 
 from kvrelay.cluster.processes.processes import alive, find
+from siege.witness import Given, Measure, Witness, at_most, none_of
 from support.processes import free_port, wait_until
 from support.ray_commands import KVRELAY, START_SECONDS, World, cluster_processes
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from siege_cluster import MIB, Besieged, besieged, send
-from siege_witness import (
+
+from siege.cluster import MIB, Besieged, besieged, send
+from siege.witness import (
     Given,
     Measure,
     Witness,
@@ -21,7 +22,6 @@ from siege_witness import (
     quantile,
     ttft,
 )
-
 from support.costly import METHODS, PATHS, Bodies, messages
 
 CONNECTIONS = 10

@@ -1,6 +1,6 @@
 """Requests that are wrong in every place, and requests with random deadlines; what is a defect's answer is kept.
 
-`siege_load.py` runs them, with the options that the functions name.
+`load.py` runs them, with the options that the functions name.
 """
 
 import asyncio

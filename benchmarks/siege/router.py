@@ -1,6 +1,6 @@
 """A router process that also notes how long its event loop is held; `siege.py` starts it.
 
-    python -m siege_router --config FOLDER/NAME.json
+    python -m siege.router --config FOLDER/NAME.json
 
 Each turn that holds the loop for longer than NOTED_SECONDS is a line of FOLDER/NAME.holds: when it ended, on the
 monotonic clock, and for how long the loop was held, both in seconds. The environment variable SIEGE_LOOP names the

@@ -1,6 +1,6 @@
 """Lays siege to a live cluster, one row after another, while another tenant's streams are compared token by token.
 
-    python benchmarks/siege.py [ROW ...] [--seconds 60] [--count 10000] [--json benchmarks/results/siege-2-cores.json]
+    python benchmarks/siege [ROW ...] [--seconds 60] [--count 10000] [--json benchmarks/results/siege-2-cores.json]
 
 Each row prints what was asked and what was measured; the exit code is 1 if a row misses. Load comes from processes of
 its own, which the machine gives less of its cores than the cluster. ROW is one of:
@@ -23,20 +23,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import siege_bodies
-import siege_rows
-import siege_up
-from siege_witness import Given, Measure
-from turns import end_on_signal, own_setting, save
+sys.path[0] = str(Path(__file__).parents[1])
+
+from turns import end_on_signal, own_setting, save  # noqa: E402
+
+from siege import bodies, rows, up  # noqa: E402  # after the path
+from siege.witness import Given, Measure  # noqa: E402
 
 ROWS: dict[str, Callable[[Given], list[Measure]]] = {
-    "bodies": siege_bodies.bodies,
-    "fuzz": siege_rows.fuzz,
-    "deadlines": siege_rows.deadlines,
-    "kv": siege_rows.kv,
-    "tenant": siege_rows.tenant,
-    "deaths": siege_up.deaths,
-    "keys": siege_rows.keys,
+    "bodies": bodies.bodies,
+    "fuzz": rows.fuzz,
+    "deadlines": rows.deadlines,
+    "kv": rows.kv,
+    "tenant": rows.tenant,
+    "deaths": up.deaths,
+    "keys": rows.keys,
 }
 
 

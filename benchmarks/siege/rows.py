@@ -5,8 +5,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from siege_cluster import MIB, WITNESS, Besieged, besieged, send, web
-from siege_witness import (
+from nemesis.load import Sizes
+from siege.cluster import MIB, WITNESS, Besieged, besieged, send, web
+from siege.witness import (
     Given,
     Measure,
     Witness,
@@ -20,8 +21,6 @@ from siege_witness import (
     quantile,
     ttft,
 )
-
-from nemesis.load import Sizes
 from support.key_edits import EDITS, KEPT, REMOVED, UNREADABLE, WHOLE, edit
 from support.processes import wait_until
 

@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from siege_cluster import ATTACKER, WITNESS, Besieged
-
 from nemesis.load import Sizes, draw
+from siege.cluster import ATTACKER, WITNESS, Besieged
 from support.faults import oracle_of_all
 
-LOAD = Path(__file__).with_name("siege_load.py")
+LOAD = Path(__file__).with_name("load.py")
 END_SECONDS = 90.0
 """Seconds for a process to print what it saw."""
 SHORT = Sizes((8, 24), (12, 20))
@@ -80,7 +79,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 class Loading:
-    """A process of `siege_load.py` that has begun."""
+    """A process of `load.py` that has begun."""
 
     def __init__(self, kind: str, popen: "subprocess.Popen[str]") -> None:
         """Returns when it has begun: a busy machine takes seconds to start it."""

@@ -1,6 +1,6 @@
 """A process that calls the cluster under siege: the witness, whose streams are compared, or an attacker.
 
-    python benchmarks/siege_load.py KIND '{"grpc": "127.0.0.1:50051", ...}'
+    python benchmarks/siege/load.py KIND '{"grpc": "127.0.0.1:50051", ...}'
 
 It prints a line when it begins. It goes on until its standard input ends, or until it has sent what it was told to, and
 prints one JSON object then. Options are `grpc` and `http`, addresses; `authority`, the file of the certificate that
@@ -19,15 +19,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent.parent / "tests")]
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tests")]
 
 import aiohttp  # noqa: E402  # after the path
 import grpc  # noqa: E402
-from siege_fuzz import authorization, channel, deadlines, fuzz, session, web_tls  # noqa: E402
 
 from kvrelay.client import AsyncClient, KvrelayError  # noqa: E402
 from kvrelay.router.doors.sockets import raise_limit  # noqa: E402
 from nemesis.load import REQUEST_SECONDS, Sizes, Stream, ask, draw, tls_of  # noqa: E402
+from siege.fuzz import authorization, channel, deadlines, fuzz, session, web_tls  # noqa: E402
 from support.hostile import GENERATE, client_tls, half_a_call, left_open  # noqa: E402
 
 Options = dict[str, Any]
