@@ -111,6 +111,8 @@ class Urgency(NamedTuple):
     """Priority of this request within its class; the smallest goes first."""
     due: float = math.inf
     """Time from which on the request's first token is late, on the scheduler's clock."""
+    yields: bool = False
+    """Whether the class is less urgent than `interactive`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ class Sequence:
         return cls(
             request,
             handle,
-            (*urgency, handle),
+            (urgency.rank, urgency.priority, urgency.due, handle),
             hold,
             handoff,
             tokens=tokens,

@@ -132,6 +132,7 @@ class LoadReports:
             blocks=Blocks(total=pool.total, free=pool.free, cached=pool.cached, held=pool.held, size=self._block_size),
             requests=Requests(waiting=scheduler.waiting, running=scheduler.running, free_slots=scheduler.free_slots()),
             pending_tokens=scheduler.pending_tokens,
+            yielding_tokens=scheduler.yielding_tokens,
             computed_tokens=self._engine.computed_tokens,
             prompt_tokens=self._engine.prompt_tokens,
             steps=self._engine.steps,

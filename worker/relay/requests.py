@@ -92,7 +92,7 @@ def request_of(submit: Submit, spec: ModelSpec, received: float) -> Request:
         tenant=submit.tenant,
         holder=submit.holder,
         expected_tokens=submit.expected_tokens,
-        urgency=Urgency(urgency.rank, urgency.priority, due),
+        urgency=Urgency(urgency.rank, urgency.priority, due, urgency.yields),
     )
 
 
