@@ -153,7 +153,7 @@ def _build_general(
 
         proposer = mtp_proposer(options, folder, runner_of(general))
     runner: Runner = general if ranks is None else LeadingRunner(general, ranks)
-    return engine_on(runner, options, proposer), runner
+    return engine_on(runner, options, proposer, rolls_back=general.rolls_back and ranks is None), runner
 
 
 def _general_runner(
@@ -229,11 +229,14 @@ def on_devices(options: EngineConfig) -> EngineConfig:
     return replace(options, device=device)
 
 
-def engine_on(runner: Runner, options: EngineConfig, proposer: Proposer | None = None) -> Engine:
+def engine_on(
+    runner: Runner, options: EngineConfig, proposer: Proposer | None = None, *, rolls_back: bool = False
+) -> Engine:
     """An engine whose steps `runner` runs, with the options that the runner was made with.
 
     Args:
         proposer: guesses tokens; None makes the one that the options name, if any.
+        rolls_back: whether the runner keeps the states behind guessed tokens, and goes back to the last that was right.
 
     Raises:
         ValueError: an option that the engine needs is still `auto` (`EngineConfig.on`).
@@ -247,15 +250,19 @@ def engine_on(runner: Runner, options: EngineConfig, proposer: Proposer | None =
     windows = [(group.window, by_group[index]) for index, group in enumerate(cache.groups) if group.kind == "window"]
     pool = BlockPool(by_group.get(0) or blocks_without_kv(options, runner.spec.max_context, windows))
     namespace = hashlib.sha256(f"{runner.spec.fingerprint} {cache}".encode()).digest()
-    sides = [
-        SidePool(group, by_group[index], options.block_size) for index, group in enumerate(cache.side_groups, start=1)
-    ]
+    proposer = proposer or proposer_of(options.speculation)
+    sides = []
+    for index, group in enumerate(cache.side_groups, start=1):
+        spare = 0 if proposer is None or group.kind != "state" else min(options.max_sequences, by_group[index] // 4)
+        sides.append(SidePool(group, by_group[index], options.block_size, spare))
     memory = None if 0 in by_group else next((side.pool for side in sides if not side.is_state), None)
     prefix = PrefixIndex(pool, options.block_size, namespace, enabled=options.prefix_cache, sides=sides, memory=memory)
-    proposer = proposer or proposer_of(options.speculation)
-    if proposer is not None and any(group.kind == "state" for group in cache.groups):
+    if proposer is not None and not rolls_back and any(group.kind == "state" for group in cache.groups):
         method = options.speculation.method
-        raise ValueError(f"speculation.method is {method!r}; allowed for a model whose layers keep a state: 'off'")
+        raise ValueError(
+            f"speculation.method is {method!r}; allowed for a model whose layers keep a state: 'off', but on CPU,"
+            " on one rank, with kvrelay's kernels of its states"
+        )
     speculation = None
     if proposer is not None:
         # A step that `launch` computes is measured in CPU time of its thread, which other processes don't change.

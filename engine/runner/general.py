@@ -34,7 +34,7 @@ from kvrelay.engine.models.general.store import Store
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.stored import check_stored
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.engine.plan import StepOutput, StepPlan
+from kvrelay.engine.plan import StepOutput, StepPlan, kept_of
 from kvrelay.engine.quant.schemes import HEAD, LAYERS, quantizing
 from kvrelay.engine.ranks.collective import ALONE, CollectiveError, Place
 from kvrelay.engine.request import SamplingParams
@@ -115,6 +115,11 @@ class GeneralRunner:
         text = self.way.model.config.get_text_config(decoder=True)
         return StatesShape(int(text.num_hidden_layers), int(text.hidden_size), last_only=True)
 
+    @property
+    def rolls_back(self) -> bool:
+        """Whether steps may have guessed tokens: the states behind each are kept, and the last right one stays."""
+        return isinstance(self.way, FlatWay) and self.pool.bytes.device.type == "cpu"
+
     def launch(self, plan: StepPlan) -> FinishedStep:
         """See `Runner.launch`."""
         self._set_threads()
@@ -145,7 +150,23 @@ class GeneralRunner:
                 empty = StepOutput((None,) * plan.num_rows, prompt_logprobs=prompt_logprobs, states=states)
                 return FinishedStep(empty)
             chosen = choose_tokens(at(torch.from_numpy(ends[rows] - 1)), draws_of(plan, rows), self.sample)
-        return FinishedStep(replace(step_output(plan, rows, chosen, prompt_logprobs), states=states))
+        out = step_output(plan, rows, chosen, prompt_logprobs)
+        self._roll_back(plan, out)
+        return FinishedStep(replace(out, states=states))
+
+    def _roll_back(self, plan: StepPlan, out: StepOutput) -> None:
+        """Gives each sequence with guesses the state behind the last token that was right."""
+        if plan.drafts is None:
+            return
+        drafts, kept, own = [*plan.drafts.tolist(), False], [*kept_of(plan, out), False], 0
+        for row in range(plan.num_rows):
+            own = own if drafts[row] else row
+            if not drafts[row] or not kept[row] or (drafts[row + 1] and kept[row + 1]):
+                continue
+            for number, group in enumerate(self.cache_layout.side_groups):
+                if group.kind == "state":
+                    slots = plan.side_tables[number][:, 0]
+                    self.store.copy_slots(number + 1, int(slots[row]), int(slots[own]))
 
     def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
         """See `ChainRunner.chain`."""

@@ -325,7 +325,8 @@ class Scheduler:
         keep: tuple[int, ...] = ()
         if self.speculation is not None:
             keep = self.speculation.layers
-            room, spare = min(budget, self._rows - len(rows)), len(self._running)
+            spares = [len(side.spare) for side in self.prefix.sides if side.is_state]
+            room, spare = min(budget, self._rows - len(rows), *spares), len(self._running)
             add_drafts(self.speculation, rows, room, partial(self.prefix.make_room, spare=spare))
             self._guesses = sum([len(row.chain.drafts) for row in rows])
         block_tables = tables_of(rows, self._tables, self._limits)

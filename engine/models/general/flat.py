@@ -7,6 +7,7 @@ at the tokens' positions in their own sequences.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 from transformers.masking_utils import causal_mask_function
 
 from kvrelay.engine.models.general.absorbed import intercept
@@ -26,9 +35,18 @@ from kvrelay.engine.models.general.native import Call, NativeFlat
 from kvrelay.engine.models.general.observe import cache_argument
 from kvrelay.engine.models.general.places import LayerPlaces
 from kvrelay.engine.models.general.reading import set_attention
+from kvrelay.engine.models.general.states import (
+    StateLayer,
+    StateStep,
+    number_of_states,
+    shifting_layers,
+    take_functions,
+)
 from kvrelay.engine.models.general.step import Step, UnfitError, host
 from kvrelay.engine.models.general.store import Store
 from kvrelay.kernels.cpu.program import Team
+from kvrelay.kernels.cpu.states import NativeStateOps
+from kvrelay.kernels.states import StateOps
 
 NAME = "kvrelay_flat"
 MARK = "_kvrelay_layer"
@@ -106,6 +124,22 @@ class FlatWindowLayer(FlatLayer, DynamicSlidingWindowLayer):
         self.way, self.number, self.places = way, number, places
 
 
+class FlatHybridLayer(StateLayer, FlatLayer, LinearAttentionAndFullAttentionLayer):
+    """A cache layer with states in slots and keys and values in blocks."""
+
+    def __init__(self, way: "FlatWay", number: int, places: LayerPlaces, states: StateStep) -> None:
+        LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states(places))
+        self.way, self.number, self.places, self.states = way, number, places, states
+
+
+class FlatHybridWindowLayer(StateLayer, FlatWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer):
+    """The same with a window."""
+
+    def __init__(self, way: "FlatWay", number: int, places: LayerPlaces, states: StateStep) -> None:
+        LinearAttentionAndSlidingWindowAttentionLayer.__init__(self, places.cache.window, number_of_states(places))
+        self.way, self.number, self.places, self.states = way, number, places, states
+
+
 class FlatWay:
     """Implements `Way`."""
 
@@ -119,13 +153,14 @@ class FlatWay:
         Raises:
             UnfitError: some layers keep what has no place in blocks.
         """
-        for layer in store.placing.layers:
-            if layer.states:
-                raise UnfitError("layers keep states")
-            if layer.indexer is not None:
-                raise UnfitError("layers choose their keys by an indexer")
+        if any(layer.indexer is not None for layer in store.placing.layers):
+            raise UnfitError("layers choose their keys by an indexer")
+        self._recurrent: StateStep | None = None
+        if any(layer.states for layer in store.placing.layers):
+            self._recurrent = StateStep(store, _state_ops(store.device, team))
+            take_functions(model)
         self.model, self.store, self.team = model, store, team
-        self._argument = cache_argument(model)
+        self._argument = None if shifting_layers(model) else cache_argument(model)
         self._inputs = Inputs(model)
         self._running: Running | None = None
         self._states: Tensor | None = None
@@ -138,13 +173,7 @@ class FlatWay:
         if any(layer.cache.latent for layer in store.placing.layers):
             self._latents = Latents(store, team)
             intercept(model, lambda latents: isinstance(getattr(latents, MARK, None), FlatLayer))
-        layers = [
-            DummyLayer()
-            if layer.keys is None
-            else (FlatWindowLayer if layer.cache.window else FlatLayer)(self, number, layer)
-            for number, layer in enumerate(store.placing.layers)
-        ]
-        self._cache = Cache(layers=[*layers])
+        self._cache = Cache(layers=[self._layer(number, layer) for number, layer in enumerate(store.placing.layers)])
         self._kept = {number for number, layer in enumerate(store.placing.layers) if layer.keys is not None}
 
     def run(self, step: Step, wanted: NDArray[np.int64]) -> Tensor:
@@ -159,8 +188,9 @@ class FlatWay:
         if self._latents is not None:
             self._latents.plan(step)
         tokens = host(step.tokens, device)[None]
-        cache = {self._argument: self._cache}
-        out = self._inputs.call(tokens, positions[None], None, host(wanted, device), cache)
+        cache = {} if self._argument is None else {self._argument: self._cache}
+        with nullcontext() if self._recurrent is None else self._recurrent.running(step):
+            out = self._inputs.call(tokens, positions[None], None, host(wanted, device), cache)
         if self._attended != self._kept:
             raise UnfitError("it takes no other attention function")
         return out[0]
@@ -180,6 +210,16 @@ class FlatWay:
 
     def _keep(self, module: torch.nn.Module, given: object, out: Any) -> None:
         self._states = out[0][0]
+
+    def _layer(self, number: int, places: LayerPlaces) -> CacheLayerMixin | StateLayer:
+        if places.states and self._recurrent is not None:
+            if places.keys is None:
+                return StateLayer(self._recurrent, number, places)
+            kind = FlatHybridWindowLayer if places.cache.window else FlatHybridLayer
+            return kind(self, number, places, self._recurrent)
+        if places.keys is None:
+            return DummyLayer()
+        return (FlatWindowLayer if places.cache.window else FlatLayer)(self, number, places)
 
     def use_native(self) -> bool:
         """Has the native kernels attend from now on, if they can do what the model asked for so far."""
@@ -258,6 +298,21 @@ class FlatWay:
         if self._running is None:
             raise UnfitError("the cache is used outside of a step")
         return self._running
+
+
+def _state_ops(device: torch.device, team: Team | None) -> StateOps:
+    """The kernels of layers with states.
+
+    Raises:
+        UnfitError: there are none.
+    """
+    if device.type == "cuda":
+        from kvrelay.kernels.triton.states.ops import TritonStateOps
+
+        return TritonStateOps()
+    if team is None:
+        raise UnfitError("layers keep states, for which there are no kernels here")
+    return NativeStateOps(team)
 
 
 def flat_attention(
