@@ -108,17 +108,17 @@ class GeneralRunner:
         return self.pools[0]
 
     @property
-    def rolls_back(self) -> bool:
-        """Whether steps may have guessed tokens: the states behind each are kept, and the last right one stays."""
-        return isinstance(self.way, FlatWay) and self.pool.bytes.device.type == "cpu"
-
-    @property
     def states_shape(self) -> StatesShape | None:
         """See `Runner.states_shape`: the last hidden states, in the flat way, on one rank."""
         if not isinstance(self.way, FlatWay) or self.store.placing.whole != self.store.placing.layout:
             return None
         text = self.way.model.config.get_text_config(decoder=True)
         return StatesShape(int(text.num_hidden_layers), int(text.hidden_size), last_only=True)
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether steps may have guessed tokens: the states behind each are kept, and the last right one stays."""
+        return isinstance(self.way, FlatWay) and self.pool.bytes.device.type == "cpu"
 
     def launch(self, plan: StepPlan) -> FinishedStep:
         """See `Runner.launch`."""
@@ -150,9 +150,9 @@ class GeneralRunner:
                 empty = StepOutput((None,) * plan.num_rows, prompt_logprobs=prompt_logprobs, states=states)
                 return FinishedStep(empty)
             chosen = choose_tokens(at(torch.from_numpy(ends[rows] - 1)), draws_of(plan, rows), self.sample)
-        out = replace(step_output(plan, rows, chosen, prompt_logprobs), states=states)
+        out = step_output(plan, rows, chosen, prompt_logprobs)
         self._roll_back(plan, out)
-        return FinishedStep(out)
+        return FinishedStep(replace(out, states=states))
 
     def _roll_back(self, plan: StepPlan, out: StepOutput) -> None:
         """Gives each sequence with guesses the state behind the last token that was right."""

@@ -195,16 +195,6 @@ class FlatWay:
             raise UnfitError("it takes no other attention function")
         return out[0]
 
-    def _layer(self, number: int, places: LayerPlaces) -> CacheLayerMixin | StateLayer:
-        if places.states and self._recurrent is not None:
-            if places.keys is None:
-                return StateLayer(self._recurrent, number, places)
-            kind = FlatHybridWindowLayer if places.cache.window else FlatHybridLayer
-            return kind(self, number, places, self._recurrent)
-        if places.keys is None:
-            return DummyLayer()
-        return (FlatWindowLayer if places.cache.window else FlatLayer)(self, number, places)
-
     def states(self) -> Tensor:
         """[T, hidden], the last hidden states of all tokens of the step that ran last, after `keep_states`."""
         if self._states is None:
@@ -220,6 +210,16 @@ class FlatWay:
 
     def _keep(self, module: torch.nn.Module, given: object, out: Any) -> None:
         self._states = out[0][0]
+
+    def _layer(self, number: int, places: LayerPlaces) -> CacheLayerMixin | StateLayer:
+        if places.states and self._recurrent is not None:
+            if places.keys is None:
+                return StateLayer(self._recurrent, number, places)
+            kind = FlatHybridWindowLayer if places.cache.window else FlatHybridLayer
+            return kind(self, number, places, self._recurrent)
+        if places.keys is None:
+            return DummyLayer()
+        return (FlatWindowLayer if places.cache.window else FlatLayer)(self, number, places)
 
     def use_native(self) -> bool:
         """Has the native kernels attend from now on, if they can do what the model asked for so far."""
