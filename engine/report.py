@@ -69,7 +69,6 @@ def report_on(folder: Path, dtype: Dtype, options: EngineConfig) -> ModelReport:
     runner = build_general_runner(folder, dtype, options)
     layout = runner.cache_layout
     unavailable = [("medusa, eagle3", "transformers' code doesn't yield the hidden states that their heads read")]
-    unavailable.append(("a draft model", "its steps need kvrelay's own code"))
     if any(group.kind == "state" for group in layout.groups):
         unavailable.append(("speculation", "a state can't be taken back when a guess was wrong"))
     return ModelReport(

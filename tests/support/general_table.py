@@ -32,7 +32,14 @@ chunks beside other sequences, are those of one whole forward pass:
 
 `kvrelay model NAME` says what a model runs as. Groups are what a sequence keeps: `full` the KV of all tokens, `latent`
 numbers from which all heads' keys and values are computed, `window` the KV of the last tokens, `state` numbers whose
-size doesn't depend on the sequence. The last column says whether a worker's layers can be divided over several ranks
+size doesn't depend on the sequence. In the flat way on CPUs, attention runs on kvrelay's native kernels where keys and
+values are alike and the mask is a causal one, with or without a window, soft caps and sinks; and over latents: absorbed
+for a few tokens of a sequence, as in decode, else with its keys and values expanded. On GPUs, torch
+attends, and latents have a kernel that was compiled and interpreted only.
+Layers with states run flat where kvrelay has kernels of what they compute: short convolutions, Mamba-2, Gated DeltaNet
+and RWKV-4, prompts in chunks and single tokens by the recurrence. On CPUs these are native; those for GPUs, in Triton,
+were compiled and interpreted only. The last column says whether a worker's
+layers can be divided over several ranks
 ([parallelism.md](parallelism.md)), by the class's own tensor-parallel plan.
 
 | class | way | groups, or why it isn't served | tensor parallel |

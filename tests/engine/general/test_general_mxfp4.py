@@ -85,7 +85,7 @@ def test_tokens_are_those_of_the_dequantized_weights(folders: tuple[Path, Path],
 def test_weights_stay_in_four_bits(folders: tuple[Path, Path]) -> None:
     """Codes take half a byte for each number, and scales four bytes for each group."""
     runner = build(folders[0])
-    model = runner.way._model  # type: ignore[attr-defined]
+    model = runner.way.model  # type: ignore[attr-defined]
     layers = [module.__dict__[ATTRIBUTE].layer for module in experts_of(model)]
     assert layers
     for layer in layers:
