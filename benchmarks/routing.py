@@ -423,7 +423,7 @@ def row_curve(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, An
     colocated = f"colocated {wanted[-1]}"
     found: dict[str, Any] = {}
     for policy in (*wanted, colocated):
-        for share in (0.5, 0.75, 1.0, 1.25, 1.5):
+        for share in (0.5, 0.75, 1.0, 1.25):
             rates.run(policy, share * highest)
         found[policy] = [[each["rate"], each["goodput"]] for each in rates.runs(policy)]
     return found
