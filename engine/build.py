@@ -160,7 +160,7 @@ def _general_runner(
 def draft_options(options: EngineConfig) -> EngineConfig:
     """The options of a draft model."""
     # What is asked for may not take its shapes; triton takes all.
-    return replace(options, prefill_attention="triton", memory_share=0.1 * options.memory_share)
+    return replace(options, prefill_attention="triton", memory_share=max(0.01, 0.1 * options.memory_share))
 
 
 def draft_proposer(dtype: Dtype, options: EngineConfig, blocks: int) -> DraftProposer:
