@@ -6,7 +6,7 @@
 
 `simulated` runs fleets of Llama-3.1-8B, one H100 each, in simulated time (`simulated/`): router, scheduler and block
 pools are the product's own, steps take what measured kernels take (`simulated/kernels.py`), hand-offs what a link of
-400 Gbit/s does. `engine` runs two workers of this machine on a small model (`routing_engine.py`).
+400 Gbit/s does. `engine` runs two or four workers of this machine on a small model (`routing_engine.py`).
 
 Folders: `--traces` has `mooncake/conversation_trace.jsonl` and `azure2023/*.csv`, `--calibration` the measurements that
 `simulated/kernels.py` names. Both are public; neither is part of the project.
@@ -21,12 +21,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from simulated.clock import run
 from simulated.cluster import END, Cluster, Place, Question
-from simulated.fleet import CAPACITY, Run, Talk, Targets, converse, highest_rate, refused_again, replay
+from simulated.fleet import CAPACITY, Background, Talk, Targets, converse, highest_rate, refused_again, replay
 from simulated.kernels import LLAMA_3_1_8B, Kernels, checked
 from simulated.traces import Arrival, TraceName, at_rate, oracle_hits, read
 from simulated.worker import Machine
@@ -49,7 +50,7 @@ MAX_CONTEXT = 131_072
 POLICIES = ("round_robin", "random", "least_work", "predicted")
 SLOW, SLOW_LINK = 2.0, 10.0
 OVERLOAD = 1.5
-TALK_SECONDS = 180.0
+TALK_SECONDS = 120.0
 PREFIXES = 10_000
 KNOWN = {each.name for each in fields(RouterConfig)}
 ENGINE = {each.name for each in fields(EngineConfig)}
@@ -90,43 +91,76 @@ def options(policy: str, **others: object) -> dict[str, object]:
 
 
 class Rates:
-    """The highest rates of the policies, each looked for once, and the runs that led there."""
+    """The highest rates of the policies, each looked for once, and the figures of the runs that led there, which are
+    kept with the results: what was run before with the same arrivals is not run again."""
 
-    def __init__(self, setup: Setup, found: dict[str, Any], start: float) -> None:
+    def __init__(self, setup: Setup, found: dict[str, Any], start: float, keep: Callable[[], None]) -> None:
         """
         Args:
-            found: gets the figures of each run.
+            found: has the figures of earlier runs by policy, and gets those of each run.
             start: a rate, of any fleet, to begin the search with.
+            keep: called after each run.
         """
-        self._setup, self._found, self._start = setup, found, start
+        self._setup, self._found, self._start, self._keep = setup, found, start, keep
         self._highest: dict[str, float] = {}
-        self.runs: dict[tuple[str, float], Run] = {}
 
-    def run(self, policy: str, rate: float) -> Run:
-        """A run at a rate; `colocated` is the fleet of co-located workers."""
-        if (policy, rate) not in self.runs:
-            setup, began = self._setup, time.monotonic()
-            places = setup.colocated if policy.startswith("colocated") else setup.fleet
-            placement = policy.removeprefix("colocated ")
-            done = replay(places, setup.arrivals(rate), setup.seconds, options(placement))
-            self.runs[policy, rate] = done
-            row = {"rate": round(rate, 3), "met": round(done.met(TARGETS), 4)}
-            row |= {"goodput": round(done.goodput(TARGETS), 3), "mean_ttft": round(done.mean_ttft(), 4)}
-            row |= {"ttft_p99": round(done.ttft(0.99), 3), "wall_seconds": round(time.monotonic() - began, 1)}
-            self._found.setdefault(policy, []).append(row)
-            print(json.dumps({"policy": policy, **row}), flush=True)
-        return self.runs[policy, rate]
+    def runs(self, policy: str) -> list[dict[str, float]]:
+        """The figures of the runs of a policy, by rate."""
+        ran = [each for each in self._found.get(policy, []) if each["seconds"] == self._setup.seconds]
+        return sorted(ran, key=itemgetter("rate"))
+
+    def run(self, policy: str, rate: float) -> dict[str, float]:
+        """The figures at a rate; `colocated POLICY` is the fleet of co-located workers. Hits are relative to those of
+        one endless cache, and to those of one cache as large as all pools together (`oracle_hits`)."""
+        setup, rate = self._setup, round(rate, 3)
+        for each in self.runs(policy):
+            if each["rate"] == rate:
+                return each
+        began = time.monotonic()
+        places = setup.colocated if policy.startswith("colocated") else setup.fleet
+        arrivals = setup.arrivals(rate)
+        done = replay(places, arrivals, setup.seconds, options(policy.removeprefix("colocated ")))
+        row = {
+            "rate": rate,
+            "seconds": setup.seconds,
+            "met": done.met(TARGETS),
+            "goodput": done.goodput(TARGETS),
+            "mean_ttft": done.mean_ttft(),
+            "ttft_p50": done.ttft(0.5),
+            "ttft_p99": done.ttft(0.99),
+            "mean_tpot": done.mean_tpot(),
+            "hits": done.hits(oracle_hits(arrivals)),
+            "hits_of_one_cache": done.hits(oracle_hits(arrivals, len(places) * setup.machine.kv_tokens)),
+            **busy(done.busy),
+            "wall_seconds": time.monotonic() - began,
+        }
+        row = {name: round(value, 4) for name, value in row.items()}
+        self._found.setdefault(policy, []).append(row)
+        self._keep()
+        print(json.dumps({"policy": policy, **row}), flush=True)
+        return row
+
+    def kept(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The figures of another run, which `make` makes unless they were kept; `name` has all that they depend on."""
+        parts = self._found.setdefault("others", {})
+        name = f"{name}, {self._setup.seconds:g} s"
+        if name not in parts:
+            parts[name] = make()
+            self._keep()
+            print(json.dumps({"run": name, **parts[name]}), flush=True)
+        return parts[name]
 
     def highest(self, policy: str) -> float:
+        """The highest rate at which enough requests meet both targets."""
         if policy not in self._highest:
 
             def met(rate: float) -> float:
-                return self.run(policy, rate).met(TARGETS)
+                return self.run(policy, rate)["met"]
 
             low = self._start
             while met(low) < CAPACITY and low > 0.05 * self._start:
-                low /= 1.5
-            self._highest[policy] = highest_rate(met, low, 1.5 * low)
+                low /= 1.25
+            self._highest[policy] = highest_rate(met, low, 1.25 * low)
         return self._highest[policy]
 
 
@@ -138,23 +172,50 @@ def busy(found: Mapping[str, float]) -> dict[str, float]:
 
 
 def row_rate(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
-    """The highest rates; at that of `least_work`, mean TTFT and hits in prefix caches."""
+    """The highest rates, and as many co-located workers'; at that of `least_work`, mean TTFT and hits in prefix caches.
+    No placement does more than `bounds` says."""
     base = rates.highest("least_work")
-    oracle = oracle_hits(setup.arrivals(base))
     found: dict[str, Any] = {}
-    for policy in wanted:
+    for policy in (*wanted, f"colocated {wanted[-1]}"):
         done, highest = rates.run(policy, base), rates.highest(policy)
         found[policy] = {
             "highest_rate": round(highest, 3),
             "to_least_work": round(highest / base, 3),
             "at_rate": round(base, 3),
-            "mean_ttft": round(done.mean_ttft(), 4),
-            "hits_of_oracle": round(done.hits(oracle), 4),
+            "mean_ttft": done["mean_ttft"],
+            "hits_of_oracle": done["hits"],
+            "hits_of_one_cache": done["hits_of_one_cache"],
         }
     least = found["least_work"]["mean_ttft"]
-    for policy in wanted:
-        found[policy]["mean_ttft_to_least_work"] = round(found[policy]["mean_ttft"] / least, 3)
-    return found
+    for each in found.values():
+        each["mean_ttft_to_least_work"] = round(each["mean_ttft"] / least, 3)
+    return found | {"bounds": bounds(setup, base)}
+
+
+def bounds(setup: Setup, rate: float) -> dict[str, float]:
+    """Highest rates, in requests a second, if every worker computes all the time, prefix hits are those of one endless
+    cache, prompts have steps of their own, and each token is decoded beside as many others as memory and the target of
+    TPOT allow: of pairs only, and if any worker may compute any part of a request."""
+    machine, arrivals = setup.machine, setup.arrivals(rate)
+    oracle, size = oracle_hits(arrivals), machine.engine.max_batch_tokens
+    prefill = statistics.fmean(
+        sum(
+            machine.steps.seconds([(start, min(size, each.prompt_tokens - start))], [])
+            for start in range(oracle[each.number], each.prompt_tokens, size)
+        )
+        for each in arrivals
+    )
+    context = round(statistics.fmean(each.prompt_tokens + each.answer_tokens / 2 for each in arrivals))
+    most = max(1, min(machine.engine.max_sequences, machine.kv_tokens // context))
+    batches = ((count, machine.steps.seconds([], [context] * count)) for count in range(1, most + 1))
+    token = min(seconds / count for count, seconds in batches if seconds <= TARGETS.tpot)
+    decode = token * statistics.fmean(each.answer_tokens for each in arrivals)
+    return {
+        "prefill_seconds": round(prefill, 4),
+        "decode_seconds": round(decode, 4),
+        "pairs": round(min(setup.prefills / prefill, setup.decodes / decode), 3),
+        "any": round((setup.prefills + setup.decodes) / (prefill + decode), 3),
+    }
 
 
 def row_slow(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
@@ -167,9 +228,9 @@ def row_slow(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any
         receiver = next(each for each in cluster.workers if each.role == "decode")
         sender.link_factors[receiver.id.name] = SLOW_LINK
 
-    for policy in wanted:
+    for policy in wanted[-1:]:
         rate = 0.85 * rates.highest(policy)
-        whole = rates.run(policy, rate).ttft(0.99)
+        whole = rates.run(policy, rate)["ttft_p99"]
         prefill, decode = list(setup.fleet), list(setup.fleet)
         prefill[0], decode[-1] = replace(prefill[0], slowdown=SLOW), replace(decode[-1], slowdown=SLOW)
         faults: dict[str, tuple[list[Place], float, Callable[[Cluster], None]]] = {
@@ -179,9 +240,18 @@ def row_slow(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any
         }
         found[policy] = {"rate": round(rate, 3), "ttft_p99": round(whole, 3)}
         for name, (places, share, prepare) in faults.items():
-            done = replay(places, setup.arrivals(share * rate), setup.seconds, options(policy), prepare=prepare)
-            found[policy][name] = round(done.ttft(0.99) / whole, 3)
-            print(json.dumps({"policy": policy, "fault": name, "ttft_p99": round(done.ttft(0.99) / whole, 3)}))
+
+            def run_with(
+                places: list[Place] = places,
+                arrivals: list[Arrival] = setup.arrivals(share * rate),  # noqa: B008  # this iteration's
+                given: dict[str, object] = options(policy),  # noqa: B008
+                prepare: Callable[[Cluster], None] = prepare,
+            ) -> dict[str, Any]:
+                done = replay(places, arrivals, setup.seconds, given, prepare=prepare)
+                return {"ttft_p99": round(done.ttft(0.99), 4)}
+
+            fault = rates.kept(f"{policy} {name} at {share * rate:.3f}", run_with)
+            found[policy][name] = round(fault["ttft_p99"] / whole, 3)
     return found
 
 
@@ -189,16 +259,19 @@ def row_answers(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, 
     """Tokens of earlier answers that are computed again, from the second to the tenth turn."""
     found: dict[str, Any] = {}
     talk = Talk(users=48 * setup.prefills)
-    for policy in wanted:
-        done = converse(setup.fleet, talk, TALK_SECONDS, options(policy))
-        found[policy] = {
-            "turns": done.turns,
-            "answers_again": round(done.again / max(1, done.answers), 4),
-            "of_partial_blocks": round(done.partial / max(1, done.answers), 4),
-            "mean_ttft": round(statistics.fmean(done.ttft), 4),
-            **busy(done.busy),
-        }
-        print(json.dumps({"policy": policy, **found[policy]}), flush=True)
+    for policy in wanted[-2:]:
+
+        def talked(policy: str = policy) -> dict[str, Any]:
+            done = converse(setup.fleet, talk, TALK_SECONDS, options(policy))
+            return {
+                "turns": done.turns,
+                "answers_again": round(done.again / max(1, done.answers), 4),
+                "of_partial_blocks": round(done.partial / max(1, done.answers), 4),
+                "mean_ttft": round(statistics.fmean(done.ttft), 4),
+                **busy(done.busy),
+            }
+
+        found[policy] = rates.kept(f"{policy} conversations", talked)
     return found
 
 
@@ -209,22 +282,29 @@ def row_admission(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str
     classes = {DEFAULT_CLASS: ServiceClass(ttft_target_seconds=TARGETS.ttft, tpot_target_seconds=TARGETS.tpot)}
     for policy in wanted[-1:]:
         highest = rates.highest(policy)
-        peak = max(done.goodput(TARGETS) for (name, _), done in rates.runs.items() if name == policy)
+        peak = max(each["goodput"] for each in rates.runs(policy))
         for admission in ("none", "room", "predicted") if "admission" in KNOWN else ("room",):
             given = options(policy, admission=admission, classes=classes)
-            done = replay(setup.fleet, setup.arrivals(OVERLOAD * highest), setup.seconds, given)
-            told = _told(setup, OVERLOAD * highest, given)
+            rate = OVERLOAD * highest
+
+            def overloaded(given: dict[str, object] = given, rate: float = rate) -> dict[str, Any]:
+                done = replay(setup.fleet, setup.arrivals(rate), setup.seconds, given)
+                refused = sum(each.retry_seconds is not None for each in done.counted())
+                share = round(refused / len(done.counted()), 3)
+                return {"rate": round(rate, 3), "goodput": round(done.goodput(TARGETS), 4), "refused": share}
+
+            def retried(given: dict[str, object] = given, rate: float = rate) -> dict[str, Any]:
+                told = _told(setup, rate, given)
+                error = round(statistics.median(told), 3) if told else None
+                return {"retry_after_error": error, "retries_measured": len(told)}
+
             found[admission] = {
                 "policy": policy,
-                "rate": round(OVERLOAD * highest, 3),
-                "goodput_to_peak": round(done.goodput(TARGETS) / peak, 3),
-                "refused": round(
-                    sum(each.retry_seconds is not None for each in done.counted()) / len(done.counted()), 3
-                ),
-                "retry_after_error": None if not told else round(statistics.median(told), 3),
-                "retries_measured": len(told),
+                **rates.kept(f"{policy} admission {admission} {rate:.3f}", overloaded),
             }
-            print(json.dumps({"admission": admission, **found[admission]}), flush=True)
+            found[admission]["goodput_to_peak"] = round(found[admission]["goodput"] / peak, 3)
+            if admission == "predicted":
+                found[admission] |= rates.kept(f"{policy} retries {rate:.3f}", retried)
     return found
 
 
@@ -242,7 +322,7 @@ def _told(setup: Setup, rate: float, given: dict[str, object]) -> list[float]:
             question = Question(f"q-{arrival.number}", arrival.prompt(), arrival.answer_tokens, 2048)
             outcome = await cluster.ask(question)
             if outcome.retry_seconds is not None and not arrival.number % 10:
-                after = await refused_again(cluster, outcome, 0.2)
+                after = await refused_again(cluster, outcome, max(0.1, 0.1 * outcome.retry_seconds))
                 if after is not None:
                     errors.append(abs(outcome.retry_seconds - after) / after)
 
@@ -279,22 +359,26 @@ def row_batch(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, An
 
     for policy in wanted[-1:]:
         rate = 0.5 * rates.highest(policy)
-        alone = replay(setup.fleet, setup.arrivals(rate), setup.seconds, options(policy), service_class=INTERACTIVE)
-        both = replay(
-            setup.fleet,
-            setup.arrivals(rate),
-            setup.seconds,
-            options(policy),
-            service_class=INTERACTIVE,
-            background=batch,
-        )
+
+        def interactive(background: Background | None, policy: str = policy, rate: float = rate) -> dict[str, Any]:
+            done = replay(
+                setup.fleet,
+                setup.arrivals(rate),
+                setup.seconds,
+                options(policy),
+                service_class=INTERACTIVE,
+                background=background,
+            )
+            return {"ttft_p50": round(done.ttft(0.5), 4), "ttft_p99": round(done.ttft(0.99), 4), **busy(done.busy)}
+
+        alone = rates.kept(f"{policy} interactive alone at {rate:.3f}", lambda: interactive(None))
+        both = rates.kept(f"{policy} interactive with batch at {rate:.3f}", lambda: interactive(batch))
         found[policy] = {
             "rate": round(rate, 3),
-            "ttft_p99": round(alone.ttft(0.99), 3),
-            "with_batch": round(both.ttft(0.99) / alone.ttft(0.99), 3),
-            **busy(both.busy),
+            "ttft_p99": alone["ttft_p99"],
+            "with_batch": round(both["ttft_p99"] / alone["ttft_p99"], 3),
+            **{name: value for name, value in both.items() if name.startswith("busy")},
         }
-        print(json.dumps({"policy": policy, **found[policy]}), flush=True)
     return found
 
 
@@ -321,7 +405,7 @@ def row_decision(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str,
         return statistics.median(took)
 
     found: dict[str, Any] = {}
-    for policy in wanted:
+    for policy in wanted[-2:]:
         sizes = {32: PREFIXES, 500: PREFIXES // 20}
         found[policy] = {f"{2 * each}_workers": round(run(main(each, policy, n)), 6) for each, n in sizes.items()}
         print(json.dumps({"policy": policy, **found[policy]}), flush=True)
@@ -334,10 +418,9 @@ def row_curve(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, An
     colocated = f"colocated {wanted[-1]}"
     found: dict[str, Any] = {}
     for policy in (*wanted, colocated):
-        for share in (0.25, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5):
+        for share in (0.5, 0.75, 1.0, 1.25, 1.5):
             rates.run(policy, share * highest)
-        done = sorted((rate, each) for (name, rate), each in rates.runs.items() if name == policy)
-        found[policy] = [[round(rate, 3), round(each.goodput(TARGETS), 3)] for rate, each in done]
+        found[policy] = [[each["rate"], each["goodput"]] for each in rates.runs(policy)]
     return found
 
 
@@ -370,42 +453,47 @@ def simulate(args: argparse.Namespace) -> None:
     name = f"{args.trace} {args.workers[0]}+{args.workers[1]}"
     found = result.setdefault(name, {})
     result["setting"] = {**own_setting(), "link_bytes_per_second": LINK_BYTES, "kv_tokens": KV_TOKENS}
-    result["kernels"] = checked(args.calibration)
-    print(json.dumps(result["kernels"]), flush=True)
-    found["seconds"] = args.seconds
-    rates = Rates(setup, found.setdefault("runs", {}), args.start or 2.0 * args.workers[0])
+    if "kernels" not in result:
+        result["kernels"] = checked(args.calibration)
+        print(json.dumps(result["kernels"]), flush=True)
+
+    def keep() -> None:
+        if args.out is not None:
+            save(args.out, result)
+
+    rates = Rates(setup, found.setdefault("runs", {}), args.start or 2.5 * args.workers[0], keep)
     for row in args.rows:
         began = time.monotonic()
         found[row] = ROWS[row](setup, rates, wanted)
         print(json.dumps({"row": row, "wall_seconds": round(time.monotonic() - began, 1), **found[row]}), flush=True)
-        if args.out is not None:
-            save(args.out, result)
+        keep()
 
 
 def measure_engines(args: argparse.Namespace) -> None:
-    """Clusters of two workers on this machine, each at all rates; goodput is that of the best rate."""
+    """Clusters of this machine's workers, each at all rates; goodput is that of the best rate."""
     from routing_engine import Kind, measure, show
 
-    pair, two = ("prefill", "decode"), ("colocated", "colocated")
-    kinds = {"pair": Kind(pair, options("least_work"), {})}
+    half = args.workers // 2
+    pair, all_alike = ("prefill", "decode") * half, ("colocated",) * (2 * half)
+    kinds = {"predicted": Kind(pair, options("predicted"), {}), "pair": Kind(pair, options("least_work"), {})}
+    kinds["colocated bounded"] = Kind(all_alike, options("least_work"), {})
     for tokens in args.batch_tokens:
-        unbounded = {"step_seconds": 0} if "step_seconds" in ENGINE else {}
-        kinds[f"pair {tokens}"] = Kind(pair, options("least_work"), {"max_batch_tokens": tokens})
-        kinds[f"colocated {tokens}"] = Kind(two, options("least_work"), {"max_batch_tokens": tokens, **unbounded})
-    if "step_seconds" in ENGINE:
-        kinds["colocated bounded"] = Kind(two, options("least_work"), {})
-    if "placement" in KNOWN:
-        kinds["predicted"] = Kind(pair, options("predicted"), {})
+        limit = {"max_batch_tokens": tokens}
+        kinds[f"pair {tokens}"] = Kind(pair, options("least_work"), limit)
+        kinds[f"colocated {tokens}"] = Kind(all_alike, options("least_work"), {**limit, "step_seconds": 0})
+    kinds = {name: kind for name, kind in kinds.items() if not args.kinds or name in args.kinds}
     trace = read(args.traces, "conversation")
-    result: dict[str, Any] = {"setting": {**own_setting("torch"), "model": args.model.name, "seconds": args.seconds}}
-    for name, found in measure(args.model, kinds, trace, args.rates, args.seconds):
+    result: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    result["setting"] = {**own_setting("torch"), "model": args.model.name, "seconds": args.seconds}
+    fleet = result.setdefault(f"{2 * half} workers", {})
+    for name, found in measure(args.model, kinds, pair, trace, args.rates, args.seconds, args.batch):
         show(name, found)
         if name == "idle":
-            result["idle"] = found
+            fleet["idle"] = found
         else:
-            result.setdefault("runs", {}).setdefault(name, []).append(found)
-            best = max(result["runs"][name], key=lambda run: run["goodput"])
-            result.setdefault("best", {})[name] = best
+            runs = [run for run in fleet.setdefault("runs", {}).get(name, []) if run["rate"] != found["rate"]]
+            fleet["runs"][name] = [*runs, found]
+            fleet.setdefault("best", {})[name] = max(fleet["runs"][name], key=lambda run: run["goodput"])
         if args.out is not None:
             save(args.out, result)
 
@@ -457,17 +545,24 @@ def main() -> None:
     simulated.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     simulated.add_argument("--seconds", type=float, default=60.0, help="simulated seconds of arrivals of each run")
     simulated.add_argument("--start", type=float, help="requests a second at which the search for the highest begins")
-    simulated.add_argument("--out", type=Path, help="file for the results, which keeps what other rows have found")
+    simulated.add_argument(
+        "--out",
+        type=Path,
+        help="file for the results, which keeps those of other rows, and of runs that are not repeated",
+    )
     simulated.set_defaults(do=simulate)
-    engines = commands.add_parser("engine", help="two workers of this machine, real engines")
+    engines = commands.add_parser("engine", help="workers of this machine, real engines")
     engines.add_argument("model", type=Path, help="folder of a checkpoint, e.g. of `checkpoint.py MODEL --shape 135m`")
     engines.add_argument("--traces", type=Path, required=True, help="folder of the traces")
     engines.add_argument("--rates", type=float, nargs="+", default=[0.3, 0.6, 1.0, 1.5], help="requests a second")
     engines.add_argument("--seconds", type=float, default=60.0, help="of each run")
+    engines.add_argument("--workers", type=int, choices=(2, 4), default=2)
+    engines.add_argument("--kinds", nargs="+", help="names of the clusters to measure; all by default")
+    engines.add_argument("--batch", type=int, default=0, help="requests of batch that are always under way besides")
     engines.add_argument(
         "--batch-tokens", type=int, nargs="+", default=[128, 512], help="tokens of a step: which suits best is shown"
     )
-    engines.add_argument("--out", type=Path, help="file for the results")
+    engines.add_argument("--out", type=Path, help="file for the results, which keeps what other runs have found")
     engines.set_defaults(do=measure_engines)
     drawn = commands.add_parser("picture", help="goodput against rate, of the results of `simulated`")
     drawn.add_argument("results", type=Path)

@@ -59,6 +59,8 @@ class WorkerLoad(NamedTuple):
     """Sequences that decode there, or soon will."""
     context_tokens: int = 0
     """Tokens of their contexts, all together."""
+    passed_tokens: int = 0
+    """Tokens of further prompts, which a newcomer passes as soon as the step that runs has ended."""
 
 
 class Prefill(NamedTuple):
@@ -101,6 +103,9 @@ class Pace:
             tokens, steps = load.prompt_tokens, load.prompt_tokens / pace.chunk(each / 2)
             work = step.token * tokens + step.pair * tokens * (each + 1) / 2
             wait = steps * decodes + max(steps * step.fixed, steps * step.prompt_fixed + work)
+        if load.passed_tokens:
+            chunk = min(load.passed_tokens, pace.chunk(0))
+            wait += (step.prefill(chunk, 0, chunk) + decodes) / 2
         return cls(costs, load, decodes, pace.step, wait)
 
     def chunk(self, start: float) -> int:

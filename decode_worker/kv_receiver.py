@@ -6,18 +6,19 @@ messages             control streams' readers              machines, on the even
 outbox (per pair)    machines                              the stream's writer
 jobs (per link)      machines' ReceiveFrame                the link's thread
 ended frames         links' threads                        machines, on the event loop
-reservations         offers that found no free blocks      `blocks_freed`, first come first served
+reservations         offers that found no free blocks      `blocks_freed`, the most urgent first
 """
 
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from kvrelay.decode_worker.receiver_ports import ReceiveJobs, ReceiverHost
 from kvrelay.decode_worker.reservation_queue import ReservationQueue
+from kvrelay.engine.request import Urgency
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.protocol.endpoint import Endpoint, EndpointContext, Pair, Transfer, TransferStats
 from kvrelay.transfer.protocol.events import (
@@ -60,6 +61,7 @@ from kvrelay.transfer.protocol.table import ReceiveAttempt
 
 logger = logging.getLogger(__name__)
 
+NO_URGENCY = Urgency()
 MAX_REMEMBERED = 8192
 """Ended attempts that are remembered, so that their late offers are refused at once."""
 
@@ -81,6 +83,8 @@ class Receiving(Transfer[ReceiveAttempt]):
     states_from: int = 0
     states_nbytes: int = 0
     """Size of the memory in `states`, in bytes."""
+    urgency: Urgency = field(default_factory=Urgency)
+    """Decides its turn among those that wait for blocks; known once it was announced."""
     ended: tuple[Code, str] = (Code.CANCELLED, "over on the decode worker")
     granted_at: float | None = None
     finish_at: float | None = None
@@ -109,7 +113,7 @@ class KVReceiver(Endpoint[Receiving]):
 
     # For the worker.
 
-    def expect(self, key: Key, sender: WorkerId, tokens: Sequence[int]) -> None:
+    def expect(self, key: Key, sender: WorkerId, tokens: Sequence[int], urgency: Urgency = NO_URGENCY) -> None:
         """The router announced that `sender` will hand over the KV of `tokens`.
 
         Exactly one of `imported` and `import_failed` follows, unless `cancel` comes first.
@@ -126,7 +130,7 @@ class KVReceiver(Endpoint[Receiving]):
             self.runtime.post(self._host.import_failed, key, *self._ended[key])
             return
         transfer = transfer or self._new(key, sender.incarnation, None)
-        transfer.announced = len(tokens), tokens_digest(tokens)
+        transfer.announced, transfer.urgency = (len(tokens), tokens_digest(tokens)), urgency
         self._expect(transfer, transfer.pair or self._pairs.get(sender.incarnation))
 
     def cancel(self, key: Key, code: Code = Code.CANCELLED) -> None:
@@ -138,7 +142,7 @@ class KVReceiver(Endpoint[Receiving]):
             super().cancel(key, code)
 
     def blocks_freed(self) -> None:
-        """Blocks may be free now: asks again for the offer that has waited longest."""
+        """Blocks may be free now: asks again for the first of the offers that wait."""
         first = self._waiting.first
         if first is not None:
             self._feed(self._transfers[first], BlocksFreed())
@@ -180,7 +184,7 @@ class KVReceiver(Endpoint[Receiving]):
                     if transfer.pair is not None:
                         transfer.pair.stream.put(message)
                 case Reserve():
-                    passing = self._waiting.passing(key)
+                    passing = self._waiting.passing(key, transfer.urgency)
                     self._host.reserve(key, partial(self._on_reserved, transfer, passing), passing=passing)
                 case ReceiveFrame(frame):
                     self._receive(transfer, frame)
@@ -258,10 +262,10 @@ class KVReceiver(Endpoint[Receiving]):
             self._feed(transfer, Reserved(None))
         elif answer is None:
             if not transfer.machine.state.over:
-                self._waiting.wait(key)
+                self._waiting.wait(key, transfer.urgency)
                 self._host.waits(key)
             self._feed(transfer, Reserved(None))
-            if passing and not self._waiting.passing(key):
+            if passing and not self._waiting.passing(key, transfer.urgency):
                 self.blocks_freed()  # those that it would have passed are gone
         else:
             transfer.tables = answer.hold.tables()

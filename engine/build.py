@@ -72,8 +72,10 @@ def build_engine(
     memory = torch.cuda.mem_get_info()[1] if device == "cuda" else 0
     options = options.on(device, memory)
     check_ranks(folder, options)
-    if not is_fast(folder, options.model_path):
+    if not is_fast(folder, options.model_path, options, dtype):
         return _build_general(folder, dtype, options, on_loaded, ranks)
+    if options.speculation.method == "mtp":
+        raise ValueError("speculation.method is 'mtp'; allowed with engine.model_path 'general' for this model")
     build = _builder(options)
     if device == "cuda":
         logger.info("the engine computes on %s", torch.cuda.get_device_name())
@@ -104,7 +106,7 @@ def build_rank(folder: Path, dtype: Dtype, options: EngineConfig, place: Place) 
     """
     device = device_of(options.device)
     options = options.on(device, torch.cuda.mem_get_info()[1] if device == "cuda" else 0)
-    if not is_fast(folder, options.model_path):
+    if not is_fast(folder, options.model_path, options, dtype):
         return _general_runner(folder, dtype, options, None, place)
     return _builder(options)(folder, dtype, options, None, place=place)
 
@@ -127,13 +129,15 @@ def _build_general(
     Raises:
         ValueError: as there.
     """
-    method, allowed = options.speculation.method, "off, ngram, suffix, draft"
-    if method in STATE_METHODS:
+    method, allowed = options.speculation.method, "off, ngram, suffix, draft, mtp"
+    if method in ("medusa", "eagle3"):
         raise ValueError(
             f"speculation.method is {method!r}; allowed for a model that transformers' code runs: {allowed}"
         )
+    if method == "mtp" and ranks is not None:
+        raise ValueError("speculation.method is 'mtp'; allowed for a worker of one rank")
     place = ALONE if ranks is None else ranks.place
-    proposer = None
+    proposer: Proposer | None = None
     if method == "draft" and not options.kv_memory_bytes:
         proposer = draft_proposer(dtype, options, 0)
     general = _general_runner(folder, dtype, options, on_loaded, place)
@@ -141,10 +145,15 @@ def _build_general(
         groups = [group for group in general.cache_layout.groups if group.kind != "state"]
         each = sum([track.block_bytes for group in groups for track in group.tracks])
         proposer = draft_proposer(dtype, options, options.kv_memory_bytes // max(1, each))
-    if proposer is not None:
+    if isinstance(proposer, DraftProposer):
         proposer.check(general.spec)
+    if method == "mtp":
+        # Imported here for the same reason as the runner.
+        from kvrelay.engine.speculate.mtp import mtp_proposer, runner_of
+
+        proposer = mtp_proposer(options, folder, runner_of(general))
     runner: Runner = general if ranks is None else LeadingRunner(general, ranks)
-    return engine_on(runner, options, proposer), runner
+    return engine_on(runner, options, proposer, rolls_back=general.rolls_back and ranks is None), runner
 
 
 def _general_runner(
@@ -220,11 +229,14 @@ def on_devices(options: EngineConfig) -> EngineConfig:
     return replace(options, device=device)
 
 
-def engine_on(runner: Runner, options: EngineConfig, proposer: Proposer | None = None) -> Engine:
+def engine_on(
+    runner: Runner, options: EngineConfig, proposer: Proposer | None = None, *, rolls_back: bool = False
+) -> Engine:
     """An engine whose steps `runner` runs, with the options that the runner was made with.
 
     Args:
         proposer: guesses tokens; None makes the one that the options name, if any.
+        rolls_back: whether the runner keeps the states behind guessed tokens, and goes back to the last that was right.
 
     Raises:
         ValueError: an option that the engine needs is still `auto` (`EngineConfig.on`).
@@ -238,15 +250,19 @@ def engine_on(runner: Runner, options: EngineConfig, proposer: Proposer | None =
     windows = [(group.window, by_group[index]) for index, group in enumerate(cache.groups) if group.kind == "window"]
     pool = BlockPool(by_group.get(0) or blocks_without_kv(options, runner.spec.max_context, windows))
     namespace = hashlib.sha256(f"{runner.spec.fingerprint} {cache}".encode()).digest()
-    sides = [
-        SidePool(group, by_group[index], options.block_size) for index, group in enumerate(cache.side_groups, start=1)
-    ]
+    proposer = proposer or proposer_of(options.speculation)
+    sides = []
+    for index, group in enumerate(cache.side_groups, start=1):
+        spare = 0 if proposer is None or group.kind != "state" else min(options.max_sequences, by_group[index] // 4)
+        sides.append(SidePool(group, by_group[index], options.block_size, spare))
     memory = None if 0 in by_group else next((side.pool for side in sides if not side.is_state), None)
     prefix = PrefixIndex(pool, options.block_size, namespace, enabled=options.prefix_cache, sides=sides, memory=memory)
-    proposer = proposer or proposer_of(options.speculation)
-    if proposer is not None and any(group.kind == "state" for group in cache.groups):
+    if proposer is not None and not rolls_back and any(group.kind == "state" for group in cache.groups):
         method = options.speculation.method
-        raise ValueError(f"speculation.method is {method!r}; allowed for a model whose layers keep a state: 'off'")
+        raise ValueError(
+            f"speculation.method is {method!r}; allowed for a model whose layers keep a state: 'off', but on CPU,"
+            " on one rank, with kvrelay's kernels of its states"
+        )
     speculation = None
     if proposer is not None:
         # A step that `launch` computes is measured in CPU time of its thread, which other processes don't change.

@@ -110,7 +110,7 @@ class RouterServer:
             if demand.expected_tokens and not demand.begun:
                 expected = lengths.expected(demand.holder, demand.decode_tokens + 1)
                 demand = replace(demand, expected_tokens=expected)
-            return policy.place(demand, self.registry.view())
+            return policy.place(demand, self.registry.view(), self._queue.rivals(demand))
 
         self._waking: asyncio.TimerHandle | None = None
         self._woken = 0.0

@@ -67,6 +67,10 @@ class Run:
         """Mean time to the first token of those that got one, in seconds."""
         return statistics.fmean(each.ttft for each in self.counted() if each.ttft is not None)
 
+    def mean_tpot(self) -> float:
+        """Mean time between two tokens, over the requests that have more than one, in seconds."""
+        return statistics.fmean(each.tpot for each in self.counted() if each.tpot is not None)
+
     def hits(self, oracle: Mapping[int, int]) -> float:
         """Tokens of prompts that were in a cache, relative to those of `oracle_hits`."""
         complete = [each for each in self.counted() if each.complete]
@@ -127,7 +131,7 @@ def replay(
     return run(main())
 
 
-def highest_rate(met: Callable[[float], float], low: float, high: float, precision: float = 0.04) -> float:
+def highest_rate(met: Callable[[float], float], low: float, high: float, precision: float = 0.06) -> float:
     """The highest rate, to a precision, at which `met` is CAPACITY or more; `low` if it is nowhere.
 
     Args:
@@ -135,7 +139,7 @@ def highest_rate(met: Callable[[float], float], low: float, high: float, precisi
         low, high: between which it lies; `high` moves up while it holds.
     """
     while met(high) >= CAPACITY:
-        low, high = high, 1.5 * high
+        low, high = high, 1.25 * high
     while high / low > 1 + precision:
         middle = (low * high) ** 0.5
         if met(middle) >= CAPACITY:

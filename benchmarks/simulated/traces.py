@@ -6,8 +6,11 @@ azure2023/AzureLLMInferenceTrace_{conv,code}.csv        TIMESTAMP, ContextTokens
 """
 
 import csv
+import hashlib
 import json
+import math
 import random
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -40,13 +43,16 @@ class Arrival:
     def prompt(self) -> list[int]:
         """The prompt's tokens, of which only equal blocks are equal."""
         blocks = self.blocks or range(-self.number * 4096, -self.number * 4096 + -(-self.prompt_tokens // BLOCK))
-        tokens = [token for block in blocks for token in _tokens(block)]
-        return tokens[: self.prompt_tokens]
+        return list(b"".join(map(_tokens, blocks))[: self.prompt_tokens])
 
 
-@lru_cache(4096)
-def _tokens(block: int) -> tuple[int, ...]:
-    return tuple([FIRST_TOKEN + byte % TOKENS for byte in random.Random(block).randbytes(BLOCK)])
+_TOKEN_OF_BYTE = bytes([FIRST_TOKEN + byte % TOKENS for byte in range(256)])
+
+
+@lru_cache(1 << 16)
+def _tokens(block: int) -> bytes:
+    """The tokens of a block, all of which are smaller than 256."""
+    return hashlib.shake_128(b"%d" % block).digest(BLOCK).translate(_TOKEN_OF_BYTE)
 
 
 def read(folder: Path, name: TraceName, seed: int = 0) -> list[Arrival]:
@@ -93,13 +99,21 @@ def at_rate(trace: Sequence[Arrival], rate: float, seconds: float) -> list[Arriv
     return list(takewhile(lambda each: each.at < seconds, arrivals()))
 
 
-def oracle_hits(arrivals: Sequence[Arrival]) -> dict[int, int]:
-    """Tokens of each prompt, by the arrival's number, that one endless cache would have if it had each prompt as soon
-    as it arrives. The last token of a prompt is always computed."""
-    known: set[int] = set()
+def oracle_hits(arrivals: Sequence[Arrival], most_tokens: float = math.inf) -> dict[int, int]:
+    """Tokens of each prompt, by the arrival's number, that one cache would have if it had each prompt as soon as it
+    arrives. The last token of a prompt is always computed.
+
+    Args:
+        most_tokens: that the cache holds; the blocks used least recently are evicted first, of a prompt its end.
+    """
+    known: OrderedDict[int, None] = OrderedDict()
     hits: dict[int, int] = {}
     for each in arrivals:
         blocks = each.blocks[: (each.prompt_tokens - 1) // BLOCK]
         hits[each.number] = BLOCK * len(list(takewhile(known.__contains__, blocks)))
-        known.update(blocks)
+        for block in reversed(blocks):
+            known[block] = None
+            known.move_to_end(block)
+        while len(known) * BLOCK > most_tokens:
+            known.popitem(last=False)
     return hits

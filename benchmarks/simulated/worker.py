@@ -7,9 +7,11 @@ reserves blocks for it, first come first served, and the KV of each chunk follow
 """
 
 import asyncio
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from kvrelay.costs.handoff import KvBytes
@@ -24,6 +26,7 @@ from kvrelay.engine.scheduling.progress import Progress, Reservation
 from kvrelay.engine.scheduling.room import REPORTED, Room
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.sequence import Sequence as EngineSequence
+from kvrelay.engine.sequence import Status
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_DECODE,
     PHASE_PREFILL,
@@ -56,6 +59,8 @@ Key = tuple[str, int]
 GATHERED_STEPS = 4
 """Steps whose tokens go to the router together, unless one of them has more to tell: a message costs the simulation as
 much as many tokens."""
+MOST_REPEATS = 16
+"""Most equal steps that are computed as one (`SimulatedScheduler`)."""
 
 
 class StepSeconds:
@@ -114,12 +119,79 @@ class Handoff:
 
 
 @dataclass(slots=True, eq=False)
+class _Step:
+    """A step that runs, or equal ones that follow one another."""
+
+    plan: StepPlan
+    began: float
+    ends: list[float]
+    """Seconds from `began` to the end of each."""
+    timer: asyncio.TimerHandle | None = None
+
+    def cut(self, loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> None:
+        """Lets no other step follow the one that runs now; `end` is called when that one ends."""
+        kept = bisect_left(self.ends, loop.time() - self.began) + 1
+        if kept < len(self.ends) and self.timer is not None:
+            del self.ends[kept:]
+            self.timer.cancel()
+            self.timer = loop.call_at(self.began + self.ends[-1], end)
+
+
+@dataclass(slots=True, eq=False)
 class Live:
     """A request of a worker."""
 
     slot: int
     phase: int
     handoff: Handoff | None = None
+
+
+class SimulatedScheduler(Scheduler):
+    """The engine's scheduler. It can repeat a step in which all sequences decode, and nothing begins or ends, at once:
+    such steps are most of a simulation's time."""
+
+    def repeats(self, plan: StepPlan, left: Callable[[EngineSequence], int]) -> int:
+        """How many times the plan in flight, which is the only one, can be computed as it is, once at least; the blocks
+        for the tokens of all these steps are taken.
+
+        Args:
+            left: tokens that the model has yet to generate for a sequence.
+        """
+        rows = self._in_flight[0][1]
+        if plan.kind != "decode" or len(rows) != len(self._running) or self._waiting or self._ready:
+            return 1
+        # The first token behind those of the request comes with a report.
+        if any(not row.yields or len(row.tokens) - len(row.request.tokens) < 2 for row in rows):
+            return 1
+        count = min(MOST_REPEATS, *[left(row) for row in rows])
+        size, pool = self._block_size, self.prefix.pool
+        lacking = [-(-(row.expected + count - 1) // size) - len(row.hold.blocks) for row in rows]
+        wanted = sum([each for each in lacking if each > 0])
+        if not pool.can_allocate((), wanted + len(rows) + self._allocator.kept_from_growth):
+            return 1
+        for row, more in zip(rows, lacking, strict=True):
+            if more > 0:
+                row.hold.extend(more)
+        return count
+
+    def repeat(self, count: int, token: Callable[[EngineSequence], int]) -> list[tuple[EngineSequence, int]]:
+        """Notes that the plan in flight was computed `count` times before the time that `commit` tells of.
+
+        Returns:
+            The sequences that are here, each with the number of tokens that it had before.
+        """
+        found = []
+        for row in self._in_flight[0][1]:
+            if row.status is not Status.RUNNING:
+                continue
+            found.append((row, len(row.tokens)))
+            for _ in range(count):
+                row.tokens.append(token(row))
+            row.advance(row.num_computed + count)
+            if row.num_computed // self._block_size > row.hold.published:
+                self._publish(row)
+        self._step += count
+        return found
 
 
 class SimulatedWorker:
@@ -133,7 +205,8 @@ class SimulatedWorker:
             slowdown: factor on the time of each step.
         """
         self.id, self.role, self.machine, self.slowdown = identity, role, machine, slowdown
-        self.steps, self.step_seconds, self.computed_tokens = 0, 0.0, 0
+        self.steps, self.step_seconds = 0, 0.0
+        self.computed_tokens = self.prompt_tokens = 0
         self.busy_seconds = 0.0
         """Seconds in which a step ran."""
         self.recomputed = 0
@@ -145,7 +218,7 @@ class SimulatedWorker:
         engine = machine.engine
         pool = BlockPool(machine.kv_tokens // engine.block_size)
         prefix = PrefixIndex(pool, engine.block_size, b"simulated", enabled=engine.prefix_cache)
-        self.scheduler = Scheduler(engine, prefix, machine.spec, clock=self._loop.time)
+        self.scheduler = SimulatedScheduler(engine, prefix, machine.spec, clock=self._loop.time)
         self.scheduler.on_start, self.scheduler.on_preempt = self._on_start, self._on_preempt
         self._live: dict[Key, Live] = {}
         self._room = Room(pool.total, engine.block_size)
@@ -155,7 +228,9 @@ class SimulatedWorker:
         """Hand-offs to this worker that wait for blocks."""
         self._link_free = 0.0
         """Time from which on the worker's network is free."""
-        self._stepping = self._beginning = self.draining = False
+        self._step: _Step | None = None
+        """Step that runs."""
+        self._beginning = self.draining = False
         self._submits_seen = 0
         self._tokens: list[tuple[int, int, int]] = []
         """(slot, index, token) of tokens that wait to be sent."""
@@ -182,7 +257,7 @@ class SimulatedWorker:
         if self.draining:
             self._send(RequestEvent(request_id=key[0], attempt=key[1], failure=self._moving))
             return
-        request = request_of(submit, self.machine.spec)
+        request = request_of(submit, self.machine.spec, self._loop.time())
         live = self._live[key] = Live(submit.slot, submit.phase)
         if submit.phase == PHASE_DECODE:
             blocks = self._room.wanted(request, len(request.tokens))
@@ -222,13 +297,17 @@ class SimulatedWorker:
     def take_role(self, identity: WorkerId, role: WorkerRole) -> None:
         """Goes on as another incarnation after `drain`; the prefix cache stays."""
         self.id, self.role, self.draining, self.stream = identity, role, False, None
-        self.steps, self.step_seconds, self.computed_tokens = 0, 0.0, 0
+        self.steps, self.step_seconds = 0, 0.0
+        self.computed_tokens = self.prompt_tokens = 0
 
     # Load.
 
     def load(self) -> Load:
-        """The worker's load, as its heartbeat tells it."""
-        return self._loads.now()
+        """The worker's load and costs, as its heartbeat tells them."""
+        load = self._loads.now()
+        if (costs := self._costs.now()) is not None:
+            load.costs.CopyFrom(costs)
+        return load
 
     def report(self) -> None:
         """Tells the router the load now."""
@@ -267,14 +346,17 @@ class SimulatedWorker:
     # Steps.
 
     def _wake(self) -> None:
-        """Begins a step when all that happens at this moment has happened, unless one runs."""
-        if not self._stepping and not self._beginning:
+        """Begins a step when all that happens at this moment has happened, unless one runs. Of repeated ones, no other
+        one follows the one that runs now."""
+        if self._step is not None:
+            self._step.cut(self._loop, self._end)
+        elif not self._beginning:
             self._beginning = True
             self._loop.call_soon(self._begin)
 
     def _begin(self) -> None:
         self._beginning = False
-        if self._stepping:
+        if self._step is not None:
             return
         plan = self.scheduler.plan()
         if plan is None:
@@ -282,23 +364,38 @@ class SimulatedWorker:
         starts, lengths = plan.starts.tolist(), plan.lengths.tolist()
         chunks = [(start, length) for start, length in zip(starts, lengths, strict=True) if length > 1]
         contexts = [start + 1 for start, length in zip(starts, lengths, strict=True) if length == 1]
-        seconds = self.slowdown * self.machine.steps.seconds(chunks, contexts)
-        self._stepping = True
-        self._loop.call_later(seconds, self._end, plan, chunks, contexts, seconds)
+        steps = self.machine.steps
+        each = [self.slowdown * steps.seconds(chunks, contexts)]
+        if (count := self.scheduler.repeats(plan, self._cluster.tokens_left)) > 1:
+            last = self.slowdown * steps.seconds([], [context + count - 1 for context in contexts])
+            each = [each[0] + (last - each[0]) * step / (count - 1) for step in range(count)]
+        self._step = _Step(plan, self._loop.time(), list(accumulate(each)))
+        self._step.timer = self._loop.call_later(self._step.ends[-1], self._end)
 
-    def _end(self, plan: StepPlan, chunks: Sequence[tuple[int, int]], contexts: Sequence[int], seconds: float) -> None:
-        self._stepping = False
+    def _end(self) -> None:
+        step, self._step = self._step, None
+        if step is None:
+            raise RuntimeError(f"{self.id} ends a step that has not begun")
+        plan, count, seconds, work = step.plan, len(step.ends), step.ends[-1], step.plan.work
         answer, sample = self._cluster.token, plan.sample.tolist()
+        if count > 1:
+            for row, known in self.scheduler.repeat(count - 1, answer):
+                request = row.request
+                if (live := self._live.get(request.key)) is not None:
+                    first = known - request.prompt_tokens
+                    self._tokens += [(live.slot, first + at, token) for at, token in enumerate(row.tokens[known:])]
+            work = work._replace(context_tokens=work.context_tokens + work.sequences * (count - 1) // 2)
         rows = self.scheduler.newest()
         tokens = tuple([answer(row) if yields else None for row, yields in zip(rows, sample, strict=True)])
         progress = self.scheduler.commit(plan, StepOutput(tokens))
-        self.steps += 1
+        self.steps += count
         self.step_seconds += seconds
         self.busy_seconds += seconds
-        self.computed_tokens += plan.num_tokens
-        self.scheduler.fit.add(plan.work, seconds)
+        self.computed_tokens += plan.num_tokens * count
+        self.prompt_tokens += int(work.prompt_tokens)
+        self.scheduler.fit.add(work, seconds / count)
         told = self._take(progress)
-        self._gathered += 1
+        self._gathered += count
         if self._offers:
             self._grant()
         if told or self._gathered >= GATHERED_STEPS:

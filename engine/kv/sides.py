@@ -56,14 +56,17 @@ def blocks_without_kv(options: EngineConfig, max_context: int, windows: Sequence
 class SidePool:
     """The blocks, or slots, of one group, and which of them have known content. Not thread-safe."""
 
-    def __init__(self, group: LayerGroup, num_blocks: int, block_size: int) -> None:
+    def __init__(self, group: LayerGroup, num_blocks: int, block_size: int, spare: int = 0) -> None:
         """
         Args:
             block_size: tokens of a block of the first group.
+            spare: slots, the last ones, that no sequence holds.
         """
         self.group = group
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks - spare)
+        self.spare = range(num_blocks - spare, num_blocks)
+        """Slots for the states behind guessed tokens, one a token, until the step has ended."""
         self.contents = Contents(self.pool)
         self.live: set[SideHold] = set()
         """What sequences, and reservations, have of a window, until they release it."""

@@ -42,4 +42,5 @@ class BlockTables:
     def gather(self, slots: Sequence[int]) -> NDArray[np.int32]:
         """A copy of the given rows, as wide as the longest of them."""
         width = max([self._used[slot] for slot in slots])
-        return self._matrix[:, :width].take(slots, axis=0)
+        # `take` would copy the whole matrix first, as these columns of it aren't contiguous.
+        return self._matrix[slots, :width]

@@ -271,6 +271,12 @@ class Scheduler:
         """Number of tokens that the waiting and running sequences have yet to compute."""
         return sum([len(sequence.tokens) - sequence.num_computed for sequence in self._live.values()])
 
+    @property
+    def yielding_tokens(self) -> int:
+        """Tokens among `pending_tokens` that belong to sequences of classes less urgent than `interactive`."""
+        live = [sequence for sequence in self._live.values() if sequence.request.urgency.yields]
+        return sum([len(sequence.tokens) - sequence.num_computed for sequence in live])
+
     def use(self, soon_tokens: float) -> Use:
         """Blocks of the pool that the sequences take, and are expected to take. Those that lack no more than
         `soon_tokens` are expected to end soon."""
@@ -319,7 +325,8 @@ class Scheduler:
         keep: tuple[int, ...] = ()
         if self.speculation is not None:
             keep = self.speculation.layers
-            room, spare = min(budget, self._rows - len(rows)), len(self._running)
+            spares = [len(side.spare) for side in self.prefix.sides if side.is_state]
+            room, spare = min(budget, self._rows - len(rows), *spares), len(self._running)
             add_drafts(self.speculation, rows, room, partial(self.prefix.make_room, spare=spare))
             self._guesses = sum([len(row.chain.drafts) for row in rows])
         block_tables = tables_of(rows, self._tables, self._limits)

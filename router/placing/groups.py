@@ -157,23 +157,25 @@ def _standing(worker: WorkerView) -> tuple[object, ...]:
     return worker.id, worker.role, known, *facts
 
 
-COLUMNS = 7
-WAIT, FIRST, TOKEN, PAIR, DELAY, STEP, CONTEXT = range(COLUMNS)
+COLUMNS = 10
+WAIT, URGENT_WAIT, FIRST, TOKEN, PAIR, DELAY, STEP, CONTEXT, BACKLOG, URGENT_BACKLOG = range(COLUMNS)
 
 
 def numbers_of(worker: WorkerView) -> tuple[float, ...]:
-    """Numbers by which a request's costs on a worker are estimated, in seconds; all 0 if its costs aren't known.
+    """Numbers by which a request's costs on a worker are estimated, in seconds but for the last two; all 0 if its
+    costs aren't known.
 
-    WAIT     until a prompt's first step
+    WAIT     until a prompt's first step; URGENT_WAIT is the same for one that passes less urgent ones
     FIRST    least for a prompt
     TOKEN    one more token of a prompt
     PAIR     one more pair of tokens that attention visits (`costs.step.pairs`)
     DELAY    by which all sequences that decode there are delayed together, for one token of a prompt (`stall`)
     STEP     for one token more of a newcomer, of itself and of those that it delays
     CONTEXT  in addition to STEP, for one token of its context
+    BACKLOG  tokens that it has yet to compute; URGENT_BACKLOG is the same without those of less urgent requests
     """
-    pace = worker.pace
-    if pace is None:
+    pace, urgent = worker.pace, worker.urgent_pace
+    if pace is None or urgent is None:
         return (0.0,) * COLUMNS
     step, count = pace.costs.step, pace.load.sequences
     chunk, fixed, decodes = pace.chunk(0), step.fixed, pace.decodes
@@ -181,7 +183,9 @@ def numbers_of(worker: WorkerView) -> tuple[float, ...]:
     full = max(fixed, step.prompt_fixed + step.token * chunk)
     delay = count * stall(full - fixed, 1) / chunk
     decode = fixed + decodes + (count + 1) * step.sequence
-    return pace.wait, first, (full + decodes) / chunk, step.pair, delay, decode, (count + 1) * step.context
+    waits, backlogs = (pace.wait, urgent.wait), (worker.backlog(yields=True), worker.backlog(yields=False))
+    context = (count + 1) * step.context
+    return *waits, first, (full + decodes) / chunk, step.pair, delay, decode, context, *backlogs
 
 
 def stall(seconds: float, steps: int) -> float:

@@ -69,6 +69,8 @@ class DecodeCapacity:
         if demand.begun:
             return self.blocks_for(demand.prompt_tokens) <= free
         need, kept = self.blocks_for(demand.most_expected), 0
+        if min(need, self.total - 2 * self.reserve) > free:
+            return False  # whoever asks: the queue asks often while workers are full
         if demand.holder and self.passes(demand):
             # The growth of others leaves the reserve alone.
             return need <= free
@@ -117,6 +119,8 @@ class WorkerView:
     """Tokens to compute of the requests from this router that the worker's report doesn't account for."""
     pending_tokens: int = 0
     """Tokens that the worker has yet to compute for all routers, by its own report."""
+    yielding_tokens: int = 0
+    """Tokens among both that belong to requests of classes less urgent than `interactive`: they let others pass."""
     running: int = 0
     """Requests there from all routers, waiting ones too."""
     kv_tokens: int = 0
@@ -139,10 +143,16 @@ class WorkerView:
     """Costs of its steps and hand-offs, as it reports them; None before it has."""
     pace: Pace | None = field(default=None, init=False, repr=False, compare=False)
     """Speed of the worker with what it has to do; None without `costs`."""
+    urgent_pace: Pace | None = field(default=None, init=False, repr=False, compare=False)
+    """Speed that a request finds which passes the prompts of less urgent ones."""
 
     def __post_init__(self) -> None:
         if self.costs is not None:
-            object.__setattr__(self, "pace", Pace.of(self.costs, self._load()))
+            pace = Pace.of(self.costs, load := self._load())
+            passing = min(self.yielding_tokens, load.prompt_tokens)
+            urgent = load._replace(prompt_tokens=load.prompt_tokens - passing, passed_tokens=passing)
+            object.__setattr__(self, "pace", pace)
+            object.__setattr__(self, "urgent_pace", Pace.of(self.costs, urgent) if passing else pace)
 
     def _load(self) -> WorkerLoad:
         """What it has to do, for predictions."""
@@ -162,12 +172,16 @@ class WorkerView:
         get as far as their `max_tokens`."""
         return self.outstanding_tokens + self.pending_tokens + RUNNING_TOKENS * self.running
 
+    def backlog(self, *, yields: bool) -> int:
+        """Tokens to compute before those of a new request, which may yield to others or pass those that do."""
+        return self.outstanding_tokens + self.pending_tokens - (0 if yields else self.yielding_tokens)
+
     def busy(self, ahead_tokens: float, *, yields: bool = False) -> bool:
         """Whether it has enough prompts to compute: so many tokens, or AHEAD_PROMPTS; half of that for a request that
         yields to others."""
         share = 1 / 2 if yields else 1
         many = self.role == "prefill" and self.running >= share * AHEAD_PROMPTS
-        return many or self.outstanding_tokens + self.pending_tokens >= share * ahead_tokens
+        return many or self.backlog(yields=yields) >= share * ahead_tokens
 
 
 @dataclass(frozen=True, slots=True)

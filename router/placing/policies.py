@@ -57,10 +57,17 @@ class PlacementPolicy(ABC):
         self._fleet = Fleet()
         self._turn = 0
         self._last_turn: dict[WorkerId, int] = {}
+        self._waiting = 0
+        """`waiting` of the latest placement."""
 
-    def place(self, demand: Demand, workers: Sequence[WorkerView]) -> Placement | NoPlace:
-        """Decides by the workers' state now. Who follows the decision calls `take`."""
+    def place(self, demand: Demand, workers: Sequence[WorkerView], waiting: int = 0) -> Placement | NoPlace:
+        """Decides by the workers' state now. Who follows the decision calls `take`.
+
+        Args:
+            waiting: requests that wait in the router for what this one may get.
+        """
         self._see(workers)
+        self._waiting = waiting
         groups = self._fleet.groups(demand)
         for group in groups:
             chosen = self._choose(demand, group)

@@ -15,7 +15,6 @@ it. The cheapest few of each side are predicted in detail, each pair with its ow
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -25,7 +24,20 @@ from xxhash import xxh3_64_intdigest
 
 from kvrelay.costs.predict import Decision, Pace, Predicted, Prefill, Way, exposed_seconds
 from kvrelay.router.config import PlacementName
-from kvrelay.router.placing.groups import CONTEXT, DELAY, FIRST, PAIR, STEP, TOKEN, WAIT, Group, stall
+from kvrelay.router.placing.groups import (
+    BACKLOG,
+    CONTEXT,
+    DELAY,
+    FIRST,
+    PAIR,
+    STEP,
+    TOKEN,
+    URGENT_BACKLOG,
+    URGENT_WAIT,
+    WAIT,
+    Group,
+    stall,
+)
 from kvrelay.router.placing.placement import Demand, Placement, WorkerView
 from kvrelay.router.placing.policies import Choice, LeastWork, PlacementPolicy, Random, RoundRobin
 from kvrelay.router.placing.prefixes import Expectation, PrefixIndex
@@ -34,9 +46,13 @@ CANDIDATES = 4
 """Workers of each side that are predicted in detail."""
 PREFILL_WEIGHT = 4.0
 """Weight of the seconds in which a worker computes a prompt: requests that come later wait for them too."""
-DECODE_WEIGHT = 0.2
-"""Weight of the seconds after a first token, of the newcomer and of those that it delays, against those before: targets
-leave a completion of some hundred tokens about so many times as long as its first token."""
+QUEUE_WEIGHT = 1.0
+"""Further weight of these seconds for each request that waits in the router, which waits for them too: divided by the
+number of workers of that role, and multiplied by the share of these that have enough to do. So if many requests wait
+for prefill workers, decode workers compute prompts as well."""
+DECODE_WEIGHT = 0.1
+"""Weight of the seconds after a first token, of the newcomer and of those that it delays, against those before: by its
+usual targets, an interactive completion of 200 tokens may take ten times as long as its first token."""
 MOST_STEPS = 256
 """Most tokens of a newcomer that count: those that decode beside it end meanwhile."""
 TIE_SECONDS = 1e-7
@@ -93,20 +109,22 @@ class _Prices:
     Caution (`PlacementPolicy._caution`) is part of each cost, once for each worker.
     """
 
-    def __init__(self, demand: Demand, numbers: Vector, cached: Vector, extra: Vector) -> None:
+    def __init__(self, demand: Demand, numbers: Vector, cached: Vector, extra: Vector, weights: Vector) -> None:
         """
         Args:
             numbers: [COLUMNS, workers] `numbers_of` each.
             cached: [workers] tokens of the prompt that are there.
             extra: [workers] seconds that stand for caution, and what decides between equals.
+            weights: [workers] weight of the seconds in which a worker computes the prompt.
         """
-        self._prompt = prompt = demand.prompt_tokens
+        self._prompt, self._yields = demand.prompt_tokens, demand.yields
+        prompt, wait = demand.prompt_tokens, numbers[WAIT if demand.yields else URGENT_WAIT]
         self.steps = steps = min(MOST_STEPS, max(1, demand.expected_tokens - 1)) if demand.decode_tokens else 0
         self._context = context = prompt + steps / 2
-        self._cached, self._extra = cached, extra
+        self._cached, self._extra, self._weights = cached, extra, weights
         new = prompt - cached
         prefill = numbers[TOKEN] * new + numbers[PAIR] * (0.5 * (prompt * prompt - cached * cached))
-        self.prompts: Vector = numbers[WAIT] + PREFILL_WEIGHT * np.maximum(prefill, numbers[FIRST]) + extra
+        self.prompts: Vector = wait + weights * np.maximum(prefill, numbers[FIRST]) + extra
         """[workers] of the prompt, up to its first token."""
         self.streams: Vector = (DECODE_WEIGHT * steps) * (numbers[STEP] + numbers[CONTEXT] * context) + extra
         """[workers] of the tokens after the first one."""
@@ -115,9 +133,9 @@ class _Prices:
 
     def prompt(self, row: int, worker: WorkerView) -> _Prompt:
         """The prompt on a worker."""
-        pace, cached = _pace(worker), float(self._cached[row])
+        pace, cached = _pace(worker, self._yields), float(self._cached[row])
         prefill = pace.prefill(self._prompt - cached, cached)
-        seconds = pace.wait + PREFILL_WEIGHT * prefill.seconds + float(self._extra[row])
+        seconds = pace.wait + float(self._weights[row]) * prefill.seconds + float(self._extra[row])
         return _Prompt(seconds, row, worker, prefill)
 
     def stream(self, row: int, worker: WorkerView) -> _Stream:
@@ -155,16 +173,18 @@ class _Prices:
 
     def predicted(self, option: _Option) -> Predicted:
         """Latencies of an option."""
-        ttft = _pace(option.prompt.worker).wait + option.prompt.prefill.seconds
+        ttft = _pace(option.prompt.worker, self._yields).wait + option.prompt.prefill.seconds
         if option.decode is None:
             return Predicted(ttft, 0.0)
         return Predicted(ttft, _pace(option.decode).tpot(self._context) + option.exposed / max(1, self.steps))
 
 
-def _pace(worker: WorkerView) -> Pace:
-    if worker.pace is None:
+def _pace(worker: WorkerView, yields: bool = True) -> Pace:
+    """The worker's pace for a request that yields to others, or for one that passes those that do."""
+    pace = worker.pace if yields else worker.urgent_pace
+    if pace is None:
         raise ValueError(f"the costs of {worker.id} aren't known")
-    return worker.pace
+    return pace
 
 
 class PredictedCost(LeastWork):
@@ -203,6 +223,9 @@ class PredictedCost(LeastWork):
     def _choose(self, demand: Demand, group: Group) -> Choice | None:
         if not self._fleet.known:
             return super()._choose(demand, group)
+        backlog = self._backlog(demand)
+        if self._waiting and all((backlog[rows] >= self._ahead_tokens).all() for rows in group.rows):
+            return None  # all of them have enough to do: the queue asks often while that is so
         options, prices = self._options(demand, group, room=True)
         if not options:
             return None
@@ -218,7 +241,12 @@ class PredictedCost(LeastWork):
         """
         cached = np.minimum(self._index.cached(demand.chain), demand.prompt_tokens - 1)
         extra = self._cautions(demand) + TIE_SECONDS * self._order_all(demand.key)
-        prices = _Prices(demand, self._fleet.numbers, cached, extra)
+        weights = np.full(len(cached), PREFILL_WEIGHT)
+        for rows in group.rows if self._waiting else ():
+            if len(rows):
+                busy = self._backlog(demand)[rows] >= self._ahead_tokens
+                weights[rows] += QUEUE_WEIGHT * self._waiting * busy.mean() / len(rows)
+        prices = _Prices(demand, self._fleet.numbers, cached, extra, weights)
 
         def allowed(worker: WorkerView) -> bool:
             return not (demand.on_trial and worker.suspects)
@@ -231,8 +259,13 @@ class PredictedCost(LeastWork):
 
         def cheapest(costs: Vector, side: int, fits: Fits, most: int) -> list[tuple[int, WorkerView]]:
             workers, rows = group.sides[side], group.rows[side]
-            best_first = costs[rows].argsort().tolist()
-            return list(islice(((int(rows[at]), workers[at]) for at in best_first if fits(workers[at])), most))
+            found: list[tuple[int, WorkerView]] = []
+            for at in costs[rows].argsort().tolist():
+                if fits(workers[at]):
+                    found.append((int(rows[at]), workers[at]))
+                    if len(found) == most:
+                        break
+            return found
 
         in_place = cheapest(prices.wholes, DECODES, holds, CANDIDATES // 2)
         colocated = cheapest(prices.wholes, COLOCATED, holds, CANDIDATES)
@@ -243,16 +276,24 @@ class PredictedCost(LeastWork):
             decodes = cheapest(prices.streams, DECODES, accepts, most)
             # Those that have a part of the prompt get less.
             decodes += [each for each in in_place if each not in decodes and accepts(each[1])]
-            prompts = [prices.prompt(*each) for each in cheapest(prices.prompts, PREFILLS, allowed, most)]
-            return prices.pairs(group, prompts, [prices.stream(*each) for each in decodes])
+            prompts = cheapest(prices.prompts, PREFILLS, allowed, most) if decodes else []
+            streams = [prices.stream(*each) for each in decodes]
+            found = prices.pairs(group, [prices.prompt(*each) for each in prompts], streams)
+            # Perhaps none of them may be paired.
+            return found or (pairs(len(self._fleet.workers)) if prompts and most == CANDIDATES else [])
 
         if not prices.steps:
             prompts = [prices.prompt(*each) for each in cheapest(prices.prompts, PREFILLS, allowed, CANDIDATES)]
             options += [_Option(prompt.seconds, "first token", prompt, None) for prompt in prompts]
         elif group.prefills and group.decodes:
-            options += pairs(CANDIDATES) or pairs(len(self._fleet.workers))
+            options += pairs(CANDIDATES)
         options.sort(key=_seconds)
         return options, prices
+
+    def _backlog(self, demand: Demand) -> Vector:
+        """[workers] tokens that each has to compute before those of a request."""
+        found: Vector = self._fleet.numbers[BACKLOG if demand.yields else URGENT_BACKLOG]
+        return found
 
     def _cautions(self, demand: Demand) -> Vector:
         """[workers] seconds that stand for what comes before any cost."""

@@ -172,13 +172,18 @@ class PlacementQueue:
         """Waiter that is called and has not tried yet."""
         self._passing: list[_Waiter] = []
         """Waiters that `_next` overtakes."""
-        self._waiting = 0
+        self._waiting = self._yielding = 0
+        """Requests that wait, and those of them that yield to others."""
         self._changes = 0
         """Number of changes of the workers' state that were told."""
 
     def __len__(self) -> int:
         """Requests that wait."""
         return self._waiting
+
+    def rivals(self, demand: Demand) -> int:
+        """Requests that wait for what this one may get: all of them, or, for an urgent one, the urgent ones only."""
+        return self._waiting if demand.yields else self._waiting - self._yielding
 
     def demands(self, rank: float = math.inf) -> list[Demand]:
         """The demands of the requests that wait, in turn; without those of ranks above `rank`."""
@@ -308,6 +313,7 @@ class PlacementQueue:
 
     def _add(self, waiter: _Waiter) -> None:
         self._waiting += 1
+        self._yielding += waiter.demand.yields
         if waiter.first:
             self._again.insert(0, waiter)
         else:
@@ -317,6 +323,7 @@ class PlacementQueue:
         if self._next is waiter:
             self._next, self._passing = None, []
         self._waiting -= 1
+        self._yielding -= waiter.demand.yields
         if waiter.first:
             self._again.remove(waiter)
         else:

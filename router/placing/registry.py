@@ -137,12 +137,11 @@ class WorkerRegistry:
 
     def view(self) -> list[WorkerView]:
         """The workers as a placement policy, or a person, sees them now."""
-        calm, found = not self._health.troubled, []
+        calm, version, found = not self._health.troubled, self._version, []
         for worker in self._workers.values():
             stream, view = worker.stream, worker.view
             # Each placement looks at all workers, and changes one or two of them.
-            counts = None if stream is None else (stream.changes, stream.requests, stream.suspects)
-            seen = None if counts is None else (self._version, *counts)
+            seen = None if stream is None else (version, stream.changes, stream.requests, stream.suspects)
             if view is None or not calm or seen is None or worker.seen != seen:
                 view = self._view(worker)
                 worker.seen = seen if calm else None
@@ -351,6 +350,7 @@ class WorkerRegistry:
             report=report,
             outstanding_tokens=stream.outstanding_tokens,
             pending_tokens=stream.pending_tokens,
+            yielding_tokens=stream.yielding_tokens,
             running=stream.running,
             kv_tokens=report.blocks.total * report.blocks.size,
             capacity=_capacity(stream, worker.role) if worker.role != "prefill" else None,

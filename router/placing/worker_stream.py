@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from kvrelay.costs.worker import WorkerCosts
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_DECODE,
     PHASE_PREFILL,
+    Answered,
     Begin,
     Cancel,
     ClientCall,
@@ -76,6 +77,8 @@ class Unseen:
     """Digest of the holder, as `Submit.holder`."""
     new_tokens: int
     """Tokens that the worker is expected to compute before the first one that it sends."""
+    yields: bool
+    """Whether the class is less urgent than `interactive`."""
 
 
 class WorkerStream:
@@ -126,12 +129,14 @@ class WorkerStream:
         self._submits = 0
         self.outstanding_tokens = 0
         """Tokens to compute of the live submits that `last_load` doesn't account for."""
+        self._unseen_yielding = 0
+        """Tokens among `outstanding_tokens` that belong to requests of classes less urgent than `interactive`."""
         self.unseen_requests = 0
         """Live submits that decode here and that `last_load` doesn't account for."""
         self.unseen_blocks: Counter[int] = Counter()
         """Blocks that the submits of `unseen_requests` are expected to have in the end, by holder."""
         self._unseen: dict[tuple[str, int], Unseen] = {}
-        """Live submits that `last_load` doesn't account for, in order. The three above are sums over them: each
+        """Live submits that `last_load` doesn't account for, in order. The four above are sums over them: each
         placement reads them."""
         self._address = address
         self._credentials = credentials
@@ -155,6 +160,12 @@ class WorkerStream:
     def pending_tokens(self) -> int:
         """Tokens that the worker has yet to compute, by its latest report."""
         return 0 if self.last_load is None else self.last_load.pending_tokens
+
+    @property
+    def yielding_tokens(self) -> int:
+        """Tokens among `pending_tokens` and `outstanding_tokens` that belong to requests of classes less urgent than
+        `interactive`."""
+        return self._unseen_yielding + (0 if self.last_load is None else self.last_load.yielding_tokens)
 
     @property
     def block_size(self) -> int:
@@ -185,7 +196,7 @@ class WorkerStream:
         expected = max(tokens, submit.prompt_tokens + submit.expected_tokens - 1) + 1
         # Before the worker's first report, no block size is known, and nothing is placed by its blocks.
         blocks = -(-expected // self.block_size) if self.block_size else 0
-        self._unseen[key] = Unseen(self._submits, decodes, blocks, submit.holder, new)
+        self._unseen[key] = Unseen(self._submits, decodes, blocks, submit.holder, new, submit.urgency.yields)
         self._count(self._unseen[key], 1)
         self._outgoing.put_nowait(RelayRequest(submit=submit))
 
@@ -220,6 +231,11 @@ class WorkerStream:
         """Ends on the worker what earlier calls of the client's request have submitted, through whichever router."""
         if self.lost is None:
             self._outgoing.put_nowait(RelayRequest(fence=call))
+
+    def answered(self, chain: Sequence[int]) -> None:
+        """Lets the worker tell other routers that it has the KV of a prompt and its answer, whose units these are."""
+        if self.lost is None:
+            self._outgoing.put_nowait(RelayRequest(answered=Answered(chain=chain)))
 
     async def run(self) -> None:
         """Connects, then carries requests until the stream ends or `close` is called."""
@@ -338,6 +354,7 @@ class WorkerStream:
         """Adds a submit to the sums, or takes it away from them."""
         self.changes += 1
         self.outstanding_tokens += sign * unseen.new_tokens
+        self._unseen_yielding += sign * unseen.new_tokens * unseen.yields
         if unseen.decodes:
             self.unseen_requests += sign
             self.unseen_blocks[unseen.holder] += sign * unseen.blocks

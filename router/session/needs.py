@@ -27,6 +27,11 @@ class Needs:
         """Whether the client has tokens, of this call or an earlier one."""
         return self._trace.first_sent is not None or self._trace.resumed_tokens > 0
 
+    @property
+    def _yields(self) -> bool:
+        """Whether the class is less urgent than `interactive`."""
+        return self._request.claim.service.rank > self._dispatch.services[INTERACTIVE].rank
+
     def demand(self, avoid: frozenset[WorkerId], *, on_trial: bool = False) -> Demand:
         """The demand of the next attempt; with `on_trial`, for workers without another suspect."""
         request, have = self._request, self._trace.completion_tokens
@@ -40,7 +45,7 @@ class Needs:
             expected_tokens=max(1, self.expected_tokens() - have),
             holder=request.claim.holder,
             begun=self.begun,
-            yields=request.claim.service.rank > self._dispatch.services[INTERACTIVE].rank,
+            yields=self._yields,
             degrees=self._degrees if self.begun else {},
         )
 
@@ -69,6 +74,7 @@ class Needs:
             priority=claim.priority,
             first_token_seconds=0.0 if due == math.inf else due - now or -LEAST_SECONDS,
             token_seconds=0.0 if service.tpot_seconds == math.inf else service.tpot_seconds,
+            yields=self._yields,
         )
 
     def queued(self, demand: Demand) -> None:

@@ -191,7 +191,11 @@ async def asked_twice(folder: Path, path: ModelPath) -> list[list[Completion]]:
         *[(name, "general") for name in COVERING],
         *[pytest.param(name, "general", marks=pytest.mark.more) for name in MORE],
         ("MistralForCausalLM", "fast"),
-        pytest.param("Cohere2ForCausalLM", "fast", marks=pytest.mark.more),
+        ("Qwen3MoeForCausalLM", "fast"),
+        *[
+            pytest.param(name, "fast", marks=pytest.mark.more)
+            for name in ("Cohere2ForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM")
+        ],
     ],
 )
 def test_a_cluster_yields_the_tokens_of_whole_passes_through_a_kill_of_decode(

@@ -308,3 +308,20 @@ def test_a_chain_goes_on_with_the_answer() -> None:
     assert len(whole) == 5
     begun = extended((), tokens[: 2 * UNIT], "tenant")
     assert extended(begun, tokens[2 * UNIT :], "tenant") == whole
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_of_less_urgent_requests_hold_nobody_up(name: PlacementName) -> None:
+    """A worker with a long prompt of a less urgent request takes an urgent one at once, and no further one of these."""
+    policy = policy_of(name, PrefixIndex(0), 0.0, 8192)
+    full = replace(worker("prefill-0", "prefill"), pending_tokens=100_000, yielding_tokens=100_000, running=1)
+    workers = [full, replace(worker("decode-0", "decode"), pending_tokens=100_000)]
+    urgent = Demand(4000, 99, expected_tokens=200)
+    placed = policy.place(urgent, workers)
+    assert isinstance(placed, Placement)
+    assert placed.prefill == full.id
+    assert policy.place(replace(urgent, yields=True), workers) is NoPlace.NO_CAPACITY
+    if placed.why is not None and placed.why.predicted is not None:
+        assert placed.why.predicted.ttft < 1.0
+    same = replace(full, yielding_tokens=0)
+    assert policy.place(urgent, [same, workers[1]]) is NoPlace.NO_CAPACITY
