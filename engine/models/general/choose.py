@@ -73,13 +73,13 @@ def choose(
             pools = scratch_pools(placing.layout, blocks, check.slots_of(prompts), model.device)
             way = make(model, Store(placing, pools), team)
             found = check.difference(way, prompts, placing)
-            if not all_agree(group, check.agrees(found, dtype)):
+            if not all_agree(group, check.agrees(found, dtype, placing)):
                 raise UnfitError(f"its logits differ by {found[0]:.2g} of the largest, {found[1]:.2g} of their spread")
             serving = _serving(model, make, team)
             if isinstance(way, FlatWay) and way.use_native():
                 calls = dict(way.calls)
                 native = check.difference(way, prompts, placing)
-                if all_agree(group, check.agrees(native, dtype)):
+                if all_agree(group, check.agrees(native, dtype, placing)):
                     found, serving = native, _native(model, calls, team)
                 else:
                     logger.warning("the native attention's logits differ by %g, so torch attends", native[0])
