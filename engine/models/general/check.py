@@ -105,16 +105,10 @@ def difference(way: Way, prompts: Prompts, placing: Placing) -> tuple[float, flo
     return worst, float(np.quantile(means, 0.9))
 
 
-def agrees(found: tuple[float, float], dtype: torch.dtype, placing: Placing) -> bool:
-    """Whether such differences are those of roundings alone.
-
-    Args:
-        dtype: of the model.
-        placing: of what the model keeps, which may be in 8 bits.
-    """
+def agrees(found: tuple[float, float], dtype: torch.dtype) -> bool:
+    """Whether such differences are those of roundings alone."""
     worst, mean = found
-    exact = dtype == torch.float32 and placing.layout.dtype not in ("int8", "fp8")
-    return worst <= EXACT if exact else mean <= ROUNDED
+    return worst <= EXACT if dtype == torch.float32 else mean <= ROUNDED
 
 
 def slots_of(prompts: Prompts) -> int:
