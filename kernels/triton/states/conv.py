@@ -22,7 +22,7 @@ CHANNELS = 128
 def _input(x, x_stride, state, channels, at, column, inside, start, WIDTH: tl.constexpr):
     """Inputs [len(at), CHANNELS] at tokens `at` of a row, of which those below 0 are in the state."""
     own = tl.load(x + at[:, None] * x_stride + column[None], mask=(at >= 0)[:, None] & inside[None], other=0.0)
-    held = ((at < 0) & (start > 0)) != 0
+    held = (at < 0) & (start + 0 * at > 0)  # as vectors: Triton's interpreter can't widen a comparison of scalars
     before = tl.load(
         state + (WIDTH + at)[:, None] * channels + column[None], mask=held[:, None] & inside[None], other=0.0
     )
