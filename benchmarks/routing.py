@@ -172,11 +172,11 @@ def busy(found: Mapping[str, float]) -> dict[str, float]:
 
 
 def row_rate(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
-    """The highest rates, and as many co-located workers'; at that of `least_work`, mean TTFT and hits in prefix caches.
-    No placement does more than `bounds` says."""
+    """The highest rates, of several policies also that of as many co-located workers; at that of `least_work`, mean TTFT
+    and hits in prefix caches; and `bounds`."""
     base = rates.highest("least_work")
     found: dict[str, Any] = {}
-    for policy in (*wanted, f"colocated {wanted[-1]}"):
+    for policy in (*wanted, *([f"colocated {wanted[-1]}"] if len(wanted) > 1 else [])):
         done, highest = rates.run(policy, base), rates.highest(policy)
         found[policy] = {
             "highest_rate": round(highest, 3),
