@@ -172,7 +172,7 @@ def busy(found: Mapping[str, float]) -> dict[str, float]:
 
 
 def row_rate(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
-    """The highest rates, of several policies also that of as many co-located workers; at that of `least_work`, mean TTFT
+    """The highest rates, beside several policies that of as many co-located workers; at that of `least_work`, mean TTFT
     and hits in prefix caches; and `bounds`."""
     base = rates.highest("least_work")
     found: dict[str, Any] = {}
