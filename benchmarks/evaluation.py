@@ -29,12 +29,8 @@ from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
-import datasets
-import lm_eval
 import numpy as np
 import torch
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
 from quantization import BASE, FORMATS, GGUF, GGUF_DENSE, KV_INT8, add_model_options, completions, plan_of, runner_of
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -68,36 +64,27 @@ SCORES: dict[str, dict[str, Any]] = {
 """How lm-eval asks and scores, by task."""
 
 
-class Scorer(TemplateLM):
-    """lm-eval's view of a runner. A continuation is computed on the KV of its context, as a served one is."""
+class Scorer:
+    """Scores texts by a runner's logits, and compares those of whole texts with another runner's."""
 
-    def __init__(self, runner: CpuRunner, base: CpuRunner, tokenizer: Tokenizer) -> None:
-        super().__init__()
-        self._runner, self._base, self._text = runner, base, tokenizer
+    def __init__(self, runner: CpuRunner, base: CpuRunner) -> None:
+        self._runner, self._base = runner, base
         self.divergence, self.read = 0.0, 0
         """Sum of the divergences from `base` on whole texts, and their tokens."""
 
-    @property
-    def eot_token_id(self) -> int:
-        return int(self._text.token_to_id("<|endoftext|>"))
+    def whole(self, tokens: list[int]) -> float:
+        """Log-likelihood of the tokens behind the first one."""
+        logs = logits(self._runner, tokens[:-1]).log_softmax(-1)
+        right = logs if self._runner is self._base else logits(self._base, tokens[:-1]).log_softmax(-1)
+        self.divergence += functional.kl_div(logs, right, log_target=True, reduction="sum").item()
+        self.read += len(tokens) - 1
+        return -functional.nll_loss(logs, torch.tensor(tokens[1:]), reduction="sum").item()
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        return list(self._text.encode(string, add_special_tokens=False).ids)
-
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        found = []
-        for request in requests:
-            tokens = [self.eot_token_id, *self.tok_encode(request.args[0])]
-            logs = logits(self._runner, tokens[:-1]).log_softmax(-1)
-            right = logs if self._runner is self._base else logits(self._base, tokens[:-1]).log_softmax(-1)
-            found.append(-functional.nll_loss(logs, torch.tensor(tokens[1:]), reduction="sum").item())
-            self.divergence += functional.kl_div(logs, right, log_target=True, reduction="sum").item()
-            self.read += len(tokens) - 1
-        return found
-
-    def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+    def continuations(self, pairs: Iterable[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        """Log-likelihood of each continuation of a context, computed on the context's KV as a served one is, and
+        whether it is the greedy one."""
         found, known, last = [], None, torch.empty(0)
-        for _texts, context, continuation in requests:
+        for context, continuation in pairs:
             if context != known:
                 known, last = context, logits(self._runner, context, 0, 1)
             rest = [logits(self._runner, continuation[:-1], len(context))] if continuation[1:] else []
@@ -105,9 +92,6 @@ class Scorer(TemplateLM):
             score = -functional.nll_loss(logs, right, reduction="sum").item()
             found.append((score, bool((logs.argmax(-1) == right).all())))
         return found
-
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        raise NotImplementedError("no task here generates")
 
 
 def logits(runner: CpuRunner, tokens: Sequence[int], start: int = 0, last: int = 0) -> Tensor:
@@ -149,6 +133,8 @@ def analogies(lines: Sequence[str], chance: random.Random) -> Iterable[dict[str,
 
 def tasks() -> list[dict[str, Any]]:
     """The tasks, as lm-eval takes them."""
+    import datasets
+
     chance, package = random.Random(0), distribution("gensim")
     articles = Path(str(package.locate_file(CORPUS))).read_text().splitlines()
     ordered = []
@@ -168,9 +154,35 @@ def tasks() -> list[dict[str, Any]]:
     ]
 
 
-def figures(scorer: Scorer, given: list[dict[str, Any]], limit: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def figures(
+    scorer: Scorer, tokenizer: Tokenizer, given: list[dict[str, Any]], limit: int | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The figures of a format by task, and which items it has right."""
-    found = lm_eval.simple_evaluate(scorer, tasks=given, limit=limit, bootstrap_iters=1000, random_seed=0)
+    # Imported where they are used, so that a test of the scores needs no lm-eval.
+    import lm_eval
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+
+    class Model(TemplateLM):
+        """The scorer, as lm-eval calls a model."""
+
+        @property
+        def eot_token_id(self) -> int:
+            return int(tokenizer.token_to_id("<|endoftext|>"))
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+            return list(tokenizer.encode(string, add_special_tokens=False).ids)
+
+        def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+            return [scorer.whole([self.eot_token_id, *self.tok_encode(request.args[0])]) for request in requests]
+
+        def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+            return scorer.continuations((context, continuation) for _texts, context, continuation in requests)
+
+        def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+            raise NotImplementedError("no task here generates")
+
+    found = lm_eval.simple_evaluate(Model(), tasks=given, limit=limit, bootstrap_iters=1000, random_seed=0)
     rows, right = {}, {}
     for task, row in found["results"].items():
         values = {name.removesuffix(",none"): value for name, value in row.items() if "," in name and value != "N/A"}
@@ -200,7 +212,7 @@ def main() -> None:
     for name in dict.fromkeys((BASE, *args.formats)):
         began = time.monotonic()
         runner, options = (base, options) if name == BASE else runner_of(args, name, ROOM)
-        rows, right = figures(Scorer(runner, base, tokenizer), given, args.limit)
+        rows, right = figures(Scorer(runner, base), tokenizer, given, args.limit)
         expected = expected or right
         for task, of in right.items():
             rows[task]["flips"] = sum(of[item] != expected[task][item] for item in of)

@@ -105,10 +105,11 @@ class Kvrelay:
         self._requests, self._vocabulary = 0, runner.spec.vocab_size
         self._forward = 0.0
         """CPU seconds of the forward pass so far."""
-        # Only the native decoder can choose tokens itself.
-        for name in ("forward", "logits", "choose"):
-            if hasattr(runner.model, name):
-                setattr(runner.model, name, self._timed(getattr(runner.model, name)))
+        # Only the native decoder can choose tokens itself; transformers' code is the way's.
+        steps = getattr(runner, "model", None) or runner.way
+        for name in ("forward", "logits", "choose", "run"):
+            if hasattr(steps, name):
+                setattr(steps, name, self._timed(getattr(steps, name)))
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:

@@ -6,7 +6,7 @@
 
 `simulated` runs fleets of Llama-3.1-8B, one H100 each, in simulated time (`simulated/`): router, scheduler and block
 pools are the product's own, steps take what measured kernels take (`simulated/kernels.py`), hand-offs what a link of
-400 Gbit/s does. `engine` runs two workers of this machine on a small model (`routing_engine.py`).
+400 Gbit/s does. `engine` runs two or four workers of this machine on a small model (`routing_engine.py`).
 
 Folders: `--traces` has `mooncake/conversation_trace.jsonl` and `azure2023/*.csv`, `--calibration` the measurements that
 `simulated/kernels.py` names. Both are public; neither is part of the project.
@@ -475,29 +475,30 @@ def simulate(args: argparse.Namespace) -> None:
 
 
 def measure_engines(args: argparse.Namespace) -> None:
-    """Clusters of two workers on this machine, each at all rates; goodput is that of the best rate."""
+    """Clusters of this machine's workers, each at all rates; goodput is that of the best rate."""
     from routing_engine import Kind, measure, show
 
-    pair, two = ("prefill", "decode"), ("colocated", "colocated")
-    kinds = {"pair": Kind(pair, options("least_work"), {})}
+    half = args.workers // 2
+    pair, all_alike = ("prefill", "decode") * half, ("colocated",) * (2 * half)
+    kinds = {"predicted": Kind(pair, options("predicted"), {}), "pair": Kind(pair, options("least_work"), {})}
+    kinds["colocated bounded"] = Kind(all_alike, options("least_work"), {})
     for tokens in args.batch_tokens:
-        unbounded = {"step_seconds": 0} if "step_seconds" in ENGINE else {}
-        kinds[f"pair {tokens}"] = Kind(pair, options("least_work"), {"max_batch_tokens": tokens})
-        kinds[f"colocated {tokens}"] = Kind(two, options("least_work"), {"max_batch_tokens": tokens, **unbounded})
-    if "step_seconds" in ENGINE:
-        kinds["colocated bounded"] = Kind(two, options("least_work"), {})
-    if "placement" in KNOWN:
-        kinds["predicted"] = Kind(pair, options("predicted"), {})
+        limit = {"max_batch_tokens": tokens}
+        kinds[f"pair {tokens}"] = Kind(pair, options("least_work"), limit)
+        kinds[f"colocated {tokens}"] = Kind(all_alike, options("least_work"), {**limit, "step_seconds": 0})
+    kinds = {name: kind for name, kind in kinds.items() if not args.kinds or name in args.kinds}
     trace = read(args.traces, "conversation")
-    result: dict[str, Any] = {"setting": {**own_setting("torch"), "model": args.model.name, "seconds": args.seconds}}
-    for name, found in measure(args.model, kinds, trace, args.rates, args.seconds):
+    result: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    result["setting"] = {**own_setting("torch"), "model": args.model.name, "seconds": args.seconds}
+    fleet = result.setdefault(f"{2 * half} workers", {})
+    for name, found in measure(args.model, kinds, pair, trace, args.rates, args.seconds, args.batch):
         show(name, found)
         if name == "idle":
-            result["idle"] = found
+            fleet["idle"] = found
         else:
-            result.setdefault("runs", {}).setdefault(name, []).append(found)
-            best = max(result["runs"][name], key=lambda run: run["goodput"])
-            result.setdefault("best", {})[name] = best
+            runs = [run for run in fleet.setdefault("runs", {}).get(name, []) if run["rate"] != found["rate"]]
+            fleet["runs"][name] = [*runs, found]
+            fleet.setdefault("best", {})[name] = max(fleet["runs"][name], key=lambda run: run["goodput"])
         if args.out is not None:
             save(args.out, result)
 
@@ -555,15 +556,18 @@ def main() -> None:
         help="file for the results, which keeps those of other rows, and of runs that are not repeated",
     )
     simulated.set_defaults(do=simulate)
-    engines = commands.add_parser("engine", help="two workers of this machine, real engines")
+    engines = commands.add_parser("engine", help="workers of this machine, real engines")
     engines.add_argument("model", type=Path, help="folder of a checkpoint, e.g. of `checkpoint.py MODEL --shape 135m`")
     engines.add_argument("--traces", type=Path, required=True, help="folder of the traces")
     engines.add_argument("--rates", type=float, nargs="+", default=[0.3, 0.6, 1.0, 1.5], help="requests a second")
     engines.add_argument("--seconds", type=float, default=60.0, help="of each run")
+    engines.add_argument("--workers", type=int, choices=(2, 4), default=2)
+    engines.add_argument("--kinds", nargs="+", help="names of the clusters to measure; all by default")
+    engines.add_argument("--batch", type=int, default=0, help="requests of batch that are always under way besides")
     engines.add_argument(
         "--batch-tokens", type=int, nargs="+", default=[128, 512], help="tokens of a step: which suits best is shown"
     )
-    engines.add_argument("--out", type=Path, help="file for the results")
+    engines.add_argument("--out", type=Path, help="file for the results, which keeps what other runs have found")
     engines.set_defaults(do=measure_engines)
     drawn = commands.add_parser("picture", help="goodput against rate, of the results of `simulated`")
     drawn.add_argument("results", type=Path)

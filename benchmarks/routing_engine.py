@@ -1,4 +1,4 @@
-"""Real engines on this machine: two workers, as a pair or co-located, under a trace that is scaled to the model.
+"""Real engines on this machine: workers in pairs or co-located, under a trace that is scaled to the model.
 
 The conversation trace's prompts and answers are divided by PROMPT_SCALE and ANSWER_SCALE, its blocks of 512 tokens too,
 so that equal prefixes stay equal. A request meets its targets if its first token comes within 5 times, and its others
@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from clusters import plain_cluster, wait_answers
 from simulated.traces import BLOCK, Arrival, at_rate
 
 from kvrelay.client import AsyncClient, KvrelayError
+from kvrelay.router.config import BATCH, INTERACTIVE
 from nemesis.load import Stream
 from support.processes import MODULES
 
@@ -38,7 +40,7 @@ FIRST_COUNTED = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A cluster of two workers."""
+    """A cluster."""
 
     roles: tuple[str, ...]
     router: Mapping[str, Any]
@@ -79,7 +81,7 @@ def scaled(arrival: Arrival, tag: str) -> tuple[tuple[int, ...], int]:
     return tuple(tokens[:length]), max(2, arrival.answer_tokens // ANSWER_SCALE)
 
 
-async def ask(client: AsyncClient, stream: Stream) -> dict[str, float]:
+async def ask(client: AsyncClient, stream: Stream, service_class: str = "") -> dict[str, float]:
     """Runs a request to its end; returns the relative errors of what the router had predicted of it, if it says so."""
     found: dict[str, float] = {}
     try:
@@ -90,6 +92,7 @@ async def ask(client: AsyncClient, stream: Stream) -> dict[str, float]:
             temperature=0.0,
             request_id=stream.name,
             timeout=REQUEST_SECONDS,
+            slo_class=service_class,
         ):
             stream.tokens += chunk.token_ids
             stream.times += [time.monotonic()] * len(chunk.token_ids)
@@ -146,21 +149,37 @@ def idle(address: str) -> Idle:
     return asyncio.run(main())
 
 
+async def always(client: AsyncClient, trace: Sequence[Arrival], tag: str) -> None:
+    """Sends requests of batch like those of the trace, one after another, until it is cancelled."""
+    rng = random.Random(tag)
+    for number in count():
+        prompt, tokens = scaled(rng.choice(trace), f"{tag} {number}")
+        await ask(client, Stream(f"{tag}-{number}", prompt, tokens, None, time.monotonic()), BATCH)
+
+
 def load(
-    address: str, trace: Sequence[Arrival], rate: float, seconds: float, targets: Idle, tag: str
+    address: str, trace: Sequence[Arrival], rate: float, seconds: float, targets: Idle, tag: str, batch: int = 0
 ) -> dict[str, Any]:
-    """Sends the trace at a rate, and returns the figures of those that came after the caches had filled."""
+    """Sends the trace at a rate, and returns the figures of those that came after the caches had filled.
+
+    Args:
+        batch: requests of batch that are always under way besides.
+    """
     arrivals = at_rate(trace, rate, seconds)
 
     async def main() -> list[tuple[Stream, dict[str, float]]]:
         streams = []
         began = time.monotonic()
         async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
+            others = [group.create_task(always(client, trace, f"{tag}-batch-{number}")) for number in range(batch)]
             for each in arrivals:
                 await asyncio.sleep(began + each.at - time.monotonic())
-                prompt, count = scaled(each, tag)
-                stream = Stream(f"{tag}-{each.number}", prompt, count, None, time.monotonic())
-                streams.append((stream, group.create_task(ask(client, stream))))
+                prompt, tokens = scaled(each, tag)
+                stream = Stream(f"{tag}-{each.number}", prompt, tokens, None, time.monotonic())
+                streams.append((stream, group.create_task(ask(client, stream, INTERACTIVE if batch else ""))))
+            await asyncio.wait([task for _, task in streams])
+            for other in others:
+                other.cancel()
         return [(stream, task.result()) for stream, task in streams]
 
     done = asyncio.run(main())
@@ -174,6 +193,8 @@ def load(
         "requests": len(streams),
         "met": round(statistics.fmean(met), 4),
         "goodput": round(rate * statistics.fmean(met), 4),
+        **({"batch": batch} if batch else {}),
+        "ttft_p99": round(float(np.quantile([stream.first_token or 0.0 for stream in served], 0.99)), 4),
         "ttft_p50": round(statistics.median(stream.first_token or 0.0 for stream in served), 4),
         "tpot_p50": round(statistics.median(map(tpot_of, served)), 5),
         "worst_gap_p99": round(float(gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))]), 4),
@@ -187,21 +208,28 @@ def load(
 
 
 def measure(
-    model: Path, kinds: Mapping[str, Kind], trace: Sequence[Arrival], rates: Sequence[float], seconds: float
+    model: Path,
+    kinds: Mapping[str, Kind],
+    pair: tuple[str, ...],
+    trace: Sequence[Arrival],
+    rates: Sequence[float],
+    seconds: float,
+    batch: int = 0,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Runs each kind of cluster at each rate; yields its name and figures, and first the idle pair's.
 
     Args:
-        kinds: by name; "pair" is the one whose idle latencies are the targets.
+        pair: roles of the cluster whose idle latencies are the targets.
+        batch: as for `load`.
     """
-    with cluster(model, kinds["pair"]) as address:
+    with cluster(model, Kind(pair, {"placement": "least_work"}, {})) as address:
         targets = idle(address)
     ttft, tpot = ([round(seconds, 5) for seconds in each] for each in (targets.ttft, targets.tpot))
     yield "idle", {"lengths": IDLE_LENGTHS, "ttft": ttft, "tpot": tpot}
     for name, kind in kinds.items():
         with cluster(model, kind) as address:
             for number, rate in enumerate(rates):
-                yield name, load(address, trace, rate, seconds, targets, f"{name.replace(' ', '-')}-{number}")
+                yield name, load(address, trace, rate, seconds, targets, f"{name.replace(' ', '-')}-{number}", batch)
 
 
 def show(name: str, found: Mapping[str, Any]) -> None:

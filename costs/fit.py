@@ -9,7 +9,7 @@ small steps would otherwise be explained by a feature that grows with the square
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import mul
 
 import numpy as np
@@ -18,6 +18,8 @@ STRATUM_SAMPLES = 32
 """Number of newer samples of a stratum after which a sample weighs 1/e."""
 ALL_SAMPLES = 4096
 """Number of newer samples of any stratum after which a sample weighs 1/e."""
+FORGOTTEN = 8
+"""Multiple of ALL_SAMPLES after which a stratum without newer samples is dropped."""
 ERROR_SAMPLES = 64
 """Number of newer samples after which a sample's error counts 1/e in `LinearFit.error`."""
 OUTLIER = 4.0
@@ -63,6 +65,11 @@ class LinearFit:
         if self._fresh and (self._fresh >= REFRESH or self._samples < 4 * REFRESH):
             self._coefficients, self._fresh = self._solved(), 0
         return self._coefficients
+
+    @property
+    def strata(self) -> Collection[int]:
+        """Numbers of the strata that aren't forgotten."""
+        return self._strata.keys()
 
     def predict(self, features: Sequence[float]) -> float | None:
         """Seconds for these features; None before the first sample."""
@@ -127,6 +134,9 @@ class LinearFit:
 
     def _solved(self) -> tuple[float, ...]:
         """Least squares without negative coefficients: those that would be negative are 0, the worst first."""
+        oldest = self._samples - FORGOTTEN * ALL_SAMPLES
+        for stratum in [stratum for stratum, (_, latest) in self._strata.items() if latest < oldest]:
+            del self._strata[stratum]
         total = np.zeros(self._size * (self._size + 1))
         for sums, latest in self._strata.values():
             total += math.exp((latest - self._samples) / ALL_SAMPLES) * np.asarray(sums)

@@ -12,7 +12,7 @@ Each worker fits its own coefficients to the steps that it runs, and reports the
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -25,17 +25,17 @@ PAUSE = 3.0
 
 
 class StepWork(NamedTuple):
-    """Work of one step."""
+    """Work of one step, or means of several steps."""
 
-    prompt_tokens: int = 0
+    prompt_tokens: float = 0
     """Tokens of chunks of prompts."""
     prompt_pairs: float = 0.0
     """Pairs of a token of these chunks and a token at or before it, which attention visits (`pairs`)."""
-    sequences: int = 0
+    sequences: float = 0
     """Sequences that decode a token."""
-    context_tokens: int = 0
+    context_tokens: float = 0
     """Tokens of their contexts, all together."""
-    guesses: int = 0
+    guesses: float = 0
     """Guessed tokens that are verified."""
 
 
@@ -58,6 +58,9 @@ class StepCost:
     """A step with a chunk; it costs at least `fixed`."""
     token: float = 0.0
     pair: float = 0.0
+    largest: float = field(default=2.0**31, kw_only=True, compare=False)
+    """Tokens of the largest chunk that the measured ones allow to estimate: up to twice as many as the largest of them.
+    Known to the worker alone."""
 
     def seconds(self, work: StepWork) -> float:
         """Seconds of a step with this work."""
@@ -82,14 +85,16 @@ class StepCost:
         return max(steps * self.fixed, steps * self.prompt_fixed + work)
 
     def tokens_within(self, seconds: float, start: int, others: StepWork = StepWork()) -> int:  # noqa: B008  # frozen
-        """Largest chunk after the first `start` tokens of a prompt with which a step takes at most `seconds`.
+        """Largest chunk after the first `start` tokens of a prompt with which a step takes at most `seconds`, and has
+        at most `largest` tokens of prompts.
 
         Args:
             others: work that the step has already.
 
         Returns:
-            0 if not even one token fits; a very large number if tokens cost nothing.
+            0 if not even one token fits.
         """
+        most = max(0.0, self.largest - others.prompt_tokens)
         left = seconds - self.seconds(others)
         if not others.prompt_tokens:
             left = seconds - (self.seconds(others) - self.fixed) - self.prompt_fixed
@@ -100,9 +105,9 @@ class StepCost:
         if left <= 0.0:
             return 0
         if half * left <= 1e-12 * slope * slope:
-            return int(min(2.0**31, left / slope)) if slope > 0.0 else 2**31
+            return int(min(most, left / slope)) if slope > 0.0 else int(most)
         root = (math.sqrt(slope * slope + 4 * half * left) - slope) / (2 * half)
-        return int(min(2.0**31, root))
+        return int(min(most, root))
 
 
 class StepFit:
@@ -139,12 +144,12 @@ class StepFit:
             else:
                 self._predicted_decodes += 1
                 self.decode_error += (error - self.decode_error) / min(self._predicted_decodes, ERROR_SAMPLES)
-        each = work.context_tokens // max(1, work.sequences)
-        stratum = 64 * work.sequences.bit_length() + each.bit_length()
+        each = int(work.context_tokens // max(1, work.sequences))
+        stratum = 64 * int(work.sequences).bit_length() + each.bit_length()
         if work.prompt_tokens:
             # Long prompts are told from short ones with chunks of the same size.
             depth = int(work.prompt_pairs / work.prompt_tokens).bit_length()
-            stratum = -64 * work.prompt_tokens.bit_length() - depth
+            stratum = -64 * int(work.prompt_tokens).bit_length() - depth
         self._seen[stratum] += 1
         if self._seen[stratum] <= STRATUM_SAMPLES:
             self._take(work, seconds, stratum, 1)
@@ -195,10 +200,13 @@ class StepFit:
 
     def _solved(self) -> StepCost | None:
         decode, prompt = self._decode.coefficients, self._prompt.coefficients
+        # A stratum's number has the bits of the largest number of tokens in it, or of sequences.
+        strata = self._prompt.strata or self._decode.strata
+        largest = 2 ** max((abs(stratum) // 64 for stratum in strata), default=0)
         if decode is not None:
-            return StepCost(*decode, *(prompt if prompt is not None else (decode[0], decode[1], 0.0)))
+            return StepCost(*decode, *(prompt if prompt is not None else (decode[0], decode[1], 0.0)), largest=largest)
         if prompt is not None:
-            return StepCost(prompt[0], prompt[1], 0.0, prompt[1], *prompt)
+            return StepCost(prompt[0], prompt[1], 0.0, prompt[1], *prompt, largest=largest)
         return None
 
     def state(self) -> dict[str, list[list[float]]]:

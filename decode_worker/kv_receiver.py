@@ -6,18 +6,19 @@ messages             control streams' readers              machines, on the even
 outbox (per pair)    machines                              the stream's writer
 jobs (per link)      machines' ReceiveFrame                the link's thread
 ended frames         links' threads                        machines, on the event loop
-reservations         offers that found no free blocks      `blocks_freed`, first come first served
+reservations         offers that found no free blocks      `blocks_freed`, the most urgent first
 """
 
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from kvrelay.decode_worker.receiver_ports import ReceiveJobs, ReceiverHost
 from kvrelay.decode_worker.reservation_queue import ReservationQueue
+from kvrelay.engine.request import Urgency
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.protocol.endpoint import Endpoint, EndpointContext, Pair, Transfer, TransferStats
 from kvrelay.transfer.protocol.events import (
@@ -60,6 +61,7 @@ from kvrelay.transfer.protocol.table import ReceiveAttempt
 
 logger = logging.getLogger(__name__)
 
+NO_URGENCY = Urgency()
 MAX_REMEMBERED = 8192
 """Ended attempts that are remembered, so that their late offers are refused at once."""
 
@@ -74,15 +76,15 @@ class Receiving(Transfer[ReceiveAttempt]):
     """Tokens that the router announced, and their digest."""
     manifest: Manifest | None = None
     """The sender's manifest; None until the sender's layout is known, too."""
-    keep: int = 0
-    """Tokens whose KV is here already, perhaps in blocks that others share."""
-    have: int = 0
-    """Tokens that need not be sent: `keep`, rounded down to the sender's blocks."""
+    have: tuple[int, ...] = ()
+    """The token of each layer group before which no KV has to come (`Reservation.have`)."""
     states: Any = None
     """Memory for the hidden states of the tokens from `states_from` on; None if none are wanted."""
     states_from: int = 0
     states_nbytes: int = 0
     """Size of the memory in `states`, in bytes."""
+    urgency: Urgency = field(default_factory=Urgency)
+    """Decides its turn among those that wait for blocks; known once it was announced."""
     ended: tuple[Code, str] = (Code.CANCELLED, "over on the decode worker")
     granted_at: float | None = None
     finish_at: float | None = None
@@ -111,7 +113,7 @@ class KVReceiver(Endpoint[Receiving]):
 
     # For the worker.
 
-    def expect(self, key: Key, sender: WorkerId, tokens: Sequence[int]) -> None:
+    def expect(self, key: Key, sender: WorkerId, tokens: Sequence[int], urgency: Urgency = NO_URGENCY) -> None:
         """The router announced that `sender` will hand over the KV of `tokens`.
 
         Exactly one of `imported` and `import_failed` follows, unless `cancel` comes first.
@@ -128,7 +130,7 @@ class KVReceiver(Endpoint[Receiving]):
             self.runtime.post(self._host.import_failed, key, *self._ended[key])
             return
         transfer = transfer or self._new(key, sender.incarnation, None)
-        transfer.announced = len(tokens), tokens_digest(tokens)
+        transfer.announced, transfer.urgency = (len(tokens), tokens_digest(tokens)), urgency
         self._expect(transfer, transfer.pair or self._pairs.get(sender.incarnation))
 
     def cancel(self, key: Key, code: Code = Code.CANCELLED) -> None:
@@ -140,7 +142,7 @@ class KVReceiver(Endpoint[Receiving]):
             super().cancel(key, code)
 
     def blocks_freed(self) -> None:
-        """Blocks may be free now: asks again for the offer that has waited longest."""
+        """Blocks may be free now: asks again for the first of the offers that wait."""
         first = self._waiting.first
         if first is not None:
             self._feed(self._transfers[first], BlocksFreed())
@@ -182,7 +184,7 @@ class KVReceiver(Endpoint[Receiving]):
                     if transfer.pair is not None:
                         transfer.pair.stream.put(message)
                 case Reserve():
-                    passing = self._waiting.passing(key)
+                    passing = self._waiting.passing(key, transfer.urgency)
                     self._host.reserve(key, partial(self._on_reserved, transfer, passing), passing=passing)
                 case ReceiveFrame(frame):
                     self._receive(transfer, frame)
@@ -216,16 +218,13 @@ class KVReceiver(Endpoint[Receiving]):
         pair = self._met(transfer)
         route = pair.routes[frame.track]
         claim, on_end = self._claim(transfer, frame), partial(self.runtime.post, self._on_frame_ended, transfer, frame)
-        group, keep = route.group, transfer.keep
         if frame.states:
             first = frame.first - transfer.states_from
             target = transfer.states[first : first + frame.tokens]
         else:
-            target = transfer.tables[group]
-            if group:
-                # Blocks before these aren't needed, and may not be there: the sender's blocks may have another size.
-                there = next((index for index, block in enumerate(target) if block >= 0), 0)
-                keep = there * self.local.cache.block_size
+            target = transfer.tables[route.group]
+        # Frames begin at a border of the sender's blocks, which may be before this.
+        keep = transfer.have[route.group]
         job = self._frames.receive(transfer.key, frame, claim, target, keep, route, on_end)
         self.links.submit(pair.incarnation, frame.epoch, route.ranks, job)
 
@@ -263,26 +262,30 @@ class KVReceiver(Endpoint[Receiving]):
             self._feed(transfer, Reserved(None))
         elif answer is None:
             if not transfer.machine.state.over:
-                self._waiting.wait(key)
+                self._waiting.wait(key, transfer.urgency)
                 self._host.waits(key)
             self._feed(transfer, Reserved(None))
-            if passing and not self._waiting.passing(key):
+            if passing and not self._waiting.passing(key, transfer.urgency):
                 self.blocks_freed()  # those that it would have passed are gone
         else:
             transfer.tables = answer.hold.tables()
-            transfer.keep = transfer.have = answer.have_tokens
+            transfer.have = answer.have
             transfer.granted_at = self.runtime.now()
             self._make_states(transfer)
             have = () if transfer.manifest is None else self._have(transfer, transfer.manifest)
+            routes = transfer.pair.routes if have and transfer.pair is not None else ()
+            first = {route.group: token for route, token in zip(routes, have, strict=True)}
+            answer.comes_from([first.get(group, 0) for group in range(len(transfer.have))])
             self._feed(transfer, Reserved(answer, have, transfer.states_from))
             if self._waiting.leave(key):
                 self.blocks_freed()
 
     def _have(self, transfer: Receiving, manifest: Manifest) -> tuple[int, ...]:
-        """The token of each route before which nothing is needed: the prefix cache has it, or the window ends there."""
+        """The token of each route before which nothing has to be sent: the prefix cache has it, or the window ends
+        there."""
         found = []
         for route, track in zip(self._met(transfer).routes, manifest.tracks, strict=True):
-            have = track.first if route.group else transfer.have
+            have = max(track.first, transfer.have[route.group])
             found.append(have if track.is_border(have) else have - have % track.block_size)
         return tuple(found)
 

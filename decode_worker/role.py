@@ -3,7 +3,7 @@
     (router's Submit)          (prefill worker's offer)
         '-----------. .---------------'
                   EXPECTED     both must come, in either order
-                     |         queue: offers without free blocks, first come first served; consumer `blocks_freed`
+                     |         queue: offers without free blocks, the most urgent first; consumer `blocks_freed`
                   RESERVED     blocks are taken, prefix-cache hits first; the prefill worker may send
                      |         queue: the link's frames      producer the prefill worker, consumer the link's thread
                   COMMITTED    every frame has verified; the sequence enters the engine with all its prompt computed
@@ -97,7 +97,7 @@ class DecodeRole(HandoffRole):
         elif peer is None:
             self.worker.fail(request.key, Failure(code=Failure.CODE_INTERNAL, message="it names no prefill worker"))
         else:
-            self._receiver.expect(request.key, peer, request.tokens)
+            self._receiver.expect(request.key, peer, request.tokens, request.urgency)
 
     def promised(self) -> Promised:
         blocks: Counter[int] = Counter()

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvrelay.engine.config import (
-    MODEL_METHODS,
     STATE_METHODS,
     Device,
     Dtype,
@@ -30,7 +30,7 @@ from kvrelay.engine.models.fast.loader import OnLoaded, load_embedding
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.config import read_config
 from kvrelay.engine.ranks.collective import ALONE, Place
-from kvrelay.engine.runner.base import ModelRunner, Runner
+from kvrelay.engine.runner.base import ChainRunner, ModelRunner, Runner
 from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.runner.leading import LeadingModelRunner, LeadingRunner, Ranks
 from kvrelay.engine.scheduling.scheduler import Scheduler
@@ -44,6 +44,9 @@ from kvrelay.engine.speculate.medusa import MedusaProposer, load_medusa
 from kvrelay.engine.speculate.speculation import Speculation
 from kvrelay.engine.speculate.tensors import find_file
 from kvrelay.machine.options import AUTO, require
+
+if TYPE_CHECKING:
+    from kvrelay.engine.runner.general import GeneralRunner
 
 logger = logging.getLogger(__name__)
 
@@ -69,17 +72,18 @@ def build_engine(
     memory = torch.cuda.mem_get_info()[1] if device == "cuda" else 0
     options = options.on(device, memory)
     check_ranks(folder, options)
-    if not is_fast(folder, options.model_path):
+    if not is_fast(folder, options.model_path, options, dtype):
         return _build_general(folder, dtype, options, on_loaded, ranks)
+    if options.speculation.method == "mtp":
+        raise ValueError("speculation.method is 'mtp'; allowed with engine.model_path 'general' for this model")
     build = _builder(options)
     if device == "cuda":
         logger.info("the engine computes on %s", torch.cuda.get_device_name())
     proposer = proposer_of(options.speculation)
     if options.speculation.method == "draft":
         # First, because the served model's KV takes what is left of the memory.
-        # Its rejected guesses are overwritten, also where they had filled a window.
-        draft = build(Path(options.speculation.draft_model), dtype, draft_options(folder, options), slides=False)
-        proposer = DraftProposer(draft, options.max_batch_tokens)
+        layout = read_config(folder).kv_layout("float32", options.kv_dtype, options.block_size, "NHD")
+        proposer = draft_proposer(dtype, options, options.kv_memory_bytes // layout.block_bytes)
     if ranks is None:
         runner = build(folder, dtype, options, on_loaded)
     else:
@@ -102,7 +106,7 @@ def build_rank(folder: Path, dtype: Dtype, options: EngineConfig, place: Place) 
     """
     device = device_of(options.device)
     options = options.on(device, torch.cuda.mem_get_info()[1] if device == "cuda" else 0)
-    if not is_fast(folder, options.model_path):
+    if not is_fast(folder, options.model_path, options, dtype):
         return _general_runner(folder, dtype, options, None, place)
     return _builder(options)(folder, dtype, options, None, place=place)
 
@@ -125,40 +129,67 @@ def _build_general(
     Raises:
         ValueError: as there.
     """
-    method = options.speculation.method
-    if method in MODEL_METHODS:
+    method, allowed = options.speculation.method, "off, ngram, suffix, draft, mtp"
+    if method in ("medusa", "eagle3"):
         raise ValueError(
-            f"speculation.method is {method!r}; allowed for a model that transformers' code runs: off, ngram, suffix"
+            f"speculation.method is {method!r}; allowed for a model that transformers' code runs: {allowed}"
         )
+    if method == "mtp" and ranks is not None:
+        raise ValueError("speculation.method is 'mtp'; allowed for a worker of one rank")
     place = ALONE if ranks is None else ranks.place
-    runner: Runner = _general_runner(folder, dtype, options, on_loaded, place)
-    if ranks is not None:
-        runner = LeadingRunner(runner, ranks)
-    return engine_on(runner, options), runner
+    proposer: Proposer | None = None
+    if method == "draft" and not options.kv_memory_bytes:
+        proposer = draft_proposer(dtype, options, 0)
+    general = _general_runner(folder, dtype, options, on_loaded, place)
+    if method == "draft" and proposer is None:
+        groups = [group for group in general.cache_layout.groups if group.kind != "state"]
+        each = sum([track.block_bytes for group in groups for track in group.tracks])
+        proposer = draft_proposer(dtype, options, options.kv_memory_bytes // max(1, each))
+    if isinstance(proposer, DraftProposer):
+        proposer.check(general.spec)
+    if method == "mtp":
+        # Imported here for the same reason as the runner.
+        from kvrelay.engine.speculate.mtp import mtp_proposer, runner_of
+
+        proposer = mtp_proposer(options, folder, runner_of(general))
+    runner: Runner = general if ranks is None else LeadingRunner(general, ranks)
+    return engine_on(runner, options, proposer, rolls_back=general.rolls_back and ranks is None), runner
 
 
 def _general_runner(
-    folder: Path, dtype: Dtype, options: EngineConfig, on_loaded: OnLoaded | None, place: Place
-) -> Runner:
+    folder: Path, dtype: Dtype, options: EngineConfig, on_loaded: OnLoaded | None, place: Place, **draft: Any
+) -> "GeneralRunner":
     """See `build_general_runner`."""
     # Imported here because transformers takes seconds, which workers of the fast path needn't wait for.
     from kvrelay.engine.runner.general import build_general_runner
 
-    return build_general_runner(folder, dtype, options, on_loaded, place=place)
+    return build_general_runner(folder, dtype, options, on_loaded, place=place, **draft)
 
 
-def draft_options(folder: Path, options: EngineConfig) -> EngineConfig:
-    """The options of the draft model of the checkpoint in `folder`."""
+def draft_options(options: EngineConfig) -> EngineConfig:
+    """The options of a draft model."""
     # What is asked for may not take its shapes; triton takes all.
-    options = replace(options, prefill_attention="triton")
-    part = 0.1 * options.memory_share
-    if not options.kv_memory_bytes:
-        return replace(options, memory_share=part)
-    target, draft = (
-        read_config(path).kv_layout("float32", options.kv_dtype, options.block_size, "NHD").block_bytes
-        for path in (folder, Path(options.speculation.draft_model))
-    )
-    return replace(options, kv_memory_bytes=max(1, options.kv_memory_bytes * draft // target))
+    return replace(options, prefill_attention="triton", memory_share=max(0.01, 0.1 * options.memory_share))
+
+
+def draft_proposer(dtype: Dtype, options: EngineConfig, blocks: int) -> DraftProposer:
+    """The draft model that the options name. Its rejected guesses are overwritten, also where they had filled a window.
+
+    Args:
+        blocks: of its pool; 0 if its memory is a part of `memory_share`, because `kv_memory_bytes` isn't given.
+
+    Raises:
+        ValueError: its checkpoint can't be used; the text says why.
+    """
+    folder, own = Path(options.speculation.draft_model), draft_options(options)
+    if not is_fast(folder, options.model_path):
+        given = max(1, blocks) if options.kv_memory_bytes else 0
+        runner: ChainRunner = _general_runner(folder, dtype, own, None, ALONE, guesses=True, blocks=given)
+        return DraftProposer(runner, options.max_batch_tokens)
+    if options.kv_memory_bytes:
+        layout = read_config(folder).kv_layout("float32", options.kv_dtype, options.block_size, "NHD")
+        own = replace(own, kv_memory_bytes=max(1, blocks) * layout.block_bytes)
+    return DraftProposer(_builder(options)(folder, dtype, own, slides=False), options.max_batch_tokens)
 
 
 def device_of(device: Device) -> Device:
@@ -198,11 +229,14 @@ def on_devices(options: EngineConfig) -> EngineConfig:
     return replace(options, device=device)
 
 
-def engine_on(runner: Runner, options: EngineConfig, proposer: Proposer | None = None) -> Engine:
+def engine_on(
+    runner: Runner, options: EngineConfig, proposer: Proposer | None = None, *, rolls_back: bool = False
+) -> Engine:
     """An engine whose steps `runner` runs, with the options that the runner was made with.
 
     Args:
         proposer: guesses tokens; None makes the one that the options name, if any.
+        rolls_back: whether the runner keeps the states behind guessed tokens, and goes back to the last that was right.
 
     Raises:
         ValueError: an option that the engine needs is still `auto` (`EngineConfig.on`).
@@ -216,15 +250,19 @@ def engine_on(runner: Runner, options: EngineConfig, proposer: Proposer | None =
     windows = [(group.window, by_group[index]) for index, group in enumerate(cache.groups) if group.kind == "window"]
     pool = BlockPool(by_group.get(0) or blocks_without_kv(options, runner.spec.max_context, windows))
     namespace = hashlib.sha256(f"{runner.spec.fingerprint} {cache}".encode()).digest()
-    sides = [
-        SidePool(group, by_group[index], options.block_size) for index, group in enumerate(cache.side_groups, start=1)
-    ]
+    proposer = proposer or proposer_of(options.speculation)
+    sides = []
+    for index, group in enumerate(cache.side_groups, start=1):
+        spare = 0 if proposer is None or group.kind != "state" else min(options.max_sequences, by_group[index] // 4)
+        sides.append(SidePool(group, by_group[index], options.block_size, spare))
     memory = None if 0 in by_group else next((side.pool for side in sides if not side.is_state), None)
     prefix = PrefixIndex(pool, options.block_size, namespace, enabled=options.prefix_cache, sides=sides, memory=memory)
-    proposer = proposer or proposer_of(options.speculation)
-    if proposer is not None and any(group.kind == "state" for group in cache.groups):
+    if proposer is not None and not rolls_back and any(group.kind == "state" for group in cache.groups):
         method = options.speculation.method
-        raise ValueError(f"speculation.method is {method!r}; allowed for a model whose layers keep a state: 'off'")
+        raise ValueError(
+            f"speculation.method is {method!r}; allowed for a model whose layers keep a state: 'off', but on CPU,"
+            " on one rank, with kvrelay's kernels of its states"
+        )
     speculation = None
     if proposer is not None:
         # A step that `launch` computes is measured in CPU time of its thread, which other processes don't change.

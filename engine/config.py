@@ -14,7 +14,7 @@ from kvrelay.machine.options import AUTO, Automatic, Options, Removed, require
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["none", "dense", "int8", "int4", "fp8", "w8a8"]
-SpeculationMethod = Literal["off", "ngram", "suffix", "draft", "medusa", "eagle3"]
+SpeculationMethod = Literal["off", "ngram", "suffix", "draft", "medusa", "eagle3", "mtp"]
 CacheDtype = Literal["auto", "int8", "fp8"]
 PrefillKernel = Literal["triton", "varlen_attn", "flashinfer"]
 PrefillAttention = Literal["auto", "triton", "varlen_attn", "flashinfer"]
@@ -22,7 +22,7 @@ ModelPath = Literal["auto", "fast", "general"]
 
 MODEL_METHODS: tuple[SpeculationMethod, ...] = ("draft", "medusa", "eagle3")
 """Methods with a checkpoint of their own."""
-STATE_METHODS: tuple[SpeculationMethod, ...] = ("medusa", "eagle3")
+STATE_METHODS: tuple[SpeculationMethod, ...] = ("medusa", "eagle3", "mtp")
 """Methods that guess from the served model's hidden states."""
 
 
@@ -53,13 +53,15 @@ class SpeculationConfig(Options):
     method: SpeculationMethod = "off"
     """Method that guesses: ngram looks up what followed the last tokens when the request had them before; suffix does
     so for as many last tokens as it can, and guesses the more, the more there are; draft asks a small model; medusa and
-    eagle3 ask heads that were trained for the served model and read its hidden states."""
+    eagle3 ask heads that were trained for the served model and read its hidden states; mtp asks the layer for
+    multi-token prediction that the served checkpoint brings along, on the general path."""
 
     draft_model: str = ""
     """Folder of a Hugging Face checkpoint with the vocabulary of the served model, ORG/NAME[@REVISION] of the Hugging
     Face hub, or the name of a bundled one (`pico-draft`, for `pico`). For draft, whose KV takes memory beside
     `kv_memory_bytes`: as many tokens as the served model's; with `auto`, a tenth of the share. For medusa and eagle3,
-    the folder of the heads, or ORG/NAME; the KV of eagle3 takes memory beside `kv_memory_bytes`, that of one layer."""
+    the folder of the heads, or ORG/NAME. The KV of eagle3 and mtp takes memory beside `kv_memory_bytes`, that of one
+    layer."""
 
     max_tokens: Annotated[int, Interval(ge=1, le=64)] = 8
     """Tokens that are guessed for one sequence in one step at most; 1 to 64."""
@@ -180,7 +182,8 @@ class EngineConfig(Options):
 
     pipeline_parallel: Annotated[int, Interval(ge=1, le=64)] = 1
     """Stages of layers, one behind the other, each of `tensor_parallel` ranks: while one computes a chunk of a prompt,
-    the stage before computes the next chunk. On CPU only. A worker of several stages can't have medusa or eagle3."""
+    the stage before computes the next chunk. On CPU only. A worker of several stages can't have medusa, eagle3 or mtp,
+    nor one of several ranks mtp."""
 
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     """Options of speculation: tokens that are guessed, and checked several in one step."""

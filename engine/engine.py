@@ -35,6 +35,8 @@ class Engine:
         self.lock = threading.Lock()
         """Lock on the scheduler, its block pool and prefix index. No step is computed while it is held."""
         self._computed_tokens = 0
+        self.prompt_tokens = 0
+        """Tokens of prompts computed since start."""
         self.steps = 0
         """Steps since start."""
         self.step_seconds = 0.0
@@ -56,7 +58,8 @@ class Engine:
 
     def forget_steps(self) -> None:
         """Begins the counts of steps and tokens anew: those so far computed nobody's request."""
-        self._computed_tokens, self.steps, self.step_seconds = 0, 0, 0.0
+        self._computed_tokens = self.prompt_tokens = self.steps = 0
+        self.step_seconds = 0.0
 
     @property
     def computed_tokens(self) -> int:
@@ -97,12 +100,14 @@ class Engine:
                 return []
             oldest, handle, planned = self._in_flight.popleft()
             out = handle.result()
+            work = oldest.work
             self._computed_tokens += oldest.num_tokens
+            self.prompt_tokens += int(work.prompt_tokens)
             with self.lock:
                 reports = self.scheduler.commit(oldest, out)
                 ended = now()
                 # Two steps overlap: a step's own time begins when the one before it has ended.
-                self.scheduler.fit.add(oldest.work, ended - max(planned, self._committed))
+                self.scheduler.fit.add(work, ended - max(planned, self._committed))
             self._committed = ended
             self.steps += 1
             self.step_seconds += ended - began

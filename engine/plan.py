@@ -11,6 +11,7 @@ A draft, a guess of a sequence's token, is a row of its own behind the row of th
 decode row like any other.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -182,3 +183,37 @@ class StepOutput:
     @property
     def has_logprobs(self) -> bool:
         return self.logprobs is not None or bool(self.prompt_logprobs)
+
+
+def kept_rows(plan: StepPlan, sampled: Sequence[int | None]) -> list[bool]:
+    """[R] whether each row computed a token that its sequence has. Rows that aren't drafts always did.
+
+    A chain is a sequence's next token and k drafts of the tokens behind it, as k + 1 rows of one plan:
+
+        row          r        r + 1    ...  r + k
+        token        t0       d1            dk        t0 is known; each d is a draft
+        sampled      s0       s1            sk        what the model chooses behind the row's token
+
+    d1 is kept if s0 == d1, d2 if also s1 == d2, and so on. A row is what a decode row for the same token is: the same
+    kernels see the same KV, and its noise depends on (seed, position) alone. So the tokens s0 ... sa, up to the first
+    draft that isn't kept, are those that decoding one by one yields, to the last bit of their log-probabilities.
+
+    Args:
+        sampled: [R] what each row yielded.
+    """
+    if plan.drafts is None:
+        return [True] * plan.num_rows
+    kept: list[bool] = []
+    # A draft is its row's only token.
+    last = plan.tokens if plan.kind == "decode" else plan.tokens[plan.lengths.cumsum() - 1]
+    tokens = last.tolist()
+    for row, draft in enumerate(plan.drafts.tolist()):
+        kept.append(not draft or (kept[row - 1] and sampled[row - 1] == tokens[row]))
+    return kept
+
+
+def kept_of(plan: StepPlan, out: StepOutput) -> list[bool]:
+    """[R] which rows of a step count: as `kept_rows`, but not those whose masks weren't there."""
+    late = {row for row, why in out.refused if why == NOT_READY}
+    kept = kept_rows(plan, [None if row in late else token for row, token in enumerate(out.tokens)])
+    return [has and row not in late for row, has in enumerate(kept)]

@@ -53,7 +53,7 @@ def report_on(folder: Path, dtype: Dtype, options: EngineConfig) -> ModelReport:
     Raises:
         ValueError: it can't be served; the text says why.
     """
-    if is_fast(folder, options.model_path):
+    if is_fast(folder, options.model_path, options.on("cpu"), dtype):
         config = read_config(folder).for_context(options.max_context)
         run_dtype = config.dtype if dtype == "auto" else dtype
         whole = config.kv_layout(run_dtype, options.kv_dtype, options.on("cpu").block_size, "NHD")
@@ -69,7 +69,6 @@ def report_on(folder: Path, dtype: Dtype, options: EngineConfig) -> ModelReport:
     runner = build_general_runner(folder, dtype, options)
     layout = runner.cache_layout
     unavailable = [("medusa, eagle3", "transformers' code doesn't yield the hidden states that their heads read")]
-    unavailable.append(("a draft model", "its steps need kvrelay's own code"))
     if any(group.kind == "state" for group in layout.groups):
         unavailable.append(("speculation", "a state can't be taken back when a guess was wrong"))
     return ModelReport(

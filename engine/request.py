@@ -109,8 +109,8 @@ class Urgency(NamedTuple):
     """Priority of its class: requests of a greater rank get what those of smaller ones leave."""
     priority: int = 0
     """Priority of this request within its class; the smallest goes first."""
-    first_token_seconds: float = math.inf
-    """Seconds from the request's arrival until its first token is late; negative: it is late already."""
+    due: float = math.inf
+    """Time from which on the request's first token is late, on the scheduler's clock."""
     yields: bool = False
     """Whether the class is less urgent than `interactive`."""
 

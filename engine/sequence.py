@@ -100,7 +100,7 @@ class Sequence:
         return cls(
             request,
             handle,
-            (urgency.rank, urgency.priority, submitted + urgency.first_token_seconds, handle),
+            (urgency.rank, urgency.priority, urgency.due, handle),
             hold,
             handoff,
             tokens=tokens,

@@ -12,6 +12,8 @@ class StatesShape(NamedTuple):
     layers: int
     """Number of the model's layers; this number itself stands for the last one's output."""
     hidden_size: int
+    last_only: bool = False
+    """Whether only the last one's output can be kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class StatesLayout:
             return "states: this worker's steps keep no hidden states, which the other one's proposer needs"
         if self.hidden_size != shape.hidden_size:
             return f"states.hidden_size: {shape.hidden_size} here, {self.hidden_size} there"
+        if shape.last_only and self.layers != (shape.layers,):
+            return f"states.layers: {', '.join(map(str, self.layers))} there; allowed: {shape.layers}"
         if not all(0 <= layer <= shape.layers for layer in self.layers):
             return f"states.layers: {', '.join(map(str, self.layers))} there; allowed: 0 to {shape.layers}"
         return None

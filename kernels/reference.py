@@ -1,7 +1,8 @@
 """Plain definitions of every operation: what a kernel must compute. Slow; tests compare the kernels with them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -112,11 +113,14 @@ def paged_attention(
     context: int,
     window: int = 0,
     precision: torch.dtype = torch.float32,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the last T tokens of one sequence over its paged KV, their own included.
 
-        out[t, h] = sum_j softmax_j(query[t, h] . key[j, h // G] / sqrt(D)) value[j, h // G],  G = H / Hkv
+        out[t, h] = sum_j softmax_j(cap(query[t, h] . key[j, h // G] / sqrt(D))) value[j, h // G],  G = H / Hkv
         over the positions j of p - window < j <= p, or all j <= p without a window, where p = context - T + t
+        and cap(s) = softcap * tanh(s / softcap), or s without a soft cap
 
     Args:
         query: [T, H, D].
@@ -125,6 +129,8 @@ def paged_attention(
         context: tokens of the sequence that are in the pool.
         window: keys that a query sees, itself included; 0 for all.
         precision: type of the computation.
+        softcap: 0 for none.
+        sinks: [H] scores that take a share of each query's softmax for nothing.
 
     Returns:
         [T, H, D].
@@ -139,8 +145,40 @@ def paged_attention(
     seen = key_positions <= positions
     if window:
         seen &= key_positions > positions - window
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(precision)[:, None, None].expand(-1, tokens, 1)), -1)
+    weights = scores.softmax(-1)[..., :context]
     return torch.einsum("htj,jhd->thd", weights, values).to(query.dtype if precision == torch.float32 else precision)
+
+
+def latent_attention(query: Tensor, latents: Tensor, rotated: Tensor, scale: float) -> Tensor:
+    """Causal attention of the last T tokens of one sequence over its latents, their own included, with the weights of
+    keys and values absorbed into queries and results (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+        out[t, h] = sum_j softmax_j(scale * (query[t, h, :C] . latents[j] + query[t, h, C:] . rotated[j])) latents[j]
+        over the positions j <= J - T + t
+
+    Args:
+        query: [T, H, C + R].
+        latents: [J, C].
+        rotated: [J, R].
+
+    Returns:
+        [T, H, C] in the type of `latents`.
+    """
+    keys = torch.cat((latents, rotated), -1)
+    scores = torch.einsum("thd,jd->htj", query.to(keys.dtype), keys) * scale
+    tokens, context = len(query), len(latents)
+    hidden = torch.ones(tokens, context, dtype=torch.bool, device=query.device).triu(context - tokens + 1)
+    return torch.einsum("htj,jc->thc", scores.masked_fill(hidden, -torch.inf).softmax(-1), latents)
+
+
+def head_products(numbers: Tensor, weight: Tensor) -> Tensor:
+    """`numbers [T, H, K] . weight [H, K, N]` for each head: float32 [T, H, N]."""
+    return torch.einsum("thk,hkn->thn", numbers.float(), weight.float())
 
 
 def token_probabilities(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
@@ -177,3 +215,203 @@ def kv_checksum(data: bytes | bytearray | memoryview) -> int:
     positions = np.arange(1, len(words) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     length = np.array([len(data) ^ 0xD1B54A32D192ED03], np.uint64)
     return int(np.concatenate((mix(words ^ positions), mix(length))).sum())
+
+
+def route(
+    logits: Tensor,
+    top: int,
+    *,
+    scoring: Literal["softmax", "sigmoid", "softmax of the chosen"] = "softmax",
+    bias: Tensor | None = None,
+    normalized: bool = True,
+    least: float = 0.0,
+    scale: float = 1.0,
+    groups: int = 1,
+    top_groups: int = 1,
+    group_best: int = 2,
+) -> tuple[Tensor, Tensor]:
+    """The experts of each row, int64 [rows, top], and their shares, float32 [rows, top].
+
+    Args:
+        logits: [rows, experts].
+        bias: [experts] numbers that are added to scores to choose experts, and aren't in shares (DeepSeek-V3,
+            arXiv:2412.19437).
+        normalized: whether shares are divided by their sum plus `least`.
+        scale: factor of shares.
+        groups: number of groups of consecutive experts. Experts are chosen from the `top_groups` groups whose
+            `group_best` largest scores have the largest sums.
+    """
+    numbers = logits.float()
+    scores = {"softmax": numbers.softmax(1), "sigmoid": numbers.sigmoid()}.get(scoring, numbers)
+    choice = scores if bias is None else scores + bias.float()
+    if groups > 1:
+        grouped = choice.view(len(choice), groups, -1)
+        best = grouped.topk(group_best, 2).values.sum(2).topk(top_groups, 1).indices
+        kept = torch.zeros(len(choice), groups, dtype=torch.bool, device=choice.device).scatter_(1, best, True)
+        choice = grouped.masked_fill(~kept[:, :, None], -torch.inf).flatten(1)
+    chosen = choice.topk(top, 1).indices
+    shares = scores.gather(1, chosen)
+    if scoring == "softmax of the chosen":
+        shares = shares.softmax(1)
+    if normalized:
+        shares = shares / (shares.sum(1, keepdim=True) + least)
+    return chosen, shares * scale
+
+
+def clamped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+    """`(up + 1) * gate * sigmoid(alpha * gate)` of gate, the first half, at most `limit`, and up between -limit and
+    limit (gpt-oss)."""
+    gate, up = gate_up.float().chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(gate_up.dtype)
+
+
+def experts(
+    x: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+    up: Sequence[Callable[[Tensor], Tensor]],
+    gate: Callable[[Tensor], Tensor],
+    down: Sequence[Callable[[Tensor], Tensor]],
+) -> Tensor:
+    """`sum over k of shares[:, k] * down_e(gate(up_e(x)))`, where e is chosen[:, k].
+
+    Args:
+        x: [rows, hidden], as the result.
+        chosen: integers [rows, top]; others than an expert's number add nothing.
+        shares: [rows, top].
+        up, down: products of each expert.
+        gate: the operation between them.
+    """
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for expert, (first, second) in enumerate(zip(up, down, strict=True)):
+        rows, places = (chosen == expert).nonzero(as_tuple=True)
+        out.index_add_(0, rows, shares[rows, places, None].float() * second(gate(first(x[rows]))).float())
+    return out.to(x.dtype)
+
+
+def short_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, firsts: list[int], starts: list[int], silu: bool
+) -> Tensor:
+    """[T, C]: y[t, c] = bias[c] + sum over k of weight[k, c] x[t - K + 1 + k, c], perhaps with SiLU.
+
+    Args:
+        x: [T, C], rows of tokens behind each other.
+        weight: [K, C].
+        bias: [C].
+        state: [R, K, C] the last K inputs of each row, oldest first, which are overwritten; those of a row that starts
+            at 0 aren't read.
+        firsts: [R + 1] first token of each row.
+        starts: [R] tokens of each row's sequence before these.
+    """
+    out, width = torch.empty_like(x), len(weight)
+    for row, start in enumerate(starts):
+        own = slice(firsts[row], firsts[row + 1])
+        before = state[row] if start else torch.zeros_like(state[row])
+        inputs = torch.cat((before, x[own]))
+        windows = inputs.float().unfold(0, width, 1)[1:]  # [T, C, K]
+        y = (windows * weight.float().T).sum(-1) + (0.0 if bias is None else bias.float())
+        out[own] = (torch.nn.functional.silu(y) if silu else y).to(x.dtype)
+        state[row] = inputs[-width:]
+    return out
+
+
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    state: Tensor,
+    firsts: list[int],
+    starts: list[int],
+) -> Tensor:
+    """float32 [T, H, P]: S = exp(dt A) S + B (dt x)', y = C' S + D x for each token and head (Mamba-2).
+
+    Args:
+        x: [T, H, P], rows of tokens behind each other.
+        dt: [T, H], with bias, softplus and bounds applied.
+        a: [H].
+        b, c: [T, G, N], of groups of H / G heads.
+        d: [H].
+        state: float32 [R, H, N, P], which is overwritten; that of a row that starts at 0 isn't read.
+        firsts, starts: see `short_conv`.
+    """
+    x, dt, a, b, c = (each.float() for each in (x, dt, a, b, c))
+    b, c = (each.repeat_interleave(x.shape[1] // each.shape[1], 1) for each in (b, c))
+    out = torch.empty_like(x)
+    for row, start in enumerate(starts):
+        s = state[row] if start else torch.zeros_like(state[row])
+        for t in range(firsts[row], firsts[row + 1]):
+            s = s * (dt[t] * a).exp()[:, None, None] + b[t, :, :, None] * (dt[t, :, None] * x[t])[:, None]
+            out[t] = (c[t, :, :, None] * s).sum(1) + (0.0 if d is None else d.float()[:, None] * x[t])
+        state[row] = s
+    return out
+
+
+def gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    firsts: list[int],
+    starts: list[int],
+    normalized: bool,
+) -> Tensor:
+    """[T, H, D] of Gated DeltaNet, for each token and head: S = exp(g) S, S = S + k (beta (v - S' k))',
+    o = S' q / sqrt(K).
+
+    Args:
+        q, k: [T, Hk, K], rows of tokens behind each other; a key head serves H / Hk consecutive heads.
+        v: [T, H, D].
+        g, beta: [T, H].
+        state: float32 [R, H, K, D], which is overwritten; that of a row that starts at 0 isn't read.
+        firsts, starts: see `short_conv`.
+        normalized: whether q and k are scaled to length 1 first.
+    """
+    dtype, (heads, key_dim) = v.dtype, (v.shape[1], k.shape[2])
+    q, k, v, g, beta = (each.float() for each in (q, k, v, g, beta))
+    if normalized:
+        q, k = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in (q, k))
+    q, k = (each.repeat_interleave(heads // each.shape[1], 1) for each in (q * key_dim**-0.5, k))
+    out = torch.empty_like(v)
+    for row, start in enumerate(starts):
+        s = state[row] if start else torch.zeros_like(state[row])
+        for t in range(firsts[row], firsts[row + 1]):
+            s = s * g[t].exp()[:, None, None]
+            new = (v[t] - (s * k[t, :, :, None]).sum(1)) * beta[t, :, None]
+            s = s + k[t, :, :, None] * new[:, None]
+            out[t] = (s * q[t, :, :, None]).sum(1)
+        state[row] = s
+    return out.to(dtype)
+
+
+def wkv(
+    k: Tensor, v: Tensor, decay: Tensor, first: Tensor, state: Tensor, firsts: list[int], starts: list[int]
+) -> Tensor:
+    """[T, C]: y = (num + exp(first + k) v) / (den + exp(first + k)), then num = exp(decay) num + exp(k) v, and den
+    alike without v (RWKV-4), relative to exp(most).
+
+    Args:
+        k, v: [T, C], rows of tokens behind each other.
+        decay: [C] below 0.
+        first: [C].
+        state: float32 [R, 3, C] num, den and most, which are overwritten; those of a row that starts at 0 aren't read.
+        firsts, starts: see `short_conv`.
+    """
+    dtype, (k, v) = v.dtype, (k.float(), v.float())
+    out = torch.empty_like(v)
+    for row, start in enumerate(starts):
+        num, den, most = state[row] if start else state.new_tensor([[0.0], [0.0], [-1e38]]).expand(3, k.shape[1])
+        for t in range(firsts[row], firsts[row + 1]):
+            largest = torch.maximum(most, k[t] + first)
+            old, own = (most - largest).exp(), (k[t] + first - largest).exp()
+            out[t] = (old * num + own * v[t]) / (old * den + own)
+            largest = torch.maximum(most + decay, k[t])
+            old, own = (most + decay - largest).exp(), (k[t] - largest).exp()
+            num, den, most = old * num + own * v[t], old * den + own, largest
+        state[row] = torch.stack((num, den, most))
+    return out.to(dtype)

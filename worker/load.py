@@ -134,6 +134,7 @@ class LoadReports:
             pending_tokens=scheduler.pending_tokens,
             yielding_tokens=scheduler.yielding_tokens,
             computed_tokens=self._engine.computed_tokens,
+            prompt_tokens=self._engine.prompt_tokens,
             steps=self._engine.steps,
             step_seconds=self._engine.step_seconds,
             growth_blocks=use.growth,

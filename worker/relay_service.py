@@ -46,7 +46,7 @@ class RelayService(WorkerServiceServicer):
         stream = RelayStream(first.hello.router, worker.load, worker.costs)
         reader = asyncio.create_task(self._read(request_iterator, stream), name=f"relay {stream.router}")
         try:
-            await context.write(RelayResponse(hello=worker.hello(), load=worker.load()))
+            await context.write(stream.first(worker.hello()))
             worker.attach(stream)
             async for message in stream.messages():
                 await asyncio.wait_for(context.write(message), WRITE_TIMEOUT_SECONDS)
@@ -73,6 +73,8 @@ class RelayService(WorkerServiceServicer):
                         self._worker.cancel(key_of(request.cancel), stream)
                     case "begin":
                         self._worker.begin(key_of(request.begin), stream)
+                    case "answered":
+                        self._worker.answered(request.answered, stream)
                     case "fence":
                         self._worker.fence(request.fence)
         finally:

@@ -18,6 +18,7 @@ from kvrelay.engine.degree import ONE
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import Hold, IntegrityError
 from kvrelay.engine.kv.layout import CacheLayout
+from kvrelay.engine.lifetime import now
 from kvrelay.engine.request import Request
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.scheduling.progress import OnLaunch, OnStart, Progress, Reservation
@@ -29,6 +30,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     WAIT_PREEMPTED,
     WAIT_ROW,
     WAIT_TURN,
+    Answered,
     ClientCall,
     Costs,
     Failure,
@@ -399,7 +401,7 @@ class Worker:
             self.metrics.returned(refusal.code)
             stream.push(RequestEvent(request_id=key[0], attempt=key[1], failure=refusal))
             return
-        request = request_of(submit, self.spec)
+        request = request_of(submit, self.spec, now())
         expiry = None
         if submit.timeout_seconds > 0:
             expiry = self._loop.call_later(submit.timeout_seconds, self._expire, key, submit.timeout_seconds)
@@ -446,6 +448,10 @@ class Worker:
         for key in [key for key, live in self._live.items() if live.client_call.key == fence.key]:
             if self._fences.passed(self._live[key].client_call):
                 self.fail(key, _FENCED)
+
+    def answered(self, answered: Answered, stream: RelayStream) -> None:
+        """Tells the other routers of an answer that came on `stream`."""
+        self._foreign.answered(answered, stream)
 
     def cancel(self, key: Key, stream: RelayStream) -> None:
         """Ends a request that came on `stream`, without another event. Other keys are ignored."""

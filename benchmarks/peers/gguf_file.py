@@ -7,6 +7,7 @@ For timing only: queries and keys aren't permuted as llama.cpp's rotation wants 
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import gguf
@@ -22,7 +23,10 @@ def main() -> None:
     parser.add_argument("--type", choices=("bf16", "q8_0", "q4_0"), default="bf16", help="of the matrices")
     args = parser.parse_args()
     config = json.loads((args.model / "config.json").read_text())
-    writer = gguf.GGUFWriter(str(args.out), "llama")
+    moe = config["model_type"] == "qwen3_moe"
+    architecture = gguf.MODEL_ARCH.QWEN3MOE if moe else gguf.MODEL_ARCH.LLAMA
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    writer = gguf.GGUFWriter(str(args.out), gguf.MODEL_ARCH_NAMES[architecture])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -32,19 +36,32 @@ def main() -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config.get("rope_parameters") or {}
     writer.add_rope_freq_base(rope.get("rope_theta") or config["rope_theta"])
-    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+    writer.add_rope_dimension_count(head_dim)
+    if moe:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{args.type.upper()}"])
     add_tokenizer(writer, json.loads((args.model / "tokenizer.json").read_text())["model"], config["vocab_size"])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    kind = gguf.GGMLQuantizationType[args.type.upper()]
+    experts: dict[str, dict[int, torch.Tensor]] = {}
     with safe_open(args.model / "model.safetensors", "pt") as weights:
         for key in weights.keys():  # noqa: SIM118  # not a mapping
-            add_tensor(
-                writer,
-                names.get_name(key, (".weight",)),
-                weights.get_tensor(key),
-                gguf.GGMLQuantizationType[args.type.upper()],
-            )
+            tensor = weights.get_tensor(key)
+            if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", key):
+                # All experts of a layer are one tensor.
+                of_layer = experts.setdefault(names.get_name(f"{found[1]}.{found[3]}", (".weight",)), {})
+                of_layer[int(found[2])] = tensor
+            else:
+                router = key.endswith("mlp.gate.weight")
+                name = names.get_name(key, (".weight",))
+                add_tensor(writer, name, tensor, gguf.GGMLQuantizationType.F32 if router else kind)
+        for name, of_layer in experts.items():
+            add_tensor(writer, name, torch.stack([of_layer[index] for index in sorted(of_layer)]), kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -65,7 +82,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, bpe: dict, vocabulary: int) -> None:
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind: gguf.GGMLQuantizationType) -> None:
-    if tensor.ndim == 1:
+    if tensor.ndim == 1 or kind == gguf.GGMLQuantizationType.F32:
         writer.add_tensor(name, tensor.float().numpy())
         return
     if kind == gguf.GGMLQuantizationType.BF16:

@@ -205,7 +205,8 @@ class SimulatedWorker:
             slowdown: factor on the time of each step.
         """
         self.id, self.role, self.machine, self.slowdown = identity, role, machine, slowdown
-        self.steps, self.step_seconds, self.computed_tokens = 0, 0.0, 0
+        self.steps, self.step_seconds = 0, 0.0
+        self.computed_tokens = self.prompt_tokens = 0
         self.busy_seconds = 0.0
         """Seconds in which a step ran."""
         self.recomputed = 0
@@ -256,7 +257,7 @@ class SimulatedWorker:
         if self.draining:
             self._send(RequestEvent(request_id=key[0], attempt=key[1], failure=self._moving))
             return
-        request = request_of(submit, self.machine.spec)
+        request = request_of(submit, self.machine.spec, self._loop.time())
         live = self._live[key] = Live(submit.slot, submit.phase)
         if submit.phase == PHASE_DECODE:
             blocks = self._room.wanted(request, len(request.tokens))
@@ -296,13 +297,17 @@ class SimulatedWorker:
     def take_role(self, identity: WorkerId, role: WorkerRole) -> None:
         """Goes on as another incarnation after `drain`; the prefix cache stays."""
         self.id, self.role, self.draining, self.stream = identity, role, False, None
-        self.steps, self.step_seconds, self.computed_tokens = 0, 0.0, 0
+        self.steps, self.step_seconds = 0, 0.0
+        self.computed_tokens = self.prompt_tokens = 0
 
     # Load.
 
     def load(self) -> Load:
-        """The worker's load, as its heartbeat tells it."""
-        return self._loads.now()
+        """The worker's load and costs, as its heartbeat tells them."""
+        load = self._loads.now()
+        if (costs := self._costs.now()) is not None:
+            load.costs.CopyFrom(costs)
+        return load
 
     def report(self) -> None:
         """Tells the router the load now."""
@@ -387,6 +392,7 @@ class SimulatedWorker:
         self.step_seconds += seconds
         self.busy_seconds += seconds
         self.computed_tokens += plan.num_tokens * count
+        self.prompt_tokens += int(work.prompt_tokens)
         self.scheduler.fit.add(work, seconds / count)
         told = self._take(progress)
         self._gathered += count
@@ -452,7 +458,7 @@ class SimulatedWorker:
             return False
         self._coming.pop(handoff.request.key, None)
         self._loads.update(self._loads.read())
-        handoff.reservation, handoff.sent = reservation, reservation.have_tokens
+        handoff.reservation, handoff.sent = reservation, reservation.have[0]
         handoff.sender.push(handoff)
         return True
 

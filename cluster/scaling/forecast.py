@@ -17,7 +17,8 @@ import math
 from dataclasses import dataclass
 
 from kvrelay.cluster.scaling.config import ScalingConfig
-from kvrelay.cluster.scaling.signals import Signals, StepCost
+from kvrelay.cluster.scaling.signals import Signals
+from kvrelay.costs.step import StepCost, StepWork, pairs
 
 HORIZON_SECONDS = 20.0
 """Length of a forecast in seconds: a change takes some seconds, and has to pay off within this time."""
@@ -94,7 +95,7 @@ def forecast(signals: Signals, split: Split, config: ScalingConfig) -> Forecast:
         decode = min(split.decode, before.decode) if switching else split.decode
         streams, most = old + young, max(1.0, signals.stream_slots) * decode
         running = min(1.0, most / max(streams, 1e-9))
-        seconds = max(token_step.seconds(running * streams / decode), LEAST_SECONDS)
+        seconds = _decode_seconds(token_step, running * streams / decode, signals)
         old_ending, young_ending = (
             running * n / (tokens * seconds) for n, tokens in ((old, length), (young, young_length))
         )
@@ -124,9 +125,19 @@ def forecast(signals: Signals, split: Split, config: ScalingConfig) -> Forecast:
 
 
 def _rate(step: StepCost, signals: Signals) -> float:
-    """Tokens a second of a prefill worker with enough to do."""
+    """Tokens a second of a prefill worker with enough to do: each step is full of prompts, or of a part of one."""
     tokens = max(1.0, signals.chunk_tokens)
-    return tokens / max(step.seconds(tokens), LEAST_SECONDS)
+    mean = max(1.0, signals.prompt_tokens)
+    work = StepWork(tokens, tokens / mean * pairs(signals.cached_tokens, mean))
+    return tokens / max(step.seconds(work), LEAST_SECONDS)
+
+
+def _decode_seconds(step: StepCost, streams: float, signals: Signals) -> float:
+    """Seconds of a decode worker's mean step: with so many streams, and the parts of prompts that it computes itself,
+    which attend to about as many tokens as the streams do."""
+    prompts = signals.in_place_tokens * streams
+    context = signals.context_tokens
+    return max(step.seconds(StepWork(prompts, prompts * context, streams, streams * context)), LEAST_SECONDS)
 
 
 def _queue_seconds(busy: float, servers: int, service: float) -> float:

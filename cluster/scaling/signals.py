@@ -2,14 +2,16 @@
 
 Reports are the supervisor's own (`MemberStatus`). Routers and workers report totals since their start, so a lost report
 loses nothing, and a member that starts again is recognized by its incarnation. A total's growth over the window,
-divided by the window, is a rate.
+divided by the window, is a rate. Workers also report the costs of their steps, which they fit themselves
+(`costs/step.py`).
 """
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Literal
 
+from kvrelay.costs.step import StepCost
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_READY,
     ROLE_DECODE,
@@ -20,15 +22,10 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Role,
 )
 from kvrelay.internal.v1.worker_pb2 import Load, Traffic
+from kvrelay.rpc.costs import read_costs
 
 WINDOW_SECONDS = 4.0
 """Seconds over which rates are taken: enough to average bursts, few enough to see a change of the traffic soon."""
-FORGET_SECONDS = 60.0
-"""Seconds after which a sample of a step's cost weighs 1/e."""
-MIN_SPREAD = 0.05
-"""Relative spread of the samples above which a step's cost is split into a fixed part and a part for each token."""
-FIXED_SHARE = 0.5
-"""Share of a step's cost that is assumed to be fixed until the samples spread enough."""
 PRIOR = 2.0
 """Number of imagined young requests, as long as those that have ended; they count while few have ended."""
 
@@ -51,16 +48,6 @@ def slots_of(load: Load) -> int:
     return slots
 
 
-class StepCost(NamedTuple):
-    """Seconds of a step by the tokens that it computes: `fixed + each * tokens`."""
-
-    fixed: float
-    each: float
-
-    def seconds(self, tokens: float) -> float:
-        return self.fixed + self.each * tokens
-
-
 @dataclass(frozen=True, slots=True)
 class Signals:
     """The cluster as the policy sees it at one moment."""
@@ -74,13 +61,15 @@ class Signals:
     arrivals_counted: int
     """Requests of which that is the mean."""
     prompt_tokens: float
-    """Tokens to compute of one prompt, those in prefix caches excluded."""
+    """Tokens of one prompt that prefill workers compute, those in prefix caches excluded."""
+    cached_tokens: float
+    """Tokens of one prompt that are in prefix caches."""
     backlog_tokens: float
     """Tokens of prompts that wait or are being computed."""
     chunk_tokens: float
     """Tokens in a full step of a prefill worker."""
     prefill_step: StepCost | None
-    """Cost of a prefill step; None before it is known, as for the other two."""
+    """Mean costs of the prefill workers' steps; None before they are known, as for the other two."""
     streams: float
     """Requests on decode workers, or on their way there."""
     queued_streams: float
@@ -92,6 +81,11 @@ class Signals:
     stream_slots: float
     """Requests that one decode worker can have."""
     decode_step: StepCost | None
+    """Mean costs of the decode workers' steps."""
+    context_tokens: float
+    """Tokens of one stream's context."""
+    in_place_tokens: float
+    """Tokens of prompts that decode workers compute for each token that they generate."""
     unqueued_seconds: float
     """Seconds of a request's time to its first token that aren't queueing."""
     ttft_attained: float | None = None
@@ -102,47 +96,6 @@ class Signals:
     def complete(self) -> bool:
         """Whether enough is known for a forecast."""
         return self.prefill_step is not None and self.decode_step is not None and self.stream_tokens is not None
-
-
-@dataclass(slots=True)
-class _Fit:
-    """Weighted least squares of a step's seconds against its tokens, in which old samples fade."""
-
-    weight: float = 0.0
-    x: float = 0.0
-    y: float = 0.0
-    xx: float = 0.0
-    xy: float = 0.0
-    largest: float = 0.0
-    """Largest number of tokens in a step."""
-
-    def fade(self, keep: float) -> None:
-        self.weight *= keep
-        self.x *= keep
-        self.y *= keep
-        self.xx *= keep
-        self.xy *= keep
-
-    def add(self, steps: int, tokens: int, seconds: float) -> None:
-        """Takes so many steps with their sums."""
-        x, y = tokens / steps, seconds / steps
-        self.weight += steps
-        self.x += steps * x
-        self.y += steps * y
-        self.xx += steps * x * x
-        self.xy += steps * x * y
-        self.largest = max(self.largest, x)
-
-    def cost(self) -> StepCost | None:
-        """The cost of a step; None without samples."""
-        if self.weight <= 0.0 or self.x <= 0.0:
-            return None
-        x, y = self.x / self.weight, self.y / self.weight
-        spread = self.xx / self.weight - x * x
-        if spread < (MIN_SPREAD * x) ** 2:
-            return StepCost(FIXED_SHARE * y, (1 - FIXED_SHARE) * y / x)
-        each = min(max(0.0, (self.xy / self.weight - x * y) / spread), y / x)
-        return StepCost(y - each * x, each)
 
 
 @dataclass(slots=True)
@@ -161,9 +114,12 @@ class Meter:
     _growth: deque[tuple[float, dict[str, float]]] = field(default_factory=deque)
     """(time, what has grown by how much) of the ticks in the window."""
     _seen: dict[str, _Totals] = field(default_factory=dict)
-    _fits: dict[PoolRole, _Fit] = field(default_factory=lambda: {"prefill": _Fit(), "decode": _Fit()})
     _last: float | None = None
     _prompt: float = 0.0
+    _cached: float = 0.0
+    _on_prefill: float = 1.0
+    """Share of the tokens of prompts that prefill workers compute."""
+    _in_place: float = 0.0
     _unqueued: float = 0.0
     _stream_tokens: float | None = None
     _ended_tokens: float = 0.0
@@ -184,18 +140,12 @@ class Meter:
     def _grown(self, workers: list[MemberStatus], routers: list[MemberStatus], elapsed: float) -> dict[str, float]:
         """The growth of each total since the last tick, summed over the members."""
         grown: dict[str, float] = {"elapsed": elapsed}
-        samples: dict[PoolRole, list[tuple[int, int, float]]] = {"prefill": [], "decode": []}
         for worker in workers:
-            new = self._new(worker.member, worker.load, _WORKER_TOTALS)
-            if (steps := int(new["steps"])) > 0 and new["step_seconds"] > 0.0:
-                samples[POOLS[worker.member.role]].append((steps, int(new["computed_tokens"]), new["step_seconds"]))
-            if worker.member.role == ROLE_DECODE:
-                grown["decoded"] = grown.get("decoded", 0.0) + new["computed_tokens"]
-        for role, taken in samples.items():
-            if taken:  # what an idle role's steps cost stays known
-                self._fits[role].fade(max(0.0, 1 - elapsed / FORGET_SECONDS))
-            for sample in taken:
-                self._fits[role].add(*sample)
+            new, role = self._new(worker.member, worker.load, _WORKER_TOTALS), POOLS[worker.member.role]
+            prompts = f"{role} prompts"
+            grown[prompts] = grown.get(prompts, 0.0) + new["prompt_tokens"]
+            if role == "decode":
+                grown["decoded"] = grown.get("decoded", 0.0) + new["computed_tokens"] - new["prompt_tokens"]
         for router in routers:
             for name, amount in self._new(router.member, router.load.traffic, _ROUTER_TOTALS).items():
                 grown[name] = grown.get(name, 0.0) + amount
@@ -213,37 +163,46 @@ class Meter:
         return {name: max(0.0, value - before.last[name]) for name, value in totals.items()}
 
     def _signals(self, workers: list[MemberStatus], routers: list[Traffic]) -> Signals:
-        total = {name: sum(grown.get(name, 0.0) for _, grown in self._growth) for name in (*_ROUTER_TOTALS, "decoded")}
+        total = {name: sum(grown.get(name, 0.0) for _, grown in self._growth) for name in (*_ROUTER_TOTALS, *_COMPUTED)}
         seconds = sum(grown["elapsed"] for _, grown in self._growth)
-        requests, ended = total["requests"], total["streams"]
+        requests, decoded, in_place = total["requests"], total["decoded"], total["decode prompts"]
         if requests:
-            cached = min(total["cached_tokens"], 0.95 * total["prompt_tokens"])
-            self._prompt = (total["prompt_tokens"] - cached) / requests
+            self._cached = min(total["cached_tokens"], 0.95 * total["prompt_tokens"]) / requests
+            self._prompt = total["prompt_tokens"] / requests - self._cached
+        if computed := in_place + total["prefill prompts"]:
+            self._on_prefill = total["prefill prompts"] / computed
         if total["first_tokens"]:
             self._unqueued = total["unqueued_seconds"] / total["first_tokens"]
-        if total["decoded"]:
+        if decoded:
             # Tokens generated per request ended: if none has ended yet, requests are at least that long.
-            self._stream_tokens = total["decoded"] / max(ended, 1.0)
+            self._stream_tokens = decoded / max(total["streams"], 1.0)
+            self._in_place = in_place / decoded
         ready = [worker for worker in workers if worker.member.state == MEMBER_STATE_READY]
         slots = [slots_of(worker.load) for worker in ready if worker.member.role == ROLE_DECODE]
-        of_prefill = [worker.load for worker in workers if worker.member.role == ROLE_PREFILL]
+        of_prefill, of_decode = (
+            [worker.load for worker in workers if worker.member.role == role] for role in (ROLE_PREFILL, ROLE_DECODE)
+        )
+        chunks = [load.costs.chunk for load in of_prefill if load.HasField("costs")]
         first, streams = total["first_tokens"], total["streams"]
         return Signals(
             prefill=len(ready) - len(slots),
             decode=len(slots),
             arrivals=requests / seconds if seconds else 0.0,
             arrivals_counted=int(requests),
-            prompt_tokens=self._prompt,
+            prompt_tokens=self._prompt * self._on_prefill,
+            cached_tokens=self._cached,
             backlog_tokens=sum(load.pending_tokens for load in of_prefill)
             + sum(router.queued_tokens for router in routers),
-            chunk_tokens=self._fits["prefill"].largest,
-            prefill_step=self._fits["prefill"].cost(),
-            streams=sum(requests_of(worker.load) for worker in workers if worker.member.role == ROLE_DECODE),
+            chunk_tokens=sum(chunks) / max(1, len(chunks)),
+            prefill_step=_mean_cost(of_prefill),
+            streams=sum(requests_of(load) for load in of_decode),
             queued_streams=sum(router.queued_streams for router in routers),
             stream_tokens=self._stream_tokens,
             young_tokens=self._young_tokens(routers, total),
             stream_slots=sum(slots) / len(slots) if slots else 0.0,
-            decode_step=self._fits["decode"].cost(),
+            decode_step=_mean_cost(of_decode),
+            context_tokens=self._prompt + self._cached + (self._stream_tokens or 0.0) / 2,
+            in_place_tokens=self._in_place,
             unqueued_seconds=self._unqueued,
             ttft_attained=total["ttft_attained"] / first if first else None,
             tpot_attained=total["tpot_attained"] / streams if streams else None,
@@ -257,7 +216,18 @@ class Meter:
         return max(1.0, (tokens + PRIOR * self._ended_tokens) / (ended + PRIOR))
 
 
-_WORKER_TOTALS = ("computed_tokens", "steps", "step_seconds")
+def _mean_cost(loads: Iterable[Load]) -> StepCost | None:
+    """The mean of the costs that workers report; None if none does yet."""
+    costs = [read_costs(load.costs).step for load in loads if load.HasField("costs")]
+    if not costs:
+        return None
+    names = [each.name for each in fields(StepCost)]
+    return StepCost(**{name: sum(getattr(cost, name) for cost in costs) / len(costs) for name in names})
+
+
+_WORKER_TOTALS = ("computed_tokens", "prompt_tokens")
+_COMPUTED = ("prefill prompts", "decode prompts", "decoded")
+"""Tokens that workers have computed: of prompts, by role, and others on decode workers."""
 _ROUTER_TOTALS = (
     "requests",
     "prompt_tokens",

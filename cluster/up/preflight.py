@@ -12,7 +12,7 @@ from kvrelay.cluster.errors import ERROR_PREFIX, UsageError
 from kvrelay.engine.config import CPU_DEFAULTS, ModelPath, SpeculationConfig
 from kvrelay.engine.degree import ONE
 from kvrelay.engine.models.choice import check_ranks, is_fast
-from kvrelay.engine.models.reading.checkpoint import Checkpoint, expected_tensors
+from kvrelay.engine.models.reading.checkpoint import Checkpoint, expected_tensors, optional_tensors
 from kvrelay.engine.models.reading.config import read_config
 from kvrelay.kernels.cpu.library import named_set
 from kvrelay.models import packages, resolve
@@ -141,8 +141,7 @@ def check_checkpoint(folder: Path, path: ModelPath = "auto") -> None:
         checkpoint = Checkpoint(folder)
         if is_fast(folder, path):
             config = read_config(folder)
-            optional = frozenset({"lm_head.weight"}) if config.tie_embeddings else frozenset()
-            checkpoint.verify(expected_tensors(config), optional)
+            checkpoint.verify(expected_tensors(config), optional_tensors(checkpoint, config))
     except ValueError as error:
         raise UsageError(f"model: {error}") from None
     if not (folder / "tokenizer.json").is_file():
@@ -163,7 +162,9 @@ def check_degrees(folder: Path, config: ClusterConfig) -> None:
             raise UsageError(f"{role}.engine.{error}") from None
     pair = [engines[role] for role in ("prefill", "decode") if role in engines]
     several = len(pair) == 2 and any(engine.degree != ONE for engine in pair)
-    if several and is_fast(folder, config.engine.model_path):  # of others, only the loaded model tells
+    if several and all(
+        is_fast(folder, each.model_path, each) for each in pair
+    ):  # of others, only the loaded model tells
         model, engine = read_config(folder), pair[0]
         layout = model.kv_layout("float32", engine.kv_dtype, engine.block_size or CPU_DEFAULTS.block_size, "NHD")
         longest = min(engine.max_context or model.max_positions, model.max_positions)

@@ -34,17 +34,18 @@ class Hold:
         owner: who must release it, for messages; changes when the hold is passed on.
         chain: the prefix index's digests of the leading blocks' content, as far as they were needed.
         published: leading blocks that the prefix index has been offered.
+        shared: leading blocks that had their content from the start; others may read them.
         sides: a `SideHold` of each layer group behind the first (`engine/kv/sides.py`, which imports this module).
     """
 
-    __slots__ = ("_pool", "blocks", "chain", "owner", "published", "released", "sides")
+    __slots__ = ("_pool", "blocks", "chain", "owner", "published", "released", "shared", "sides")
 
     def __init__(self, pool: "BlockPool", blocks: list[int], owner: str) -> None:
         self._pool = pool
         self.blocks = blocks
         self.owner = owner
         self.chain: list[bytes] = []
-        self.published = 0
+        self.published = self.shared = 0
         self.released = False
         self.sides: tuple[Any, ...] = ()
 
@@ -86,6 +87,10 @@ class Hold:
         """Gives up blocks that no token behind the first `tokens` ones needs."""
         for side in self.sides:
             side.slide(tokens)
+
+    def known(self) -> list[int]:
+        """Logical blocks of each layer group before the first one whose KV comes from another worker."""
+        return [self.shared, *[side.known for side in self.sides]]
 
     def tables(self) -> list[list[int]]:
         """The block table of each layer group: the block, or slot, of each logical block, -1 where it has none."""

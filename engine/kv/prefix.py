@@ -99,8 +99,8 @@ class PrefixIndex:
             chain: the digests known already; the hold keeps it, and `publish` continues from there.
             limit: as for `find`.
             spare: blocks that must be left in the pool.
-            imports: number of tokens whose KV comes from another worker; the groups behind the first then have what
-                the token behind them needs, none of it shared. None if none comes.
+            imports: number of tokens whose KV comes from another worker, as far as it isn't known; the groups behind
+                the first then have room for what the token behind them needs. None if none comes.
 
         Returns:
             None if there are too few blocks.
@@ -119,7 +119,9 @@ class PrefixIndex:
         if not hold.extend(fresh):
             raise IntegrityError(f"the pool has no {fresh} blocks beside {len(shared)} shared ones, as it said")
         hold.chain = chain
-        hold.published = len(shared)
+        hold.shared = len(shared)
+        # A window may know fewer blocks than the first group. What comes of it is published, too.
+        hold.published = min([len(shared), *[side.known for side in hold.sides if imports and not side.side.is_state]])
         self.queried_tokens += limit
         self.hit_tokens += len(shared) * self.block_size
         return hold

@@ -15,6 +15,7 @@ has a `SideHold`:
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.blocks import BlockPool, Hold, IntegrityError
@@ -55,14 +56,17 @@ def blocks_without_kv(options: EngineConfig, max_context: int, windows: Sequence
 class SidePool:
     """The blocks, or slots, of one group, and which of them have known content. Not thread-safe."""
 
-    def __init__(self, group: LayerGroup, num_blocks: int, block_size: int) -> None:
+    def __init__(self, group: LayerGroup, num_blocks: int, block_size: int, spare: int = 0) -> None:
         """
         Args:
             block_size: tokens of a block of the first group.
+            spare: slots, the last ones, that no sequence holds.
         """
         self.group = group
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks - spare)
+        self.spare = range(num_blocks - spare, num_blocks)
+        """Slots for the states behind guessed tokens, one a token, until the step has ended."""
         self.contents = Contents(self.pool)
         self.live: set[SideHold] = set()
         """What sequences, and reservations, have of a window, until they release it."""
@@ -92,7 +96,7 @@ class SidePool:
 
     def begin(self, chain: Sequence[bytes], imports: int | None, blocks: int) -> "SideHold":
         """What a sequence of so many logical blocks begins with behind those with these digests, all of which are
-        known. `imports` as for `PrefixIndex.allocate`.
+        known; of those that it imports, the first group knows them. `imports` as for `PrefixIndex.allocate`.
 
         Raises:
             IntegrityError: they aren't, or there is no room, though `can_begin` said so.
@@ -108,11 +112,13 @@ class SidePool:
             return SideHold(self, slot, 0, snapshot)
         if imports is not None:
             first = self.group.first_needed(imports) // self.block_size
-            hold = self.pool.allocate(self._import_blocks(imports), "a new hold")
-            if hold is None:
+            known = list(takewhile(self.knows, chain[first:]))
+            hold = self.pool.share(self._known(known), "a new hold")
+            if not hold.extend(imports // self.block_size + 1 - first - len(known)):
                 raise IntegrityError("the pool of a window has too few blocks, unlike what it said")
             # The sender's blocks may be smaller, and begin inside of the first one.
             own = SideHold(self, hold, first, complete=first + (first > 0))
+            own.known = first + len(known)
         else:
             first = self.first_needed(len(chain))
             own = SideHold(self, self.pool.share(self._known(chain[first:]), "a new hold"), first)
@@ -131,12 +137,6 @@ class SidePool:
             raise IntegrityError(f"{len(blocks)} of {len(digests)} blocks of a {self.group.kind} are known")
         return blocks
 
-    def _import_blocks(self, imports: int | None) -> int:
-        """Blocks for what comes from another worker, and for the token behind it."""
-        if imports is None:
-            return 0
-        return imports // self.block_size + 1 - self.group.first_needed(imports) // self.block_size
-
     @property
     def most(self) -> int:
         """Blocks of a window that a sequence has at most between two steps."""
@@ -146,7 +146,7 @@ class SidePool:
 class SideHold:
     """One sequence's blocks of one group."""
 
-    __slots__ = ("complete", "first", "hold", "side", "snapshot", "wanted")
+    __slots__ = ("complete", "first", "hold", "known", "side", "snapshot", "wanted")
 
     def __init__(self, side: SidePool, hold: Hold, first: int, snapshot: Hold | None = None, complete: int = 0) -> None:
         """
@@ -160,6 +160,9 @@ class SideHold:
         self.first = first
         self.snapshot = snapshot
         self.complete = complete
+        self.known = 0
+        """Logical blocks before the first one whose KV comes from another worker: the others are known, or not in the
+        window."""
         self.wanted = 0
         """Logical blocks of the sequence, as far as they are known: it will want as many that are in the window."""
 

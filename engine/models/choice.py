@@ -2,23 +2,34 @@
 
 from pathlib import Path
 
-from kvrelay.engine.config import EngineConfig, ModelPath
+from kvrelay.engine.config import Dtype, EngineConfig, ModelPath
 from kvrelay.engine.degree import ONE
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
-from kvrelay.engine.models.reading.config import check_degree, is_of_family, read_config
+from kvrelay.engine.models.reading.config import ModelConfig, check_degree, is_of_family, read_config
+from kvrelay.kernels.cpu.library import library
 from kvrelay.machine.options import require
 
 
-def is_fast(folder: Path, path: ModelPath) -> bool:
+def is_fast(folder: Path, path: ModelPath, options: EngineConfig | None = None, dtype: Dtype | None = None) -> bool:
     """Whether kvrelay's own code runs the model in `folder`, rather than that of transformers.
 
+    Args:
+        options: of a worker, with its device; None where only the model counts.
+        dtype: of a worker on this machine, whose kernels count then; None where another one may run it.
+
     Raises:
-        ValueError: the model's config can't be read.
+        ValueError: the model's config can't be read, or `path` is fast and such a worker can't run it so.
     """
-    if path != "auto":
-        return path == "fast"
+    if path == "general":
+        return False
+    if path == "fast":
+        model = read_config(folder) if options is not None else None
+        reason = "" if model is None or options is None else _unfit(model, options, dtype)
+        if reason:
+            raise ValueError(f"model_path is 'fast'; allowed: auto, general, because {reason}")
+        return True
     try:
-        read_config(folder)
+        model = read_config(folder)
     except ValueError as error:
         # Imported here because transformers takes seconds, which models of the fast path needn't wait for.
         from kvrelay.engine.models.general.reading import read_general_config
@@ -29,7 +40,23 @@ def is_fast(folder: Path, path: ModelPath) -> bool:
             # The one that says most: a family's own config is read more strictly.
             raise (error if is_of_family(folder) else other) from None
         return False
-    return True
+    return options is None or not _unfit(model, options, dtype)
+
+
+def _unfit(model: ModelConfig, options: EngineConfig, dtype: Dtype | None) -> str:
+    """The reason why such a worker can't run a model of one of kvrelay's families by kvrelay's own code; empty if it
+    can."""
+    if model.traits.experts is None:
+        return ""
+    if model.stored is not None and model.stored.layout == "gguf":
+        return "its experts are in a GGUF file"
+    if options.expert_parallel > 1:
+        return "whole experts are divided over ranks"
+    if options.device == "cuda":
+        return "its experts run on a GPU"
+    if dtype == "float16" or (dtype is not None and library() is None):
+        return "its experts need the native CPU kernels"
+    return ""
 
 
 def check_ranks(folder: Path, options: EngineConfig) -> None:
@@ -40,7 +67,7 @@ def check_ranks(folder: Path, options: EngineConfig) -> None:
     """
     if options.degree == ONE:
         return
-    if not is_fast(folder, options.model_path):
+    if not is_fast(folder, options.model_path, options):
         several = f"cpu for {options.degree.ranks} ranks of a model that transformers' code runs"
         require(options.device != "cuda", "device", options.device, several)
         # Imported here because transformers takes seconds, which models of the fast path needn't wait for.

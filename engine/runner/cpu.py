@@ -400,6 +400,7 @@ def _load(
         keep = options.quantization != "dense"
         making = Making(
             parts.head,
+            router=None if team is None else packer(team),
             has_embedding=team is not None,
             cache=cache,
             keep=keep,

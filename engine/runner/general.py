@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,10 @@ from kvrelay.engine.models.fast.loader import OnLoaded
 from kvrelay.engine.models.fast.slices import share_hashes
 from kvrelay.engine.models.general.check import Prompts
 from kvrelay.engine.models.general.choose import Choice, Kept, choose
+from kvrelay.engine.models.general.experts import on_cpu, on_gpu, swap_experts
+from kvrelay.engine.models.general.flat import FlatWay
 from kvrelay.engine.models.general.linears import swap, watching
+from kvrelay.engine.models.general.mxfp4 import dequantize_stored
 from kvrelay.engine.models.general.norms import swap_norms
 from kvrelay.engine.models.general.observe import observe
 from kvrelay.engine.models.general.places import LayerCache, Placing, arrange
@@ -28,8 +32,9 @@ from kvrelay.engine.models.general.reading import VERSION, GeneralConfig, load_m
 from kvrelay.engine.models.general.step import Step, UnfitError, Way
 from kvrelay.engine.models.general.store import Store
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
+from kvrelay.engine.models.reading.stored import check_stored
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.engine.plan import StepOutput, StepPlan
+from kvrelay.engine.plan import StepOutput, StepPlan, kept_of
 from kvrelay.engine.quant.schemes import HEAD, LAYERS, quantizing
 from kvrelay.engine.ranks.collective import ALONE, CollectiveError, Place
 from kvrelay.engine.request import SamplingParams
@@ -52,7 +57,6 @@ class GeneralRunner:
 
     lag = 0
     prefill_attention = ""
-    states_shape: StatesShape | None = None
 
     def __init__(
         self,
@@ -77,7 +81,7 @@ class GeneralRunner:
         self.store = store
         self.choice = choice
         self._threads = threads
-        self._sample = sample
+        self.sample = sample
         self._thread: int | None = None
 
     @property
@@ -103,9 +107,24 @@ class GeneralRunner:
     def pool(self) -> KVPool:
         return self.pools[0]
 
+    @property
+    def states_shape(self) -> StatesShape | None:
+        """See `Runner.states_shape`: the last hidden states, in the flat way, on one rank."""
+        if not isinstance(self.way, FlatWay) or self.store.placing.whole != self.store.placing.layout:
+            return None
+        text = self.way.model.config.get_text_config(decoder=True)
+        return StatesShape(int(text.num_hidden_layers), int(text.hidden_size), last_only=True)
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether steps may have guessed tokens: the states behind each are kept, and the last right one stays."""
+        return isinstance(self.way, FlatWay) and self.pool.bytes.device.type == "cpu"
+
     def launch(self, plan: StepPlan) -> FinishedStep:
         """See `Runner.launch`."""
         self._set_threads()
+        if plan.keep and isinstance(self.way, FlatWay):
+            self.way.keep_states()
         rows = np.flatnonzero(plan.sample)
         ends = np.cumsum(plan.lengths, dtype=np.int64)
         for copy in plan.copies:
@@ -116,6 +135,9 @@ class GeneralRunner:
         wanted = np.unique(np.concatenate((ends[rows] - 1, *asked))).astype(np.int64)
         with torch.inference_mode():
             logits = self.way.run(Step.of(plan), wanted).cpu()
+            states = None
+            if plan.keep and isinstance(self.way, FlatWay):
+                states = self.way.states()[:, None].clone()
 
             def at(tokens: Tensor) -> Tensor:
                 return logits[torch.from_numpy(np.searchsorted(wanted, tokens.numpy()))]
@@ -125,9 +147,26 @@ class GeneralRunner:
                 if not copy.before:
                     self.store.copy_slots(copy.group, copy.source, copy.target)
             if not len(rows) or self._rank:
-                return FinishedStep(StepOutput((None,) * plan.num_rows, prompt_logprobs=prompt_logprobs))
-            chosen = choose_tokens(at(torch.from_numpy(ends[rows] - 1)), draws_of(plan, rows), self._sample)
-        return FinishedStep(step_output(plan, rows, chosen, prompt_logprobs))
+                empty = StepOutput((None,) * plan.num_rows, prompt_logprobs=prompt_logprobs, states=states)
+                return FinishedStep(empty)
+            chosen = choose_tokens(at(torch.from_numpy(ends[rows] - 1)), draws_of(plan, rows), self.sample)
+        out = step_output(plan, rows, chosen, prompt_logprobs)
+        self._roll_back(plan, out)
+        return FinishedStep(replace(out, states=states))
+
+    def _roll_back(self, plan: StepPlan, out: StepOutput) -> None:
+        """Gives each sequence with guesses the state behind the last token that was right."""
+        if plan.drafts is None:
+            return
+        drafts, kept, own = [*plan.drafts.tolist(), False], [*kept_of(plan, out), False], 0
+        for row in range(plan.num_rows):
+            own = own if drafts[row] else row
+            if not drafts[row] or not kept[row] or (drafts[row + 1] and kept[row + 1]):
+                continue
+            for number, group in enumerate(self.cache_layout.side_groups):
+                if group.kind == "state":
+                    slots = plan.side_tables[number][:, 0]
+                    self.store.copy_slots(number + 1, int(slots[row]), int(slots[own]))
 
     def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
         """See `ChainRunner.chain`."""
@@ -136,12 +175,8 @@ class GeneralRunner:
     def fetch(
         self, states: Tensor, places: tuple[int, ...], dtype: FloatDtype, then: Callable[[Tensor], object]
     ) -> None:
-        """See `Runner.fetch`; this runner keeps no hidden states.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError("the general path keeps no hidden states")
+        """See `Runner.fetch`."""
+        then(states[:, list(places)].to("cpu", TORCH_DTYPES[dtype]))
 
     def warm_up(self, keep: tuple[int, ...] = ()) -> None:
         """Runs steps of a few shapes, so that the first request finds code and buffers ready. Overwrites KV blocks."""
@@ -183,6 +218,8 @@ def build_general_runner(
     memory: DeviceMemory | None = None,
     *,
     place: Place = ALONE,
+    guesses: bool = False,
+    blocks: int = 0,
 ) -> GeneralRunner:
     """Loads the checkpoint in `folder`, or a rank's part of it, finds the way of running it, and allocates the pools of
     its KV.
@@ -193,6 +230,9 @@ def build_general_runner(
         on_loaded: called with the loaded share of the weights, 0 to 1.
         memory: of the device.
         place: of the rank.
+        guesses: whether it is a draft model, whose KV is written over where a guess was wrong. Layers with a window
+            then keep the KV of all tokens.
+        blocks: of the pools, in place of `kv_memory_bytes`; 0 for what the options say.
 
     Raises:
         ValueError: the checkpoint or an option can't be used; the text says which and why.
@@ -200,6 +240,7 @@ def build_general_runner(
     """
     device = torch.device("cuda" if options.device == "cuda" else "cpu")
     config = read_general_config(folder)
+    check_stored(options.quantization, config.stored)
     checkpoint = Checkpoint(folder)
     run_dtype = run_dtype_of(dtype, config, device)
     threads = options.threads or len(os.sched_getaffinity(0))
@@ -211,6 +252,14 @@ def build_general_runner(
     if on_loaded is not None:
         on_loaded(1.0)
     team = _team(run_dtype, threads, device)
+    total, swapped = sum(parameter.nbytes for parameter in model.parameters()), 0
+    lay_out = None if team is None else packer(team)
+    if config.stored is not None:
+        # Before all else, because without them the model can't run.
+        if team is None or lay_out is None or options.quantization == "dense":
+            dequantize_stored(model, TORCH_DTYPES[run_dtype])
+        else:
+            swapped = swap_experts(model, on_cpu(team, lay_out))
     layers: tuple[LayerCache, ...] | None
     try:
         layers = observe(model, place.group)
@@ -237,17 +286,19 @@ def build_general_runner(
     with watching(model) as uses:
         prompts = prompts_of_all()
     swap_norms(model)
-    if team is not None:
-        total = sum(parameter.nbytes for parameter in model.parameters())
-        lay_out = packer(team)
+    if team is not None and lay_out is not None:
         linear = quantizing(LAYERS.get(options.quantization), lay_out)
         head = quantizing(HEAD.get(options.quantization), lay_out)
         own = part_of(config.vocab_size, place.group.size, place.group.place)
-        swapped = swap(model, uses, linear, head, (config.vocab_size, len(own)))
+        swapped += swap(model, uses, linear, head, (config.vocab_size, len(own)))
+        swapped += swap_experts(model, on_cpu(team, linear))
         # torch's threads spin for a while after each call, which would take the cores from the kernels' own threads.
         threads = 1 if swapped > 0.4 * total else threads
         if options.quantization != "none":
             prompts = prompts_of_all()
+    elif device.type == "cuda" and options.quantization in LAYERS:
+        swap_experts(model, on_gpu(LAYERS[options.quantization], TORCH_DTYPES[run_dtype], device))
+        prompts = prompts_of_all()
     torch.set_num_threads(threads)
     kv_dtype = run_dtype if options.kv_dtype == "auto" else options.kv_dtype
 
@@ -261,11 +312,19 @@ def build_general_runner(
             options.block_size,
             "HND" if device.type == "cuda" else "NHD",
             with_tokens=kept != "cache",
+            slides=not guesses,
             degree=place.degree,
             rank=place.rank,
         )
 
     choice = choose(model, prompts, placing, team, TORCH_DTYPES[run_dtype], place.group)
+    if guesses and any(group.kind == "state" for group in choice.layout.groups):
+        raise ValueError(
+            f"speculation.draft_model is {folder.name}; allowed: a model without states, because a state can't go back"
+            f" behind wrong guesses, and {config.architecture} keeps one ({choice.name})"
+        )
+    if blocks:
+        options = replace(options, kv_memory_bytes=blocks * choice.layout.block_bytes)
     spec = ModelSpec.of(
         checkpoint,
         config,

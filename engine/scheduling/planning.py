@@ -5,6 +5,7 @@ its reports.
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvrelay.engine.kv.blocks import Hold
 from kvrelay.engine.kv.tables import BlockTables
-from kvrelay.engine.plan import NOT_READY, PromptPart, StepOutput, StepPlan
+from kvrelay.engine.plan import NOT_READY, PromptPart, StepOutput, StepPlan, kept_of
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.scheduling.limits import SequenceLimits
 from kvrelay.engine.scheduling.progress import Progress
@@ -56,49 +57,19 @@ def has_mask(sequence: Sequence) -> bool:
     return matcher is None or matcher.ready(surely=once)
 
 
-def kept_rows(plan: StepPlan, sampled: Rows[int | None]) -> list[bool]:
-    """[R] whether each row computed a token that its sequence has. Rows that aren't drafts always did.
-
-    A chain is a sequence's next token and k drafts of the tokens behind it, as k + 1 rows of one plan:
-
-        row          r        r + 1    ...  r + k
-        token        t0       d1            dk        t0 is known; each d is a draft
-        sampled      s0       s1            sk        what the model chooses behind the row's token
-
-    d1 is kept if s0 == d1, d2 if also s1 == d2, and so on. A row is what a decode row for the same token is: the same
-    kernels see the same KV, and its noise depends on (seed, position) alone. So the tokens s0 ... sa, up to the first
-    draft that isn't kept, are those that decoding one by one yields, to the last bit of their log-probabilities.
-
-    Args:
-        sampled: [R] what each row yielded.
-    """
-    if plan.drafts is None:
-        return [True] * plan.num_rows
-    kept: list[bool] = []
-    # A draft is its row's only token.
-    last = plan.tokens if plan.kind == "decode" else plan.tokens[plan.lengths.cumsum() - 1]
-    tokens = last.tolist()
-    for row, draft in enumerate(plan.drafts.tolist()):
-        kept.append(not draft or (kept[row - 1] and sampled[row - 1] == tokens[row]))
-    return kept
-
-
 def settled(plan: StepPlan, out: StepOutput, rows: list[Sequence]) -> tuple[StepOutput, list[bool]]:
     """The output of a step without the tokens of rows whose masks weren't there, and [R] which rows count: as
-    `kept_rows`, and not these. What they computed is computed again, and what the plan had of their prompts'
+    `kept_of`. What they computed is computed again, and what the plan had of their prompts'
     log-probabilities is reported then.
     """
     late = [row for row, why in out.refused if why == NOT_READY]
     if not late:
-        return out, kept_rows(plan, out.tokens)
+        return out, kept_of(plan, out)
     for part in plan.prompt_parts:
         if part.row in late:
             rows[part.row].unscored = part.first
     tokens = tuple([None if row in late else token for row, token in enumerate(out.tokens)])
-    kept = kept_rows(plan, tokens)
-    for row in late:
-        kept[row] = False
-    return replace(out, tokens=tokens), kept
+    return replace(out, tokens=tokens), kept_of(plan, out)
 
 
 def add_drafts(speculation: Speculation, rows: list[Row], room: int, make_room: Callable[[Hold, int], int]) -> None:
@@ -140,6 +111,7 @@ def side_tables_of(rows: list[Row], width: int) -> tuple[NDArray[np.int32], ...]
     found = []
     for number, side in enumerate(rows[0].sequence.hold.sides):
         table = np.zeros((sum([row.rows for row in rows]), 1 if side.side.is_state else width), np.int32)
+        spare = iter(side.side.spare)
         at = 0
         for row in rows:
             own = row.sequence.hold.sides[number]
@@ -147,6 +119,8 @@ def side_tables_of(rows: list[Row], width: int) -> tuple[NDArray[np.int32], ...]
             table[at : at + row.rows, own.first : own.first + len(used)] = used
             # Kernels may load keys before the window, which they then give no weight: they must be numbers.
             table[at : at + row.rows, : own.first] = own.hold.blocks[0]
+            if side.side.is_state:
+                table[at + 1 : at + row.rows, 0] = list(islice(spare, row.rows - 1))
             at += row.rows
         found.append(table)
     return tuple(found)

@@ -1,5 +1,6 @@
 """Reports of a scheduler to the rest of its worker."""
 
+from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -60,8 +61,15 @@ class Reservation:
     """
 
     hold: Hold
-    have_tokens: int
-    """Leading tokens whose KV is in the blocks already, a multiple of the block size. These blocks are read-only."""
+    have: tuple[int, ...]
+    """The token of each layer group before which no KV has to come, a multiple of the block size: it is in the blocks
+    already, which are read-only, or outside of the window."""
+
+    def comes_from(self, first: abc.Sequence[int]) -> None:
+        """Notes the first token of each layer group whose KV comes, or is here. A block that begins before it is of no
+        use to other sequences."""
+        for side, token in zip(self.hold.sides, first[1:], strict=True):
+            side.complete = -(-token // side.side.block_size)
 
     def release(self) -> None:
         self.hold.release()

@@ -184,7 +184,7 @@ class Scheduler:
             return None
         if self._lacking is not None and rank <= self._lacking.rank:
             self._lacking = None
-        return Reservation(hold, hold.published * self._block_size)
+        return Reservation(hold, tuple([blocks * self._block_size for blocks in hold.known()]))
 
     def resume(self, request: Request, first_token: int, hold: Hold, states: "Tensor | None" = None) -> Sequence:
         """Takes a request whose KV came from another worker; the sequence continues with `first_token`.
@@ -325,7 +325,8 @@ class Scheduler:
         keep: tuple[int, ...] = ()
         if self.speculation is not None:
             keep = self.speculation.layers
-            room, spare = min(budget, self._rows - len(rows)), len(self._running)
+            spares = [len(side.spare) for side in self.prefix.sides if side.is_state]
+            room, spare = min(budget, self._rows - len(rows), *spares), len(self._running)
             add_drafts(self.speculation, rows, room, partial(self.prefix.make_room, spare=spare))
             self._guesses = sum([len(row.chain.drafts) for row in rows])
         block_tables = tables_of(rows, self._tables, self._limits)

@@ -28,7 +28,7 @@ from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.speculate.base import WARM_UP, Computed, Want
 from kvrelay.engine.speculate.chains import draws_at, read_chains, wanting
 from kvrelay.engine.speculate.draft import Part, plan_of
-from kvrelay.engine.speculate.eagle_model import STATES, EagleModel
+from kvrelay.engine.speculate.eagle_model import EagleModel
 
 MOST_WAITING = 64
 """Limit of one sequence's tokens whose states wait for a guess; more are read behind a step."""
@@ -49,7 +49,7 @@ class Context:
     prompt: int
     """The first position behind those whose states came first: of a prompt, or of its first chunk."""
     waiting: list[Tensor] = field(default_factory=list)
-    """Hidden states of the positions from `done` on, [n, STATES, hidden] each."""
+    """Hidden states of the positions from `done` on, [n, layers, hidden] each."""
 
     @property
     def end(self) -> int:
@@ -96,7 +96,7 @@ class EagleProposer:
         """Tokens, by handle, of sequences whose states are to be read behind a step."""
 
     def warm_up(self) -> None:
-        states = torch.zeros(1, STATES, self._model.states_width)
+        states = torch.zeros(1, len(self.layers), self._model.states_width)
         self.observe([Computed(WARM_UP.handle, WARM_UP.tokens, 0, states)])
         self.propose([WARM_UP])
 

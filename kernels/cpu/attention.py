@@ -31,9 +31,9 @@ class AttentionArgs(ctypes.Structure):
     """The arguments of both kernels for one layer; `AttentionArgs` in attention.h."""
 
     _fields_ = (
-        *fields(ctypes.c_void_p, "step qkv out pool norm"),
+        *fields(ctypes.c_void_p, "step qkv out pool norm sinks"),
         *fields(ctypes.c_int64, "qkv_stride out_stride"),
-        ("eps", ctypes.c_float),
+        *fields(ctypes.c_float, "eps softcap"),
         ("worklist", ctypes.c_int32),
         ("rotation", ctypes.c_int64),
     )
@@ -139,6 +139,8 @@ class PagedAttention:
         norm: Tensor | None,
         eps: float,
         rotation: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> AttentionArgs:
         """The kernels' arguments for layer `layer`, in this and any later step. The caller keeps all buffers.
 
@@ -149,6 +151,8 @@ class PagedAttention:
             out: address of float32 [T, H, D].
             norm: float32 [H + Hkv, D], or None.
             rotation: index among those of `rotate`.
+            softcap: see `reference.paged_attention`; 0 for none.
+            sinks: float32 [H], or None.
         """
         return AttentionArgs(
             step=self._step,
@@ -158,7 +162,9 @@ class PagedAttention:
             norm=None if norm is None else norm.data_ptr(),
             qkv_stride=qkv_stride,
             out_stride=out_stride,
+            sinks=None if sinks is None else sinks.data_ptr(),
             eps=eps,
+            softcap=softcap,
             worklist=self._distinct.index(self._windows[layer]),
             rotation=rotation,
         )

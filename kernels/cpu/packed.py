@@ -38,6 +38,15 @@ class Epilogue(IntEnum):
     """out = gelu(first half of y) * second half of y."""
     GELU = 4
     """out = gelu(y)."""
+    CLAMPED_GATE = 5
+    """out = (up + 1) * gate * sigmoid(alpha * gate), where gate, the first half of y, is at most `limit`, and up, the
+    second half, between -limit and limit."""
+    RELU_SQUARED = 6
+    """out = max(y, 0) ** 2."""
+
+    @property
+    def is_gated(self) -> bool:
+        return self in (Epilogue.SILU_MUL, Epilogue.GELU_MUL, Epilogue.CLAMPED_GATE)
 
 
 def weight_type(weight: Tensor | CodedWeight) -> int:
@@ -51,9 +60,9 @@ class LinearArgs(ctypes.Structure):
     """`LinearArgs` in linear.h."""
 
     _fields_ = (
-        *fields(ctypes.c_void_p, "rows weight scales zeros minima bias norm input out workspace"),
+        *fields(ctypes.c_void_p, "rows weight scales zeros minima bias norm input sources out workspace"),
         *fields(ctypes.c_int64, "input_stride out_stride inputs outputs group"),
-        ("eps", ctypes.c_float),
+        *fields(ctypes.c_float, "eps limit alpha"),
         *fields(ctypes.c_int32, "type epilogue"),
     )
 

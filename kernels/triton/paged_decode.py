@@ -33,7 +33,7 @@ from kvrelay.kernels.triton.checks import check_tensor
 from kvrelay.kernels.triton.decode_work import ENTRY_FIELDS, STEP, DecodeParts, DecodeWork
 from kvrelay.kernels.triton.launch import Launch, launch, shared_bytes
 from kvrelay.kernels.triton.overlap import begin_after_inputs, overlapping
-from kvrelay.kernels.triton.paged import LOG2_E, PagedKV, attend_keys, check_attention
+from kvrelay.kernels.triton.paged import LOG2_E, PagedKV, attend_keys, begin_softmax, check_attention, check_scores
 
 SUMMED = 8192
 """Size of one read in numbers, when the parts of a row are added up: 64 for each thread."""
@@ -113,6 +113,8 @@ def paged_decode_kernel(
     arrivals,
     out,
     scale,
+    softcap,
+    sinks,
     table_stride,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -145,11 +147,9 @@ def paged_decode_kernel(
         query_head = head * GROUP + m
         offset = (row * heads + query_head)[:, None] * DIM + d[None, :]
         q = tl.load(query + offset, mask=inside, other=0.0)
-        state = (
-            tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
-            tl.full((BLOCK_M,), -1.0e30, tl.float32),
-            tl.zeros((BLOCK_M,), tl.float32),
-        )
+        # Of a row's parts, the first one has its sink.
+        begins = (part < 0) | (part == tl.load(entry + 4))
+        state = begin_softmax(sinks, query_head, begins & (m < GROUP), BLOCK_M, BLOCK_D)
         total, largest, weight = attend_keys(
             state,
             q,
@@ -163,6 +163,7 @@ def paged_decode_kernel(
             first,
             None,
             0,
+            softcap,
             MASKED=True,
             WINDOWED=False,
             TMA=False,
@@ -195,7 +196,14 @@ def paged_decode_kernel(
 
 
 def paged_decode(
-    query: Tensor, kv: PagedKV, block_tables: Tensor, work: DecodeWork, parts: DecodeParts, out: Tensor
+    query: Tensor,
+    kv: PagedKV,
+    block_tables: Tensor,
+    work: DecodeWork,
+    parts: DecodeParts,
+    out: Tensor,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Launch | None:
     """Writes the attention of one token of each row of the work list into `out`; None if there are no rows.
 
@@ -205,11 +213,14 @@ def paged_decode(
         work: for R rows or more, on the device; a plan of R rows or fewer.
         parts: for as many programs; no other launch may use it at the same time.
         out: [R, H, D].
+        softcap: c of c tanh(score / c); 0 for none.
+        sinks: float32 [H] scores that take a share of each query's attention for nothing, or None.
 
     Raises:
         ValueError: a tensor has another shape, type or device than it should.
     """
     kv_heads, group, block_size, dim = check_attention(query, kv, block_tables, 0, out)
+    check_scores(query, softcap, sinks)
     rows, heads = query.shape[:2]
     if len(block_tables) != rows:
         raise ValueError(f"block_tables is {list(block_tables.shape)}; allowed: [{rows}, W]")
@@ -243,6 +254,8 @@ def paged_decode(
         *parts,
         out,
         LOG2_E * dim**-0.5,
+        LOG2_E * softcap if softcap else None,
+        sinks,
         block_tables.stride(0),
         GROUP=group,
         DIM=dim,

@@ -2,11 +2,11 @@
 
     int8   out[n, k] = q[n, k] * scale[n]
     fp8    out[n, k] = e4m3(q[n, k]) * scale[n, k / G]
-    int4   out[n, k] = (q[n, k] - zero[n, k / G]) * scale[n, k / G]
+    int4   out[n, k] = (q[n, k] - zero[n, k / G]) * scale[n, k / G], or q[n, k] * scale[n, k / G] + minimum[n, k / G]
 
     q      int8 [N, K]; uint8 [N, K] of E4M3; or uint8 [N, K / 2] with two weights in a byte (`pack_int4`)
     scale  float32 [N]; float32 [N, ceil(K / G)], G a multiple of 32 or K; of x's type [N, K / G]
-    zero   of x's type [N, K / G], int4 only
+    zero   of x's type [N, K / G], int4 only; or minimum, of scale's type (float16 or float32)
     out    [N, K] of float16, bfloat16 or float32
 
 Numbers are computed in float32 and rounded once.
@@ -55,7 +55,7 @@ def e4m3(codes):
 def quant_decode_kernel(
     q,
     scale,
-    zero,
+    shift,
     out,
     runs,
     row_runs,
@@ -63,6 +63,7 @@ def quant_decode_kernel(
     groups,
     group,
     FORMAT: tl.constexpr,
+    MINIMA: tl.constexpr,
     RUN: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -76,9 +77,12 @@ def quant_decode_kernel(
         half = tl.arange(0, RUN // 2)[None, :]
         packed = tl.load(q + first * (RUN // 2) + half, mask=valid[:, None], other=0)
         s = tl.load(scale + run, mask=valid, other=0.0).to(tl.float32)[:, None]
-        z = tl.load(zero + run, mask=valid, other=0.0).to(tl.float32)[:, None]
-        low = ((packed & 15).to(tl.float32) - z) * s
-        high = ((packed >> 4).to(tl.float32) - z) * s
+        moved = tl.load(shift + run, mask=valid, other=0.0).to(tl.float32)[:, None]
+        low, high = (packed & 15).to(tl.float32), (packed >> 4).to(tl.float32)
+        if MINIMA:
+            low, high = low * s + moved, high * s + moved
+        else:
+            low, high = (low - moved) * s, (high - moved) * s
         target = out + first * RUN + half
         tl.store(target, low.to(out.dtype.element_ty), mask=valid[:, None])
         tl.store(target + RUN // 2, high.to(out.dtype.element_ty), mask=valid[:, None])
@@ -137,7 +141,7 @@ class QuantDecode:
             self._grid,
             weight.q,
             weight.scale,
-            weight.zero,
+            weight.shift,
             out,
             outputs * self._row_runs,
             self._row_runs,
@@ -145,6 +149,7 @@ class QuantDecode:
             triton.cdiv(inputs, weight.group),
             weight.group,
             FORMAT=weight.type.name,
+            MINIMA=weight.minimum is not None,
             RUN=self._run,
             BLOCK=self._block,
             num_warps=self._warps,

@@ -2,11 +2,13 @@
 
     int8   y[t, n] = scale[n] * sum_k x[t, k] * q[n, k]                            + bias[n]
     int4   y[t, n] = sum_k x[t, k] * (q[n, k] - zero[n, k / G]) * scale[n, k / G]  + bias[n]
+           y[t, n] = sum_k x[t, k] * (q[n, k] * scale[n, k / G] + minimum[n, k / G]) + bias[n]
 
     x      [T, K] contiguous, float16 or bfloat16 (float32 under the interpreter); T from 1 to 16
     q      int8 [N, K]; or uint8 [N, K / 2] with two weights in a byte (see `pack_int4`)
-    scale  float32 [N]; or of x's type [N, K / G]
-    zero   of x's type [N, K / G], int4 only: whole numbers from 0 to 15
+    scale  float32 [N]; or of x's type [N, K / G], with minima float16 or float32
+    zero   of x's type [N, K / G], int4 only: whole numbers from 0 to 15; or
+    minimum of scale's type [N, K / G], int4 only
     bias   of x's type [N], or none
     y      [T, N]
 
@@ -63,6 +65,8 @@ class QuantizedWeight:
     """float32 [N] of int8; float32 [N, ceil(K / group)] of E4M3; or [N, K / group] of 4 bits."""
     zero: Tensor | None = None
     """[N, K / group] of 4 bits."""
+    minimum: Tensor | None = None
+    """[N, K / group] of 4 bits, in place of `zero`."""
     fp8_group: int | None = None
     """Number of E4M3 weights along K that share a scale, of which the last group may have fewer; None for integers."""
 
@@ -71,11 +75,16 @@ class QuantizedWeight:
         """INT8, INT4 or FP8."""
         if self.fp8_group is not None:
             return CodeType.FP8
-        return CodeType.INT8 if self.zero is None else CodeType.INT4
+        return CodeType.INT8 if self.shift is None else CodeType.INT4
+
+    @property
+    def shift(self) -> Tensor | None:
+        """Zeros or minima of 4 bits."""
+        return self.zero if self.minimum is None else self.minimum
 
     @property
     def bits(self) -> int:
-        return 8 if self.zero is None else 4
+        return 8 if self.shift is None else 4
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -87,7 +96,7 @@ class QuantizedWeight:
         """Weights along K that share a scale; of int8, K."""
         if self.fp8_group is not None:
             return self.fp8_group
-        return self.shape[1] if self.zero is None else self.shape[1] // self.scale.shape[1]
+        return self.shape[1] if self.shift is None else self.shape[1] // self.scale.shape[1]
 
 
 def pack_int4(values: Tensor, group: int) -> Tensor:
@@ -103,7 +112,7 @@ def pack_int4(values: Tensor, group: int) -> Tensor:
 def bytes_moved(rows: int, weight: QuantizedWeight, element_size: int) -> int:
     """Bytes that must move: the weight with its scales and x are read, y is written."""
     outputs, inputs = weight.shape
-    parts = [part.numel() * part.element_size() for part in (weight.q, weight.scale, weight.zero) if part is not None]
+    parts = [part.numel() * part.element_size() for part in (weight.q, weight.scale, weight.shift) if part is not None]
     return sum(parts) + rows * (inputs + outputs) * element_size
 
 
@@ -138,7 +147,7 @@ def quant_gemv_kernel(
     x,
     q,
     scale,
-    zero,
+    shift,
     bias,
     y,
     parts,
@@ -148,6 +157,7 @@ def quant_gemv_kernel(
     inputs,
     span,
     BITS: tl.constexpr,
+    MINIMA: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -180,12 +190,16 @@ def quant_gemv_kernel(
                 packed = tl.load(q + wide * (inputs // 2) + (k // 2 + half)[None, :], mask=valid, other=0)
                 source = x + row[None, :] * inputs + (k + half)[:, None]
                 group = wide * (inputs // BLOCK_K) + k // BLOCK_K
-                z = tl.load(zero + group, mask=valid, other=0.0)
+                moved = tl.load(shift + group, mask=valid, other=0.0)
                 first_half = tl.load(source, mask=filled, other=0.0)
                 second_half = tl.load(source + BLOCK_K // 2, mask=filled, other=0.0)
-                part = tl.dot(_above_zero(packed & 15, z), first_half)
-                part = tl.dot(_above_zero(packed >> 4, z), second_half, part)
+                zero = tl.zeros((BLOCK_N, 1), first_half.dtype) if MINIMA else moved
+                part = tl.dot(_above_zero(packed & 15, zero), first_half)
+                part = tl.dot(_above_zero(packed >> 4, zero), second_half, part)
                 total += part * tl.load(scale + group, mask=valid, other=0.0).to(tl.float32)
+                if MINIMA:
+                    values = tl.sum(first_half.to(tl.float32) + second_half.to(tl.float32), 0)
+                    total += moved.to(tl.float32) * values[None, :]
     if BITS == 8:
         total *= tl.load(scale + column, mask=column < outputs, other=0.0)[:, None]
     if SPLITS == 1:
@@ -269,7 +283,7 @@ class QuantGemv:
             x,
             weight.q,
             weight.scale,
-            weight.zero,
+            weight.shift,
             self._bias,
             y,
             self._parts,
@@ -279,6 +293,7 @@ class QuantGemv:
             inputs,
             self._span,
             BITS=weight.bits,
+            MINIMA=weight.minimum is not None,
             HAS_BIAS=self._bias is not None,
             SPLITS=self.splits,
             ROWS=MAX_ROWS,
@@ -300,7 +315,7 @@ def check_weight(weight: QuantizedWeight, bias: Tensor | None) -> None:
         ValueError: a tensor has another shape, type or device than it should.
     """
     outputs, inputs = weight.shape
-    q, scale, zero = weight.q, weight.scale, weight.zero
+    q, scale, zero, minimum = weight.q, weight.scale, weight.zero, weight.minimum
     if (
         q.dim() != 2
         or q.dtype != (torch.int8 if weight.type is CodeType.INT8 else torch.uint8)
@@ -314,12 +329,15 @@ def check_weight(weight: QuantizedWeight, bias: Tensor | None) -> None:
         if zero is not None or not (weight.group == inputs or (0 < weight.group < inputs and not weight.group % 32)):
             raise ValueError(f"group of FP8 is {weight.group}; allowed: a multiple of 32, or {inputs}, without zeros")
         check_tensor("scale", scale, (outputs, triton.cdiv(inputs, weight.group)), q, torch.float32)
-    elif zero is None:
+    elif weight.shift is None:
         check_tensor("scale", scale, (outputs,), q, torch.float32)
     else:
         if scale.dim() != 2 or weight.group not in GROUPS or inputs % weight.group:
             raise ValueError(f"scale is {list(scale.shape)}; allowed: [{outputs}, {inputs} / one of {GROUPS}]")
+        if zero is not None and minimum is not None:
+            raise ValueError("a weight has zeros and minima; allowed: one of them")
         check_tensor("scale", scale, (outputs, inputs // weight.group), q, scale.dtype)
-        check_tensor("zero", zero, (outputs, inputs // weight.group), scale)
+        name = "minimum" if zero is None else "zero"
+        check_tensor(name, weight.shift, (outputs, inputs // weight.group), scale)
     if bias is not None:
         check_tensor("bias", bias, (outputs,), q, bias.dtype if zero is None else zero.dtype)

@@ -31,8 +31,8 @@ def quant_linear(weight: CodedWeight, bias: Tensor | None, dtype: torch.dtype, d
         logger.warning("%s in groups of %d has no kernel on GPUs: held as %s", weight.type.name, weight.group, dtype)
         dense = weight.dequantize().to(device, dtype)
         return lambda x: functional.linear(x, dense, bias)
-    zero = None if found.zero is None else found.zero.to(device)
-    placed = replace(found, q=found.q.to(device), scale=found.scale.to(device), zero=zero)
+    zero, minimum = (None if part is None else part.to(device) for part in (found.zero, found.minimum))
+    placed = replace(found, q=found.q.to(device), scale=found.scale.to(device), zero=zero, minimum=minimum)
     decode, many = QuantDecode(placed), QuantMatmul(placed, bias)
     few: Linear = many
     if placed.type is not CodeType.FP8:
@@ -53,8 +53,14 @@ def quant_linear(weight: CodedWeight, bias: Tensor | None, dtype: torch.dtype, d
 
 def quantized(weight: CodedWeight, dtype: torch.dtype) -> QuantizedWeight | None:
     """The weight as the kernels read it; None if they can't."""
-    inputs = weight.codes.shape[1]
-    if weight.minima is not None:
+    inputs, minima = weight.codes.shape[1], weight.minima
+    if weight.type is CodeType.INT4 and minima is not None and weight.group in GROUPS and not inputs % weight.group:
+        # Those of Q4_1 are numbers of float16, those of Q4_K are not.
+        exact = all(torch.equal(part.half().float(), part) for part in (weight.scales, minima))
+        held = torch.float16 if exact else torch.float32
+        packed = pack_int4(weight.codes, weight.group)
+        return QuantizedWeight(packed, weight.scales.to(held), minimum=minima.to(held))
+    if minima is not None:
         return None
     if weight.type is CodeType.FP8 and weight.zeros is None:
         return QuantizedWeight(

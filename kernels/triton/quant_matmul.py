@@ -3,11 +3,12 @@
     int8   y[t, n] = scale[n] * sum_k x[t, k] * q[n, k]                            + bias[n]
     fp8    y[t, n] = sum_k x[t, k] * e4m3(q[n, k]) * scale[n, k / G]               + bias[n]
     int4   y[t, n] = sum_k x[t, k] * (q[n, k] - zero[n, k / G]) * scale[n, k / G]  + bias[n]
+           y[t, n] = sum_k x[t, k] * (q[n, k] * scale[n, k / G] + minimum[n, k / G]) + bias[n]
 
     x      [T, K] contiguous, float16 or bfloat16 (float32 under the interpreter)
     q      int8 [N, K]; uint8 [N, K] of E4M3; or uint8 [N, K / 2] with two weights in a byte (`pack_int4`)
     scale  float32 [N]; float32 [N, K / G], G a multiple of 32 or K; of x's type [N, K / G]
-    zero   of x's type [N, K / G], int4 only
+    zero   of x's type [N, K / G], int4 only; or minimum, of scale's type (float16 or float32)
     bias   of x's type [N], or none
     y      [T, N]
 
@@ -33,7 +34,7 @@ def quant_matmul_kernel(
     x,
     q,
     scale,
-    zero,
+    shift,
     bias,
     y,
     rows,
@@ -42,6 +43,7 @@ def quant_matmul_kernel(
     groups,
     GROUP: tl.constexpr,
     FORMAT: tl.constexpr,
+    MINIMA: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -60,13 +62,16 @@ def quant_matmul_kernel(
             packed = tl.load(q + wide * (inputs // 2) + (start // 2 + half)[None, :], mask=valid, other=0)
             at = wide * groups + start // BLOCK_K
             s = tl.load(scale + at, mask=valid, other=0.0).to(tl.float32)
-            z = tl.load(zero + at, mask=valid, other=0.0).to(tl.float32)
+            moved = tl.load(shift + at, mask=valid, other=0.0).to(tl.float32)
             low = tl.load(source + (start + half)[None, :], mask=filled, other=0.0)
             high = tl.load(source + (start + BLOCK_K // 2 + half)[None, :], mask=filled, other=0.0)
-            first = (((packed & 15).to(tl.float32) - z) * s).to(low.dtype)
-            second = (((packed >> 4).to(tl.float32) - z) * s).to(low.dtype)
-            total = tl.dot(low, tl.trans(first), total)
-            total = tl.dot(high, tl.trans(second), total)
+            first, second = (packed & 15).to(tl.float32), (packed >> 4).to(tl.float32)
+            if MINIMA:
+                first, second = first * s + moved, second * s + moved
+            else:
+                first, second = (first - moved) * s, (second - moved) * s
+            total = tl.dot(low, tl.trans(first.to(low.dtype)), total)
+            total = tl.dot(high, tl.trans(second.to(low.dtype)), total)
         else:
             k = start + tl.arange(0, BLOCK_K)
             inside = (k < inputs)[None, :]
@@ -131,7 +136,7 @@ class QuantMatmul:
             x,
             weight.q,
             weight.scale,
-            weight.zero,
+            weight.shift,
             self._bias,
             y,
             rows,
@@ -140,6 +145,7 @@ class QuantMatmul:
             triton.cdiv(inputs, self._group) if self._group else 1,
             GROUP=self._group,
             FORMAT=weight.type.name,
+            MINIMA=weight.minimum is not None,
             HAS_BIAS=self._bias is not None,
             BLOCK_M=block_m,
             BLOCK_N=BLOCK_N,

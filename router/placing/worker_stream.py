@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from kvrelay.costs.worker import WorkerCosts
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_DECODE,
     PHASE_PREFILL,
+    Answered,
     Begin,
     Cancel,
     ClientCall,
@@ -230,6 +231,11 @@ class WorkerStream:
         """Ends on the worker what earlier calls of the client's request have submitted, through whichever router."""
         if self.lost is None:
             self._outgoing.put_nowait(RelayRequest(fence=call))
+
+    def answered(self, chain: Sequence[int]) -> None:
+        """Lets the worker tell other routers that it has the KV of a prompt and its answer, whose units these are."""
+        if self.lost is None:
+            self._outgoing.put_nowait(RelayRequest(answered=Answered(chain=chain)))
 
     async def run(self) -> None:
         """Connects, then carries requests until the stream ends or `close` is called."""

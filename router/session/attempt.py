@@ -455,6 +455,10 @@ class Attempt:
         """The worker that generates the last token."""
         return self._parts[-1].stream.worker
 
+    def answered(self, chain: Sequence[int]) -> None:
+        """Lets other routers know that the last worker has the KV of the prompt and the answer."""
+        self._parts[-1].stream.answered(chain)
+
     def lost_while_computing(self) -> list[Part]:
         """The parts whose workers were lost and may have been computing the request.
 

@@ -155,7 +155,9 @@ class Session:
         if attempt.delivered and answer and rest + len(answer) >= UNIT:
             tokens = array("I", request.tail[len(request.tail) - rest :])
             tokens.extend(answer)
-            self._dispatch.policy.answered(attempt.last_worker, extended(request.chain, tokens, request.namespace))
+            chain = extended(request.chain, tokens, request.namespace)
+            self._dispatch.policy.answered(attempt.last_worker, chain)
+            attempt.answered(chain)
 
     def _wake_attempt(self) -> None:
         """A limit may have passed: the waiting session checks."""

@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.costs.fit import LinearFit
+from kvrelay.costs.fit import ALL_SAMPLES, FORGOTTEN, LinearFit
 from kvrelay.costs.handoff import KvBytes, LinkCost, LinkFit, typical
 from kvrelay.costs.step import StepCost, StepFit, StepWork, pairs
 from kvrelay.costs.worker import WorkerCosts
 from kvrelay.rpc.costs import costs_message, read_costs
 
-COST = StepCost(2e-3, 3e-4, 1e-6, 1e-4, 4e-3, 5e-5, 2e-8)
+COST_VALUES = (2e-3, 3e-4, 1e-6, 1e-4, 4e-3, 5e-5, 2e-8)
+COST = StepCost(*COST_VALUES)
 
 
 def works(rng: random.Random, count: int) -> list[StepWork]:
@@ -104,6 +105,56 @@ def test_the_largest_chunk_within_a_time_fits_and_the_next_one_doesnt(
 
     assert tokens == 0 or seconds(tokens) <= budget * (1 + 1e-9)
     assert seconds(tokens + 1) > budget * (1 - 1e-6)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    budget=st.floats(0.02, 0.2),
+    sequences=st.integers(0, 32),
+    smallest=st.integers(1, 64),
+)
+@settings(max_examples=25, deadline=None)
+def test_bounded_steps_keep_their_time_and_grow_no_faster_than_they_are_measured(
+    seed: int, budget: float, sequences: int, smallest: int
+) -> None:
+    """Whatever a machine's steps cost, which the fit has seen for one small chunk only: a long prompt is computed."""
+    rng, fit = random.Random(seed), StepFit()
+    true = StepCost(*[value * 10 ** rng.uniform(-0.5, 0.5) for value in COST_VALUES])
+    decodes = StepWork(sequences=sequences, context_tokens=500 * sequences)
+    fit.add(StepWork(smallest, pairs(0, smallest)), true.seconds(StepWork(smallest, pairs(0, smallest))))
+    if sequences:
+        for count in (1, sequences) * 8:
+            work = StepWork(sequences=count, context_tokens=500 * count)
+            fit.add(work, true.seconds(work))
+    largest, start, least = smallest, 0, 16
+    while start < 20_000:
+        cost = fit.cost()
+        assert cost is not None
+        chunk = cost.tokens_within(budget, start, decodes)
+        assert chunk <= 2 * largest
+        chunk = min(512, max(least, chunk))
+        work = decodes._replace(prompt_tokens=chunk, prompt_pairs=pairs(start, chunk))
+        seconds = true.seconds(work) * rng.uniform(0.95, 1.05)
+        must = true.seconds(work._replace(prompt_tokens=least, prompt_pairs=pairs(start, least)))
+        assert seconds <= 2 * max(budget, must), (start, chunk)
+        fit.add(work, seconds)
+        largest, start = max(largest, chunk), start + chunk
+
+
+def test_sizes_that_were_not_seen_for_long_are_forgotten() -> None:
+    fit = LinearFit(2)
+
+    def measure(sizes: tuple[int, ...], each: float, count: int) -> None:
+        for number in range(count):
+            size = sizes[number % len(sizes)]
+            fit.add([1.0, size], 1e-3 + each * size, size.bit_length())
+
+    measure((500,), 1e-3, 64)  # the machine was slow then
+    measure((1, 2, 4, 8), 1e-5, 256)
+    assert fit.predict([1.0, 500]) == pytest.approx(0.5, rel=0.1), "small sizes say little of large ones"
+    measure((1, 2, 4, 8), 1e-5, FORGOTTEN * ALL_SAMPLES)
+    assert fit.predict([1.0, 500]) == pytest.approx(6e-3, rel=0.05), "the latest that is known"
+    assert set(fit.strata) == {1, 2, 3, 4}
 
 
 def test_a_chunk_that_costs_nothing_has_no_limit() -> None:

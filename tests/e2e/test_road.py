@@ -5,15 +5,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from kvrelay.client import Client, Completion
-from support.checkpoints import ARCHITECTURES, make_checkpoint
+from support.checkpoints import ARCHITECTURES, WITH_EXPERTS, make_checkpoint
 from support.processes import ProcessCluster, process_cluster, wait_until
+from support.wrong_costs import COSTS, MODULE, TURNS
 
 BLOCK = 16
 CHUNK = 64
@@ -38,15 +42,15 @@ class Road:
     """2 x layers x kv_heads x head_dim x dtype."""
 
     def transfer_bytes(self, tokens: int, have: int = 0) -> int:
-        """KV bytes that a prompt's hand-off takes: of layers with a window, the blocks that the next token sees; of
-        others, all that the decode worker doesn't have."""
+        """KV bytes that a prompt's hand-off takes: all that the decode worker doesn't have; of layers with a window,
+        from the block on whose tokens the next token sees."""
         config = self.oracle.config
         window = getattr(config, "sliding_window", None)
         usual = "sliding_attention" if window else "full_attention"
         kinds = getattr(config, "layer_types", None) or [usual] * config.num_hidden_layers
         seen = {"full_attention": have}
         if window:
-            seen["sliding_attention"] = max(0, tokens - window + 1) // BLOCK * BLOCK
+            seen["sliding_attention"] = max(have, max(0, tokens - window + 1) // BLOCK * BLOCK)
         return sum(tokens - seen[kind] for kind in kinds) * self.kv_bytes_per_token // len(kinds)
 
     def prompt(self, length: int, seed: int) -> list[int]:
@@ -65,25 +69,33 @@ class Road:
             return client.complete(prompt, max_tokens=count, temperature=0, ignore_eos=True, timeout=60)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[name if name in ONCE else pytest.param(name, marks=pytest.mark.more) for name in ARCHITECTURES],
-)
-def road(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Road]:
-    folder = tmp_path_factory.mktemp(request.param)
-    checkpoint = make_checkpoint(folder / "model", request.param, max_position_embeddings=2**14)
+@contextmanager
+def road_of(folder: Path, architecture: str, **cluster: Any) -> Iterator[Road]:
+    """A cluster of such a model, with these options of `process_cluster`."""
+    checkpoint = make_checkpoint(folder / "model", architecture, max_position_embeddings=2**14)
     oracle = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     oracle.generation_config.eos_token_id = None  # a None that `generate` is given means this one
     config = oracle.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     engine = {"block_size": BLOCK, "max_batch_tokens": CHUNK, "kv_memory_bytes": 24 * 2**20, "threads": 1}
-    with process_cluster(folder / "cluster", checkpoint, worker={"engine": engine}) as cluster:
+    with process_cluster(folder / "cluster", checkpoint, worker={"engine": engine}, **cluster) as running:
         yield Road(
-            cluster,
+            running,
             oracle,
             config.vocab_size,
             kv_bytes_per_token=2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * 4,
         )
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name in ONCE else pytest.param(name, marks=pytest.mark.more) for name in (*ARCHITECTURES, *WITH_EXPERTS)
+    ],
+)
+def road(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Road]:
+    with road_of(tmp_path_factory.mktemp(request.param), request.param) as found:
+        yield found
 
 
 def test_greedy_tokens_equal_transformers(road: Road) -> None:
@@ -165,3 +177,45 @@ def test_a_killed_client_frees_its_blocks(road: Road) -> None:
         client.kill()
         client.communicate(timeout=10)
     road.cluster.wait_idle(seconds=3)
+
+
+def by_cost(costs: float) -> dict[str, Any]:
+    """A cluster whose placement is by these costs of `support.wrong_costs`."""
+    modules = dict.fromkeys(("prefill", "decode"), MODULE)
+    router = {"placement": "predicted"}
+    return {"prefill": 2, "decode": 2, "modules": modules, "variables": {COSTS: str(costs)}, "router": router}
+
+
+def test_the_next_turn_extends_the_answer_where_it_is(tmp_path: Path) -> None:
+    with road_of(tmp_path, "llama", **by_cost(TURNS)) as road:
+        text = road.prompt(215, seed=9)
+        first = road.complete(text, 90)
+        assert first.timeline.way == "pair"
+        for number in range(3):
+            text += [*first.token_ids, *road.prompt(20, seed=number)]
+            second = road.complete(text, 90)
+            assert list(second.token_ids) == road.expected(text, 90)
+            assert (second.timeline.way, second.timeline.decode_worker) == ("in place", first.timeline.decode_worker)
+            # The last token of an answer has no KV, and of a block that isn't full nothing is kept.
+            assert second.usage.cached_tokens >= len(text) - 20 - BLOCK
+            first = second
+        road.cluster.wait_idle()
+
+
+@pytest.mark.more
+def test_with_costs_drawn_at_random_every_token_is_still_equal(tmp_path: Path) -> None:
+    with road_of(tmp_path, "llama", **by_cost(1.0)) as road, ThreadPoolExecutor(8) as pool:
+        prompts = [road.prompt(length, seed=number) for number in range(4) for length in LENGTHS]
+        ways = set()
+        for _ in range(2):  # the second turns after the first ones
+            done = list(pool.map(road.complete, prompts))
+            for prompt, completion in zip(prompts, done, strict=True):
+                assert list(completion.token_ids) == road.expected(prompt, OUT)
+                assert completion.timeline.retries == 0
+            ways |= {completion.timeline.way for completion in done}
+            prompts = [
+                [*prompt, *completion.token_ids, *road.prompt(9, seed=number)]
+                for number, (prompt, completion) in enumerate(zip(prompts, done, strict=True))
+            ]
+        assert ways == {"pair", "in place"}
+        road.cluster.wait_idle()

@@ -206,7 +206,7 @@ def test_a_handed_over_request_gets_the_same_tokens(batch: list[Asked], ahead: b
         asked = request(str(number), tokens, sampling, max_tokens + 1)
         prefill.scheduler.add(asked, handoff=True)
         reservations[asked.request_id] = decode.scheduler.reserve(asked)
-        sent[asked.request_id] = reservations[asked.request_id].have_tokens
+        sent[asked.request_id] = reservations[asked.request_id].have[0]
         while prefill.has_work:
             for report in prefill.step():
                 ship(report, asked)

@@ -50,7 +50,7 @@ COUNT = 6
 """Completions of one prompt."""
 
 
-@pytest.mark.also_over(more=["tcp", "groups"], slow=["gloo", "int8", "states", "ranks"])
+@pytest.mark.also_over(more=["tcp", "groups"], slow=["gloo", "int8", "states", "ranks", "predicted"])
 @pytest.mark.parametrize(("place", "action", "retries"), DEATHS)
 def test_a_death_in_the_hand_off_changes_no_token(it: Scene, place: str, action: str, retries: int) -> None:
     # The first token is on its way to the router when the acknowledgement comes; here it has the time to get there.
@@ -64,7 +64,7 @@ def test_a_death_in_the_hand_off_changes_no_token(it: Scene, place: str, action:
     it.replace(dead)
 
 
-@pytest.mark.also_over(more=["tcp", "groups", "ranks"], slow=["gloo", "int8", "states"])
+@pytest.mark.also_over(more=["tcp", "groups", "ranks", "predicted"], slow=["gloo", "int8", "states"])
 def test_a_kill_of_decode_in_mid_stream_changes_no_token(it: Scene) -> None:
     request = it.begin("mid-stream", count=200)
     wait_until(lambda: request.tokens >= 5, "it decodes")

@@ -111,7 +111,7 @@ def submit() -> Target:
             return
         message.attempt = next(attempts) % 2**31
         try:
-            sequence = engine.scheduler.add(request_of(message, spec))
+            sequence = engine.scheduler.add(request_of(message, spec, 0.0))
         except ValueError:
             return
         for _ in range(8):

@@ -18,7 +18,8 @@ from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import SamplingParams
 from kvrelay.kernels import reference
-from kvrelay.kernels.cpu.program import Team
+from kvrelay.kernels.cpu.attention import ATTEND, WRITE, PagedAttention
+from kvrelay.kernels.cpu.program import Program, Team
 from kvrelay.kernels.kv_codes import dequantize, quantize
 
 TOLERANCE = {torch.float32: 6e-6, torch.bfloat16: 3e-2, torch.int8: 3e-2}
@@ -189,6 +190,34 @@ def check_any(kernels: ctypes.CDLL, step: Step, threads: int) -> None:
 any_shape = given(step=any_step, threads=st.integers(1, 4))
 test_any_shape_and_mixture_of_rows = settings(max_examples=20, deadline=None)(any_shape(check_any))
 test_many_shapes = pytest.mark.more(settings(max_examples=150, deadline=None)(any_shape(check_any)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(("softcap", "sinks"), [(5.0, False), (0.0, True), (3.0, True)])
+def test_soft_caps_and_sinks(kernels: ctypes.CDLL, dtype: KVDtype, softcap: float, sinks: bool) -> None:
+    """Rows of decode, in one part and in several, and of prefill."""
+    shape = Shape(6, 2, 40, 8, 150)
+    step = Step(shape, [(0, 1), (300, 1), (9, 3), (200, 40)], 3, dtype)
+    step.qkv[:, : shape.heads] *= 3
+    scores = torch.linspace(-3, 4, shape.heads) if sinks else None
+    attention = PagedAttention(kernels, step.pool.tensor, shape.heads, windows(shape), 2)
+    attention.plan(*(np.array(column) for column in zip(*step.rows, strict=True)), step.tables)
+    width, team = step.qkv[0].numel(), Team(kernels, 2)
+    bound = 6e-2 if dtype != "float32" and kernels.kvrelay_tiles_used() else 2e-5
+    for layer, window in enumerate(windows(shape)):
+        qkv, out = step.qkv.clone(), torch.zeros(step.tokens, shape.heads, shape.dim)
+        args = attention.args(
+            layer, qkv.data_ptr(), width, out.data_ptr(), out[0].numel(), None, 0.0, softcap=softcap, sinks=scores
+        )
+        team.run(Program(kernels, (WRITE, args), (ATTEND, args)))
+        first = 0
+        for (start, length), table in zip(step.rows, step.tables.tolist(), strict=True):
+            own, blocks = slice(first, first + length), table[: -(-(start + length) // shape.block)]
+            query, first = step.qkv[own, : shape.heads], first + length
+            expected = reference.paged_attention(
+                query, step.held, layer, blocks, start + length, window, softcap=softcap, sinks=scores
+            )
+            torch.testing.assert_close(out[own], expected, atol=bound, rtol=bound)
 
 
 @pytest.mark.parametrize(

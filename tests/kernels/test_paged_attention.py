@@ -100,6 +100,16 @@ def test_pages_and_heads_of_every_size(device: torch.device, heads: int, dim: in
     check_close(prefill(case, tile=Tile(32, keys, 4, 2)), case.expected())
 
 
+@pytest.mark.parametrize("kv_dtype", [F16, pytest.param(torch.int8, marks=more)], ids=str)
+@pytest.mark.parametrize("window", [70, pytest.param(0, marks=more)])
+def test_soft_caps_and_sinks(device: torch.device, kv_dtype: torch.dtype, window: int) -> None:
+    for attend, tokens in ((decode, ([300, 33], [1, 1])), (prefill, ([75, 20], [40, 20]))):
+        case = make_sequences((6, 2, 64), *tokens, kv_dtype=kv_dtype, device=device)
+        case.query *= 4
+        case.softcap, case.sinks = 5.0, torch.linspace(-3, 4, 6, device=device)
+        check_close(attend(case, window), case.expected(window))
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.int8, pytest.param(torch.float8_e4m3fn, marks=more)], ids=str)
 @pytest.mark.parametrize("window", [pytest.param(0, marks=more), 70])
 def test_kv_of_8_bits(device: torch.device, kv_dtype: torch.dtype, window: int) -> None:
@@ -262,6 +272,8 @@ GIVEN = {
     ("kernel", "change", "message"),
     [
         (flash_prefill, {"window": -1}, "window is -1; allowed: 0"),
+        (flash_prefill, {"softcap": -1.0}, "softcap is -1.0; allowed: 0"),
+        (paged_decode, {"sinks": zeros(2)}, "sinks is torch.float16; allowed: torch.float32"),
         (flash_prefill, {"tile": Tile(1, 16, 4, 2)}, "tile.rows is 1; allowed: 2"),
         (flash_prefill, {"tile": Tile(32, 32, 4, 2, tma=True)}, "tile.tma with pages of 16 slots"),
         (flash_prefill, {"tiles": zeros(1, 4)}, "tiles is torch.float16"),
@@ -302,11 +314,16 @@ class Launch:
     """Buffers: of prefill on sm_90 and sm_100, of decode where a multiprocessor has 163 KiB of shared memory."""
     stack: int = 0
     """Bytes of each thread that may be spilled, at most."""
+    softcap: float = 0.0
+    sinks: bool = False
     architectures: tuple[int, ...] = ARCHITECTURES
 
     def tile(self, architecture: int) -> Tile:
         page = self.block_size if self.kv_dtype == self.dtype else 0
         return choose_tile(self.dim, self.dtype, page, architecture, self.group)
+
+    def scores(self) -> tuple[float, Tensor | None]:
+        return self.softcap, torch.zeros(2 * self.group) if self.sinks else None
 
     def blank(self, rows: int) -> tuple[Tensor, PagedKV, Tensor]:
         shape = (self.group * 2, 2, self.dim)
@@ -324,6 +341,8 @@ PREFILLS = [
     Launch(dim=256, group=2, block_size=64),
     Launch(kv_dtype=torch.int8, window=4096, stages=2),
     Launch(kv_dtype=E4M3, stages=2, architectures=WITH_E4M3),
+    Launch(dim=64, group=8, block_size=64, window=128, sinks=True),
+    Launch(dim=256, group=2, window=4096, softcap=50.0),
     Launch(dim=36, block_size=64, stack=48),
     Launch(dim=256, kv_dtype=torch.int8, stages=2, stack=64),
     Launch(dtype=F32, kv_dtype=F32, stages=1),
@@ -338,6 +357,8 @@ DECODES = [
     Launch(kv_dtype=torch.int8, stages=4),
     Launch(kv_dtype=E4M3, stages=4, architectures=WITH_E4M3),
     Launch(dim=36, stages=4),
+    Launch(dim=64, group=8, stages=4, sinks=True),
+    Launch(dim=256, group=2, stages=2, stack=8, softcap=50.0),
     Launch(dim=256, kv_dtype=torch.int8, stack=96),
     Launch(dtype=F32, kv_dtype=F32),
     Launch(group=32, dtype=F32, kv_dtype=F32, stack=96),
@@ -361,7 +382,7 @@ def compiled(launches: list[Launch]) -> pytest.MarkDecorator:
 def launch_prefill(launch: Launch, architecture: int) -> None:
     query, kv, tables = launch.blank(rows=1)
     tiles, tile = ints(1, 4), launch.tile(architecture)
-    flash_prefill(query, kv, tables, tiles, tile, launch.window, torch.zeros_like(query))
+    flash_prefill(query, kv, tables, tiles, tile, launch.window, torch.zeros_like(query), *launch.scores())
 
 
 @compiled(PREFILLS)
@@ -384,7 +405,7 @@ def test_prefill_compiled(compiler: Compiler, launch: Launch, architecture: int)
 def launch_decode(launch: Launch) -> None:
     query, kv, tables = launch.blank(rows=3)
     parts = DecodeParts.empty(launch.programs, query.shape[1], 2, launch.dim, query.device)
-    paged_decode(query, kv, tables, make_work(3, launch.programs), parts, torch.zeros_like(query))
+    paged_decode(query, kv, tables, make_work(3, launch.programs), parts, torch.zeros_like(query), *launch.scores())
 
 
 @compiled(DECODES)

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton_compile import Compiler, each_architecture
 
 from kvrelay.kernels import codes
-from kvrelay.kernels.codes import CodedWeight
+from kvrelay.kernels.codes import CodedWeight, CodeType
 from kvrelay.kernels.triton.quant_gemv import MAX_ROWS, QuantGemv, QuantizedWeight
 from kvrelay.kernels.triton.quant_linear import quantized
 
@@ -24,10 +24,21 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def coded(bits: int, group: int, outputs: int, inputs: int, dtype: torch.dtype) -> CodedWeight:
-    """Random weights, with scales that are numbers of `dtype`."""
+    """Random weights, with scales that are numbers of `dtype`; those of a negative group have minima."""
     weight = normal(outputs, inputs, dtype=dtype) / inputs**0.5
+    if group < 0:
+        return with_minima(weight.float(), -group)
     found = codes.int8(weight) if bits == 8 else codes.int4(weight, group)
     return replace(found, scales=found.scales.to(dtype).float())
+
+
+def with_minima(weight: Tensor, group: int) -> CodedWeight:
+    """int4 with minima, such as Q4_1 of GGUF files has: scales and minima are numbers of float16."""
+    grouped = weight.unflatten(1, (-1, group))
+    minima = grouped.amin(-1).half().float()
+    scales = ((grouped.amax(-1) - minima) / 15).half().float()
+    found = ((grouped - minima[..., None]) / scales[..., None]).round().clamp(0, 15).to(torch.uint8).flatten(1)
+    return CodedWeight(CodeType.INT4, found, scales, None, group, minima=minima)
 
 
 def held(weight: CodedWeight, dtype: torch.dtype) -> QuantizedWeight:
@@ -52,7 +63,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(
     ("bits", "group"),
-    [(8, 0), (4, 64), *(pytest.param(4, group, marks=pytest.mark.more) for group in (32, 128, 256))],
+    [(8, 0), (4, 64), (4, -32), *(pytest.param(4, group, marks=pytest.mark.more) for group in (32, 128, 256, -64))],
 )
 @pytest.mark.parametrize(("outputs", "inputs", "bias", "dtype"), SHAPES, ids=str)
 def test_product(bits: int, group: int, outputs: int, inputs: int, dtype: torch.dtype, bias: bool) -> None:
@@ -103,7 +114,7 @@ def test_what_does_not_fit_is_refused() -> None:
         QuantGemv(QuantizedWeight(weight.q.half(), weight.scale), None, processors=8)
 
 
-def launch(bits: int, outputs: int, inputs: int) -> None:
+def launch(bits: int, outputs: int, inputs: int, minima: bool = False) -> None:
     x = torch.zeros(4, inputs, dtype=torch.bfloat16)
     q = torch.zeros(outputs, inputs * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
     if bits == 8:
@@ -111,6 +122,9 @@ def launch(bits: int, outputs: int, inputs: int) -> None:
     else:
         scale = torch.zeros(outputs, inputs // 128, dtype=torch.bfloat16)
         weight = QuantizedWeight(q, scale, scale)
+    if minima:
+        of_groups = torch.zeros(outputs, inputs // 32, dtype=torch.float16)
+        weight = QuantizedWeight(q, of_groups, minimum=of_groups)
     QuantGemv(weight, None, processors=132)(x)
 
 
@@ -118,10 +132,10 @@ def launch(bits: int, outputs: int, inputs: int) -> None:
 @each_architecture
 def test_compiled(compiler: Compiler, architecture: int, outputs: int) -> None:
     """Weights go through a pipeline of asynchronous copies to the tensor cores."""
-    for bits in (8, 4):
-        compiler.start(architecture, launch, bits, outputs, 4096)
-    for bits in (8, 4):
-        (kernel,) = compiler.compile(architecture, launch, bits, outputs, 4096)
+    for bits, minima in ((8, False), (4, False), (4, True)):
+        compiler.start(architecture, launch, bits, outputs, 4096, minima)
+    for bits, minima in ((8, False), (4, False), (4, True)):
+        (kernel,) = compiler.compile(architecture, launch, bits, outputs, 4096, minima)
         kernel.check_fits()
         kernel.check_overlaps()
         assert "cp.async" in kernel.ptx

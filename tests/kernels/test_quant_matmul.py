@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_quant_gemv import DEVICE, OTHER, held, normal
+from test_quant_gemv import DEVICE, OTHER, held, normal, with_minima
 from torch import Tensor
 from triton_compile import Compiler, each_architecture
 
@@ -22,6 +22,7 @@ FORMATS = {
     "int8": codes.int8,
     "w8a8": codes.w8a8,
     "int4": lambda weight: codes.int4(weight, 64),
+    "int4 with minima": lambda weight: with_minima(weight, 32),
     "int4 in odd groups": lambda weight: codes.int4(weight, 96),
     "fp8": codes.fp8,
     "fp8 in blocks": lambda weight: in_groups(weight, 128),
@@ -56,7 +57,7 @@ def test_a_layer(name: str) -> None:
             product(normal(2, 319, dtype=torch.float16))
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "fp8 in blocks"])
+@pytest.mark.parametrize("name", ["int8", "int4", "int4 with minima", "fp8", "fp8 in blocks"])
 def test_products_of_several_tiles_of_rows(name: str) -> None:
     weight, bias = FORMATS[name](normal(70, 320)), normal(70, dtype=torch.float16)
     x = normal(130, 320, dtype=torch.float16)
@@ -73,6 +74,7 @@ def test_products_of_several_tiles_of_rows(name: str) -> None:
         ("int4", 33, 256, 128),
         ("int4 of one group", 3, 256, 256),
         ("int4 of one group", 1, 32, 32),
+        ("int4 with minima", 33, 256, 32),
         ("fp8", 70, 320, 320),
         ("fp8 in blocks", 70, 320, 128),
         ("fp8 in odd groups", 9, 300, 96),
@@ -81,7 +83,9 @@ def test_products_of_several_tiles_of_rows(name: str) -> None:
 def test_decoded_at_once(name: str, outputs: int, inputs: int, group: int, dtype: torch.dtype) -> None:
     """Numbers are the exact ones, rounded once; the second launch repeats the first."""
     plain = normal(outputs, inputs)
-    if name.startswith("int4"):
+    if name == "int4 with minima":
+        weight = with_minima(plain, group)
+    elif name.startswith("int4"):
         weight = codes.int4(plain, group)
     else:
         weight = codes.int8(plain) if name.startswith("int8") else in_groups(plain, group)
@@ -115,10 +119,11 @@ def test_what_does_not_fit_is_refused() -> None:
 def compiled(name: str) -> QuantizedWeight:
     """A weight [4096, 4096] of zeros."""
     scale = torch.zeros(4096, 32, dtype=torch.bfloat16)
-    zeros = torch.zeros(4096, 4096, dtype=torch.uint8)
+    zeros, of_groups = torch.zeros(4096, 4096, dtype=torch.uint8), torch.zeros(4096, 128, dtype=torch.float16)
     return {
         "int8": QuantizedWeight(zeros.view(torch.int8), torch.zeros(4096)),
         "int4": QuantizedWeight(zeros[:, :2048].contiguous(), scale, scale),
+        "minima": QuantizedWeight(zeros[:, :2048].contiguous(), of_groups, minimum=of_groups),
         "fp8": QuantizedWeight(zeros, torch.zeros(4096, 1), fp8_group=4096),
         "blocks": QuantizedWeight(zeros, torch.zeros(4096, 32), fp8_group=128),
     }[name]
@@ -133,7 +138,7 @@ def decode(name: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [16, 2048])
-@pytest.mark.parametrize("name", ["int4", "int8", "fp8", "blocks"])
+@pytest.mark.parametrize("name", ["int4", "minima", "int8", "fp8", "blocks"])
 @each_architecture
 def test_compiled(compiler: Compiler, architecture: int, name: str, rows: int) -> None:
     (kernel,) = compiler.compile(architecture, multiply, name, rows)
@@ -141,7 +146,7 @@ def test_compiled(compiler: Compiler, architecture: int, name: str, rows: int) -
     assert kernel.tensor_cores
 
 
-@pytest.mark.parametrize("name", ["int4", "int8", "fp8", "blocks"])
+@pytest.mark.parametrize("name", ["int4", "minima", "int8", "fp8", "blocks"])
 @each_architecture
 def test_decoding_compiled(compiler: Compiler, architecture: int, name: str) -> None:
     """Codes are read, and numbers written, in vectors of 16 bytes."""

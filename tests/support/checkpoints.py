@@ -17,6 +17,8 @@ FAMILIES = (
     *("cohere", "cohere2"),
     *("gemma", "gemma3_text"),
 )
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "minimax_m2")
+"""Families of the fast path whose layers have experts, which run on the native CPU kernels only."""
 VOCAB_SIZE = 320
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 
@@ -65,6 +67,26 @@ OWN: dict[str, dict[str, Any]] = {
     "olmo3": {"sliding_window": 40},
     "glm": {"head_dim": 32},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "head_dim": 32,
+    },
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 48,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.7,
+        "use_qk_norm": True,
+        "head_dim": 32,
+    },
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "rotary_dim": 16},
     "glm4": {"head_dim": 32},
     "starcoder2": {"sliding_window": 40},
     "cohere": {},
@@ -128,3 +150,6 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
                 parameter.copy_(0.3 * noise)
             else:
                 parameter.copy_(1.7 * noise / parameter.shape[1] ** 0.5)
+        for name, buffer in sorted(model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))

@@ -37,6 +37,7 @@ from support.hash_runner import VOCAB_SIZE, Case, tokens_of_all
 from support.hash_worker import BEAT_SECONDS, FRAME_BYTES, GROUPS, MODULE, STATES, STEP_SECONDS, WORKER_LAYOUT
 from support.history import Asked, History, violations
 from support.processes import START_SECONDS, ProcessCluster, process_cluster, wait_until
+from support.wrong_costs import COSTS, PAIRS, TURNS
 
 CHUNK = 64
 PROMPT = 3 * CHUNK + 50
@@ -69,6 +70,8 @@ AT_ONCE = 20
 """Requests that `asking` runs at once."""
 MORE_TCP = pytest.param("tcp", marks=pytest.mark.more)
 SLOW_GLOO = pytest.param("gloo", marks=pytest.mark.slow)
+PREDICTED = {"predicted": PAIRS, "turns": TURNS, "drawn": 1.0}
+"""Costs of the scenes whose placement is by prediction, as `support.wrong_costs` has them."""
 ALL_TRANSPORTS = ("auto", MORE_TCP, SLOW_GLOO)
 """Transports of a scene; between workers of one machine, `auto` is shm."""
 
@@ -76,7 +79,11 @@ ALL_TRANSPORTS = ("auto", MORE_TCP, SLOW_GLOO)
 def over(kind: str) -> dict[str, dict[str, Any]]:
     """Options of a scene: over a transport; or, for what `auto` picks, "int8" with KV in int8, or "states" with hidden
     states of prompts beside it, or "groups" with a window and a state beside it, or "ranks" with workers of several
-    ranks: parts of the heads in prefill workers, of the layers in decode workers, and blocks of two sizes."""
+    ranks: parts of the heads in prefill workers, of the layers in decode workers, and blocks of two sizes; or
+    "predicted" with placement by predicted costs, which choose pairs; or "turns", where they choose pairs for long
+    prompts, and for the next turn the decode worker that has the answer; or "drawn", where they are drawn at random."""
+    if kind in PREDICTED:
+        return {"transfer": TRANSFER, "variables": {COSTS: PREDICTED[kind]}, "router": {"placement": "predicted"}}
     if kind == "ranks":
         # Each of the four links has a quarter of a token's bytes. With frames of a quarter, what was computed before
         # the grant goes in as many frames as between workers of one rank: one of each index in every run.
@@ -214,9 +221,20 @@ class Scene:
 
     # Clients.
 
-    def begin(self, name: str, length: int = PROMPT, count: int = OUT, client: Client | None = None) -> Running:
-        """Sends a request of this name, by default with the scene's client. It runs until it ends or is cancelled."""
-        prompt, seed = prompt_of(f"{name} of test {self.turn}", length), seed_of(name)
+    def begin(
+        self,
+        name: str,
+        length: int = PROMPT,
+        count: int = OUT,
+        client: Client | None = None,
+        before: Sequence[int] = (),
+    ) -> Running:
+        """Sends a request of this name, by default with the scene's client. It runs until it ends or is cancelled.
+
+        Args:
+            length: tokens of the prompt, which depend on the name, behind those of `before`.
+        """
+        prompt, seed = [*before, *prompt_of(f"{name} of test {self.turn}", length)], seed_of(name)
         self.history.add(name, "invoke", prompt=tuple(prompt), count=count, seed=seed)
         options = sampling_options(seed) | {"max_tokens": count, "ignore_eos": True, "request_id": name}
         return Running(name, (client or self.client).generate(prompt, timeout=CLIENT_SECONDS, **options), self.history)

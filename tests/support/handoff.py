@@ -74,7 +74,7 @@ class StandInHold:
     """A hold that counts its releases; a reservation is its own hold."""
 
     blocks: list[int]
-    have_tokens: int = 0
+    have: tuple[int, ...] = (0,)
     releases: int = 0
 
     @property
@@ -83,6 +83,9 @@ class StandInHold:
 
     def tables(self) -> list[list[int]]:
         return [list(self.blocks)]
+
+    def comes_from(self, first: Sequence[int]) -> None:
+        """Does nothing: no block is cached."""
 
 
 @dataclass
@@ -156,7 +159,7 @@ class ReceivingHost:
         reservation = None
         if not passing and len(self.free) >= self.need[key]:
             taken, self.free = self.free[: self.need[key]], self.free[self.need[key] :]
-            reservation = self.reservations[key] = StandInHold(taken, self.have.get(key, 0))
+            reservation = self.reservations[key] = StandInHold(taken, (self.have.get(key, 0),))
         answer(reservation)
 
     def release(self, reservation: StandInHold) -> None:

@@ -8,8 +8,9 @@ HASH_LATE_RANKS_SECONDS delays each step of all ranks but rank 0.
 Environment variables: HASH_LAG is the runner's lag: with 1, a step's KV is there only when its result is asked for, and
 is given to the hand-off before. HASH_BEAT_SECONDS is the time between two heartbeats. HASH_FRAME_BYTES is the size of
 frames at most, in the place of `transfer.frame_bytes`, and may be less than is allowed there. HASH_LOAD_SECONDS is the
-time that its model takes to load. HASH_ORDERS names the file of the orders, which have failpoints and damage to frames
-(`support.damage`), too. CHAOS_DESK routes links through proxies (`support.detours`).
+time that its model takes to load. HASH_COSTS makes its costs wrong (`support.wrong_costs`). HASH_ORDERS names the file
+of the orders, which have failpoints and damage to frames (`support.damage`), too. CHAOS_DESK routes links through
+proxies (`support.detours`).
 
 With HASH_GROUPS=1 the model has a window and a state beside its first layer group.
 
@@ -63,6 +64,7 @@ from support.detours import DESK, detoured
 from support.guesses import HashGuesses, HashHeads
 from support.hash_runner import STATE, HashRunner, RankHashRunner, hash_spec, window_of
 from support.orders import OrderedRules, Orders
+from support.wrong_costs import mislead
 
 MODULE = "support.hash_worker"
 STEP_SECONDS = "HASH_STEP_SECONDS"
@@ -190,6 +192,7 @@ def late(role: type[HandoffRole]) -> type[HandoffRole]:
 
 
 def hash_server(config: WorkerConfig) -> WorkerServer:
+    mislead(config)
     return WorkerServer(config, {name: armed(role) for name, role in ROLES.items()}, build, f"{MODULE}:build_rank")
 
 

@@ -8,11 +8,8 @@ from dataclasses import replace
 import grpc
 import msgpack
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from test_handoff_messages import INVALID
 
-from kvrelay.decode_worker.reservation_queue import ReservationQueue
 from kvrelay.engine.kv.layout import CacheLayout, KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.prefill_worker.handoff_client import HandoffClient
@@ -334,20 +331,3 @@ async def test_a_layer_of_a_block_that_fits_into_no_frame_is_refused_at_start() 
     worker = replace(worker, local=replace(worker.local, cache=CacheLayout.of(layout)))
     with pytest.raises(ValueError, match=rf"{layout.block_bytes} bytes.*{MAX_FRAME_BYTES}"):
         HandoffClient(worker, SendingHost(Ends()))
-
-
-@given(st.lists(st.tuples(st.sampled_from(("ask", "refuse", "leave")), st.integers(0, 5)), max_size=60))
-def test_no_offer_overtakes_one_that_waits_for_free_blocks(steps: list[tuple[str, int]]) -> None:
-    queue, waiting = ReservationQueue(), list[Key]()
-    for step, number in steps:
-        key = (f"r{number}", 1)
-        if step == "ask":
-            assert queue.passing(key) == (bool(waiting) and key != waiting[0])
-        elif step == "refuse":
-            queue.wait(key)
-            if key not in waiting:
-                waiting.append(key)
-        else:
-            assert queue.leave(key) == (key in waiting)
-            waiting = [other for other in waiting if other != key]
-        assert queue.first == (waiting[0] if waiting else None)

@@ -13,7 +13,7 @@ from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.layout import CacheLayout, KVLayout, LayerGroup
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.base import Runner
-from kvrelay.internal.v1.worker_pb2 import Load
+from kvrelay.internal.v1.worker_pb2 import Load, WorkerHello
 from kvrelay.models import resolve
 from kvrelay.transfer.protocol.endpoint import TransferStats
 from kvrelay.worker.first_costs import begin_costs, keep_costs
@@ -88,8 +88,7 @@ async def test_each_router_hears_of_costs_once_and_again_when_they_change(built:
     first, second = (RelayStream(name, Load, reports.now) for name in ("router-0", "router-1"))
     for stream in (first, second):
         messages = stream.messages()
-        stream.report()
-        assert (await asyncio.wait_for(anext(messages), 5)).load.costs == told
+        assert stream.first(WorkerHello()).load.costs == told, "also while the worker idles, and reports no other load"
         stream.submits_seen += 1
         stream.report()
         assert not (await asyncio.wait_for(anext(messages), 5)).load.HasField("costs")

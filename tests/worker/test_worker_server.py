@@ -77,7 +77,7 @@ async def test_a_degree_that_the_model_cant_have_is_refused_before_any_rank_is_s
 @given(top_k=st.integers(0, 2**32 - 1))
 def test_a_top_k_of_the_whole_vocabulary_or_more_keeps_all(top_k: int) -> None:
     message = submit("any", sampling=Sampling(max_tokens=4, top_p=1.0, top_k=top_k))
-    found = request_of(message, hash_spec()).sampling
+    found = request_of(message, hash_spec(), 0.0).sampling
     found.check()
     assert found.top_k == (top_k if top_k < hash_spec().vocab_size else 0)
 

@@ -1,6 +1,7 @@
-"""Tells each router of the prompts that others have sent to this worker, for its index of prefix caches."""
+"""Tells each router of the prompts that others have sent to this worker, and of their answers, for its index of prefix
+caches."""
 
-from kvrelay.internal.v1.worker_pb2 import ForeignPrompt, RequestEvent
+from kvrelay.internal.v1.worker_pb2 import Answered, ForeignPrompt, RequestEvent
 from kvrelay.worker.relay.live_request import LiveRequest
 from kvrelay.worker.relay.stream import RelayStream
 
@@ -28,6 +29,13 @@ class ForeignPrompts:
         if event.HasField("prefill"):
             prompt.cached_tokens = event.prefill.cached_tokens
         live.chain = ()
+        self._tell(prompt, live.stream)
+
+    def answered(self, answered: Answered, stream: RelayStream) -> None:
+        """The router of this stream says what its prompt and the answer from here are, whose KV is here."""
+        self._tell(ForeignPrompt(chain=answered.chain), stream)
+
+    def _tell(self, prompt: ForeignPrompt, known_to: RelayStream) -> None:
         for stream in self._streams:
-            if stream is not live.stream:
+            if stream is not known_to:
                 stream.tell(prompt)

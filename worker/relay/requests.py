@@ -14,6 +14,10 @@ from kvrelay.internal.v1.supervisor_pb2 import HiddenStates, Member
 from kvrelay.internal.v1.worker_pb2 import Begin, Cancel, ModelInfo, RequestEvent, Sampling, Submit
 from kvrelay.rpc.identity import context_limit
 
+PATIENCE_SECONDS = 10.0
+"""Seconds after which a request whose class has no target counts as late: those of classes with targets and the same
+rank don't overtake it for ever."""
+
 
 def model_info(name: str, spec: ModelSpec) -> ModelInfo:
     """The model `name` on the wire."""
@@ -70,8 +74,15 @@ def _constraint(sampling: Sampling) -> Constraint | None:
             return Constraint(kind, getattr(given, kind))
 
 
-def request_of(submit: Submit, spec: ModelSpec) -> Request:
-    """`submit` for the engine, which checks it when it takes it."""
+def request_of(submit: Submit, spec: ModelSpec, received: float) -> Request:
+    """`submit` for the engine, which checks it when it takes it.
+
+    Args:
+        received: time of its receipt on the scheduler's clock, in seconds.
+    """
+    urgency = submit.urgency
+    left = urgency.first_token_seconds
+    due = received + (left if left and math.isfinite(left) else PATIENCE_SECONDS)
     return Request(
         request_id=submit.request_id,
         attempt=submit.attempt,
@@ -81,12 +92,7 @@ def request_of(submit: Submit, spec: ModelSpec) -> Request:
         tenant=submit.tenant,
         holder=submit.holder,
         expected_tokens=submit.expected_tokens,
-        urgency=Urgency(
-            submit.urgency.rank,
-            submit.urgency.priority,
-            submit.urgency.first_token_seconds or math.inf,
-            submit.urgency.yields,
-        ),
+        urgency=Urgency(urgency.rank, urgency.priority, due, urgency.yields),
     )
 
 

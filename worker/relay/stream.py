@@ -5,7 +5,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from kvrelay.internal.v1.worker_pb2 import Costs, ForeignPrompt, Load, RelayResponse, RequestEvent
+from kvrelay.internal.v1.worker_pb2 import Costs, ForeignPrompt, Load, RelayResponse, RequestEvent, WorkerHello
 from kvrelay.worker.relay.events import PlainToken
 
 logger = logging.getLogger(__name__)
@@ -101,12 +101,21 @@ class RelayStream:
                 self._pending.append(RelayResponse())
                 self._with_events.clear()
                 self._ready.clear()
-            load = self._load()
-            message.load.CopyFrom(load)
-            costs = self._costs()
-            if costs is not None and costs is not self._costs_told:
-                message.load.costs.CopyFrom(costs)
-                self._costs_told = costs
-            message.submits_seen = self.submits_seen
-            self._told = load, self.submits_seen
+            self._report_in(message)
             yield message
+
+    def first(self, hello: WorkerHello) -> RelayResponse:
+        """The stream's first message. It has the costs, too: without those of every worker, routers can't predict."""
+        message = RelayResponse(hello=hello)
+        self._report_in(message)
+        return message
+
+    def _report_in(self, message: RelayResponse) -> None:
+        load = self._load()
+        message.load.CopyFrom(load)
+        costs = self._costs()
+        if costs is not None and costs is not self._costs_told:
+            message.load.costs.CopyFrom(costs)
+            self._costs_told = costs
+        message.submits_seen = self.submits_seen
+        self._told = load, self.submits_seen

@@ -64,6 +64,14 @@ class Layer:
     down: Linear
     """intermediate -> hidden."""
     down_norm: Norm | None
+    router: Linear | None = None
+    """hidden -> experts: in a layer with experts, whose `gate_up` and `down` are those of all of them, one below the
+    other."""
+    router_bias: Tensor | None = None
+    """float32 [experts]; see `reference.route`."""
+    shared_gate_up: Linear | None = None
+    shared_down: Linear | None = None
+    """Products of an MLP whose result is added to the experts'; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,8 +128,11 @@ class Decoder:
             gathers: whether each rank gets the logits of all tokens, and not of its own part of the vocabulary.
 
         Raises:
-            ValueError: the weights have no embedding, and the rank is of the first stage.
+            ValueError: the weights have no embedding, and the rank is of the first stage; or the layers have experts,
+                which only `NativeDecoder` computes.
         """
+        if config.traits.experts is not None:
+            raise ValueError("layers of experts need the native CPU kernels; allowed otherwise: model_path general")
         if weights.embedding is None and place.stage == 0:
             raise ValueError("the weights have no embedding; tokens must be looked up in the head")
         self.config = config

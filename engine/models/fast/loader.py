@@ -21,6 +21,7 @@ from kvrelay.engine.models.reading.checkpoint import (
     Checkpoint,
     TensorEntry,
     expected_tensors,
+    optional_tensors,
     projections,
 )
 from kvrelay.engine.models.reading.config import ModelConfig
@@ -84,6 +85,8 @@ class Making:
     """Options of `load_weights`: how the head is laid out, which layers are made already, and which part is loaded."""
 
     head: MakeLinear
+    router: MakeLinear | None = None
+    """Lays out routers of experts, which aren't quantized; None as all other layers."""
     has_embedding: bool = False
     """Whether tokens are looked up in the head if embeddings are tied, so that they aren't held twice."""
     cache: LayerCache = NO_CACHE
@@ -119,9 +122,8 @@ def load_weights(
     Raises:
         ValueError: the files don't hold what `config` needs; the text names the tensor.
     """
-    optional = frozenset({"lm_head.weight"}) if config.tie_embeddings else frozenset()
     expected = expected_tensors(config)
-    checkpoint.verify(expected, optional)
+    checkpoint.verify(expected, optional_tensors(checkpoint, config))
     making = making or Making(linear)
     slices = making.slices or Slices.of(config)
     names = tuple(name for name in expected if name in checkpoint.tensors and slices.reads(name))
@@ -382,24 +384,24 @@ class TensorFiles:
 def _layer(files: TensorFiles, slices: Slices, linear: MakeLinear, making: Making, index: int) -> Layer:
     config, own, cache = slices.config, slices.own, making.cache
     base, traits, order = f"model.layers.{index}", config.traits, config.head_order
-    parts = projections(config)
+    parts = projections(config, index)
 
     def projection(part: str, order: Tensor | None = None) -> Linear:
         """The projection, its outputs in the order of those in the checkpoint unless `order` is given."""
-        outputs = [Part(f"{base}.{name}", rows) for name, rows in slices.outputs(part)]
+        outputs = [Part(f"{base}.{name}", rows) for name, rows in slices.outputs(part, index)]
         name = ", ".join(dict.fromkeys(output.name for output in outputs))
         found = cache.load(name)
         if found is not None:
             files.skip(*[output.name for output in outputs])
             return found
-        weight = _weight(files, config, outputs, slices.inputs(part), making.columns)
+        weight = _weight(files, config, outputs, slices.inputs(part, index), making.columns)
         offsets = None
         if parts[part].bias and not (part in SUMMED and slices.place.group.place):
             offsets = files.take(*[Part(f"{output.name}.bias", output.rows) for output in outputs])
         if order is not None:
             weight = weight.outputs(order) if isinstance(weight, CodedWeight) else weight[order]
             offsets = None if offsets is None else offsets[order]
-        made = linear(weight, offsets)
+        made = (making.router or linear if part == "router" else linear)(weight, offsets)
         cache.store(name, made)
         return made
 
@@ -408,15 +410,21 @@ def _layer(files: TensorFiles, slices: Slices, linear: MakeLinear, making: Makin
 
     qk_norm, joint = None, tuple[Norm, ...]()
     if traits.joint_qk_norm:
-        joint = tuple(
-            Norm(files.take(Part(f"{base}.self_attn.{name}_norm.weight", rows)))
+        norms = [
+            files.take(Part(f"{base}.self_attn.{name}_norm.weight", rows))
             for name, rows in (("q", slices.queries), ("k", slices.keys))
-        )
+        ]
+        if order is not None:
+            norms = [norm.view(-1, config.head_dim)[:, order].flatten() for norm in norms]
+        joint = tuple(map(Norm, norms))
     if traits.qk_norm:
         norms = [_norm_weight(files, config, f"{base}.self_attn.{name}_norm.weight") for name in "qk"]
         query, key = norms if order is None else [norm[order] for norm in norms]
         qk_norm = HeadNorm(torch.cat((query.expand(own.heads, -1), key.expand(own.kv_heads, -1))), config.norm_eps)
     names = traits.norms
+    bias = ""
+    if traits.experts is not None and traits.experts.in_layer(index):
+        bias = traits.experts.bias
     return Layer(
         input_norm=norm(names.input),
         qkv=projection("qkv", _head_rows(own, order)),
@@ -428,6 +436,10 @@ def _layer(files: TensorFiles, slices: Slices, linear: MakeLinear, making: Makin
         gate_up=projection("gate_up"),
         down=projection("down"),
         down_norm=norm(names.mlp),
+        router=projection("router") if "router" in parts else None,
+        router_bias=files.take(f"{base}.{bias}", dtype=torch.float32) if bias else None,
+        shared_gate_up=projection("shared_gate_up") if "shared_gate_up" in parts else None,
+        shared_down=projection("shared_down") if "shared_down" in parts else None,
     )
 
 

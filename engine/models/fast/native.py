@@ -9,6 +9,16 @@ A layer is six instructions:
     mlp        norm of residual, gate and up, silu(gate) * up
     down       projection, added to residual
 
+In a layer with experts, these are in the place of the last two:
+
+    norm
+    router     scores of all experts
+    route      the chosen ones of each row, and their shares
+    sort       pairs of a row and an expert, by experts
+    up, down   products of each expert with its pairs
+    combine    sum of a row's results, added to residual
+    mlp, down  of an MLP that computes all rows, if there is one
+
 Few models have layer norms, or norms behind projections: these are instructions of their own (`native/norm.h`).
 
 Behind the layers, a step that only chooses tokens has the last norm, the head, the choice and, if it goes on with what
@@ -33,12 +43,14 @@ from kvrelay.engine.attention.base import Attention
 from kvrelay.engine.attention.native import NativeAttention
 from kvrelay.engine.models.fast.decoder import NO_TAPS, Layer, Norm, Taps, Weights, tap
 from kvrelay.engine.models.reading.config import ModelConfig
+from kvrelay.engine.models.reading.experts import ExpertsTraits
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.ranks.collective import ALONE, Place
 from kvrelay.engine.ranks.shared import SharedMemoryCollective
 from kvrelay.engine.ranks.spans import even_span
 from kvrelay.engine.sampling.native import pack_draws
 from kvrelay.engine.sampling.sampler import Draw
+from kvrelay.kernels.cpu.experts import Gate, PackedExperts, Pairs, route_floats, route_step
 from kvrelay.kernels.cpu.packed import (
     BLOCK,
     EMBED,
@@ -66,6 +78,9 @@ ROW_PADDING = 16
 
 def fits(config: ModelConfig) -> bool:
     """Whether the kernels support a model's shape: its gate and up projections must end at a block's border."""
+    experts = config.traits.experts
+    if experts is not None and experts.dense_layers == 0:
+        return True
     return not config.traits.gated or config.intermediate_size % BLOCK == 0
 
 
@@ -315,13 +330,15 @@ class NativeDecoder:
         self._heads = _buffer(arena, capacity, heads)
         self._inner = _buffer(arena, capacity, config.intermediate_size)
         traits = config.traits
-        if traits.layer_norm:
+        if traits.layer_norm or traits.experts is not None:
             self._normed = _buffer(arena, capacity, config.hidden_size)
         if traits.joint_qk_norm and self._group.size > 1:
             self._squares = _buffer(arena, capacity, 2)
         if traits.norms.attention or traits.norms.mlp or self._group.size > 1:
             self._update = _buffer(arena, capacity, config.hidden_size)
         self._workspace = arena.take(max(linear.workspace_bytes for linear in self.linears()))
+        if traits.experts is not None:
+            self._make_pairs(traits.experts, capacity)
         steps: list[Step | _Sum | _Tap] = []
         if self._head is not None:
             steps = [(EMBED, self._embed(self._head)), *self._sum(self._residual, self._residual)]
@@ -340,12 +357,53 @@ class NativeDecoder:
                 self._rotations[index],
             )
             steps += self._add(layer.output, self._heads, layer.output_norm)
+            if layer.router is not None:
+                steps += self._experts(layer, layer.router)
+                continue
             source = self._normed if traits.parallel else self._residual
             steps += self._project(layer.gate_up, self._activation, source, self._inner, layer.mlp_norm)
             steps += self._add(layer.down, self._inner, layer.down_norm)
         self._layer_steps = [step for step in steps if isinstance(step, tuple)]
         self._programs = self._cut(steps)
         self._choosing = None
+
+    def _make_pairs(self, experts: ExpertsTraits, capacity: int) -> None:
+        """Makes the buffers that layers of experts share."""
+        routing = experts.routing
+        size = max(self._workspace.nbytes, 4 * route_floats(routing, self._team.threads))
+        pairs = capacity * routing.top
+        self._pairs = Pairs(pairs, routing.experts, experts.width, self.config.hidden_size, size)
+        self._scores = _buffer(Arena(), capacity, routing.experts)
+        if experts.shared:
+            self._shared_inner = _buffer(Arena(), capacity, experts.shared)
+
+    def _experts(self, layer: Layer, router: Linear) -> list[Step | _Sum]:
+        """The kernels of a layer's router and experts. Ranks have a part of each expert's width."""
+        experts = self.config.traits.experts
+        if experts is None or layer.mlp_norm is None:
+            raise ValueError("a layer has a router, and the model no experts, or no norm before them")
+        routing, rows, pairs, normed = experts.routing, ctypes.addressof(self._rows), self._pairs, self._normed
+        several = self._group.size > 1
+        out = self._update if several else self._residual
+        packed = PackedExperts(
+            self._team, _packed(layer.gate_up), _packed(layer.down), routing.experts, Gate(self._activation)
+        )
+        steps: list[Step] = [
+            (NORM, self._norm_args(self._residual, normed, layer.mlp_norm)),
+            (LINEAR, self._linear(router, Epilogue.STORE, normed, self._scores)),
+            route_step(routing, rows, self._scores, layer.router_bias, pairs),
+            packed.sort_step(rows, routing.top, pairs),
+            packed.up_step(normed, pairs),
+            packed.down_step(pairs),
+            packed.combine_step(rows, routing.top, out, pairs, add=not several),
+        ]
+        if layer.shared_gate_up is not None and layer.shared_down is not None:
+            inner = self._shared_inner
+            steps += [
+                (LINEAR, self._linear(layer.shared_gate_up, self._activation, normed, inner)),
+                (LINEAR, self._linear(layer.shared_down, Epilogue.ADD, inner, out)),
+            ]
+        return [*steps, *self._sum(out, self._residual, add=True)]
 
     def _cut(self, steps: list[Step | _Sum | _Tap]) -> list[tuple[Program, _Sum | _Tap | None]]:
         """Programs, and the pause behind each; none behind the last one."""
@@ -402,9 +460,12 @@ class NativeDecoder:
         return [(ALL_REDUCE, args)]
 
     def linears(self) -> Iterator[PackedLinear]:
-        """The packed weights: four of each layer, and the head if the rank has it."""
+        """The packed weights: four of each layer, those of routers and of MLPs beside experts, and the head if the rank
+        has it."""
         for layer in self._layers:
             yield from map(_packed, (layer.qkv, layer.output, layer.gate_up, layer.down))
+            beside = layer.router, layer.shared_gate_up, layer.shared_down
+            yield from (_packed(linear) for linear in beside if linear is not None)
         if self._head is not None:
             yield self._head
 

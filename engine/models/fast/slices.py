@@ -6,6 +6,7 @@
     output                 all                           those of its query heads
     gate_up                a part of the MLP's width     all
     down                   all                           the same part
+    router                 all                           all
 
 So each rank computes whole heads and columns of the MLP by itself, and what the ranks have behind `output` and `down`
 is added up (Shoeybi et al., arXiv:1909.08053). The first rank of a stage has the biases of these two. The first of
@@ -25,7 +26,7 @@ from kvrelay.engine.ranks.collective import ALONE, Place
 from kvrelay.engine.ranks.spans import Span, even_span, whole
 
 NORM = "model.norm"
-SUMMED = ("output", "down")
+SUMMED = ("output", "down", "shared_down")
 """Projections whose inputs are divided."""
 
 
@@ -51,6 +52,10 @@ class Slices:
     """Outputs of its key heads, and so of its value heads."""
     inner: Span
     """Columns of the MLP's width."""
+    expert: Span
+    """Columns of an expert's width."""
+    shared: Span
+    """Columns of the width of an MLP beside the experts."""
     vocabulary: Span
     """Tokens whose embeddings and logits it has."""
 
@@ -64,6 +69,11 @@ class Slices:
         """
         own, dim = config.for_rank(place, quantization), config.head_dim
         number, keys = place.rank % place.degree.tensor, place.degree.kv_heads(place.rank, config.kv_heads)
+        experts = config.traits.experts
+
+        def inner(width: int) -> Span:
+            return even_span(width, place, config.width_unit(width, quantization))
+
         queries = range(number * own.heads, (number + 1) * own.heads)
         return cls(
             config=config,
@@ -71,7 +81,9 @@ class Slices:
             own=own,
             queries=_heads(queries, config.heads, dim),
             keys=_heads(keys, config.kv_heads, dim),
-            inner=even_span(config.intermediate_size, place, config.mlp_unit(quantization)),
+            inner=inner(config.intermediate_size),
+            expert=inner(0 if experts is None else experts.width),
+            shared=inner(0 if experts is None else experts.shared),
             vocabulary=even_span(config.vocab_size, place),
         )
 
@@ -80,11 +92,14 @@ class Slices:
         """Whether the rank has embedding, last norm and head: those of the first pipeline stage do."""
         return self.place.stage == 0
 
-    def outputs(self, part: str) -> list[Part]:
-        """The rows of a projection (`checkpoint.projections`), by tensor, in the order of the joined outputs."""
-        outputs = projections(self.config)[part].outputs
-        if part in SUMMED or self.place.degree.tensor == 1:
+    def outputs(self, part: str, layer: int) -> list[Part]:
+        """The rows of a layer's projection (`checkpoint.projections`), by tensor, in the order of joined outputs."""
+        outputs = projections(self.config, layer)[part].outputs
+        if part in (*SUMMED, "router") or self.place.degree.tensor == 1:
             return [Part(name, whole(count)) for name, count in outputs.items()]
+        if part != "qkv" and self._has_experts(layer):
+            own = self.shared if part == "shared_gate_up" else self.expert
+            return [Part(name, own) for name in outputs]
         spans = [self.queries, self.keys, self.keys] if part == "qkv" else [self.inner, self.inner]
         if len(outputs) == len(spans):
             return [Part(name, span) for name, span in zip(outputs, spans, strict=True)]
@@ -96,11 +111,17 @@ class Slices:
             offset += span.of
         return found
 
-    def inputs(self, part: str) -> Span:
-        """The columns of a projection."""
+    def inputs(self, part: str, layer: int) -> Span:
+        """The columns of a layer's projection."""
         if part in SUMMED and self.place.degree.tensor > 1:
-            return self.queries if part == "output" else self.inner
-        return whole(projections(self.config)[part].inputs)
+            if part == "down" and self._has_experts(layer):
+                return self.expert
+            return {"output": self.queries, "down": self.inner, "shared_down": self.shared}[part]
+        return whole(projections(self.config, layer)[part].inputs)
+
+    def _has_experts(self, layer: int) -> bool:
+        experts = self.config.traits.experts
+        return experts is not None and experts.in_layer(layer)
 
     def reads(self, name: str) -> bool:
         """Whether the rank has a part of this tensor."""

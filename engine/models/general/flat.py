@@ -7,6 +7,7 @@ at the tokens' positions in their own sequences.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,18 +16,37 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 from transformers.masking_utils import causal_mask_function
 
+from kvrelay.engine.models.general.absorbed import intercept
 from kvrelay.engine.models.general.attend import attend
 from kvrelay.engine.models.general.inputs import Inputs
+from kvrelay.engine.models.general.latents import Latents
 from kvrelay.engine.models.general.native import Call, NativeFlat
 from kvrelay.engine.models.general.observe import cache_argument
 from kvrelay.engine.models.general.places import LayerPlaces
 from kvrelay.engine.models.general.reading import set_attention
+from kvrelay.engine.models.general.states import (
+    StateLayer,
+    StateStep,
+    number_of_states,
+    shifting_layers,
+    take_functions,
+)
 from kvrelay.engine.models.general.step import Step, UnfitError, host
 from kvrelay.engine.models.general.store import Store
 from kvrelay.kernels.cpu.program import Team
+from kvrelay.kernels.cpu.states import NativeStateOps
+from kvrelay.kernels.states import StateOps
 
 NAME = "kvrelay_flat"
 MARK = "_kvrelay_layer"
@@ -104,6 +124,22 @@ class FlatWindowLayer(FlatLayer, DynamicSlidingWindowLayer):
         self.way, self.number, self.places = way, number, places
 
 
+class FlatHybridLayer(StateLayer, FlatLayer, LinearAttentionAndFullAttentionLayer):
+    """A cache layer with states in slots and keys and values in blocks."""
+
+    def __init__(self, way: "FlatWay", number: int, places: LayerPlaces, states: StateStep) -> None:
+        LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states(places))
+        self.way, self.number, self.places, self.states = way, number, places, states
+
+
+class FlatHybridWindowLayer(StateLayer, FlatWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer):
+    """The same with a window."""
+
+    def __init__(self, way: "FlatWay", number: int, places: LayerPlaces, states: StateStep) -> None:
+        LinearAttentionAndSlidingWindowAttentionLayer.__init__(self, places.cache.window, number_of_states(places))
+        self.way, self.number, self.places, self.states = way, number, places, states
+
+
 class FlatWay:
     """Implements `Way`."""
 
@@ -117,63 +153,109 @@ class FlatWay:
         Raises:
             UnfitError: some layers keep what has no place in blocks.
         """
-        for layer in store.placing.layers:
-            if layer.states:
-                raise UnfitError("layers keep states")
-            if layer.indexer is not None:
-                raise UnfitError("layers choose their keys by an indexer")
-        self._model, self._store, self._team = model, store, team
-        self._argument = cache_argument(model)
+        if any(layer.indexer is not None for layer in store.placing.layers):
+            raise UnfitError("layers choose their keys by an indexer")
+        self._recurrent: StateStep | None = None
+        if any(layer.states for layer in store.placing.layers):
+            self._recurrent = StateStep(store, _state_ops(store.device, team))
+            take_functions(model)
+        self.model, self.store, self.team = model, store, team
+        self._argument = None if shifting_layers(model) else cache_argument(model)
         self._inputs = Inputs(model)
         self._running: Running | None = None
+        self._states: Tensor | None = None
+        self._keeps_states = False
         self._attended: set[int] = set()
         self.calls: dict[int, Call] = {}
         """How each cache layer was attended to last."""
         self._native: NativeFlat | None = None
-        layers = [
-            DummyLayer()
-            if layer.keys is None
-            else (FlatWindowLayer if layer.cache.window else FlatLayer)(self, number, layer)
-            for number, layer in enumerate(store.placing.layers)
-        ]
-        self._cache = Cache(layers=[*layers])
+        self._latents: Latents | None = None
+        if any(layer.cache.latent for layer in store.placing.layers):
+            self._latents = Latents(store, team)
+            intercept(model, lambda latents: isinstance(getattr(latents, MARK, None), FlatLayer))
+        self._cache = Cache(layers=[self._layer(number, layer) for number, layer in enumerate(store.placing.layers)])
         self._kept = {number for number, layer in enumerate(store.placing.layers) if layer.keys is not None}
 
     def run(self, step: Step, wanted: NDArray[np.int64]) -> Tensor:
         """See `Way.run`."""
-        set_attention(self._model, NAME)
-        device = self._store.device
+        set_attention(self.model, NAME)
+        device = self.store.device
         positions = host(step.positions, device)
         self._running = Running(step, positions)
         self._attended.clear()
         if self._native is not None:
             self._native.plan(step)
+        if self._latents is not None:
+            self._latents.plan(step)
         tokens = host(step.tokens, device)[None]
-        cache = {self._argument: self._cache}
-        out = self._inputs.call(tokens, positions[None], None, host(wanted, device), cache)
+        cache = {} if self._argument is None else {self._argument: self._cache}
+        with nullcontext() if self._recurrent is None else self._recurrent.running(step):
+            out = self._inputs.call(tokens, positions[None], None, host(wanted, device), cache)
         if self._attended != self._kept:
             raise UnfitError("it takes no other attention function")
         return out[0]
 
+    def states(self) -> Tensor:
+        """[T, hidden], the last hidden states of all tokens of the step that ran last, after `keep_states`."""
+        if self._states is None:
+            raise RuntimeError("no step has kept its last hidden states")
+        return self._states
+
+    def keep_states(self) -> None:
+        """Has each step from now on keep its last hidden states."""
+        if not self._keeps_states:
+            self._keeps_states = True
+            body: Any = self.model.base_model
+            body.register_forward_hook(self._keep)
+
+    def _keep(self, module: torch.nn.Module, given: object, out: Any) -> None:
+        self._states = out[0][0]
+
+    def _layer(self, number: int, places: LayerPlaces) -> CacheLayerMixin | StateLayer:
+        if places.states and self._recurrent is not None:
+            if places.keys is None:
+                return StateLayer(self._recurrent, number, places)
+            kind = FlatHybridWindowLayer if places.cache.window else FlatHybridLayer
+            return kind(self, number, places, self._recurrent)
+        if places.keys is None:
+            return DummyLayer()
+        return (FlatWindowLayer if places.cache.window else FlatLayer)(self, number, places)
+
     def use_native(self) -> bool:
         """Has the native kernels attend from now on, if they can do what the model asked for so far."""
-        if self._team is None:
-            return False
-        self._native = NativeFlat.fitting(self._store, self.calls, self._team)
-        return self._native is not None
+        if self.team is not None:
+            self._native = NativeFlat.fitting(self.store, self.calls, self.team)
+        latents = self._latents is not None and self._latents.use_native()
+        return latents or self._native is not None
 
     def write(self, layer: FlatLayer, keys: Tensor, values: Tensor) -> None:
         """Writes a layer's new keys and values [1, heads, T, dim]."""
         running, places = self._at_work(), layer.places
         if keys.dim() != 4 or keys.shape[0] != 1 or keys.shape[2] != len(running.positions):
             raise UnfitError(f"keys have the shape {list(keys.shape)}")
-        if self._native is not None and self._native.serves(layer.number):
-            return
+        if places.cache.latent or (self._native is not None and self._native.serves(layer.number)):
+            return  # they are written when they are attended to
         for place, numbers in ((places.keys, keys), (places.values, values)):
             if place is not None:
                 if place.track not in running.slots:
-                    running.slots[place.track] = self._store.slots(running.step, place.track)
-                self._store.write(place, running.slots[place.track], numbers[0].transpose(0, 1))
+                    running.slots[place.track] = self.store.slots(running.step, place.track)
+                self.store.write(place, running.slots[place.track], numbers[0].transpose(0, 1))
+
+    def attend_latents(
+        self,
+        layer: FlatLayer,
+        module: torch.nn.Module,
+        query: Tensor,
+        latents: Tensor,
+        rotated: Tensor,
+        mask: FlatMask,
+        scaling: float,
+    ) -> Tensor:
+        """[1, T, H, Dv]; see `Latents.run`."""
+        self._attended.add(layer.number)
+        if self._latents is None or mask.window != 0:
+            raise UnfitError("latents are seen through another mask than a causal one")
+        return self._latents.run(layer.places, module, query, latents, rotated, scaling)
 
     def attend(
         self,
@@ -188,15 +270,14 @@ class FlatWay:
     ) -> Tensor:
         """[1, T, H, Dv]."""
         self._attended.add(layer.number)
-        plain = softcap is None and sinks is None
-        self.calls[layer.number] = Call(query.shape[1], mask.window, plain)
+        self.calls[layer.number] = Call(query.shape[1], mask.window, softcap or 0.0, sinks)
         if self._native is not None and self._native.serves(layer.number):
             return self._native.run(layer.number, query, key, value, scaling)
         running, places = self._at_work(), layer.places
         if places.keys is None or places.values is None:
             raise UnfitError("a layer without keys is attended to")
         queries = query[0].transpose(0, 1)
-        table = running.step.tables[self._store.groups[places.keys.track]]
+        table = running.step.tables[self.store.groups[places.keys.track]]
         out = queries.new_empty((len(queries), queries.shape[1], value.shape[3]))
         window = mask.window or 0
         for row, (first, start, length) in enumerate(
@@ -205,7 +286,7 @@ class FlatWay:
             own = slice(first, first + length)
             seen = max(0, start - window + 1) if window else 0
             keys, values = (
-                self._store.read_range(place, table[row], seen, start + length, queries.dtype)
+                self.store.read_range(place, table[row], seen, start + length, queries.dtype)
                 for place in (places.keys, places.values)
             )
             visible = mask.of(running.positions[own], start + length)
@@ -217,6 +298,21 @@ class FlatWay:
         if self._running is None:
             raise UnfitError("the cache is used outside of a step")
         return self._running
+
+
+def _state_ops(device: torch.device, team: Team | None) -> StateOps:
+    """The kernels of layers with states.
+
+    Raises:
+        UnfitError: there are none.
+    """
+    if device.type == "cuda":
+        from kvrelay.kernels.triton.states.ops import TritonStateOps
+
+        return TritonStateOps()
+    if team is None:
+        raise UnfitError("layers keep states, for which there are no kernels here")
+    return NativeStateOps(team)
 
 
 def flat_attention(
@@ -249,6 +345,10 @@ def flat_attention(
     if not isinstance(attention_mask, FlatMask):
         raise UnfitError("the mask is changed")
     scaling = query.shape[3] ** -0.5 if scaling is None else float(scaling)
+    if layer.places.cache.latent:
+        if softcap is not None or s_aux is not None:
+            raise UnfitError("latents are attended to with a soft cap or sinks")
+        return layer.way.attend_latents(layer, module, query, key, value, attention_mask, scaling), None
     return layer.way.attend(layer, query, key, value, attention_mask, scaling, softcap, s_aux), None
 
 

@@ -21,26 +21,27 @@ class Call:
     heads: int
     window: int | None
     """The window, or 0; None if the mask is no causal one with a window."""
-    plain: bool
-    """Whether there are no soft caps and no sinks."""
+    softcap: float = 0.0
+    """See `reference.paged_attention`; 0 for none."""
+    sinks: Tensor | None = None
+    """[H], or None."""
 
 
 class NativeTrack:
     """The kernels for one track, whose layers have keys and values of one shape."""
 
-    def __init__(self, store: Store, track: int, heads: int, windows: Mapping[int, int], team: Team) -> None:
+    def __init__(self, store: Store, track: int, calls: Mapping[int, Call], team: Team) -> None:
         """
         Args:
-            heads: query heads.
-            windows: of each layer of the track.
+            calls: how each layer of the track is attended to, with as many heads.
         """
         pool = store.pools[track]
-        layers = range(pool.layout.layers)
+        self._calls = [calls[layer] for layer in range(pool.layout.layers)]
+        self._sinks = [None if call.sinks is None else call.sinks.float().contiguous() for call in self._calls]
+        heads, windows = self._calls[0].heads, [call.window or 0 for call in self._calls]
         self.group = store.groups[track]
         self._pool, self._heads, self._team = pool, heads, team
-        self._kernels = PagedAttention(
-            team.library, pool.tensor, heads, [windows[layer] for layer in layers], team.threads
-        )
+        self._kernels = PagedAttention(team.library, pool.tensor, heads, windows, team.threads)
         self._capacity = 0
         self._programs: list[Program] = []
         self._make_room(LEAST_TOKENS)
@@ -78,10 +79,10 @@ class NativeTrack:
         self._out = torch.zeros(self._capacity, self._heads, layout.head_dim)
         inputs, outputs = rows * layout.head_dim, self._heads * layout.head_dim
         addresses = self._qkv.data_ptr(), inputs, self._out.data_ptr(), outputs
-        self._programs = [
-            Program(self._team.library, (WRITE, args), (ATTEND, args))
-            for args in (self._kernels.args(layer, *addresses, None, 0.0) for layer in range(layout.layers))
-        ]
+        self._programs = []
+        for layer, (call, sinks) in enumerate(zip(self._calls, self._sinks, strict=True)):
+            args = self._kernels.args(layer, *addresses, None, 0.0, softcap=call.softcap, sinks=sinks)
+            self._programs.append(Program(self._team.library, (WRITE, args), (ATTEND, args)))
 
 
 class NativeFlat:
@@ -102,25 +103,23 @@ class NativeFlat:
         Args:
             calls: how each cache layer is attended to.
         """
-        windows: dict[int, dict[int, int]] = {}
-        heads: dict[int, set[int]] = {}
+        calls_of: dict[int, dict[int, Call]] = {}
         others: set[int] = set()
         for number, layer in enumerate(store.placing.layers):
             call = calls.get(number)
             if layer.keys is None or layer.values is None:
                 continue
             track = layer.keys.track
-            if call is None or call.window is None or not call.plain or layer.values.track != track:
+            if call is None or call.window is None or layer.values.track != track:
                 others.add(track)
                 continue
-            windows.setdefault(track, {})[layer.keys.layer] = call.window
-            heads.setdefault(track, set()).add(call.heads)
+            calls_of.setdefault(track, {})[layer.keys.layer] = call
         found = {}
-        for track, of_layers in windows.items():
+        for track, of_layers in calls_of.items():
             pool = store.pools[track]
             fits = supports(pool.tensor.dtype) and pool.layout.order == "NHD" and store.device.type == "cpu"
-            if fits and track not in others and len(heads[track]) == 1:
-                found[track] = NativeTrack(store, track, heads[track].pop(), of_layers, team)
+            if fits and track not in others and len({call.heads for call in of_layers.values()}) == 1:
+                found[track] = NativeTrack(store, track, of_layers, team)
         return cls(store, found) if found else None
 
     def plan(self, step: Step) -> None:

@@ -18,6 +18,7 @@ from transformers.cache_utils import (
 from kvrelay.engine.models.general.places import LayerCache, StateShape
 from kvrelay.engine.models.general.ranks.plan import divided_keys
 from kvrelay.engine.models.general.reading import parameters_of
+from kvrelay.engine.models.general.states import shifting_layers
 from kvrelay.engine.models.general.step import UnfitError
 from kvrelay.engine.ranks.collective import NO_GROUP, Collective
 
@@ -57,6 +58,8 @@ def observe(model: PreTrainedModel, group: Collective = NO_GROUP) -> tuple[Layer
     Raises:
         UnfitError: it keeps something that isn't known, or the ranks keep other parts of it than they should.
     """
+    if shifting := shifting_layers(model):
+        return shifting
     name = cache_argument(model)
     cache = DynamicCache(config=model.config)
     tokens = torch.ones((1, LENGTH), dtype=torch.long, device=model.device)

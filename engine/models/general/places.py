@@ -103,6 +103,7 @@ def arrange(
     order: Order,
     *,
     with_tokens: bool = False,
+    slides: bool = True,
     degree: Degree = ONE,
     rank: int = 0,
 ) -> Placing:
@@ -112,6 +113,7 @@ def arrange(
         dtype: of the model.
         kv_dtype: of keys and values.
         with_tokens: whether the sequence's tokens are kept too.
+        slides: whether layers with a window keep the KV of their windows only.
         degree, rank: of the part that is kept here.
     """
     replicated = any(layer.replicated for layer in layers)
@@ -127,7 +129,7 @@ def arrange(
     if with_tokens:
         put(0, "tokens", 0, TOKENS_TRACK, 1, 1, 1)
     for number, layer in enumerate(layers):
-        window = layer.window
+        window = layer.window if slides else 0
         if layer.keys is not None and layer.keys == layer.values:
             put(number, "kv", window, "kv", *layer.keys, 2)
         elif layer.keys is not None and layer.values is not None:

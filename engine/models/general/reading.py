@@ -19,11 +19,13 @@ from kvrelay.engine.degree import Degree
 from kvrelay.engine.kv.layout import FloatDtype
 from kvrelay.engine.models.fast.loader import OnLoaded
 from kvrelay.engine.models.general.gguf import architecture_of, read_gguf_config, read_gguf_weights
+from kvrelay.engine.models.general.mxfp4 import MXFP4, class_without_experts, give_stored, is_placeholder
 from kvrelay.engine.models.general.ranks.parts import WHOLE, Part, class_of_part, put_together
 from kvrelay.engine.models.general.ranks.plan import allowed_degrees, check
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.config import DTYPES, eos_token_ids
 from kvrelay.engine.models.reading.fields import Fields, read_json
+from kvrelay.engine.models.reading.stored import StoredFormat
 
 VERSION: str = transformers.__version__
 CONFIG = "config.json"
@@ -57,8 +59,8 @@ class GeneralConfig:
     gguf: str = ""
     """Architecture as the GGUF file names it; empty if the weights are in safetensors files."""
 
-    stored = None
-    """The files' weights aren't quantized."""
+    stored: StoredFormat | None = None
+    """Format of the files' experts; None if nothing is quantized."""
     form = ""
     """See `ModelConfig.form`."""
 
@@ -96,8 +98,14 @@ def general_config(config: PreTrainedConfig, fields: Fields, folder: Path) -> Ge
     """See `read_general_config`, with a config that transformers has read."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         fields.refuse("model_type", MODEL_TYPES + " that continues a text")
+    stored = None
     if getattr(config, "quantization_config", None) is not None:
-        fields.refuse("quantization_config", "none, because this architecture isn't one of kvrelay's own")
+        quantized = fields.fields("quantization_config")
+        if quantized is None or quantized.get("quant_method") != MXFP4.method:
+            fields.refuse("quantization_config", "none or mxfp4, because this architecture isn't one of kvrelay's own")
+        stored = MXFP4
+        # transformers would convert the experts to bfloat16; `general.mxfp4` reads them.
+        del config.quantization_config
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model_class: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
     text = config.get_text_config(decoder=True)
@@ -119,6 +127,7 @@ def general_config(config: PreTrainedConfig, fields: Fields, folder: Path) -> Ge
         known[0] if known else UNLIMITED_CONTEXT,
         eos_token_ids(folder, fields, vocab_size),
         dtype if dtype in DTYPES else "float32",
+        stored=stored,
     )
 
 
@@ -145,6 +154,10 @@ def load_model(
     divided = part.place.degree.ranks > 1
     if divided:
         model_class = class_of_part(model_class, part)
+    if config.stored is not None:
+        if divided:
+            raise ValueError(f"tensor_parallel is {part.place.degree.tensor}; allowed for experts in mxfp4: 1")
+        model_class = class_without_experts(model_class)
     if config.gguf:
         weights = read_gguf_weights(config.model_class, config.config, checkpoint, config.gguf, dtype, on_loaded)
     try:
@@ -167,8 +180,13 @@ def load_model(
     for kind, why in (("missing_keys", "is missing"), ("mismatched_keys", "has another shape than config.json says")):
         for found in sorted(info[kind]):
             name = found if isinstance(found, str) else found[0]
+            if config.stored is not None and is_placeholder(model, name):
+                continue
             raise ValueError(f"{_file_of(checkpoint, name)}: tensor {name} {why}")
     check_numbers(model, checkpoint)
+    if config.stored is not None:
+        model.__class__ = config.model_class
+        give_stored(model, checkpoint)
     if divided:
         put_together(model, part.place)
     moved: Any = model.to(device)

@@ -27,6 +27,8 @@ class Step:
     """[R]."""
     tables: tuple[NDArray[np.int64], ...]
     """Block table of each layer group, [R, W], or [R, 1] of a state."""
+    drafts: NDArray[np.bool_] | None = None
+    """[R] rows of guessed tokens, each behind the row before, with whose state it begins; None without any."""
 
     @classmethod
     def of(cls, plan: StepPlan) -> "Step":
@@ -36,6 +38,7 @@ class Step:
             plan.starts.astype(np.int64),
             plan.lengths.astype(np.int64),
             tuple([table.astype(np.int64) for table in tables]),
+            plan.drafts,
         )
 
     @property

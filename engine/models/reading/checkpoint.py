@@ -161,8 +161,11 @@ class Projection(NamedTuple):
     bias: bool
 
 
-def projections(config: ModelConfig) -> dict[str, Projection]:
-    """Projections of every decoder layer: `qkv`, `output`, `gate_up` and `down`."""
+def projections(config: ModelConfig, layer: int = 0) -> dict[str, Projection]:
+    """Projections of a decoder layer: `qkv`, `output`, `gate_up` and `down`. In a layer with experts, the last two are
+    those of all experts, one below the other, and there are `router`, and `shared_gate_up` and `shared_down` if an MLP
+    computes all rows too.
+    """
     hidden, inner, traits = config.hidden_size, config.intermediate_size, config.traits
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
@@ -173,9 +176,25 @@ def projections(config: ModelConfig) -> dict[str, Projection]:
         gate_up = {"mlp.gate_up_proj": 2 * inner}
     if not traits.gated:
         gate_up = {"mlp.c_fc": inner}
-    return {
+    attention = {
         "qkv": Projection(qkv, hidden, traits.qkv_bias),
         "output": Projection({"self_attn.o_proj": hidden}, queries, traits.output_bias),
+    }
+    experts = traits.experts
+    if experts is not None and experts.in_layer(layer):
+        width, shared = experts.width, experts.shared
+        found = {
+            "router": Projection({experts.router: experts.routing.experts}, hidden, False),
+            "gate_up": Projection(dict.fromkeys(experts.names(experts.gate, experts.up), width), hidden, False),
+            "down": Projection(dict.fromkeys(experts.names(experts.down), hidden), width, False),
+        }
+        if shared:
+            name = f"{experts.module}.shared_experts"
+            both = {f"{name}.gate_proj": shared, f"{name}.up_proj": shared}
+            found["shared_gate_up"] = Projection(both, hidden, False)
+            found["shared_down"] = Projection({f"{name}.down_proj": hidden}, shared, False)
+        return attention | found
+    return attention | {
         "gate_up": Projection(gate_up, hidden, traits.mlp_bias),
         "down": Projection({"mlp.down_proj" if traits.gated else "mlp.c_proj": hidden}, inner, traits.mlp_bias),
     }
@@ -209,11 +228,13 @@ def expected_tensors(config: ModelConfig) -> dict[str, Expected]:
         shapes[f"{EMBEDDING}.weight"] = (config.vocab_size, hidden)
     for layer in range(config.layers):
         base = f"model.layers.{layer}"
-        for projection in projections(config).values():
+        for projection in projections(config, layer).values():
             for name, outputs in projection.outputs.items():
                 linear(f"{base}.{name}", outputs, projection.inputs, projection.bias)
         for name in filter(None, traits.norms):
             norm(f"{base}.{name}")
+        if traits.experts is not None and traits.experts.bias and traits.experts.in_layer(layer):
+            shapes[f"{base}.{traits.experts.bias}"] = (traits.experts.routing.experts,)
         if traits.qk_norm or traits.joint_qk_norm:
             counts = (1, 1) if traits.qk_norm else (config.heads, config.kv_heads)
             for name, count in zip("qk", counts, strict=True):
@@ -222,6 +243,16 @@ def expected_tensors(config: ModelConfig) -> dict[str, Expected]:
     if not config.tie_embeddings:
         linear(HEAD, config.vocab_size, hidden, bias=False)
     return shapes
+
+
+def optional_tensors(checkpoint: Checkpoint, config: ModelConfig) -> frozenset[str]:
+    """Tensors that a checkpoint of such a model may have besides the expected ones: a head that is the embedding, and,
+    of models with experts, layers behind the last one, which predict further tokens."""
+    found = {f"{HEAD}.weight"} if config.tie_embeddings else set()
+    if config.traits.experts is not None:
+        layers = [name.split(".") for name in checkpoint.tensors if name.startswith("model.layers.")]
+        found.update(".".join(parts) for parts in layers if parts[2].isdigit() and int(parts[2]) >= config.layers)
+    return frozenset(found)
 
 
 def _placed(folder: Path) -> dict[Path, dict[str, TensorEntry]]:

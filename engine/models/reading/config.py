@@ -133,6 +133,13 @@ class ModelConfig:
             return self
         layers = degree.layers(place.rank, self.layers)
         own = slice(layers.start, layers.stop)
+        experts = self.traits.experts
+        if experts is not None:
+            width, shared = (
+                even_span(each, place, self.width_unit(each, quantization)).size
+                for each in (experts.width, experts.shared)
+            )
+            experts = replace(experts, width=width, shared=shared)
         return replace(
             self,
             layers=len(layers),
@@ -140,14 +147,18 @@ class ModelConfig:
             of=self,
             heads=self.heads // degree.tensor,
             kv_heads=len(degree.kv_heads(place.rank, self.kv_heads)),
-            intermediate_size=even_span(self.intermediate_size, place, self.mlp_unit(quantization)).size,
+            intermediate_size=even_span(
+                self.intermediate_size, place, self.width_unit(self.intermediate_size, quantization)
+            ).size,
             ropes=self.ropes[own],
-            traits=replace(self.traits, windows=self.traits.windows[own], rotated=self.traits.rotated[own]),
+            traits=replace(
+                self.traits, windows=self.traits.windows[own], rotated=self.traits.rotated[own], experts=experts
+            ),
         )
 
-    def mlp_unit(self, quantization: Quantization) -> int:
-        """Columns of the MLP's width that stay on one rank."""
-        return math.lcm(WIDTH, self.group_of(self.intermediate_size, quantization))
+    def width_unit(self, width: int, quantization: Quantization) -> int:
+        """Columns of an MLP's or an expert's width that stay on one rank."""
+        return math.lcm(WIDTH, self.group_of(width, quantization))
 
     def group_of(self, inputs: int, quantization: Quantization) -> int:
         """Number of inputs of a layer that can't be divided over ranks; 1 if all can."""

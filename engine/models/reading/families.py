@@ -9,8 +9,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from kvrelay.engine.models.reading.experts import (
+    ExpertsTraits,
+    glm4_moe_experts,
+    minimax_m2_experts,
+    mixtral_experts,
+    qwen3_moe_experts,
+)
 from kvrelay.engine.models.reading.fields import Fields
-from kvrelay.engine.models.reading.positions import ROPE_KINDS, RopeConfig, RopeKind, read_scaling
+from kvrelay.engine.models.reading.positions import ROPE_KINDS, RopeConfig, RopeKind, read_rope, read_scaling
 
 Activation = Literal["silu", "gelu_tanh"]
 ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -67,6 +74,8 @@ class Traits:
     """Factor of what each layer adds to the residual."""
     logits_scale: float = 1.0
     """Factor of logits."""
+    experts: ExpertsTraits | None = None
+    """Experts of the layers; None if all have an MLP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +309,38 @@ def _gemma(fields: Fields, layers: int) -> Traits:
     return Traits((0,) * layers, qkv_bias=bias, output_bias=bias, norm_offset=True, embedding_scale=scale)
 
 
+def _qwen3_moe(fields: Fields, layers: int) -> Traits:
+    """Qwen3-MoE: as Qwen3, with experts in all layers, and a window on all if asked for."""
+    bias = fields.boolean("attention_bias", False)
+    windows = same_windows(fields, layers) if fields.boolean("use_sliding_window", False) else (0,) * layers
+    return Traits(windows, qkv_bias=bias, output_bias=bias, qk_norm=True, experts=qwen3_moe_experts(fields))
+
+
+def _mixtral(fields: Fields, layers: int) -> Traits:
+    """Mixtral: as Mistral, with experts in all layers."""
+    return Traits(same_windows(fields, layers), experts=mixtral_experts(fields))
+
+
+def _glm4_moe(fields: Fields, layers: int) -> Traits:
+    """GLM-4.5 to 4.7: a part of each head is rotated; experts in all layers but the first ones."""
+    bias, qk_norm = fields.boolean("attention_bias", False), fields.boolean("use_qk_norm", False)
+    return Traits((0,) * layers, qkv_bias=bias, qk_norm=qk_norm, experts=glm4_moe_experts(fields, layers))
+
+
+def _minimax_m2(fields: Fields, layers: int) -> Traits:
+    """MiniMax-M2: norms of all queries and of all keys, a part of each head is rotated, experts in all layers."""
+    return Traits((0,) * layers, joint_qk_norm=True, experts=minimax_m2_experts(fields))
+
+
+def _rotary_dim_ropes(fields: Fields, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
+    """The same rotary positions for all layers, of the part of a head that `rotary_dim` names, if it is there."""
+    if fields.get("rotary_dim") is not None and fields.get("partial_rotary_factor") is None:
+        factor = fields.integer("rotary_dim") / head_dim
+        fields = fields.merged(Fields("config.json", {"partial_rotary_factor": factor}))
+    rope = read_rope(fields, head_dim, partial=True)
+    return rope, rope
+
+
 def nearest_bfloat16(x: float) -> float:
     """x, above 0, with the 8 bits of precision that bfloat16 has."""
     mantissa, exponent = math.frexp(x)
@@ -365,6 +406,37 @@ _STARCODER2_DEFAULTS = {
 _COHERE_DEFAULTS = {"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "eos_token_id": 255001}
 _COHERE2_DEFAULTS = {**_COHERE_DEFAULTS, "sliding_window": 4096}
 _GEMMA_DEFAULTS = {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True, "eos_token_id": 1}
+_QWEN3_MOE_DEFAULTS = {
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+_MIXTRAL_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "eos_token_id": 2,
+}
+_GLM4_MOE_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+}
+_MINIMAX_M2_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_local_experts": 256,
+    "num_experts_per_tok": 8,
+    "rope_theta": 5e6,
+    "eos_token_id": 200020,
+}
 _GEMMA3_DEFAULTS = {**_GEMMA_DEFAULTS, "num_key_value_heads": 4, "sliding_window": 4096}
 ARCHITECTURES: dict[str, Architecture] = {
     known.model_type: known
@@ -412,6 +484,17 @@ ARCHITECTURES: dict[str, Architecture] = {
             sliding_rope=partial(ropes_by_kind, theta=1e6, sliding_theta=1e4),
             activation="gelu_pytorch_tanh",
             activation_field="hidden_activation",
+        ),
+        Architecture(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            _qwen3_moe,
+            _QWEN3_MOE_DEFAULTS,
+        ),
+        Architecture("mixtral", "MixtralForCausalLM", _mixtral, _MIXTRAL_DEFAULTS),
+        Architecture("glm4_moe", "Glm4MoeForCausalLM", _glm4_moe, _GLM4_MOE_DEFAULTS, partial_rope=True),
+        Architecture(
+            "minimax_m2", "MiniMaxM2ForCausalLM", _minimax_m2, _MINIMAX_M2_DEFAULTS, sliding_rope=_rotary_dim_ropes
         ),
     )
 }

@@ -104,11 +104,18 @@ struct AttentionArgs {
     float* out;             // [T, H * D]
     void* pool;             // this layer's keys in block 0; its values follow them
     const float* norm;      // [H + Hkv, D], or null
+    const float* sinks;     // [H] scores that take a share of each query's attention for nothing, or null
     int64_t qkv_stride;     // numbers from one token to the next
     int64_t out_stride;
     float eps;
+    float softcap;          // scores are c tanh(score / c); 0: they aren't capped
     int32_t worklist;       // index into the step's work lists
     int64_t rotation;       // the layer's kind of rotation
+
+    // Powers of 2 take the place of those of e, so scores, caps and sinks are multiplied by this.
+    static constexpr float LOG2_E = 1.44269504f;
+    float cap() const { return softcap * LOG2_E; }
+    float sink(int64_t head) const { return sinks == nullptr ? -__builtin_inff() : sinks[head] * LOG2_E; }
 };
 
 // Makes a step that computes one token more of each row, behind those of `step`. The block tables have room for them, and

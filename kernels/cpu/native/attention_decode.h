@@ -173,13 +173,16 @@ inline void each_rows(int64_t count, Use use) {
     }
 }
 
-// out [G, D] from the parts of all keys, combined in order.
-inline void combine(const AttentionShape& shape, float* parts, int64_t count, float* out) {
+// out [G, D] from the parts of all keys, combined in order; `head` is the first query head.
+inline void combine(const AttentionArgs& args, int64_t head, float* parts, int64_t count, float* out) {
+    const AttentionShape& shape = args.step->shape;
     for (int64_t g = 0; g < shape.group(); g++) {
-        float largest = -__builtin_inff(), weights = 0;
+        const float sink = args.sink(head + g);
+        float largest = sink;
         for (int64_t i = 0; i < count; i++) {
             largest = std::max(largest, Part(shape, parts + i * Part::size(shape)).largest[g]);
         }
+        float weights = args.sinks == nullptr ? 0.0f : exp2_nonpositive(splat(sink - largest))[0];
         float* to = out + g * shape.head_dim;
         std::fill_n(to, shape.head_dim, 0.0f);
         for (int64_t i = 0; i < count; i++) {
@@ -291,6 +294,13 @@ inline void decode(const AttentionArgs& args, Worklist& list, const Item& item, 
     prefetcher.begin(rows, rows_ahead, item.heads * dim, visits * divide_up(dim, DIMS * W));
     for (int64_t head = 0; head < item.heads; head++) {
         float* weights = scores + head * count * SCORES;
+        if (args.softcap > 0) {
+            const float cap = args.cap();
+            for (int64_t row = 0; row < count; row++) {
+                float* to = weights + row * SCORES;
+                for (int64_t k = 0; k < sees(row); k += W) store(to + k, capped(load(to + k), cap, 1.0f / cap));
+            }
+        }
         for (int64_t row = 0; row < count; row++) {
             std::tie(largest[row], totals[row]) = soften(weights + row * SCORES, sees(row));
         }
@@ -314,10 +324,10 @@ inline void decode(const AttentionArgs& args, Worklist& list, const Item& item, 
             memcpy(part.weights, totals + q * group, group * sizeof(float));
             float* out = args.out + (token + q) * args.out_stride + first + head * group * dim;
             if (item.merge < 0) {
-                combine(shape, parts, 1, out);
+                combine(args, (item.head + head) * group, parts, 1, out);
             } else if (list.pending[merge].fetch_sub(1, std::memory_order_acq_rel) == 1) {
                 list.pending[merge].store(int32_t(list.merges[merge].parts), std::memory_order_relaxed);
-                combine(shape, parts, list.merges[merge].parts, out);
+                combine(args, (item.head + head) * group, parts, list.merges[merge].parts, out);
             }
         }
         for (int64_t i = 0; i < found.count; i++) found.segments[i].values += dim;

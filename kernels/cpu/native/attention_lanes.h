@@ -94,3 +94,12 @@ inline vf exp2_nonpositive(vf x) {
     y = (vf)((vi)y + ((vi)shifted << 23));
     return x < splat(-126.0f) ? vf{} : y;
 }
+
+// c tanh(x / c), within 1e-7 c; `inverse` is 1 / c. NaN stays NaN.
+inline vf capped(vf x, float cap, float inverse) {
+    const vi sign = (vi)x & (vi{} + int32_t(0x80000000));
+    const vf size = (vf)((vi)x ^ sign);
+    // tanh |x| = (1 - t) / (1 + t), t = e^(-2 |x|)
+    const vf t = exp2_nonpositive(size * (-2.0f * 1.44269504f * inverse));
+    return (vf)((vi)(splat(cap) * (1.0f - t) / (1.0f + t)) ^ sign);
+}

@@ -34,12 +34,16 @@ struct Tile {
     float* scores;    // [BLOCK, PANEL]
     int32_t* first;   // [panels, PANEL] positions of the first and the last key that each column sees
     int32_t* last;
+    float cap = 0;    // of the scores; 0: none
 
     int64_t size = 0; // numbers of workspace that all arrays take
 
-    Tile(const AttentionShape& shape, int64_t queries, float* workspace) {
-        rows = round_up(shape.head_dim, W);
-        panels = divide_up(queries * shape.group(), PANEL);
+    Tile(const AttentionShape& shape, int64_t queries, float* workspace)
+        : Tile(shape.head_dim, queries * shape.group(), workspace) {}
+
+    Tile(int64_t dim, int64_t columns, float* workspace) {
+        rows = round_up(dim, W);
+        panels = divide_up(columns, PANEL);
         auto take = [&](int64_t count) {
             float* taken = workspace == nullptr ? nullptr : workspace + size;
             size += count;
@@ -96,6 +100,14 @@ inline vi load(const int32_t* p) {
 template <int N>
 inline void soften(const Tile& tile, int64_t panel, int64_t begin, int64_t count, bool all, vf* scale) {
     float* scores = tile.scores;
+    if (tile.cap > 0) {
+        for (int64_t k = 0; k < count; k++) {
+            for (int n = 0; n < N; n++) {
+                float* at = scores + k * PANEL + n * W;
+                store(at, capped(load(at), tile.cap, 1.0f / tile.cap));
+            }
+        }
+    }
     float* largest = tile.largest + panel * PANEL;
     float* weights = tile.weights + panel * PANEL;
     vf most[N], before[N], total[N];
@@ -136,13 +148,53 @@ inline void soften(const Tile& tile, int64_t panel, int64_t begin, int64_t count
     for (int n = 0; n < N; n++) store(weights + n * W, total[n]);
 }
 
+// Numbers of a key and of a value.
+struct Dims {
+    int64_t key, value;
+};
+
 // One panel of N vectors against the `count` keys, from position `begin` on, that P::take has loaded.
 template <typename P, int N>
-inline void attend(const Tile& tile, int64_t panel, int64_t dim, int64_t begin, int64_t count, bool all) {
-    P::template score<N>(tile, panel, dim, count);
+inline void attend(const Tile& tile, int64_t panel, Dims dims, int64_t begin, int64_t count, bool all) {
+    P::template score<N>(tile, panel, dims.key, count);
     vf scale[N];
     soften<N>(tile, panel, begin, count, all, scale);
-    P::template add<N>(tile, panel, dim, count, scale);
+    P::template add<N>(tile, panel, dims.value, count, scale);
+}
+
+// All panels of a tile, whose queries are `columns`, against `count` keys from position `begin` on.
+template <typename P>
+inline void attend_panels(const Tile& tile, int64_t columns, Dims dims, int64_t begin, int64_t count) {
+    for (int64_t panel = 0; panel < tile.panels; panel++) {
+        const int64_t head = panel * PANEL, tail = head + PANEL - 1;
+        if (begin > tile.last[tail] || begin + count <= tile.first[head]) continue;
+        const int64_t seen = std::min(count, tile.last[tail] + 1 - begin);
+        const bool all = begin + seen - 1 <= tile.last[head] && begin >= tile.first[tail];
+        const int64_t vectors = divide_up(std::min(PANEL, columns - head), W);
+        if (vectors == VECTORS) {
+            attend<P, VECTORS>(tile, panel, dims, begin, seen, all);
+        } else if (vectors == 2) {
+            attend<P, 2>(tile, panel, dims, begin, seen, all);
+        } else {
+            attend<P, 1>(tile, panel, dims, begin, seen, all);
+        }
+    }
+}
+
+// Clears the sums, and sets the keys that each column sees: column c is token (skipped + c) / G of those from position
+// `first` on.
+inline void begin_tile(
+    const Tile& tile, int64_t columns, int64_t group, int64_t first, int64_t window, int64_t skipped = 0
+) {
+    std::fill_n(tile.sums, tile.panels * tile.rows * PANEL, 0.0f);
+    std::fill_n(tile.largest, tile.panels * PANEL, UNSEEN);
+    std::fill_n(tile.weights, tile.panels * PANEL, 0.0f);
+    // Columns after the last query see the same keys as it.
+    for (int64_t c = 0; c < tile.panels * PANEL; c++) {
+        const int64_t position = first + (skipped + std::min(c, columns - 1)) / group;
+        tile.last[c] = int32_t(position);
+        tile.first[c] = window ? int32_t(std::max<int64_t>(0, position - window + 1)) : 0;
+    }
 }
 
 // Copies keys or values into `to` [count, rows], multiplied by their scales if they have any, with zeros beyond `dim`.
@@ -228,7 +280,7 @@ inline void put_sums(const Tile& tile, Columns to, int64_t count) {
     for (int64_t c = 0; c < count; c += W) {
         const float* from = tile.sums + c / PANEL * tile.rows * PANEL + c % PANEL;
         const vf share = 1.0f / load(tile.weights + c);
-        for (int64_t d = 0; d < tile.rows; d += W) {
+        for (int64_t d = 0; d < to.dim; d += W) {
             vf x[W];
             for (int i = 0; i < W; i++) x[i] = load(from + (d + i) * PANEL) * share;
             transpose(x);
@@ -250,40 +302,25 @@ inline void prefill(const AttentionArgs& args, const Worklist& list, const Item&
     const Row& row = args.step->rows[item.row];
     const int64_t group = shape.group(), dim = shape.head_dim, columns = item.queries * group;
     const int64_t token = row.token + item.query, offset = item.head * group * dim;
-    const Tile tile(shape, item.queries, workspace);
+    Tile tile(shape, item.queries, workspace);
+    tile.cap = args.cap();
     const Columns queries{args.qkv + token * args.qkv_stride + offset, args.qkv_stride, group, dim};
     take_queries<P>(tile, queries, columns, 1.44269504f / __builtin_sqrtf(float(dim)));  // weights are powers of 2
-    std::fill_n(tile.sums, tile.panels * tile.rows * PANEL, 0.0f);
-    std::fill_n(tile.largest, tile.panels * PANEL, UNSEEN);
-    std::fill_n(tile.weights, tile.panels * PANEL, 0.0f);
-
-    // Columns after the last query see the same keys as it.
-    for (int64_t c = 0; c < tile.panels * PANEL; c++) {
-        const int64_t position = row.start + item.query + std::min(c, columns - 1) / group;
-        tile.last[c] = int32_t(position);
-        tile.first[c] = list.window ? int32_t(std::max<int64_t>(0, position - list.window + 1)) : 0;
+    begin_tile(tile, columns, group, row.start + item.query, list.window);
+    if (args.sinks != nullptr) {
+        // A sink is as a key before all others, without a value.
+        for (int64_t c = 0; c < columns; c++) {
+            tile.largest[c] = args.sink(item.head * group + c % group);
+            tile.weights[c] = 1.0f;
+        }
     }
-
     Segment<T> segments[BLOCK];
     for (int64_t begin = item.key_first; begin < item.key_last; begin += BLOCK) {
         const int64_t count = std::min(BLOCK, item.key_last - begin), end = begin + count;
         const int64_t found =
             find(shape, static_cast<const T*>(args.pool), row.blocks, item.head, begin, end, segments);
         P::take(tile, segments, found, shape, count);
-        for (int64_t panel = 0; panel < tile.panels; panel++) {
-            const int64_t head = panel * PANEL, tail = head + PANEL - 1;
-            if (begin > tile.last[tail] || end <= tile.first[head]) continue;
-            const int64_t seen = std::min(count, tile.last[tail] + 1 - begin);
-            const bool all = begin + seen - 1 <= tile.last[head] && begin >= tile.first[tail];
-            const int64_t vectors = divide_up(std::min(PANEL, columns - head), W);
-            if (vectors == VECTORS) {
-                attend<P, VECTORS>(tile, panel, dim, begin, seen, all);
-            } else if (vectors == 2) {
-                attend<P, 2>(tile, panel, dim, begin, seen, all);
-            } else {
-                attend<P, 1>(tile, panel, dim, begin, seen, all);
-            }
-        }
+        attend_panels<P>(tile, columns, {dim, dim}, begin, count);
     }
     put_sums(tile, {args.out + token * args.out_stride + offset, args.out_stride, group, dim}, columns);
 }

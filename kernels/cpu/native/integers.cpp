@@ -10,25 +10,25 @@ namespace {
 // From this number of rows on, bytes or tiles are faster than words.
 constexpr int64_t MANY = 5;
 
-void multiply_int8(const LinearArgs& args, int thread, int threads) {
-    [[maybe_unused]] const bool many = *args.rows >= MANY, narrow = args.type == INT8_INT8;
+void multiply_int8(const LinearArgs& args, const Portion& portion) {
+    [[maybe_unused]] const bool many = portion.rows >= MANY, narrow = args.type == INT8_INT8;
 #ifdef KVRELAY_BYTE_TILES
     if (many && tiles::used) {
-        return narrow ? run<ByteTiles<false>, Packed>(args, thread, threads)
-                      : run<ByteTiles<true>, Packed>(args, thread, threads);
+        return narrow ? run<ByteTiles<false>, Packed>(args, portion)
+                      : run<ByteTiles<true>, Packed>(args, portion);
     }
 #endif
 #ifdef KVRELAY_BYTES
-    if (many && narrow) return run<Bytes, Packed>(args, thread, threads);
+    if (many && narrow) return run<Bytes, Packed>(args, portion);
 #endif
-    run<Words<false>, Packed>(args, thread, threads);
+    run<Words<false>, Packed>(args, portion);
 }
 
 // With groups, weights as bfloat16 are faster for many rows if the CPU multiplies those by AMX. If it multiplies them by
 // vectors, those of 8 bits are.
-bool few(const LinearArgs& args) {
+bool few([[maybe_unused]] const LinearArgs& args, [[maybe_unused]] int64_t rows) {
 #ifdef __AVX512BF16__
-    return tiles::used ? *args.rows <= 6 : weight_bits(args.type) == 4 || *args.rows <= 12;
+    return tiles::used ? rows <= 6 : weight_bits(args.type) == 4 || rows <= 12;
 #else
     return true;
 #endif
@@ -36,18 +36,18 @@ bool few(const LinearArgs& args) {
 
 }  // namespace
 
-bool multiplied_as_integers(const LinearArgs& args) {
+bool multiplied_as_integers(const LinearArgs& args, int64_t rows) {
     if (args.type == FLOAT8 || weight_bits(args.type) > 8) return false;
-    return args.type == INT8_INT8 || (args.type == INT8 && scaled_last(args)) || few(args);
+    return args.type == INT8_INT8 || (args.type == INT8 && scaled_last(args)) || few(args, rows);
 }
 
-void multiply_integers(const LinearArgs& args, int thread, int threads) {
+void multiply_integers(const LinearArgs& args, const Portion& portion) {
     switch (args.type) {
-        case INT4: return run<Nibbles<INT4>, Packed>(args, thread, threads);
-        case FLOAT4: return run<Nibbles<FLOAT4>, Packed>(args, thread, threads);
+        case INT4: return run<Nibbles<INT4>, Packed>(args, portion);
+        case FLOAT4: return run<Nibbles<FLOAT4>, Packed>(args, portion);
         case INT8:
-            if (!scaled_last(args)) return run<Words<true>, Packed>(args, thread, threads);
-        default: return multiply_int8(args, thread, threads);
+            if (!scaled_last(args)) return run<Words<true>, Packed>(args, portion);
+        default: return multiply_int8(args, portion);
     }
 }
 

@@ -18,7 +18,7 @@
 #include "linear.h"
 
 // Whether this product is one of integers.
-bool multiplied_as_integers(const LinearArgs& args);
-void multiply_integers(const LinearArgs& args, int thread, int threads);
+bool multiplied_as_integers(const LinearArgs& args, int64_t rows);
+void multiply_integers(const LinearArgs& args, const Portion& portion);
 // Floats of workspace for each thread.
 int64_t integer_workspace(int64_t inputs);

@@ -79,11 +79,11 @@ private:
 };
 
 template <class Weights>
-void run_bf16(const LinearArgs& args, int thread, int threads) {
+void run_bf16(const LinearArgs& args, const Portion& portion) {
 #ifdef KVRELAY_TILES
-    if (tiles::used) return run<Tiles, Weights>(args, thread, threads);
+    if (tiles::used) return run<Tiles, Weights>(args, portion);
 #endif
-    run<Vectors<bf16>, Weights>(args, thread, threads);
+    run<Vectors<bf16>, Weights>(args, portion);
 }
 
 template <class T>
@@ -138,16 +138,20 @@ int64_t kvrelay_linear_workspace(int64_t inputs, int32_t type) {
     return std::max(floats, integer_workspace(inputs));
 }
 
+void multiply_linear(const LinearArgs& args, const Portion& portion) {
+    if (multiplied_as_integers(args, portion.rows)) return multiply_integers(args, portion);
+    switch (args.type) {
+        case FLOAT32: return run<Vectors<float>, Dense<float>>(args, portion);
+        case BFLOAT16: return run_bf16<Dense<bf16>>(args, portion);
+        case INT8:
+        case INT8_INT8: return run_bf16<Coded<INT8>>(args, portion);
+        case INT4: return run_bf16<Coded<INT4>>(args, portion);
+        case FLOAT8: return run_bf16<Coded<FLOAT8>>(args, portion);
+        case FLOAT4: return run_bf16<Coded<FLOAT4>>(args, portion);
+    }
+}
+
 void kvrelay_linear(const void* raw, int thread, int threads) {
     const LinearArgs& args = *static_cast<const LinearArgs*>(raw);
-    if (multiplied_as_integers(args)) return multiply_integers(args, thread, threads);
-    switch (args.type) {
-        case FLOAT32: return run<Vectors<float>, Dense<float>>(args, thread, threads);
-        case BFLOAT16: return run_bf16<Dense<bf16>>(args, thread, threads);
-        case INT8:
-        case INT8_INT8: return run_bf16<Coded<INT8>>(args, thread, threads);
-        case INT4: return run_bf16<Coded<INT4>>(args, thread, threads);
-        case FLOAT8: return run_bf16<Coded<FLOAT8>>(args, thread, threads);
-        case FLOAT4: return run_bf16<Coded<FLOAT4>>(args, thread, threads);
-    }
+    multiply_linear(args, {*args.rows, thread, threads});
 }

@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #include "simd.h"
+#include "team.h"
 #include "tiles.h"
 
 // INT8_INT8 are weights of INT8 that are multiplied with inputs rounded to int8.
@@ -29,9 +30,13 @@ enum Epilogue : int32_t {
     SILU_MUL = 2,  // out = silu(gate) * up: the first and the second half of y
     GELU_MUL = 3,  // out = gelu(gate) * up
     GELU = 4,      // out = gelu(y)
+    CLAMPED_GATE = 5,  // out = (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up between -limit and limit
+    RELU_SQUARED = 6,  // out = max(y, 0)^2
 };
 
-inline bool is_gated(Epilogue epilogue) { return epilogue == SILU_MUL || epilogue == GELU_MUL; }
+inline bool is_gated(Epilogue epilogue) {
+    return epilogue == SILU_MUL || epilogue == GELU_MUL || epilogue == CLAMPED_GATE;
+}
 
 struct LinearArgs {
     const int64_t* rows;     // number of rows of the step
@@ -42,6 +47,7 @@ struct LinearArgs {
     const float* bias;       // [outputs], padded to whole blocks; null: none
     const float* norm;       // [inputs] weights of an RMS norm of `in`; null: none
     const float* in;         // [rows, inputs]
+    const int32_t* sources;  // [rows] row of `in` of each; null: they are in order
     float* out;              // [rows, outputs], or half as wide with a gate
     float* workspace;        // kvrelay_linear_workspace(inputs, type) floats for each thread
     int64_t in_stride;       // floats from row to row
@@ -50,9 +56,21 @@ struct LinearArgs {
     int64_t outputs;         // with a gate an even number of whole blocks
     int64_t group;           // inputs that share a scale
     float eps;
+    float limit;             // of CLAMPED_GATE
+    float alpha;
     WeightType type;
     Epilogue epilogue;
 };
+
+// What one thread computes of a product of `rows` rows.
+struct Portion {
+    int64_t rows;
+    int thread, threads;
+    const Share* pairs = nullptr;  // of blocks, for all rows; null: rows and pairs are divided over the threads
+};
+
+// A product, without `LinearArgs::rows`.
+void multiply_linear(const LinearArgs& args, const Portion& portion);
 
 // Whether the weights' scales, one for each output, are applied to products and not to weights.
 inline bool scaled_last(const LinearArgs& args) {

@@ -68,6 +68,25 @@ inline vf silu(vf x) { return x / (exp(-x) + 1.0f); }
 // The approximation by tanh: 0.5 x (1 + tanh(u)) = x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3).
 inline vf gelu(vf x) { return x / (exp(x * (-1.59576912f - 0.0713548162f * x * x)) + 1.0f); }
 
+// gpt-oss's gate: (up + 1) gate sigmoid(alpha gate), of clamped numbers.
+inline vf clamped_gate(const LinearArgs& args, vf gate, vf up) {
+    const vf most = splat(args.limit);
+    gate = gate > most ? most : gate;
+    up = up > most ? most : up < -most ? -most : up;
+    return (up + 1.0f) * gate / (exp(-args.alpha * gate) + 1.0f);
+}
+
+inline vf gated(const LinearArgs& args, vf gate, vf up) {
+    if (args.epilogue == CLAMPED_GATE) return clamped_gate(args, gate, up);
+    return (args.epilogue == SILU_MUL ? silu(gate) : gelu(gate)) * up;
+}
+
+inline vf activated(const LinearArgs& args, vf y) {
+    if (args.epilogue == GELU) return gelu(y);
+    const vf positive = y > 0.0f ? y : y * 0.0f;  // NaN stays NaN
+    return positive * positive;
+}
+
 inline void write(float* out, vf y, int64_t count, bool add) {
     if (count >= W) {
         store(out, add ? load(out) + y : y);
@@ -89,14 +108,14 @@ inline void finish(const LinearArgs& args, int64_t row, int64_t rows, int64_t b0
     if (is_gated(args.epilogue)) {
         for (int64_t m = 0; m < rows; m++, out0 += stride) {
             const vf gate = fused(sums(m, 0), scale0, bias0);
-            store(out0, (args.epilogue == SILU_MUL ? silu(gate) : gelu(gate)) * fused(sums(m, 1), scale1, bias1));
+            store(out0, gated(args, gate, fused(sums(m, 1), scale1, bias1)));
         }
         return;
     }
-    if (args.epilogue == GELU) {
+    if (args.epilogue == GELU || args.epilogue == RELU_SQUARED) {
         for (int64_t m = 0; m < rows; m++, out0 += stride, out1 += stride) {
-            write(out0, gelu(fused(sums(m, 0), scale0, bias0)), left0, false);
-            if (left1 > 0) write(out1, gelu(fused(sums(m, 1), scale1, bias1)), left1, false);
+            write(out0, activated(args, fused(sums(m, 0), scale0, bias0)), left0, false);
+            if (left1 > 0) write(out1, activated(args, fused(sums(m, 1), scale1, bias1)), left1, false);
         }
         return;
     }
@@ -208,14 +227,17 @@ inline int row_groups(int64_t tiles, int64_t blocks, int threads) {
 }
 
 template <class P, class Weights>
-void run(const LinearArgs& args, int thread, int threads) {
+void run(const LinearArgs& args, const Portion& portion) {
     using A = typename P::A;
     [[maybe_unused]] P products;
     const Order order(args);
-    const int64_t rows = *args.rows, most = rows_at_once<P>(args.inputs), prepared_stride = P::stride(args);
-    const int groups = row_groups(divide_up(rows, P::TALLEST), order.pairs, threads);
-    const Share share(rows, thread % groups, groups), columns(order.pairs, thread / groups, threads / groups);
-    const bool as_is = args.norm == nullptr && std::is_same_v<A, float> && args.inputs % 2 == 0;
+    const int64_t rows = portion.rows, most = rows_at_once<P>(args.inputs), prepared_stride = P::stride(args);
+    const int thread = portion.thread, threads = portion.threads;
+    const int groups = portion.pairs != nullptr ? 1 : row_groups(divide_up(rows, P::TALLEST), order.pairs, threads);
+    const Share share(rows, thread % groups, groups);
+    const Share columns = portion.pairs != nullptr ? *portion.pairs : Share(order.pairs, thread / groups, threads / groups);
+    const bool as_is =
+        args.norm == nullptr && args.sources == nullptr && std::is_same_v<A, float> && args.inputs % 2 == 0;
     float* workspace = args.workspace + thread * kvrelay_linear_workspace(args.inputs, args.type);
     A* prepared = reinterpret_cast<A*>(workspace);
     Weights weights(args, order, workspace + P::prepared_floats(args.inputs));
@@ -228,7 +250,8 @@ void run(const LinearArgs& args, int thread, int threads) {
             stride = args.in_stride;
         } else {
             for (int64_t i = 0; i < count; i++) {
-                P::prepare(args, args.in + (first + i) * args.in_stride, prepared + i * stride);
+                const int64_t source = args.sources == nullptr ? first + i : args.sources[first + i];
+                P::prepare(args, args.in + source * args.in_stride, prepared + i * stride);
             }
         }
         const int64_t parts = divide_up(count, P::TALLEST), panel = weights.panel(parts);

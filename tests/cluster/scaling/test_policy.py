@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.cluster.scaling.forecast import Split, forecast
 from kvrelay.cluster.scaling.policy import CONFIRM_SECONDS, GAIN, GROW_SECONDS, Decision, Policy
-from kvrelay.cluster.scaling.signals import PoolRole, Signals, StepCost
+from kvrelay.cluster.scaling.signals import PoolRole, Signals
+from kvrelay.costs.step import StepCost
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY, ROLE_DECODE, ROLE_PREFILL, Member, MemberStatus
 from kvrelay.internal.v1.worker_pb2 import Load, Requests
 from kvrelay.rpc.identity import ROLES
@@ -25,15 +26,18 @@ CALM = Signals(
     arrivals=10.0,
     arrivals_counted=40,
     prompt_tokens=500.0,
+    cached_tokens=0.0,
     backlog_tokens=500.0,
     chunk_tokens=512.0,
-    prefill_step=StepCost(0.02, 0.0002),
+    prefill_step=StepCost(prompt_fixed=0.02, token=0.0002),
     streams=40.0,
     queued_streams=0.0,
     stream_tokens=100.0,
     young_tokens=100.0,
     stream_slots=64.0,
-    decode_step=StepCost(0.03, 0.0005),
+    decode_step=StepCost(fixed=0.03, sequence=0.0005),
+    context_tokens=550.0,
+    in_place_tokens=0.0,
     unqueued_seconds=0.15,
 )
 FULL_PREFILL = replace(CALM, arrivals=50.0, arrivals_counted=200, backlog_tokens=40_000.0)
@@ -240,7 +244,7 @@ def test_a_forecast_gets_better_with_more_of_the_role_that_is_short() -> None:
 
 
 AMOUNT = st.sampled_from([0.0, 1e-9, 0.01, 1.0, 30.0, 4000.0, 1e6])
-COST = st.builds(StepCost, AMOUNT, AMOUNT)
+COST = st.builds(StepCost, *[AMOUNT] * 7)
 
 
 @given(
@@ -251,6 +255,7 @@ COST = st.builds(StepCost, AMOUNT, AMOUNT)
         arrivals=AMOUNT,
         arrivals_counted=st.integers(0, 1000),
         prompt_tokens=AMOUNT,
+        cached_tokens=AMOUNT,
         backlog_tokens=AMOUNT,
         chunk_tokens=AMOUNT,
         prefill_step=COST,
@@ -260,6 +265,8 @@ COST = st.builds(StepCost, AMOUNT, AMOUNT)
         young_tokens=st.sampled_from([1.0, 100.0, 1e6]),
         stream_slots=AMOUNT,
         decode_step=COST,
+        context_tokens=AMOUNT,
+        in_place_tokens=AMOUNT,
         unqueued_seconds=AMOUNT,
     ),
     split=st.builds(Split, st.integers(1, 4), st.integers(1, 4)),

@@ -23,7 +23,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Role,
     Scaling,
 )
-from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Requests, Traffic
+from kvrelay.internal.v1.worker_pb2 import Blocks, Costs, Load, Requests, Traffic
 from kvrelay.rpc.identity import MemberRole
 
 CONFIG = ScalingConfig(enabled=True, ttft_target_seconds=1.0, tpot_target_seconds=0.1)
@@ -63,14 +63,14 @@ class Cluster:
             self.now += 0.5
             for name, role in self.fleet.roles.items():
                 steps = round(self.now * 10)
-                tokens, each = (512, 0.1) if role == "prefill" else (10, 0.03)
+                tokens, prompts = (512, 512) if role == "prefill" else (10, 0)
                 load = Load(
                     blocks=Blocks(total=1000, free=500, held=500, size=16),
                     requests=Requests(running=10, free_slots=50),
                     pending_tokens=8000 if role == "prefill" else 10,
                     computed_tokens=steps * tokens,
-                    steps=steps,
-                    step_seconds=steps * each,
+                    prompt_tokens=steps * prompts,
+                    costs=Costs(fixed=0.01, sequence=0.002, prompt_fixed=0.05, token=0.0001, chunk=512),
                 )
                 self.beat(name, NUMBERS[role], load)
             count = round(self.now * 50)

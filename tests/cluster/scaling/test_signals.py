@@ -3,6 +3,7 @@
 import pytest
 
 from kvrelay.cluster.scaling.signals import WINDOW_SECONDS, Meter, PoolRole
+from kvrelay.costs.step import StepCost
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DRAINING,
     MEMBER_STATE_READY,
@@ -11,7 +12,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MemberState,
     MemberStatus,
 )
-from kvrelay.internal.v1.worker_pb2 import Load, Requests, Traffic
+from kvrelay.internal.v1.worker_pb2 import Costs, Load, Requests, Traffic
 from kvrelay.rpc.identity import ROLES
 
 TICK = 0.5
@@ -22,9 +23,10 @@ def worker(
     role: PoolRole,
     requests: Requests | None = None,
     state: MemberState = MEMBER_STATE_READY,
+    costs: Costs | None = None,
     **figures: float,
 ) -> MemberStatus:
-    load = Load(requests=requests, **figures)  # type: ignore[arg-type]  # by name
+    load = Load(requests=requests, costs=costs, **figures)  # type: ignore[arg-type]  # by name
     return MemberStatus(member=Member(name=name, incarnation="1", role=ROLES[role], state=state), load=load)
 
 
@@ -61,32 +63,34 @@ def test_what_is_in_prefix_caches_is_not_computed() -> None:
     meter.observe([router()], 0.0)
     signals = meter.observe([router(requests=10, prompt_tokens=1000, cached_tokens=600)], 0.5)
     assert signals.prompt_tokens == pytest.approx(40.0)
+    assert signals.cached_tokens == pytest.approx(60.0)
 
 
-def test_the_cost_of_a_step_is_found_from_loads_that_differ() -> None:
-    meter, steps, tokens, seconds = Meter(), 0, 0, 0.0
-    for tick in range(1, 100):
-        batch = 4 + tick % 16
-        steps, tokens, seconds = steps + 10, tokens + 10 * batch, seconds + 10 * (0.02 + 0.001 * batch)
-        report = worker("worker-1", "decode", steps=steps, computed_tokens=tokens, step_seconds=seconds)
-        signals = meter.observe([report], tick * TICK)
-    assert signals.decode_step is not None
-    assert signals.decode_step.fixed == pytest.approx(0.02, rel=0.01)
-    assert signals.decode_step.each == pytest.approx(0.001, rel=0.01)
-    assert signals.prefill_step is None
+def test_the_costs_are_the_means_of_those_that_workers_report() -> None:
+    costs = [Costs(fixed=fixed, token=fixed / 4, chunk=512) for fixed in (0.25, 0.75)]
+    reports = [worker(f"prefill-{number}", "prefill", costs=each) for number, each in enumerate(costs)]
+    signals = Meter().observe([*reports, worker("prefill-2", "prefill"), worker("decode-0", "decode")], 0.0)
+    assert signals.prefill_step == StepCost(fixed=0.5, token=0.125), "one that hasn't measured yet says nothing"
+    assert signals.chunk_tokens == 512
+    assert signals.decode_step is None
     assert not signals.complete
 
 
-def test_an_idle_role_keeps_what_its_steps_cost() -> None:
+def test_prompts_that_decode_workers_compute_are_no_work_of_prefill_and_no_tokens_of_streams() -> None:
+    def reports(done: int) -> list[MemberStatus]:
+        return [
+            router(requests=10 * done, prompt_tokens=1000 * done, streams=10 * done),
+            worker("prefill-0", "prefill", computed_tokens=750 * done, prompt_tokens=750 * done),
+            worker("decode-0", "decode", computed_tokens=450 * done, prompt_tokens=250 * done),
+        ]
+
     meter = Meter()
-    for tick in range(5):
-        reports = [worker("w", "prefill", steps=tick, computed_tokens=512 * tick, step_seconds=0.2 * tick)]
-        signals = meter.observe(reports, tick * TICK)
-    before = signals.prefill_step
-    assert before is not None
-    signals = meter.observe(reports, 5000.0)
-    assert signals.prefill_step == before
-    assert signals.chunk_tokens == 512
+    meter.observe(reports(0), 0.0)
+    signals = meter.observe(reports(1), 0.5)
+    assert signals.prompt_tokens == pytest.approx(75.0)
+    assert signals.stream_tokens == pytest.approx(20.0)
+    assert signals.in_place_tokens == pytest.approx(250 / 200)
+    assert signals.context_tokens == pytest.approx(110.0)
 
 
 def test_the_length_of_new_requests_follows_the_young_ones() -> None:

@@ -126,20 +126,22 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(
-    folder: Path, build: Callable[..., tuple[Engine, Runner]] | None = None, decodes: int = 2, **engine: Any
+    model: Path, build: Callable[..., tuple[Engine, Runner]] | None = None, decodes: int = 2, **engine: Any
 ) -> AsyncIterator[Cluster]:
     """
     Args:
+        model: folder that gets a tokenizer, or a GGUF file, which has its own.
         build: given a decode worker's name, and what `build_engine` is given.
         engine: further options of the engines.
     """
-    byte_level_tokenizer().save(str(folder / "tokenizer.json"))
+    if model.suffix != ".gguf":
+        byte_level_tokenizer().save(str(model / "tokenizer.json"))
     async with AsyncExitStack() as stack:
         supervisor = FakeSupervisor()
         await supervisor.start()
         stack.push_async_callback(supervisor.stop)
         address = f"127.0.0.1:{supervisor.port}"
-        router = RouterServer(RouterConfig(model=str(folder), grpc_port=0, http_port=0, supervisor=address))
+        router = RouterServer(RouterConfig(model=str(model), grpc_port=0, http_port=0, supervisor=address))
         servers: dict[str, WorkerServer] = {}
         for name in ("prefill-0", *(f"decode-{number}" for number in range(decodes))):
             kind = name.partition("-")[0]
@@ -152,7 +154,7 @@ async def cluster(
             }
             size = 16 if kind == "prefill" else 8
             own = EngineConfig(threads=1, block_size=size, device="cpu", **options)
-            config = WorkerConfig(name, kind, str(folder), supervisor=address, engine=own, dtype="float32")  # type: ignore[arg-type]
+            config = WorkerConfig(name, kind, str(model), supervisor=address, engine=own, dtype="float32")  # type: ignore[arg-type]
             made = build_engine if build is None or kind == "prefill" else partial(build, name)
             servers[name] = WorkerServer(config, {kind: ROLES[kind]}, made)  # type: ignore[dict-item]
         for server in servers.values():
@@ -189,7 +191,11 @@ async def asked_twice(folder: Path, path: ModelPath) -> list[list[Completion]]:
         *[(name, "general") for name in COVERING],
         *[pytest.param(name, "general", marks=pytest.mark.more) for name in MORE],
         ("MistralForCausalLM", "fast"),
-        pytest.param("Cohere2ForCausalLM", "fast", marks=pytest.mark.more),
+        ("Qwen3MoeForCausalLM", "fast"),
+        *[
+            pytest.param(name, "fast", marks=pytest.mark.more)
+            for name in ("Cohere2ForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM")
+        ],
     ],
 )
 def test_a_cluster_yields_the_tokens_of_whole_passes_through_a_kill_of_decode(

@@ -1,5 +1,7 @@
 """Engines that transformers' code runs: the tokens of its own forward pass, whatever shares a step."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -10,19 +12,21 @@ from transformers import AutoModelForCausalLM
 from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import EngineConfig, SpeculationConfig
 from kvrelay.engine.request import Request, SamplingParams
-from support.checkpoints import make_checkpoint
+from support.checkpoints import VOCAB_SIZE, make_checkpoint
 from support.serving import run
+from support.tiny_models import VOCAB_SIZE as SMALL_VOCAB
+from support.tiny_models import save
 
 PROMPTS = ([5, 9, 7, 11, 300], list(range(3, 26)), [(7 * n) % 311 for n in range(45)])
 COMPLETION = 12
 GREEDY = {"temperature": 0.0, "max_tokens": COMPLETION}
 
 
-def expected(folder: Path) -> dict[str, list[int]]:
+def expected(folder: Path, prompts: Sequence[list[int]] = PROMPTS) -> dict[str, list[int]]:
     """Greedy tokens by whole forward passes."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found = {}
-    for number, prompt in enumerate(PROMPTS):
+    for number, prompt in enumerate(prompts):
         tokens = list(prompt)
         for _ in range(COMPLETION):
             with torch.inference_mode():
@@ -31,10 +35,10 @@ def expected(folder: Path) -> dict[str, list[int]]:
     return found
 
 
-def requests(**sampling: object) -> list[Request]:
+def requests(prompts: Sequence[list[int]] = PROMPTS, **sampling: object) -> list[Request]:
     return [
         Request(str(number), 1, tuple(prompt), len(prompt), SamplingParams(**{**GREEDY, **sampling}))  # type: ignore[arg-type]
-        for number, prompt in enumerate(PROMPTS)
+        for number, prompt in enumerate(prompts)
     ]
 
 
@@ -73,3 +77,67 @@ def test_the_fast_path_frees_what_falls_out_of_a_window(
         (side,) = engine.scheduler.prefix.sides
         assert not side.pool.held
         assert not side.live
+
+
+@pytest.mark.parametrize("memory", [0, 2**22], ids=["share", "bytes"])
+def test_a_draft_model_guesses_for_a_model_of_the_general_path(memory: int, tmp_path: Path) -> None:
+    """The draft is the model itself, so nearly all guesses are right, also where they are behind a window of 11."""
+    folder = make_checkpoint(tmp_path, "mistral", sliding_window=11)
+    options = EngineConfig(
+        model_path="general",
+        kv_memory_bytes=memory,
+        memory_share=0.02,
+        threads=1,
+        max_batch_tokens=16,
+        device="cpu",
+        speculation=SpeculationConfig("draft", str(folder), max_tokens=3, adaptive=False),
+    )
+    engine, _ = build_engine(folder, "float32", options)
+    assert run(engine, requests()) == expected(folder)
+    assert engine.scheduler.speculation is not None
+    counts = engine.scheduler.speculation.counts
+    assert counts.accepted > 0.9 * counts.proposed > 0
+    engine.scheduler.check_integrity(idle=True)
+
+
+def test_a_draft_of_another_architecture_changes_no_token(tmp_path: Path) -> None:
+    """Wrong guesses of a model with latents are taken back; one with states is refused, because they can't be."""
+    folder, tokens = make_checkpoint(tmp_path / "target", "llama"), ["deepseek_v3", "mamba"]
+    latents, states = (save(name, tmp_path / name, vocab_size=VOCAB_SIZE) for name in tokens)
+    options = EngineConfig(kv_memory_bytes=2**22, threads=1, max_batch_tokens=16, device="cpu")
+    draft = SpeculationConfig("draft", str(latents), max_tokens=3, adaptive=False)
+    engine, _ = build_engine(folder, "float32", replace(options, speculation=draft))
+    assert run(engine, requests()) == expected(folder)
+    assert engine.scheduler.speculation is not None
+    counts = engine.scheduler.speculation.counts
+    assert counts.proposed > counts.accepted
+    with pytest.raises(ValueError, match=r"draft_model is mamba; allowed: .* without states, .* MambaForCausalLM"):
+        build_engine(folder, "float32", replace(options, speculation=replace(draft, draft_model=str(states))))
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["mamba2", *(pytest.param(name, marks=pytest.mark.more) for name in ("qwen3_next", "falcon_h1", "lfm2", "rwkv"))],
+)
+def test_a_state_goes_back_to_the_last_right_guess(model_type: str, tmp_path: Path) -> None:
+    """Prompts that repeat themselves have guesses, some of which are right. Snapshots of prefixes are made beside."""
+    prompts = [[(n % period) * 7 % (SMALL_VOCAB - 3) + 3 for n in range(40)] for period in (3, 5, 17)]
+    folder = save(model_type, tmp_path)
+    options = EngineConfig(
+        kv_memory_bytes=2**24,
+        threads=1,
+        max_batch_tokens=32,
+        max_sequences=12,
+        block_size=8,
+        device="cpu",
+        speculation=SpeculationConfig(method="ngram", max_tokens=3, shortest_match=1, adaptive=False),
+    )
+    engine, runner = build_engine(folder, "float32", options)
+    assert runner.spec.way.startswith("flat, transformers ")
+    tokens = expected(folder, prompts)
+    for _ in range(2):
+        assert run(engine, requests(prompts)) == tokens
+        engine.scheduler.check_integrity(idle=True)
+    assert engine.scheduler.speculation is not None
+    counts = engine.scheduler.speculation.counts
+    assert counts.proposed > counts.accepted

@@ -1,5 +1,6 @@
 """GGUF files of architectures that transformers' code runs: the original's numbers, and refusals that name a place."""
 
+import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +9,10 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from test_general_cluster import COMPLETION, PROMPTS, cluster
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from kvrelay.client.messages import Completion
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.models.choice import is_fast
 from kvrelay.engine.models.general.reading import load_model, read_general_config
@@ -18,6 +21,7 @@ from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.runner.general import build_general_runner
 from kvrelay.models import resolve
 from kvrelay.models.gguf import folder
+from support.general import greedy
 from support.gguf_files import write_general_gguf
 
 TOKENS = torch.tensor([[3, 5, 9, 100, 77, 54, 32, 88, 120, 311, 4, 8, 9, 22, 0, 7] * 3])
@@ -209,6 +213,24 @@ def test_quantized_weights_are_those_that_transformers_reads(
     for key, tensor in expected.state_dict().items():
         if "wpe" not in key:  # transformers makes 1024 positions, whatever the file says
             torch.testing.assert_close(found[key], tensor, msg=key)
+
+
+@pytest.mark.parametrize("name", ["gemma2", pytest.param("phi3", marks=pytest.mark.more)])
+def test_a_pair_that_reads_the_same_file_yields_transformers_tokens(name: str, tmp_path: Path) -> None:
+    """Weights are those of the file, of 16 bits; prefill and decode have blocks of different sizes."""
+    file, model = write(name, tmp_path / "tiny.gguf", "F16"), original(name)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(parameter.half())
+
+    async def answers() -> list[Completion]:
+        async with cluster(file, decodes=1) as pair:
+            return [await pair.ask(prompt) for prompt in PROMPTS]
+
+    found = asyncio.run(answers())
+    assert [list(one.token_ids) for one in found] == [greedy(model, prompt, COMPLETION)[0] for prompt in PROMPTS]
+    assert all(one.timeline.transfer_bytes for one in found)
 
 
 def test_a_tensor_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:

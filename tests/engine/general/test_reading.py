@@ -105,8 +105,8 @@ def test_absurd_configs(folder: Path, field: str, value: object, pattern: str) -
     refuses(folder, pattern)
 
 
-@pytest.mark.parametrize("method", ["medusa", "draft"])
-def test_guesses_that_need_our_own_code(folder: Path, method: Literal["medusa", "draft"]) -> None:
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
+def test_guesses_that_need_our_own_code(folder: Path, method: Literal["medusa", "eagle3"]) -> None:
     options = EngineConfig(kv_memory_bytes=2**22, device="cpu", speculation=SpeculationConfig(method, "pico"))
-    with pytest.raises(ValueError, match=f"speculation.method is '{method}'; allowed .* off, ngram, suffix"):
+    with pytest.raises(ValueError, match=f"speculation.method is '{method}'; allowed .* off, ngram, suffix, draft"):
         build_engine(folder, "float32", options)

@@ -145,13 +145,19 @@ class Bench:
 
     def receive(self, reservation: Reservation, request: Request) -> None:
         """Does what a transfer does: writes the KV that isn't there yet."""
-        have = reservation.have_tokens
-        assert have % SIZE == 0
+        assert all(have % SIZE == 0 for have in reservation.have)
+        have = reservation.have[0]
         assert self.runner.holds_kv_of(reservation.hold.blocks, request.tokens[:have])
         tables = reservation.hold.tables()
         self.runner.fill(tables[0], request.tokens[have:], have)
         if self.prefix.sides:
-            self.runner.fill(tables[0], request.tokens, 0, tables[1:])
+            reservation.comes_from(reservation.have)
+            lacking = [
+                [-1] * (first // SIZE) + table[first // SIZE :]
+                for table, first in zip(tables[1:], reservation.have[1:], strict=True)
+            ]
+            self.runner.fill(tables[0], request.tokens, 0, lacking)
+            assert self.runner.sides_hold(tables, len(request.tokens))
 
     def resume(self, request: Request, reservation: Reservation) -> Sequence:
         token = expected_tokens(request.tokens, 1)[0]

@@ -3,13 +3,15 @@
 import pytest
 from scheduler_bench import SIZE, Bench, numbers, spans
 
+from support.hash_runner import window_of
+
 
 @pytest.mark.parametrize("length", [1, SIZE - 1, SIZE, SIZE + 1, 5 * SIZE])
 def test_the_prompt_of_a_resumed_sequence_is_not_computed(length: int) -> None:
     bench = Bench(16)
     request = bench.request(numbers(length), 12)
     reservation = bench.scheduler.reserve(request)
-    assert reservation.have_tokens == 0
+    assert reservation.have == (0,)
     assert len(reservation.hold.blocks) == length // SIZE + 1
     bench.receive(reservation, request)
     sequence = bench.resume(request, reservation)
@@ -26,21 +28,35 @@ def test_the_prompt_of_a_resumed_sequence_is_not_computed(length: int) -> None:
 
 
 @pytest.mark.parametrize("length", [SIZE, 2 * SIZE + 3, 4 * SIZE])
-def test_a_reservation_takes_what_is_cached(length: int) -> None:
-    bench = Bench(16)
+@pytest.mark.parametrize("window", [SIZE + 3, 3 * SIZE, 5 * SIZE])
+def test_a_reservation_takes_what_is_cached(length: int, window: int) -> None:
+    """Of a window too, as far as its own blocks are still there."""
+    bench = Bench(16, sides=[window_of(window)])
     request = bench.request(numbers(length), 4)
     first = bench.scheduler.reserve(request)
     bench.receive(first, request)
     bench.resume(request, first)
     second = bench.scheduler.reserve(bench.request(numbers(length), 4))
     # Its logits come from the first token, so that nothing needs the prompt's last token to be computed.
-    assert second.have_tokens == length - length % SIZE
+    whole = length - length % SIZE
+    assert second.have == (whole, whole)
     assert second.hold.blocks[: length // SIZE] == first.hold.blocks[: length // SIZE]
     other = bench.scheduler.reserve(bench.request(numbers(length), 4, tenant="other"))
-    assert other.have_tokens == 0
+    begin = max(0, length - window + 1) // SIZE * SIZE
+    assert other.have == (0, begin)
     second.release()
     other.release()
     bench.drain()
+    # Others take the window's blocks: what comes of them then is kept again.
+    (side,) = bench.prefix.sides
+    side.pool.allocate(side.pool.available, "others").release()
+    for expected in (begin, whole):
+        asked = bench.request(numbers(length), 4)
+        reservation = bench.scheduler.reserve(asked)
+        assert reservation.have == (whole, expected)
+        bench.receive(reservation, asked)
+        bench.resume(asked, reservation)
+        bench.drain()
     bench.check_over()
 
 

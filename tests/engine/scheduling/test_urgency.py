@@ -1,6 +1,7 @@
 """Urgent requests go first, others fill what they leave, and no token is lost or waits for ever."""
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -8,8 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_bench import SIZE, Bench, numbers, spans, steps_until
 
-from kvrelay.engine.request import Urgency
+from kvrelay.decode_worker.reservation_queue import ReservationQueue
+from kvrelay.engine.request import Request, Urgency
+from kvrelay.engine.scheduling.progress import Reservation
 from kvrelay.engine.sequence import Sequence, Status
+from kvrelay.internal.v1.worker_pb2 import Submit
+from kvrelay.internal.v1.worker_pb2 import Urgency as WireUrgency
+from kvrelay.transfer.protocol.messages import Key
+from kvrelay.worker.relay.requests import request_of
 
 URGENT, BATCH = Urgency(0), Urgency(10)
 
@@ -149,3 +156,76 @@ def test_a_prompt_waits_for_no_decodes_of_a_less_urgent_class() -> None:
     bench.land()
     bench.drain()
     bench.check_over()
+
+
+STEP_SECONDS, BUSY_STEPS = 0.1, 300
+INTERACTIVE = WireUrgency(first_token_seconds=2.0)
+KINDS = {"interactive": INTERACTIVE, "default": WireUrgency(), "batch": WireUrgency(rank=1)}
+
+
+class Decoding:
+    """A decode worker that is offered more than it can take: its scheduler, and the queue of the offers that wait."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.now = rng, 0.0
+        self.bench = Bench(24, max_batch_tokens=16, max_sequences=4)
+        self.queue = ReservationQueue()
+        self.offers: dict[Key, tuple[Request, float]] = {}
+        """Requests that have no reservation yet, and the times of their offers."""
+        self.arriving: list[tuple[Request, Reservation]] = []
+
+    def offer(self, kind: str) -> None:
+        """An offer comes."""
+        urgency = request_of(Submit(urgency=KINDS[kind]), self.bench.runner.spec, self.now).urgency
+        prompt = numbers(self.rng.randint(1, 6) * SIZE, len(self.bench.sequences) + len(self.offers))
+        request = replace(self.bench.request(prompt, self.rng.randint(2, 20)), urgency=urgency)
+        self.offers[request.key] = request, self.now
+        self.ask(request.key)
+
+    def ask(self, key: Key) -> bool:
+        """Whether an offer gets its reservation."""
+        request, arrived = self.offers[key]
+        passing = self.queue.passing(key, request.urgency)
+        reservation = self.bench.scheduler.reserve(request, passing=passing)
+        if reservation is None:
+            self.queue.wait(key, request.urgency)
+            return False
+        self.queue.leave(key)
+        del self.offers[key]
+        for other, _ in self.offers.values():
+            assert request.urgency.rank <= other.urgency.rank, "more urgent classes go first"
+            late = request.urgency.rank == other.urgency.rank and arrived > other.urgency.due
+            assert not late, f"{request} came after {other} was late, and went first"
+        self.arriving.append((request, reservation))
+        return True
+
+    def step(self) -> None:
+        """The KV of granted offers arrives, a step is computed, and those that wait ask again."""
+        arrived, self.arriving = self.arriving, []
+        for request, reservation in arrived:
+            self.bench.receive(reservation, request)
+            sequence = self.bench.resume(request, reservation)
+            assert sequence.order[:3] == request.urgency, "its deadline is the one that it came with"
+        self.bench.step()
+        self.now += STEP_SECONDS
+        while (first := self.queue.first) is not None and self.ask(first):
+            pass
+
+
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 2**16))
+def test_offers_wait_for_blocks_by_class_and_deadline_and_none_for_ever(seed: int) -> None:
+    """Interactive requests alone are more than the worker can take; those of the same rank without a target get their
+    blocks as soon as they are late, and those of batch in the end."""
+    rng = random.Random(seed)
+    worker = Decoding(rng)
+    for _ in range(BUSY_STEPS):
+        for kind, rate in (("interactive", 0.6), ("default", 0.1), ("batch", 0.05)):
+            if rng.random() < rate:
+                worker.offer(kind)
+        worker.step()
+    assert worker.offers, "it had more than it could take"
+    while worker.offers or worker.arriving:
+        worker.step()
+    worker.bench.drain()
+    worker.bench.check_over()

@@ -18,9 +18,8 @@ from kvrelay.engine.build import build_engine, engine_on
 from kvrelay.engine.config import EngineConfig, SpeculationConfig
 from kvrelay.engine.constrain.compiler import ConstraintCompiler
 from kvrelay.engine.constrain.grammar import Constraint, Grammar
-from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.plan import StepPlan, kept_rows
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.scheduling.planning import kept_rows
 from kvrelay.engine.speculate.base import Want
 from kvrelay.engine.speculate.lookup import LookupProposer, NgramIndex, SuffixIndex
 from kvrelay.engine.speculate.speculation import Speculation

@@ -3,7 +3,7 @@
 import functools
 import zlib
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,7 @@ def states_of(key: Key, first: int, end: int) -> torch.Tensor:
 class Hold:
     """Keeps blocks of one attempt allocated: a sender's hold, or a receiver's reservation (then it is its own hold)."""
 
-    __slots__ = ("blocks", "cache", "first", "have_tokens", "owner", "released", "tokens")
+    __slots__ = ("blocks", "cache", "first", "have", "owner", "released", "tokens")
 
     def __init__(self, owner: Any, blocks: list[int], cache: CacheLayout, first: int, tokens: int) -> None:
         """
@@ -80,7 +80,7 @@ class Hold:
         self.cache = cache
         self.first = first
         self.tokens = tokens
-        self.have_tokens = 0
+        self.have = tuple([group.first_needed(tokens) for group in cache.groups])
         self.released = False
 
     def tables(self) -> list[list[int]]:
@@ -94,6 +94,9 @@ class Hold:
                 before = max(self.first, group.first_needed(self.tokens) // BLOCK)
                 found.append([-1] * before + self.blocks[before - self.first :])
         return found
+
+    def comes_from(self, first: Sequence[int]) -> None:
+        """Does nothing: no later attempt shares a block."""
 
     @property
     def hold(self) -> "Hold":

@@ -347,7 +347,12 @@ class DecodeProcess(Process):
         hold = self.blocks.take(key, -(-tokens // BLOCK), tokens) if passes else None
         if hold is not None:
             cached = int(world.random() * (tokens // BLOCK + 1)) if world.random() < 0.2 else 0
-            hold.have_tokens = cached * BLOCK
+            # A window's own pool may have kept fewer of them.
+            known = [cached, *[int(world.random() * (cached + 1)) for _ in hold.have[1:]]]
+            pairs = zip(self.blocks.cache.groups, hold.have, known, strict=True)
+            hold.have = tuple(
+                [first if group.kind == "state" else max(first, BLOCK * most) for group, first, most in pairs]
+            )
             for number, block in enumerate(hold.blocks[:cached]):
                 self.blocks.fill(block, key, number)
         answer(hold)

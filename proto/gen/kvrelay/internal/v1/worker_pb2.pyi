@@ -42,18 +42,20 @@ WAIT_ROW: Wait
 WAIT_PREEMPTED: Wait
 
 class RelayRequest(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "fence", "begin")
+    __slots__ = ("hello", "submit", "cancel", "fence", "begin", "answered")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
+    ANSWERED_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     submit: Submit
     cancel: Cancel
     fence: ClientCall
     begin: Begin
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., fence: _Optional[_Union[ClientCall, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ...) -> None: ...
+    answered: Answered
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., fence: _Optional[_Union[ClientCall, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., answered: _Optional[_Union[Answered, _Mapping]] = ...) -> None: ...
 
 class ClientCall(_message.Message):
     __slots__ = ("key", "call")
@@ -195,6 +197,12 @@ class Begin(_message.Message):
     request_id: str
     attempt: int
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class Answered(_message.Message):
+    __slots__ = ("chain",)
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    chain: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, chain: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RelayResponse(_message.Message):
     __slots__ = ("hello", "events", "load", "submits_seen", "slots", "indices", "token_ids", "foreign")
@@ -397,11 +405,12 @@ class Promised(_message.Message):
     def __init__(self, requests: _Optional[int] = ..., blocks: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("blocks", "requests", "pending_tokens", "computed_tokens", "promised", "steps", "step_seconds", "traffic", "growth_blocks", "ending", "holdings", "costs", "yielding_tokens")
+    __slots__ = ("blocks", "requests", "pending_tokens", "computed_tokens", "prompt_tokens", "promised", "steps", "step_seconds", "traffic", "growth_blocks", "ending", "holdings", "costs", "yielding_tokens")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMISED_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -415,6 +424,7 @@ class Load(_message.Message):
     requests: Requests
     pending_tokens: int
     computed_tokens: int
+    prompt_tokens: int
     promised: Promised
     steps: int
     step_seconds: float
@@ -424,7 +434,7 @@ class Load(_message.Message):
     holdings: _containers.RepeatedCompositeFieldContainer[Holding]
     costs: Costs
     yielding_tokens: int
-    def __init__(self, blocks: _Optional[_Union[Blocks, _Mapping]] = ..., requests: _Optional[_Union[Requests, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., promised: _Optional[_Union[Promised, _Mapping]] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., growth_blocks: _Optional[int] = ..., ending: _Optional[_Union[Promised, _Mapping]] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., costs: _Optional[_Union[Costs, _Mapping]] = ..., yielding_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, blocks: _Optional[_Union[Blocks, _Mapping]] = ..., requests: _Optional[_Union[Requests, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., promised: _Optional[_Union[Promised, _Mapping]] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., growth_blocks: _Optional[int] = ..., ending: _Optional[_Union[Promised, _Mapping]] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., costs: _Optional[_Union[Costs, _Mapping]] = ..., yielding_tokens: _Optional[int] = ...) -> None: ...
 
 class Costs(_message.Message):
     __slots__ = ("fixed", "sequence", "context", "guess", "prompt_fixed", "token", "pair", "chunk", "step_seconds", "decode_error", "prompt_error", "kv_token", "kv_fixed", "kv_windows", "links")

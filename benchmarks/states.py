@@ -1,0 +1,301 @@
+"""The speed of models whose layers keep states: native kernels against transformers' functions, and against attention.
+
+    python benchmarks/states.py [--models mamba2,qwen3_next] [--cells prefill_512] [--long] [--prefix] [--out FILE]
+
+Models of random weights in the shape of their class, of about 135m, in bfloat16. `flat` is the way that the model is
+served in; `gather` the way in which it would be without kernels of its states, with transformers' functions in plain
+torch. Both run in one process in turns. `prefill_N` is the prefill of a prompt, `decode_N` a decode step of N sequences
+with 128 tokens before each; figures are tokens a second, and the ratio of each turn.
+
+    --long      decode steps of 8 sequences at 16k tokens: a hybrid of three layers with states to one with attention,
+                against Llama of the same size on the fast path; and the bytes that a hand-off of 16k tokens takes
+    --prefix    the time to the first token of a prompt of 4k tokens, and of the same one again
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from checkpoint import write
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from turns import own_setting, save, spread
+
+from kvrelay.engine.build import build_engine
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.models.general import choose
+from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.request import Request, SamplingParams
+
+VOCABULARY = 49152
+LAYERS = 24
+HYBRID = (["linear_attention"] * 3 + ["full_attention"]) * (LAYERS // 4)
+ATTENTION = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+COMMON = {"vocab_size": VOCABULARY, "hidden_size": 576, "tie_word_embeddings": True}
+MAMBA = {"mamba_n_heads": 18, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_expand": 2}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        **COMMON,
+        **ATTENTION,
+        "num_hidden_layers": LAYERS,
+        "layer_types": HYBRID,
+        "intermediate_size": 1536,
+        "mlp_only_layers": list(range(LAYERS)),
+        "num_experts": 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+    "mamba2": {
+        **COMMON,
+        "num_hidden_layers": 48,
+        "num_heads": 18,
+        "head_dim": 64,
+        "state_size": 128,
+        "n_groups": 1,
+        "expand": 2,
+    },
+    "bamba": {
+        **COMMON,
+        **ATTENTION,
+        **MAMBA,
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": 1536,
+        "attn_layer_indices": list(range(3, LAYERS, 4)),
+    },
+    "granitemoehybrid": {
+        **COMMON,
+        **ATTENTION,
+        **MAMBA,
+        "num_hidden_layers": LAYERS,
+        "layer_types": HYBRID,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "intermediate_size": 1536,
+        "shared_intermediate_size": 1536,
+    },
+    "nemotron_h": {
+        **COMMON,
+        **ATTENTION,
+        "layers_block_type": (["linear_attention", "mlp"] * 3 + ["full_attention", "mlp"]) * 6,
+        "mamba_num_heads": 18,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "n_groups": 1,
+        "intermediate_size": 2304,
+    },
+    "falcon_h1": {
+        **COMMON,
+        **ATTENTION,
+        **MAMBA,
+        "mamba_d_ssm": 1152,
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": 1024,
+    },
+    "lfm2": {
+        **COMMON,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "num_hidden_layers": LAYERS,
+        "layer_types": (["conv"] * 3 + ["full_attention"]) * (LAYERS // 4),
+        "intermediate_size": 1536,
+        "block_auto_adjust_ff_dim": False,
+    },
+    "rwkv": {**COMMON, "hidden_size": 768, "num_hidden_layers": 12, "context_length": 1024},
+}
+"""Fields of each model type's config."""
+CELLS = ("prefill_512", "decode_1", "decode_8")
+CONTEXT = 128
+ROWS = 8
+"""Sequences of the largest batch; slots of states take memory for each."""
+LONG = 16384
+PREFIX = 4096
+
+
+def checkpoint(folder: Path, name: str, positions: int = 8192) -> int:
+    """Writes a checkpoint of a shape; returns the number of its weights."""
+    config_class = CONFIG_MAPPING[name]
+    known = config_class().to_dict()
+    limits = {"max_position_embeddings": positions} if "max_position_embeddings" in known else {}
+    torch.manual_seed(0)
+    config = config_class(**SHAPES[name], **limits)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+@contextmanager
+def ways(*names: str) -> Iterator[None]:
+    """Within it, models are run in one of these ways."""
+    kept = choose.WAYS
+    choose.WAYS = tuple(way for way in kept if way[0] in names)
+    try:
+        yield
+    finally:
+        choose.WAYS = kept
+
+
+def options(threads: int, tokens: int, **others: Any) -> EngineConfig:
+    """Options of an engine with room for so many tokens of a sequence of 135m."""
+    sizes = {"kv_memory_bytes": tokens * 2**15 + 2**29, "max_sequences": ROWS}
+    given = {"threads": threads, "prefix_cache": False, **sizes, **others}
+    return EngineConfig(**given).on("cpu")
+
+
+def plan_of(runner: Any, rows: int, length: int, start: int) -> StepPlan:
+    """A step of rows of this length with the same context, for a runner with layers of any kind."""
+    layout = getattr(runner, "cache_layout", None)
+    size = runner.layout.block_size if layout is None else layout.block_size
+    blocks = -(-(start + length) // size)
+    table = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
+    slots = np.arange(rows, dtype=np.int32)[:, None]
+    groups = () if layout is None else layout.groups
+    tables = [slots if group.kind == "state" else table for group in groups] or [table]
+    return StepPlan(
+        step=0,
+        handles=tuple(range(rows)),
+        tokens=np.random.default_rng(0).integers(2, VOCABULARY, rows * length).astype(np.int32),
+        starts=np.full(rows, start, np.int32),
+        lengths=np.full(rows, length, np.int32),
+        block_tables=tables[0],
+        sample=np.ones(rows, np.bool_),
+        sampling=(SamplingParams(temperature=0.0),) * rows,
+        generated=np.zeros(rows, np.int32),
+        side_tables=tuple(tables[1:]),
+    )
+
+
+def seconds(runner: Any, plan: StepPlan, tries: int) -> float:
+    """Seconds of a step: the least of some tries."""
+    found = []
+    for _ in range(tries):
+        start = time.perf_counter()
+        runner.launch(plan).result()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def clear(runner: Any) -> None:
+    """Fills the pools with zeros: attention and states cost as much for any numbers that aren't denormal."""
+    for pool in getattr(runner, "pools", (runner.pool,)):
+        pool.bytes.zero_()
+
+
+def in_turns(runners: dict[str, Any], cells: Sequence[tuple[str, int, int, int]], repeats: int) -> dict[str, Any]:
+    """Figures of each cell (name, rows, tokens of a row, context), and ratios of the first runner to the others."""
+    first, *others = runners
+    found: dict[str, Any] = {}
+    for cell, rows, length, start in cells:
+        plans = {name: plan_of(runner, rows, length, start) for name, runner in runners.items()}
+        rates: dict[str, list[float]] = {name: [] for name in runners}
+        for turn in range(repeats + 1):
+            for name, runner in runners.items():
+                spent = seconds(runner, plans[name], 1 if length > 1 else 3)
+                if turn:  # the first one warms caches and buffers
+                    rates[name].append(rows * length / spent)
+        found[cell] = {name: {"tokens_per_s": spread(values, 1)} for name, values in rates.items()}
+        for name in others:
+            ratios = [own / other for own, other in zip(rates[first], rates[name], strict=True)]
+            found[cell][f"{first} / {name}"] = spread(ratios)
+    return found
+
+
+def short(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The figures of each model in both ways."""
+    shapes = {"prefill": lambda count: (1, count, 0), "decode": lambda count: (count, 1, CONTEXT)}
+    cells = [(cell, *shapes[cell.split("_")[0]](int(cell.split("_")[1]))) for cell in args.cells]
+    for name in args.models:
+        with tempfile.TemporaryDirectory() as folder:
+            weights = checkpoint(Path(folder), name)
+            runners = {}
+            for own in (("flat",), ("gather", "gather, whole prompts", "again")):
+                with ways(*own):
+                    _, runner = build_engine(Path(folder), "bfloat16", options(args.threads, 4096))
+                clear(runner)
+                runners[runner.choice.name] = runner
+        yield name, {"weights": weights, **in_turns(runners, cells, args.repeats)}
+
+
+def long(args: argparse.Namespace) -> dict[str, Any]:
+    """A hybrid and Llama at LONG tokens."""
+    runners: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
+    bytes_of: dict[str, int] = {}
+    for name in ("qwen3_next", "llama"):
+        with tempfile.TemporaryDirectory() as folder:
+            sizes[name] = (
+                write(Path(folder), "135m", 2 * LONG) if name == "llama" else checkpoint(Path(folder), name, 2 * LONG)
+            )
+            room = {"llama": 8 * (LONG + 64) * 23040, "qwen3_next": 8 * (LONG + 64) * 3072 + 2**30}[name]
+            given = options(args.threads, 0, kv_memory_bytes=room)
+            _, runner = build_engine(Path(folder), "bfloat16", given)
+            runners[name] = runner
+        clear(runner)
+        layout = getattr(runner, "cache_layout", None)
+        tracks = [("full", runner.layout)] if layout is None else [(layout.groups[g].kind, t) for g, t in layout.tracks]
+        bytes_of[name] = sum(
+            track.block_bytes if kind == "state" else LONG * track.token_bytes for kind, track in tracks
+        )
+    found = in_turns(runners, [("decode_8_16384", 8, 1, LONG)], args.repeats)
+    ratio = bytes_of["qwen3_next"] / bytes_of["llama"]
+    return {"weights": sizes, **found, "handoff_bytes_16384": {**bytes_of, "ratio": round(ratio, 4)}}
+
+
+def prefix(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds to the first token of PREFIX tokens and a few, first and again."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint(Path(folder), "qwen3_next")
+        given = replace(options(args.threads, 0), kv_memory_bytes=2**30, prefix_cache=True)
+        engine, _ = build_engine(Path(folder), "bfloat16", given)
+    random = np.random.default_rng(0)
+    times: dict[str, list[float]] = {"first": [], "again": []}
+    for turn in range(args.repeats):
+        prompt = tuple(random.integers(2, VOCABULARY, PREFIX + 16).tolist())
+        for name in times:
+            tokens = (*prompt[:PREFIX], *random.integers(2, VOCABULARY, 16).tolist()) if name == "again" else prompt
+            start = time.perf_counter()
+            sampling = SamplingParams(max_tokens=1, temperature=0.0)
+            engine.scheduler.add(Request(f"{turn} {name}", 0, tokens, len(tokens), sampling))
+            while engine.has_work:
+                engine.step()
+            times[name].append(time.perf_counter() - start)
+    ratios = [again / first for again, first in zip(times["again"], times["first"], strict=True)]
+    return {**{name: {"seconds": spread(values, 4)} for name, values in times.items()}, "again / first": spread(ratios)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=lambda text: text.split(","), default=list(SHAPES))
+    parser.add_argument("--cells", type=lambda text: text.split(","), default=list(CELLS))
+    parser.add_argument("--long", action="store_true")
+    parser.add_argument("--prefix", action="store_true")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="JSON file, whose other figures stay as they are")
+    args = parser.parse_args()
+    result: dict[str, Any] = {**own_setting("torch", "transformers"), "threads": args.threads}
+    if args.out is not None and args.out.exists():
+        result = {**json.loads(args.out.read_text()), **result}
+    figures: Iterator[tuple[str, dict[str, Any]]] = short(args)
+    if args.long or args.prefix:
+        asked = {"long": long} if args.long else {}
+        asked |= {"prefix": prefix} if args.prefix else {}
+        figures = ((name, measure(args)) for name, measure in asked.items())
+    for name, found in figures:
+        result.setdefault("figures", {})[name] = found
+        print(json.dumps({name: found}), flush=True)
+        if args.out is not None:
+            save(args.out, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""Layers that keep a state, on the native kernels of `native/states.h`."""
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvrelay.kernels.cpu.program import Program, Team, fields
+from kvrelay.kernels.states import StateRows, TimeStep
+
+CONV, SSD, DELTA, WKV = "kvrelay_conv", "kvrelay_ssd", "kvrelay_delta", "kvrelay_wkv"
+
+
+class _Rows(ctypes.Structure):
+    """`StateRows` in states.h."""
+
+    _fields_ = (
+        *fields(ctypes.c_void_p, "rows firsts starts slots origins state"),
+        *fields(ctypes.c_int64, "slot_bytes"),
+    )
+
+
+class ConvArgs(ctypes.Structure):
+    """`ConvArgs` in states.h."""
+
+    _fields_ = (
+        ("of", _Rows),
+        *fields(ctypes.c_void_p, "x out weight bias"),
+        *fields(ctypes.c_int64, "x_stride out_stride channels width"),
+        *fields(ctypes.c_int32, "silu bfloat16"),
+    )
+
+
+class SsdArgs(ctypes.Structure):
+    """`SsdArgs` in states.h."""
+
+    _fields_ = (
+        ("of", _Rows),
+        *fields(ctypes.c_void_p, "x b c dt out a d dt_bias workspace"),
+        *fields(ctypes.c_int64, "x_stride b_stride c_stride dt_stride out_stride heads groups dim size"),
+        *fields(ctypes.c_float, "dt_least dt_most"),
+        *fields(ctypes.c_int32, "softplus bfloat16"),
+    )
+
+
+class DeltaArgs(ctypes.Structure):
+    """`DeltaArgs` in states.h."""
+
+    _fields_ = (
+        ("of", _Rows),
+        *fields(ctypes.c_void_p, "q k v g beta out workspace"),
+        *fields(
+            ctypes.c_int64, "q_stride k_stride v_stride g_stride beta_stride out_stride heads key_heads dim key_dim"
+        ),
+        *fields(ctypes.c_int32, "normalized bfloat16"),
+    )
+
+
+class WkvArgs(ctypes.Structure):
+    """`WkvArgs` in states.h."""
+
+    _fields_ = (
+        ("of", _Rows),
+        *fields(ctypes.c_void_p, "k v out decay first"),
+        *fields(ctypes.c_int64, "k_stride v_stride out_stride channels"),
+        *fields(ctypes.c_int32, "bfloat16"),
+    )
+
+
+class _Layer:
+    """A kernel with the arguments of one layer, and the tensors that these point to."""
+
+    def __init__(self, team: Team, kernel: str, args: ctypes.Structure, *kept: object) -> None:
+        self.args, self.kept = args, kept
+        self._team = team
+        self._count = ctypes.c_int64()
+        args.of.rows = ctypes.addressof(self._count)
+        self._program = Program(team.library, (kernel, args))
+
+    def run(self, state: Tensor, rows: StateRows) -> None:
+        """Runs the kernel."""
+        of = self.args.of
+        self._count.value = len(rows.starts)
+        of.firsts, of.starts, of.slots = rows.firsts.data_ptr(), rows.starts.data_ptr(), rows.slots.data_ptr()
+        of.origins = rows.origins.data_ptr()
+        of.state, of.slot_bytes = state.data_ptr(), state.stride(0) * state.itemsize
+        self._team.run(self._program)
+
+
+class NativeStateOps:
+    """Implements `StateOps` for float32 and bfloat16. Not thread-safe."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._layers: dict[tuple[str, int], _Layer] = {}
+        """The layers, by kernel and address of the state in slot 0."""
+
+    def conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: StateRows, *, silu: bool
+    ) -> Tensor:
+        """See `StateOps.conv`."""
+        channels, width = weight.shape
+
+        def make() -> _Layer:
+            own = weight.detach().T.float().contiguous()
+            of_bias = None if bias is None else bias.detach().float().contiguous()
+            args = ConvArgs(
+                weight=own.data_ptr(),
+                bias=None if of_bias is None else of_bias.data_ptr(),
+                channels=channels,
+                width=width,
+                silu=silu,
+                bfloat16=_is_bfloat16(x),
+            )
+            return _Layer(self._team, CONV, args, own, of_bias)
+
+        layer = self._layer(CONV, state, make)
+        x, args = _rows_of(x), layer.args
+        out = torch.empty((len(x), channels), dtype=x.dtype)
+        args.x, args.x_stride = x.data_ptr(), x.stride(0)
+        args.out, args.out_stride = out.data_ptr(), channels
+        layer.run(state, rows)
+        return out
+
+    def ssd(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor | None,
+        time_step: TimeStep,
+        state: Tensor,
+        rows: StateRows,
+    ) -> Tensor:
+        """See `StateOps.ssd`."""
+        tokens, heads, dim = x.shape
+        groups, size = b.shape[1:]
+
+        def make() -> _Layer:
+            skip = None if d is None else d.detach().float().contiguous()
+            bias = None if time_step.bias is None else time_step.bias.detach().float().contiguous()
+            args = SsdArgs(
+                d=None if skip is None else skip.data_ptr(),
+                dt_bias=None if bias is None else bias.data_ptr(),
+                heads=heads,
+                groups=groups,
+                dim=dim,
+                size=size,
+                dt_least=time_step.least,
+                dt_most=time_step.most,
+                softplus=time_step.softplus,
+                bfloat16=_is_bfloat16(x),
+            )
+            return _Layer(self._team, SSD, args, skip, bias)
+
+        layer = self._layer(SSD, state, make)
+        x, b, c, dt = _rows_of(x), _rows_of(b), _rows_of(c), _rows_of(dt.to(x.dtype))
+        out, args = torch.empty((tokens, heads, dim)), layer.args
+        a = a.float().contiguous()
+        args.x, args.x_stride = x.data_ptr(), x.stride(0)
+        args.b, args.b_stride = b.data_ptr(), b.stride(0)
+        args.c, args.c_stride = c.data_ptr(), c.stride(0)
+        args.dt, args.dt_stride = dt.data_ptr(), dt.stride(0)
+        args.out, args.out_stride = out.data_ptr(), out.stride(0)
+        args.a = a.data_ptr()
+        args.workspace = self._workspace("kvrelay_ssd_workspace", dim, size)
+        layer.run(state, rows)
+        return out
+
+    def delta(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        state: Tensor,
+        rows: StateRows,
+        *,
+        normalized: bool,
+    ) -> Tensor:
+        """See `StateOps.delta`."""
+        tokens, heads, dim = v.shape
+        key_heads, key_dim = k.shape[1:]
+
+        def make() -> _Layer:
+            args = DeltaArgs(
+                heads=heads,
+                key_heads=key_heads,
+                dim=dim,
+                key_dim=key_dim,
+                normalized=normalized,
+                bfloat16=_is_bfloat16(v),
+            )
+            return _Layer(self._team, DELTA, args)
+
+        layer = self._layer(DELTA, state, make)
+        q, k, v = _rows_of(q), _rows_of(k), _rows_of(v)
+        g, beta = _rows_of(g.float()), _rows_of(beta.to(v.dtype))
+        out, args = torch.empty((tokens, heads, dim), dtype=v.dtype), layer.args
+        args.q, args.q_stride = q.data_ptr(), q.stride(0)
+        args.k, args.k_stride = k.data_ptr(), k.stride(0)
+        args.v, args.v_stride = v.data_ptr(), v.stride(0)
+        args.g, args.g_stride = g.data_ptr(), g.stride(0)
+        args.beta, args.beta_stride = beta.data_ptr(), beta.stride(0)
+        args.out, args.out_stride = out.data_ptr(), out.stride(0)
+        args.workspace = self._workspace("kvrelay_delta_workspace", dim, key_dim)
+        layer.run(state, rows)
+        return out
+
+    def wkv(self, k: Tensor, v: Tensor, decay: Tensor, first: Tensor, state: Tensor, rows: StateRows) -> Tensor:
+        """See `StateOps.wkv`."""
+        tokens, channels = k.shape
+
+        def make() -> _Layer:
+            own = decay.detach().float().contiguous(), first.detach().float().contiguous()
+            args = WkvArgs(
+                decay=own[0].data_ptr(), first=own[1].data_ptr(), channels=channels, bfloat16=_is_bfloat16(k)
+            )
+            return _Layer(self._team, WKV, args, own)
+
+        layer = self._layer(WKV, state, make)
+        k, v = _rows_of(k), _rows_of(v)
+        out, args = torch.empty((tokens, channels), dtype=k.dtype), layer.args
+        args.k, args.k_stride = k.data_ptr(), k.stride(0)
+        args.v, args.v_stride = v.data_ptr(), v.stride(0)
+        args.out, args.out_stride = out.data_ptr(), channels
+        layer.run(state, rows)
+        return out
+
+    def _layer(self, kernel: str, state: Tensor, make: Callable[[], _Layer]) -> _Layer:
+        key = kernel, state.data_ptr()
+        if key not in self._layers:
+            self._layers[key] = make()
+        return self._layers[key]
+
+    def _workspace(self, function: str, dim: int, other: int) -> int:
+        sized = getattr(self._team.library, function)
+        sized.restype = ctypes.c_int64
+        size: int = sized(ctypes.c_int64(dim), ctypes.c_int64(other))
+        return self._team.workspace(4 * size * self._team.threads)
+
+
+def _is_bfloat16(x: Tensor) -> bool:
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"dtype is {x.dtype}; allowed: float32, bfloat16")
+    return x.dtype == torch.bfloat16
+
+
+def _rows_of(x: Tensor) -> Tensor:
+    """The same numbers, with those of a token behind each other."""
+    return x if x[0].is_contiguous() else x.contiguous()

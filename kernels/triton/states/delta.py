@@ -1,0 +1,117 @@
+"""Gated DeltaNet (Yang, Kautz and Hatamizadeh, arXiv:2412.06464, section 3.3).
+
+    S = exp(g) S,  S = S + k (beta (v - S' k))',  o = S' q        for each token and head, S [K, D]
+
+and for a chunk of Q tokens, with s the sums of g since its begin, and E[i, j] = exp(s_i - s_j):
+
+    U = (1 + tril(beta K K' * E, -1))^-1 beta (V - exp(s) K S)
+    O = exp(s) (Q S) + tril(Q K' * E) U
+    S = exp(s_Q) S + K' (exp(s_Q - s) U)
+
+The triangle is inverted row by row: its powers, which a product of fewer steps needs, overflow what float32 can tell
+apart where keys repeat.
+
+    q, k     [T, Hk, K], each for H / Hk heads, normalized and scaled here
+    v, out   [T, H, D]
+    g, beta  float32 [T, H]
+    state    float32 [S, H, K, D]; slots are `slot_stride` numbers apart
+
+Grid: (R, H, ceil(D / DIM)), in either form. Limit: for one token memory, 8 K D bytes of state a head; for a chunk
+2 Q (2 K + 2 D) + 6 K D FLOPs a token and head.
+"""
+
+import triton
+import triton.language as tl
+
+CHUNK = 32
+LEAST = tl.constexpr(1e-6)
+
+
+@triton.jit
+def delta_kernel(
+    q, k, v, g, beta, state, out, firsts, starts, slots,
+    q_stride, k_stride, v_stride, slot_stride, heads, shared, dim, key_dim, scaling,
+    NORMALIZED: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows of more than one token."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    first = tl.load(firsts + row)
+    end = tl.load(firsts + row + 1)
+    if end - first <= 1:
+        return
+    key_head = head // shared
+    column = tl.program_id(2) * DIM + tl.arange(0, DIM)
+    number = tl.arange(0, KEYS)
+    token = tl.arange(0, CHUNK)
+    inside, used = column < dim, number < key_dim
+    place = state + tl.load(slots + row) * slot_stride + (head * key_dim + number[:, None]) * dim + column[None]
+    held = used[:, None] & inside[None]
+    s = tl.load(place, mask=held & (tl.load(starts + row) > 0), other=0.0)
+    earlier = token[:, None] > token[None]
+    visible = token[:, None] >= token[None]
+    for begin in range(first, end, CHUNK):
+        at = begin + token
+        there = at < end
+        keys = key_head * key_dim + number[None]
+        of_q = tl.load(q + at[:, None] * q_stride + keys, mask=there[:, None] & used[None], other=0.0).to(tl.float32)
+        of_k = tl.load(k + at[:, None] * k_stride + keys, mask=there[:, None] & used[None], other=0.0).to(tl.float32)
+        if NORMALIZED:
+            of_q = of_q / tl.sqrt(tl.sum(of_q * of_q, 1) + LEAST)[:, None]
+            of_k = of_k / tl.sqrt(tl.sum(of_k * of_k, 1) + LEAST)[:, None]
+        of_q = of_q * scaling
+        of_v = tl.load(
+            v + at[:, None] * v_stride + head * dim + column[None], mask=there[:, None] & inside[None], other=0.0
+        )
+        rate = tl.load(g + at * heads + head, mask=there, other=0.0)
+        strength = tl.load(beta + at * heads + head, mask=there, other=0.0)
+        sums = tl.cumsum(rate, 0)
+        last = tl.sum(rate, 0)
+        decay = tl.exp(tl.where(visible, sums[:, None] - sums[None], float("-inf")))
+        triangle = tl.dot(of_k, tl.trans(of_k), input_precision=PRECISION) * decay * strength[:, None]
+        inverse = tl.where(earlier, -triangle, 0.0)
+        for i in range(1, CHUNK):
+            own = tl.sum(tl.where(token[:, None] == i, inverse, 0.0), 0)
+            own += tl.sum(own[:, None] * inverse, 0)
+            inverse = tl.where(token[:, None] == i, own[None], inverse)
+        inverse += tl.where(token[:, None] == token[None], 1.0, 0.0)
+        wanted = of_v.to(tl.float32) - tl.exp(sums)[:, None] * tl.dot(of_k, s, input_precision=PRECISION)
+        u = tl.dot(inverse, wanted * strength[:, None], input_precision=PRECISION)
+        weights = tl.dot(of_q, tl.trans(of_k), input_precision=PRECISION) * decay
+        o = tl.dot(of_q, s, input_precision=PRECISION) * tl.exp(sums)[:, None]
+        o += tl.dot(weights, u, input_precision=PRECISION)
+        target = out + (at[:, None] * heads + head) * dim + column[None]
+        tl.store(target, o.to(out.dtype.element_ty), mask=there[:, None] & inside[None])
+        s = s * tl.exp(last) + tl.dot(tl.trans(of_k), u * tl.exp(last - sums)[:, None], input_precision=PRECISION)
+    tl.store(place, s, mask=held)
+
+
+@triton.jit
+def delta_token_kernel(
+    q, k, v, g, beta, state, out, firsts, starts, slots,
+    q_stride, k_stride, v_stride, slot_stride, heads, shared, dim, key_dim, scaling,
+    NORMALIZED: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Rows of one token."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    at = tl.load(firsts + row)
+    if tl.load(firsts + row + 1) - at != 1:
+        return
+    key_head = head // shared
+    column = tl.program_id(2) * DIM + tl.arange(0, DIM)
+    number = tl.arange(0, KEYS)
+    inside, used = column < dim, number < key_dim
+    place = state + tl.load(slots + row) * slot_stride + (head * key_dim + number[:, None]) * dim + column[None]
+    held = used[:, None] & inside[None]
+    s = tl.load(place, mask=held & (tl.load(starts + row) > 0), other=0.0)
+    of_q = tl.load(q + at * q_stride + key_head * key_dim + number, mask=used, other=0.0).to(tl.float32)
+    of_k = tl.load(k + at * k_stride + key_head * key_dim + number, mask=used, other=0.0).to(tl.float32)
+    if NORMALIZED:
+        of_q = of_q / tl.sqrt(tl.sum(of_q * of_q, 0) + LEAST)
+        of_k = of_k / tl.sqrt(tl.sum(of_k * of_k, 0) + LEAST)
+    of_v = tl.load(v + at * v_stride + head * dim + column, mask=inside, other=0.0).to(tl.float32)
+    s = s * tl.exp(tl.load(g + at * heads + head))
+    new = (of_v - tl.sum(s * of_k[:, None], 0)) * tl.load(beta + at * heads + head)
+    s = s + of_k[:, None] * new[None]
+    o = tl.sum(s * (of_q * scaling)[:, None], 0)
+    tl.store(out + (at * heads + head) * dim + column, o.to(out.dtype.element_ty), mask=inside)
+    tl.store(place, s, mask=held)

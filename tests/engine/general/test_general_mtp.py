@@ -1,0 +1,121 @@
+"""Guesses by a checkpoint's own layer for multi-token prediction: the same greedy tokens, in fewer steps."""
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from kvrelay.engine.build import build_engine
+from kvrelay.engine.config import EngineConfig, SpeculationConfig
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.request import Request, SamplingParams
+from support.serving import tokens_in
+from support.tiny_models import save, tiny_config
+
+LAYERS = 2
+FIELDS = {"num_hidden_layers": LAYERS, "max_position_embeddings": 256}
+OPTIONS = EngineConfig(device="cpu", model_path="general", kv_memory_bytes=2**23, threads=1, max_batch_tokens=48)
+COMPLETION = 60
+PROMPTS = [[5, 9, 7, 11, 200], list(range(3, 60)), [3 + (7 * n) % 251 for n in range(21)]]
+WEIGHTS = "model.safetensors"
+
+
+def one_layer(model_type: str) -> PreTrainedModel:
+    """A model with a layer of the kind of the last one."""
+    config = tiny_config(model_type, **{**FIELDS, "num_hidden_layers": 1, "first_k_dense_replace": 0})
+    return AutoModelForCausalLM.from_config(config)
+
+
+def distill(model_type: str, served: PreTrainedModel, steps: int) -> dict[str, Tensor]:
+    """Trains a layer on what the served model writes; its tensors, by their published names behind the layer's."""
+    generator = torch.Generator().manual_seed(1)
+    starts = torch.randint(3, 250, (24, 6), generator=generator)
+    tokens = starts
+    with torch.no_grad():
+        while tokens.shape[1] < 72:
+            tokens = torch.cat((tokens, served(tokens).logits[:, -1:].argmax(-1)), 1)
+        states = served.model(tokens).last_hidden_state[:, :-2]
+        embedded = served.get_input_embeddings()(tokens[:, 1:-1])
+    targets, hidden = tokens[:, 2:], states.shape[-1]
+    torch.manual_seed(2)
+    layer, join = one_layer(model_type).train(), nn.Linear(2 * hidden, hidden, bias=False)
+    norms = [type(layer.model.norm)(hidden) for _ in range(2)]
+    modules = nn.ModuleList([layer, join, *norms])
+    optimizer = torch.optim.Adam([each for each in modules.parameters() if each.requires_grad], 3e-3)
+    for _ in range(steps):
+        x = join(torch.cat((norms[0](embedded), norms[1](states)), -1))
+        logits = served.get_output_embeddings()(layer.model(inputs_embeds=x, use_cache=False).last_hidden_state)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    made = {"eh_proj.weight": join.weight, "enorm.weight": norms[0].weight, "hnorm.weight": norms[1].weight}
+    made["shared_head.norm.weight"] = layer.model.norm.weight
+    return {**{name: tensor.detach().clone() for name, tensor in made.items()}, **published(layer)}
+
+
+def published(layer: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors of a model's first layer, as they are in files."""
+    with tempfile.TemporaryDirectory() as folder:
+        layer.save_pretrained(folder)
+        held = load_file(Path(folder) / WEIGHTS)
+    prefix = "model.layers.0."
+    return {name.removeprefix(prefix): tensor for name, tensor in held.items() if name.startswith(prefix)}
+
+
+def with_layer(folder: Path, tensors: dict[str, Tensor]) -> Path:
+    held = load_file(folder / WEIGHTS)
+    held |= {f"model.layers.{LAYERS}.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(held, folder / WEIGHTS, {"format": "pt"})
+    return folder
+
+
+def served(engine: Engine) -> tuple[dict[str, list[int]], int]:
+    """The tokens of each request, and the steps that it took to serve them together."""
+    for number, prompt in enumerate(PROMPTS):
+        sampling = SamplingParams(temperature=0.0, max_tokens=COMPLETION)
+        engine.scheduler.add(Request(str(number), 1, tuple(prompt), len(prompt), sampling))
+    heard: dict[str, list[object]] = {str(number): [] for number in range(len(PROMPTS))}
+    steps = 0
+    while engine.has_work:
+        steps += 1
+        for report in engine.step():
+            assert report.error is None
+            heard[report.sequence.request.request_id].append(report)
+    engine.scheduler.check_integrity(idle=True)
+    return {name: tokens_in(reports) for name, reports in heard.items()}, steps  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.more)])
+def test_a_layer_that_predicts_well_halves_the_steps(model_type: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    folder = save(model_type, tmp_path, **FIELDS)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with_layer(folder, distill(model_type, model, 120))
+    expected, alone = served(build_engine(folder, "float32", OPTIONS)[0])
+    speculation = SpeculationConfig("mtp", max_tokens=2, adaptive=False)
+    found, steps = served(build_engine(folder, "float32", replace(OPTIONS, speculation=speculation))[0])
+    assert found == expected
+    assert alone / steps >= 1.5
+
+
+def test_a_checkpoint_without_the_layer_is_refused(tmp_path: Path) -> None:
+    folder = save("deepseek_v3", tmp_path, **FIELDS)
+    options = replace(OPTIONS, speculation=SpeculationConfig("mtp"))
+    with pytest.raises(ValueError, match=r"model.layers.2.enorm.weight is missing; .* a layer for multi-token"):
+        build_engine(folder, "float32", options)
+    layer = published(one_layer("deepseek_v3"))
+    hidden = 64
+    layer |= {f"{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+    with_layer(folder, layer | {"eh_proj.weight": torch.zeros(hidden, hidden)})
+    with pytest.raises(ValueError, match=r"eh_proj.weight has another shape than \[64, 128\]"):
+        build_engine(folder, "float32", options)
+    del layer["self_attn.o_proj.weight"]
+    with_layer(save("deepseek_v3", tmp_path, **FIELDS), layer | {"eh_proj.weight": torch.zeros(hidden, 2 * hidden)})
+    with pytest.raises(ValueError, match=r"self_attn.o_proj.weight of the layer .* is missing"):
+        build_engine(folder, "float32", options)

@@ -1,0 +1,64 @@
+"""The native kernels of layers with a state equal `kernels/reference.py`, for any ragged rows on scattered slots."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from state_steps import DTYPES, SLOTS, STEPS, Scene
+from torch import Tensor
+
+from kvrelay.kernels.cpu.program import Team
+from kvrelay.kernels.cpu.states import NativeStateOps
+from kvrelay.kernels.states import StateRows, TimeStep
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", STEPS)
+@pytest.mark.parametrize("threads", [1, 3])
+class TestEqual:
+    def test_conv(self, team_of: Callable[[int], Team], rows: list[tuple[int, int]], dtype: str, threads: int) -> None:
+        for channels, width in ((48, 4), (37, 3), (5, 1)):
+            Scene(rows, dtype).check_conv(NativeStateOps(team_of(threads)), channels, width)
+
+    def test_ssd(self, team_of: Callable[[int], Team], rows: list[tuple[int, int]], dtype: str, threads: int) -> None:
+        for heads, groups, dim, size in ((4, 1, 64, 128), (6, 3, 20, 9), (2, 2, 80, 16)):
+            Scene(rows, dtype).check_ssd(NativeStateOps(team_of(threads)), heads, groups, dim, size)
+
+    def test_delta(self, team_of: Callable[[int], Team], rows: list[tuple[int, int]], dtype: str, threads: int) -> None:
+        for heads, key_heads, dim, key_dim in ((4, 2, 64, 64), (6, 6, 20, 9), (3, 1, 80, 128)):
+            Scene(rows, dtype).check_delta(NativeStateOps(team_of(threads)), heads, key_heads, dim, key_dim)
+
+    def test_wkv(self, team_of: Callable[[int], Team], rows: list[tuple[int, int]], dtype: str, threads: int) -> None:
+        for channels in (48, 37):
+            Scene(rows, dtype).check_wkv(NativeStateOps(team_of(threads)), channels)
+
+
+def test_origins(team_of: Callable[[int], Team]) -> None:
+    """Rows of one token, each behind the row before, leave the states of one row with all the tokens."""
+    ops, alone = NativeStateOps(team_of(2)), Scene([(7, 3)], "float32")
+    slot = int(alone.slots[0])
+    slots = np.array([slot, (slot + 3) % SLOTS, (slot + 1) % SLOTS])
+    starts, origins = np.array([7, 8, 9]), np.array([slot, slot, slots[1]])
+    chain = StateRows.of(np.ones(3, np.int64), starts, slots, alone.device, origins)
+
+    def check(run: Callable[[Tensor, StateRows], Tensor], state: Tensor) -> None:
+        chained = state.clone()
+        expected, found = run(state, alone.rows), run(chained, chain)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(chained[slots[2]], state[slot], rtol=1e-4, atol=1e-5)
+
+    def of(*shape: int) -> Tensor:
+        return alone.states(*shape, dtype=torch.float32)
+
+    x, weight = alone.columns(40), alone.normal(40, 4)
+    check(lambda state, rows: ops.conv(x, weight, None, state, rows, silu=True), of(4, 40))
+    heads, dt, b, a = alone.columns(4, 20), alone.columns(4).abs(), alone.columns(2, 9), -alone.normal(4).abs()
+    step = TimeStep(None, False, 0.0, 1e9)
+    check(lambda state, rows: ops.ssd(heads, dt, a, b, b, None, step, state, rows), of(4, 9, 20))
+    keys, g = alone.columns(2, 9), -alone.normal(3, 4).abs()
+    check(lambda state, rows: ops.delta(keys, keys, heads, g, dt, state, rows, normalized=True), of(4, 9, 20))
+    decay = -alone.normal(40).exp()
+    positive = of(3, 40)
+    positive[:, 1].exp_()
+    check(lambda state, rows: ops.wkv(x, x, decay, decay, state, rows), positive)

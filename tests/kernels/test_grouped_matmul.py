@@ -1,0 +1,119 @@
+"""Products of experts on GPU: exact up to rounding, whatever experts rows choose, within the limits of GPUs."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_quant_gemv import DEVICE, held, normal
+from test_quant_matmul import in_groups
+from torch import Tensor
+from triton_compile import Compiler, each_architecture
+
+from kvrelay.kernels import codes, reference
+from kvrelay.kernels.codes import CodedWeight
+from kvrelay.kernels.triton.grouped_matmul import FEW, MANY, GroupedMatmul, Pairs
+from kvrelay.kernels.triton.quant_gemv import QuantizedWeight
+
+FORMATS: dict[str, Callable[[Tensor], CodedWeight]] = {
+    "int8": codes.int8,
+    "int4": lambda weight: codes.int4(weight, 64),
+    "fp8": codes.fp8,
+    "fp8 in blocks": lambda weight: in_groups(weight, 128),
+}
+PROGRAMS = 3
+EXPERTS, OUTPUTS, INPUTS = 6, 70, 320
+
+
+def choices(rows: int, top: int, seed: int) -> Tensor:
+    """int64 [rows, top]: few experts have most rows, some have none, and some pairs name no expert."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.tensor([8.0, 4.0, 0.0, 1.0, 0.5, 0.0, 0.5])
+    return torch.multinomial(weights.expand(rows, -1), top, generator=generator).to(DEVICE)
+
+
+def weights_of(name: str) -> tuple[Tensor | QuantizedWeight, Tensor]:
+    """The weights of all experts, and as they are dequantized."""
+    plain = normal(EXPERTS * OUTPUTS, INPUTS) / INPUTS**0.5
+    if name == "dense":
+        return plain.half(), plain.half().float()
+    weight = FORMATS[name](plain)
+    return held(weight, torch.float16), weight.dequantize()
+
+
+@pytest.mark.parametrize("name", ["dense", *FORMATS])
+def test_a_product(name: str) -> None:
+    """Few rows and many, of a step's rows and of pairs; later launches repeat one before."""
+    weight, dense = weights_of(name)
+    bias = normal(EXPERTS * OUTPUTS, dtype=torch.float16)
+    product = GroupedMatmul(weight, bias, EXPERTS, PROGRAMS)
+    expected = dense.view(EXPERTS, OUTPUTS, INPUTS)
+    for rows in (1, 5, 70, 5):
+        x, chosen = normal(rows, INPUTS, dtype=torch.float16, seed=rows), choices(rows, 2, rows)
+        pairs = Pairs.of(chosen, EXPERTS)
+        assert pairs.block == (FEW if rows < 70 else MANY)
+        count = int(pairs.begins[-1])
+        for gathered in (False, True):
+            source = x[pairs.source.long()].contiguous() if gathered else x
+            found = product(source, pairs, gathered=gathered)[:count]
+            expert = chosen.flatten().sort(stable=True).values[:count]
+            wanted = torch.einsum("pk,pnk->pn", x[pairs.source[:count].long()].float(), expected[expert])
+            wanted += bias.view(EXPERTS, OUTPUTS)[expert].float()
+            torch.testing.assert_close(found.float(), wanted, rtol=4e-3, atol=4e-3 * float(wanted.abs().max()))
+
+
+def test_a_layer() -> None:
+    rows, inner = 40, 48
+    up, down = normal(EXPERTS, 2 * inner, INPUTS) / INPUTS**0.5, normal(EXPERTS, INPUTS, inner) / inner**0.5
+    first, second = (GroupedMatmul(each.half().flatten(0, 1), None, EXPERTS, PROGRAMS) for each in (up, down))
+    x, chosen, shares = normal(rows, INPUTS), choices(rows, 3, 1), torch.rand(rows, 3, device=DEVICE)
+    pairs = Pairs.of(chosen, EXPERTS)
+    gated = reference.silu_mul(first(x.half(), pairs, gathered=False))
+    parts = second(gated, pairs, gathered=True)[pairs.places].float()
+    named = (chosen < EXPERTS)[:, :, None]
+    found = (parts * shares[:, :, None]).masked_fill(~named, 0).sum(1)
+    products = [[reference.linear(weight, None) for weight in each] for each in (up, down)]
+    expected = reference.experts(x, chosen, shares, products[0], reference.silu_mul, products[1])
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="weight has 70 outputs; allowed: a multiple of 6, the number of experts"):
+        GroupedMatmul(normal(70, 64), None, 6, 1)
+    product = GroupedMatmul(normal(60, 64, dtype=torch.float16), None, 6, 1)
+    pairs = Pairs.of(choices(4, 2, 0), EXPERTS)
+    with pytest.raises(ValueError, match=r"x is \[4, 63\]; allowed: \[4, 64\]"):
+        product(normal(4, 63, dtype=torch.float16), pairs, gathered=False)
+
+
+def multiply(name: str, block: int) -> None:
+    """A layer of 64 experts [2048, 2048] of zeros."""
+    rows, experts = 64 * 2048, 64
+    zeros = torch.zeros(rows, 2048, dtype=torch.uint8)
+    scale = torch.zeros(rows, 16, dtype=torch.bfloat16)
+    weights: dict[str, Callable[[], Tensor | QuantizedWeight]] = {
+        "dense": lambda: torch.zeros(rows, 2048, dtype=torch.bfloat16),
+        "int8": lambda: QuantizedWeight(zeros.view(torch.int8), torch.zeros(rows)),
+        "int4": lambda: QuantizedWeight(zeros[:, :1024].contiguous(), scale, scale),
+        "fp8": lambda: QuantizedWeight(zeros, torch.zeros(rows, 1), fp8_group=2048),
+        "blocks": lambda: QuantizedWeight(zeros, torch.zeros(rows, 16), fp8_group=128),
+    }
+    tokens = 8 if block == FEW else 512
+    pairs = Pairs.of(torch.zeros(tokens, 8, dtype=torch.int64), experts)
+    assert pairs.block == block
+    product = GroupedMatmul(weights[name](), None, experts, 132)
+    product(torch.zeros(tokens, 2048, dtype=torch.bfloat16), pairs, gathered=False)
+
+
+@pytest.mark.parametrize("block", [FEW, MANY])
+@pytest.mark.parametrize("name", ["dense", "int4", "int8", "fp8", "blocks"])
+@each_architecture
+def test_compiled(compiler: Compiler, architecture: int, name: str, block: int) -> None:
+    (kernel,) = compiler.compile(architecture, multiply, name, block)
+    kernel.check_fits()
+    assert kernel.tensor_cores
+
+
+def test_compiled_once(compiler: Compiler) -> None:
+    (kernel,) = compiler.compile(90, multiply, "dense", MANY)
+    kernel.check_fits()
+    assert kernel.tensor_cores == "wgmma"

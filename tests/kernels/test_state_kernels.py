@@ -1,0 +1,72 @@
+"""Triton's kernels of layers with a state: equal their definitions, and compile for GPUs that this machine lacks."""
+
+import numpy as np
+import pytest
+import torch
+from state_steps import STEPS, Scene
+from triton_compile import Compiler, each_architecture
+
+from kvrelay.kernels.states import StateRows, TimeStep
+from kvrelay.kernels.triton.states.ops import TritonStateOps
+
+# The interpreter truncates when it converts to bfloat16, so only the tests of compilation use that type.
+more = pytest.mark.more
+shapes = pytest.mark.parametrize(
+    ("step", "dtype"),
+    [(STEPS[0], "float32"), (STEPS[1], "float32"), *(pytest.param(step, "float16", marks=more) for step in STEPS)],
+)
+OPS = TritonStateOps()
+DTYPE = torch.bfloat16
+
+
+@shapes
+def test_conv(device: torch.device, step: list[tuple[int, int]], dtype: str) -> None:
+    for channels, width in ((150, 4), (37, 3)):
+        Scene(step, dtype, device).check_conv(OPS, channels, width)
+
+
+@shapes
+def test_ssd(device: torch.device, step: list[tuple[int, int]], dtype: str) -> None:
+    for heads, groups, dim, size in ((2, 1, 64, 32), (6, 3, 20, 9)):
+        Scene(step, dtype, device).check_ssd(OPS, heads, groups, dim, size)
+
+
+@shapes
+def test_delta(device: torch.device, step: list[tuple[int, int]], dtype: str) -> None:
+    for heads, key_heads, dim, key_dim in ((4, 2, 20, 9), (1, 1, 64, 32)):
+        Scene(step, dtype, device).check_delta(OPS, heads, key_heads, dim, key_dim)
+
+
+@shapes
+def test_wkv(device: torch.device, step: list[tuple[int, int]], dtype: str) -> None:
+    Scene(step, dtype, device).check_wkv(OPS, 150)
+
+
+def launch_all(float32: bool) -> None:
+    """Launches each kernel as a layer of a published model would: a prompt, and a token."""
+    rows = StateRows.of(np.array([300, 1]), np.array([0, 5]), np.array([0, 1]), torch.device("cpu"))
+    dtype = torch.float32 if float32 else DTYPE
+
+    def made(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=of)
+
+    exact = torch.float32
+    OPS.conv(made(301, 1024), made(1024, 4), made(1024), made(2, 4, 1024), rows, silu=True)
+    states = made(2, 24, 128, 64, of=exact)
+    x, of_b, heads = made(301, 24, 64), made(301, 1, 128), made(24)
+    OPS.ssd(x, made(301, 24), heads, of_b, of_b, heads, TimeStep(heads, True, 0.0, 1e9), states, rows)
+    q, v, states = made(301, 16, 128), made(301, 32, 128), made(2, 32, 128, 128, of=exact)
+    OPS.delta(q, q, v, made(301, 32), made(301, 32), states, rows, normalized=True)
+    OPS.wkv(made(301, 768), made(301, 768), made(768), made(768), made(2, 3, 768, of=exact), rows)
+
+
+@pytest.mark.parametrize("float32", [False, True])
+@each_architecture
+def test_compiled(compiler: Compiler, architecture: int, float32: bool) -> None:
+    """The chunk-wise forms of 16-bit numbers multiply on tensor cores."""
+    kernels = compiler.compile(architecture, launch_all, float32)
+    assert len(kernels) == 7
+    for kernel in kernels:
+        kernel.check_fits()
+        if kernel.name in ("ssd_kernel", "delta_kernel") and not float32:
+            assert kernel.tensor_cores, kernel.name
