@@ -418,12 +418,12 @@ def row_decision(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str,
 
 
 def row_curve(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
-    """Goodput against rate, of each policy and of as many co-located workers."""
+    """Goodput against rate, of each policy and of as many co-located workers: the runs of `rate`, and of lower rates."""
     highest = rates.highest(wanted[-1])
     colocated = f"colocated {wanted[-1]}"
     found: dict[str, Any] = {}
     for policy in (*wanted, colocated):
-        for share in (0.5, 0.75, 1.0, 1.25):
+        for share in (0.5, 0.75, 1.0):
             rates.run(policy, share * highest)
         found[policy] = [[each["rate"], each["goodput"]] for each in rates.runs(policy)]
     return found
