@@ -418,7 +418,7 @@ def row_decision(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str,
 
 
 def row_curve(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
-    """Goodput against rate, of each policy and of as many co-located workers: the runs of `rate`, and of lower rates."""
+    """Goodput against rate, of each policy and of as many co-located workers: runs of `rate`, and lower rates."""
     highest = rates.highest(wanted[-1])
     colocated = f"colocated {wanted[-1]}"
     found: dict[str, Any] = {}
