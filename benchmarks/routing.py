@@ -193,28 +193,33 @@ def row_rate(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any
 
 
 def bounds(setup: Setup, rate: float) -> dict[str, float]:
-    """Highest rates, in requests a second, if every worker computes all the time, prefix hits are those of one endless
-    cache, prompts have steps of their own, and each token is decoded beside as many others as memory and the target of
-    TPOT allow: of pairs only, and if any worker may compute any part of a request."""
+    """Rates, in requests a second, that no placement can take for long: every worker computes all the time, prefix hits
+    are those of one endless cache, and as many sequences decode together as memory allows.
+
+    `pairs`: prompts are computed by prefill workers only. `any`: any worker computes anything, and tokens are decoded
+    in steps with chunks of prompts, so that they take only what they add to such a step.
+    """
     machine, arrivals = setup.machine, setup.arrivals(rate)
-    oracle, size = oracle_hits(arrivals), machine.engine.max_batch_tokens
+    oracle, size, seconds = oracle_hits(arrivals), machine.engine.max_batch_tokens, machine.steps.seconds
     prefill = statistics.fmean(
         sum(
-            machine.steps.seconds([(start, min(size, each.prompt_tokens - start))], [])
+            seconds([(start, min(size, each.prompt_tokens - start))], [])
             for start in range(oracle[each.number], each.prompt_tokens, size)
         )
         for each in arrivals
     )
+    answer = statistics.fmean(each.answer_tokens for each in arrivals)
     context = round(statistics.fmean(each.prompt_tokens + each.answer_tokens / 2 for each in arrivals))
     most = max(1, min(machine.engine.max_sequences, machine.kv_tokens // context))
-    batches = ((count, machine.steps.seconds([], [context] * count)) for count in range(1, most + 1))
-    token = min(seconds / count for count, seconds in batches if seconds <= TARGETS.tpot)
-    decode = token * statistics.fmean(each.answer_tokens for each in arrivals)
+    contexts = [context] * most
+    apart = answer * seconds([], contexts) / most
+    beside = answer * (seconds([(0, size)], contexts) - seconds([(0, size)], [])) / most
     return {
         "prefill_seconds": round(prefill, 4),
-        "decode_seconds": round(decode, 4),
-        "pairs": round(min(setup.prefills / prefill, setup.decodes / decode), 3),
-        "any": round((setup.prefills + setup.decodes) / (prefill + decode), 3),
+        "decode_seconds": round(apart, 4),
+        "decode_seconds_beside_prompts": round(beside, 4),
+        "pairs": round(min(setup.prefills / prefill, setup.decodes / apart), 3),
+        "any": round((setup.prefills + setup.decodes) / (prefill + beside), 3),
     }
 
 
@@ -418,7 +423,7 @@ def row_curve(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, An
     colocated = f"colocated {wanted[-1]}"
     found: dict[str, Any] = {}
     for policy in (*wanted, colocated):
-        for share in (0.5, 0.75, 1.0, 1.25, 1.5):
+        for share in (0.5, 0.75, 1.0, 1.25):
             rates.run(policy, share * highest)
         found[policy] = [[each["rate"], each["goodput"]] for each in rates.runs(policy)]
     return found

@@ -119,12 +119,14 @@ class Pace:
 
     def prefill(self, tokens: float, cached: float) -> Prefill:
         """The computing of a prompt's `tokens` after `cached` ones whose KV is there."""
-        tokens = max(1.0, tokens)
+        tokens, step = max(1.0, tokens), self.costs.step
         chunk = self.chunk(cached + tokens / 2)
         steps = math.ceil(tokens / chunk)
-        alone = self.costs.step.prefill(tokens, cached, chunk)
-        delay = alone - steps * self.costs.step.fixed if self.load.sequences else 0.0
-        return Prefill(steps * self.decodes + alone, steps, tokens - (steps - 1) * chunk, max(0.0, delay))
+        # As `StepCost.prefill`, without its calls: each placement predicts several prompts.
+        work = step.token * tokens + step.pair * tokens * (cached + (tokens + 1) / 2)
+        alone = max(steps * step.fixed, steps * step.prompt_fixed + work)
+        delay = alone - steps * step.fixed if self.load.sequences else 0.0
+        return Prefill(steps * self.decodes + alone, steps, tokens - (steps - 1) * chunk, delay)
 
     def tpot(self, context: float) -> float:
         """Seconds of a step of decodes with a newcomer of `context` tokens among them."""

@@ -196,6 +196,8 @@ class PredictedCost(LeastWork):
         """[workers] the latest turn of each, from 0 to 1."""
         self._names: NDArray[np.uint64] = np.zeros(0, np.uint64)
         """[workers] digests of their names."""
+        self._alike: Vector = np.zeros(0)
+        """[workers] PREFILL_WEIGHT each."""
 
     def predict(self, demand: Demand, workers: Sequence[WorkerView]) -> Predicted | None:
         self._see(workers)
@@ -241,12 +243,7 @@ class PredictedCost(LeastWork):
         """
         cached = np.minimum(self._index.cached(demand.chain), demand.prompt_tokens - 1)
         extra = self._cautions(demand) + TIE_SECONDS * self._order_all(demand.key)
-        weights = np.full(len(cached), PREFILL_WEIGHT)
-        for rows in group.rows if self._waiting else ():
-            if len(rows):
-                busy = self._backlog(demand)[rows] >= self._ahead_tokens
-                weights[rows] += QUEUE_WEIGHT * self._waiting * busy.mean() / len(rows)
-        prices = _Prices(demand, self._fleet.numbers, cached, extra, weights)
+        prices = _Prices(demand, self._fleet.numbers, cached, extra, self._weights(demand, group))
 
         def allowed(worker: WorkerView) -> bool:
             return not (demand.on_trial and worker.suspects)
@@ -289,6 +286,20 @@ class PredictedCost(LeastWork):
             options += pairs(CANDIDATES)
         options.sort(key=_seconds)
         return options, prices
+
+    def _weights(self, demand: Demand, group: Group) -> Vector:
+        """[workers] weight of the seconds in which each computes a prompt."""
+        workers = len(self._fleet.workers)
+        if not self._waiting:
+            if len(self._alike) != workers:
+                self._alike = np.full(workers, PREFILL_WEIGHT)
+            return self._alike
+        weights, backlog = np.full(workers, PREFILL_WEIGHT), self._backlog(demand)
+        for rows in group.rows:
+            if len(rows):
+                busy = float((backlog[rows] >= self._ahead_tokens).mean())
+                weights[rows] += QUEUE_WEIGHT * self._waiting * busy / len(rows)
+        return weights
 
     def _backlog(self, demand: Demand) -> Vector:
         """[workers] tokens that each has to compute before those of a request."""
