@@ -172,11 +172,11 @@ def busy(found: Mapping[str, float]) -> dict[str, float]:
 
 
 def row_rate(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
-    """The highest rates, and as many co-located workers'; at that of `least_work`, mean TTFT and hits in prefix caches.
-    No placement does more than `bounds` says."""
+    """The highest rates, beside several policies that of as many co-located workers; at that of `least_work`, mean TTFT
+    and hits in prefix caches; and `bounds`."""
     base = rates.highest("least_work")
     found: dict[str, Any] = {}
-    for policy in (*wanted, f"colocated {wanted[-1]}"):
+    for policy in (*wanted, *([f"colocated {wanted[-1]}"] if len(wanted) > 1 else [])):
         done, highest = rates.run(policy, base), rates.highest(policy)
         found[policy] = {
             "highest_rate": round(highest, 3),
@@ -418,12 +418,12 @@ def row_decision(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str,
 
 
 def row_curve(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
-    """Goodput against rate, of each policy and of as many co-located workers."""
+    """Goodput against rate, of each policy and of as many co-located workers: runs of `rate`, and lower rates."""
     highest = rates.highest(wanted[-1])
     colocated = f"colocated {wanted[-1]}"
     found: dict[str, Any] = {}
     for policy in (*wanted, colocated):
-        for share in (0.5, 0.75, 1.0, 1.25):
+        for share in (0.5, 0.75, 1.0):
             rates.run(policy, share * highest)
         found[policy] = [[each["rate"], each["goodput"]] for each in rates.runs(policy)]
     return found
