@@ -69,6 +69,7 @@ class Scorer:
 
     def __init__(self, runner: CpuRunner, base: CpuRunner) -> None:
         self._runner, self._base = runner, base
+        self.end_token = min(runner.spec.eos_token_ids)
         self.divergence, self.read = 0.0, 0
         """Sum of the divergences from `base` on whole texts, and their tokens."""
 
@@ -168,7 +169,8 @@ def figures(
 
         @property
         def eot_token_id(self) -> int:
-            return int(tokenizer.token_to_id("<|endoftext|>"))
+            found = tokenizer.token_to_id("<|endoftext|>")
+            return int(scorer.end_token if found is None else found)
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
             return list(tokenizer.encode(string, add_special_tokens=False).ids)

@@ -192,13 +192,16 @@ class Replay:
             expected.reported(cached, BLOCK)
             for other, policy in enumerate(self._policies):
                 if self._told and other != number % len(self._policies):
-                    policy.learn(worker, self._prompts[number].chain, cached, BLOCK)
+                    policy.learn(worker, self._prompts[number].chain, cached, BLOCK, lambda: self._views(now))
+
+    def _views(self, now: float) -> list[WorkerView]:
+        return [worker.view(now) for worker in self._workers.values()]
 
     def _place(self, arrival: float, number: int, now: float) -> bool:
         prompt, policy = self._prompts[number], self._policies[number % len(self._policies)]
         chain = prompt.chain
         demand = Demand(prompt.tokens, 0, chain=chain, key=chain[-1] if chain else 0)
-        place = policy.place(demand, [worker.view(now) for worker in self._workers.values()])
+        place = policy.place(demand, self._views(now))
         if not isinstance(place, Placement):
             return False
         (expected,) = policy.take(place, chain)

@@ -122,7 +122,7 @@ class RouterServer:
 
         def learn(worker: WorkerId, prompt: ForeignPrompt, block_size: int) -> None:
             cached = prompt.cached_tokens if prompt.HasField("cached_tokens") else None
-            policy.learn(worker, prompt.chain, cached, block_size)
+            policy.learn(worker, prompt.chain, cached, block_size, self.registry.view)
 
         self.registry = WorkerRegistry(
             config.name, self.incarnation, credentials, fleet, self._on_change, self._wake_queues, learn, clock, stream

@@ -2,7 +2,8 @@
 
     DIR/other/bin/python benchmarks/peers/gguf_file.py MODEL OUT.gguf [--type q8_0]
 
-For timing only: queries and keys aren't permuted as llama.cpp's rotation wants them, so its text is another.
+Dense Llama shapes, for timing only: queries and keys aren't permuted as llama.cpp's rotation wants them, so its text is
+another. Qwen3-MoE shapes, with all experts of a layer in one tensor.
 """
 
 import argparse

@@ -271,15 +271,22 @@ class ExpertsCall:
     """Calls one layer: `run(x, chosen, shares)`."""
 
     def __init__(
-        self, calls: ExpertsCalls, layer: PackedExperts, gate: Between | None = None, norm: Between | None = None
+        self,
+        calls: ExpertsCalls,
+        layer: PackedExperts,
+        gate: Between | None = None,
+        norm: Between | None = None,
+        outputs: int = 0,
     ) -> None:
         """
         Args:
             gate: torch's operation between the products, [pairs, outputs] -> [pairs, inputs of the second product]; the
                 layer's own is STORE then.
+            outputs: of an expert's first product without the zeros behind them, which `gate` doesn't get.
             norm: torch's operation on the second product's results [pairs, hidden], before they are added up.
         """
         self._calls, self.layer, self._gate, self._norm = calls, layer, gate, norm
+        self._outputs = outputs or layer.outputs
         self._recorded: tuple[Pairs, int] | None = None
         calls.add(layer)
 
@@ -300,7 +307,7 @@ class ExpertsCall:
                 break
             count = int(pairs.begins[layer.experts])
             if index == 0 and self._gate is not None:
-                inner = self._gate(pairs.inner[:count, : layer.outputs])
+                inner = self._gate(pairs.inner[:count, : self._outputs])
                 pairs.inner[:count, : inner.shape[1]] = inner
             elif self._norm is not None:
                 parts = pairs.parts[:count, : layer.hidden]

@@ -201,6 +201,7 @@ class GroupedMatmul:
         if known is not None:
             known(grid, x, pairs.source, pairs.begins, pairs.tiles, y)
             return y
+        # Tiles and warps with which no architecture spills registers.
         made = launch(
             grouped_matmul_kernel,
             grid,
@@ -223,9 +224,9 @@ class GroupedMatmul:
             HAS_BIAS=self._bias is not None,
             EXPERTS=triton.next_power_of_2(self._experts),
             BLOCK_M=pairs.block,
-            BLOCK_N=BLOCK_N,
+            BLOCK_N=BLOCK_N // 2 if self._format == CodeType.INT4.name else BLOCK_N,
             BLOCK_K=self._step,
-            num_warps=8 if pairs.block == MANY else 4,
+            num_warps=8 if pairs.block == MANY and self._format != DENSE else 4,
             num_stages=3,
         )
         self._known[key] = made.repeating("x", "source", "begins", "tiles", "y")

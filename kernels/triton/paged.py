@@ -122,7 +122,7 @@ def begin_softmax(sinks, head, begins, BLOCK_M: tl.constexpr, BLOCK_D: tl.conste
     Args:
         sinks: scores by query head, or None.
         head: query head [BLOCK_M] of each row.
-        begins: whether the tile has the row's first keys, to which a sink is added.
+        begins: whether the tile has the first keys of each row [BLOCK_M], to which a sink is added.
     """
     total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     # The largest score begins finite: a row that sees no key of a step then keeps a weight of 0 instead of NaN.
@@ -130,9 +130,9 @@ def begin_softmax(sinks, head, begins, BLOCK_M: tl.constexpr, BLOCK_D: tl.conste
     weight = tl.zeros((BLOCK_M,), tl.float32)
     if sinks is not None:
         # A sink is as a key before all others, without a value.
-        here = (head >= 0) & begins
-        largest = tl.where(here, tl.load(sinks + head, mask=here, other=0.0) * 1.4426950408889634, largest)
-        weight = tl.where(here, 1.0, weight)
+        sink = tl.load(sinks + head, mask=begins, other=0.0) * 1.4426950408889634
+        largest = tl.where(begins, sink, largest)
+        weight = tl.where(begins, 1.0, weight)
     return total, largest, weight
 
 

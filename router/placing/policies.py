@@ -15,7 +15,7 @@ All keep the same rules, and differ only in how they rank the workers that a req
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
@@ -100,13 +100,23 @@ class PlacementPolicy(ABC):
         self._last_turn |= dict.fromkeys(placement.each, self._turn)
         return [self._index.expect(worker, chain) for worker in placement.each]
 
-    def learn(self, worker: WorkerId, chain: Sequence[int], cached_tokens: int | None, block_size: int) -> None:
+    def learn(
+        self,
+        worker: WorkerId,
+        chain: Sequence[int],
+        cached_tokens: int | None,
+        block_size: int,
+        workers: Callable[[], Sequence[WorkerView]],
+    ) -> None:
         """Notes that a worker has computed a prompt that another router has placed there.
 
         Args:
             cached_tokens: how much of it was there before; None if the KV came from elsewhere.
             block_size: of the worker.
+            workers: the state of all workers now. It is asked for if this one is new: nothing was placed since it came.
         """
+        if worker not in self._index:
+            self._see(workers())
         expected = self._index.expect(worker, chain)
         expected.reported(expected.tokens if cached_tokens is None else cached_tokens, block_size)
 

@@ -175,6 +175,10 @@ class PrefixIndex:
         """Units that are remembered."""
         return sum(len(cache.used) for cache in self._caches.values())
 
+    def __contains__(self, worker: WorkerId) -> bool:
+        """Whether the worker is one of those of the latest `keep`: of others nothing is remembered."""
+        return worker in self._caches
+
     def keep(self, workers: Iterable[tuple[WorkerId, int]]) -> None:
         """Forgets all other workers: an incarnation that has left never comes back.
 

@@ -151,7 +151,9 @@ def test_sizes_that_were_not_seen_for_long_are_forgotten() -> None:
 
     measure((500,), 1e-3, 64)  # the machine was slow then
     measure((1, 2, 4, 8), 1e-5, 256)
-    assert fit.predict([1.0, 500]) == pytest.approx(0.5, rel=0.1), "small sizes say little of large ones"
+    before = fit.predict([1.0, 500])
+    assert before is not None
+    assert before > 0.012, "what was measured of this size counts, although small sizes are in sharp contrast to it"
     measure((1, 2, 4, 8), 1e-5, FORGOTTEN * ALL_SAMPLES)
     assert fit.predict([1.0, 500]) == pytest.approx(6e-3, rel=0.05), "the latest that is known"
     assert set(fit.strata) == {1, 2, 3, 4}

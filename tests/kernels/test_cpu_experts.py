@@ -169,20 +169,20 @@ def test_a_layer(
         torch.testing.assert_close(found, expected, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-def test_operations_of_torch_in_between(team_of: Callable[[int], Team], biased: bool) -> None:
-    team, sizes = team_of(2), (4, 48, 20)
-    layer, definition = layer_of(team, "float32", sizes, Gate(Epilogue.SILU_MUL), biased, 3)
-    stored = PackedExperts(team, layer.up, layer.down, 4, Gate(Epilogue.STORE))
-
-    def gate(y: Tensor) -> Tensor:
-        first, second = y.chunk(2, 1)
-        return torch.nn.functional.silu(first) * second
-
-    call = ExpertsCall(ExpertsCalls(team), stored, gate, norm=lambda y: 2 * y)
-    x, chosen = normal(7, 48), torch.tensor([[0, 3], [1, 2], [3, 1], [2, 0], [0, 1], [1, 3], [3, 0]])
+def test_operations_of_torch_in_between(team_of: Callable[[int], Team]) -> None:
+    """The operation doesn't get the zeros behind an expert's outputs."""
+    team, experts, hidden, inner = team_of(2), 4, 48, 20
+    up, down = normal(experts, 2 * inner, hidden) / hidden**0.5, normal(experts, hidden, inner) / inner**0.5
+    first, second = (
+        PackedLinear.pack(team, Arena(), laid_out(weight.flatten(0, 1), experts), None) for weight in (up, down)
+    )
+    layer = PackedExperts(team, first, second, experts, Gate(Epilogue.STORE))
+    call = ExpertsCall(ExpertsCalls(team), layer, reference.silu_mul, norm=lambda y: 2 * y, outputs=2 * inner)
+    x, chosen = normal(7, hidden), torch.tensor([[0, 3], [1, 2], [3, 1], [2, 0], [0, 1], [1, 3], [3, 0]])
     shares = torch.rand(7, 2)
-    torch.testing.assert_close(call(x, chosen, shares), 2 * definition(x, chosen, shares), rtol=1e-5, atol=1e-5)
+    products = [[reference.linear(weight, None) for weight in each] for each in (up, down)]
+    expected = 2 * reference.experts(x, chosen, shares, products[0], reference.silu_mul, products[1])
+    torch.testing.assert_close(call(x, chosen, shares), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_gates_and_ups_in_turns() -> None:

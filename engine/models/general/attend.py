@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 
 def attend(
@@ -30,17 +30,26 @@ def attend(
     # [Hkv, G, T, D]
     grouped = queries.view(tokens, kv_heads, group, dim).permute(1, 2, 0, 3)
     keys, values = keys.transpose(0, 1)[:, None], values.transpose(0, 1)[:, None]
-    if softcap is None and sinks is None:
-        if mask is None and tokens == 1:
-            # The group takes the place of the tokens: each key is read once.
-            out = scaled_dot_product_attention(grouped.transpose(1, 2), keys, values, scale=scaling).transpose(1, 2)
+    if softcap is None:
+        # For one token, the group takes the place of the tokens: each key is read once.
+        turned = tokens == 1
+        if turned:
+            grouped = grouped.transpose(1, 2)
         else:
             keys, values = (x.expand(-1, group, -1, -1) for x in (keys, values))
-            out = scaled_dot_product_attention(grouped, keys, values, mask, scale=scaling)
+        if sinks is not None:
+            # A sink is a key of zeros, whose score is added to it, and whose value is zero.
+            keys, values = (pad(x, (0, 0, 0, 1)) for x in (keys, values))
+            own = sinks.to(queries.dtype).view(kv_heads, group, 1, 1).expand(-1, -1, tokens, -1)
+            added = queries.new_zeros(tokens, context)
+            added = added if mask is None else added.masked_fill(~mask, -torch.inf)
+            mask = torch.cat((added.expand(kv_heads, group, -1, -1), own), -1)
+            mask = mask.transpose(1, 2) if turned else mask
+        out = scaled_dot_product_attention(grouped, keys, values, mask, scale=scaling)
+        out = out.transpose(1, 2) if turned else out
     else:
         scores = grouped @ keys.transpose(-1, -2) * scaling
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
+        scores = softcap * torch.tanh(scores / softcap)
         if mask is not None:
             scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
         if sinks is not None:

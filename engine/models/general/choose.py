@@ -73,13 +73,16 @@ def choose(
             pools = scratch_pools(placing.layout, blocks, check.slots_of(prompts), model.device)
             way = make(model, Store(placing, pools), team)
             found = check.difference(way, prompts, placing)
-            if not all_agree(group, check.agrees(found, dtype)):
+            # KV in 8 bits is rounded more than any sum.
+            rounded = any(track.scaled for _, track in placing.layout.tracks)
+            exactness = torch.bfloat16 if rounded else dtype
+            if not all_agree(group, check.agrees(found, exactness)):
                 raise UnfitError(f"its logits differ by {found[0]:.2g} of the largest, {found[1]:.2g} of their spread")
             serving = _serving(model, make, team)
             if isinstance(way, FlatWay) and way.use_native():
                 calls = dict(way.calls)
                 native = check.difference(way, prompts, placing)
-                if all_agree(group, check.agrees(native, dtype)):
+                if all_agree(group, check.agrees(native, exactness)):
                     found, serving = native, _native(model, calls, team)
                 else:
                     logger.warning("the native attention's logits differ by %g, so torch attends", native[0])

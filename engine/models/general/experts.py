@@ -65,6 +65,11 @@ class Layer:
     norm: Operation | None
     """The module's norm of what its products give."""
 
+    @property
+    def outputs(self) -> int:
+        """Outputs of an expert's first product."""
+        return len(self.up.codes if isinstance(self.up, CodedWeight) else self.up) // self.experts
+
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Computes a layer's result [T, hidden] of its input [T, hidden], and [T, top] numbers and shares of the experts."""
@@ -118,7 +123,7 @@ def on_cpu(team: Team, linear: MakeLinear) -> MakeCall:
         if not isinstance(up, PackedLinear) or not isinstance(down, PackedLinear):
             raise TypeError(f"weights are {type(up).__name__}; allowed: PackedLinear")
         made = PackedExperts(team, up, down, layer.experts, gate or Gate(Epilogue.STORE))
-        return ExpertsCall(calls, made, layer.operation if gate is None else None, layer.norm)
+        return ExpertsCall(calls, made, layer.operation if gate is None else None, layer.norm, layer.outputs)
 
     return make
 
@@ -178,8 +183,7 @@ def _weight(module: Any, name: str) -> Tensor | CodedWeight | None:
 
 def _gate(layer: Layer) -> Gate | None:
     """The kernels' gate that computes what the module does between its products; None if there is none."""
-    outputs = len(layer.up.codes if isinstance(layer.up, CodedWeight) else layer.up) // layer.experts
-    given = 4 * torch.randn((8, outputs), generator=torch.Generator().manual_seed(0))
+    given = 4 * torch.randn((8, layer.outputs), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected = layer.operation(given)
         ordered = torch.cat((given[:, ::2], given[:, 1::2]), 1) if layer.interleaved else given

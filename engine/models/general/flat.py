@@ -27,10 +27,10 @@ from transformers.cache_utils import (
 )
 from transformers.masking_utils import causal_mask_function
 
-from kvrelay.engine.models.general.absorbed import intercept
 from kvrelay.engine.models.general.attend import attend
 from kvrelay.engine.models.general.inputs import Inputs
-from kvrelay.engine.models.general.latents import Latents
+from kvrelay.engine.models.general.latents.absorbed import intercept
+from kvrelay.engine.models.general.latents.layers import Latents
 from kvrelay.engine.models.general.native import Call, NativeFlat
 from kvrelay.engine.models.general.observe import cache_argument
 from kvrelay.engine.models.general.places import LayerPlaces

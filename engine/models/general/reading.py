@@ -101,8 +101,10 @@ def general_config(config: PreTrainedConfig, fields: Fields, folder: Path) -> Ge
     stored = None
     if getattr(config, "quantization_config", None) is not None:
         quantized = fields.fields("quantization_config")
-        if quantized is None or quantized.get("quant_method") != MXFP4.method:
-            fields.refuse("quantization_config", "none or mxfp4, because this architecture isn't one of kvrelay's own")
+        method = None if quantized is None else quantized.get("quant_method")
+        if method != MXFP4.method or fields.get("model_type") != "gpt_oss":
+            allowed = "none, because this architecture isn't one of kvrelay's own; mxfp4 for gpt_oss"
+            fields.refuse("quantization_config", allowed)
         stored = MXFP4
         # transformers would convert the experts to bfloat16; `general.mxfp4` reads them.
         del config.quantization_config

@@ -19,10 +19,10 @@ CHANNELS = 128
 
 
 @triton.jit
-def _input(x, x_stride, state, channels, at, column, inside, empty, WIDTH: tl.constexpr):
+def _input(x, x_stride, state, channels, at, column, inside, start, WIDTH: tl.constexpr):
     """Inputs [len(at), CHANNELS] at tokens `at` of a row, of which those below 0 are in the state."""
     own = tl.load(x + at[:, None] * x_stride + column[None], mask=(at >= 0)[:, None] & inside[None], other=0.0)
-    held = (at < 0) & (empty == 0)
+    held = (at < 0) & (start + 0 * at > 0)  # as vectors: Triton's interpreter can't widen a comparison of scalars
     before = tl.load(
         state + (WIDTH + at)[:, None] * channels + column[None], mask=held[:, None] & inside[None], other=0.0
     )
@@ -42,13 +42,13 @@ def conv_kernel(
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
     column = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     inside = column < channels
-    empty = tl.load(starts + row) == 0
+    start = tl.load(starts + row)
     own = state + tl.load(slots + row) * slot_stride
     source = x + first * x_stride
     sums = tl.zeros((TOKENS, CHANNELS), tl.float32)
     for k in tl.static_range(WIDTH):
         at = tl.minimum(token, length - 1) - (WIDTH - 1 - k)
-        numbers = _input(source, x_stride, own, channels, at, column, inside, empty, WIDTH)
+        numbers = _input(source, x_stride, own, channels, at, column, inside, start, WIDTH)
         factor = tl.load(weight + column * WIDTH + k, mask=inside, other=0.0).to(tl.float32)
         sums += factor[None] * numbers.to(tl.float32)
     if BIASED:
@@ -73,8 +73,8 @@ def conv_state_kernel(
     tap = tl.arange(0, PADDED).to(tl.int64)
     # Taps behind the last one read it again, and aren't stored.
     at = length - WIDTH + tl.minimum(tap, WIDTH - 1)
-    empty = tl.load(starts + row) == 0
-    numbers = _input(x + first * x_stride, x_stride, own, channels, at, column, inside, empty, WIDTH)
+    start = tl.load(starts + row)
+    numbers = _input(x + first * x_stride, x_stride, own, channels, at, column, inside, start, WIDTH)
     tl.debug_barrier()
     target = own + tap[:, None] * channels + column[None]
     tl.store(target, numbers.to(state.dtype.element_ty), mask=(tap < WIDTH)[:, None] & inside[None])

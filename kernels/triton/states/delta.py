@@ -46,7 +46,8 @@ def delta_kernel(
     inside, used = column < dim, number < key_dim
     place = state + tl.load(slots + row) * slot_stride + (head * key_dim + number[:, None]) * dim + column[None]
     held = used[:, None] & inside[None]
-    s = tl.load(place, mask=held & (tl.load(starts + row) > 0), other=0.0)
+    begun = tl.load(starts + row) + 0 * number > 0  # a vector, which Triton's interpreter can widen
+    s = tl.load(place, mask=held & begun[:, None], other=0.0)
     earlier = token[:, None] > token[None]
     visible = token[:, None] >= token[None]
     for begin in range(first, end, CHUNK):
@@ -102,7 +103,8 @@ def delta_token_kernel(
     inside, used = column < dim, number < key_dim
     place = state + tl.load(slots + row) * slot_stride + (head * key_dim + number[:, None]) * dim + column[None]
     held = used[:, None] & inside[None]
-    s = tl.load(place, mask=held & (tl.load(starts + row) > 0), other=0.0)
+    begun = tl.load(starts + row) + 0 * number > 0  # a vector, which Triton's interpreter can widen
+    s = tl.load(place, mask=held & begun[:, None], other=0.0)
     of_q = tl.load(q + at * q_stride + key_head * key_dim + number, mask=used, other=0.0).to(tl.float32)
     of_k = tl.load(k + at * k_stride + key_head * key_dim + number, mask=used, other=0.0).to(tl.float32)
     if NORMALIZED:

@@ -43,7 +43,8 @@ def ssd_kernel(
     inside, used = column < dim, number < size
     place = state + tl.load(slots + row) * slot_stride + (head * size + number[:, None]) * dim + column[None]
     held = used[:, None] & inside[None]
-    s = tl.load(place, mask=held & (tl.load(starts + row) > 0), other=0.0)
+    begun = tl.load(starts + row) + 0 * number > 0  # a vector, which Triton's interpreter can widen
+    s = tl.load(place, mask=held & begun[:, None], other=0.0)
     rate = tl.load(a + head)
     for begin in range(first, end, CHUNK):
         at = begin + token
@@ -92,7 +93,8 @@ def ssd_token_kernel(
     inside, used = column < dim, number < size
     place = state + tl.load(slots + row) * slot_stride + (head * size + number[:, None]) * dim + column[None]
     held = used[:, None] & inside[None]
-    s = tl.load(place, mask=held & (tl.load(starts + row) > 0), other=0.0)
+    begun = tl.load(starts + row) + 0 * number > 0  # a vector, which Triton's interpreter can widen
+    s = tl.load(place, mask=held & begun[:, None], other=0.0)
     step = tl.load(dt + at * heads + head)
     of_b = tl.load(b + at * b_stride + group * size + number, mask=used, other=0.0).to(tl.float32)
     of_c = tl.load(c + at * c_stride + group * size + number, mask=used, other=0.0).to(tl.float32)

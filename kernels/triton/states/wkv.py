@@ -28,7 +28,7 @@ def wkv_kernel(
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = column < channels
     own = state + tl.load(slots + row) * slot_stride + column
-    held = inside & (tl.load(starts + row) > 0)
+    held = inside & (tl.load(starts + row) + 0 * column > 0)  # a vector, which Triton's interpreter can widen
     num = tl.load(own, mask=held, other=0.0)
     den = tl.load(own + channels, mask=held, other=0.0)
     most = tl.load(own + 2 * channels, mask=held, other=NOTHING)

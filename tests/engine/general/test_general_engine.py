@@ -86,7 +86,7 @@ def test_a_draft_model_guesses_for_a_model_of_the_general_path(memory: int, tmp_
     options = EngineConfig(
         model_path="general",
         kv_memory_bytes=memory,
-        memory_share=0.02,
+        memory_share=0.01,
         threads=1,
         max_batch_tokens=16,
         device="cpu",

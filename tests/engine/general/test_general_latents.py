@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from kvrelay.engine.models.general import flat as flat_module
-from kvrelay.engine.models.general.absorbed import Absorbed
 from kvrelay.engine.models.general.flat import FlatWay
-from kvrelay.engine.models.general.latents import Latents, NativeLatents, PlainLatents
-from kvrelay.engine.models.general.latents_triton import TritonLatents
+from kvrelay.engine.models.general.latents.absorbed import Absorbed, PlainLatents
+from kvrelay.engine.models.general.latents.layers import Latents
+from kvrelay.engine.models.general.latents.native import NativeLatents
+from kvrelay.engine.models.general.latents.triton import TritonLatents
 from kvrelay.engine.models.general.places import LayerCache, arrange
 from kvrelay.engine.models.general.step import Step, UnfitError
 from kvrelay.engine.models.general.store import Store, scratch_pools

@@ -32,27 +32,28 @@ def one_layer(model_type: str) -> PreTrainedModel:
 
 
 def distill(model_type: str, served: PreTrainedModel, steps: int) -> dict[str, Tensor]:
-    """Trains a layer on what the served model writes; its tensors, by their published names behind the layer's."""
-    generator = torch.Generator().manual_seed(1)
-    starts = torch.randint(3, 250, (24, 6), generator=generator)
-    tokens = starts
+    """Trains a layer on what the served model writes behind the prompts; its tensors, by their published names behind
+    the layer's."""
+    streams = []
     with torch.no_grad():
-        while tokens.shape[1] < 72:
-            tokens = torch.cat((tokens, served(tokens).logits[:, -1:].argmax(-1)), 1)
-        states = served.model(tokens).last_hidden_state[:, :-2]
-        embedded = served.get_input_embeddings()(tokens[:, 1:-1])
-    targets, hidden = tokens[:, 2:], states.shape[-1]
+        for prompt in PROMPTS:
+            tokens = torch.tensor([prompt])
+            while tokens.shape[1] < len(prompt) + COMPLETION + 2:
+                tokens = torch.cat((tokens, served(tokens).logits[:, -1:].argmax(-1)), 1)
+            states = served.model(tokens).last_hidden_state[:, :-2]
+            streams.append((states, served.get_input_embeddings()(tokens[:, 1:-1]), tokens[0, 2:]))
+    hidden = streams[0][0].shape[-1]
     torch.manual_seed(2)
     layer, join = one_layer(model_type).train(), nn.Linear(2 * hidden, hidden, bias=False)
     norms = [type(layer.model.norm)(hidden) for _ in range(2)]
     modules = nn.ModuleList([layer, join, *norms])
     optimizer = torch.optim.Adam([each for each in modules.parameters() if each.requires_grad], 3e-3)
     for _ in range(steps):
-        x = join(torch.cat((norms[0](embedded), norms[1](states)), -1))
-        logits = served.get_output_embeddings()(layer.model(inputs_embeds=x, use_cache=False).last_hidden_state)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
-        loss.backward()
+        for states, embedded, targets in streams:
+            x = join(torch.cat((norms[0](embedded), norms[1](states)), -1))
+            logits = served.get_output_embeddings()(layer.model(inputs_embeds=x, use_cache=False).last_hidden_state)
+            nn.functional.cross_entropy(logits[0], targets).backward()
         optimizer.step()
     made = {"eh_proj.weight": join.weight, "enorm.weight": norms[0].weight, "hnorm.weight": norms[1].weight}
     made["shared_head.norm.weight"] = layer.model.norm.weight

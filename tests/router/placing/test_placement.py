@@ -252,8 +252,7 @@ def test_what_another_router_has_placed_counts_as_if_this_one_had() -> None:
     chain = list(range(1, 21))
     policy = LeastWork(PrefixIndex(10**6))
     for worker in workers:
-        policy.place(Demand(1, 0), workers)
-        policy.learn(worker.id, chain, 0, 16)
+        policy.learn(worker.id, chain, 0, 16, lambda: workers)
         chosen = policy.place(Demand(700, 0, chain=chain), workers)
         assert isinstance(chosen, Placement)
         assert chosen.prefill == worker.id

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvrelay.engine.models.general.absorbed import Absorbed, write
+from kvrelay.engine.models.general.latents.absorbed import Absorbed, write
 from kvrelay.engine.models.general.places import LayerPlaces, Place
 from kvrelay.engine.models.general.step import Step, UnfitError, host
 from kvrelay.engine.models.general.store import Store

@@ -1,10 +1,12 @@
-"""The linear map from the latents that a layer keeps to the keys and values of its heads, and its absorbed weights.
+"""Absorbed attention: a layer's weights, what attends by them, and that in plain torch.
 
 transformers' modules have a function `expand_kv` that makes the keys and values of all heads from what is kept. It is a
-linear map, and its results for unit vectors are its weights.
+linear map, which its results for unit vectors show. Its weights are absorbed into queries and results, so attention is
+over the latents themselves.
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from kvrelay.engine.models.general.places import LayerPlaces
 from kvrelay.engine.models.general.step import Step, UnfitError
 from kvrelay.engine.models.general.store import Store
+from kvrelay.kernels.reference import latent_attention
 
 EXPAND = "expand_kv"
 """Name of the function of transformers' modules: latents [1, 1, T, C] and rotated keys [1, 1, T, R] to keys
@@ -87,6 +90,55 @@ class Absorbed:
     def release(self, sums: Tensor) -> Tensor:
         """[T, H, Dv] of weighted sums of latents [T, H, C]."""
         return torch.einsum("thc,hcv->thv", sums, self.values)
+
+
+class Attending(Protocol):
+    """Writes and attends to latents, absorbed."""
+
+    most: int
+    """Tokens of the longest row that it is for."""
+
+    def plan(self, step: Step) -> None:
+        """Begins a step."""
+        ...
+
+    def run(
+        self, places: LayerPlaces, weights: Absorbed, queries: Tensor, latents: Tensor, rotated: Tensor, scaling: float
+    ) -> Tensor:
+        """[T, H, Dv] of queries [T, H, D], after latents [T, C] and rotated keys [T, R] have been written."""
+        ...
+
+
+class PlainLatents:
+    """Implements `Attending` by torch's operations."""
+
+    most = UNLIMITED
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._step: Step | None = None
+
+    def plan(self, step: Step) -> None:
+        """See `Attending.plan`."""
+        self._step = step
+
+    def run(
+        self, places: LayerPlaces, weights: Absorbed, queries: Tensor, latents: Tensor, rotated: Tensor, scaling: float
+    ) -> Tensor:
+        """See `Attending.run`."""
+        step = self._step
+        if step is None or places.keys is None or places.values is None:
+            raise UnfitError("latents are attended to outside of a step")
+        write(self._store, step, places, latents, rotated)
+        absorbed, sums = weights.absorb(queries), []
+        table = step.tables[self._store.groups[places.keys.track]]
+        for row, (first, length, end) in enumerate(zip(step.firsts, step.lengths, step.contexts, strict=True)):
+            held, turned = (
+                self._store.read_range(place, table[row], 0, int(end), torch.float32)[:, 0]
+                for place in (places.keys, places.values)
+            )
+            sums.append(latent_attention(absorbed[first : first + length], held, turned, scaling))
+        return weights.release(torch.cat(sums).to(queries.dtype))
 
 
 def write(store: Store, step: Step, places: LayerPlaces, latents: Tensor, rotated: Tensor) -> None:
