@@ -42,7 +42,8 @@ test="$python -m pytest -q -p no:cacheprovider --override-ini addopts="
 # Kernels' tests run on the GPU where there is one; those that only compile, or are of the CPU's kernels, are left out.
 kernels="tests/kernels/test_elementwise_kernels.py tests/kernels/test_paged_attention.py
  tests/kernels/test_kv_checksum.py tests/kernels/test_kv_frame.py tests/kernels/test_quant_gemv.py
- tests/kernels/test_quant_matmul.py tests/kernels/test_sample_kernel.py"
+ tests/kernels/test_quant_matmul.py tests/kernels/test_sample_kernel.py
+ tests/kernels/test_grouped_matmul.py tests/kernels/test_latent_decode.py tests/kernels/test_state_kernels.py"
 few="tests/kernels/test_kv_frame.py tests/kernels/test_kv_checksum.py tests/kernels/test_paged_attention.py"
 # What the steps import: all of the project's dependencies but Ray and the command line's.
 modules="aiohttp aiohttp_cors cryptography google.protobuf grpc grpc_health grpc_reflection hypothesis jinja2 msgpack numpy
@@ -50,7 +51,8 @@ modules="aiohttp aiohttp_cors cryptography google.protobuf grpc grpc_health grpc
 missing="import importlib.util as u, sys; m = [n for n in sys.argv[1:] if not (u.find_spec(n.split(\".\")[0]) and u.find_spec(n))];
  print(\"missing modules:\", *m); sys.exit(len(m))"
 engine="tests/engine/runner/test_gpu_engine.py tests/engine/runner/test_gpu_runner.py tests/engine/runner/test_gpu_heads.py
- tests/engine/kv/test_pool.py tests/engine/models/test_models_logits.py tests/engine/models/test_quantized_models.py tests/engine/test_prefill_attention.py"
+ tests/engine/kv/test_pool.py tests/engine/models/test_models_logits.py tests/engine/models/test_quantized_models.py tests/engine/test_prefill_attention.py
+ tests/engine/general/test_general_experts.py"
 links="tests/transfer/test_transports.py tests/transfer/test_gpu_frames.py"
 
 names=() ; declare -A limit command

@@ -166,7 +166,7 @@ def _speculation(value: str) -> dict[str, object]:
     values=_speculation,
     metavar="METHOD[=MODEL]",
     help="Method that guesses tokens, so that one step computes several: ngram, suffix, draft=MODEL, medusa=FOLDER, "
-    "eagle3=FOLDER or off (default).",
+    "eagle3=FOLDER, mtp (the model's own layer) or off (default).",
 )
 @setting(
     "engine.speculation.max_tokens",

@@ -62,6 +62,7 @@ MORE = (
     "JambaForCausalLM",
     "KimiLinearForCausalLM",
     "Lfm2ForCausalLM",
+    "Lfm3ForCausalLM",
     "Llama4ForCausalLM",
     "LlamaForCausalLM",
     "Mamba2ForCausalLM",
@@ -70,6 +71,7 @@ MORE = (
     "Qwen3NextForCausalLM",
     "RwkvForCausalLM",
     "Zamba2ForCausalLM",
+    "ZayaForCausalLM",
 )
 ROLES = {"prefill": PrefillRole, "decode": DecodeRole}
 
@@ -216,7 +218,7 @@ def test_a_cluster_yields_the_tokens_of_whole_passes_through_a_kill_of_decode(
 def test_they_have_every_way_with_every_kind_of_group_that_it_serves() -> None:
     kinds = {name: tuple(line.split("|")[2:4]) for name, line in lines().items() if " | - | " not in line}
     assert {kinds[name] for name in (*COVERING, *MORE)} == set(kinds.values())
-    assert len({*COVERING, *MORE}) == 25
+    assert len({*COVERING, *MORE}) == 27
 
 
 async def handed_over(folder: Path, tokens: int, **engine: Any) -> tuple[int, CacheLayout]:
