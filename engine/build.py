@@ -149,9 +149,9 @@ def _build_general(
         proposer.check(general.spec)
     if method == "mtp":
         # Imported here for the same reason as the runner.
-        from kvrelay.engine.speculate.mtp import mtp_proposer, runner_of
+        from kvrelay.engine.speculate.mtp import mtp_proposer
 
-        proposer = mtp_proposer(options, folder, runner_of(general))
+        proposer = mtp_proposer(options, folder, general)
     runner: Runner = general if ranks is None else LeadingRunner(general, ranks)
     return engine_on(runner, options, proposer, rolls_back=general.rolls_back and ranks is None), runner
 

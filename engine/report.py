@@ -70,7 +70,8 @@ def report_on(folder: Path, dtype: Dtype, options: EngineConfig) -> ModelReport:
     layout = runner.cache_layout
     unavailable = [("medusa, eagle3", "transformers' code doesn't yield the hidden states that their heads read")]
     if any(group.kind == "state" for group in layout.groups):
-        unavailable.append(("speculation", "a state can't be taken back when a guess was wrong"))
+        why = "a state can't be taken back when a guess was wrong"
+        unavailable.append(("mtp", "the layer's states aren't read") if runner.rolls_back else ("speculation", why))
     return ModelReport(
         runner.spec.architecture,
         runner.spec.dtype,

@@ -48,6 +48,11 @@ class StateRows(NamedTuple):
         return cls(on_device[0], on_device[1], on_device[2], own, int(lengths.max(initial=0)))
 
 
+def token_rows(x: Tensor) -> Tensor:
+    """The same numbers [T, ...], with those of a token behind each other."""
+    return x if x[0].is_contiguous() else x.contiguous()
+
+
 class TimeStep(NamedTuple):
     """How Mamba-2 makes its time steps."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout
@@ -156,17 +157,17 @@ class GeneralRunner:
 
     def _roll_back(self, plan: StepPlan, out: StepOutput) -> None:
         """Gives each sequence with guesses the state behind the last token that was right."""
-        if plan.drafts is None:
+        states = [number for number, group in enumerate(self.cache_layout.side_groups) if group.kind == "state"]
+        if plan.drafts is None or not states:
             return
         drafts, kept, own = [*plan.drafts.tolist(), False], [*kept_of(plan, out), False], 0
         for row in range(plan.num_rows):
             own = own if drafts[row] else row
             if not drafts[row] or not kept[row] or (drafts[row + 1] and kept[row + 1]):
                 continue
-            for number, group in enumerate(self.cache_layout.side_groups):
-                if group.kind == "state":
-                    slots = plan.side_tables[number][:, 0]
-                    self.store.copy_slots(number + 1, int(slots[row]), int(slots[own]))
+            for number in states:
+                slots = plan.side_tables[number][:, 0]
+                self.store.copy_slots(number + 1, int(slots[row]), int(slots[own]))
 
     def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
         """See `ChainRunner.chain`."""
@@ -239,9 +240,8 @@ def build_general_runner(
         CollectiveError: another rank is lost.
     """
     device = torch.device("cuda" if options.device == "cuda" else "cpu")
-    config = read_general_config(folder)
+    config, checkpoint = read_general_config(folder), Checkpoint(folder)
     check_stored(options.quantization, config.stored)
-    checkpoint = Checkpoint(folder)
     run_dtype = run_dtype_of(dtype, config, device)
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
@@ -252,53 +252,9 @@ def build_general_runner(
     if on_loaded is not None:
         on_loaded(1.0)
     team = _team(run_dtype, threads, device)
-    total, swapped = sum(parameter.nbytes for parameter in model.parameters()), 0
-    lay_out = None if team is None else packer(team)
-    if config.stored is not None:
-        # Before all else, because without them the model can't run.
-        if team is None or lay_out is None or options.quantization == "dense":
-            dequantize_stored(model, TORCH_DTYPES[run_dtype])
-        else:
-            swapped = swap_experts(model, on_cpu(team, lay_out))
-    layers: tuple[LayerCache, ...] | None
-    try:
-        layers = observe(model, place.group)
-        why = ""
-    except CollectiveError:
-        raise
-    except Exception as error:  # noqa: BLE001  # the model's code fails in whatever way
-        layers, why = None, str(error)
-    windows = tuple({layer.window for layer in layers or () if layer.window})
-
-    def prompts_of_all() -> Prompts:
-        try:
-            return Prompts(model, config.vocab_size, windows, config.max_positions, place.group)
-        except (CollectiveError, UnfitError):
-            raise
-        except Exception as error:  # the model's code fails in whatever way
-            if place.group.size == 1:
-                raise
-            raise ValueError(
-                f"tensor_parallel is {place.group.size}; allowed: 1, because the plan of {config.architecture} doesn't"
-                f" suit its code: {error}"
-            ) from error
-
-    with watching(model) as uses:
-        prompts = prompts_of_all()
-    swap_norms(model)
-    if team is not None and lay_out is not None:
-        linear = quantizing(LAYERS.get(options.quantization), lay_out)
-        head = quantizing(HEAD.get(options.quantization), lay_out)
-        own = part_of(config.vocab_size, place.group.size, place.group.place)
-        swapped += swap(model, uses, linear, head, (config.vocab_size, len(own)))
-        swapped += swap_experts(model, on_cpu(team, linear))
-        # torch's threads spin for a while after each call, which would take the cores from the kernels' own threads.
-        threads = 1 if swapped > 0.4 * total else threads
-        if options.quantization != "none":
-            prompts = prompts_of_all()
-    elif device.type == "cuda" and options.quantization in LAYERS:
-        swap_experts(model, on_gpu(LAYERS[options.quantization], TORCH_DTYPES[run_dtype], device))
-        prompts = prompts_of_all()
+    layers, why, prompts, packed = _prepare(model, config, run_dtype, options, team, place)
+    # torch's threads spin for a while after each call, which would take the cores from the kernels' own threads.
+    threads = 1 if packed > 0.4 else threads
     torch.set_num_threads(threads)
     kv_dtype = run_dtype if options.kv_dtype == "auto" else options.kv_dtype
 
@@ -340,6 +296,75 @@ def build_general_runner(
     logger.info("%s runs as transformers' code, %s; faster ways: %s", config.architecture, choice.name, choice.refused)
     chooser: Sample = sample if team is None else NativeSampler(team)
     return GeneralRunner(spec, choice.make(store), store, choice, threads, chooser, place.rank)
+
+
+def _prepare(
+    model: PreTrainedModel,
+    config: GeneralConfig,
+    run_dtype: FloatDtype,
+    options: EngineConfig,
+    team: Team | None,
+    place: Place,
+) -> tuple[tuple[LayerCache, ...] | None, str, Prompts, float]:
+    """Finds out what a loaded model keeps and yields, and puts our layers in the place of its own.
+
+    Returns:
+        What each layer of its cache keeps, or None and why its cache can't be used; prompts with its logits; the share
+        of its weights that are packed for `team`.
+
+    Raises:
+        ValueError, UnfitError, CollectiveError: the model can't be run at all.
+    """
+    total, packed = sum(parameter.nbytes for parameter in model.parameters()), 0
+    lay_out = None if team is None else packer(team)
+    if config.stored is not None:
+        # Before all else, because without them the model can't run.
+        if team is None or lay_out is None or options.quantization == "dense":
+            dequantize_stored(model, TORCH_DTYPES[run_dtype])
+        else:
+            packed = swap_experts(model, on_cpu(team, lay_out))
+    layers: tuple[LayerCache, ...] | None
+    try:
+        layers, why = observe(model, place.group), ""
+    except CollectiveError:
+        raise
+    except Exception as error:  # noqa: BLE001  # the model's code fails in whatever way
+        layers, why = None, str(error)
+    windows = tuple({layer.window for layer in layers or () if layer.window})
+    with watching(model) as uses:
+        prompts = _prompts(model, config, windows, place)
+    swap_norms(model)
+    if team is not None and lay_out is not None:
+        linear = quantizing(LAYERS.get(options.quantization), lay_out)
+        head = quantizing(HEAD.get(options.quantization), lay_out)
+        own = part_of(config.vocab_size, place.group.size, place.group.place)
+        packed += swap(model, uses, linear, head, (config.vocab_size, len(own)))
+        packed += swap_experts(model, on_cpu(team, linear))
+        if options.quantization != "none":
+            prompts = _prompts(model, config, windows, place)
+    elif options.device == "cuda" and options.quantization in LAYERS:
+        swap_experts(model, on_gpu(LAYERS[options.quantization], TORCH_DTYPES[run_dtype], model.device))
+        prompts = _prompts(model, config, windows, place)
+    return layers, why, prompts, packed / max(1, total)
+
+
+def _prompts(model: PreTrainedModel, config: GeneralConfig, windows: tuple[int, ...], place: Place) -> Prompts:
+    """Prompts with the model's logits.
+
+    Raises:
+        ValueError, UnfitError, CollectiveError: it yields none; of several ranks, the text names the degree.
+    """
+    try:
+        return Prompts(model, config.vocab_size, windows, config.max_positions, place.group)
+    except (CollectiveError, UnfitError):
+        raise
+    except Exception as error:  # the model's code fails in whatever way
+        if place.group.size == 1:
+            raise
+        raise ValueError(
+            f"tensor_parallel is {place.group.size}; allowed: 1, because the plan of {config.architecture} doesn't"
+            f" suit its code: {error}"
+        ) from error
 
 
 def run_dtype_of(dtype: Dtype, config: GeneralConfig, device: torch.device) -> FloatDtype:

@@ -38,7 +38,6 @@ from kvrelay.engine.models.general.step import Step, UnfitError
 from kvrelay.engine.models.general.store import Store, scratch_pools
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.quant.schemes import LAYERS, dequantizing, quantizing
-from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.runner.general import GeneralRunner
 from kvrelay.engine.sampling.sampler import guessing
 from kvrelay.engine.speculate.eagle import EagleProposer
@@ -143,17 +142,6 @@ class MtpModel:
         """float32 [N, vocab], of rows of `forward`'s result."""
         logits: Tensor = self._head(self._last_norm(hidden.to(self._dtype)))
         return logits.float()
-
-
-def runner_of(runner: Runner) -> GeneralRunner:
-    """The runner, if transformers' code runs the model.
-
-    Raises:
-        ValueError: it doesn't.
-    """
-    if not isinstance(runner, GeneralRunner):
-        raise ValueError("speculation.method is 'mtp'; allowed for a model that transformers' code runs, on one rank")
-    return runner
 
 
 def served_by(runner: GeneralRunner) -> FlatWay:

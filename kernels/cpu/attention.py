@@ -47,7 +47,52 @@ class _Shape(ctypes.Structure):
     )
 
 
-class PagedAttention:
+class AttentionStep:
+    """The current step, as the kernels of one kind of attention hold it."""
+
+    def __init__(self, library: ctypes.CDLL, kind: str, *arguments: Any) -> None:
+        """
+        Args:
+            kind: begins the names of the kernels' functions.
+            arguments: of the function that makes a step.
+
+        Raises:
+            MemoryError: no memory for the step.
+        """
+        make, self._plan, free = (getattr(library, f"kvrelay_{kind}_{name}") for name in ("new", "plan", "free"))
+        make.restype, self._plan.restype = ctypes.c_void_p, ctypes.c_bool
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._plan.argtypes = pointer, number, pointer, pointer, pointer, number
+        self._copies = Buffer(np.int64)
+        step = make(*arguments)
+        if step is None:
+            raise MemoryError
+        self._step = ctypes.c_void_p(step)
+        self.step: int = step
+        """Address of the step, for kernels that begin the next one."""
+        # Not at exit, when a thread may still be in a step.
+        weakref.finalize(self, free, self._step).atexit = False
+
+    def plan(self, starts: Indices, lengths: Indices, block_tables: Indices) -> None:
+        """Begins a step.
+
+        Args:
+            starts: [R] tokens of each row's sequence that are already in the pool.
+            lengths: [R] tokens of each row in this step.
+            block_tables: [R, W].
+
+        Raises:
+            MemoryError: no memory for the work lists.
+        """
+        rows, width = block_tables.shape
+        copies, address = self._copies.take(rows * (2 + width)), self._copies.address
+        copies[:rows], copies[rows : 2 * rows] = starts, lengths
+        copies[2 * rows :].reshape(rows, width)[:] = block_tables
+        if not self._plan(self._step, rows, address, address + 8 * rows, address + 16 * rows, width):
+            raise MemoryError
+
+
+class PagedAttention(AttentionStep):
     """A pool and the current step, as the kernels see them. Not thread-safe."""
 
     def __init__(self, library: ctypes.CDLL, pool: Tensor, heads: int, windows: Sequence[int], threads: int) -> None:
@@ -71,7 +116,6 @@ class PagedAttention:
         self._windows = tuple(windows)
         self._distinct = sorted(set(windows))
         self._rotation: tuple[Tensor, Tensor] | None = None
-        self._copies = Buffer(np.int64)
         _, _, _, block_size, kv_heads, head_dim = pool.shape
         shape = _Shape(
             heads,
@@ -83,38 +127,8 @@ class PagedAttention:
             POOL_TYPES.index(pool.dtype),
             threads,
         )
-        library.kvrelay_attention_new.restype = ctypes.c_void_p
-        self._plan = library.kvrelay_attention_plan
-        self._plan.restype = ctypes.c_bool
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._plan.argtypes = pointer, number, pointer, pointer, pointer, number
         distinct = (ctypes.c_int64 * len(self._distinct))(*self._distinct)
-        step = library.kvrelay_attention_new(ctypes.byref(shape), distinct, ctypes.c_int64(len(distinct)))
-        if step is None:
-            raise MemoryError
-        self._step = ctypes.c_void_p(step)
-        self.step: int = step
-        """Address of the step, for kernels that begin the next one."""
-        # Not at exit, when a thread may still be in a step.
-        weakref.finalize(self, library.kvrelay_attention_free, self._step).atexit = False
-
-    def plan(self, starts: Indices, lengths: Indices, block_tables: Indices) -> None:
-        """Begins a step.
-
-        Args:
-            starts: [R] tokens of each row's sequence that are already in the pool.
-            lengths: [R] tokens of each row in this step.
-            block_tables: [R, W].
-
-        Raises:
-            MemoryError: no memory for the work lists.
-        """
-        rows, width = block_tables.shape
-        copies, address = self._copies.take(rows * (2 + width)), self._copies.address
-        copies[:rows], copies[rows : 2 * rows] = starts, lengths
-        copies[2 * rows :].reshape(rows, width)[:] = block_tables
-        if not self._plan(self._step, rows, address, address + 8 * rows, address + 16 * rows, width):
-            raise MemoryError
+        super().__init__(library, "attention", ctypes.byref(shape), distinct, ctypes.c_int64(len(distinct)))
 
     def rotate(self, cos: Tensor, sin: Tensor, by_position: bool = False) -> None:
         """Sets rotations, float32 [R, positions or T, 1, D]; see `reference.rotations`. Before the first call,

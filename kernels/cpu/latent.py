@@ -5,14 +5,12 @@ are `reference.latent_attention`, `reference.head_products` and `kv_codes.quanti
 """
 
 import ctypes
-import weakref
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.cpu.attention import POOL_TYPES, Indices, supports
-from kvrelay.kernels.cpu.program import Buffer, fields
+from kvrelay.kernels.cpu.attention import POOL_TYPES, AttentionStep, supports
+from kvrelay.kernels.cpu.program import fields
 
 WRITE = "kvrelay_latent_write"
 """Name of the kernel that writes a step's latents and rotated keys into the pools."""
@@ -53,7 +51,7 @@ class Shape(ctypes.Structure):
     )
 
 
-class LatentAttention:
+class LatentAttention(AttentionStep):
     """The pools of latents and of rotated keys, and the current step, as the kernels see them. Not thread-safe."""
 
     def __init__(self, library: ctypes.CDLL, latents: Tensor, rotated: Tensor, heads: int, threads: int) -> None:
@@ -72,7 +70,6 @@ class LatentAttention:
         if not supports(latents.dtype) or latents.dtype != rotated.dtype:
             raise ValueError(f"pools are {latents.dtype} and {rotated.dtype}; allowed: one of {POOL_TYPES} for both")
         self._latents, self._rotated = latents, rotated
-        self._copies = Buffer(np.int64)
         shape = Shape(
             heads,
             latents.shape[5],
@@ -83,35 +80,7 @@ class LatentAttention:
             POOL_TYPES.index(latents.dtype),
             threads,
         )
-        library.kvrelay_latent_new.restype = ctypes.c_void_p
-        self._plan = library.kvrelay_latent_plan
-        self._plan.restype = ctypes.c_bool
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._plan.argtypes = pointer, number, pointer, pointer, pointer, number
-        step = library.kvrelay_latent_new(ctypes.byref(shape))
-        if step is None:
-            raise MemoryError
-        self._step = ctypes.c_void_p(step)
-        # Not at exit, when a thread may still be in a step.
-        weakref.finalize(self, library.kvrelay_latent_free, self._step).atexit = False
-
-    def plan(self, starts: Indices, lengths: Indices, block_tables: Indices) -> None:
-        """Begins a step.
-
-        Args:
-            starts: [R] tokens of each row's sequence that are already in the pools.
-            lengths: [R] tokens of each row in this step.
-            block_tables: [R, W].
-
-        Raises:
-            MemoryError: no memory for the work list.
-        """
-        rows, width = block_tables.shape
-        copies, address = self._copies.take(rows * (2 + width)), self._copies.address
-        copies[:rows], copies[rows : 2 * rows] = starts, lengths
-        copies[2 * rows :].reshape(rows, width)[:] = block_tables
-        if not self._plan(self._step, rows, address, address + 8 * rows, address + 16 * rows, width):
-            raise MemoryError
+        super().__init__(library, "latent", ctypes.byref(shape))
 
     def write(self, layer: int, rotated_layer: int, latents: Tensor, rotated: Tensor) -> WriteArgs:
         """Arguments of WRITE: float32 latents [T, C] and rotated keys [T, R]. The caller keeps all tensors."""

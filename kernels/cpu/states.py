@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.kernels.cpu.program import Program, Team, fields
-from kvrelay.kernels.states import StateRows, TimeStep
+from kvrelay.kernels.states import StateRows, TimeStep, token_rows
 
 CONV, SSD, DELTA, WKV = "kvrelay_conv", "kvrelay_ssd", "kvrelay_delta", "kvrelay_wkv"
 
@@ -116,7 +116,7 @@ class NativeStateOps:
             return _Layer(self._team, CONV, args, own, of_bias)
 
         layer = self._layer(CONV, state, make)
-        x, args = _rows_of(x), layer.args
+        x, args = token_rows(x), layer.args
         out = torch.empty((len(x), channels), dtype=x.dtype)
         args.x, args.x_stride = x.data_ptr(), x.stride(0)
         args.out, args.out_stride = out.data_ptr(), channels
@@ -157,7 +157,7 @@ class NativeStateOps:
             return _Layer(self._team, SSD, args, skip, bias)
 
         layer = self._layer(SSD, state, make)
-        x, b, c, dt = _rows_of(x), _rows_of(b), _rows_of(c), _rows_of(dt.to(x.dtype))
+        x, b, c, dt = token_rows(x), token_rows(b), token_rows(c), token_rows(dt.to(x.dtype))
         out, args = torch.empty((tokens, heads, dim)), layer.args
         a = a.float().contiguous()
         args.x, args.x_stride = x.data_ptr(), x.stride(0)
@@ -198,8 +198,8 @@ class NativeStateOps:
             return _Layer(self._team, DELTA, args)
 
         layer = self._layer(DELTA, state, make)
-        q, k, v = _rows_of(q), _rows_of(k), _rows_of(v)
-        g, beta = _rows_of(g.float()), _rows_of(beta.to(v.dtype))
+        q, k, v = token_rows(q), token_rows(k), token_rows(v)
+        g, beta = token_rows(g.float()), token_rows(beta.to(v.dtype))
         out, args = torch.empty((tokens, heads, dim), dtype=v.dtype), layer.args
         args.q, args.q_stride = q.data_ptr(), q.stride(0)
         args.k, args.k_stride = k.data_ptr(), k.stride(0)
@@ -223,7 +223,7 @@ class NativeStateOps:
             return _Layer(self._team, WKV, args, own)
 
         layer = self._layer(WKV, state, make)
-        k, v = _rows_of(k), _rows_of(v)
+        k, v = token_rows(k), token_rows(v)
         out, args = torch.empty((tokens, channels), dtype=k.dtype), layer.args
         args.k, args.k_stride = k.data_ptr(), k.stride(0)
         args.v, args.v_stride = v.data_ptr(), v.stride(0)
@@ -248,8 +248,3 @@ def _is_bfloat16(x: Tensor) -> bool:
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"dtype is {x.dtype}; allowed: float32, bfloat16")
     return x.dtype == torch.bfloat16
-
-
-def _rows_of(x: Tensor) -> Tensor:
-    """The same numbers, with those of a token behind each other."""
-    return x if x[0].is_contiguous() else x.contiguous()

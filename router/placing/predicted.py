@@ -196,8 +196,6 @@ class PredictedCost(LeastWork):
         """[workers] the latest turn of each, from 0 to 1."""
         self._names: NDArray[np.uint64] = np.zeros(0, np.uint64)
         """[workers] digests of their names."""
-        self._alike: Vector = np.zeros(0)
-        """[workers] PREFILL_WEIGHT each."""
 
     def predict(self, demand: Demand, workers: Sequence[WorkerView]) -> Predicted | None:
         self._see(workers)
@@ -289,12 +287,9 @@ class PredictedCost(LeastWork):
 
     def _weights(self, demand: Demand, group: Group) -> Vector:
         """[workers] weight of the seconds in which each computes a prompt."""
-        workers = len(self._fleet.workers)
+        weights, backlog = np.full(len(self._fleet.workers), PREFILL_WEIGHT), self._backlog(demand)
         if not self._waiting:
-            if len(self._alike) != workers:
-                self._alike = np.full(workers, PREFILL_WEIGHT)
-            return self._alike
-        weights, backlog = np.full(workers, PREFILL_WEIGHT), self._backlog(demand)
+            return weights
         for rows in group.rows:
             if len(rows):
                 busy = float((backlog[rows] >= self._ahead_tokens).mean())

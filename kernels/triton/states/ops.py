@@ -5,7 +5,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from kvrelay.kernels.states import StateRows, TimeStep
+from kvrelay.kernels.states import StateRows, TimeStep, token_rows
 from kvrelay.kernels.triton.states import conv as conv_file
 from kvrelay.kernels.triton.states import delta as delta_file
 from kvrelay.kernels.triton.states import ssd as ssd_file
@@ -24,7 +24,7 @@ class TritonStateOps:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: StateRows, *, silu: bool
     ) -> Tensor:
         """See `StateOps.conv`."""
-        x, weight = _rows_of(x), weight.contiguous()
+        x, weight = token_rows(x), weight.contiguous()
         channels, width = weight.shape
         out = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
         columns, count = triton.cdiv(channels, conv_file.CHANNELS), len(rows.starts)
@@ -53,7 +53,7 @@ class TritonStateOps:
     ) -> Tensor:
         """See `StateOps.ssd`."""
         (tokens, heads, dim), (groups, size) = x.shape, b.shape[1:]
-        x, b, c = _rows_of(x), _rows_of(b), _rows_of(c)
+        x, b, c = token_rows(x), token_rows(b), token_rows(c)
         step = dt.float() if time_step.bias is None else dt.float() + time_step.bias.float()
         step = functional.softplus(step) if time_step.softplus else step
         step = step.clamp(time_step.least, time_step.most).contiguous()
@@ -85,7 +85,13 @@ class TritonStateOps:
     ) -> Tensor:
         """See `StateOps.delta`."""
         (tokens, heads, dim), (key_heads, key_dim) = v.shape, k.shape[1:]
-        q, k, v, g, beta = _rows_of(q), _rows_of(k), _rows_of(v), g.float().contiguous(), beta.float().contiguous()
+        q, k, v, g, beta = (
+            token_rows(q),
+            token_rows(k),
+            token_rows(v),
+            g.float().contiguous(),
+            beta.float().contiguous(),
+        )
         out = torch.empty((tokens, heads, dim), dtype=v.dtype, device=v.device)
         given = (
             q, k, v, g, beta, state, out, rows.firsts, rows.starts, rows.slots,
@@ -101,7 +107,7 @@ class TritonStateOps:
 
     def wkv(self, k: Tensor, v: Tensor, decay: Tensor, first: Tensor, state: Tensor, rows: StateRows) -> Tensor:
         """See `StateOps.wkv`."""
-        k, v = _rows_of(k), _rows_of(v)
+        k, v = token_rows(k), token_rows(v)
         tokens, channels = k.shape
         out = torch.empty((tokens, channels), dtype=k.dtype, device=k.device)
         wkv_file.wkv_kernel[(len(rows.starts), triton.cdiv(channels, wkv_file.CHANNELS))](
@@ -119,8 +125,3 @@ def _side(numbers: int, most: int = 2**31) -> int:
 def _precision(x: Tensor) -> str:
     """How tensor cores multiply float32: in one product of 10 bits, or three, where inputs have more."""
     return "tf32x3" if x.dtype == torch.float32 else "tf32"
-
-
-def _rows_of(x: Tensor) -> Tensor:
-    """The same numbers, with those of a token behind each other."""
-    return x if x[0].is_contiguous() else x.contiguous()
