@@ -19,6 +19,7 @@ CacheDtype = Literal["auto", "int8", "fp8"]
 PrefillKernel = Literal["triton", "varlen_attn", "flashinfer"]
 PrefillAttention = Literal["auto", "triton", "varlen_attn", "flashinfer"]
 ModelPath = Literal["auto", "fast", "general"]
+ExpertExchange = Literal["auto", "all_reduce", "all_to_all"]
 
 MODEL_METHODS: tuple[SpeculationMethod, ...] = ("draft", "medusa", "eagle3")
 """Methods with a checkpoint of their own."""
@@ -178,7 +179,13 @@ class EngineConfig(Options):
     expert_parallel: Annotated[int, Interval(ge=1, le=64)] = 1
     """Parts that the experts of each layer are divided into, whole ones; a divisor of `tensor_parallel` and of the
     number of experts. Each part is on `tensor_parallel` / `expert_parallel` ranks, which divide each of its experts. 1:
-    all ranks divide all experts. For models with experts that transformers' code runs."""
+    all ranks divide all experts. For models with experts."""
+
+    expert_exchange: ExpertExchange = "auto"
+    """How ranks with whole experts exchange tokens. all_reduce: each rank's experts compute all tokens that chose them,
+    and what all ranks have is added up. all_to_all: each rank computes the layer for its part of the step's tokens, and
+    sends each to the ranks of its experts. auto: what is cheaper for each step, as measured at start. Results are the
+    same. all_to_all needs `expert_parallel` to be `tensor_parallel`, above 1, and a model on the fast path."""
 
     pipeline_parallel: Annotated[int, Interval(ge=1, le=64)] = 1
     """Stages of layers, one behind the other, each of `tensor_parallel` ranks: while one computes a chunk of a prompt,
@@ -198,6 +205,9 @@ class EngineConfig(Options):
         require(
             whole, "expert_parallel", self.expert_parallel, f"a divisor of tensor_parallel ({self.tensor_parallel})"
         )
+        whole = self.expert_exchange != "all_to_all" or 1 < self.expert_parallel == self.tensor_parallel
+        allowed = f"auto, all_reduce, because expert_parallel isn't tensor_parallel ({self.tensor_parallel}), above 1"
+        require(whole, "expert_exchange", self.expert_exchange, allowed)
         stages = self.pipeline_parallel
         require(self.device != "cuda" or stages == 1, "pipeline_parallel", stages, "1 on a GPU")
         ranks = self.tensor_parallel * stages

@@ -5,7 +5,7 @@ from pathlib import Path
 from kvrelay.engine.config import Dtype, EngineConfig, ModelPath
 from kvrelay.engine.degree import ONE
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
-from kvrelay.engine.models.reading.config import ModelConfig, check_degree, is_of_family, read_config
+from kvrelay.engine.models.reading.config import ModelConfig, check_degree, check_experts, is_of_family, read_config
 from kvrelay.kernels.cpu.library import library
 from kvrelay.machine.options import require
 
@@ -50,8 +50,9 @@ def _unfit(model: ModelConfig, options: EngineConfig, dtype: Dtype | None) -> st
         return ""
     if model.stored is not None and model.stored.layout == "gguf":
         return "its experts are in a GGUF file"
-    if options.expert_parallel > 1:
-        return "whole experts are divided over ranks"
+    parts = options.expert_parallel
+    if parts not in (1, options.tensor_parallel):
+        return f"each of {parts} parts of its experts is on several ranks"
     if options.device == "cuda":
         return "its experts run on a GPU"
     if dtype == "float16" or (dtype is not None and library() is None):
@@ -75,7 +76,7 @@ def check_ranks(folder: Path, options: EngineConfig) -> None:
 
         check_division(folder, options.degree, options.expert_parallel)
         return
-    experts = options.expert_parallel
-    require(experts == 1, "expert_parallel", experts, "1 for a model without experts")
     block = Checkpoint(folder).block_of("self_attn.o_proj")
-    check_degree(read_config(folder), options.degree, options.quantization, block)
+    model = read_config(folder)
+    check_experts(model, options.expert_parallel)
+    check_degree(model, options.degree, options.quantization, block)

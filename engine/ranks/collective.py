@@ -5,6 +5,7 @@ in order of their ranks, so that all ranks get the same bits, whatever carries t
 rank doesn't come within the timeout, `CollectiveError` ends the others too.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -74,6 +75,25 @@ class Collective(Protocol):
         """
         ...
 
+    def exchange(
+        self, rows: "Tensor", sent: Sequence[int], received: Sequence[int] | None = None, most: int = 0
+    ) -> "tuple[Tensor, list[int]]":
+        """Sends some rows to each rank, and receives those that each rank has sent to this one.
+
+        Args:
+            rows: [N, width], those for rank 0 first; contiguous.
+            sent: [size] rows for each rank, N together.
+            received: [size] rows from each rank, if they are known; all ranks know theirs, or none does.
+            most: largest number of rows that may come, if they aren't known.
+
+        Returns:
+            [M, width] rows, those from rank 0 first, and [size] how many come from each rank.
+
+        Raises:
+            CollectiveError: see there.
+        """
+        ...
+
     def check(self) -> None:
         """
         Raises:
@@ -109,6 +129,11 @@ class Alone:
 
     def gather(self, part: "Tensor") -> "Tensor":
         return part[None]
+
+    def exchange(
+        self, rows: "Tensor", sent: Sequence[int], received: Sequence[int] | None = None, most: int = 0
+    ) -> "tuple[Tensor, list[int]]":
+        return rows, list(sent)
 
     def check(self) -> None:
         """Does nothing, because no call fails."""

@@ -7,7 +7,7 @@ of these GPUs can read, and one kernel of torch's adds them up. Parts of a promp
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -115,6 +115,12 @@ class GpuCollective:
     def gather(self, part: Tensor) -> Tensor:
         """See `Collective.gather`."""
         return (self._nccl if part.is_cuda else self._host).gather(part)
+
+    def exchange(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int] | None = None, most: int = 0
+    ) -> tuple[Tensor, list[int]]:
+        """See `Collective.exchange`: rows on the host."""
+        return (self._nccl if rows.is_cuda else self._host).exchange(rows, sent, received, most)
 
     def ring(self, to: int, source: int, message_bytes: int, depth: int) -> Ring:
         """See `Collective.ring`: for messages on the host."""

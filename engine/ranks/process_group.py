@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -70,7 +70,8 @@ class GlooCollective:
         options._threads = 1
         options._timeout = timedelta(seconds=timeout / CONNECT_TRIES)
         self._options = torch._C._distributed_c10d.AllgatherOptions()
-        self._options.timeout = timedelta(seconds=timeout)
+        self._to_all_options = torch._C._distributed_c10d.AllToAllOptions()
+        self._options.timeout = self._to_all_options.timeout = timedelta(seconds=timeout)
         self._aborted = False
         self._rings: list[GlooRing] = []
         self._newest: tuple[Any, Tensor, Tensor] | None = None
@@ -95,23 +96,42 @@ class GlooCollective:
         with _errors(self.place, self.size):
             # As bytes, because gloo doesn't know all types.
             source, target = part.contiguous().view(-1).view(torch.uint8), out.view(-1).view(torch.uint8)
-            work = self._group._allgather_base(target, source, self._options)
-            # Gloo's thread must neither call nor free anything of Python: where the interpreter is about to end, that
-            # would abort the process.
-            self._newest = work, source, target
-            # Only its timeout ends an operation of gloo, so this thread looks for an abort as well.
-            pause = 0.0
-            while not work.is_completed():
-                self.check()
-                time.sleep(pause)
-                pause = min(pause + PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
-            try:
-                work.wait()
-            except RuntimeError:
-                # The ends of its connections have nothing in common any more.
-                self._aborted = True
-                raise
+            self._wait(self._group._allgather_base(target, source, self._options), source, target)
         return out
+
+    def exchange(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int] | None = None, most: int = 0
+    ) -> tuple[Tensor, list[int]]:
+        """See `Collective.exchange`. If the numbers of rows aren't known, they are gathered first."""
+        if received is None:
+            received = self.gather(torch.tensor(sent))[:, self.place].tolist()
+        out = torch.empty(sum(received), rows.shape[1], dtype=rows.dtype)
+        self.check()
+        with _errors(self.place, self.size):
+            row = rows.shape[1] * rows.itemsize
+            source, target = rows.view(torch.uint8).view(-1), out.view(torch.uint8).view(-1)
+            sizes = [[count * row for count in counts] for counts in (received, sent)]
+            work = self._group.alltoall_base(target, source, *sizes, self._to_all_options)
+            self._wait(work, source, target)
+        return out, list(received)
+
+    def _wait(self, work: Any, source: Tensor, target: Tensor) -> None:
+        """Waits for the end of an operation with these tensors."""
+        # Gloo's thread must neither call nor free anything of Python: where the interpreter is about to end, that
+        # would abort the process.
+        self._newest = work, source, target
+        # Only its timeout ends an operation of gloo, so this thread looks for an abort as well.
+        pause = 0.0
+        while not work.is_completed():
+            self.check()
+            time.sleep(pause)
+            pause = min(pause + PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+        try:
+            work.wait()
+        except RuntimeError:
+            # The ends of its connections have nothing in common any more.
+            self._aborted = True
+            raise
 
     def check(self) -> None:
         """See `Collective.check`."""
@@ -237,6 +257,16 @@ class NcclCollective:
         out = part.new_empty(self.size, *part.shape)
         self._run("_allgather_base", out, part.contiguous())
         return out
+
+    def exchange(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int] | None = None, most: int = 0
+    ) -> tuple[Tensor, list[int]]:
+        """See `Collective.exchange`.
+
+        Raises:
+            ValueError: always, because no runner on GPUs exchanges rows.
+        """
+        raise ValueError("expert_exchange is all_to_all; allowed on a GPU: auto, all_reduce")
 
     def ring(self, to: int, source: int, message_bytes: int, depth: int) -> Ring:
         """See `Collective.ring`.

@@ -7,6 +7,7 @@ it through its process. That of a message is its sender's.
 import ctypes
 import mmap
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -15,11 +16,13 @@ from torch import Tensor
 
 from kvrelay.engine.ranks.collective import CollectiveError
 from kvrelay.kernels.cpu.library import library
-from kvrelay.kernels.cpu.mailbox import MISMATCHED, Mailbox, MessageArgs, mailbox_bytes
+from kvrelay.kernels.cpu.mailbox import Mailbox, MessageArgs, mailbox_bytes
 from kvrelay.kernels.cpu.reduce import (
+    MISMATCHED,
     SLOT_BYTES,
     TIMED_OUT,
     AllGatherArgs,
+    AllToAllArgs,
     RankGroup,
     ReduceArgs,
     shared_bytes,
@@ -79,6 +82,10 @@ class SharedMemoryCollective:
         self._rings: list[SharedMemoryRing] = []
         rows, group = ctypes.addressof(self._one), ctypes.addressof(self.group)
         self._reduce, self._gather = ReduceArgs(rows=rows, group=group), AllGatherArgs(group=group)
+        self._sent, self._received = (ctypes.c_int64 * size)(), (ctypes.c_int64 * size)()
+        self._all_to_all = AllToAllArgs(
+            group=group, sent=ctypes.addressof(self._sent), received=ctypes.addressof(self._received)
+        )
 
     @classmethod
     def join(cls, store: "Store", place: int, size: int, timeout: float, threads: int = 1) -> "SharedMemoryCollective":
@@ -149,6 +156,19 @@ class SharedMemoryCollective:
         self.check()
         return out
 
+    def exchange(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int] | None = None, most: int = 0
+    ) -> tuple[Tensor, list[int]]:
+        """See `Collective.exchange`."""
+        out = torch.empty(most if received is None else sum(received), rows.shape[1], dtype=rows.dtype)
+        row, args, sizes, found = rows.shape[1] * rows.itemsize, self._all_to_all, self._sent, self._received
+        sizes[:] = [count * row for count in sent]
+        args.part, args.out, args.room = rows.data_ptr(), out.data_ptr(), out.nbytes
+        self._library.kvrelay_all_to_all(ctypes.byref(args), 0, 1)
+        self.check()
+        counts = [size // row for size in found]
+        return out[: sum(counts)], counts
+
     def ring(self, to: int, source: int, message_bytes: int, depth: int) -> "SharedMemoryRing":
         """See `Collective.ring`."""
         size = mailbox_bytes(self._library, depth, message_bytes)
@@ -177,6 +197,8 @@ class SharedMemoryCollective:
         names = f"ranks of {self.size} that haven't come to rank {self.place}: {', '.join(late) or 'none'}"
         if self.group.failure == TIMED_OUT:
             raise CollectiveError(f"no exchange within {self._timeout:g} s; {names}")
+        if self.group.failure == MISMATCHED:
+            raise CollectiveError(f"more rows were sent to rank {self.place} than it has room for")
         raise CollectiveError(f"the group was aborted; {names}")
 
     def abort(self) -> None:

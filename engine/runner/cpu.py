@@ -35,8 +35,9 @@ from kvrelay.engine.models.fast.loader import NO_CACHE, LayerCache, Making, OnLo
 from kvrelay.engine.models.fast.native import NativeDecoder, fits
 from kvrelay.engine.models.fast.parts import MakeAttention, Parts
 from kvrelay.engine.models.fast.slices import Slices, share_hashes
+from kvrelay.engine.models.loads import ExpertLoads
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
-from kvrelay.engine.models.reading.config import ModelConfig, check_degree, read_config
+from kvrelay.engine.models.reading.config import ModelConfig, check_degree, check_experts, read_config
 from kvrelay.engine.models.reading.packed_cache import DamagedCacheError, PackedCache, packed_path
 from kvrelay.engine.models.reading.stored import check_stored
 from kvrelay.engine.models.spec import ModelSpec
@@ -133,6 +134,11 @@ class CpuRunner:
         config = self.model.config.whole
         return StatesShape(config.layers, config.hidden_size)
 
+    @property
+    def expert_loads(self) -> ExpertLoads | None:
+        """See `Runner.expert_loads`."""
+        return self.model.expert_loads if isinstance(self.model, NativeDecoder) else None
+
     def launch(self, plan: StepPlan) -> StepHandle:
         """See `Runner.launch`."""
         self._set_threads()
@@ -209,6 +215,11 @@ class CpuRunner:
             if length < capacity:
                 self.launch(self._warm_up_plan(2 * step, 0, length)).result()
                 self.launch(self._warm_up_plan(2 * step + 1, length, 1)).result()
+        if isinstance(self.model, NativeDecoder):
+            with torch.inference_mode():
+                self.model.measure()
+        if self.expert_loads is not None:
+            self.expert_loads.forget()
 
     def _warm_up_plan(self, step: int, start: int, length: int) -> StepPlan:
         table = np.arange(self.layout.blocks_for(start + length), dtype=np.int32)[None]
@@ -330,8 +341,9 @@ def build_cpu_runner(
     options, slides = options.on("cpu"), slides and place.degree.pipeline == 1
     check_stored(options.quantization, whole.stored)
     check_degree(whole, place.degree, options.quantization)
+    check_experts(whole, options.expert_parallel)
     share_hashes(checkpoint, place)
-    slices = Slices.of(whole, place, options.quantization)
+    slices = Slices.of(whole, place, options.quantization, whole_experts=options.expert_parallel > 1)
     config = slices.own
     run_dtype = _run_dtype(dtype, config)
     own_layout = config.kv_layout(run_dtype, options.kv_dtype, options.block_size, "NHD")
@@ -371,7 +383,7 @@ def build_cpu_runner(
     torch.set_num_threads(1)
     attention = NativeAttention(layers, config.heads, team)
     with torch.inference_mode():
-        native = NativeDecoder(config, weights, attention, team, place)
+        native = NativeDecoder(config, weights, attention, team, place, options.expert_exchange)
         return make(spec, native, layout, pools, attention, 1, parts, choice)
 
 
@@ -415,6 +427,7 @@ def _load(
         return load(NO_CACHE)
     place = slices.place
     part = f" rank {place.rank} of {place.degree}" if place.degree.ranks > 1 else ""
+    part += " with whole experts" if options.expert_parallel > 1 else ""
     path = packed_path(f"{checkpoint.fingerprint()} {dtype} {options.quantization}{part}", team)
     try:
         cache = PackedCache(path, team, most)

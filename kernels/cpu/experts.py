@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.kernels.codes import CodedWeight
-from kvrelay.kernels.cpu.packed import Arena, Epilogue, LinearArgs, PackedLinear
+from kvrelay.kernels.cpu.packed import Arena, Epilogue, LinearArgs, PackedLinear, rows_of
 from kvrelay.kernels.cpu.program import Program, Team, fields
 from kvrelay.kernels.routing import Routing
 
@@ -22,8 +22,6 @@ COMBINE = "kvrelay_combine"
 
 Step = tuple[str, ctypes.Structure]
 """Name of a kernel and its arguments."""
-ROW_PADDING = 16
-"""Numbers of padding between two rows of a buffer: without them rows could all fall into one set of a cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,10 @@ class RouteArgs(ctypes.Structure):
 class SortArgs(ctypes.Structure):
     """`SortArgs` in experts.h."""
 
-    _fields_ = (*fields(ctypes.c_void_p, "rows chosen begins sources places"), *fields(ctypes.c_int64, "experts top"))
+    _fields_ = (
+        *fields(ctypes.c_void_p, "rows chosen begins sources places load"),
+        *fields(ctypes.c_int64, "experts top first"),
+    )
 
 
 class GroupedArgs(ctypes.Structure):
@@ -126,8 +127,8 @@ class Pairs:
         self.begins = torch.zeros(experts + 1, dtype=torch.int32)
         self.sources = torch.zeros(capacity, dtype=torch.int32)
         self.places = torch.zeros(capacity, dtype=torch.int32)
-        self.inner = _rows(arena, capacity, inner)
-        self.parts = _rows(arena, capacity, hidden)
+        self.inner = rows_of(arena, capacity, inner)
+        self.parts = rows_of(arena, capacity, hidden)
         self.workspace = arena.take(workspace_bytes)
 
 
@@ -165,16 +166,23 @@ class PackedExperts:
         size: int = self.up.nbytes + self.down.nbytes
         return size
 
-    def sort_step(self, rows: int, top: int, pairs: Pairs) -> Step:
-        """The kernel that puts pairs in the order of their experts."""
+    def sort_step(self, rows: int, top: int, pairs: Pairs, first: int = 0, load: Tensor | None = None) -> Step:
+        """The kernel that puts pairs in the order of their experts.
+
+        Args:
+            first: number of the first expert. Pairs with others than `first` to `first + experts - 1` are left out.
+            load: int64 [experts], to which the pairs of each expert are added.
+        """
         return SORT, SortArgs(
             rows=rows,
             chosen=pairs.chosen.data_ptr(),
             begins=pairs.begins.data_ptr(),
             sources=pairs.sources.data_ptr(),
             places=pairs.places.data_ptr(),
+            load=None if load is None else load.data_ptr(),
             experts=self.experts,
             top=top,
+            first=first,
         )
 
     def up_step(self, source: Tensor | None, pairs: Pairs) -> Step:
@@ -372,8 +380,3 @@ def laid_out(
     found = weight[chosen]
     found[added] = 0
     return found
-
-
-def _rows(arena: Arena, rows: int, width: int) -> Tensor:
-    stride = -(-width // 16) * 16 + ROW_PADDING
-    return arena.take(4 * rows * stride).view(torch.float32).view(rows, stride)

@@ -109,6 +109,16 @@ class Arena:
         return part
 
 
+ROW_PADDING = 16
+"""Numbers of padding between two rows of a buffer: without them rows could all fall into one set of a cache."""
+
+
+def rows_of(arena: Arena, rows: int, width: int) -> Tensor:
+    """float32 [rows, width or more], zeros: a buffer for rows of this width."""
+    stride = -(-width // 16) * 16 + ROW_PADDING
+    return arena.take(4 * rows * stride).view(torch.float32).view(rows, stride)
+
+
 MOST_INPUTS = 2**16
 """Limit of the inputs of a weight of codes: AMX's 32-bit sums hold the products of as many bytes, at most."""
 

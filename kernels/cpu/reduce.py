@@ -7,8 +7,9 @@ from kvrelay.kernels.cpu.program import fields
 ALL_REDUCE = "kvrelay_all_reduce"
 SLOT_BYTES = 2**18
 """Size in bytes of a slot: large parts go in pieces of it, which stay in the cache of the cores that exchange them."""
-TIMED_OUT = 1
-"""Value of `RankGroup.failure` where a rank didn't come in time; any other but 0 where the exchanges were aborted."""
+TIMED_OUT, MISMATCHED = 1, 3
+"""Values of `RankGroup.failure` where a rank didn't come in time, and where it sent more than there is room for; any
+other but 0 where the exchanges were aborted."""
 
 
 class RankGroup(ctypes.Structure):
@@ -35,6 +36,12 @@ class AllGatherArgs(ctypes.Structure):
     """`AllGatherArgs` in reduce.h."""
 
     _fields_ = (*fields(ctypes.c_void_p, "group part out"), *fields(ctypes.c_int64, "bytes"))
+
+
+class AllToAllArgs(ctypes.Structure):
+    """`AllToAllArgs` in reduce.h."""
+
+    _fields_ = (*fields(ctypes.c_void_p, "group part out sent received"), *fields(ctypes.c_int64, "room"))
 
 
 def shared_bytes(library: ctypes.CDLL, ranks: int, lanes: int) -> int:

@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -24,6 +24,7 @@ class ThreadGroup:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=120)
         self.parts: list[Tensor] = [torch.empty(0)] * size
+        self.exchanges: list[list[Tensor]] = [[] for _ in range(size)]
         self.messages: list[queue.Queue[Tensor]] = []
         """Messages that each rank has sent."""
 
@@ -37,16 +38,24 @@ class ThreadCollective:
         self.size = len(shared.parts)
         self.summed: list[int] = []
         """Bytes of each part that was summed."""
+        self.gathered: list[int] = []
+        """Bytes of each part that was gathered."""
+        self.exchanged: list[list[int]] = []
+        """Bytes for each rank, of each exchange."""
 
     def sum(self, part: Tensor) -> Tensor:
         assert part.is_contiguous()
         self.summed.append(part.nbytes)
-        total, *others = self.gather(part)
+        total, *others = self._gather(part)
         for other in others:
             total += other
         return part.copy_(total)
 
     def gather(self, part: Tensor) -> Tensor:
+        self.gathered.append(part.nbytes)
+        return self._gather(part)
+
+    def _gather(self, part: Tensor) -> Tensor:
         try:
             self._shared.parts[self.place] = part
             self._shared.barrier.wait()
@@ -55,6 +64,23 @@ class ThreadCollective:
         except threading.BrokenBarrierError as error:
             raise CollectiveError("a rank is lost") from error
         return found
+
+    def exchange(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int] | None = None, most: int = 0
+    ) -> tuple[Tensor, list[int]]:
+        assert rows.is_contiguous()
+        assert len(rows) == sum(sent)
+        self.exchanged.append([count * rows.shape[1] * rows.itemsize for count in sent])
+        try:
+            self._shared.exchanges[self.place] = list(rows.split(list(sent)))
+            self._shared.barrier.wait()
+            found = [parts[self.place] for parts in self._shared.exchanges]
+            out, counts = torch.cat(found), [len(part) for part in found]
+            self._shared.barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise CollectiveError("a rank is lost") from error
+        assert received is None or list(received) == counts
+        return out, counts
 
     def ring(self, to: int, source: int, message_bytes: int, depth: int) -> "ThreadRing":
         if self.place == 0:

@@ -25,23 +25,32 @@ Behind the layers, a step that only chooses tokens has the last norm, the head, 
 it has chosen, the beginning of the next pass (`native/passes.h`).
 
 Where ranks share the layers, the output and down projections store what this rank has of their results, and the sum of
-all ranks' parts is added to the residual: by an instruction if the ranks share memory, else between two programs.
+all ranks' parts is added to the residual: by an instruction if the ranks share memory, else between two programs. Ranks
+with whole experts may exchange rows instead (`dispatch.py`), between programs too: then there are two lists of
+programs, and each step takes one of them.
 
 Activations are float32 whatever the type of weights and KV. Their buffers are kept and grow to the largest step.
 """
 
 import ctypes
+import logging
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvrelay.costs.exchange import Exchange, ExchangeCosts
 from kvrelay.engine.attention.base import Attention
 from kvrelay.engine.attention.native import NativeAttention
+from kvrelay.engine.config import ExpertExchange
 from kvrelay.engine.models.fast.decoder import NO_TAPS, Layer, Norm, Taps, Weights, tap
+from kvrelay.engine.models.fast.dispatch import Dispatch
+from kvrelay.engine.models.loads import ExpertLoads
 from kvrelay.engine.models.reading.config import ModelConfig
 from kvrelay.engine.models.reading.experts import ExpertsTraits
 from kvrelay.engine.plan import StepPlan
@@ -63,6 +72,7 @@ from kvrelay.kernels.cpu.packed import (
     LinearArgs,
     NormArgs,
     PackedLinear,
+    rows_of,
 )
 from kvrelay.kernels.cpu.passes import FOLLOW, GATHER, PassArgs
 from kvrelay.kernels.cpu.program import Buffer, Program, Team
@@ -70,10 +80,14 @@ from kvrelay.kernels.cpu.reduce import ALL_REDUCE, ReduceArgs
 from kvrelay.kernels.cpu.sample import SAMPLE, SampleArgs, workspace_floats
 from kvrelay.kernels.ops import Linear
 
+logger = logging.getLogger(__name__)
+
+MEASURED_ROWS = (1, 16, 64, 256)
+"""Rows of the steps by which the costs of both ways of exchanging experts' rows are measured."""
+MEASURED_TIMES = 4
+"""Times that each of them is measured."""
 Step = tuple[str, ctypes.Structure]
 """Name of a kernel and its arguments."""
-ROW_PADDING = 16
-"""Numbers of padding between two rows of a buffer: without them rows could all fall into one set of a cache."""
 
 
 def fits(config: ModelConfig) -> bool:
@@ -102,6 +116,17 @@ class _Sum:
     """Whether the sum is added to `out`, and doesn't replace it."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """A pause of the program, in which rows are exchanged with other ranks."""
+
+    move: Literal["scatter", "send", "collect"]
+    """The call of `Dispatch`."""
+
+
+Pause = _Sum | _Move | _Tap
+
+
 class NativeDecoder:
     """A model, or what one rank has of it, ready to run. Not thread-safe."""
 
@@ -112,15 +137,18 @@ class NativeDecoder:
         attention: NativeAttention,
         team: Team,
         place: Place = ALONE,
+        exchange: ExpertExchange = "auto",
     ) -> None:
         """
         Args:
             config: of what this rank computes.
             weights: with linear layers made by `kernels.cpu.packed.packer(team)`.
             place: of the rank.
+            exchange: the way in which ranks with whole experts exchange rows; `auto` sums until `measure` was called.
 
         Raises:
-            ValueError: the rank is of the first pipeline stage, and the weights have no head or no norm before it.
+            ValueError: the rank is of the first pipeline stage, and the weights have no head or no norm before it; or
+                rows can't be exchanged in the way that `exchange` names.
         """
         if place.stage == 0 and (weights.norm is None or weights.head is None):
             raise ValueError("the weights have no head or no norm before it")
@@ -136,6 +164,14 @@ class NativeDecoder:
         self._rotations = [config.distinct_ropes.index(rope) for rope in config.ropes]
         self._attention = attention
         self._team = team
+        self._exchange = exchange
+        self._costs: ExchangeCosts | None = None
+        why = self._undispatched()
+        if exchange == "all_to_all" and why:
+            raise ValueError(f"expert_exchange is all_to_all; allowed: auto, all_reduce, because {why}")
+        self._dispatches = not why and exchange != "all_reduce"
+        self.expert_loads = self._make_loads()
+        """Loads of the experts; None for a model without experts."""
         norm = weights.norm
         self._norm = None if norm is None else norm.weight.float()
         self._last_norm = None if norm is None else norm.times(config.traits.logits_scale, torch.float32)
@@ -206,16 +242,93 @@ class NativeDecoder:
             hidden.copy_(tokens)
         else:
             self._tokens.value = tokens.data_ptr()
-        for program, pause in self._programs:
+        self._run(self._programs[self.exchange_of(count)], count, taps)
+        tap(taps, last, hidden, self.config.traits.residual_scale)
+        if self.expert_loads is not None:
+            self.expert_loads.stepped()
+        return hidden
+
+    def _run(self, programs: list[tuple[Program, Pause | None]], count: int, taps: Taps = NO_TAPS) -> None:
+        """Runs programs, and what is done between them, for `count` rows."""
+        if self._dispatches:
+            self._dispatch.begin(count)
+        for program, pause in programs:
             self._team.run(program)
             if self._shared is not None:
                 self._shared.check()
             if isinstance(pause, _Sum):
                 self._sum_parts(pause, count)
-            elif pause is not None:
+            elif isinstance(pause, _Tap):
+                hidden = self._residual[:count, : self.config.hidden_size]
                 tap(taps, pause.layer, hidden, self.config.traits.residual_scale)
-        tap(taps, last, hidden, self.config.traits.residual_scale)
-        return hidden
+            elif pause is not None:
+                self._move(pause)
+
+    def _move(self, pause: _Move) -> None:
+        dispatch = self._dispatch
+        if pause.move == "scatter":
+            dispatch.scatter(self._update, self._residual)
+        elif pause.move == "send":
+            dispatch.send(self._pairs)
+        else:
+            dispatch.collect(self._residual)
+
+    def exchange_of(self, count: int) -> Exchange:
+        """The way in which ranks with whole experts exchange the rows of a step of `count` tokens."""
+        if not self._dispatches or (self._exchange == "auto" and self._costs is None):
+            return "all_reduce"
+        return "all_to_all" if self._costs is None else self._costs.cheaper(count)
+
+    @property
+    def exchange_costs(self) -> ExchangeCosts | None:
+        """The costs of both ways, if each step takes the cheaper one; None before `measure`."""
+        return self._costs
+
+    def _undispatched(self) -> str:
+        """Why rows can't be sent to the ranks of their experts; empty if they can."""
+        experts, traits = self.config.traits.experts, self.config.traits
+        if experts is None or experts.held is None or self._group.size == 1:
+            return "its ranks don't have whole experts (expert_parallel)"
+        if experts.shared or traits.norms.attention or traits.norms.mlp:
+            return "an MLP beside the experts, or a norm behind them, computes all rows"
+        return ""
+
+    def _make_loads(self) -> ExpertLoads | None:
+        experts = self.config.traits.experts
+        layers = sum(layer.router is not None for layer in self._layers)
+        if experts is None or not layers:
+            return None
+        return ExpertLoads(layers, experts.routing.experts, experts.held, self._group)
+
+    def measure(self) -> None:
+        """Measures a layer of experts in both ways, if each step is to take the cheaper one. All ranks of the stage
+        make this call.
+
+        Raises:
+            CollectiveError: another rank is lost.
+        """
+        if self._exchange != "auto" or not self._dispatches:
+            return
+        index = next(index for index, layer in enumerate(self._layers) if layer.router is not None)
+        layer, ways = self._layers[index], ("all_reduce", "all_to_all")
+        heads = self.config.heads * self.config.head_dim
+        self._make_room(max(MEASURED_ROWS))
+        programs = [self._cut(steps) for steps in (self._experts_layer(layer), self._dispatched_layer(layer))]
+        seconds = torch.zeros(len(ways), len(MEASURED_ROWS), MEASURED_TIMES, dtype=torch.float64)
+        noise = torch.Generator().manual_seed(0)
+        for number, rows in enumerate(MEASURED_ROWS):
+            self._rows.value = rows
+            self._residual[:rows, : self.config.hidden_size].normal_(generator=noise)
+            self._heads[:rows, :heads].normal_(generator=noise)
+            for attempt in range(MEASURED_TIMES):
+                for way, program in enumerate(programs):
+                    began = time.perf_counter()
+                    self._run(program, rows)
+                    seconds[way, number, attempt] = time.perf_counter() - began
+        # All ranks must decide alike, and wait for the slowest one. The first attempt makes buffers.
+        found = self._group.gather(seconds.view(torch.int32)).view(torch.float64)
+        self._costs = ExchangeCosts(MEASURED_ROWS, *found[..., 1:].amin(-1).amax(0).tolist())
+        logger.info("seconds of a layer of experts, for %s rows: %s", MEASURED_ROWS, self._costs)
 
     def _sum_parts(self, pause: _Sum, count: int) -> None:
         """Adds up all ranks' parts of `count` rows."""
@@ -325,29 +438,31 @@ class NativeDecoder:
         heads = config.heads * config.head_dim
         # The rows of a tile are far apart in memory: with small pages each cache line would cost an address look-up.
         arena = Arena()
-        self._residual = _buffer(arena, capacity, config.hidden_size)
-        self._qkv = _buffer(arena, capacity, heads + 2 * config.kv_heads * config.head_dim)
-        self._heads = _buffer(arena, capacity, heads)
-        self._inner = _buffer(arena, capacity, config.intermediate_size)
+        self._residual = rows_of(arena, capacity, config.hidden_size)
+        self._qkv = rows_of(arena, capacity, heads + 2 * config.kv_heads * config.head_dim)
+        self._heads = rows_of(arena, capacity, heads)
+        self._inner = rows_of(arena, capacity, config.intermediate_size)
         traits = config.traits
         if traits.layer_norm or traits.experts is not None:
-            self._normed = _buffer(arena, capacity, config.hidden_size)
+            self._normed = rows_of(arena, capacity, config.hidden_size)
         if traits.joint_qk_norm and self._group.size > 1:
-            self._squares = _buffer(arena, capacity, 2)
+            self._squares = rows_of(arena, capacity, 2)
         if traits.norms.attention or traits.norms.mlp or self._group.size > 1:
-            self._update = _buffer(arena, capacity, config.hidden_size)
+            self._update = rows_of(arena, capacity, config.hidden_size)
         self._workspace = arena.take(max(linear.workspace_bytes for linear in self.linears()))
         if traits.experts is not None:
             self._make_pairs(traits.experts, capacity)
-        steps: list[Step | _Sum | _Tap] = []
+        steps: list[Step | Pause] = []
         if self._head is not None:
             steps = [(EMBED, self._embed(self._head)), *self._sum(self._residual, self._residual)]
+        dispatched = steps.copy()
         for index, layer in enumerate(layers):
+            before: list[Step | Pause] = []
             if config.first_layer + index in self._cuts:
-                steps.append(_Tap(config.first_layer + index))
-            steps += self._project(layer.qkv, Epilogue.STORE, self._residual, self._qkv, layer.input_norm)
-            steps += self._joint_norms(layer.joint_norms)
-            steps += self._attention.record(
+                before.append(_Tap(config.first_layer + index))
+            before += self._project(layer.qkv, Epilogue.STORE, self._residual, self._qkv, layer.input_norm)
+            before += self._joint_norms(layer.joint_norms)
+            before += self._attention.record(
                 index,
                 self._qkv.data_ptr(),
                 self._qkv.stride(0),
@@ -356,15 +471,20 @@ class NativeDecoder:
                 layer.qk_norm,
                 self._rotations[index],
             )
-            steps += self._add(layer.output, self._heads, layer.output_norm)
             if layer.router is not None:
-                steps += self._experts(layer, layer.router)
+                steps += [*before, *self._experts_layer(layer)]
+                dispatched += [*before, *(self._dispatched_layer(layer) if self._dispatches else ())]
                 continue
             source = self._normed if traits.parallel else self._residual
-            steps += self._project(layer.gate_up, self._activation, source, self._inner, layer.mlp_norm)
-            steps += self._add(layer.down, self._inner, layer.down_norm)
+            before += self._add(layer.output, self._heads, layer.output_norm)
+            before += self._project(layer.gate_up, self._activation, source, self._inner, layer.mlp_norm)
+            before += self._add(layer.down, self._inner, layer.down_norm)
+            steps += before
+            dispatched += before
         self._layer_steps = [step for step in steps if isinstance(step, tuple)]
-        self._programs = self._cut(steps)
+        self._programs = {"all_reduce": self._cut(steps)}
+        if self._dispatches:
+            self._programs["all_to_all"] = self._cut(dispatched)
         self._choosing = None
 
     def _make_pairs(self, experts: ExpertsTraits, capacity: int) -> None:
@@ -372,30 +492,26 @@ class NativeDecoder:
         routing = experts.routing
         size = max(self._workspace.nbytes, 4 * route_floats(routing, self._team.threads))
         pairs = capacity * routing.top
-        self._pairs = Pairs(pairs, routing.experts, experts.width, self.config.hidden_size, size)
-        self._scores = _buffer(Arena(), capacity, routing.experts)
+        self._pairs = Pairs(pairs, len(experts.own), experts.width, self.config.hidden_size, size)
+        self._scores = rows_of(Arena(), capacity, routing.experts)
+        if self._dispatches:
+            self._dispatch = Dispatch(self._group, routing, self.config.hidden_size, capacity, size)
         if experts.shared:
-            self._shared_inner = _buffer(Arena(), capacity, experts.shared)
+            self._shared_inner = rows_of(Arena(), capacity, experts.shared)
 
-    def _experts(self, layer: Layer, router: Linear) -> list[Step | _Sum]:
-        """The kernels of a layer's router and experts. Ranks have a part of each expert's width."""
-        experts = self.config.traits.experts
-        if experts is None or layer.mlp_norm is None:
-            raise ValueError("a layer has a router, and the model no experts, or no norm before them")
-        routing, rows, pairs, normed = experts.routing, ctypes.addressof(self._rows), self._pairs, self._normed
+    def _experts_layer(self, layer: Layer) -> list[Step | Pause]:
+        """The kernels of a layer behind attention, with sums over all ranks. Ranks have a part of each expert's width,
+        or whole experts."""
+        router, mlp_norm, experts = self._experts_of(layer)
+        rows, pairs, normed = ctypes.addressof(self._rows), self._pairs, self._normed
         several = self._group.size > 1
         out = self._update if several else self._residual
-        packed = PackedExperts(
-            self._team, _packed(layer.gate_up), _packed(layer.down), routing.experts, Gate(self._activation)
-        )
-        steps: list[Step] = [
-            (NORM, self._norm_args(self._residual, normed, layer.mlp_norm)),
+        steps: list[Step | Pause] = [
+            *self._add(layer.output, self._heads, layer.output_norm),
+            (NORM, self._norm_args(self._residual, normed, mlp_norm)),
             (LINEAR, self._linear(router, Epilogue.STORE, normed, self._scores)),
-            route_step(routing, rows, self._scores, layer.router_bias, pairs),
-            packed.sort_step(rows, routing.top, pairs),
-            packed.up_step(normed, pairs),
-            packed.down_step(pairs),
-            packed.combine_step(rows, routing.top, out, pairs, add=not several),
+            route_step(experts.routing, rows, self._scores, layer.router_bias, pairs),
+            *self._products(layer, experts, rows, normed, out),
         ]
         if layer.shared_gate_up is not None and layer.shared_down is not None:
             inner = self._shared_inner
@@ -405,10 +521,52 @@ class NativeDecoder:
             ]
         return [*steps, *self._sum(out, self._residual, add=True)]
 
-    def _cut(self, steps: list[Step | _Sum | _Tap]) -> list[tuple[Program, _Sum | _Tap | None]]:
+    def _dispatched_layer(self, layer: Layer) -> list[Step | Pause]:
+        """As `_experts_layer`, with rows that go to the ranks of their experts."""
+        router, mlp_norm, experts = self._experts_of(layer)
+        dispatch = self._dispatch
+        norm = self._norm_args(dispatch.residual, dispatch.normed, mlp_norm)
+        scores = self._linear(router, Epilogue.STORE, dispatch.normed, dispatch.scores)
+        norm.rows = scores.rows = rows = dispatch.own_rows
+        return [
+            *self._project(layer.output, Epilogue.STORE, self._heads, self._update),
+            _Move("scatter"),
+            (NORM, norm),
+            (LINEAR, scores),
+            route_step(experts.routing, rows, dispatch.scores, layer.router_bias, dispatch.chosen),
+            _Move("send"),
+            *self._products(layer, experts, dispatch.came_rows, dispatch.came, dispatch.results),
+            _Move("collect"),
+        ]
+
+    def _experts_of(self, layer: Layer) -> tuple[Linear, Norm, ExpertsTraits]:
+        experts = self.config.traits.experts
+        if experts is None or layer.router is None or layer.mlp_norm is None:
+            raise ValueError("a layer has a router, and the model no experts, or no norm before them")
+        return layer.router, layer.mlp_norm, experts
+
+    def _products(
+        self, layer: Layer, experts: ExpertsTraits, rows: int, source: Tensor, out: Tensor
+    ) -> tuple[Step, Step, Step, Step]:
+        """The kernels of a layer's experts, from `source` to `out`, for the number of rows at the address `rows`. What
+        a single rank computes is added to `out`."""
+        pairs, top, own = self._pairs, experts.routing.top, experts.own
+        gate_up, down = _packed(layer.gate_up), _packed(layer.down)
+        packed = PackedExperts(self._team, gate_up, down, len(own), Gate(self._activation))
+        loads = self.expert_loads
+        number = sum(other.router is not None for other in self._layers[: self._layers.index(layer)])
+        load = None if loads is None else loads.of(number)
+        return (
+            packed.sort_step(rows, top, pairs, own.start, load),
+            packed.up_step(source, pairs),
+            packed.down_step(pairs),
+            packed.combine_step(rows, top, out, pairs, add=self._group.size == 1),
+        )
+
+    def _cut(self, steps: list[Step | Pause]) -> list[tuple[Program, Pause | None]]:
         """Programs, and the pause behind each; none behind the last one."""
         stop = None if self._shared is None else self._shared.failure
-        programs: list[tuple[Program, _Sum | _Tap | None]] = []
+        programs: list[tuple[Program, Pause | None]] = []
         part: list[Step] = []
         for step in (*steps, None):
             if isinstance(step, tuple):
@@ -567,9 +725,3 @@ def _packed(linear: Linear) -> PackedLinear:
     if not isinstance(linear, PackedLinear):
         raise TypeError(f"a linear layer is {type(linear).__name__}; a native decoder takes PackedLinear")
     return linear
-
-
-def _buffer(arena: Arena, rows: int, width: int) -> Tensor:
-    """float32 [rows, width or more], zeros."""
-    stride = -(-width // 16) * 16 + ROW_PADDING
-    return arena.take(4 * rows * stride).view(torch.float32).view(rows, stride)

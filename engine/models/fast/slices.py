@@ -8,6 +8,8 @@
     down                   all                           the same part
     router                 all                           all
 
+With whole experts on each rank, all of an expert's rows and columns are on one of them.
+
 So each rank computes whole heads and columns of the MLP by itself, and what the ranks have behind `output` and `down`
 is added up (Shoeybi et al., arXiv:1909.08053). The first rank of a stage has the biases of these two. The first of
 several pipeline stages has embedding, last norm and head.
@@ -60,19 +62,27 @@ class Slices:
     """Tokens whose embeddings and logits it has."""
 
     @classmethod
-    def of(cls, config: ModelConfig, place: Place = ALONE, quantization: Quantization = "none") -> "Slices":
+    def of(
+        cls,
+        config: ModelConfig,
+        place: Place = ALONE,
+        quantization: Quantization = "none",
+        *,
+        whole_experts: bool = False,
+    ) -> "Slices":
         """The slices of a model.
 
         Args:
             config: of the whole model, for which `check_degree` has passed.
             quantization: the option.
+            whole_experts: whether a rank has whole experts, and not a part of each.
         """
-        own, dim = config.for_rank(place, quantization), config.head_dim
+        own, dim = config.for_rank(place, quantization, whole=whole_experts), config.head_dim
         number, keys = place.rank % place.degree.tensor, place.degree.kv_heads(place.rank, config.kv_heads)
         experts = config.traits.experts
 
-        def inner(width: int) -> Span:
-            return even_span(width, place, config.width_unit(width, quantization))
+        def inner(width: int, whole_width: bool = False) -> Span:
+            return whole(width) if whole_width else even_span(width, place, config.width_unit(width, quantization))
 
         queries = range(number * own.heads, (number + 1) * own.heads)
         return cls(
@@ -82,7 +92,7 @@ class Slices:
             queries=_heads(queries, config.heads, dim),
             keys=_heads(keys, config.kv_heads, dim),
             inner=inner(config.intermediate_size),
-            expert=inner(0 if experts is None else experts.width),
+            expert=inner(0 if experts is None else experts.width, whole_experts),
             shared=inner(0 if experts is None else experts.shared),
             vocabulary=even_span(config.vocab_size, place),
         )
@@ -95,6 +105,9 @@ class Slices:
     def outputs(self, part: str, layer: int) -> list[Part]:
         """The rows of a layer's projection (`checkpoint.projections`), by tensor, in the order of joined outputs."""
         outputs = projections(self.config, layer)[part].outputs
+        experts = self.own.traits.experts
+        if part in ("gate_up", "down") and experts is not None:
+            outputs = {name: count for name, count in outputs.items() if not experts.is_elsewhere(name)}
         if part in (*SUMMED, "router") or self.place.degree.tensor == 1:
             return [Part(name, whole(count)) for name, count in outputs.items()]
         if part != "qkv" and self._has_experts(layer):
@@ -126,8 +139,10 @@ class Slices:
     def reads(self, name: str) -> bool:
         """Whether the rank has a part of this tensor."""
         if name.startswith("model.layers."):
-            first = self.own.first_layer
-            return first <= int(name.split(".")[2]) < first + self.own.layers
+            first, experts = self.own.first_layer, self.own.traits.experts
+            layer, _, own = name.removeprefix("model.layers.").partition(".")
+            has = experts is None or not experts.is_elsewhere(own)
+            return has and first <= int(layer) < first + self.own.layers
         return self.has_vocabulary
 
     @property

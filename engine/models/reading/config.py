@@ -120,13 +120,14 @@ class ModelConfig:
         layout = replace(own, layers=whole.layers, kv_heads=whole.kv_heads)
         return whole.cache_layout(layout, max_context) if slides else CacheLayout.of(layout)
 
-    def for_rank(self, place: Place, quantization: Quantization = "none") -> "ModelConfig":
+    def for_rank(self, place: Place, quantization: Quantization = "none", *, whole: bool = False) -> "ModelConfig":
         """The config of what one rank computes: its heads, its part of the MLP's width, and its layers.
 
         Hidden size and vocabulary are the model's.
 
         Args:
             quantization: the option; groups of inputs that share a scale stay together.
+            whole: whether a rank has whole experts, and not a part of each.
         """
         degree = place.degree
         if degree.ranks == 1:
@@ -139,7 +140,11 @@ class ModelConfig:
                 even_span(each, place, self.width_unit(each, quantization)).size
                 for each in (experts.width, experts.shared)
             )
-            experts = replace(experts, width=width, shared=shared)
+            if whole:
+                number, each = place.rank % degree.tensor, experts.routing.experts // degree.tensor
+                experts = replace(experts, shared=shared, held=range(number * each, (number + 1) * each))
+            else:
+                experts = replace(experts, width=width, shared=shared)
         return replace(
             self,
             layers=len(layers),
@@ -208,6 +213,20 @@ def check_degree(
     text = f"{', '.join(map(str, allowed))}, {heads}"
     require(degree.tensor in allowed, "tensor_parallel", degree.tensor, text)
     require(degree.pipeline <= config.layers, "pipeline_parallel", degree.pipeline, f"1 to {config.layers}, of layers")
+
+
+def check_experts(config: ModelConfig, parts: int) -> None:
+    """Checks that a model's experts can be divided over `expert_parallel` parts, whole ones.
+
+    Raises:
+        ValueError: they can't; the text names the option, its value and what is allowed.
+    """
+    experts = config.traits.experts
+    if experts is None:
+        require(parts == 1, "expert_parallel", parts, "1 for a model without experts")
+    else:
+        count = experts.routing.experts
+        require(count % parts == 0, "expert_parallel", parts, f"1, or a divisor of the model's {count} experts")
 
 
 def read_config(folder: Path) -> ModelConfig:

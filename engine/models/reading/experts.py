@@ -28,10 +28,22 @@ class ExpertsTraits:
     """Number of the first layers, which have an MLP instead."""
     shared: int = 0
     """Width of an MLP that computes all rows, and is added to the experts; 0 for none."""
+    held: range | None = None
+    """Numbers of the experts that a rank holds, whole ones; None if it holds all, or a part of each."""
 
     def in_layer(self, layer: int) -> bool:
         """Whether the layer of this number has experts."""
         return layer >= self.dense_layers
+
+    @property
+    def own(self) -> range:
+        """Numbers of the experts whose weights are here."""
+        return range(self.routing.experts) if self.held is None else self.held
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether a tensor of a layer, by its name behind that of the layer, is one of an expert on another rank."""
+        head, _, tail = name.partition(f"{self.module}.experts.")
+        return not head and tail != "" and int(tail.partition(".")[0]) not in self.own
 
     @property
     def router(self) -> str:
@@ -40,7 +52,7 @@ class ExpertsTraits:
 
     def names(self, *parts: str) -> list[str]:
         """Names of these products of all experts, those of one expert after the other."""
-        return [f"{self.module}.experts.{each}.{part}" for each in range(self.routing.experts) for part in parts]
+        return [f"{self.module}.experts.{each}.{part}" for each in self.own for part in parts]
 
 
 def qwen3_moe_experts(fields: Fields) -> ExpertsTraits:

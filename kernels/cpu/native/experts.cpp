@@ -136,15 +136,19 @@ void kvrelay_sort_pairs(const void* raw, int thread, int) {
     if (thread != 0) return;
     const SortArgs& args = *static_cast<const SortArgs*>(raw);
     const int64_t pairs = *args.rows * args.top;
-    const auto named = [&](int32_t expert) { return expert >= 0 && expert < args.experts; };
+    const auto named = [&](int64_t expert) { return expert >= 0 && expert < args.experts; };
     std::fill(args.begins, args.begins + args.experts + 1, 0);
     for (int64_t pair = 0; pair < pairs; pair++) {
-        if (named(args.chosen[pair])) args.begins[args.chosen[pair] + 1]++;
+        const int64_t expert = args.chosen[pair] - args.first;
+        if (named(expert)) args.begins[expert + 1]++;
     }
-    for (int64_t expert = 0; expert < args.experts; expert++) args.begins[expert + 1] += args.begins[expert];
+    for (int64_t expert = 0; expert < args.experts; expert++) {
+        if (args.load != nullptr) args.load[expert] += args.begins[expert + 1];
+        args.begins[expert + 1] += args.begins[expert];
+    }
     // Each expert's begin goes up with its pairs, to where the next one begins.
     for (int64_t pair = 0; pair < pairs; pair++) {
-        const int32_t expert = args.chosen[pair];
+        const int64_t expert = args.chosen[pair] - args.first;
         args.places[pair] = named(expert) ? args.begins[expert]++ : -1;
         if (named(expert)) args.sources[args.places[pair]] = int32_t(pair / args.top);
     }

@@ -40,12 +40,14 @@ struct RouteArgs {
 
 struct SortArgs {
     const int64_t* rows;
-    const int32_t* chosen;  // [rows, top]; numbers that are no expert's name none
+    const int32_t* chosen;  // [rows, top]; numbers outside of first to first + experts - 1 name none
     int32_t* begins;        // [experts + 1] first pair of each expert, in their order
     int32_t* sources;       // [rows * top] row of each pair, in that order
     int32_t* places;        // [rows * top] number of each pair, in the order of rows; -1 without an expert
+    int64_t* load;          // [experts] pairs of each expert, which are added; null: none
     int64_t experts;
     int64_t top;
+    int64_t first;          // number of the first expert
 };
 
 struct GroupedArgs {

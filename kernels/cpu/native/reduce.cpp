@@ -170,6 +170,51 @@ void kvrelay_all_gather(const void* raw, int thread, int) {
     }
 }
 
+void kvrelay_all_to_all(const void* raw, int thread, int) {
+    if (thread != 0) return;
+    const AllToAllArgs& args = *static_cast<const AllToAllArgs*>(raw);
+    RankGroup& group = *args.group;
+    Lane lane(group, 0);
+    // All ranks see the sizes of all messages, so they agree on the number of pieces.
+    const int64_t each = group.slot_bytes / group.ranks / LINE * LINE, piece = each - LINE;
+    int64_t longest = 0;
+    std::fill(args.received, args.received + group.ranks, 0);
+    for (int64_t begin = 0; begin == 0 || begin < longest; begin += piece) {
+        if (!open(group, lane)) return;
+        char* const slots = lane.begin();
+        const auto part = [&](int from, int to) { return slots + from * group.slot_bytes + to * each; };
+        const char* source = args.part;
+        for (int to = 0; to < group.ranks; source += args.sent[to++]) {
+            char* const mine = part(group.rank, to);
+            memcpy(mine, args.sent + to, sizeof(int64_t));
+            // What a rank sends to itself takes the same way: it is a small part, and in the cache.
+            if (begin < args.sent[to]) memcpy(mine + LINE, source + begin, std::min(piece, args.sent[to] - begin));
+        }
+        if (!lane.meet()) return;
+        if (begin == 0) {
+            int64_t total = 0;
+            for (int from = 0; from < group.ranks; from++) {
+                for (int to = 0; to < group.ranks; to++) {
+                    int64_t size;
+                    memcpy(&size, part(from, to), sizeof size);
+                    longest = std::max(longest, size);
+                }
+                memcpy(args.received + from, part(from, group.rank), sizeof(int64_t));
+                total += args.received[from];
+            }
+            if (total > args.room) {
+                lane.fail(MISMATCHED);
+                return;
+            }
+        }
+        char* out = args.out;
+        for (int from = 0; from < group.ranks; out += args.received[from++]) {
+            const int64_t count = std::min(piece, args.received[from] - begin);
+            if (count > 0) memcpy(out + begin, part(from, group.rank) + LINE, count);
+        }
+    }
+}
+
 int64_t kvrelay_ranks_bytes(int32_t ranks, int32_t lanes, int64_t slot_bytes) {
     return slots_begin(ranks, lanes) + 2 * int64_t(lanes) * ranks * slot_bytes;
 }

@@ -10,6 +10,8 @@
 //     lane 0      slots [2, ranks]
 //     lane 1 ...
 //
+// A slot of an exchange of all with all is divided into a part for each rank, which begins with the size of the message.
+//
 // Exchanges use two sets of slots in turn, which makes one barrier enough: a rank that writes for exchange n + 2 has passed
 // the barrier of n + 1, which the others reach after they have read what was exchanged in n.
 #pragma once
@@ -51,10 +53,20 @@ struct AllGatherArgs {
     int64_t bytes;
 };
 
+struct AllToAllArgs {
+    RankGroup* group;
+    const char* part;     // what each rank gets, one behind the other
+    char* out;            // what each rank has sent, one behind the other
+    const int64_t* sent;  // [ranks] bytes to each rank
+    int64_t* received;    // [ranks] bytes from each rank
+    int64_t room;         // bytes of `out`
+};
+
 extern "C" {
-// After a failure, neither writes anything.
+// After a failure, none of them writes anything.
 void kvrelay_all_reduce(const void* args, int thread, int threads);
 void kvrelay_all_gather(const void* args, int thread, int threads);
+void kvrelay_all_to_all(const void* args, int thread, int threads);
 int64_t kvrelay_ranks_bytes(int32_t ranks, int32_t lanes, int64_t slot_bytes);
 // Ends the exchanges of all ranks. Any thread.
 void kvrelay_ranks_abort(RankGroup* group);

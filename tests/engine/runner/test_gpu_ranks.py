@@ -47,7 +47,7 @@ class RecordedCollective:
     def __init__(self, path: Path, place: int, size: int) -> None:
         OPS["group"] = group = GlooCollective(FileStore(str(path), size), place, size, 60.0)
         self.place, self.size = place, size
-        self.abort, self.check, self.ring = group.abort, group.check, group.ring
+        self.abort, self.check, self.ring, self.exchange = group.abort, group.check, group.ring, group.exchange
 
     def sum(self, part: Tensor) -> Tensor:
         sum_op(part)

@@ -1,0 +1,202 @@
+"""Ranks with whole experts compute what one process does, however they exchange rows."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import HashStore
+
+from kvrelay.costs.exchange import ExchangeCosts, ExchangeShape
+from kvrelay.engine.config import EngineConfig, ExpertExchange
+from kvrelay.engine.degree import Degree
+from kvrelay.engine.models.choice import check_ranks
+from kvrelay.engine.models.fast.native import MEASURED_ROWS, NativeDecoder
+from kvrelay.engine.models.loads import STEPS
+from kvrelay.engine.models.reading.config import read_config
+from kvrelay.engine.ranks.collective import ALONE, Place
+from kvrelay.engine.ranks.process_group import GlooCollective
+from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
+from support.paged import GREEDY, PagedSequences, make_plan
+from support.rank_threads import ThreadCollective, on_ranks, places, shared_places
+
+TOKENS = [7 * number % 300 + 3 for number in range(37)]
+CHUNKS = (1, 20, 3, 13)
+"""Lengths of the steps: with one, not all ranks have a row of their own."""
+DISPATCHED = ("qwen3_moe", "mixtral", "minimax_m2")
+"""Families without an MLP beside the experts."""
+
+
+def gloo_places(size: int) -> list[Place]:
+    store = HashStore()
+
+    def join(rank: int) -> Place:
+        group = GlooCollective(store, rank, size, 60.0)
+        return Place(Degree(size), rank, group, group)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(join, range(size)))
+
+
+GROUPS: dict[str, Callable[[int], list[Place]]] = {
+    "threads": lambda size: places(Degree(size)),
+    "shared": shared_places,
+    "gloo": gloo_places,
+}
+
+
+def build(folder: Path, place: Place = ALONE, exchange: ExpertExchange = "auto", **options: Any) -> CpuRunner:
+    size = place.degree.tensor
+    config = EngineConfig(
+        kv_memory_bytes=2**22,
+        threads=1,
+        tensor_parallel=size,
+        expert_parallel=size,
+        expert_exchange=exchange,
+        **options,
+    )
+    return build_cpu_runner(folder, "float32", config, place=place)
+
+
+def decoder_of(runner: CpuRunner) -> NativeDecoder:
+    assert isinstance(runner.model, NativeDecoder)
+    return runner.model
+
+
+def hidden_of(runner: CpuRunner, chunks: Sequence[int] = CHUNKS) -> Tensor:
+    """What the layers yield of TOKENS."""
+    sequence, found = PagedSequences(runner).add(TOKENS), list[Tensor]()
+    for count in chunks:
+        plan = make_plan([(sequence, count, GREEDY)], runner.cache_layout)
+        with torch.inference_mode():
+            found.append(runner.forward(plan).clone())
+        sequence.computed += count
+    return torch.cat(found)
+
+
+def check_both_ways(folder: Path, case: list[Place], bound: float = 1e-4, **options: Any) -> None:
+    """Both ways compute the same bits, and what one process does.
+
+    Args:
+        bound: of the difference to one process, relative to the largest number.
+    """
+    expected, found = hidden_of(build(folder, **options)), dict[str, list[Tensor]]()
+    ways: tuple[ExpertExchange, ...] = ("all_reduce", "all_to_all")
+    for way in ways:
+        ranks = on_ranks(case, partial(build, folder, exchange=way, **options))
+        assert decoder_of(ranks[0]).exchange_of(1) == way
+        found[way] = on_ranks(case, lambda place, ranks=ranks: hidden_of(ranks[place.rank]))
+    for hidden, other in zip(found["all_reduce"], found["all_to_all"], strict=True):
+        assert torch.equal(hidden, other)
+        assert torch.equal(hidden, found["all_reduce"][0])
+        assert (hidden - expected).abs().max() < bound * max(1.0, float(expected.abs().max()))
+
+
+def test_both_ways_compute_the_same_bits(model_of: Callable[..., Path]) -> None:
+    check_both_ways(model_of("qwen3_moe"), shared_places(2))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("family", DISPATCHED)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("group", GROUPS)
+def test_both_ways_of_each_family_compute_the_same_bits(
+    model_of: Callable[..., Path], family: str, size: int, group: str
+) -> None:
+    check_both_ways(model_of(family), GROUPS[group](size))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_both_ways_compute_the_same_bits_of_quantized_experts(model_of: Callable[..., Path], quantization: Any) -> None:
+    # The kernels round inputs of products with quantized weights, of which ranks have parts.
+    check_both_ways(model_of("qwen3_moe"), shared_places(2), 1e-3, quantization=quantization)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_are_those_of_the_formulas(model_of: Callable[..., Path], size: int) -> None:
+    folder, case = model_of("qwen3_moe", num_hidden_layers=1), places(Degree(size))
+    ways: tuple[ExpertExchange, ...] = ("all_reduce", "all_to_all")
+    rows = 36
+    for way in ways:
+        ranks = on_ranks(case, partial(build, folder, exchange=way))
+        groups = [place.group for place in case if isinstance(place.group, ThreadCollective)]
+        for group in groups:
+            group.summed.clear(), group.gathered.clear(), group.exchanged.clear()
+        on_ranks(case, lambda place, ranks=ranks: hidden_of(ranks[place.rank], (rows,)))
+        experts = read_config(folder).traits.experts
+        assert experts is not None
+        hidden, top = read_config(folder).hidden_size, experts.routing.top
+        sizes = ExchangeShape(size, experts.routing.experts, top, hidden)
+        for rank, group in enumerate(groups):
+            others = [other for other in range(size) if other != rank]
+            # The first sum is that of the embedding.
+            summed = sum(group.summed[1:]) * (size - 1)
+            if way == "all_reduce":
+                assert summed == sizes.all_reduce_bytes(rows)
+                assert not group.exchanged
+                continue
+            assert not summed
+            received = sum(groups[other].gathered[0] for other in others)
+            received += sum(sent[rank] for other in others for sent in groups[other].exchanged)
+            _, sent, returned = ([each.exchanged[number] for each in groups] for number in range(3))
+            came = sum(sent[other][rank] for other in others) // (4 * (hidden + 2 * top))
+            back = sum(returned[other][rank] for other in others) // (4 * hidden)
+            assert received == sizes.all_to_all_bytes(rows, came, back)
+            assert received < sizes.all_reduce_bytes(rows)
+
+
+def test_a_step_takes_the_cheaper_way(model_of: Callable[..., Path]) -> None:
+    ranks = on_ranks(case := shared_places(2), partial(build, model_of("qwen3_moe")))
+    assert [decoder_of(rank).exchange_of(500) for rank in ranks] == ["all_reduce"] * 2, "nothing was measured"
+    on_ranks(case, lambda place: ranks[place.rank].warm_up())
+    costs = [decoder_of(rank).exchange_costs for rank in ranks]
+    assert costs[0] is not None
+    assert costs[0] == costs[1]
+    assert costs[0].rows == MEASURED_ROWS
+    assert min(*costs[0].all_reduce, *costs[0].all_to_all) > 0
+    for rank in ranks:
+        assert rank.expert_loads is not None
+        assert not rank.expert_loads.totals.any(), "what was measured isn't load"
+
+
+def test_the_cheaper_way_is_that_of_the_nearest_measurements() -> None:
+    costs = ExchangeCosts((1, 16, 64), (1.0, 2.0, 8.0), (3.0, 3.0, 4.0))
+    assert [costs.cheaper(rows) for rows in (1, 16, 20, 30, 64, 1000)] == [
+        *["all_reduce"] * 3,
+        *["all_to_all"] * 3,
+    ]
+
+
+@pytest.mark.parametrize("way", ["all_reduce", "all_to_all"])
+def test_loads_of_ranks_are_those_of_one_process(model_of: Callable[..., Path], way: ExpertExchange) -> None:
+    folder = model_of("qwen3_moe")
+    chunks = (3, *[1] * (len(TOKENS) - 3))
+    assert len(chunks) >= STEPS
+
+    def loads_of(runner: CpuRunner) -> Any:
+        hidden_of(runner, chunks[:STEPS])
+        assert runner.expert_loads is not None
+        return runner.expert_loads.totals.tolist()
+
+    expected = loads_of(build(folder))
+    routing = read_config(folder).traits.experts
+    assert routing is not None
+    assert [sum(layer) for layer in expected] == [sum(chunks[:STEPS]) * routing.routing.top] * len(expected)
+    ranks = on_ranks(case := shared_places(2), partial(build, folder, exchange=way))
+    assert on_ranks(case, lambda place: loads_of(ranks[place.rank])) == [expected] * 2
+
+
+def test_what_cannot_be_exchanged_is_refused(model_of: Callable[..., Path]) -> None:
+    with pytest.raises(ValueError, match=r"expert_exchange is 'all_to_all'; allowed: auto, all_reduce, because expert"):
+        EngineConfig(tensor_parallel=2, expert_exchange="all_to_all")
+    with pytest.raises(ValueError, match="expert_exchange is all_to_all; allowed: auto, all_reduce, because an MLP"):
+        on_ranks(shared_places(2), partial(build, model_of("glm4_moe"), exchange="all_to_all"))
+    folder = model_of("qwen3_moe", num_experts=6)
+    with pytest.raises(ValueError, match="expert_parallel is 4; allowed: 1, or a divisor of the model's 6 experts"):
+        check_ranks(folder, EngineConfig(tensor_parallel=4, expert_parallel=4))
