@@ -1,8 +1,9 @@
 """The metrics that a worker records; `kvrelay.rpc.metrics.families` says what each is."""
 
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.plan import StepOutput, StepPlan
@@ -12,7 +13,47 @@ from kvrelay.rpc.metrics.family import Family
 from kvrelay.rpc.metrics.metric_set import MetricSet, Total
 from kvrelay.transfer.protocol.endpoint import Endpoint, TransferStats
 
+if TYPE_CHECKING:
+    from kvrelay.engine.models.loads import ExpertLoads
+
 _STATES = ("free", "cached", "held")
+
+
+_IMBALANCE_SECONDS = 60.0
+"""Seconds, about, whose tokens count for the imbalance of experts."""
+_MAX_EXPERTS = 512
+
+
+class _Experts:
+    """Follows the loads of a model's experts, from now on."""
+
+    def __init__(self, loads: "ExpertLoads", metrics: MetricSet) -> None:
+        self._loads, self._metrics = loads, metrics
+        totals = loads.totals
+        self._tokens = [
+            metrics.total(families.EXPERT_TOKENS, str(expert)).begin(count)
+            for expert, count in enumerate(totals.sum(0).tolist()[:_MAX_EXPERTS])
+        ]
+        self._seen = [(time.monotonic(), totals)]
+        """Times and totals, the oldest first: those that the present ones are compared with, and what will be."""
+
+    def follow(self) -> None:
+        """Sets the metrics."""
+        now, totals = time.monotonic(), self._loads.totals
+        for total, count in zip(self._tokens, totals.sum(0).tolist(), strict=False):
+            total.set(count)
+        while len(self._seen) > 1 and self._seen[1][0] <= now - _IMBALANCE_SECONDS:
+            self._seen.pop(0)
+        if now - self._seen[-1][0] > _IMBALANCE_SECONDS / 6:
+            self._seen.append((now, totals))
+        recent = totals - self._seen[0][1]
+        for layer, (most, mean) in enumerate(zip(recent.max(1).tolist(), recent.mean(1).tolist(), strict=True)):
+            if mean:
+                self._metrics.gauge(families.EXPERT_IMBALANCE, str(layer)).set(most / mean)
+        ranks = recent.reshape(len(recent), self._loads.ranks, -1).sum(2)
+        if ranks.any():
+            share = float(ranks.max(1).sum() / ranks.mean(1).sum())
+            self._metrics.gauge(families.EXPERT_RANK_IMBALANCE).set(share)
 
 
 class WorkerMetrics:
@@ -24,6 +65,7 @@ class WorkerMetrics:
         self._totals: list[tuple[Total, Callable[[], float]]] = []
         """Totals that are kept elsewhere. Each is read as one number, so no lock is needed."""
         self._endpoint: Endpoint[Any] | None = None
+        self._experts: _Experts | None = None
         self._bind()
 
     def watch(
@@ -45,6 +87,8 @@ class WorkerMetrics:
         def update() -> None:
             for total, count in self._totals:
                 total.set(count())
+            if self._experts is not None:
+                self._experts.follow()
             self._follow(load(), 0 if self._endpoint is None else self._endpoint.active)
             for cost, error in cost_errors().items():
                 self.metrics.gauge(families.COST_ERROR, cost).set(error)
@@ -58,6 +102,8 @@ class WorkerMetrics:
         """
         for total, count in self._totals:
             total.set(count())
+        if self._experts is not None:
+            self._experts.follow()
         self.metrics.relabel(role=role)
         self._bind()
         self._count(engine, endpoint)
@@ -114,6 +160,8 @@ class WorkerMetrics:
                 (families.HANDOFF_FAILURES, (code,), partial(endpoint.failures.__getitem__, code))
                 for code in labels.HANDOFF_REASON.values
             ]
+        loads = engine.runner.expert_loads
+        self._experts = None if loads is None else _Experts(loads, self.metrics)
         total = self.metrics.total
         self._totals = [(total(family, *values).begin(count()), count) for family, values, count in counts]
 

@@ -243,6 +243,14 @@ def _workers(make: Panels) -> Dashboard:
                 ],
             ),
             Row(
+                "Experts",
+                [
+                    make.rate(table.EXPERT_TOKENS, "Tokens of experts", "expert", stacked=True),
+                    make.gauge(table.EXPERT_IMBALANCE, "Busiest expert of each layer", "worker", "layer"),
+                    make.gauge(table.EXPERT_RANK_IMBALANCE, "Busiest rank", "worker"),
+                ],
+            ),
+            Row(
                 "Requests",
                 [
                     make.gauge(table.WORKER_REQUESTS, "Requests", "worker", "state"),

@@ -71,6 +71,8 @@ def check_ranks(folder: Path, options: EngineConfig) -> None:
     if not is_fast(folder, options.model_path, options):
         several = f"cpu for {options.degree.ranks} ranks of a model that transformers' code runs"
         require(options.device != "cuda", "device", options.device, several)
+        exchange, allowed = options.expert_exchange, "auto, all_reduce for a model that transformers' code runs"
+        require(exchange != "all_to_all", "expert_exchange", exchange, allowed)
         # Imported here because transformers takes seconds, which models of the fast path needn't wait for.
         from kvrelay.engine.models.general.reading import check_division
 
@@ -78,5 +80,5 @@ def check_ranks(folder: Path, options: EngineConfig) -> None:
         return
     block = Checkpoint(folder).block_of("self_attn.o_proj")
     model = read_config(folder)
-    check_experts(model, options.expert_parallel)
+    check_experts(model, options.expert_parallel, options.expert_exchange)
     check_degree(model, options.degree, options.quantization, block)

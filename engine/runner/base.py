@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvrelay.engine.kv.pool import KVPool
     from kvrelay.engine.models.fast.decoder import Model
     from kvrelay.engine.models.fast.parts import Parts
+    from kvrelay.engine.models.loads import ExpertLoads
 
 
 class StepHandle(Protocol):
@@ -88,6 +89,11 @@ class Runner(Protocol):
     @property
     def prefill_attention(self) -> str:
         """Name of the kernel that attends for prompts, of `PrefillKernel`; empty on CPU."""
+        ...
+
+    @property
+    def expert_loads(self) -> "ExpertLoads | None":
+        """Tokens that each of the model's experts has computed; None without experts, or where nothing counts them."""
         ...
 
     def fetch(

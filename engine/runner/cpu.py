@@ -341,7 +341,7 @@ def build_cpu_runner(
     options, slides = options.on("cpu"), slides and place.degree.pipeline == 1
     check_stored(options.quantization, whole.stored)
     check_degree(whole, place.degree, options.quantization)
-    check_experts(whole, options.expert_parallel)
+    check_experts(whole, options.expert_parallel, options.expert_exchange)
     share_hashes(checkpoint, place)
     slices = Slices.of(whole, place, options.quantization, whole_experts=options.expert_parallel > 1)
     config = slices.own

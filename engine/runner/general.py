@@ -20,7 +20,7 @@ from kvrelay.engine.models.fast.loader import OnLoaded
 from kvrelay.engine.models.fast.slices import share_hashes
 from kvrelay.engine.models.general.check import Prompts
 from kvrelay.engine.models.general.choose import Choice, Kept, choose
-from kvrelay.engine.models.general.experts import on_cpu, on_gpu, swap_experts
+from kvrelay.engine.models.general.experts import count_loads, on_cpu, on_gpu, swap_experts
 from kvrelay.engine.models.general.flat import FlatWay
 from kvrelay.engine.models.general.linears import swap, watching
 from kvrelay.engine.models.general.mxfp4 import dequantize_stored
@@ -32,6 +32,7 @@ from kvrelay.engine.models.general.ranks.plan import part_of
 from kvrelay.engine.models.general.reading import VERSION, GeneralConfig, load_model, read_general_config
 from kvrelay.engine.models.general.step import Step, UnfitError, Way
 from kvrelay.engine.models.general.store import Store
+from kvrelay.engine.models.loads import ExpertLoads
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.stored import check_stored
 from kvrelay.engine.models.spec import ModelSpec
@@ -68,6 +69,7 @@ class GeneralRunner:
         threads: int,
         sample: Sample,
         rank: int = 0,
+        expert_loads: ExpertLoads | None = None,
     ) -> None:
         """
         Args:
@@ -75,6 +77,7 @@ class GeneralRunner:
             threads: that torch uses in a step.
             sample: chooses tokens.
             rank: of this process. Rank 0 chooses tokens, which the others needn't know.
+            expert_loads: what the experts' kernels count.
         """
         self._rank = rank
         self.spec = spec
@@ -83,6 +86,7 @@ class GeneralRunner:
         self.choice = choice
         self._threads = threads
         self.sample = sample
+        self.expert_loads = expert_loads
         self._thread: int | None = None
 
     @property
@@ -136,6 +140,8 @@ class GeneralRunner:
         wanted = np.unique(np.concatenate((ends[rows] - 1, *asked))).astype(np.int64)
         with torch.inference_mode():
             logits = self.way.run(Step.of(plan), wanted).cpu()
+            if self.expert_loads is not None:
+                self.expert_loads.stepped()
             states = None
             if plan.keep and isinstance(self.way, FlatWay):
                 states = self.way.states()[:, None].clone()
@@ -187,6 +193,8 @@ class GeneralRunner:
             if length < capacity:
                 self.launch(self._warm_up_plan(2 * step, 0, length))
                 self.launch(self._warm_up_plan(2 * step + 1, length, 1))
+        if self.expert_loads is not None:
+            self.expert_loads.forget()
 
     def _warm_up_plan(self, step: int, start: int, length: int) -> StepPlan:
         blocks = np.arange(-(-(start + length) // self.cache_layout.block_size), dtype=np.int32)[None]
@@ -295,7 +303,8 @@ def build_general_runner(
     spec = spec.within(place.smallest(tokens_within(choice.layout, pools, options)))
     logger.info("%s runs as transformers' code, %s; faster ways: %s", config.architecture, choice.name, choice.refused)
     chooser: Sample = sample if team is None else NativeSampler(team)
-    return GeneralRunner(spec, choice.make(store), store, choice, threads, chooser, place.rank)
+    loads = count_loads(model, place.group, options.expert_parallel)
+    return GeneralRunner(spec, choice.make(store), store, choice, threads, chooser, place.rank, loads)
 
 
 def _prepare(

@@ -86,6 +86,7 @@ class GpuRunner:
     """Implements `Runner`."""
 
     lag = 1
+    expert_loads = None
 
     def __init__(
         self,

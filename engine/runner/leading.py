@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvrelay.engine.kv.pool import KVPool
     from kvrelay.engine.models.fast.decoder import Model
     from kvrelay.engine.models.fast.parts import Parts
+    from kvrelay.engine.models.loads import ExpertLoads
 
 STEP, RESULT, WARM_UP = b"s", b"r", b"w"
 """First byte of a message to the other ranks."""
@@ -116,6 +117,10 @@ class LeadingRunner:
     @property
     def prefill_attention(self) -> str:
         return self._own.prefill_attention
+
+    @property
+    def expert_loads(self) -> "ExpertLoads | None":
+        return self._own.expert_loads
 
     def fetch(
         self, states: "Tensor", places: tuple[int, ...], dtype: FloatDtype, then: "Callable[[Tensor], object]"

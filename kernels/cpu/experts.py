@@ -296,7 +296,12 @@ class ExpertsCall:
         self._calls, self.layer, self._gate, self._norm = calls, layer, gate, norm
         self._outputs = outputs or layer.outputs
         self._recorded: tuple[Pairs, int] | None = None
+        self._load: Tensor | None = None
         calls.add(layer)
+
+    def count(self, load: Tensor) -> None:
+        """Has the pairs of each expert added to `load`, int64 [experts], from now on."""
+        self._load, self._recorded = load, None
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """[rows, hidden] of x [rows, hidden] and `ExpertsCalls.begin`'s arguments; of x's type."""
@@ -326,7 +331,7 @@ class ExpertsCall:
         layer, rows = self.layer, self._calls.rows
         up, down = layer.up_step(None, pairs), layer.down_step(pairs)
         combine = layer.combine_step(rows, top, None, pairs, add=False)
-        groups: list[list[Step]] = [[layer.sort_step(rows, top, pairs), up]]
+        groups: list[list[Step]] = [[layer.sort_step(rows, top, pairs, 0, self._load), up]]
         for pause, step in ((self._gate, down), (self._norm, combine)):
             if pause is not None:
                 groups.append([])

@@ -191,6 +191,22 @@ DRAFT_SECONDS = _family(
     "was saved. Steps count once one without guesses was measured.",
     Label("case", ("with_guesses", "without")),
 )
+EXPERT_TOKENS = _family(
+    "worker_expert_tokens_total",
+    "Tokens that chose an expert, by its number, added up over the layers. Counted on CPUs; where ranks have whole "
+    "experts, every 32 steps.",
+    Label("expert", bound="experts of a layer, from 0 to 511; later ones are left out"),
+)
+EXPERT_IMBALANCE = _family(
+    "worker_expert_imbalance_ratio",
+    "Tokens of the busiest expert of a layer, as a multiple of the mean over its experts, of about the last minute.",
+    Label("layer", bound="the model's layers with experts, from 0 on"),
+)
+EXPERT_RANK_IMBALANCE = _family(
+    "worker_expert_rank_imbalance_ratio",
+    "Tokens of the busiest rank's experts as a multiple of the mean over the ranks, layers weighed by their tokens, of "
+    "about the last minute: how much longer experts take than if ranks had as much to do. 0 without experts.",
+)
 STEP_SECONDS = _family(
     "worker_step_seconds",
     "Time of a step. It is a prefill step if every row is a part of a prompt, a decode step if every row is one token.",

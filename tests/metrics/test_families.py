@@ -5,6 +5,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 
 from kvrelay.internal.v1.supervisor_pb2 import MemberState, Role
@@ -86,7 +87,9 @@ def test_series_whose_labels_are_known_exist_before_their_first_event(part: str)
 def test_a_worker_in_another_role_counts_on_under_its_name() -> None:
     prefix = SimpleNamespace(queried_tokens=0, hit_tokens=0, pool=SimpleNamespace(evictions=0))
     engine: Any = SimpleNamespace(
-        scheduler=SimpleNamespace(prefix=prefix, preemptions=0, speculation=None), on_step=None
+        scheduler=SimpleNamespace(prefix=prefix, preemptions=0, speculation=None),
+        runner=SimpleNamespace(expert_loads=None),
+        on_step=None,
     )
     metrics = WorkerMetrics("worker-0", "prefill", "pico")
     metrics.watch(engine, lambda: Load(blocks=Blocks(total=4, free=4)), None, dict)
@@ -112,6 +115,37 @@ def test_a_worker_in_another_role_counts_on_under_its_name() -> None:
     assert values("kvrelay_transfer_received_bytes_total") == {"prefill": 0, "decode": 7}
     assert values("kvrelay_transfer_duration_seconds_count") == {"prefill": 1, "decode": 1}
     assert values("kvrelay_worker_kv_blocks") == {"decode": 4}, "a worker has one role at a time"
+
+
+def test_loads_of_experts_are_those_since_the_worker_counts_in_its_role() -> None:
+    loads = SimpleNamespace(ranks=2, totals=np.array([[5, 5, 5, 5], [7, 7, 7, 7]]))
+    prefix = SimpleNamespace(queried_tokens=0, hit_tokens=0, pool=SimpleNamespace(evictions=0))
+    engine: Any = SimpleNamespace(
+        scheduler=SimpleNamespace(prefix=prefix, preemptions=0, speculation=None),
+        runner=SimpleNamespace(expert_loads=loads),
+        on_step=None,
+    )
+    metrics = WorkerMetrics("worker-0", "prefill", "pico")
+    metrics.watch(engine, lambda: Load(blocks=Blocks(total=4, free=4)), None, dict)
+
+    def values(name: str, *labels: str) -> dict[tuple[str, ...], float]:
+        return {
+            tuple(sample.labels[label] for label in labels): sample.value
+            for metric in metrics.metrics.registry.collect()
+            for sample in metric.samples
+            if sample.name == name
+        }
+
+    loads.totals = loads.totals + np.array([[6, 2, 0, 0], [1, 1, 1, 1]])
+    tokens = "kvrelay_worker_expert_tokens_total"
+    assert values(tokens, "expert") == {("0",): 7, ("1",): 3, ("2",): 1, ("3",): 1}
+    assert values("kvrelay_worker_expert_imbalance_ratio", "layer") == {("0",): 3, ("1",): 1}
+    # Of ranks that wait for each other in each layer: 8 tokens and 2 on the busiest, 4 and 2 on average.
+    assert values("kvrelay_worker_expert_rank_imbalance_ratio")[()] == pytest.approx(10 / 6)
+    metrics.take_role("decode", engine, None)
+    loads.totals = loads.totals + 1
+    assert values(tokens, "role", "expert")["decode", "0"] == 2
+    assert values(tokens, "role", "expert")["prefill", "0"] == 7
 
 
 def test_tenants_beyond_a_bound_share_a_series() -> None:

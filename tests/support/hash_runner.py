@@ -148,6 +148,7 @@ class HashRunner:
     """A `kvrelay.engine.runner.base.Runner`. `steps` counts what it ran."""
 
     prefill_attention = ""
+    expert_loads = None
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ from kvrelay.engine.config import ExpertExchange
 from kvrelay.engine.models.fast.decoder import NO_TAPS, Layer, Norm, Taps, Weights, tap
 from kvrelay.engine.models.fast.dispatch import Dispatch
 from kvrelay.engine.models.loads import ExpertLoads
-from kvrelay.engine.models.reading.config import ModelConfig
+from kvrelay.engine.models.reading.config import ModelConfig, undispatched
 from kvrelay.engine.models.reading.experts import ExpertsTraits
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.ranks.collective import ALONE, Place
@@ -286,19 +286,18 @@ class NativeDecoder:
 
     def _undispatched(self) -> str:
         """Why rows can't be sent to the ranks of their experts; empty if they can."""
-        experts, traits = self.config.traits.experts, self.config.traits
-        if experts is None or experts.held is None or self._group.size == 1:
+        experts = self.config.traits.experts
+        if experts is not None and (experts.held is None or self._group.size == 1):
             return "its ranks don't have whole experts (expert_parallel)"
-        if experts.shared or traits.norms.attention or traits.norms.mlp:
-            return "an MLP beside the experts, or a norm behind them, computes all rows"
-        return ""
+        return undispatched(self.config)
 
     def _make_loads(self) -> ExpertLoads | None:
         experts = self.config.traits.experts
         layers = sum(layer.router is not None for layer in self._layers)
         if experts is None or not layers:
             return None
-        return ExpertLoads(layers, experts.routing.experts, experts.held, self._group)
+        held = None if experts.held is None else len(experts.held)
+        return ExpertLoads(layers, experts.routing.experts, held, self._group, self._group.size)
 
     def measure(self) -> None:
         """Measures a layer of experts in both ways, if each step is to take the cheaper one. All ranks of the stage

@@ -18,7 +18,9 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 
 from kvrelay.engine.models.fast.loader import MakeLinear
 from kvrelay.engine.models.general.mxfp4 import STORED, StoredExperts
+from kvrelay.engine.models.loads import ExpertLoads
 from kvrelay.engine.quant.schemes import Quantize
+from kvrelay.engine.ranks.collective import Collective
 from kvrelay.kernels import reference
 from kvrelay.kernels.codes import CodedWeight
 from kvrelay.kernels.cpu.experts import ExpertsCall, ExpertsCalls, Gate, PackedExperts, laid_out
@@ -99,6 +101,28 @@ def swap_experts(model: PreTrainedModel, make: MakeCall) -> int:
         if isinstance(config, PreTrainedConfig):
             config._experts_implementation = NAME  # noqa: SLF001  # `set_experts_implementation` refuses what isn't known
     return swapped
+
+
+def count_loads(model: nn.Module, group: Collective, parts: int) -> ExpertLoads | None:
+    """Has the native kernels of a model's experts count their tokens.
+
+    Args:
+        group: the model's ranks.
+        parts: that whole experts are divided into.
+
+    Returns:
+        What they count; None if they compute no layer, or layers with different numbers of experts.
+    """
+    found = [module.__dict__.get(ATTRIBUTE) for module in model.modules()]
+    calls = [call for call in found if isinstance(call, ExpertsCall)]
+    counts = {call.layer.experts for call in calls}
+    if len(counts) != 1:
+        return None
+    held = counts.pop()
+    loads = ExpertLoads(len(calls), held * parts, held if parts > 1 else None, group, parts)
+    for layer, call in enumerate(calls):
+        call.count(loads.of(layer))
+    return loads
 
 
 def on_cpu(team: Team, linear: MakeLinear) -> MakeCall:

@@ -215,8 +215,11 @@ def check_degree(
     require(degree.pipeline <= config.layers, "pipeline_parallel", degree.pipeline, f"1 to {config.layers}, of layers")
 
 
-def check_experts(config: ModelConfig, parts: int) -> None:
-    """Checks that a model's experts can be divided over `expert_parallel` parts, whole ones.
+def check_experts(config: ModelConfig, parts: int, exchange: str = "auto") -> None:
+    """Checks that a model's experts can be divided over parts, whole ones, whose ranks exchange rows as is wanted.
+
+    Args:
+        parts, exchange: the options `expert_parallel` and `expert_exchange`.
 
     Raises:
         ValueError: they can't; the text names the option, its value and what is allowed.
@@ -224,9 +227,21 @@ def check_experts(config: ModelConfig, parts: int) -> None:
     experts = config.traits.experts
     if experts is None:
         require(parts == 1, "expert_parallel", parts, "1 for a model without experts")
-    else:
-        count = experts.routing.experts
-        require(count % parts == 0, "expert_parallel", parts, f"1, or a divisor of the model's {count} experts")
+        return
+    count = experts.routing.experts
+    require(count % parts == 0, "expert_parallel", parts, f"1, or a divisor of the model's {count} experts")
+    if exchange == "all_to_all" and (why := undispatched(config)):
+        require(False, "expert_exchange", exchange, f"auto, all_reduce, because {why}")
+
+
+def undispatched(config: ModelConfig) -> str:
+    """Why a model's rows can't be sent to the ranks of their experts; empty if they can."""
+    experts, norms = config.traits.experts, config.traits.norms
+    if experts is None:
+        return "it has no experts"
+    if experts.shared or norms.attention or norms.mlp:
+        return "an MLP beside the experts, or a norm behind them, computes all rows on all ranks"
+    return ""
 
 
 def read_config(folder: Path) -> ModelConfig:

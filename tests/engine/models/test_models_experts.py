@@ -67,7 +67,7 @@ def test_where_they_run_on_own_code(model_of: Callable[..., Path], family: str) 
     folder = model_of(family)
     assert is_fast(folder, "auto", CPU)
     elsewhere: dict[str, dict[str, Any]] = {
-        "whole experts are divided over ranks": {"tensor_parallel": 2, "expert_parallel": 2},
+        "each of 2 parts of its experts is on several ranks": {"tensor_parallel": 4, "expert_parallel": 2},
         "its experts run on a GPU": {"device": "cuda"},
     }
     for reason, fields in elsewhere.items():

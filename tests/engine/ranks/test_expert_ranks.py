@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -195,8 +196,20 @@ def test_loads_of_ranks_are_those_of_one_process(model_of: Callable[..., Path], 
 def test_what_cannot_be_exchanged_is_refused(model_of: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match=r"expert_exchange is 'all_to_all'; allowed: auto, all_reduce, because expert"):
         EngineConfig(tensor_parallel=2, expert_exchange="all_to_all")
-    with pytest.raises(ValueError, match="expert_exchange is all_to_all; allowed: auto, all_reduce, because an MLP"):
-        on_ranks(shared_places(2), partial(build, model_of("glm4_moe"), exchange="all_to_all"))
-    folder = model_of("qwen3_moe", num_experts=6)
-    with pytest.raises(ValueError, match="expert_parallel is 4; allowed: 1, or a divisor of the model's 6 experts"):
-        check_ranks(folder, EngineConfig(tensor_parallel=4, expert_parallel=4))
+    both: dict[str, Any] = {"tensor_parallel": 2, "expert_parallel": 2}
+    named = EngineConfig(**both, expert_exchange="all_to_all")
+    check_ranks(model_of("qwen3_moe"), named)
+    six = model_of("qwen3_moe", num_experts=6)
+    cases = (
+        (model_of("glm4_moe"), named, "expert_exchange is 'all_to_all'; allowed: auto, all_reduce, because an MLP"),
+        (
+            model_of("qwen3_moe"),
+            replace(named, model_path="general"),
+            "auto, all_reduce for a model that transformers'",
+        ),
+        (six, EngineConfig(tensor_parallel=4, expert_parallel=4), "allowed: 1, or a divisor of the model's 6 experts"),
+        (model_of("llama"), EngineConfig(**both), "expert_parallel is 2; allowed: 1 for a model without experts"),
+    )
+    for folder, options, reason in cases:
+        with pytest.raises(ValueError, match=reason):
+            check_ranks(folder, options)
