@@ -79,6 +79,35 @@ def _sums_and_gathers(group: Collective) -> str:
     tokens = torch.arange(6).view(2, 3) + group.place
     if not torch.equal(group.gather(tokens.T), torch.stack([tokens.T - group.place + r for r in range(group.size)])):
         return "integers are wrong"
+    return _exchanges(group)
+
+
+def _exchanges(group: Collective) -> str:
+    """Rows from each rank to each, some of them none, and some longer than a slot, with and without known numbers."""
+    size, place = group.size, group.place
+    for seed, (width, most) in enumerate([(1, 3), (7, 40), (300, 0), (65, 2000), (2000, 300)]):
+        numbers = random.Random(seed)
+        counts = [[numbers.choice([0, most, numbers.randint(0, most)]) for _ in range(size)] for _ in range(size)]
+
+        def rows(source: int, to: int, counts: list[list[int]] = counts, width: int = width) -> Tensor:
+            count = counts[source][to]
+            return (torch.arange(count * width).view(count, width) + 1000 * source + 100 * to).float()
+
+        given = torch.cat([rows(place, to) for to in range(size)])
+        expected, received = (
+            torch.cat([rows(source, place) for source in range(size)]),
+            [each[place] for each in counts],
+        )
+        for known in (received, None):
+            found, numbers_found = group.exchange(given, counts[place], known, size * most)
+            if not torch.equal(found, expected) or numbers_found != received:
+                return f"exchange {seed} is wrong"
+    return "done"
+
+
+def _crowded(group: Collective) -> str:
+    """More rows than there is room for."""
+    group.exchange(torch.ones(3, 5), [3, *[0] * (group.size - 1)], None, 2 * (group.size - 1))
     return "done"
 
 
@@ -137,7 +166,9 @@ def _waiting(group: Collective) -> str:
     return "done"
 
 
-SCENES = {scene.__name__: scene for scene in (_sums_and_gathers, _paces, _for_ever, _nameless, _messages, _waiting)}
+SCENES = {
+    scene.__name__: scene for scene in (_sums_and_gathers, _paces, _for_ever, _nameless, _messages, _waiting, _crowded)
+}
 
 
 class Ranks:
@@ -159,6 +190,14 @@ class Ranks:
 def ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
     with ExitStack() as stack:
         yield lambda *given: Ranks(stack, tmp_path, *given)
+
+
+@pytest.mark.more
+def test_rows_without_room_end_an_exchange_on_all_ranks(ranks: Callable[..., Ranks]) -> None:
+    found = ranks("shared", 2, SHORT, _crowded)
+    texts = [found.result(place) for place in range(2)]
+    assert "more rows were sent to rank 0 than it has room for" in texts[0]
+    assert texts[1] == "done" or "aborted" in texts[1]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
