@@ -187,6 +187,12 @@ class EngineConfig(Options):
     sends each to the ranks of its experts. auto: what is cheaper for each step, as measured at start. Results are the
     same. all_to_all needs `expert_parallel` to be `tensor_parallel`, above 1, and a model on the fast path."""
 
+    spare_experts: Annotated[int, Interval(ge=0, le=64)] = 0
+    """Experts of each layer that a rank has room for beside its own: copies of those that are asked most, so that no
+    rank has much more to do than others. Which they are follows the load: each 32 steps, one layer's copies may move
+    from rank to rank between two steps. They take memory, and need `expert_parallel` to be `tensor_parallel`, above 1,
+    and a model on the fast path."""
+
     pipeline_parallel: Annotated[int, Interval(ge=1, le=64)] = 1
     """Stages of layers, one behind the other, each of `tensor_parallel` ranks: while one computes a chunk of a prompt,
     the stage before computes the next chunk. On CPU only. A worker of several stages can't have medusa, eagle3 or mtp,
@@ -208,6 +214,9 @@ class EngineConfig(Options):
         whole = self.expert_exchange != "all_to_all" or 1 < self.expert_parallel == self.tensor_parallel
         allowed = f"auto, all_reduce, because expert_parallel isn't tensor_parallel ({self.tensor_parallel}), above 1"
         require(whole, "expert_exchange", self.expert_exchange, allowed)
+        whole = not self.spare_experts or 1 < self.expert_parallel == self.tensor_parallel
+        allowed = f"0, because expert_parallel isn't tensor_parallel ({self.tensor_parallel}), above 1"
+        require(whole, "spare_experts", self.spare_experts, allowed)
         stages = self.pipeline_parallel
         require(self.device != "cuda" or stages == 1, "pipeline_parallel", stages, "1 on a GPU")
         ranks = self.tensor_parallel * stages

@@ -34,26 +34,27 @@ class _Experts:
             metrics.total(families.EXPERT_TOKENS, str(expert)).begin(count)
             for expert, count in enumerate(totals.sum(0).tolist()[:_MAX_EXPERTS])
         ]
-        self._seen = [(time.monotonic(), totals)]
+        self._seen = [(time.monotonic(), totals, loads.rank_totals)]
         """Times and totals, the oldest first: those that the present ones are compared with, and what will be."""
 
     def follow(self) -> None:
         """Sets the metrics."""
-        now, totals = time.monotonic(), self._loads.totals
+        now, totals, of_ranks = time.monotonic(), self._loads.totals, self._loads.rank_totals
         for total, count in zip(self._tokens, totals.sum(0).tolist(), strict=False):
             total.set(count)
         while len(self._seen) > 1 and self._seen[1][0] <= now - _IMBALANCE_SECONDS:
             self._seen.pop(0)
         if now - self._seen[-1][0] > _IMBALANCE_SECONDS / 6:
-            self._seen.append((now, totals))
+            self._seen.append((now, totals, of_ranks))
         recent = totals - self._seen[0][1]
         for layer, (most, mean) in enumerate(zip(recent.max(1).tolist(), recent.mean(1).tolist(), strict=True)):
             if mean:
                 self._metrics.gauge(families.EXPERT_IMBALANCE, str(layer)).set(most / mean)
-        ranks = recent.reshape(len(recent), self._loads.ranks, -1).sum(2)
-        if ranks.any():
-            share = float(ranks.max(1).sum() / ranks.mean(1).sum())
-            self._metrics.gauge(families.EXPERT_RANK_IMBALANCE).set(share)
+        without = recent.reshape(len(recent), self._loads.ranks, -1).sum(2)
+        for copies, ranks in (("without", without), ("with", of_ranks - self._seen[0][2])):
+            if ranks.any():
+                share = float(ranks.max(1).sum() / ranks.mean(1).sum())
+                self._metrics.gauge(families.EXPERT_RANK_IMBALANCE, copies).set(share)
 
 
 class WorkerMetrics:

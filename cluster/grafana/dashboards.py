@@ -247,7 +247,7 @@ def _workers(make: Panels) -> Dashboard:
                 [
                     make.rate(table.EXPERT_TOKENS, "Tokens of experts", "expert", stacked=True),
                     make.gauge(table.EXPERT_IMBALANCE, "Busiest expert of each layer", "worker", "layer"),
-                    make.gauge(table.EXPERT_RANK_IMBALANCE, "Busiest rank", "worker"),
+                    make.gauge(table.EXPERT_RANK_IMBALANCE, "Busiest rank", "worker", "copies"),
                 ],
             ),
             Row(

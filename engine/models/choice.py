@@ -73,6 +73,8 @@ def check_ranks(folder: Path, options: EngineConfig) -> None:
         require(options.device != "cuda", "device", options.device, several)
         exchange, allowed = options.expert_exchange, "auto, all_reduce for a model that transformers' code runs"
         require(exchange != "all_to_all", "expert_exchange", exchange, allowed)
+        spares = options.spare_experts
+        require(not spares, "spare_experts", spares, "0 for a model that transformers' code runs")
         # Imported here because transformers takes seconds, which models of the fast path needn't wait for.
         from kvrelay.engine.models.general.reading import check_division
 
@@ -80,5 +82,5 @@ def check_ranks(folder: Path, options: EngineConfig) -> None:
         return
     block = Checkpoint(folder).block_of("self_attn.o_proj")
     model = read_config(folder)
-    check_experts(model, options.expert_parallel, options.expert_exchange)
+    check_experts(model, options.expert_parallel, options.expert_exchange, options.spare_experts)
     check_degree(model, options.degree, options.quantization, block)

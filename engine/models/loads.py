@@ -9,11 +9,12 @@ from kvrelay.engine.ranks.collective import NO_GROUP, Collective
 
 STEPS = 32
 """Steps from one time that ranks tell each other the loads of their experts to the next."""
+Counts = NDArray[np.int64]
 
 
 class ExpertLoads:
     """Tokens that each expert of each layer was chosen for, since start. Kernels count; one thread at a time makes
-    calls, and any thread reads `totals`.
+    calls, and any thread reads `totals` and `rank_totals`.
     """
 
     def __init__(
@@ -23,7 +24,7 @@ class ExpertLoads:
         Args:
             layers: with experts, that are here.
             experts: of a layer, on all ranks together.
-            held: experts whose tokens this rank counts; None for all of them.
+            held: slots for experts whose tokens this rank counts, its own experts first; None for all experts.
             group: ranks that count the others, in order of the experts.
             parts: ranks with different experts; the others count what one of these does.
         """
@@ -31,32 +32,59 @@ class ExpertLoads:
         self.ranks = parts if held is not None else 1
         """Number of parts that the experts are divided into, whole ones, on different ranks."""
         self._steps = 0
-        self._counts = np.zeros((layers, experts if held is None else held), np.int64)
-        self._known = self._counts if self.ranks == 1 else np.zeros((layers, experts), np.int64)
+        self._counts = np.zeros((layers, held or experts), np.int64)
+        own = np.arange(experts).reshape(self.ranks, -1)
+        slots = np.pad(own, ((0, 0), (0, self._counts.shape[1] - own.shape[1])), constant_values=-1)
+        self.slots = np.repeat(slots[None], layers, 0)
+        """[layers, ranks, slots] the expert in each slot; -1 without. It may change when `stepped` has returned True,
+        before the next step."""
+        self._experts = experts
+        self._begin()
+
+    def _begin(self) -> None:
+        layers, ranks, _ = self.slots.shape
+        self.recent: Counts = np.zeros((layers, self._experts), np.int64)
+        """[layers, experts] tokens between the last two times that ranks told each other."""
+        # A rank that counts all experts knows what it counts at once.
+        self._known = self._counts if ranks == 1 else np.zeros_like(self.recent)
+        self._of_ranks = np.zeros((layers, ranks), np.int64)
 
     def of(self, layer: int) -> Tensor:
         """int64 [held] counts of one layer, which kernels add to."""
         return torch.from_numpy(self._counts[layer])
 
-    def stepped(self) -> None:
-        """Counts a step. With each STEPS-th one, the ranks learn each other's counts.
+    def stepped(self) -> bool:
+        """Counts a step. With each STEPS-th one, the ranks learn each other's counts; whether it was such a step.
 
         Raises:
             CollectiveError: another rank is lost.
         """
         self._steps += 1
-        if self.ranks > 1 and self._steps % STEPS == 0:
-            # As numbers that every collective carries.
-            found = self._group.gather(torch.from_numpy(self._counts.view(np.int32))).numpy().view(np.int64)
-            self._known = np.concatenate(found[:: self._copies], 1)
+        if self.ranks == 1 or self._steps % STEPS:
+            return False
+        # As numbers that every collective carries.
+        found = self._group.gather(torch.from_numpy(self._counts.view(np.int32))).numpy().view(np.int64)
+        counts = found[:: self._copies].swapaxes(0, 1)
+        self._counts[...] = 0
+        # One column more, for slots without an expert.
+        recent = np.zeros((len(counts), self._experts + 1), np.int64)
+        np.add.at(recent, (np.arange(len(counts))[:, None, None], self.slots), counts)
+        self.recent = recent[:, :-1]
+        self._known = self._known + self.recent
+        self._of_ranks = self._of_ranks + counts.sum(2)
+        return True
 
     def forget(self) -> None:
         """Begins anew. All ranks make this call between the same two steps."""
         self._counts[...] = self._steps = 0
-        if self.ranks > 1:
-            self._known = np.zeros_like(self._known)
+        self._begin()
 
     @property
-    def totals(self) -> NDArray[np.int64]:
-        """[layers, experts]; of several ranks with whole experts, as of the last time that they told each other."""
+    def totals(self) -> Counts:
+        """[layers, experts]; where ranks have whole experts, as of the last time that they told each other."""
         return self._known.copy()
+
+    @property
+    def rank_totals(self) -> Counts:
+        """[layers, ranks] tokens of the experts that each rank has computed, as of the same time."""
+        return self.totals.sum(1, keepdims=True) if self.ranks == 1 else self._of_ranks

@@ -341,9 +341,10 @@ def build_cpu_runner(
     options, slides = options.on("cpu"), slides and place.degree.pipeline == 1
     check_stored(options.quantization, whole.stored)
     check_degree(whole, place.degree, options.quantization)
-    check_experts(whole, options.expert_parallel, options.expert_exchange)
+    check_experts(whole, options.expert_parallel, options.expert_exchange, options.spare_experts)
     share_hashes(checkpoint, place)
-    slices = Slices.of(whole, place, options.quantization, whole_experts=options.expert_parallel > 1)
+    whole_experts, spares = options.expert_parallel > 1, options.spare_experts
+    slices = Slices.of(whole, place, options.quantization, whole_experts=whole_experts, spares=spares)
     config = slices.own
     run_dtype = _run_dtype(dtype, config)
     own_layout = config.kv_layout(run_dtype, options.kv_dtype, options.block_size, "NHD")
@@ -423,7 +424,8 @@ def _load(
 
     most = options.packed_cache_bytes
     coded = options.quantization in LAYERS or (options.quantization == "none" and _is_gguf(slices.config))
-    if team is None or not most or not coded:
+    # Spare slots are written to, and what is cached may be shared.
+    if team is None or not most or not coded or options.spare_experts:
         return load(NO_CACHE)
     place = slices.place
     part = f" rank {place.rank} of {place.degree}" if place.degree.ranks > 1 else ""

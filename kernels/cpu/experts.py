@@ -50,8 +50,8 @@ class SortArgs(ctypes.Structure):
     """`SortArgs` in experts.h."""
 
     _fields_ = (
-        *fields(ctypes.c_void_p, "rows chosen begins sources places load"),
-        *fields(ctypes.c_int64, "experts top first"),
+        *fields(ctypes.c_void_p, "rows chosen slots begins sources places load"),
+        *fields(ctypes.c_int64, "experts top all phases"),
     )
 
 
@@ -166,23 +166,28 @@ class PackedExperts:
         size: int = self.up.nbytes + self.down.nbytes
         return size
 
-    def sort_step(self, rows: int, top: int, pairs: Pairs, first: int = 0, load: Tensor | None = None) -> Step:
+    def sort_step(
+        self, rows: int, top: int, pairs: Pairs, load: Tensor | None = None, slots: Tensor | None = None
+    ) -> Step:
         """The kernel that puts pairs in the order of their experts.
 
         Args:
-            first: number of the first expert. Pairs with others than `first` to `first + experts - 1` are left out.
             load: int64 [experts], to which the pairs of each expert are added.
+            slots: int32 [phases, all experts] which of these experts each chosen one is, for a row r in phase
+                r % phases; -1 for one that isn't here, whose pairs are left out. None: the chosen one itself.
         """
         return SORT, SortArgs(
             rows=rows,
             chosen=pairs.chosen.data_ptr(),
+            slots=None if slots is None else slots.data_ptr(),
             begins=pairs.begins.data_ptr(),
             sources=pairs.sources.data_ptr(),
             places=pairs.places.data_ptr(),
             load=None if load is None else load.data_ptr(),
             experts=self.experts,
             top=top,
-            first=first,
+            all=0 if slots is None else slots.shape[1],
+            phases=1 if slots is None else len(slots),
         )
 
     def up_step(self, source: Tensor | None, pairs: Pairs) -> Step:
@@ -331,7 +336,7 @@ class ExpertsCall:
         layer, rows = self.layer, self._calls.rows
         up, down = layer.up_step(None, pairs), layer.down_step(pairs)
         combine = layer.combine_step(rows, top, None, pairs, add=False)
-        groups: list[list[Step]] = [[layer.sort_step(rows, top, pairs, 0, self._load), up]]
+        groups: list[list[Step]] = [[layer.sort_step(rows, top, pairs, self._load), up]]
         for pause, step in ((self._gate, down), (self._norm, combine)):
             if pause is not None:
                 groups.append([])

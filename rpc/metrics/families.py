@@ -205,7 +205,9 @@ EXPERT_IMBALANCE = _family(
 EXPERT_RANK_IMBALANCE = _family(
     "worker_expert_rank_imbalance_ratio",
     "Tokens of the busiest rank's experts as a multiple of the mean over the ranks, layers weighed by their tokens, of "
-    "about the last minute: how much longer experts take than if ranks had as much to do. 0 without experts.",
+    "about the last minute: how much longer experts take than if ranks had as much to do. With the spare copies of "
+    "experts, and as it would be without them. 0 without experts.",
+    Label("copies", ("with", "without")),
 )
 STEP_SECONDS = _family(
     "worker_step_seconds",

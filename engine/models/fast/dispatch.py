@@ -18,7 +18,6 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kvrelay.costs.exchange import ExchangeShape
 from kvrelay.engine.ranks.collective import Collective
 from kvrelay.kernels.cpu.experts import Pairs
 from kvrelay.kernels.cpu.packed import Arena, rows_of
@@ -36,8 +35,6 @@ class Dispatch:
             workspace_bytes: of the router's kernel.
         """
         self._group, self._hidden, self._top = group, hidden, routing.top
-        self._each = routing.experts // group.size
-        self.shape = ExchangeShape(group.size, routing.experts, routing.top, hidden)
         arena, own = Arena(), -(-capacity // group.size)
         self.residual, self.normed = rows_of(arena, own, hidden), rows_of(arena, own, hidden)
         """float32 [own rows, hidden]."""
@@ -85,8 +82,12 @@ class Dispatch:
         first = self._ends[place]
         torch.add(residual[first : first + own, : self._hidden], total, out=self.residual[:own, : self._hidden])
 
-    def send(self, pairs: Pairs) -> None:
+    def send(self, pairs: Pairs, ranks: Tensor, slots: Tensor) -> None:
         """Sends the own rows to the ranks of their experts, and fills `came` and the experts and shares of `pairs`.
+
+        Args:
+            ranks, slots: int32 [phases, experts] the rank, and the slot there, that computes an expert's rows; row r of
+                the step is in phase r % phases.
 
         Raises:
             CollectiveError: another rank is lost.
@@ -94,16 +95,22 @@ class Dispatch:
         own, top, size = self._own_rows.value, self._top, self._group.size
         chosen = self.chosen.chosen[: own * top].view(own, top)
         shares = self.chosen.shares[: own * top].view(own, top)
-        asked = torch.zeros(own, size, dtype=torch.bool).scatter_(1, (chosen // self._each).long(), True)
+        first = self._ends[self._group.place]
+        phases, experts = (torch.arange(first, first + own) % len(ranks))[:, None], chosen.long()
+        homes = ranks[phases, experts]
+        asked = torch.zeros(own, size, dtype=torch.bool).scatter_(1, homes.long(), True)
         # In order of the ranks, and for each of them in that of the rows.
-        self._sources = sources = asked.T.nonzero()[:, 1]
+        targets, self._sources = asked.T.nonzero().unbind(1)
         self._sent = asked.sum(0).tolist()
-        rows = torch.cat((self.normed[:own, : self._hidden], chosen.view(torch.float32), shares), 1)[sources]
+        sources = self._sources
+        # A rank gets the slots of its own experts only.
+        wanted = torch.where(homes[sources] == targets[:, None], slots[phases, experts][sources], -1)
+        rows = torch.cat((self.normed[sources, : self._hidden], wanted.view(torch.float32), shares[sources]), 1)
         found, self._received = self._group.exchange(rows, self._sent, None, self._ends[-1])
         count = self._came_rows.value = len(found)
         self.came[:count, : found.shape[1]] = found
-        experts, last = found[:, self._hidden : self._hidden + top], found[:, self._hidden + top :]
-        pairs.chosen[: count * top].view(count, top).copy_(experts.view(torch.int32))
+        numbers, last = found[:, self._hidden : self._hidden + top], found[:, self._hidden + top :]
+        pairs.chosen[: count * top].view(count, top).copy_(numbers.view(torch.int32))
         pairs.shares[: count * top].view(count, top).copy_(last)
 
     def collect(self, residual: Tensor) -> None:

@@ -50,6 +50,7 @@ from kvrelay.engine.attention.native import NativeAttention
 from kvrelay.engine.config import ExpertExchange
 from kvrelay.engine.models.fast.decoder import NO_TAPS, Layer, Norm, Taps, Weights, tap
 from kvrelay.engine.models.fast.dispatch import Dispatch
+from kvrelay.engine.models.fast.spares import SpareExperts
 from kvrelay.engine.models.loads import ExpertLoads
 from kvrelay.engine.models.reading.config import ModelConfig, undispatched
 from kvrelay.engine.models.reading.experts import ExpertsTraits
@@ -122,6 +123,8 @@ class _Move:
 
     move: Literal["scatter", "send", "collect"]
     """The call of `Dispatch`."""
+    layer: int
+    """Number of the layer among those with experts."""
 
 
 Pause = _Sum | _Move | _Tap
@@ -172,6 +175,7 @@ class NativeDecoder:
         self._dispatches = not why and exchange != "all_reduce"
         self.expert_loads = self._make_loads()
         """Loads of the experts; None for a model without experts."""
+        self._spares = self._make_spares(self.expert_loads)
         norm = weights.norm
         self._norm = None if norm is None else norm.weight.float()
         self._last_norm = None if norm is None else norm.times(config.traits.logits_scale, torch.float32)
@@ -244,8 +248,8 @@ class NativeDecoder:
             self._tokens.value = tokens.data_ptr()
         self._run(self._programs[self.exchange_of(count)], count, taps)
         tap(taps, last, hidden, self.config.traits.residual_scale)
-        if self.expert_loads is not None:
-            self.expert_loads.stepped()
+        if self.expert_loads is not None and self.expert_loads.stepped() and self._spares is not None:
+            self._spares.follow(self.expert_loads)
         return hidden
 
     def _run(self, programs: list[tuple[Program, Pause | None]], count: int, taps: Taps = NO_TAPS) -> None:
@@ -266,10 +270,12 @@ class NativeDecoder:
 
     def _move(self, pause: _Move) -> None:
         dispatch = self._dispatch
+        if self._spares is None:
+            raise ValueError("rows are exchanged, and ranks don't have whole experts")
         if pause.move == "scatter":
             dispatch.scatter(self._update, self._residual)
         elif pause.move == "send":
-            dispatch.send(self._pairs)
+            dispatch.send(self._pairs, *self._spares.homes_of(pause.layer))
         else:
             dispatch.collect(self._residual)
 
@@ -296,8 +302,16 @@ class NativeDecoder:
         layers = sum(layer.router is not None for layer in self._layers)
         if experts is None or not layers:
             return None
-        held = None if experts.held is None else len(experts.held)
+        held = None if experts.held is None else experts.slots
         return ExpertLoads(layers, experts.routing.experts, held, self._group, self._group.size)
+
+    def _make_spares(self, loads: ExpertLoads | None) -> SpareExperts | None:
+        """The places of the experts, if ranks have whole ones."""
+        experts = self.config.traits.experts
+        if experts is None or experts.held is None or loads is None:
+            return None
+        weights = [(_packed(layer.gate_up), _packed(layer.down)) for layer in self._layers if layer.router is not None]
+        return SpareExperts(self._group, experts, weights, loads)
 
     def measure(self) -> None:
         """Measures a layer of experts in both ways, if each step is to take the cheaper one. All ranks of the stage
@@ -491,7 +505,7 @@ class NativeDecoder:
         routing = experts.routing
         size = max(self._workspace.nbytes, 4 * route_floats(routing, self._team.threads))
         pairs = capacity * routing.top
-        self._pairs = Pairs(pairs, len(experts.own), experts.width, self.config.hidden_size, size)
+        self._pairs = Pairs(pairs, experts.slots, experts.width, self.config.hidden_size, size)
         self._scores = rows_of(Arena(), capacity, routing.experts)
         if self._dispatches:
             self._dispatch = Dispatch(self._group, routing, self.config.hidden_size, capacity, size)
@@ -510,7 +524,7 @@ class NativeDecoder:
             (NORM, self._norm_args(self._residual, normed, mlp_norm)),
             (LINEAR, self._linear(router, Epilogue.STORE, normed, self._scores)),
             route_step(experts.routing, rows, self._scores, layer.router_bias, pairs),
-            *self._products(layer, experts, rows, normed, out),
+            *self._products(layer, experts, rows, normed, out, sent=False),
         ]
         if layer.shared_gate_up is not None and layer.shared_down is not None:
             inner = self._shared_inner
@@ -527,15 +541,16 @@ class NativeDecoder:
         norm = self._norm_args(dispatch.residual, dispatch.normed, mlp_norm)
         scores = self._linear(router, Epilogue.STORE, dispatch.normed, dispatch.scores)
         norm.rows = scores.rows = rows = dispatch.own_rows
+        number = self._number_of(layer)
         return [
             *self._project(layer.output, Epilogue.STORE, self._heads, self._update),
-            _Move("scatter"),
+            _Move("scatter", number),
             (NORM, norm),
             (LINEAR, scores),
             route_step(experts.routing, rows, dispatch.scores, layer.router_bias, dispatch.chosen),
-            _Move("send"),
-            *self._products(layer, experts, dispatch.came_rows, dispatch.came, dispatch.results),
-            _Move("collect"),
+            _Move("send", number),
+            *self._products(layer, experts, dispatch.came_rows, dispatch.came, dispatch.results, sent=True),
+            _Move("collect", number),
         ]
 
     def _experts_of(self, layer: Layer) -> tuple[Linear, Norm, ExpertsTraits]:
@@ -544,19 +559,23 @@ class NativeDecoder:
             raise ValueError("a layer has a router, and the model no experts, or no norm before them")
         return layer.router, layer.mlp_norm, experts
 
+    def _number_of(self, layer: Layer) -> int:
+        """Number of a layer among those with experts."""
+        return sum(other.router is not None for other in self._layers[: self._layers.index(layer)])
+
     def _products(
-        self, layer: Layer, experts: ExpertsTraits, rows: int, source: Tensor, out: Tensor
+        self, layer: Layer, experts: ExpertsTraits, rows: int, source: Tensor, out: Tensor, *, sent: bool
     ) -> tuple[Step, Step, Step, Step]:
         """The kernels of a layer's experts, from `source` to `out`, for the number of rows at the address `rows`. What
         a single rank computes is added to `out`."""
-        pairs, top, own = self._pairs, experts.routing.top, experts.own
+        pairs, top, number = self._pairs, experts.routing.top, self._number_of(layer)
         gate_up, down = _packed(layer.gate_up), _packed(layer.down)
-        packed = PackedExperts(self._team, gate_up, down, len(own), Gate(self._activation))
-        loads = self.expert_loads
-        number = sum(other.router is not None for other in self._layers[: self._layers.index(layer)])
-        load = None if loads is None else loads.of(number)
+        packed = PackedExperts(self._team, gate_up, down, experts.slots, Gate(self._activation))
+        load = None if self.expert_loads is None else self.expert_loads.of(number)
+        # Rows that were sent come with slots in the place of experts.
+        slots = None if self._spares is None or sent else self._spares.slots_of(number)
         return (
-            packed.sort_step(rows, top, pairs, own.start, load),
+            packed.sort_step(rows, top, pairs, load, slots),
             packed.up_step(source, pairs),
             packed.down_step(pairs),
             packed.combine_step(rows, top, out, pairs, add=self._group.size == 1),

@@ -69,6 +69,7 @@ class Slices:
         quantization: Quantization = "none",
         *,
         whole_experts: bool = False,
+        spares: int = 0,
     ) -> "Slices":
         """The slices of a model.
 
@@ -76,8 +77,9 @@ class Slices:
             config: of the whole model, for which `check_degree` has passed.
             quantization: the option.
             whole_experts: whether a rank has whole experts, and not a part of each.
+            spares: experts that it has room for beside these.
         """
-        own, dim = config.for_rank(place, quantization, whole=whole_experts), config.head_dim
+        own, dim = config.for_rank(place, quantization, whole=whole_experts, spares=spares), config.head_dim
         number, keys = place.rank % place.degree.tensor, place.degree.kv_heads(place.rank, config.kv_heads)
         experts = config.traits.experts
 
@@ -106,8 +108,15 @@ class Slices:
         """The rows of a layer's projection (`checkpoint.projections`), by tensor, in the order of joined outputs."""
         outputs = projections(self.config, layer)[part].outputs
         experts = self.own.traits.experts
-        if part in ("gate_up", "down") and experts is not None:
-            outputs = {name: count for name, count in outputs.items() if not experts.is_elsewhere(name)}
+        if (
+            part in ("gate_up", "down")
+            and experts is not None
+            and experts.held is not None
+            and self._has_experts(layer)
+        ):
+            found = [Part(name, whole(count)) for name, count in outputs.items() if not experts.is_elsewhere(name)]
+            # Whatever the spare slots begin with: nothing asks for it.
+            return found + found[: experts.spares * len(found) // len(experts.held)]
         if part in (*SUMMED, "router") or self.place.degree.tensor == 1:
             return [Part(name, whole(count)) for name, count in outputs.items()]
         if part != "qkv" and self._has_experts(layer):
@@ -117,12 +126,12 @@ class Slices:
         if len(outputs) == len(spans):
             return [Part(name, span) for name, span in zip(outputs, spans, strict=True)]
         # One tensor in the checkpoint, or an MLP without a gate.
-        (name, count), found, offset = next(iter(outputs.items())), list[Part](), 0
+        (name, count), pieces, offset = next(iter(outputs.items())), list[Part](), 0
         for span in spans:
             if offset < count:
-                found.append(Part(name, span.within(offset, count)))
+                pieces.append(Part(name, span.within(offset, count)))
             offset += span.of
-        return found
+        return pieces
 
     def inputs(self, part: str, layer: int) -> Span:
         """The columns of a layer's projection."""

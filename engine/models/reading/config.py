@@ -120,7 +120,9 @@ class ModelConfig:
         layout = replace(own, layers=whole.layers, kv_heads=whole.kv_heads)
         return whole.cache_layout(layout, max_context) if slides else CacheLayout.of(layout)
 
-    def for_rank(self, place: Place, quantization: Quantization = "none", *, whole: bool = False) -> "ModelConfig":
+    def for_rank(
+        self, place: Place, quantization: Quantization = "none", *, whole: bool = False, spares: int = 0
+    ) -> "ModelConfig":
         """The config of what one rank computes: its heads, its part of the MLP's width, and its layers.
 
         Hidden size and vocabulary are the model's.
@@ -128,6 +130,7 @@ class ModelConfig:
         Args:
             quantization: the option; groups of inputs that share a scale stay together.
             whole: whether a rank has whole experts, and not a part of each.
+            spares: experts that it has room for beside its own ones.
         """
         degree = place.degree
         if degree.ranks == 1:
@@ -142,7 +145,7 @@ class ModelConfig:
             )
             if whole:
                 number, each = place.rank % degree.tensor, experts.routing.experts // degree.tensor
-                experts = replace(experts, shared=shared, held=range(number * each, (number + 1) * each))
+                experts = replace(experts, shared=shared, held=range(number * each, (number + 1) * each), spares=spares)
             else:
                 experts = replace(experts, width=width, shared=shared)
         return replace(
@@ -215,11 +218,11 @@ def check_degree(
     require(degree.pipeline <= config.layers, "pipeline_parallel", degree.pipeline, f"1 to {config.layers}, of layers")
 
 
-def check_experts(config: ModelConfig, parts: int, exchange: str = "auto") -> None:
+def check_experts(config: ModelConfig, parts: int, exchange: str = "auto", spares: int = 0) -> None:
     """Checks that a model's experts can be divided over parts, whole ones, whose ranks exchange rows as is wanted.
 
     Args:
-        parts, exchange: the options `expert_parallel` and `expert_exchange`.
+        parts, exchange, spares: the options `expert_parallel`, `expert_exchange` and `spare_experts`.
 
     Raises:
         ValueError: they can't; the text names the option, its value and what is allowed.
@@ -228,6 +231,8 @@ def check_experts(config: ModelConfig, parts: int, exchange: str = "auto") -> No
     if experts is None:
         require(parts == 1, "expert_parallel", parts, "1 for a model without experts")
         return
+    own = experts.routing.experts // parts
+    require(spares <= own, "spare_experts", spares, f"0 to {own}, the experts of a rank")
     count = experts.routing.experts
     require(count % parts == 0, "expert_parallel", parts, f"1, or a divisor of the model's {count} experts")
     if exchange == "all_to_all" and (why := undispatched(config)):

@@ -30,14 +30,21 @@ class ExpertsTraits:
     """Width of an MLP that computes all rows, and is added to the experts; 0 for none."""
     held: range | None = None
     """Numbers of the experts that a rank holds, whole ones; None if it holds all, or a part of each."""
+    spares: int = 0
+    """Slots of a rank for copies of other ranks' experts, beside those that it holds."""
 
     def in_layer(self, layer: int) -> bool:
         """Whether the layer of this number has experts."""
         return layer >= self.dense_layers
 
     @property
+    def slots(self) -> int:
+        """Experts for which there is room here."""
+        return len(self.own) + self.spares
+
+    @property
     def own(self) -> range:
-        """Numbers of the experts whose weights are here."""
+        """Numbers of the experts whose weights are read here."""
         return range(self.routing.experts) if self.held is None else self.held
 
     def is_elsewhere(self, name: str) -> bool:

@@ -136,10 +136,15 @@ void kvrelay_sort_pairs(const void* raw, int thread, int) {
     if (thread != 0) return;
     const SortArgs& args = *static_cast<const SortArgs*>(raw);
     const int64_t pairs = *args.rows * args.top;
-    const auto named = [&](int64_t expert) { return expert >= 0 && expert < args.experts; };
+    const auto named = [&](int32_t expert) { return expert >= 0 && expert < args.experts; };
+    const auto expert_of = [&](int64_t pair) {
+        const int32_t chosen = args.chosen[pair];
+        if (args.slots == nullptr || chosen < 0 || chosen >= args.all) return chosen;
+        return args.slots[pair / args.top % args.phases * args.all + chosen];
+    };
     std::fill(args.begins, args.begins + args.experts + 1, 0);
     for (int64_t pair = 0; pair < pairs; pair++) {
-        const int64_t expert = args.chosen[pair] - args.first;
+        const int32_t expert = expert_of(pair);
         if (named(expert)) args.begins[expert + 1]++;
     }
     for (int64_t expert = 0; expert < args.experts; expert++) {
@@ -148,7 +153,7 @@ void kvrelay_sort_pairs(const void* raw, int thread, int) {
     }
     // Each expert's begin goes up with its pairs, to where the next one begins.
     for (int64_t pair = 0; pair < pairs; pair++) {
-        const int64_t expert = args.chosen[pair] - args.first;
+        const int32_t expert = expert_of(pair);
         args.places[pair] = named(expert) ? args.begins[expert]++ : -1;
         if (named(expert)) args.sources[args.places[pair]] = int32_t(pair / args.top);
     }

@@ -40,14 +40,17 @@ struct RouteArgs {
 
 struct SortArgs {
     const int64_t* rows;
-    const int32_t* chosen;  // [rows, top]; numbers outside of first to first + experts - 1 name none
+    const int32_t* chosen;  // [rows, top]; numbers of no expert, or of one that isn't here, name none
+    const int32_t* slots;   // [phases, all] number of each expert here, for row r in phase r % phases; -1: it isn't here.
+                            // null: that in `chosen`
     int32_t* begins;        // [experts + 1] first pair of each expert, in their order
     int32_t* sources;       // [rows * top] row of each pair, in that order
     int32_t* places;        // [rows * top] number of each pair, in the order of rows; -1 without an expert
     int64_t* load;          // [experts] pairs of each expert, which are added; null: none
     int64_t experts;
     int64_t top;
-    int64_t first;          // number of the first expert
+    int64_t all;            // experts that `chosen` may name
+    int64_t phases;
 };
 
 struct GroupedArgs {

@@ -7,8 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import HashStore
 
@@ -16,6 +19,7 @@ from kvrelay.costs.exchange import ExchangeCosts, ExchangeShape
 from kvrelay.engine.config import EngineConfig, ExpertExchange
 from kvrelay.engine.degree import Degree
 from kvrelay.engine.models.choice import check_ranks
+from kvrelay.engine.models.fast import spares
 from kvrelay.engine.models.fast.native import MEASURED_ROWS, NativeDecoder
 from kvrelay.engine.models.loads import STEPS
 from kvrelay.engine.models.reading.config import read_config
@@ -193,9 +197,83 @@ def test_loads_of_ranks_are_those_of_one_process(model_of: Callable[..., Path], 
     assert on_ranks(case, lambda place: loads_of(ranks[place.rank])) == [expected] * 2
 
 
+def serve_skewed(folder: Path, case: list[Place], way: ExpertExchange, room: int) -> list[tuple[Tensor, Any, Any]]:
+    """What each rank's layers yield of tokens that all choose the same experts, where its slots are then, and the
+    tokens that each rank's experts have computed in the second half."""
+
+    def run(place: Place) -> tuple[Tensor, Any, Any]:
+        runner = build(folder, place, way, spare_experts=room)
+        sequence, found, loads = PagedSequences(runner).add([7] * 300), list[Tensor](), runner.expert_loads
+        assert loads is not None
+        before = loads.rank_totals
+        for number in range(6 * STEPS):
+            plan = make_plan([(sequence, 1 + number % 2, GREEDY)], runner.cache_layout)
+            with torch.inference_mode():
+                found.append(runner.forward(plan).clone())
+            sequence.computed += 1 + number % 2
+            if number + 1 == 3 * STEPS:
+                before = loads.rank_totals
+        return torch.cat(found), loads.slots.copy(), loads.rank_totals - before
+
+    return on_ranks(case, run)
+
+
+@pytest.mark.parametrize(
+    ("size", "way"),
+    [
+        (2, "all_to_all"),
+        *[pytest.param(*each, marks=pytest.mark.more) for each in ((2, "all_reduce"), (4, "all_to_all"))],
+    ],
+)
+def test_copies_of_experts_that_are_asked_most_share_their_tokens(
+    model_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, size: int, way: ExpertExchange
+) -> None:
+    monkeypatch.setattr(spares, "LEAST_TOKENS", 1)
+    folder = model_of("qwen3_moe")
+    [(expected, _, _)] = serve_skewed(folder, [ALONE], "auto", 0)
+    plain = serve_skewed(folder, shared_places(size), way, 0)
+    copied = serve_skewed(folder, shared_places(size), way, 2)
+    for found, slots, _ in copied:
+        assert (found - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max()))
+        assert torch.equal(found, copied[0][0])
+        assert (slots == copied[0][1]).all()
+    assert (copied[0][1][:, :, -2:] != spares.EMPTY).any(), "nothing was copied"
+    busiest, before = copied[0][2].max(1).sum(), plain[0][2].max(1).sum()
+    assert busiest < 0.9 * before
+    assert copied[0][2].sum() == plain[0][2].sum()
+
+
+@given(
+    ranks=st.integers(1, 5),
+    each=st.integers(1, 4),
+    slots=st.integers(0, 4),
+    seed=st.integers(0, 2**32 - 1),
+    skew=st.floats(0, 4),
+)
+def test_places_suit_the_load(ranks: int, each: int, slots: int, seed: int, skew: float) -> None:
+    experts = ranks * each
+    loads = np.floor(np.random.default_rng(seed).random(experts) ** skew * 1000)
+    found = spares.placed(loads, ranks, min(slots, each))
+    assert (found[:, :each].ravel() == np.arange(experts)).all(), "each rank has its own experts"
+    for row in found:
+        held = row[row != spares.EMPTY]
+        assert len(set(held.tolist())) == len(held)
+    own = loads.reshape(ranks, each).sum(1)
+    work = spares.rank_loads(found, loads)
+    assert work.max() <= own.max() + 1e-6
+    assert work.sum() == pytest.approx(loads.sum())
+    on, at = spares.homes(found, experts)
+    assert (found[on, at] == np.arange(experts)).all()
+    # What the rows of all phases together ask of the ranks.
+    asked = np.stack([np.where(on == rank, loads, 0).sum() for rank in range(ranks)]) / spares.PHASES
+    assert asked == pytest.approx(work)
+
+
 def test_what_cannot_be_exchanged_is_refused(model_of: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match=r"expert_exchange is 'all_to_all'; allowed: auto, all_reduce, because expert"):
         EngineConfig(tensor_parallel=2, expert_exchange="all_to_all")
+    with pytest.raises(ValueError, match="spare_experts is 1; allowed: 0, because expert_parallel isn't tensor_paral"):
+        EngineConfig(tensor_parallel=2, spare_experts=1)
     both: dict[str, Any] = {"tensor_parallel": 2, "expert_parallel": 2}
     named = EngineConfig(**both, expert_exchange="all_to_all")
     check_ranks(model_of("qwen3_moe"), named)
@@ -208,6 +286,11 @@ def test_what_cannot_be_exchanged_is_refused(model_of: Callable[..., Path]) -> N
             "auto, all_reduce for a model that transformers'",
         ),
         (six, EngineConfig(tensor_parallel=4, expert_parallel=4), "allowed: 1, or a divisor of the model's 6 experts"),
+        (
+            model_of("qwen3_moe"),
+            EngineConfig(**both, spare_experts=5),
+            "spare_experts is 5; allowed: 0 to 4, the experts",
+        ),
         (model_of("llama"), EngineConfig(**both), "expert_parallel is 2; allowed: 1 for a model without experts"),
     )
     for folder, options, reason in cases:
