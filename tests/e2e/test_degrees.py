@@ -101,7 +101,7 @@ class Road:
         self._case: Case | None = None
         """Case of the cluster; None while its workers are replaced."""
 
-    def _model(self, kind: str, kv_heads: int) -> tuple[Path, Engine]:
+    def model(self, kind: str, kv_heads: int) -> tuple[Path, Engine]:
         """A checkpoint, and an engine in this process."""
         if (kind, kv_heads) not in self._models:
             folder = self._folder / f"{kind} {kv_heads}"
@@ -115,7 +115,7 @@ class Road:
         requests = [
             Request(str(number), 1, tuple(prompt), len(prompt), sampling) for number, prompt in enumerate(prompts)
         ]
-        return list(token_reports(self._model(case.kind, case.kv_heads)[1], requests).values())
+        return list(token_reports(self.model(case.kind, case.kv_heads)[1], requests).values())
 
     def found(self, case: Case, prompts: list[list[int]]) -> list[Completion]:
         """What the case's workers answer."""
@@ -140,7 +140,7 @@ class Road:
             self.close()
             options = {"transfer": {"transport": "gloo"}}
             roles = {role: {"engine": engine} for role, engine in engines.items()}
-            model = self._model(case.kind, case.kv_heads)[0]
+            model = self.model(case.kind, case.kv_heads)[0]
             started = process_cluster(self._folder / f"cluster of {case}", model, worker=options, roles=roles)
             self._cluster = self._stack.enter_context(started)
         else:
@@ -176,6 +176,25 @@ def test_ranks_answer_as_one_process_does(road: Road, case: Case) -> None:
         compare(mine, other)
         assert mine.timeline is not None
         assert mine.timeline.transfer_bytes == len(prompt) * held * 2 * HEAD_DIM * 4, "every rank has got its part"
+
+
+@pytest.mark.more
+def test_ranks_with_whole_experts_answer_as_one_process_does(road: Road, tmp_path: Path) -> None:
+    """From ranks that send rows to the experts of others to more of them, with room for copies."""
+    case = Case("moe", 4, Degree(2), Degree(4))
+    prompts = [random.Random(length).choices(range(2, VOCAB_SIZE), k=length) for length in LENGTHS]
+    expected = road.expected(case, prompts)
+    folder = road.model(case.kind, case.kv_heads)[0]
+    roles = {
+        role: {"engine": {**ENGINE, "tensor_parallel": size, "expert_parallel": size, **options}}
+        for role, size, options in (
+            ("prefill", 2, {"expert_exchange": "all_to_all", "spare_experts": 1}),
+            ("decode", 4, {"expert_exchange": "all_to_all"}),
+        )
+    }
+    with process_cluster(tmp_path, folder, roles=roles) as cluster, Client(cluster.router) as client:
+        for prompt, other in zip(prompts, expected, strict=True):
+            compare(client.complete(prompt, max_tokens=OUT, temperature=0, ignore_eos=True, logprobs=TOP), other)
 
 
 def compare(found: Completion, expected: list[Progress]) -> None:
