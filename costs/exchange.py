@@ -52,6 +52,11 @@ class ExchangeShape:
         parts = 2 * (self.ranks - 1) * (rows // self.ranks) * self.hidden
         return (parts + sent * (self.hidden + 2 * self.top) + returned * self.hidden) * ITEM
 
+    def expected_bytes(self, rows: int) -> int:
+        """As `all_to_all_bytes`, on average, if each row goes to `asked` other ranks."""
+        sent = round(self.asked * rows / self.ranks)
+        return self.all_to_all_bytes(rows, sent, sent)
+
 
 @dataclass(frozen=True, slots=True)
 class ExchangeCosts:

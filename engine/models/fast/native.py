@@ -44,7 +44,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvrelay.costs.exchange import Exchange, ExchangeCosts
+from kvrelay.costs.exchange import Exchange, ExchangeCosts, ExchangeShape
 from kvrelay.engine.attention.base import Attention
 from kvrelay.engine.attention.native import NativeAttention
 from kvrelay.engine.config import ExpertExchange
@@ -172,9 +172,9 @@ class NativeDecoder:
         why = self._undispatched()
         if exchange == "all_to_all" and why:
             raise ValueError(f"expert_exchange is all_to_all; allowed: auto, all_reduce, because {why}")
-        self._dispatches = not why and exchange != "all_reduce"
         self.expert_loads = self._make_loads()
-        """Loads of the experts; None for a model without experts."""
+        """Loads of the experts; None without layers of experts."""
+        self._dispatches = not why and exchange != "all_reduce" and self.expert_loads is not None
         self._spares = self._make_spares(self.expert_loads)
         norm = weights.norm
         self._norm = None if norm is None else norm.weight.float()
@@ -324,6 +324,7 @@ class NativeDecoder:
             return
         index = next(index for index, layer in enumerate(self._layers) if layer.router is not None)
         layer, ways = self._layers[index], ("all_reduce", "all_to_all")
+        _, _, experts = self._experts_of(layer)
         heads = self.config.heads * self.config.head_dim
         self._make_room(max(MEASURED_ROWS))
         programs = [self._cut(steps) for steps in (self._experts_layer(layer), self._dispatched_layer(layer))]
@@ -341,7 +342,15 @@ class NativeDecoder:
         # All ranks must decide alike, and wait for the slowest one. The first attempt makes buffers.
         found = self._group.gather(seconds.view(torch.int32)).view(torch.float64)
         self._costs = ExchangeCosts(MEASURED_ROWS, *found[..., 1:].amin(-1).amax(0).tolist())
-        logger.info("seconds of a layer of experts, for %s rows: %s", MEASURED_ROWS, self._costs)
+        routing, most = experts.routing, MEASURED_ROWS[-1]
+        shape = ExchangeShape(self._group.size, routing.experts, routing.top, self.config.hidden_size)
+        logger.info(
+            "a layer of experts takes: %s; a rank receives %d bytes of %d rows by all_reduce, about %d by all_to_all",
+            self._costs,
+            shape.all_reduce_bytes(most),
+            most,
+            shape.expected_bytes(most),
+        )
 
     def _sum_parts(self, pause: _Sum, count: int) -> None:
         """Adds up all ranks' parts of `count` rows."""
