@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from kvrelay.router.config import RouterConfig, Service
 from kvrelay.router.placing.placing import Placing
-from kvrelay.router.placing.shares import Turns
 from kvrelay.router.records.metrics import RouterMetrics
 from kvrelay.router.session.budget import RetryBudget
 from kvrelay.router.session.pacer import Pacer
+from kvrelay.router.shares import Turns
 from kvrelay.router.text.detokenizer import TokenBytes
 
 
