@@ -1,4 +1,4 @@
-"""A rank other than 0: `python -m kvrelay.worker.ranks STEPS CONTROL`, two sockets. With `--join HOST:PORT --host NUMBER`
+"""A rank other than 0: `python -m kvrelay.worker.ranks STEPS CONTROL`, two sockets. With `--join HOST:PORT --host N`
 the agent of a machine with such ranks (`hosts.py`).
 
 The main thread runs rank 0's plans. The process ends with code 0 when rank 0 closes the socket for plans, and at once
