@@ -169,7 +169,8 @@ class EngineConfig(Options):
     is of one of the families, else general."""
 
     threads: Annotated[int, Interval(ge=0, le=1024)] = 0
-    """CPU threads of the forward pass, of all ranks together; 0 divides the machine's cores among its workers."""
+    """CPU threads of the forward pass, of all ranks on a machine together; 0 divides the machine's cores among its
+    workers."""
 
     tensor_parallel: Annotated[int, Interval(ge=1, le=64)] = 1
     """Ranks that share each layer: each holds a part of the heads, of the MLP and of the vocabulary, in a process, and

@@ -57,7 +57,7 @@ class RankGroup:
         self._lock = threading.Lock()
         ranks, hosts = self.degree.ranks, options.hosts
         here = ranks // hosts
-        threads = max(1, options.threads // ranks or len(os.sched_getaffinity(0)) // here)
+        threads = max(1, (options.threads or len(os.sched_getaffinity(0))) // here)
         self.options = replace(options, threads=threads)
         self.place = Place(self.degree)
         self._hosts, self._each = hosts, here
