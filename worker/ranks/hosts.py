@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 HELLO_SECONDS = 5.0
 """Longest time for a caller to show that it has the join token."""
 HELLO_BYTES = 1024
+MOST_CALLERS = 64
+"""Callers that are listened to at once; one more is turned away, and an agent dials again."""
 REDIAL_SECONDS = 0.5
 CONTROL, STEPS = "control", "steps"
 """Kinds of connections."""
@@ -92,6 +94,7 @@ class HostListener:
         self._arrived = threading.Condition()
         self._found: dict[tuple[int, str], socket.socket] = {}
         self._closed = False
+        self._places = threading.BoundedSemaphore(MOST_CALLERS)
         threading.Thread(target=self._accept, name="rank hosts", daemon=True).start()
 
     def wait(self, number: int, seconds: float) -> tuple[socket.socket, socket.socket] | None:
@@ -119,6 +122,9 @@ class HostListener:
         with suppress(OSError):
             while True:
                 connection, address = self._socket.accept()
+                if not self._places.acquire(blocking=False):
+                    connection.close()
+                    continue
                 threading.Thread(target=self._greet, args=(connection, address), name="rank host", daemon=True).start()
 
     def _greet(self, connection: socket.socket, address: Any) -> None:
@@ -136,6 +142,8 @@ class HostListener:
             logger.warning("a caller isn't a host of this worker", extra={"peer": str(address), "reason": str(error)})
             connection.close()
             return
+        finally:
+            self._places.release()
         _limit(connection, 0.0)
         with self._arrived:
             before = self._found.pop((number, kind), None)
