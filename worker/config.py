@@ -36,6 +36,9 @@ class WorkerConfig(Options):
     port: Port = 0
     """Port of the internal gRPC; 0 takes a free one."""
 
+    ranks_port: Port = 0
+    """Port for the agents of other machines with ranks of this worker (`engine.hosts`); 0 takes a free one."""
+
     metrics_port: Port | None = None
     """Port of `/metrics`; 0 takes a free one, None opens none."""
 
@@ -65,4 +68,6 @@ class WorkerConfig(Options):
         Options.__post_init__(self)
         require(self.name != "" and self.name.isprintable(), "name", self.name, "a printable name")
         full = self.transfer.encrypt == "full"
+        hosts, clear = self.engine.hosts, "1 with transfer.encrypt full, as sums aren't encrypted"
+        require(not full or hosts == 1, "engine.hosts", hosts, clear)
         require(not full or self.security.tls == "mutual", "transfer.encrypt", "full", "with security.tls mutual only")
