@@ -9,6 +9,7 @@ import torch
 
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.degree import Degree
+from kvrelay.engine.models import loads
 from kvrelay.engine.models.choice import check_ranks
 from kvrelay.engine.models.general.ranks import plan
 from kvrelay.engine.models.general.ranks.parts import WHOLE, Part
@@ -118,6 +119,24 @@ def test_four_ranks_share_two_kv_heads_over_shared_memory(tmp_path: Path) -> Non
 @pytest.mark.parametrize(("ranks", "experts"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.more)])
 def test_whole_experts_on_ranks_compute_what_one_process_computes(ranks: int, experts: int, tmp_path: Path) -> None:
     check_same(save("mixtral", tmp_path), places(Degree(ranks)), expert_parallel=experts)
+
+
+@pytest.mark.more
+def test_loads_of_whole_experts_on_ranks_are_those_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where several ranks have the same experts."""
+    monkeypatch.setattr(loads, "STEPS", 1)
+    folder, one = save("mixtral", tmp_path), build(save("mixtral", tmp_path))
+    tokens = [served.tokens for served in serve(one)]
+    assert one.expert_loads is not None
+    expected = one.expert_loads.totals.tolist()
+    assert sum(map(sum, expected)) > 0
+    ranks = ranks_of(folder, cases := places(Degree(4)), expert_parallel=2)
+    on_ranks(cases, lambda place: serve(ranks[place.rank], tokens if place.rank else None))
+    for rank in ranks:
+        assert rank.expert_loads is not None
+        assert rank.expert_loads.totals.tolist() == expected
 
 
 def test_a_rank_holds_its_share_of_the_weights(tmp_path: Path) -> None:
