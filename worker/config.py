@@ -68,6 +68,9 @@ class WorkerConfig(Options):
         Options.__post_init__(self)
         require(self.name != "" and self.name.isprintable(), "name", self.name, "a printable name")
         full = self.transfer.encrypt == "full"
-        hosts, clear = self.engine.hosts, "1 with transfer.encrypt full, as sums aren't encrypted"
-        require(not full or hosts == 1, "engine.hosts", hosts, clear)
         require(not full or self.security.tls == "mutual", "transfer.encrypt", "full", "with security.tls mutual only")
+        hosts, plain = self.engine.hosts, "as plans and sums between machines are neither encrypted nor authenticated"
+        require(hosts == 1 or self.security.tls == "off", "engine.hosts", hosts, f"1 with security.tls mutual, {plain}")
+        encrypt = self.transfer.encrypt
+        require(hosts == 1 or encrypt == "none", "engine.hosts", hosts, f"1 with transfer.encrypt {encrypt}, {plain}")
+        require(hosts == 1 or self.transfer.transport != "shm", "transfer.transport", "shm", "auto or tcp, with hosts")

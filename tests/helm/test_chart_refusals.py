@@ -122,6 +122,10 @@ def test_an_unknown_key_is_named(refusal):
             "decode.engine.hosts is 3; allowed: a divisor of 4",
         ),
         (
+            {"decode": {"engine": {"tensor_parallel": 2, "hosts": 2}}, "transfer": {"encrypt": "integrity"}},
+            "decode.engine.hosts is 2; allowed: 1 with security.tls or transfer.encrypt",
+        ),
+        (
             {"decode": {"gpus": 8, "engine": {"tensor_parallel": 8, "hosts": 2}}},
             "decode.workersPerPod is 2 (8 GPUs for 4 ranks in a pod); allowed: 1",
         ),

@@ -111,7 +111,9 @@ def _run_links(
         runtime, transfer = LoopRuntime(), config.transfer
         gpu = runner.pools[0].bytes.is_cuda
         certificates = Credentials.of("worker", config.security).certificates
-        transports = available_transports(config.host, transfer.transport, gpu, transfer.encrypt, certificates)
+        transports = available_transports(
+            config.host, transfer.transport, gpu, transfer.encrypt, certificates, config.engine.hosts
+        )
         limits = LinkLimits(transfer.max_links, transfer.gpu_buffer_bytes)
         timeouts = LinkTimeouts(transfer.frame_timeout_seconds, transfer.dial_timeout_seconds)
         manager = LinkManager(transports, limits, timeouts, transfer.transport, runtime, rank)

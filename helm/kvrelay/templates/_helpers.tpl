@@ -157,6 +157,9 @@ ray.io/group: {{ .group }}
 {{- if mod $all $hosts -}}
 {{- fail (printf "%s.engine.hosts is %d; allowed: a divisor of %d, the worker's ranks (tensor_parallel times pipeline_parallel)" $role $hosts $all) -}}
 {{- end -}}
+{{- if and (gt $hosts 1) (or $.Values.security.tls.enabled (ne (default "none" $.Values.transfer.encrypt) "none")) -}}
+{{- fail (printf "%s.engine.hosts is %d; allowed: 1 with security.tls or transfer.encrypt, as plans and sums between a worker's pods are neither encrypted nor authenticated" $role $hosts) -}}
+{{- end -}}
 {{- if and (gt $hosts 1) (gt $workers 1) -}}
 {{- fail (printf "%s.workersPerPod is %d (%d GPUs for %d ranks in a pod); allowed: 1, since a worker has %d pods of its own (engine.hosts)" $role $workers $gpus $ranks $hosts) -}}
 {{- end -}}
