@@ -355,6 +355,7 @@ class NativeDecoder:
                 self._heads.stride(0),
                 layer.qk_norm,
                 self._rotations[index],
+                layer.sinks,
             )
             steps += self._add(layer.output, self._heads, layer.output_norm)
             if layer.router is not None:
@@ -385,9 +386,10 @@ class NativeDecoder:
         routing, rows, pairs, normed = experts.routing, ctypes.addressof(self._rows), self._pairs, self._normed
         several = self._group.size > 1
         out = self._update if several else self._residual
-        packed = PackedExperts(
-            self._team, _packed(layer.gate_up), _packed(layer.down), routing.experts, Gate(self._activation)
-        )
+        gate = Gate(self._activation)
+        if experts.limit:
+            gate = Gate(Epilogue.CLAMPED_GATE, experts.limit, experts.alpha)
+        packed = PackedExperts(self._team, _packed(layer.gate_up), _packed(layer.down), routing.experts, gate)
         steps: list[Step] = [
             (NORM, self._norm_args(self._residual, normed, layer.mlp_norm)),
             (LINEAR, self._linear(router, Epilogue.STORE, normed, self._scores)),
