@@ -23,7 +23,7 @@ def in_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def write_in_mxfp4(folder: Path, coded: Path, plain: Path) -> None:
-    """Writes a checkpoint with the experts of the one in `folder` in MXFP4, and one with the same numbers in float32."""
+    """Writes a checkpoint with the experts of `folder` in MXFP4, and one with the same numbers in float32."""
     dequantized, stored = {}, {}
     for name, weight in load_file(folder / "model.safetensors").items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):

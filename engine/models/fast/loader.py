@@ -526,8 +526,8 @@ def _weight(
 def _joined_experts(
     files: TensorFiles, slices: Slices, making: Making, part: str, name: str
 ) -> tuple[Tensor | CodedWeight, Tensor | None]:
-    """The weight and the bias of one product of all experts of a layer, as `Layer` has them, which are one tensor in the
-    checkpoint, with gates and ups by turns: [experts, inputs, outputs], or blocks and scales of MXFP4.
+    """The weight and the bias of one product of all experts of a layer, as `Layer` has them. The checkpoint has them in
+    one tensor, with gates and ups by turns: [experts, inputs, outputs], or blocks and scales of MXFP4.
 
     Args:
         part: gate_up or down.

@@ -14,10 +14,12 @@ from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import EngineConfig, SpeculationConfig
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.request import Request, SamplingParams
+from kvrelay.engine.speculate.mtp import APART, APART_TYPES, LAST
 from support.serving import tokens_in
 from support.tiny_models import save, tiny_config
 
 LAYERS = 2
+BEHIND = f"model.layers.{LAYERS}."
 FIELDS = {"num_hidden_layers": LAYERS, "max_position_embeddings": 256}
 OPTIONS = EngineConfig(device="cpu", model_path="general", kv_memory_bytes=2**23, threads=1, max_batch_tokens=48)
 COMPLETION = 60
@@ -27,13 +29,13 @@ WEIGHTS = "model.safetensors"
 
 def one_layer(model_type: str) -> PreTrainedModel:
     """A model with a layer of the kind of the last one."""
-    config = tiny_config(model_type, **{**FIELDS, "num_hidden_layers": 1, "first_k_dense_replace": 0})
+    kinds = {"layer_types": ["full_attention"]} if model_type in APART_TYPES else {}
+    config = tiny_config(model_type, **{**FIELDS, "num_hidden_layers": 1, "first_k_dense_replace": 0, **kinds})
     return AutoModelForCausalLM.from_config(config)
 
 
 def distill(model_type: str, served: PreTrainedModel, steps: int) -> dict[str, Tensor]:
-    """Trains a layer on what the served model writes behind the prompts; its tensors, by their published names behind
-    the layer's."""
+    """Trains a layer on what the served model writes behind the prompts; its tensors, by their published names."""
     streams = []
     with torch.no_grad():
         for prompt in PROMPTS:
@@ -55,9 +57,16 @@ def distill(model_type: str, served: PreTrainedModel, steps: int) -> dict[str, T
             logits = served.get_output_embeddings()(layer.model(inputs_embeds=x, use_cache=False).last_hidden_state)
             nn.functional.cross_entropy(logits[0], targets).backward()
         optimizer.step()
-    made = {"eh_proj.weight": join.weight, "enorm.weight": norms[0].weight, "hnorm.weight": norms[1].weight}
-    made["shared_head.norm.weight"] = layer.model.norm.weight
-    return {**{name: tensor.detach().clone() for name, tensor in made.items()}, **published(layer)}
+    names = APART if model_type in APART_TYPES else LAST
+    made = {
+        names.join: join,
+        names.token_norm: norms[0],
+        names.feature_norm: norms[1],
+        names.last_norm: layer.model.norm,
+    }
+    found = {f"{name}.weight": module.weight.detach().clone() for name, module in made.items()}
+    found |= {f"{names.block}{name}": tensor for name, tensor in published(layer).items()}
+    return {f"{names.own or BEHIND}{name}": tensor for name, tensor in found.items()}
 
 
 def published(layer: PreTrainedModel) -> dict[str, Tensor]:
@@ -71,7 +80,7 @@ def published(layer: PreTrainedModel) -> dict[str, Tensor]:
 
 def with_layer(folder: Path, tensors: dict[str, Tensor]) -> Path:
     held = load_file(folder / WEIGHTS)
-    held |= {f"model.layers.{LAYERS}.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    held |= {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(held, folder / WEIGHTS, {"format": "pt"})
     return folder
 
@@ -92,7 +101,9 @@ def served(engine: Engine) -> tuple[dict[str, list[int]], int]:
     return {name: tokens_in(reports) for name, reports in heard.items()}, steps  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    "model_type", ["deepseek_v3", *(pytest.param(name, marks=pytest.mark.more) for name in ("glm4_moe", "qwen3_next"))]
+)
 def test_a_layer_that_predicts_well_halves_the_steps(model_type: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     folder = save(model_type, tmp_path, **FIELDS)
@@ -110,13 +121,13 @@ def test_a_checkpoint_without_the_layer_is_refused(tmp_path: Path) -> None:
     options = replace(OPTIONS, speculation=SpeculationConfig("mtp"))
     with pytest.raises(ValueError, match=r"model.layers.2.enorm.weight is missing; .* a layer for multi-token"):
         build_engine(folder, "float32", options)
-    layer = published(one_layer("deepseek_v3"))
-    hidden = 64
-    layer |= {f"{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
-    with_layer(folder, layer | {"eh_proj.weight": torch.zeros(hidden, hidden)})
+    layer = {f"{BEHIND}{name}": tensor for name, tensor in published(one_layer("deepseek_v3")).items()}
+    hidden, join = 64, f"{BEHIND}eh_proj.weight"
+    layer |= {f"{BEHIND}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+    with_layer(folder, layer | {join: torch.zeros(hidden, hidden)})
     with pytest.raises(ValueError, match=r"eh_proj.weight has another shape than \[64, 128\]"):
         build_engine(folder, "float32", options)
-    del layer["self_attn.o_proj.weight"]
-    with_layer(save("deepseek_v3", tmp_path, **FIELDS), layer | {"eh_proj.weight": torch.zeros(hidden, 2 * hidden)})
+    del layer[f"{BEHIND}self_attn.o_proj.weight"]
+    with_layer(save("deepseek_v3", tmp_path, **FIELDS), layer | {join: torch.zeros(hidden, 2 * hidden)})
     with pytest.raises(ValueError, match=r"self_attn.o_proj.weight of the layer .* is missing"):
         build_engine(folder, "float32", options)
