@@ -254,6 +254,8 @@ def short(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
             weights = checkpoint(Path(folder), name)
             runners = {}
             for way, (within, given) in ways_of(name).items():
+                if args.ways and way not in args.ways:
+                    continue
                 with within:
                     _, runner = build_engine(Path(folder), "bfloat16", options(args.threads, 4096, **given))
                 clear(runner)
@@ -312,6 +314,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=lambda text: text.split(","), default=[*EXPERTS, *SHAPES])
     parser.add_argument("--cells", type=lambda text: text.split(","), default=list(CELLS))
+    parser.add_argument("--ways", type=lambda text: text.split(","), help="some of them: before takes minutes")
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--prefix", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
