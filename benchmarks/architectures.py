@@ -81,8 +81,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "mamba2": {
         **COMMON,
-        "num_hidden_layers": 48,
-        "num_heads": 18,
+        # In more layers of random weights, the roundings of bfloat16 grow beyond what the check at the start allows.
+        "hidden_size": 1024,
+        "num_hidden_layers": 12,
+        "num_heads": 32,
         "head_dim": 64,
         "state_size": 128,
         "n_groups": 1,
