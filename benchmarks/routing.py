@@ -395,7 +395,7 @@ def row_decision(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str,
         places = [Place("prefill", setup.machine)] * pairs + [Place("decode", setup.machine)] * pairs
         cluster, rng = Cluster(places, options(policy)), random.Random(0)
         await cluster.start()
-        placing, registry = cluster.router._policy, cluster.router.registry
+        placing, registry = cluster.router.front.dispatch.placing.policy, cluster.router.registry
         chains = [[rng.getrandbits(64) for _ in range(64)] for _ in range(prefixes)]
         took = []
         for number, chain in enumerate([*chains, *rng.sample(chains, 300)]):
