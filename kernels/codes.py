@@ -230,6 +230,10 @@ def outputs_or_zeros(weight: Tensor, rows: Tensor) -> Tensor: ...
 
 
 @overload
+def outputs_or_zeros(weight: CodedWeight, rows: Tensor) -> CodedWeight: ...
+
+
+@overload
 def outputs_or_zeros(weight: Tensor | CodedWeight, rows: Tensor) -> Tensor | CodedWeight: ...
 
 

@@ -434,7 +434,8 @@ def _layer(files: TensorFiles, slices: Slices, linear: MakeLinear, making: Makin
         query, key = norms if order is None else [norm[order] for norm in norms]
         qk_norm = HeadNorm(torch.cat((query.expand(own.heads, -1), key.expand(own.kv_heads, -1))), config.norm_eps)
     names = traits.norms
-    bias, product = "", projection
+    bias = ""
+    product: Callable[[str], Linear] = projection
     if traits.experts is not None and traits.experts.in_layer(index):
         bias = traits.experts.bias
         product = joined if traits.experts.joined else projection
