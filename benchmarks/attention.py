@@ -1,14 +1,12 @@
 """Attention over latents, windows, soft caps and sinks on the native CPU kernels, each beside what it replaces.
 
-    python benchmarks/attention.py latent windows models --out benchmarks/results/attention-2-cores.json
+    python benchmarks/attention.py latent windows --out benchmarks/results/attention-2-cores.json
 
 latent   a decode step of 16 heads (128 numbers and 64 rotated, values of 128) at a context of 8,192: over latents of
          512 numbers with absorbed weights, and over the keys and values of all heads, held as heads of 160 numbers:
          the same bytes and products. Bytes of a token's hand-off, of 16 heads and of 128.
 windows  a decode step of 8 sequences at a context of 32,768, 6 layers of 9 heads and 3 KV heads of 64: a window of
          1,024 in 5 of 6 layers, and none; soft caps and sinks in all layers, and none.
-models   DeepSeek-V3 in the size of 135m with dense layers, and with experts: the general path with latents, and with
-         keys and values expanded from gathered latents.
 
 What is compared takes turns in one process; ratios are those of each turn. KV is in bfloat16 and random; the layers of
 a step don't fit into caches together.
@@ -16,26 +14,17 @@ a step don't fit into caches together.
 
 import argparse
 import json
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from turns import own_setting, save, spread
 
-from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
-from kvrelay.engine.models.general import choose
-from kvrelay.engine.plan import StepPlan
-from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.runner.general import GeneralRunner, build_general_runner
 from kvrelay.kernels.cpu import latent as latents
 from kvrelay.kernels.cpu.attention import ATTEND, WRITE, PagedAttention
 from kvrelay.kernels.cpu.library import instruction_set, library
@@ -201,82 +190,7 @@ def measure_windows(args: argparse.Namespace, team: Team) -> dict[str, Any]:
     }
 
 
-def model_of(experts: bool, folder: Path) -> Path:
-    """A checkpoint in the size of 135m."""
-    layers = 30
-    config = DeepseekV3Config(
-        hidden_size=576,
-        num_hidden_layers=layers,
-        num_attention_heads=9,
-        num_key_value_heads=9,
-        q_lora_rank=None,
-        kv_lora_rank=192,
-        qk_nope_head_dim=64,
-        qk_rope_head_dim=32,
-        v_head_dim=64,
-        intermediate_size=1536,
-        moe_intermediate_size=256,
-        n_routed_experts=16,
-        num_experts_per_tok=4,
-        n_shared_experts=1,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1 if experts else layers,
-        vocab_size=49152,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=None,
-    )
-    torch.manual_seed(0)
-    DeepseekV3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
-
-
-def plan_of(runner: GeneralRunner, rows: int, start: int, length: int) -> StepPlan:
-    blocks = -(-(start + length) // BLOCK)
-    tables = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
-    return StepPlan(
-        step=0,
-        handles=tuple(range(rows)),
-        tokens=np.random.default_rng(0).integers(2, runner.spec.vocab_size, rows * length).astype(np.int32),
-        starts=np.full(rows, start, np.int32),
-        lengths=np.full(rows, length, np.int32),
-        block_tables=tables,
-        sample=np.ones(rows, np.bool_),
-        sampling=(SamplingParams(temperature=0.0),) * rows,
-        generated=np.zeros(rows, np.int32),
-        side_tables=(tables,) * len(runner.cache_layout.side_groups),
-    )
-
-
-CELLS = {"prefill 512": (1, 0, 512), "decode 1": (1, 512, 1), "decode 8": (8, 512, 1)}
-"""Rows, tokens before each, and new tokens of each."""
-
-
-def measure_models(args: argparse.Namespace, team: Team) -> dict[str, Any]:
-    options = EngineConfig(kv_memory_bytes=2**28, threads=args.threads, model_path="general").on("cpu")
-    found: dict[str, Any] = {}
-    for kind in ("dense", "experts"):
-        with tempfile.TemporaryDirectory() as folder:
-            model = model_of(kind == "experts", Path(folder))
-            runners = {"latents": build_general_runner(model, "bfloat16", options)}
-            with patch.object(choose, "WAYS", choose.WAYS[1:]):
-                runners["gathered"] = build_general_runner(model, "bfloat16", options)
-        found[kind] = {"ways": {name: runner.choice.name for name, runner in runners.items()}}
-        for cell, (rows, start, length) in CELLS.items():
-            plans = {name: plan_of(runner, rows, start, length) for name, runner in runners.items()}
-            runs: Runs = {name: partial(runner.launch, plans[name]) for name, runner in runners.items()}
-            times = in_turns(runs, args.repeats)
-            found[kind][cell] = {
-                "ms_a_step": {name: milliseconds(values) for name, values in times.items()},
-                "gathered_of_latents": ratios(times["gathered"], times["latents"]),
-            }
-    return found
-
-
-MODES = {"latent": measure_latent, "windows": measure_windows, "models": measure_models}
+MODES = {"latent": measure_latent, "windows": measure_windows}
 
 
 def main() -> None:

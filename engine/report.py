@@ -69,9 +69,8 @@ def report_on(folder: Path, dtype: Dtype, options: EngineConfig) -> ModelReport:
     runner = build_general_runner(folder, dtype, options)
     layout = runner.cache_layout
     unavailable = [("medusa, eagle3", "transformers' code doesn't yield the hidden states that their heads read")]
-    if any(group.kind == "state" for group in layout.groups):
-        why = "a state can't be taken back when a guess was wrong"
-        unavailable.append(("mtp", "the layer's states aren't read") if runner.rolls_back else ("speculation", why))
+    if any(group.kind == "state" for group in layout.groups) and not runner.rolls_back:
+        unavailable.append(("speculation", "a state can't be taken back when a guess was wrong"))
     return ModelReport(
         runner.spec.architecture,
         runner.spec.dtype,

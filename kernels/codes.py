@@ -17,6 +17,7 @@ import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -89,6 +90,15 @@ class CodedWeight:
         """The weight of these outputs, int64 [rows]."""
         zeros, minima = (None if part is None else part[rows] for part in (self.zeros, self.minima))
         return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros, minima=minima)
+
+    def inputs(self, begin: int, end: int) -> "CodedWeight":
+        """The weight of some inputs, whole groups of them."""
+        if self.group >= self.codes.shape[1]:
+            return replace(self, codes=self.codes[:, begin:end], group=max(1, end - begin))
+        first, last = begin // self.group, -(-end // self.group)
+        zeros, minima = (None if part is None else part[:, first:last] for part in (self.zeros, self.minima))
+        codes, scales = self.codes[:, begin:end], self.scales[:, first:last]
+        return replace(self, codes=codes, scales=scales, zeros=zeros, minima=minima)
 
     def padded(self, outputs: int, inputs: int) -> "CodedWeight":
         """The weight with zeros as further outputs and inputs, up to so many."""
@@ -213,6 +223,36 @@ def join(weights: Sequence[CodedWeight]) -> CodedWeight:
         zeros=torch.cat(zeros) if zeros else None,
         minima=torch.cat(minima) if minima else None,
     )
+
+
+@overload
+def outputs_or_zeros(weight: Tensor, rows: Tensor) -> Tensor: ...
+
+
+@overload
+def outputs_or_zeros(weight: CodedWeight, rows: Tensor) -> CodedWeight: ...
+
+
+@overload
+def outputs_or_zeros(weight: Tensor | CodedWeight, rows: Tensor) -> Tensor | CodedWeight: ...
+
+
+def outputs_or_zeros(weight: Tensor | CodedWeight, rows: Tensor) -> Tensor | CodedWeight:
+    """The weight [out, in], or the bias [out], of other outputs.
+
+    Args:
+        rows: int64 [outputs], of which -1 stands for zeros.
+    """
+    chosen, added = rows.clamp(min=0), rows < 0
+    if isinstance(weight, CodedWeight):
+        coded = weight.outputs(chosen)
+        coded.scales[added] = 0
+        if coded.minima is not None:
+            coded.minima[added] = 0
+        return coded
+    found = weight[chosen]
+    found[added] = 0
+    return found
 
 
 def alike(weights: Sequence[CodedWeight]) -> list[CodedWeight]:

@@ -103,6 +103,7 @@ class NativeAttention:
         out_stride: int,
         norm: HeadNorm | None,
         rotation: int = 0,
+        sinks: Tensor | None = None,
     ) -> list[tuple[str, ctypes.Structure]]:
         """The kernels of one layer and their arguments, which stay valid for every step.
 
@@ -110,13 +111,16 @@ class NativeAttention:
             qkv: address of float32 [T, (H + 2 Hkv) * D], overwritten; `qkv_stride` numbers from one row to the next.
             out: address of float32 [T, H * D].
             rotation: index among those of `turn_by`.
+            sinks: float32 [H], which the caller keeps; see `reference.paged_attention`.
         """
         weight = None
         if norm is not None:
             weight = self._norms[layer] = norm.weight.float().contiguous()
         eps = 0.0 if norm is None else norm.eps
         own = self._layers[layer]
-        args = self._kernels[own.pool].args(own.layer, qkv, qkv_stride, out, out_stride, weight, eps, rotation)
+        args = self._kernels[own.pool].args(
+            own.layer, qkv, qkv_stride, out, out_stride, weight, eps, rotation, sinks=sinks
+        )
         return [(WRITE, args), (ATTEND, args)]
 
     def run(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:

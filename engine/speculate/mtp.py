@@ -1,12 +1,15 @@
-"""Guesses by the layer for multi-token prediction that a served checkpoint brings along (DeepSeek-V3, GLM-4.5).
+"""Guesses by the layer for multi-token prediction that a served checkpoint brings along (DeepSeek-V3, GLM-4.5,
+Qwen3-Next).
 
-The layer lies in the checkpoint behind the model's own ones. At position i it takes e, the embedding of token i + 1,
-and g, the normed last hidden state of position i, or behind the last one that is known, its own result before:
+At position i the layer takes e, the embedding of token i + 1, and g, the normed last hidden state of position i, or
+behind the last one that is known, its own result before, h, which Qwen3-Next norms:
 
     x = W [norm(e), norm(g)];  h = block(x);  logits of token i + 2 = the model's head on norm(h)
 
 The block is one more layer of the model, so transformers' own code runs it, in the flat way over KV of its own. What an
 EAGLE-3 layer does with contexts and guesses, this one does too (`eagle.py`).
+
+A block of Qwen3-Next has full attention: no states but the served model's own, which the runner rolls back.
 
 Source: DeepSeek-V3, arXiv:2412.19437, section 2.2.
 """
@@ -28,6 +31,7 @@ from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.layout import Order
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.models.fast.parts import Parts
+from kvrelay.engine.models.general.experts import on_cpu, swap_experts
 from kvrelay.engine.models.general.flat import FlatWay
 from kvrelay.engine.models.general.linears import swap, watching
 from kvrelay.engine.models.general.norms import swap_norms
@@ -45,12 +49,38 @@ from kvrelay.kernels.cpu import ops
 from kvrelay.kernels.cpu.packed import packer
 from kvrelay.kernels.reference import linear
 
-TOKEN_NORM, FEATURE_NORM, JOIN, LAST_NORM = "enorm", "hnorm", "eh_proj", "shared_head.norm"
-"""Names of the layer's own parts."""
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """How checkpoints name the parts of the layer, and what sets its kind apart."""
+
+    token_norm: str
+    feature_norm: str
+    join: str
+    last_norm: str
+    block: str
+    """Beginning of the names of the block's tensors."""
+    own: str
+    """Beginning of all of these names; empty for those of the layer behind the model's last one."""
+    normed: bool
+    """Whether the layer takes its own result before normed."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of all parts but the block."""
+        return self.token_norm, self.feature_norm, self.join, self.last_norm
+
+
+LAST = Published("enorm", "hnorm", "eh_proj", "shared_head.norm", "", "", normed=False)
+APART = Published(
+    "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", block="layers.0.", own="mtp.", normed=True
+)
+APART_TYPES = ("qwen3_next",)
+"""Types of models whose layer is named as APART says."""
 SHARED = ("shared_head.head.", "embed_tokens.")
 """Beginnings of the names of what the model has, too."""
 KINDS = ("layer_types", "mlp_layer_types", "indexer_types")
-"""Fields that list the kinds of layers; the layer's kind is that of the last one."""
+"""Fields that list the kinds of layers; the layer's kind is full attention, or that of the last one."""
 
 
 class Given(nn.Module):
@@ -106,7 +136,14 @@ class MtpModel:
     """The layer, ready to run; an `EagleProposer` guesses by it."""
 
     def __init__(
-        self, served: PreTrainedModel, way: FlatWay, given: Given, norms: Sequence[nn.Module], join: Tensor
+        self,
+        served: PreTrainedModel,
+        way: FlatWay,
+        given: Given,
+        norms: Sequence[nn.Module],
+        join: Tensor,
+        *,
+        normed: bool,
     ) -> None:
         """
         Args:
@@ -115,7 +152,9 @@ class MtpModel:
             given: the block's embeddings.
             norms: of embeddings, of features, and of results.
             join: W, [hidden, 2 hidden].
+            normed: see `Published.normed`.
         """
+        self._normed = normed
         self.config = MtpConfig((int(served.config.get_text_config(decoder=True).num_hidden_layers),))
         self.states_width = join.shape[0]
         self._way, self._given = way, given
@@ -136,11 +175,13 @@ class MtpModel:
         both = self._token_norm(self._embedding(tokens)), self._feature_norm(features.to(self._dtype))
         self._given.value = self._join(torch.cat(both, -1))[None]
         step = attention.step
-        return self._way.run(step, np.arange(len(step.tokens)))
+        hidden = self._way.run(step, np.arange(len(step.tokens)))
+        return self._last_norm(hidden.to(self._dtype)) if self._normed else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [N, vocab], of rows of `forward`'s result."""
-        logits: Tensor = self._head(self._last_norm(hidden.to(self._dtype)))
+        own = hidden.to(self._dtype)
+        logits: Tensor = self._head(own if self._normed else self._last_norm(own))
         return logits.float()
 
 
@@ -164,20 +205,25 @@ def mtp_proposer(options: EngineConfig, folder: Path, runner: GeneralRunner) -> 
     served = served_by(runner)
     config, dtype = read_general_config(folder), TORCH_DTYPES[runner.spec.dtype]
     base = config.model_class.base_model_prefix
-    count = int(config.text.num_hidden_layers)
-    tensors = _read(folder, f"{base}.layers.{count}.")
-    own = {name: tensors.pop(f"{name}.weight", None) for name in (TOKEN_NORM, FEATURE_NORM, JOIN, LAST_NORM)}
+    names = APART if config.text.model_type in APART_TYPES else LAST
+    prefix = names.own or f"{base}.layers.{int(config.text.num_hidden_layers)}."
+    tensors = _read(folder, prefix)
+    own = {name: tensors.pop(f"{name}.weight", None) for name in names.parts}
     missing = [name for name, tensor in own.items() if tensor is None]
     if missing:
         raise ValueError(
-            f"{folder}: tensor {base}.layers.{count}.{missing[0]}.weight is missing; with speculation.method 'mtp' the"
-            " checkpoint must have a layer for multi-token prediction"
+            f"{folder}: tensor {prefix}{missing[0]}.weight is missing; with speculation.method 'mtp' the checkpoint"
+            " must have a layer for multi-token prediction"
         )
-    block = {f"{base}.layers.0.{name}": each for name, each in tensors.items() if not name.startswith(SHARED)}
+    block = {
+        f"{base}.layers.0.{name.removeprefix(names.block)}": tensor
+        for name, tensor in tensors.items()
+        if name.startswith(names.block) and not name.startswith(SHARED)
+    }
     model = _one_layer(folder, config, block, dtype)
     body: Any = getattr(model, base)
     norms = []
-    for name in (TOKEN_NORM, FEATURE_NORM, LAST_NORM):
+    for name in (names.token_norm, names.feature_norm, names.last_norm):
         norm = copy.deepcopy(body.norm)
         weight = own[name]
         if weight is None or weight.shape != norm.weight.shape:
@@ -185,9 +231,9 @@ def mtp_proposer(options: EngineConfig, folder: Path, runner: GeneralRunner) -> 
         norm.weight.data.copy_(weight)
         norms.append(norm.to(served.model.device).requires_grad_(False))
     hidden = len(norms[0].weight)
-    join = own[JOIN]
+    join = own[names.join]
     if join is None or join.shape != (hidden, 2 * hidden):
-        raise ValueError(f"{folder}: tensor {JOIN}.weight has another shape than {[hidden, 2 * hidden]}")
+        raise ValueError(f"{folder}: tensor {names.join}.weight has another shape than {[hidden, 2 * hidden]}")
     body.norm = nn.Identity()
     given = Given(hidden, dtype)
     model.set_input_embeddings(given)
@@ -209,7 +255,8 @@ def mtp_proposer(options: EngineConfig, folder: Path, runner: GeneralRunner) -> 
         served.model.device,
         torch.inference_mode,
     )
-    made: Any = MtpModel(served.model, way, given, norms, join.to(dtype).to(served.model.device))
+    weight = join.to(dtype).to(served.model.device)
+    made: Any = MtpModel(served.model, way, given, norms, weight, normed=names.normed)
     return EagleProposer(made, pools[0], parts, options.max_batch_tokens, options.speculation.max_tokens)
 
 
@@ -240,10 +287,11 @@ def _one_layer(folder: Path, config: GeneralConfig, block: dict[str, Tensor], dt
     text: Any = own.get_text_config(decoder=True)
     last = int(text.num_hidden_layers) - 1
     changes: dict[str, object] = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "tie_word_embeddings": False}
-    changes |= {"vocab_size": 8, "pad_token_id": None}
+    changes |= {"vocab_size": 8, "pad_token_id": None, "decoder_sparse_step": 1}
+    changes["mlp_only_layers"] = [] if any(".mlp.gate." in name for name in block) else [0]
     for name in KINDS:
         if isinstance(kinds := getattr(text, name, None), list):
-            changes[name] = kinds[last : last + 1]
+            changes[name] = ["full_attention"] if "full_attention" in kinds else kinds[last : last + 1]
     for name, value in changes.items():
         if hasattr(text, name):
             setattr(text, name, value)
@@ -278,6 +326,7 @@ def _way_of(
             model(input_ids=tokens, use_cache=False)
         make = quantizing(LAYERS.get(options.quantization), packer(served.team))
         swap(model, uses, make, make, ())
+        swap_experts(model, on_cpu(served.team, make))
     order: Order = "HND" if model.device.type == "cuda" else "NHD"
     placing = arrange(layers, runner.spec.dtype, runner.spec.dtype, runner.cache_layout.block_size, order)
     pools = scratch_pools(placing.layout, max(pool.num_blocks for pool in runner.pools), 1, model.device)

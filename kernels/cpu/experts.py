@@ -10,7 +10,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.codes import CodedWeight
+from kvrelay.kernels.codes import CodedWeight, outputs_or_zeros
 from kvrelay.kernels.cpu.packed import Arena, Epilogue, LinearArgs, PackedLinear, rows_of
 from kvrelay.kernels.cpu.program import Program, Team, fields
 from kvrelay.kernels.routing import Routing
@@ -380,13 +380,4 @@ def laid_out(
     rows = torch.where(own < 0, -1, own + (total // experts) * torch.arange(experts)[:, None]).flatten()
     if torch.equal(rows, torch.arange(total)):
         return weight
-    chosen, added = rows.clamp(min=0), rows < 0
-    if isinstance(weight, CodedWeight):
-        coded = weight.outputs(chosen)
-        coded.scales[added] = 0
-        if coded.minima is not None:
-            coded.minima[added] = 0
-        return coded
-    found = weight[chosen]
-    found[added] = 0
-    return found
+    return outputs_or_zeros(weight, rows)

@@ -17,7 +17,7 @@ FAMILIES = (
     *("cohere", "cohere2"),
     *("gemma", "gemma3_text"),
 )
-WITH_EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "minimax_m2")
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "minimax_m2", "gpt_oss")
 """Families of the fast path whose layers have experts, which run on the native CPU kernels only."""
 VOCAB_SIZE = 320
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
@@ -87,6 +87,14 @@ OWN: dict[str, dict[str, Any]] = {
         "head_dim": 32,
     },
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "rotary_dim": 16},
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "head_dim": 32,
+        "sliding_window": 40,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "swiglu_limit": 1.5,
+    },
     "glm4": {"head_dim": 32},
     "starcoder2": {"sliding_window": 40},
     "cohere": {},

@@ -55,6 +55,8 @@ class Layer:
     qk_norm: HeadNorm | None
     joint_norms: tuple[Norm, ...]
     """Norms of all queries together and of all keys together; none if the model has no such norms."""
+    sinks: Tensor | None
+    """float32 [H]; see `reference.paged_attention`; None if the model has none."""
     output: Linear
     """H * D -> hidden."""
     output_norm: Norm | None

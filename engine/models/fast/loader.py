@@ -26,11 +26,11 @@ from kvrelay.engine.models.reading.checkpoint import (
 )
 from kvrelay.engine.models.reading.config import ModelConfig
 from kvrelay.engine.models.reading.gguf import KEPT, coded, dequantized, in_order
-from kvrelay.engine.models.reading.quantized import read_layer
+from kvrelay.engine.models.reading.quantized import mxfp4, read_layer
 from kvrelay.engine.models.reading.rope import rotary
 from kvrelay.engine.models.reading.stored import HEAD
 from kvrelay.engine.ranks.spans import Span, whole
-from kvrelay.kernels.codes import CodedWeight, QuantizeColumns, alike, allocate, join
+from kvrelay.kernels.codes import CodedWeight, QuantizeColumns, alike, allocate, join, outputs_or_zeros
 from kvrelay.kernels.ops import Linear
 from kvrelay.machine.gguf import QUANTIZED
 
@@ -405,6 +405,18 @@ def _layer(files: TensorFiles, slices: Slices, linear: MakeLinear, making: Makin
         cache.store(name, made)
         return made
 
+    def joined(part: str) -> Linear:
+        """One product of all experts, which is one tensor in the checkpoint."""
+        (output,) = parts[part].outputs
+        name = f"{base}.{output}"
+        found = cache.load(name)
+        if found is not None:
+            files.skip(name)
+            return found
+        made = linear(*_joined_experts(files, slices, making, part, name))
+        cache.store(name, made)
+        return made
+
     def norm(name: str) -> Norm | None:
         return _norm(files, config, f"{base}.{name}") if name else None
 
@@ -423,18 +435,21 @@ def _layer(files: TensorFiles, slices: Slices, linear: MakeLinear, making: Makin
         qk_norm = HeadNorm(torch.cat((query.expand(own.heads, -1), key.expand(own.kv_heads, -1))), config.norm_eps)
     names = traits.norms
     bias = ""
+    product: Callable[[str], Linear] = projection
     if traits.experts is not None and traits.experts.in_layer(index):
         bias = traits.experts.bias
+        product = joined if traits.experts.joined else projection
     return Layer(
         input_norm=norm(names.input),
         qkv=projection("qkv", _head_rows(own, order)),
         qk_norm=qk_norm,
         joint_norms=joint,
+        sinks=files.take(Part(f"{base}.self_attn.sinks", slices.heads), dtype=torch.float32) if traits.sinks else None,
         output=projection("output"),
         output_norm=norm(names.attention),
         mlp_norm=norm(names.mlp_input),
-        gate_up=projection("gate_up"),
-        down=projection("down"),
+        gate_up=product("gate_up"),
+        down=product("down"),
         down_norm=norm(names.mlp),
         router=projection("router") if "router" in parts else None,
         router_bias=files.take(f"{base}.{bias}", dtype=torch.float32) if bias else None,
@@ -507,6 +522,45 @@ def _weight(
         return found.padded(layer.rows.size, inputs.size)
 
     return join([weight_of(layer) for layer in layers])
+
+
+def _joined_experts(
+    files: TensorFiles, slices: Slices, making: Making, part: str, name: str
+) -> tuple[Tensor | CodedWeight, Tensor | None]:
+    """The weight and the bias of one product of all experts of a layer, as `Layer` has them. The checkpoint has them in
+    one tensor, with gates and ups by turns: [experts, inputs, outputs], or blocks and scales of MXFP4.
+
+    Args:
+        part: gate_up or down.
+        name: of the tensor.
+    """
+    config, span = slices.config, slices.expert
+    experts = config.traits.experts
+    if experts is None:
+        raise ValueError(f"{name} is a tensor of experts, and the model has none")
+    count, hidden = experts.routing.experts, config.hidden_size
+    own = torch.full((span.size,), -1)
+    own[: span.count] = torch.arange(span.begin, span.end)
+    ups = part == "gate_up"
+    rows = torch.cat((2 * own, 2 * own + 1)).clamp(min=-1) if ups else torch.arange(hidden)
+    outputs = 2 * experts.width if ups else hidden
+    every = torch.where(rows < 0, -1, rows + outputs * torch.arange(count)[:, None]).flatten()
+    columns = whole(hidden) if ups else span
+    bias = None
+    if ups or not slices.place.group.place:
+        bias = outputs_or_zeros(files.take(f"{name}_bias", dtype=torch.float32).flatten(), every)
+    if config.stored is not None:
+        blocks, scales = files.stored(f"{name}_blocks"), files.stored(f"{name}_scales")
+        weight = outputs_or_zeros(mxfp4(blocks.flatten(0, 1).flatten(1), scales.flatten(0, 1)), every)
+        return weight.inputs(columns.begin, columns.end).padded(len(every), columns.size), bias
+    tensor = files.take(name)
+    made = allocate((count, len(rows), columns.size), tensor.dtype)
+    for expert, out in zip(tensor, made, strict=True):
+        out[:, columns.count :] = 0
+        out[:, : columns.count] = outputs_or_zeros(expert.t(), rows)[:, columns.begin : columns.end]
+    if making.columns is None or columns.is_whole:
+        return made.flatten(0, 1), bias
+    return making.columns(made.flatten(0, 1), tensor.float().abs().amax(1).flatten()), bias
 
 
 def _counts(types: Counter[str]) -> str:

@@ -492,6 +492,7 @@ class NativeDecoder:
                 self._heads.stride(0),
                 layer.qk_norm,
                 self._rotations[index],
+                layer.sinks,
             )
             if layer.router is not None:
                 steps += [*before, *self._experts_layer(layer)]
@@ -579,7 +580,8 @@ class NativeDecoder:
         a single rank computes is added to `out`."""
         pairs, top, number = self._pairs, experts.routing.top, self._number_of(layer)
         gate_up, down = _packed(layer.gate_up), _packed(layer.down)
-        packed = PackedExperts(self._team, gate_up, down, experts.slots, Gate(self._activation))
+        gate = Gate(Epilogue.CLAMPED_GATE, experts.limit, experts.alpha) if experts.limit else Gate(self._activation)
+        packed = PackedExperts(self._team, gate_up, down, experts.slots, gate)
         load = None if self.expert_loads is None else self.expert_loads.of(number)
         # Rows that were sent come with slots in the place of experts.
         slots = None if self._spares is None or sent else self._spares.slots_of(number)

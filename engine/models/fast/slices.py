@@ -50,6 +50,8 @@ class Slices:
     """Config of the rank's part."""
     queries: Span
     """Outputs of the rank's query heads, among those of all."""
+    heads: Span
+    """These heads."""
     keys: Span
     """Outputs of its key heads, and so of its value heads."""
     inner: Span
@@ -92,6 +94,7 @@ class Slices:
             place=place,
             own=own,
             queries=_heads(queries, config.heads, dim),
+            heads=_heads(queries, config.heads, 1),
             keys=_heads(keys, config.kv_heads, dim),
             inner=inner(config.intermediate_size),
             expert=inner(0 if experts is None else experts.width, whole_experts),

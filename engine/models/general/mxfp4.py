@@ -19,14 +19,11 @@ from transformers import PreTrainedModel
 
 from kvrelay.engine.models.fast.loader import TensorFiles
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
-from kvrelay.engine.models.reading.stored import StoredFormat
-from kvrelay.kernels.codes import CodedWeight, CodeType
+from kvrelay.engine.models.reading.quantized import mxfp4
+from kvrelay.engine.models.reading.stored import MXFP4
+from kvrelay.kernels.codes import CodedWeight
 
-GROUP = 32
-MXFP4 = StoredFormat("mxfp4", "mxfp4", 4, GROUP, 1, zeros=False, round_inputs=False, ignored=())
-"""How these checkpoints are quantized."""
-BIAS = 127
-"""Number that is added to a stored exponent."""
+GROUP = MXFP4.group
 STORED = "_kvrelay_stored"
 """Attribute of a module: its `StoredExperts`."""
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -44,8 +41,7 @@ class StoredExperts:
     def weight(self, name: str) -> CodedWeight:
         """All experts' weights [experts * outputs, inputs], one below the other."""
         blocks, scales = self.read(name)
-        codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(0, 1).flatten(1)
-        return CodedWeight(CodeType.FP4, codes, torch.exp2(scales.flatten(0, 1).float() - BIAS), None, GROUP)
+        return mxfp4(blocks.flatten(0, 1).flatten(1), scales.flatten(0, 1))
 
 
 def class_without_experts(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:

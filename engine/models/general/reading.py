@@ -19,13 +19,13 @@ from kvrelay.engine.degree import Degree
 from kvrelay.engine.kv.layout import FloatDtype
 from kvrelay.engine.models.fast.loader import OnLoaded
 from kvrelay.engine.models.general.gguf import architecture_of, read_gguf_config, read_gguf_weights
-from kvrelay.engine.models.general.mxfp4 import MXFP4, class_without_experts, give_stored, is_placeholder
+from kvrelay.engine.models.general.mxfp4 import class_without_experts, give_stored, is_placeholder
 from kvrelay.engine.models.general.ranks.parts import WHOLE, Part, class_of_part, put_together
 from kvrelay.engine.models.general.ranks.plan import allowed_degrees, check
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.config import DTYPES, eos_token_ids
 from kvrelay.engine.models.reading.fields import Fields, read_json
-from kvrelay.engine.models.reading.stored import StoredFormat
+from kvrelay.engine.models.reading.stored import MXFP4, StoredFormat
 
 VERSION: str = transformers.__version__
 CONFIG = "config.json"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kvrelay.engine.models.reading.config import ModelConfig
 from kvrelay.engine.models.reading.fields import Fields, read_json
 from kvrelay.engine.models.reading.hashes import State, hash_bytes, hash_range, recall, remember, state_of
-from kvrelay.engine.models.reading.stored import HEAD, StoredTensor
+from kvrelay.engine.models.reading.stored import HEAD, StoredTensor, joined_tensors
 from kvrelay.machine import gguf
 
 SINGLE = "model.safetensors"
@@ -183,6 +183,13 @@ def projections(config: ModelConfig, layer: int = 0) -> dict[str, Projection]:
     experts = traits.experts
     if experts is not None and experts.in_layer(layer):
         width, shared = experts.width, experts.shared
+        if experts.joined:
+            count, name = experts.routing.experts, experts.joined
+            return attention | {
+                "router": Projection({experts.router: count}, hidden, True),
+                "gate_up": Projection({f"{name}.gate_up_proj": count * 2 * width}, hidden, True),
+                "down": Projection({f"{name}.down_proj": count * hidden}, width, True),
+            }
         found = {
             "router": Projection({experts.router: experts.routing.experts}, hidden, False),
             "gate_up": Projection(dict.fromkeys(experts.names(experts.gate, experts.up), width), hidden, False),
@@ -206,7 +213,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, Expected]:
     Raises:
         ValueError: a layer's shape doesn't go with how it is quantized.
     """
-    hidden, traits = config.hidden_size, config.traits
+    hidden, traits, experts = config.hidden_size, config.traits, config.traits.experts
     shapes: dict[str, Expected] = {}
 
     def linear(name: str, out: int, inputs: int, bias: bool) -> None:
@@ -228,13 +235,21 @@ def expected_tensors(config: ModelConfig) -> dict[str, Expected]:
         shapes[f"{EMBEDDING}.weight"] = (config.vocab_size, hidden)
     for layer in range(config.layers):
         base = f"model.layers.{layer}"
-        for projection in projections(config, layer).values():
+        for part, projection in projections(config, layer).items():
             for name, outputs in projection.outputs.items():
+                if experts is not None and experts.joins(part, layer):
+                    count = experts.routing.experts
+                    shapes |= joined_tensors(
+                        config.stored, f"{base}.{name}", (count, outputs // count, projection.inputs)
+                    )
+                    continue
                 linear(f"{base}.{name}", outputs, projection.inputs, projection.bias)
         for name in filter(None, traits.norms):
             norm(f"{base}.{name}")
-        if traits.experts is not None and traits.experts.bias and traits.experts.in_layer(layer):
-            shapes[f"{base}.{traits.experts.bias}"] = (traits.experts.routing.experts,)
+        if experts is not None and experts.bias and experts.in_layer(layer):
+            shapes[f"{base}.{experts.bias}"] = (experts.routing.experts,)
+        if traits.sinks:
+            shapes[f"{base}.self_attn.sinks"] = (config.heads,)
         if traits.qk_norm or traits.joint_qk_norm:
             counts = (1, 1) if traits.qk_norm else (config.heads, config.kv_heads)
             for name, count in zip("qk", counts, strict=True):

@@ -32,6 +32,14 @@ class ExpertsTraits:
     """Numbers of the experts that a rank holds, whole ones; None if it holds all, or a part of each."""
     spares: int = 0
     """Slots of a rank for copies of other ranks' experts, beside those that it holds."""
+    router_name: str = "gate"
+    joined: str = ""
+    """Name of the tensors that have one product of all experts each, as gpt-oss has them; empty if each expert has
+    tensors of its own. Gates and ups take turns there, and these products and the router have biases."""
+    limit: float = 0.0
+    """Limit of the clamped gate (`Epilogue.CLAMPED_GATE`); 0 if the gate is that of the model's activation."""
+    alpha: float = 0.0
+    """Factor of the clamped gate."""
 
     def in_layer(self, layer: int) -> bool:
         """Whether the layer of this number has experts."""
@@ -55,7 +63,11 @@ class ExpertsTraits:
     @property
     def router(self) -> str:
         """Name of the router."""
-        return f"{self.module}.gate"
+        return f"{self.module}.{self.router_name}"
+
+    def joins(self, part: str, layer: int) -> bool:
+        """Whether this projection of a layer (`checkpoint.projections`) is one tensor of all experts."""
+        return bool(self.joined) and part in ("gate_up", "down") and self.in_layer(layer)
 
     def names(self, *parts: str) -> list[str]:
         """Names of these products of all experts, those of one expert after the other."""
@@ -81,6 +93,18 @@ def mixtral_experts(fields: Fields) -> ExpertsTraits:
 def minimax_m2_experts(fields: Fields) -> ExpertsTraits:
     """MiniMax-M2: experts are chosen by their logits' sigmoid and a bias, without groups."""
     return _w123(fields, _routing(fields, ("num_local_experts",), scoring=Scoring.SIGMOID), "e_score_correction_bias")
+
+
+def gpt_oss_experts(fields: Fields) -> ExpertsTraits:
+    """gpt-oss: the softmax of the chosen experts' logits; a clamped gate; biases in all products."""
+    return ExpertsTraits(
+        _routing(fields, ("num_local_experts",), scoring=Scoring.SOFTMAX_CHOSEN, normalized=False),
+        _width(fields, "intermediate_size"),
+        router_name="router",
+        joined="mlp.experts",
+        limit=fields.number("swiglu_limit", default=7.0),
+        alpha=fields.number("swiglu_alpha", default=1.702),
+    )
 
 
 def _w123(fields: Fields, routing: Routing, bias: str = "") -> ExpertsTraits:

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from kvrelay.engine.models.reading.experts import (
     ExpertsTraits,
     glm4_moe_experts,
+    gpt_oss_experts,
     minimax_m2_experts,
     mixtral_experts,
     qwen3_moe_experts,
@@ -74,6 +75,8 @@ class Traits:
     """Factor of what each layer adds to the residual."""
     logits_scale: float = 1.0
     """Factor of logits."""
+    sinks: bool = False
+    """Whether each head has a number that takes part in its softmax, and no value."""
     experts: ExpertsTraits | None = None
     """Experts of the layers; None if all have an MLP."""
 
@@ -327,6 +330,13 @@ def _glm4_moe(fields: Fields, layers: int) -> Traits:
     return Traits((0,) * layers, qkv_bias=bias, qk_norm=qk_norm, experts=glm4_moe_experts(fields, layers))
 
 
+def _gpt_oss(fields: Fields, layers: int) -> Traits:
+    """gpt-oss: attention sinks, windows on every other layer, biases, and experts in all layers."""
+    bias = fields.boolean("attention_bias", True)
+    windows = kinds_windows(fields, _every_nth_full(fields, layers, 2))
+    return Traits(windows, qkv_bias=bias, output_bias=bias, sinks=True, experts=gpt_oss_experts(fields))
+
+
 def _minimax_m2(fields: Fields, layers: int) -> Traits:
     """MiniMax-M2: norms of all queries and of all keys, a part of each head is rotated, experts in all layers."""
     return Traits((0,) * layers, joint_qk_norm=True, experts=minimax_m2_experts(fields))
@@ -429,6 +439,23 @@ _GLM4_MOE_DEFAULTS = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 1408,
 }
+_GPT_OSS_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
 _MINIMAX_M2_DEFAULTS = {
     "num_key_value_heads": 8,
     "head_dim": 128,
@@ -493,6 +520,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         Architecture("mixtral", "MixtralForCausalLM", _mixtral, _MIXTRAL_DEFAULTS),
         Architecture("glm4_moe", "Glm4MoeForCausalLM", _glm4_moe, _GLM4_MOE_DEFAULTS, partial_rope=True),
+        Architecture("gpt_oss", "GptOssForCausalLM", _gpt_oss, _GPT_OSS_DEFAULTS),
         Architecture(
             "minimax_m2", "MiniMaxM2ForCausalLM", _minimax_m2, _MINIMAX_M2_DEFAULTS, sliding_rope=_rotary_dim_ropes
         ),

@@ -38,10 +38,7 @@ def read_layer(form: StoredFormat, read: Read, layer: str, rows: Span, inputs: i
     if form.layout in ("fp8", "int8"):
         return _bytes(form, tensor, rows, inputs)
     if form.layout == "mxfp4":
-        packed = tensor("weight_packed")
-        codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
-        exponents = tensor("weight_scale").float() - 127
-        return CodedWeight(CodeType.FP4, codes, torch.exp2(exponents), None, group)
+        return mxfp4(tensor("weight_packed"), tensor("weight_scale"), group)
     if form.layout == "packed":
         _refuse_reordered(read("weight_g_idx"), group, layer)
         codes, scales = _unpack(tensor("weight_packed"), 4), tensor("weight_scale").float()
@@ -62,6 +59,17 @@ def read_layer(form: StoredFormat, read: Read, layer: str, rows: Span, inputs: i
     if not bool((zeros == 128).all()):
         raise ValueError(f"{layer}: gptq with 8 bits and zeros other than 128; allowed: symmetric weights (sym)")
     return CodedWeight(CodeType.INT8, codes ^ 128, scales, None, group)
+
+
+def mxfp4(packed: Tensor, exponents: Tensor, group: int = 32) -> CodedWeight:
+    """A weight in MXFP4 (Open Compute's MX specification): float4 (E2M1) in groups that share a power of two.
+
+    Args:
+        packed: uint8 [out, in / 2], two numbers in a byte, the first one in its low half.
+        exponents: uint8 [out, in / group], plus 127.
+    """
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+    return CodedWeight(CodeType.FP4, codes, torch.exp2(exponents.float() - 127), None, group)
 
 
 def _bytes(form: StoredFormat, tensor: Callable[[str], Tensor], rows: Span, inputs: int) -> CodedWeight:

@@ -12,6 +12,8 @@ awq                                     qweight int32 [in, out / 8], qzeros int3
                                         scales [in / G, out]
 gptq                                    qweight int32 [in / P, out], qzeros int32 [in / G, out / P],
                                         scales [in / G, out], g_idx int32 [in]; P is 32 / bits
+mxfp4                                   of all experts together, in groups of 32 inputs that share a power of two:
+                                        blocks uint8 [experts, out, in / 32, 16], scales uint8 [experts, out, in / 32]
 gguf                                    weight in a type of GGUF's or floats [out, in], of each layer its own
 """
 
@@ -26,7 +28,7 @@ from kvrelay.machine import gguf
 from kvrelay.machine.options import require
 
 Layout = Literal["fp8", "int8", "packed", "mxfp4", "awq", "gptq", "gguf"]
-METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "gguf")
+METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "mxfp4", "gguf")
 FORMATS: dict[str, Layout] = {
     "int-quantized": "int8",
     "float-quantized": "fp8",
@@ -77,6 +79,8 @@ class StoredFormat:
         """Whether the linear layer of this name is quantized; in GGUF, whether it may be."""
         if self.layout == "gguf":
             return True
+        if self is MXFP4:
+            return False  # experts have no linear layers there; see `joined_tensors`
         if not self.method.startswith("compressed-tensors"):
             return layer != HEAD and not any(part in layer for part in self.ignored)
         return not any(
@@ -167,6 +171,35 @@ class StoredFormat:
         return Span(begin, end, end - begin, -(-span.of // unit))
 
 
+MXFP4 = StoredFormat("mxfp4", "mxfp4", 4, 32, 1, zeros=False, round_inputs=False, ignored=())
+"""How gpt-oss's experts are quantized."""
+
+
+def joined_tensors(
+    form: StoredFormat | None, name: str, shape: tuple[int, int, int]
+) -> dict[str, tuple[int, ...] | StoredTensor]:
+    """The tensors of one product of all experts of a layer, by name.
+
+    Args:
+        shape: numbers of experts, outputs and inputs.
+
+    Raises:
+        ValueError: such a layer can't be stored so.
+    """
+    experts, outputs, inputs = shape
+    bias = {f"{name}_bias": (experts, outputs)}
+    if form is None:
+        return {name: (experts, inputs, outputs), **bias}
+    if form is not MXFP4 or inputs % form.group:
+        raise ValueError(f"{name} {list(shape)} is in {form.method}; allowed: floats, or mxfp4 with whole groups of 32")
+    groups = inputs // form.group
+    return {
+        f"{name}_blocks": StoredTensor(("U8",), ((experts, outputs, groups, form.group // 2),)),
+        f"{name}_scales": StoredTensor(("U8",), ((experts, outputs, groups),)),
+        **bias,
+    }
+
+
 def stored_format(fields: Fields) -> StoredFormat | None:
     """The format that config.json describes; None for a checkpoint that isn't quantized.
 
@@ -177,6 +210,8 @@ def stored_format(fields: Fields) -> StoredFormat | None:
     if found is None:
         return None
     method = found.choice("quant_method", METHODS)
+    if method == MXFP4.method:
+        return MXFP4
     readers = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq, "gguf": _gguf}
     return readers[method](found)
 

@@ -10,14 +10,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from kvrelay.client import Client
 from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import EngineConfig, SpeculationConfig
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.request import Request, SamplingParams
+from kvrelay.engine.speculate.mtp import APART, APART_TYPES, LAST
+from support.checkpoints import make_tokenizer
+from support.processes import process_cluster
 from support.serving import tokens_in
 from support.tiny_models import save, tiny_config
 
 LAYERS = 2
+BEHIND = f"model.layers.{LAYERS}."
 FIELDS = {"num_hidden_layers": LAYERS, "max_position_embeddings": 256}
 OPTIONS = EngineConfig(device="cpu", model_path="general", kv_memory_bytes=2**23, threads=1, max_batch_tokens=48)
 COMPLETION = 60
@@ -27,13 +32,19 @@ WEIGHTS = "model.safetensors"
 
 def one_layer(model_type: str) -> PreTrainedModel:
     """A model with a layer of the kind of the last one."""
-    config = tiny_config(model_type, **{**FIELDS, "num_hidden_layers": 1, "first_k_dense_replace": 0})
+    kinds = {"layer_types": ["full_attention"]} if model_type in APART_TYPES else {}
+    config = tiny_config(model_type, **{**FIELDS, "num_hidden_layers": 1, "first_k_dense_replace": 0, **kinds})
     return AutoModelForCausalLM.from_config(config)
 
 
+def saved(model_type: str, folder: Path) -> Path:
+    """A model without the layer."""
+    kinds = {"layer_types": ["linear_attention", "full_attention"]} if model_type in APART_TYPES else {}
+    return save(model_type, folder, **FIELDS, **kinds)
+
+
 def distill(model_type: str, served: PreTrainedModel, steps: int) -> dict[str, Tensor]:
-    """Trains a layer on what the served model writes behind the prompts; its tensors, by their published names behind
-    the layer's."""
+    """Trains a layer on what the served model writes behind the prompts; its tensors, by their published names."""
     streams = []
     with torch.no_grad():
         for prompt in PROMPTS:
@@ -55,9 +66,16 @@ def distill(model_type: str, served: PreTrainedModel, steps: int) -> dict[str, T
             logits = served.get_output_embeddings()(layer.model(inputs_embeds=x, use_cache=False).last_hidden_state)
             nn.functional.cross_entropy(logits[0], targets).backward()
         optimizer.step()
-    made = {"eh_proj.weight": join.weight, "enorm.weight": norms[0].weight, "hnorm.weight": norms[1].weight}
-    made["shared_head.norm.weight"] = layer.model.norm.weight
-    return {**{name: tensor.detach().clone() for name, tensor in made.items()}, **published(layer)}
+    names = APART if model_type in APART_TYPES else LAST
+    made = {
+        names.join: join,
+        names.token_norm: norms[0],
+        names.feature_norm: norms[1],
+        names.last_norm: layer.model.norm,
+    }
+    found = {f"{name}.weight": module.weight.detach().clone() for name, module in made.items()}
+    found |= {f"{names.block}{name}": tensor for name, tensor in published(layer).items()}
+    return {f"{names.own or BEHIND}{name}": tensor for name, tensor in found.items()}
 
 
 def published(layer: PreTrainedModel) -> dict[str, Tensor]:
@@ -71,7 +89,7 @@ def published(layer: PreTrainedModel) -> dict[str, Tensor]:
 
 def with_layer(folder: Path, tensors: dict[str, Tensor]) -> Path:
     held = load_file(folder / WEIGHTS)
-    held |= {f"model.layers.{LAYERS}.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    held |= {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(held, folder / WEIGHTS, {"format": "pt"})
     return folder
 
@@ -92,10 +110,12 @@ def served(engine: Engine) -> tuple[dict[str, list[int]], int]:
     return {name: tokens_in(reports) for name, reports in heard.items()}, steps  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    "model_type", ["deepseek_v3", *(pytest.param(name, marks=pytest.mark.more) for name in ("glm4_moe", "qwen3_next"))]
+)
 def test_a_layer_that_predicts_well_halves_the_steps(model_type: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    folder = save(model_type, tmp_path, **FIELDS)
+    folder = saved(model_type, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with_layer(folder, distill(model_type, model, 120))
     expected, alone = served(build_engine(folder, "float32", OPTIONS)[0])
@@ -105,18 +125,47 @@ def test_a_layer_that_predicts_well_halves_the_steps(model_type: str, tmp_path: 
     assert alone / steps >= 1.5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_next"])
+def test_guesses_behind_a_hand_off_are_those_of_a_co_located_worker(model_type: str, tmp_path: Path) -> None:
+    """The last hidden states of a prompt come with its KV, and with the states of layers that keep some."""
+    torch.manual_seed(3)
+    folder = saved(model_type, tmp_path)
+    with_layer(folder, distill(model_type, AutoModelForCausalLM.from_pretrained(folder).eval(), 60))
+    guesses = {"method": "mtp", "max_tokens": 2, "adaptive": False}
+    shared = {"block_size": 16, "max_batch_tokens": 64, "kv_memory_bytes": 2**23, "threads": 1, "model_path": "general"}
+    options = EngineConfig(device="cpu", speculation=SpeculationConfig(**guesses), **shared)  # type: ignore[arg-type]
+    engine = build_engine(folder, "float32", options)[0]
+    make_tokenizer(256).save_pretrained(folder)
+    roles = {"decode": {"engine": {**shared, "speculation": guesses}}}
+    with (
+        process_cluster(tmp_path / "cluster", folder, worker={"engine": shared}, roles=roles) as cluster,
+        Client(cluster.router) as client,
+    ):
+        for prompt in PROMPTS:
+            sampling = SamplingParams(temperature=0.0, max_tokens=COMPLETION)
+            sequence = engine.scheduler.add(Request("one", 1, tuple(prompt), len(prompt), sampling))
+            while engine.has_work:
+                engine.step()
+            done = client.complete(prompt, max_tokens=COMPLETION, temperature=0, ignore_eos=True, timeout=60)
+            assert list(done.token_ids) == sequence.tokens[len(prompt) :]
+            found = done.timeline.proposed_tokens, done.timeline.accepted_tokens
+            assert found == (sequence.proposed, sequence.accepted)
+            assert done.timeline.accepted_tokens > 0
+
+
 def test_a_checkpoint_without_the_layer_is_refused(tmp_path: Path) -> None:
     folder = save("deepseek_v3", tmp_path, **FIELDS)
     options = replace(OPTIONS, speculation=SpeculationConfig("mtp"))
     with pytest.raises(ValueError, match=r"model.layers.2.enorm.weight is missing; .* a layer for multi-token"):
         build_engine(folder, "float32", options)
-    layer = published(one_layer("deepseek_v3"))
-    hidden = 64
-    layer |= {f"{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
-    with_layer(folder, layer | {"eh_proj.weight": torch.zeros(hidden, hidden)})
+    layer = {f"{BEHIND}{name}": tensor for name, tensor in published(one_layer("deepseek_v3")).items()}
+    hidden, join = 64, f"{BEHIND}eh_proj.weight"
+    layer |= {f"{BEHIND}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+    with_layer(folder, layer | {join: torch.zeros(hidden, hidden)})
     with pytest.raises(ValueError, match=r"eh_proj.weight has another shape than \[64, 128\]"):
         build_engine(folder, "float32", options)
-    del layer["self_attn.o_proj.weight"]
-    with_layer(save("deepseek_v3", tmp_path, **FIELDS), layer | {"eh_proj.weight": torch.zeros(hidden, 2 * hidden)})
+    del layer[f"{BEHIND}self_attn.o_proj.weight"]
+    with_layer(save("deepseek_v3", tmp_path, **FIELDS), layer | {join: torch.zeros(hidden, 2 * hidden)})
     with pytest.raises(ValueError, match=r"self_attn.o_proj.weight of the layer .* is missing"):
         build_engine(folder, "float32", options)

@@ -1,13 +1,11 @@
 """gpt-oss checkpoints in MXFP4: read in their 4 bits, with the logits of transformers' dequantized weights."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvrelay.engine.config import Quantization
@@ -17,21 +15,11 @@ from kvrelay.engine.runner.general import GeneralRunner, build_general_runner
 from kvrelay.kernels.codes import NUMBERS, CodeType
 from support.general import Driver, greedy
 from support.general_table import OPTIONS
+from support.mxfp4 import write_in_mxfp4
 from support.tiny_models import save
 
 PROMPTS = [[5, 9, 7, 11, 200], list(range(3, 26))]
 COMPLETION = 6
-
-
-def in_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Blocks, scales and dequantized numbers of a weight [experts, inputs, outputs], as gpt-oss has them."""
-    grouped = weight.transpose(1, 2).unflatten(2, (-1, GROUP))
-    exponents = torch.floor(torch.log2(grouped.abs().amax(3).clamp(min=1e-20))) - 1
-    numbers = NUMBERS[CodeType.FP4]()
-    codes = (grouped / torch.exp2(exponents)[..., None]).unsqueeze(-1).sub(numbers).abs().argmin(-1)
-    dequantized = (numbers[codes] * torch.exp2(exponents)[..., None]).flatten(2).transpose(1, 2)
-    pairs = codes.unflatten(3, (-1, 2)).to(torch.uint8)
-    return pairs[..., 0] | pairs[..., 1] << 4, (exponents + 127).to(torch.uint8), dequantized.contiguous()
 
 
 @pytest.fixture(scope="module")
@@ -39,19 +27,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A tiny checkpoint with experts in MXFP4, and one with the same numbers in float32."""
     plain = save("gpt_oss", tmp_path_factory.mktemp("plain"))
     coded = tmp_path_factory.mktemp("mxfp4")
-    dequantized, stored = {}, {}
-    for name, weight in load_file(plain / "model.safetensors").items():
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            blocks, scales, numbers = in_mxfp4(weight)
-            stored |= {f"{name}_blocks": blocks.contiguous(), f"{name}_scales": scales.contiguous()}
-            dequantized[name] = numbers
-        else:
-            stored[name] = dequantized[name] = weight
-    save_file(dequantized, plain / "model.safetensors", {"format": "pt"})
-    save_file(stored, coded / "model.safetensors", {"format": "pt"})
-    config = json.loads((plain / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    (coded / "config.json").write_text(json.dumps(config))
+    write_in_mxfp4(plain, coded, plain)
     return coded, plain
 
 

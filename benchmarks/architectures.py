@@ -1,11 +1,17 @@
-"""The speed of models whose layers keep states: native kernels against transformers' functions, and against attention.
+"""The speed of models with experts, latents and states: in kvrelay's own way, and in others, on a CPU.
 
-    python benchmarks/states.py [--models mamba2,qwen3_next] [--cells prefill_512] [--long] [--prefix] [--out FILE]
+    python benchmarks/architectures.py [--models gpt_oss,mamba2] [--cells prefill_512] [--long] [--prefix] [--out FILE]
 
-Models of random weights in the shape of their class, of about 135m, in bfloat16. `flat` is the way that the model is
-served in; `gather` the way in which it would be without kernels of its states, with transformers' functions in plain
-torch. Both run in one process in turns. `prefill_N` is the prefill of a prompt, `decode_N` a decode step of N sequences
-with 128 tokens before each; figures are tokens a second, and the ratio of each turn.
+Models of random weights in the shape of their class, of about 135m, in bfloat16. Each runs in several ways in one
+process, in turns:
+
+    experts   `fast`: the fast path; `general`: the general path, with native products of experts; `before`: the same
+              with transformers' products of experts
+    others    `flat`: as it is served; `gather`: as it would be without kernels of latents and states: keys and values
+              are expanded in each step, and states are computed by transformers' functions in plain torch
+
+`prefill_N` is the prefill of a prompt, `decode_N` a decode step of N sequences with 128 tokens before each; figures are
+tokens a second, and the ratio of each turn.
 
     --long      decode steps of 8 sequences at 16k tokens: a hybrid of three layers with states to one with attention,
                 against Llama of the same size on the fast path; and the bytes that a hand-off of 16k tokens takes
@@ -17,14 +23,15 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
-from checkpoint import write
+from checkpoint import EXPERTS, write, write_experts
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from turns import own_setting, save, spread
@@ -41,6 +48,23 @@ HYBRID = (["linear_attention"] * 3 + ["full_attention"]) * (LAYERS // 4)
 ATTENTION = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
 COMMON = {"vocab_size": VOCABULARY, "hidden_size": 576, "tie_word_embeddings": True}
 MAMBA = {"mamba_n_heads": 18, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_expand": 2}
+LATENTS = {
+    **COMMON,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 9,
+    "q_lora_rank": None,
+    "kv_lora_rank": 192,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "head_dim": 32,
+    "intermediate_size": 1536,
+    "first_k_dense_replace": 30,
+    "n_group": 1,
+    "topk_group": 1,
+    "pad_token_id": None,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_next": {
         **COMMON,
@@ -57,8 +81,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "mamba2": {
         **COMMON,
-        "num_hidden_layers": 48,
-        "num_heads": 18,
+        # In more layers of random weights, the roundings of bfloat16 grow beyond what the check at the start allows.
+        "hidden_size": 1024,
+        "num_hidden_layers": 12,
+        "num_heads": 32,
         "head_dim": 64,
         "state_size": 128,
         "n_groups": 1,
@@ -111,6 +137,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "block_auto_adjust_ff_dim": False,
     },
     "rwkv": {**COMMON, "hidden_size": 768, "num_hidden_layers": 12, "context_length": 1024},
+    "deepseek_v2": {**LATENTS, "topk_method": "greedy"},
+    "deepseek_v3": LATENTS,
 }
 """Fields of each model type's config."""
 CELLS = ("prefill_512", "decode_1", "decode_8")
@@ -123,6 +151,8 @@ PREFIX = 4096
 
 def checkpoint(folder: Path, name: str, positions: int = 8192) -> int:
     """Writes a checkpoint of a shape; returns the number of its weights."""
+    if name in EXPERTS:
+        return write_experts(folder, name, "moe-135m")
     config_class = CONFIG_MAPPING[name]
     known = config_class().to_dict()
     limits = {"max_position_embeddings": positions} if "max_position_embeddings" in known else {}
@@ -133,15 +163,23 @@ def checkpoint(folder: Path, name: str, positions: int = 8192) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
-@contextmanager
-def ways(*names: str) -> Iterator[None]:
-    """Within it, models are run in one of these ways."""
-    kept = choose.WAYS
-    choose.WAYS = tuple(way for way in kept if way[0] in names)
-    try:
-        yield
-    finally:
-        choose.WAYS = kept
+def general_ways(*names: str) -> AbstractContextManager[object]:
+    """Within it, the general path runs models in one of these ways."""
+    return patch.object(choose, "WAYS", tuple(way for way in choose.WAYS if way[0] in names))
+
+
+def ways_of(name: str) -> dict[str, tuple[AbstractContextManager[object], dict[str, Any]]]:
+    """The ways in which a model is run: within which it is built, and with which options."""
+    if name not in EXPERTS:
+        others = general_ways("gather", "gather, whole prompts", "again")
+        return {"flat": (general_ways("flat"), {}), "gather": (others, {})}
+    general = {"model_path": "general"}
+    plain = patch("kvrelay.engine.runner.general.swap_experts", lambda *given: 0)
+    return {
+        "fast": (nullcontext(), {"model_path": "fast"}),
+        "general": (nullcontext(), general),
+        "before": (plain, general),
+    }
 
 
 def options(threads: int, tokens: int, **others: Any) -> EngineConfig:
@@ -217,11 +255,13 @@ def short(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
         with tempfile.TemporaryDirectory() as folder:
             weights = checkpoint(Path(folder), name)
             runners = {}
-            for own in (("flat",), ("gather", "gather, whole prompts", "again")):
-                with ways(*own):
-                    _, runner = build_engine(Path(folder), "bfloat16", options(args.threads, 4096))
+            for way, (within, given) in ways_of(name).items():
+                if args.ways and way not in args.ways:
+                    continue
+                with within:
+                    _, runner = build_engine(Path(folder), "bfloat16", options(args.threads, 4096, **given))
                 clear(runner)
-                runners[runner.choice.name] = runner
+                runners[way] = runner
         yield name, {"weights": weights, **in_turns(runners, cells, args.repeats)}
 
 
@@ -274,8 +314,9 @@ def prefix(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=lambda text: text.split(","), default=list(SHAPES))
+    parser.add_argument("--models", type=lambda text: text.split(","), default=[*EXPERTS, *SHAPES])
     parser.add_argument("--cells", type=lambda text: text.split(","), default=list(CELLS))
+    parser.add_argument("--ways", type=lambda text: text.split(","), help="some of them: before takes minutes")
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--prefix", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
