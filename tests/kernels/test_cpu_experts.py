@@ -102,9 +102,9 @@ KINDS: dict[str, Callable[[Tensor], Weight]] = {
     "fp8": codes.fp8,
     "fp4": lambda weight: random_codes(CodeType.FP4, *weight.shape, 32, zeros=False),
 }
-TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-5, "int8": 1e-3, "w8a8": 5e-2, "int4": 4e-2, "fp8": 1e-5, "fp4": 4e-2}
-"""Largest error relative to the largest number of a result; inputs of int8 products are rounded to 16 bits, of int4 and
-fp4 products to 8 bits."""
+TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-5, "int8": 1e-3, "w8a8": 3e-2, "int4": 3e-2, "fp8": 1e-5, "fp4": 3e-2}
+"""Largest norm of an error relative to that of the result; inputs of int8 products are rounded to 16 bits, of int4, fp4
+and w8a8 products to 8 bits, which single numbers of a small result may feel more."""
 
 
 def layer_of(
@@ -165,8 +165,8 @@ def test_a_layer(
         shares = torch.rand(count, top, generator=generator)
         found, expected = call(x, chosen, shares), definition(x, chosen, shares)
         rounds = kind not in ("float32", "int8") and instruction_set(team.library) in ("amx", "avx512bf16")
-        bound = max(TOLERANCES[kind], ROUNDED if rounds else 0.0) * max(1.0, float(expected.abs().max()))
-        torch.testing.assert_close(found, expected, rtol=0, atol=bound)
+        bound = max(TOLERANCES[kind], ROUNDED if rounds else 0.0) * max(1.0, float(expected.norm()))
+        assert (found - expected).norm() <= bound
 
 
 def test_operations_of_torch_in_between(team_of: Callable[[int], Team]) -> None:

@@ -58,7 +58,7 @@ class ExpertsTraits:
     def is_elsewhere(self, name: str) -> bool:
         """Whether a tensor of a layer, by its name behind that of the layer, is one of an expert on another rank."""
         head, _, tail = name.partition(f"{self.module}.experts.")
-        return not head and tail != "" and int(tail.partition(".")[0]) not in self.own
+        return not self.joined and not head and tail != "" and int(tail.partition(".")[0]) not in self.own
 
     @property
     def router(self) -> str:
