@@ -23,6 +23,8 @@ Grid: (R, H, ceil(D / DIM)), in either form. Limit: for one token memory, 8 K D 
 import triton
 import triton.language as tl
 
+from kvrelay.kernels.triton.states.parts import load_rows, load_state, store_state
+
 CHUNK = 32
 LEAST = tl.constexpr(1e-6)
 
@@ -31,7 +33,8 @@ LEAST = tl.constexpr(1e-6)
 def delta_kernel(
     q, k, v, g, beta, state, out, firsts, starts, slots,
     q_stride, k_stride, v_stride, slot_stride, heads, shared, dim, key_dim, scaling,
-    NORMALIZED: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    NORMALIZED: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rows of more than one token."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -41,49 +44,68 @@ def delta_kernel(
         return
     key_head = head // shared
     column = tl.program_id(2) * DIM + tl.arange(0, DIM)
-    number = tl.arange(0, KEYS)
     token = tl.arange(0, CHUNK)
-    inside, used = column < dim, number < key_dim
-    place = state + tl.load(slots + row) * slot_stride + (head * key_dim + number[:, None]) * dim + column[None]
-    held = used[:, None] & inside[None]
-    begun = tl.load(starts + row) + 0 * number > 0  # a vector, which Triton's interpreter can widen
-    s = tl.load(place, mask=held & begun[:, None], other=0.0)
+    inside = column < dim
+    place = state + tl.load(slots + row) * slot_stride + head * key_dim * dim
+    s = load_state(place, starts + row, key_dim, dim, column, KEYS, PART)
+    q += key_head * key_dim
+    k += key_head * key_dim
     earlier = token[:, None] > token[None]
     visible = token[:, None] >= token[None]
-    for begin in range(first, end, CHUNK):
+    # Addresses that are computed ahead of the loop would take registers that the state needs.
+    for begin in tl.range(first, end, CHUNK, disable_licm=True):
         at = begin + token
         there = at < end
-        keys = key_head * key_dim + number[None]
-        of_q = tl.load(q + at[:, None] * q_stride + keys, mask=there[:, None] & used[None], other=0.0).to(tl.float32)
-        of_k = tl.load(k + at[:, None] * k_stride + keys, mask=there[:, None] & used[None], other=0.0).to(tl.float32)
-        if NORMALIZED:
-            of_q = of_q / tl.sqrt(tl.sum(of_q * of_q, 1) + LEAST)[:, None]
-            of_k = of_k / tl.sqrt(tl.sum(of_k * of_k, 1) + LEAST)[:, None]
-        of_q = of_q * scaling
-        of_v = tl.load(
-            v + at[:, None] * v_stride + head * dim + column[None], mask=there[:, None] & inside[None], other=0.0
-        )
         rate = tl.load(g + at * heads + head, mask=there, other=0.0)
         strength = tl.load(beta + at * heads + head, mask=there, other=0.0)
         sums = tl.cumsum(rate, 0)
         last = tl.sum(rate, 0)
         decay = tl.exp(tl.where(visible, sums[:, None] - sums[None], float("-inf")))
-        triangle = tl.dot(of_k, tl.trans(of_k), input_precision=PRECISION) * decay * strength[:, None]
+        triangle = tl.zeros((CHUNK, CHUNK), tl.float32)
+        weights = tl.zeros((CHUNK, CHUNK), tl.float32)
+        known = tl.zeros((CHUNK, DIM), tl.float32)
+        o = tl.zeros((CHUNK, DIM), tl.float32)
+        q_squares = tl.zeros((CHUNK,), tl.float32)
+        k_squares = tl.zeros((CHUNK,), tl.float32)
+        for part in tl.static_range(KEYS // PART):
+            of_q = load_rows(q, at, there, q_stride, part * PART, key_dim, PART)
+            of_k = load_rows(k, at, there, k_stride, part * PART, key_dim, PART)
+            triangle = tl.dot(of_k, tl.trans(of_k), triangle, input_precision=PRECISION)
+            weights = tl.dot(of_q, tl.trans(of_k), weights, input_precision=PRECISION)
+            of_q, of_k = of_q.to(tl.float32), of_k.to(tl.float32)
+            known = tl.dot(of_k, s[part], known, input_precision=PRECISION)
+            o = tl.dot(of_q, s[part], o, input_precision=PRECISION)
+            q_squares += tl.sum(of_q * of_q, 1)
+            k_squares += tl.sum(of_k * of_k, 1)
+        # Queries and keys are scaled in the products, not before: so no thread keeps all parts of them.
+        q_scale = tl.zeros((CHUNK,), tl.float32) + scaling
+        k_scale = tl.zeros((CHUNK,), tl.float32) + 1
+        if NORMALIZED:
+            q_scale /= tl.sqrt(q_squares + LEAST)
+            k_scale /= tl.sqrt(k_squares + LEAST)
+        triangle *= decay * (k_scale * strength)[:, None] * k_scale[None]
         inverse = tl.where(earlier, -triangle, 0.0)
         for i in range(1, CHUNK):
             own = tl.sum(tl.where(token[:, None] == i, inverse, 0.0), 0)
             own += tl.sum(own[:, None] * inverse, 0)
             inverse = tl.where(token[:, None] == i, own[None], inverse)
         inverse += tl.where(token[:, None] == token[None], 1.0, 0.0)
-        wanted = of_v.to(tl.float32) - tl.exp(sums)[:, None] * tl.dot(of_k, s, input_precision=PRECISION)
+        of_v = tl.load(
+            v + at[:, None] * v_stride + head * dim + column[None], mask=there[:, None] & inside[None], other=0.0
+        )
+        wanted = of_v.to(tl.float32) - (tl.exp(sums) * k_scale)[:, None] * known
         u = tl.dot(inverse, wanted * strength[:, None], input_precision=PRECISION)
-        weights = tl.dot(of_q, tl.trans(of_k), input_precision=PRECISION) * decay
-        o = tl.dot(of_q, s, input_precision=PRECISION) * tl.exp(sums)[:, None]
-        o += tl.dot(weights, u, input_precision=PRECISION)
+        weights *= decay * q_scale[:, None] * k_scale[None]
+        o = tl.dot(weights, u, o * (tl.exp(sums) * q_scale)[:, None], input_precision=PRECISION)
         target = out + (at[:, None] * heads + head) * dim + column[None]
         tl.store(target, o.to(out.dtype.element_ty), mask=there[:, None] & inside[None])
-        s = s * tl.exp(last) + tl.dot(tl.trans(of_k), u * tl.exp(last - sums)[:, None], input_precision=PRECISION)
-    tl.store(place, s, mask=held)
+        later = u * (tl.exp(last - sums) * k_scale)[:, None]
+        new = ()
+        for part in tl.static_range(KEYS // PART):
+            of_k = load_rows(k, at, there, k_stride, part * PART, key_dim, PART).to(tl.float32)
+            new += (tl.dot(tl.trans(of_k), later, s[part] * tl.exp(last), input_precision=PRECISION),)
+        s = new
+    store_state(place, s, key_dim, dim, column, KEYS, PART)
 
 
 @triton.jit

@@ -15,6 +15,10 @@ LEAST = 16
 """Least side of a tile that tensor cores multiply."""
 DIM = 32
 """Largest width of a program's part of a state."""
+PART = 32
+"""Largest number of a state's rows that a product of a chunk takes at once: threads have registers for no more."""
+CHUNKS = {"num_warps": 8, "num_stages": 1}
+"""Options of the compiler for the kernels of chunks: deeper pipelines would take registers that a state needs."""
 
 
 class TritonStateOps:
@@ -68,7 +72,10 @@ class TritonStateOps:
         grid = len(rows.starts), heads, triton.cdiv(dim, sides["DIM"])
         ssd_file.ssd_token_kernel[grid](*given, **sides)
         if rows.longest > 1:
-            ssd_file.ssd_kernel[grid](*given, **sides, CHUNK=ssd_file.CHUNK, PRECISION=_precision(x), num_warps=8)
+            ssd_file.ssd_kernel[grid](
+                *given, **sides, CHUNK=ssd_file.CHUNK, PART=_side(size, PART), PRECISION=_precision(x),
+                **CHUNKS,
+            )  # fmt: skip
         return out
 
     def delta(
@@ -102,7 +109,10 @@ class TritonStateOps:
         grid = len(rows.starts), heads, triton.cdiv(dim, sides["DIM"])
         delta_file.delta_token_kernel[grid](*given, **sides)
         if rows.longest > 1:
-            delta_file.delta_kernel[grid](*given, **sides, CHUNK=delta_file.CHUNK, PRECISION=_precision(v), num_warps=8)
+            delta_file.delta_kernel[grid](
+                *given, **sides, CHUNK=delta_file.CHUNK, PART=_side(key_dim, PART), PRECISION=_precision(v),
+                **CHUNKS,
+            )  # fmt: skip
         return out
 
     def wkv(self, k: Tensor, v: Tensor, decay: Tensor, first: Tensor, state: Tensor, rows: StateRows) -> Tensor:

@@ -21,6 +21,8 @@ Grid: (R, H, ceil(P / DIM)), in either form. Limit: for one token memory, 8 N P 
 import triton
 import triton.language as tl
 
+from kvrelay.kernels.triton.states.parts import load_rows, load_state, store_state
+
 CHUNK = 64
 
 
@@ -28,7 +30,8 @@ CHUNK = 64
 def ssd_kernel(
     x, b, c, dt, a, d, state, out, firsts, starts, slots,
     x_stride, b_stride, c_stride, slot_stride, heads, per_group, dim, size,
-    SKIPS: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    SKIPS: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rows of more than one token."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -38,42 +41,44 @@ def ssd_kernel(
         return
     group = head // per_group
     column = tl.program_id(2) * DIM + tl.arange(0, DIM)
-    number = tl.arange(0, SIZE)
     token = tl.arange(0, CHUNK)
-    inside, used = column < dim, number < size
-    place = state + tl.load(slots + row) * slot_stride + (head * size + number[:, None]) * dim + column[None]
-    held = used[:, None] & inside[None]
-    begun = tl.load(starts + row) + 0 * number > 0  # a vector, which Triton's interpreter can widen
-    s = tl.load(place, mask=held & begun[:, None], other=0.0)
+    inside = column < dim
+    place = state + tl.load(slots + row) * slot_stride + head * size * dim
+    s = load_state(place, starts + row, size, dim, column, SIZE, PART)
     rate = tl.load(a + head)
-    for begin in range(first, end, CHUNK):
+    b += group * size
+    c += group * size
+    # Addresses that are computed ahead of the loop would take registers that the state needs.
+    for begin in tl.range(first, end, CHUNK, disable_licm=True):
         at = begin + token
         there = at < end
         step = tl.load(dt + at * heads + head, mask=there, other=0.0)
         sums = tl.cumsum(step * rate, 0)
         last = tl.sum(step * rate, 0)
-        of_b = tl.load(
-            b + at[:, None] * b_stride + group * size + number[None], mask=there[:, None] & used[None], other=0.0
-        )
-        of_c = tl.load(
-            c + at[:, None] * c_stride + group * size + number[None], mask=there[:, None] & used[None], other=0.0
-        )
+        weights = tl.zeros((CHUNK, CHUNK), tl.float32)
+        y = tl.zeros((CHUNK, DIM), tl.float32)
+        for part in tl.static_range(SIZE // PART):
+            of_b = load_rows(b, at, there, b_stride, part * PART, size, PART)
+            of_c = load_rows(c, at, there, c_stride, part * PART, size, PART)
+            weights = tl.dot(of_c, tl.trans(of_b), weights, input_precision=PRECISION)
+            y = tl.dot(of_c.to(tl.float32), s[part], y, input_precision=PRECISION)
+        visible = token[:, None] >= token[None]
+        weights *= tl.exp(tl.where(visible, sums[:, None] - sums[None], float("-inf")))
         of_x = tl.load(
             x + at[:, None] * x_stride + head * dim + column[None], mask=there[:, None] & inside[None], other=0.0
-        )
-        of_b, of_c, of_x = of_b.to(tl.float32), of_c.to(tl.float32), of_x.to(tl.float32)
+        ).to(tl.float32)
         stepped = of_x * step[:, None]
-        visible = token[:, None] >= token[None]
-        decay = tl.exp(tl.where(visible, sums[:, None] - sums[None], float("-inf")))
-        weights = tl.dot(of_c, tl.trans(of_b), input_precision=PRECISION) * decay
-        y = tl.dot(of_c, s, input_precision=PRECISION) * tl.exp(sums)[:, None]
-        y += tl.dot(weights, stepped, input_precision=PRECISION)
+        y = tl.dot(weights, stepped, y * tl.exp(sums)[:, None], input_precision=PRECISION)
         if SKIPS:
             y += of_x * tl.load(d + head)
         tl.store(out + (at[:, None] * heads + head) * dim + column[None], y, mask=there[:, None] & inside[None])
         later = stepped * tl.exp(last - sums)[:, None]
-        s = s * tl.exp(last) + tl.dot(tl.trans(of_b), later, input_precision=PRECISION)
-    tl.store(place, s, mask=held)
+        new = ()
+        for part in tl.static_range(SIZE // PART):
+            of_b = load_rows(b, at, there, b_stride, part * PART, size, PART).to(tl.float32)
+            new += (tl.dot(tl.trans(of_b), later, s[part] * tl.exp(last), input_precision=PRECISION),)
+        s = new
+    store_state(place, s, size, dim, column, SIZE, PART)
 
 
 @triton.jit
