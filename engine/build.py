@@ -223,8 +223,8 @@ def on_devices(options: EngineConfig) -> EngineConfig:
     """
     device = device_of(options.device)
     if device == "cuda":
-        present, ranks = torch.cuda.device_count(), options.degree.ranks
-        allowed = f"such that all ranks ({ranks}) have a GPU of their own, of the {present} that this worker sees"
+        present, ranks = torch.cuda.device_count(), options.degree.ranks // options.hosts
+        allowed = f"such that the {ranks} ranks of a machine have a GPU each, of the {present} that this worker sees"
         require(ranks <= present, "tensor_parallel", options.tensor_parallel, allowed)
     return replace(options, device=device)
 

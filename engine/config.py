@@ -169,7 +169,8 @@ class EngineConfig(Options):
     is of one of the families, else general."""
 
     threads: Annotated[int, Interval(ge=0, le=1024)] = 0
-    """CPU threads of the forward pass, of all ranks together; 0 divides the machine's cores among its workers."""
+    """CPU threads of the forward pass, of all ranks on a machine together; 0 divides the machine's cores among its
+    workers."""
 
     tensor_parallel: Annotated[int, Interval(ge=1, le=64)] = 1
     """Ranks that share each layer: each holds a part of the heads, of the MLP and of the vocabulary, in a process, and
@@ -184,6 +185,11 @@ class EngineConfig(Options):
     """Stages of layers, one behind the other, each of `tensor_parallel` ranks: while one computes a chunk of a prompt,
     the stage before computes the next chunk. On CPU only. A worker of several stages can't have medusa, eagle3 or mtp,
     nor one of several ranks mtp."""
+
+    hosts: Annotated[int, Interval(ge=1, le=64)] = 1
+    """Machines over which the ranks of a worker are divided in equal parts; a divisor of their number. Each is a bundle
+    of the worker's placement group on Ray, which may put several on one node. Sums between them go over the network, by
+    NCCL or Gloo."""
 
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     """Options of speculation: tokens that are guessed, and checked several in one step."""
@@ -202,6 +208,7 @@ class EngineConfig(Options):
         require(self.device != "cuda" or stages == 1, "pipeline_parallel", stages, "1 on a GPU")
         ranks = self.tensor_parallel * stages
         require(ranks <= MAX_RANKS, "pipeline_parallel", stages, f"up to {MAX_RANKS} ranks together")
+        require(ranks % self.hosts == 0, "hosts", self.hosts, f"a divisor of the number of ranks ({ranks})")
         # Heads beside the model are rank 0's alone, and they need hidden states of all layers.
         method = self.speculation.method
         free = ", ".join(name for name in get_args(SpeculationMethod) if name not in STATE_METHODS)

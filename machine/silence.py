@@ -19,12 +19,15 @@ PAUSE_SECONDS = 1.0
 class Silence:
     """Measures how long one process hasn't answered. The caller looks at it several times a second."""
 
-    def __init__(self, seconds: float = SILENT_SECONDS) -> None:
+    def __init__(self, seconds: float = SILENT_SECONDS, *, remote: bool = False) -> None:
         """
         Args:
             seconds: without an answer after which a process that doesn't compute is frozen; 2.5 or more.
+            remote: whether it is on another machine. It can't be seen to compute from here, so it is frozen after
+                `seconds` in any case.
         """
-        self._seconds = seconds
+        self._seconds, self._remote = seconds, remote
+        self._known = False
         self.process: Process | None = None
         """Process that answered last."""
         self._answered = self._looked = self._moved = time.monotonic()
@@ -33,6 +36,7 @@ class Silence:
     def answered(self, process: Process | None) -> None:
         """The process has answered."""
         self.process, self._answered = process, time.monotonic()
+        self._known = process is not None or self._remote
 
     def verdict(self) -> str:
         """The reason why the process counts as frozen; empty if it doesn't."""
@@ -41,12 +45,13 @@ class Silence:
             self._answered += pause  # its answers may wait for this process
         self._looked = now
         silent = now - self._answered
-        if self.process is None or silent < PAUSE_SECONDS:
+        if not self._known or silent < PAUSE_SECONDS:
             self._moved = now
             return ""
-        used, running = activity(self.process)
-        if running or used != self._used:
-            self._used, self._moved = used, now
+        if self.process is not None:
+            used, running = activity(self.process)
+            if running or used != self._used:
+                self._used, self._moved = used, now
         if silent >= HUNG_SECONDS or (silent >= self._seconds and now - self._moved >= QUIET_SECONDS):
             return f"has not answered for {silent:.0f} s"
         return ""

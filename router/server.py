@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -23,7 +22,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Member,
     MemberState,
 )
-from kvrelay.internal.v1.worker_pb2 import ForeignPrompt, Load, Requests
+from kvrelay.internal.v1.worker_pb2 import Load, Requests
 from kvrelay.models import model_name, resolve
 from kvrelay.router.config import INTERACTIVE, RouterConfig
 from kvrelay.router.doors.doors import Doors
@@ -35,14 +34,8 @@ from kvrelay.router.faces.grpc_face import SERVICE, GrpcFace
 from kvrelay.router.faces.http.face import HttpFace
 from kvrelay.router.faces.page.page import Page
 from kvrelay.router.faces.readers import chats_of, reading
-from kvrelay.router.placing.health import FleetHealth
-from kvrelay.router.placing.placement import Demand, NoPlace, Placement
-from kvrelay.router.placing.predicted import policy_of
-from kvrelay.router.placing.prefixes import PrefixIndex
-from kvrelay.router.placing.prospects import Prospects
-from kvrelay.router.placing.queue import PlacementQueue
-from kvrelay.router.placing.registry import StreamMaker, WorkerRegistry
-from kvrelay.router.placing.usual import CompletionRate, UsualLengths
+from kvrelay.router.placing.placing import Placing
+from kvrelay.router.placing.registry import StreamMaker
 from kvrelay.router.placing.worker_stream import WorkerStream
 from kvrelay.router.records.metrics import RouterMetrics
 from kvrelay.router.records.requests import Requests as KnownRequests
@@ -57,14 +50,12 @@ from kvrelay.rpc.certificates import server_context
 from kvrelay.rpc.credentials import Credentials, bind
 from kvrelay.rpc.description import describe
 from kvrelay.rpc.heartbeat import HeartbeatClient
-from kvrelay.rpc.identity import WorkerId, join
+from kvrelay.rpc.identity import join
 from kvrelay.rpc.metrics.exposition import MetricsPort
 from kvrelay.rpc.options import connection_options, public_server_options
 
 logger = logging.getLogger(__name__)
 
-WAKE_SECONDS = 0.005
-"""Seconds between two looks of the queues at the workers, each of which takes up to some milliseconds."""
 JOIN_SECONDS = 10.0
 """Longest time in seconds that a router that shares its port waits for workers before it binds it in any case."""
 LINGER_SECONDS = 0.3
@@ -100,33 +91,9 @@ class RouterServer:
         template = Path(config.chat_template) if config.chat_template else None
         folder = resolve(config.model, weights=False)
         self._tokenizer = Tokenizer(folder, template)
-        index = PrefixIndex(config.prefix_index_tokens)
-        policy = policy_of(config.placement, index, config.backlog_share, config.prefill_ahead_tokens)
-        fleet = FleetHealth(clock)
-        lengths = UsualLengths()
-
-        def decide(demand: Demand) -> Placement | NoPlace:
-            # What is usual may have changed since the request came.
-            if demand.expected_tokens and not demand.begun:
-                expected = lengths.expected(demand.holder, demand.decode_tokens + 1)
-                demand = replace(demand, expected_tokens=expected)
-            return policy.place(demand, self.registry.view(), self._queue.rivals(demand))
-
-        self._waking: asyncio.TimerHandle | None = None
-        self._woken = 0.0
-        """Time of the queues' last look at the workers, on the loop's clock."""
-        # No more requests than max_requests can wait.
-        most = config.max_requests if config.admission == "none" else config.max_queue
-        self._queue = PlacementQueue(decide, most, clock)
-        self._trials = PlacementQueue(decide, config.max_requests, clock)
-
-        def learn(worker: WorkerId, prompt: ForeignPrompt, block_size: int) -> None:
-            cached = prompt.cached_tokens if prompt.HasField("cached_tokens") else None
-            policy.learn(worker, prompt.chain, cached, block_size, self.registry.view)
-
-        self.registry = WorkerRegistry(
-            config.name, self.incarnation, credentials, fleet, self._on_change, self._wake_queues, learn, clock, stream
-        )
+        self._placing = Placing(config, self.incarnation, credentials, self._on_change, clock, stream)
+        self.registry = self._placing.registry
+        """The workers that the router knows."""
         budget, token_bytes = RetryBudget(clock), self._tokenizer.token_bytes
         pacer = Pacer(config.coalesce_ms / 1000, clock)
         self._services = services = config.services()
@@ -135,29 +102,10 @@ class RouterServer:
         self._lanes = Lanes({"folder": str(folder), "max_message_bytes": config.max_message_bytes, **options})
         chats = chats_of(self._tokenizer, config.tool_parser, config.reasoning_parser)
         read = reading(folder, self._tokenizer, chats, self._lanes)
-        rate = CompletionRate(clock)
-        dispatch = Dispatch(
-            config,
-            services,
-            self.registry,
-            self._queue,
-            self._trials,
-            policy,
-            pacer,
-            fleet,
-            budget,
-            token_bytes,
-            metrics,
-            Prospects(self._queue, policy, self.registry.view, rate),
-            lengths,
-            rate,
-            read.turns,
-            clock,
-        )
+        dispatch = Dispatch(config, services, self._placing, pacer, budget, token_bytes, metrics, read.turns, clock)
         self._spans = (
             SpanExport(config.name, config.otlp_endpoint, config.trace_share, clock) if config.otlp_endpoint else None
         )
-        self._policy = policy
         traffic = TrafficMeter(services, clock)
         self._callers = Callers(config)
         self._watching: asyncio.Task[None] | None = None
@@ -165,7 +113,7 @@ class RouterServer:
         """State of the router's faces: through it, calls can come without a port."""
         self._doors = Doors(config, self.front.addresses, metrics)
         metrics.watch(
-            lambda: (len(self._queue), len(self._trials)),
+            lambda: (len(self._placing.queue), len(self._placing.trials)),
             lambda: self.running,
             self.registry.view,
             lambda: self._callers.mistakes,
@@ -215,7 +163,7 @@ class RouterServer:
     @property
     def waiting(self) -> int:
         """Requests in the queues for capacity on a decode worker, or for workers without another suspect."""
-        return len(self._queue) + len(self._trials)
+        return self._placing.waiting
 
     @property
     def running(self) -> int:
@@ -342,20 +290,9 @@ class RouterServer:
             state=self._state,
         )
         view = self.registry.view()
-        queued = self._queue.demands(self._services[INTERACTIVE].rank)
-        traffic = self.front.traffic.report(queued, lambda demand: self._policy.waits_for(demand, view))
+        queued = self._placing.queue.demands(self._services[INTERACTIVE].rank)
+        traffic = self.front.traffic.report(queued, lambda demand: self._placing.policy.waits_for(demand, view))
         return member, Load(requests=Requests(waiting=self.waiting, running=self.running), traffic=traffic)
-
-    def _wake_queues(self) -> None:
-        """Workers report with every step; the queues look at most once in WAKE_SECONDS."""
-        if self._waking is None and self.waiting:
-            loop = asyncio.get_running_loop()
-            self._waking = loop.call_at(max(loop.time(), self._woken + WAKE_SECONDS), self._look_again)
-
-    def _look_again(self) -> None:
-        self._waking, self._woken = None, asyncio.get_running_loop().time()
-        self._trials.wake()
-        self._queue.wake()
 
     # Health.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 # Triton decides as a kernel's module is imported whether the kernel will be interpreted. Without a GPU all are, in this
 # process and its children; what needs the compiler asks `tests/kernels/triton_compile.py`.
@@ -47,6 +48,7 @@ def anyio_backend() -> str:
 LONGEST = (
     "tests/cluster/ray/test_ray_cluster.py",
     "tests/faults/test_supervised.py",
+    "tests/kernels/test_paged_attention.py",
     "tests/kernels/test_sample_kernel.py",
     "tests/router/request/test_held_loop.py",
     "tests/engine/models/test_models_logits.py",
@@ -77,7 +79,6 @@ LONGEST = (
     "tests/faults/test_drains.py",
     "tests/transfer/test_transports.py",
     "tests/e2e/test_road.py",
-    "tests/kernels/test_paged_attention.py",
     "tests/engine/sampling/test_sampler.py",
     "tests/faults/test_corruption.py",
     "tests/faults/test_router_streams.py",
@@ -88,6 +89,28 @@ LONGEST = (
     "tests/e2e/test_structured.py",
 )
 """Files that take longest in `make test` or `make test-all`: begun first, so that none is left for the end."""
+
+CLUSTERS = {
+    "tests/benchmarks/test_siege.py",
+    "tests/cluster/fleet/test_nodes.py",
+    "tests/cluster/ray/test_ray_cluster.py",
+    "tests/faults/test_supervised.py",
+}
+"""Files that keep whole clusters of a dozen processes: run one after another, since Ray gives up if its own processes
+don't start within 30 s."""
+
+
+class FileScheduling(LoadScopeScheduling):
+    """The tests of a file run in one process, and so do all of `CLUSTERS`."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "clusters" if file in CLUSTERS else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FileScheduling:
+    """Distributes the tests to the processes."""
+    return FileScheduling(config, log)
 
 
 QUARANTINE = Path(__file__).with_name("quarantine.txt")
@@ -111,7 +134,7 @@ def quarantined(today: datetime.date) -> dict[str, str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Orders the files for `--dist loadfile`, and lets quarantined tests fail."""
+    """Orders the files, and lets quarantined tests fail."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
     reasons = quarantined(datetime.datetime.now(datetime.UTC).date())

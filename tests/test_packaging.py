@@ -148,7 +148,7 @@ def test_two_wheels_hold_each_file_once_and_import_together_and_the_page_has_lin
     for link in links:
         if link.startswith(source):
             kind, branch, path = link.removeprefix(f"{source}/").split("/", 2)
-            assert (kind, branch) == ("raw" if path.endswith(".png") else "blob", "main")
+            assert (kind, branch) == ("raw" if path.endswith((".png", ".svg")) else "blob", "main")
             assert (ROOT / path).exists(), link
         else:
             assert link.startswith("https://"), link

@@ -36,6 +36,9 @@ class WorkerConfig(Options):
     port: Port = 0
     """Port of the internal gRPC; 0 takes a free one."""
 
+    ranks_port: Port = 0
+    """Port for the agents of other machines with ranks of this worker (`engine.hosts`); 0 takes a free one."""
+
     metrics_port: Port | None = None
     """Port of `/metrics`; 0 takes a free one, None opens none."""
 
@@ -66,3 +69,8 @@ class WorkerConfig(Options):
         require(self.name != "" and self.name.isprintable(), "name", self.name, "a printable name")
         full = self.transfer.encrypt == "full"
         require(not full or self.security.tls == "mutual", "transfer.encrypt", "full", "with security.tls mutual only")
+        hosts, plain = self.engine.hosts, "as plans and sums between machines are neither encrypted nor authenticated"
+        require(hosts == 1 or self.security.tls == "off", "engine.hosts", hosts, f"1 with security.tls mutual, {plain}")
+        encrypt = self.transfer.encrypt
+        require(hosts == 1 or encrypt == "none", "engine.hosts", hosts, f"1 with transfer.encrypt {encrypt}, {plain}")
+        require(hosts == 1 or self.transfer.transport != "shm", "transfer.transport", "shm", "auto or tcp, with hosts")

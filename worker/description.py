@@ -40,7 +40,7 @@ def describe_worker(config: WorkerConfig, worker: Worker | None) -> Description:
         found.kv_bytes, found.device = sum(pool.nbytes for pool in worker.pools), memory.device.type
         found.kernels_missing = library.missing()
         if worker.role.endpoint is not None:
-            usable = reasons(config.transfer.transport, memory.is_cuda, config.transfer.encrypt)
+            usable = reasons(config.transfer.transport, memory.is_cuda, config.transfer.encrypt, config.engine.hosts)
             for name, missing in usable.items():
                 found.transports.add(name=name, missing=missing or "")
         found.max_context, found.context_limit = model.max_context, model.context_limit

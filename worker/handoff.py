@@ -73,6 +73,7 @@ class HandoffRole(Role, ABC):
                 gpu,
                 config.transfer.encrypt,
                 worker.credentials.certificates,
+                config.engine.hosts,
             ),
             worker.credentials,
             {} if worker.ranks is None else worker.ranks.channels(),

@@ -87,11 +87,13 @@ class WorkerServer:
         roles: Mapping[WorkerRole, RoleFactory] = COLOCATED,
         build: Build = build_engine,
         build_rank: str = "kvrelay.engine.build:build_rank",
+        on_ranks: Callable[[str], None] | None = None,
     ) -> None:
         """
         Args:
             roles: those that this process can take.
             build_rank: `module:function` that makes the runner of another rank, as `build` does of rank 0.
+            on_ranks: gets host:port for the agents of the worker's other machines, if it has several; on a thread.
 
         Raises:
             ValueError: `config.role` is none of them, there is no join token, or a certificate can't be used.
@@ -104,6 +106,7 @@ class WorkerServer:
         self._metrics = WorkerMetrics(config.name, config.role, model_name(config.model))
         self._build = build
         self._build_rank = build_rank
+        self._on_ranks = on_ranks
         self._ranks: RankGroup | None = None
         self._shell: WorkerShell | None = None
         self._worker: Worker | None = None
@@ -152,6 +155,10 @@ class WorkerServer:
         options = on_devices(options)
         check_ranks(folder, options)
         self._ranks = group = RankGroup(self._build_rank, folder, self.config, options, self._fail)
+        if group.address:
+            logger.info("waits for its hosts", extra={"address": group.address, "hosts": options.hosts})
+            if self._on_ranks is not None:
+                self._on_ranks(group.address)
         group.start()
         try:
             engine, runner = self._build(folder, dtype, group.options, on_loaded, group)

@@ -354,17 +354,21 @@ class ClusterConfig(Section):
         )
 
     def bundle(self, role: WorkerRole | None) -> dict[str, float]:
-        """Ray resources that one worker of this role reserves; those of one router for None.
+        """Ray resources that one worker of this role reserves on each of its `hosts`; those of one router for None.
 
         On this machine's own Ray only GPUs limit the number of members: cores are shared, so that a member can be added
         or replaced by a new one at any time.
         """
         section = self._section(role)
         gpus = getattr(section, "gpus", 0.0)
-        ranks = 1 if role is None else self.engine_of(role).degree.ranks
+        ranks = 1 if role is None else self.engine_of(role).degree.ranks // self.hosts(role)
         amounts = {MEMBER: 1.0} if self.local else {"CPU": section.cpus, **section.resources}
         amounts["GPU"] = 0.0 if gpus == AUTO else gpus * ranks
         return {name: amount for name, amount in amounts.items() if amount > 0}
+
+    def hosts(self, role: WorkerRole | None) -> int:
+        """Machines of one worker of this role, each with its own reservation; 1 for None, a router."""
+        return 1 if role is None else self.engine_of(role).hosts
 
     def _section(self, role: WorkerRole | None) -> RoleSection | RouterSection:
         return self.router if role is None else self.role(role)
@@ -376,7 +380,8 @@ class ClusterConfig(Section):
             (None, self.router.replicas),
             *((role, self.role(role).replicas) for role in WORKER_ROLES),
         ):
-            total.update({name: amount * replicas for name, amount in self.bundle(role).items()})
+            count = replicas * self.hosts(role)
+            total.update({name: amount * count for name, amount in self.bundle(role).items()})
         return dict(+total)
 
 

@@ -30,13 +30,15 @@ class Wish:
 
     role: MemberRole
     bundle: Mapping[str, float]
-    """Resources that it reserves."""
+    """Resources that it reserves on each of its machines."""
     roles: Mapping[str, MemberRole]
     """Roles of all members, by name."""
     domains: Sequence[str]
     """Labels of nodes that are near each other if they have the same value, the nearest first."""
     role_label: str = ""
     """Label of a node that is meant for one role, with the role as its value; empty if nodes are for all."""
+    hosts: int = 1
+    """Machines that it is divided over."""
 
     @property
     def selector(self) -> dict[str, str]:

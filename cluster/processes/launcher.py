@@ -70,8 +70,10 @@ class Processes:
     """Processes for further members, by role; default: the first of `members` with the role."""
 
     def __post_init__(self) -> None:
-        for name in self.members:
+        for name, member in self.members.items():
             self.role(name)
+            hosts = member.options.get("engine", {}).get("hosts", 1)
+            require(hosts == 1, f"members.{name}.options.engine.hosts", hosts, "1 without Ray, on one machine")
         for role in self.templates:
             require(role in ROLES, "templates", role, ", ".join(ROLES))
 

@@ -25,7 +25,7 @@ from kvrelay.cluster.ray.node_drain import Registration
 from kvrelay.machine.options import AUTO
 from kvrelay.router.config import RouterConfig
 from kvrelay.rpc import log
-from kvrelay.rpc.security import TOKEN_VARIABLE
+from kvrelay.rpc.security import TOKEN_VARIABLE, SecurityConfig
 from kvrelay.rpc.serve import EXIT_SECONDS, FAILED_CODE, FAILED_GRACE_SECONDS, STOP_SECONDS, ExitDeadline, Server
 from kvrelay.worker.config import WorkerConfig
 
@@ -154,9 +154,56 @@ class WorkerActor(ServerActor[Server]):
         # Ray keeps the text of the actor's start, and the worker may take another role.
         title = f"{config.name} (begun as {config.role}, rank 0, gpu {gpus or 'none'})"
         self.drain_seconds = config.drain_seconds
-        super().__init__("worker", config.name, title, partial(_worker, config), token)
+        self._ranks: Future[str] = Future()
+        super().__init__("worker", config.name, title, partial(_worker, config, self._ranks.set_result), token)
         if gpus and config.engine.device == "cpu":
             logger.warning("engine.device is cpu; the GPUs reserved for this worker stay idle")
+
+    def ranks_address(self, seconds: float) -> str | None:
+        """host:port for the agents of the worker's other machines; None if it isn't open within `seconds`."""
+        try:
+            return self._ranks.result(seconds)
+        except TimeoutError:
+            return None
+
+
+class RankHostActor:
+    """The agent of a machine with ranks of a worker but rank 0; `worker-0 (host 1, gpu 0,1)` on the dashboard.
+
+    Its process ends with the worker.
+    """
+
+    def __init__(self, worker: str, number: int, join_token_path: str, token: str) -> None:
+        """
+        Args:
+            worker: name of the worker.
+            number: of this machine, from 1.
+            token: the join token, unless it is in a file.
+        """
+        log.configure(part="worker", name=worker, host=str(number))
+        if token:
+            os.environ[TOKEN_VARIABLE] = token
+        self._number, self._token = number, SecurityConfig(join_token_path=join_token_path).token()
+        gpus = ",".join(str(gpu) for gpu in ray.get_gpu_ids())
+        self._title = f"{worker} (host {number}, gpu {gpus or 'none'})"
+
+    def __repr__(self) -> str:
+        return self._title
+
+    def begin(self, address: str) -> None:
+        """Starts to run the ranks that rank 0 asks for, at host:port; the process exits when they have ended."""
+        threading.Thread(target=self._run, args=(address,), name="ranks", daemon=True).start()
+
+    def _run(self, address: str) -> None:
+        from kvrelay.worker.ranks.hosts import join
+
+        code = FAILED_CODE
+        try:
+            code = join(address, self._number, self._token)
+        except ConnectionError as error:
+            logger.error("%s", error)
+        finally:
+            os._exit(code)  # Ray's own threads would keep it
 
 
 class RouterActor(ServerActor[Server]):
@@ -189,11 +236,11 @@ def _part_of_node() -> float:
     return min(1.0, own / node["Resources"]["CPU"]) if own else 1.0
 
 
-def _worker(config: WorkerConfig) -> Server:
+def _worker(config: WorkerConfig, on_ranks: Callable[[str], None]) -> Server:
     from kvrelay.cluster.processes.worker import FACTORIES
     from kvrelay.worker.server import WorkerServer
 
-    return WorkerServer(config, FACTORIES)
+    return WorkerServer(config, FACTORIES, on_ranks=on_ranks)
 
 
 def _router(config: RouterConfig) -> Server:

@@ -5,10 +5,11 @@ Actors are detached, so running streams outlive the supervisor; a restarted one 
 """
 
 import asyncio
+import itertools
 import logging
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -23,7 +24,7 @@ from kvrelay.cluster.fleet.nodes import Wish
 from kvrelay.cluster.fleet.replacement import Plan, ProcessEnd
 from kvrelay.cluster.fleet.room import ROUTER_BYTES, fitting, lacks_memory, worker_bytes
 from kvrelay.cluster.processes import processes
-from kvrelay.cluster.ray.actors import CONCURRENCY, WATCH_SECONDS, RouterActor, WorkerActor
+from kvrelay.cluster.ray.actors import CONCURRENCY, WATCH_SECONDS, RankHostActor, RouterActor, WorkerActor
 from kvrelay.cluster.ray.placement_groups import UNNAMED_SECONDS, PlacementGroups
 from kvrelay.router.config import RouterConfig
 from kvrelay.rpc.identity import ROLES, MemberRole
@@ -95,10 +96,12 @@ class RayLauncher:
             bundle = options.bundle(None if role == "router" else role)
             if not bundle:
                 continue
-            most = present[role] + fitting(bundle, self._groups.free())
+            hosts = options.hosts(None if role == "router" else role)
+            most = present[role] + fitting(bundle, self._groups.free()) // hosts
             if wanted[role] > most:
                 needed = ", ".join(f"{amount:g} {resource}" for resource, amount in bundle.items())
-                return f"{role} is {wanted[role]}; allowed: at most {most}. Each reserves {needed} on a node of Ray"
+                where = "a node" if hosts == 1 else f"each of {hosts} hosts, nodes"
+                return f"{role} is {wanted[role]}; allowed: at most {most}. Each reserves {needed} on {where} of Ray"
         return ""
 
     def cycled(self, config: str) -> frozenset[MemberRole]:
@@ -122,6 +125,7 @@ class RayLauncher:
     async def run(self, name: str, plan: Plan, supervisor: str) -> ProcessEnd:
         """Starts the member's actor in its placement group, unless one was adopted; returns when it has ended."""
         self._stopped.discard(name)
+        joining: asyncio.Task[None] | None = None
         if name in self._adopted:
             self._adopted.discard(name)
         else:
@@ -129,12 +133,18 @@ class RayLauncher:
             config = parsed(plan.config)
             bundle = config.bundle(None if plan.role == "router" else plan.role)
             nodes = config.ray
-            wish = Wish(plan.role, bundle, plan.roles, nodes.topology_labels, nodes.role_label)
+            hosts = config.hosts(None if plan.role == "router" else plan.role)
+            wish = Wish(plan.role, bundle, plan.roles, nodes.topology_labels, nodes.role_label, hosts)
             group = await self._groups.reserve(name, wish, lambda: name not in self._stopped)
             if group is None:
                 return ProcessEnd()
             self._actors[name] = self._create(name, plan, supervisor, group)
+            if hosts > 1:
+                agents = [self._create_host(name, plan, number, group) for number in range(1, hosts)]
+                joining = asyncio.create_task(_join(name, self._actors[name], agents), name=f"hosts of {name}")
         ended = await _watch(self._actors[name])
+        if joining is not None:
+            joining.cancel()
         # Not if this task is cancelled: members outlive the supervisor.
         await asyncio.to_thread(self._end, name)
         return ended
@@ -175,21 +185,36 @@ class RayLauncher:
             RuntimeError: the name isn't free in time.
         """
         deadline = time.monotonic() + UNNAMED_SECONDS
-        while (actor := self._find(name)) is not None:
-            ray.kill(actor)
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"actor {name} still has its name {UNNAMED_SECONDS:g} s after it was killed")
-            time.sleep(0.05)
+        for each in itertools.chain((name,), (_host_name(name, number) for number in itertools.count(1))):
+            found = False
+            while (actor := self._find(each)) is not None:
+                found = True
+                ray.kill(actor)
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"actor {each} still has its name {UNNAMED_SECONDS:g} s after it was killed")
+                time.sleep(0.05)
+            if each != name and not found:
+                return
 
-    def _create(self, name: str, plan: Plan, supervisor: str, group: PlacementGroup) -> Any:
-        config, role = parsed(plan.config), plan.role
-        bundle = config.bundle(None if role == "router" else role)
-        options = actor_options(self._namespace, name) | {
+    def _options(self, name: str, plan: Plan, group: PlacementGroup, host: int = 0) -> dict[str, Any]:
+        """Options of the actor on one of a member's machines."""
+        bundle = parsed(plan.config).bundle(None if plan.role == "router" else plan.role)
+        return actor_options(self._namespace, name if host == 0 else _host_name(name, host)) | {
             "num_cpus": bundle.pop("CPU", 0),
             "num_gpus": bundle.pop("GPU", 0),
             "resources": bundle,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=host),
         }
+
+    def _create_host(self, name: str, plan: Plan, number: int, group: PlacementGroup) -> Any:
+        """The actor of a worker's further machine."""
+        options = self._options(name, plan, group, number)
+        path = parsed(plan.config).security.join_token_path
+        return ray.remote(RankHostActor).options(**options).remote(name, number, path, self._token)
+
+    def _create(self, name: str, plan: Plan, supervisor: str, group: PlacementGroup) -> Any:
+        config, role = parsed(plan.config), plan.role
+        options = self._options(name, plan, group)
         kind: type[RouterActor | WorkerActor]
         member: RouterConfig | WorkerConfig
         if role == "router":
@@ -273,6 +298,22 @@ def _kill_own(pid: int) -> None:
     process = processes.find(pid)
     if process is not None and processes.title(process).startswith("ray::"):
         processes.send(signal.SIGKILL, [process])
+
+
+def _host_name(name: str, number: int) -> str:
+    """Name of the actor on a worker's further machine."""
+    return f"{name}.host-{number}"
+
+
+async def _join(name: str, actor: Any, agents: Sequence[Any]) -> None:
+    """Tells the agents of a worker's other machines where rank 0 is. If one is lost, so is the worker."""
+    try:
+        while (address := await actor.ranks_address.remote(WATCH_SECONDS)) is None:
+            pass
+        await asyncio.gather(*(agent.begin.remote(address) for agent in agents))
+    except RayError as error:
+        logger.warning("a host of a worker is lost", extra={"member": name, "reason": _why(error)})
+        ray.kill(actor)
 
 
 async def _watch(actor: Any) -> ProcessEnd:

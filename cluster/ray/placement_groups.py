@@ -56,7 +56,8 @@ class PlacementGroups:
                 if name not in self._waits:
                     logger.warning("waiting for resources", extra={"member": name, "resources": wish.bundle})
                     needed = ", ".join(f"{amount:g} {resource}" for resource, amount in wish.bundle.items())
-                    self._waits[name] = f"a node of the Ray cluster with {needed} free"
+                    several = "" if wish.hosts == 1 else f" {wish.hosts} times"
+                    self._waits[name] = f"a node of the Ray cluster with {needed} free{several}"
         finally:
             self._waits.pop(name, None)
             self._chosen.pop(name, None)
@@ -78,19 +79,19 @@ class PlacementGroups:
         group = self._find(name)
         if group is not None:
             bundles: list[dict[str, float]] = group.bundle_specs
-            if bundles == [wish.bundle]:
+            if bundles == [wish.bundle] * wish.hosts:
                 return group
             self.release(name)  # it is of an earlier role or configuration
-        node = self._place(wish, own)
+        node = self._place(wish, own) if wish.hosts == 1 else None
         if node is not None:
             self._chosen[name] = node
         made: PlacementGroup = placement_group(
-            [dict(wish.bundle)],
-            strategy="STRICT_PACK",
+            [dict(wish.bundle) for _ in range(wish.hosts)],
+            strategy="STRICT_PACK" if wish.hosts == 1 else "PACK",
             name=self._prefix + name,
             lifetime="detached",
             _soft_target_node_id=node,
-            bundle_label_selector=[own] if own else None,
+            bundle_label_selector=[own] * wish.hosts if own else None,
         )
         return made
 

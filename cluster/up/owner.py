@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 COMMAND = [sys.executable, "-m", "kvrelay.cluster.up.driver"]
 POLL_SECONDS = 0.1
 READ_SECONDS = 1.0
+START_SILENT_SECONDS = 20.0
+"""Seconds without a sign of life after which a driver that starts its cluster is frozen: Ray's core holds the Python
+interpreter while it waits for Ray's processes, which takes long on a busy machine."""
 END_SECONDS = 55.0
 """Seconds for the driver to end, beyond the time for requests: longer than the driver's own deadline, and less than
 `kvrelay down` waits."""
@@ -83,7 +86,7 @@ class Driver:
         """
         self.log = log
         self._events: SimpleQueue[Event] = SimpleQueue()
-        self._silence = Silence()
+        self._silence = Silence(START_SILENT_SECONDS)
         with log.open("wb") as stderr:
             self._popen = subprocess.Popen(
                 COMMAND,
@@ -152,6 +155,9 @@ class Driver:
             for line in stdout:
                 self._silence.answered(self._process)
                 event = Event(**json.loads(line))
+                if event.ready is not None:
+                    self._silence = Silence()
+                    self._silence.answered(self._process)
                 if event != Event():
                     self._events.put(event)
 

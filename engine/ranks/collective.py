@@ -12,6 +12,7 @@ from kvrelay.engine.degree import ONE, Degree
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch._C._distributed_c10d import Store
 
 
 class CollectiveError(RuntimeError):
@@ -133,6 +134,10 @@ class Place:
     """Ranks of the same stage, which share its layers."""
     all: Collective = NO_GROUP
     """All ranks of the worker."""
+    store: "Store | None" = None
+    """Where the ranks have met; they may find each other there again."""
+    one_machine: bool = True
+    """Whether all ranks are on one machine."""
 
     @property
     def stage(self) -> int:

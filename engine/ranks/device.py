@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, PrefixStore
+from torch._C._distributed_c10d import PrefixStore
 
 from kvrelay.engine.ranks.collective import Collective, CollectiveError, Place, Ring
 from kvrelay.engine.ranks.meet import MEET_SECONDS
@@ -201,7 +201,7 @@ class GpuCollective:
 
 
 def on_gpus(place: Place, device: torch.device, dtype: torch.dtype) -> Place:
-    """A rank whose group also carries tensors of its GPU. All ranks of the group, on one machine, call this.
+    """A rank whose group also carries tensors of its GPU. All ranks of the group call this.
 
     The rank's threads then run on the CPUs of the GPU's NUMA node.
 
@@ -217,12 +217,11 @@ def on_gpus(place: Place, device: torch.device, dtype: torch.dtype) -> Place:
     names = "pci_domain_id", "pci_bus_id", "pci_device_id"
     address = [getattr(properties, name) for name in names]  # torch's stubs don't know them
     pin(cpus_near("{:04x}:{:02x}:{:02x}.0".format(*address)))
-    host = place.group
-    # A file in memory, in which the ranks find each other. It stays open, because a rank may come late.
-    mine = os.memfd_create("kvrelay gpus") if host.place == 0 else -1
-    process, descriptor = host.gather(torch.tensor([os.getpid(), mine]))[0].tolist()
-    store = FileStore(f"/proc/{process}/fd/{descriptor}", host.size)
+    host, store = place.group, place.store
+    if store is None:
+        raise ValueError("the rank has met no others; allowed: a place of `meet`")
     nccl = NcclCollective(PrefixStore("nccl", store), host.place, host.size, MEET_SECONDS)
     group = GpuCollective(host, nccl, MEET_SECONDS)
-    group.sum_at_once(partial(OneShot, nccl, PrefixStore("one shot", store), dtype, device), device)
+    if place.one_machine:
+        group.sum_at_once(partial(OneShot, nccl, PrefixStore("one shot", store), dtype, device), device)
     return replace(place, group=group, all=group if place.all is host else place.all)

@@ -1,12 +1,17 @@
 """How the ranks of a worker find each other."""
 
 import logging
-from pathlib import Path
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import NamedTuple
 
-from torch._C._distributed_c10d import FileStore, PrefixStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from kvrelay.engine.degree import Degree
-from kvrelay.engine.ranks.collective import ALONE, NO_GROUP, Collective, Place
+from kvrelay.engine.ranks.collective import ALONE, NO_GROUP, Collective, CollectiveError, Place
 from kvrelay.engine.ranks.process_group import GlooCollective
 from kvrelay.engine.ranks.shared import SharedMemoryCollective, shared_memory_missing
 
@@ -17,12 +22,68 @@ MEET_SECONDS = 300.0
 seconds by other means (`kvrelay.worker.ranks`)."""
 
 
-def meet(file: Path, degree: Degree, rank: int, threads: int) -> Place:
-    """Meets the other ranks of the worker, all on this machine. They share memory, or without native kernels use Gloo.
+class Meeting(NamedTuple):
+    """Where the ranks of one worker find each other, and the way for a rank to get there."""
+
+    name: str
+    """What another rank needs to come: `file PATH`, or `hosts ADDRESS PORT` for ranks of several machines."""
+    store: Callable[[Degree], Store]
+    """Opens it for this rank."""
+    host: str = ""
+    """Address at which the ranks of other machines reach this one; empty if there are none."""
+    close: Callable[[], None] = lambda: None
+    """Frees what the rank that has made it holds. Ranks that are late may still come before."""
+
+    @classmethod
+    def in_memory(cls) -> "Meeting":
+        """A new one for ranks of this machine, which are of the same user.
+
+        Raises:
+            OSError: there is no memory.
+        """
+        descriptor = os.memfd_create("kvrelay ranks")
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        # It stays open: another file would get its number, and ranks that are late would write to it.
+        return cls(f"file {path}", lambda degree: FileStore(path, degree.ranks), close=lambda: os.close(descriptor))
+
+    @classmethod
+    def of_hosts(cls, host: str) -> "Meeting":
+        """A new one for ranks of several machines.
+
+        Args:
+            host: address of this machine that the others reach.
+
+        Raises:
+            CollectiveError: no port can be opened.
+        """
+        with _as_lost():
+            store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=MEET_SECONDS))
+        return cls(f"hosts {host} {store.port}", lambda degree: store, host)
+
+    @classmethod
+    def named(cls, name: str, host: str = "") -> "Meeting":
+        """The one that another rank has made.
+
+        Args:
+            host: address of this machine that the others reach, for ranks of several machines.
+        """
+        kind, where = name.split(" ", 1)
+        if kind == "file":
+            return cls(name, lambda degree: FileStore(where, degree.ranks))
+        address, _, port = where.rpartition(" ")
+
+        def store(_: Degree) -> Store:
+            with _as_lost():
+                return TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=MEET_SECONDS))
+
+        return cls(name, store, host)
+
+
+def meet(meeting: Meeting, degree: Degree, rank: int, threads: int) -> Place:
+    """Meets the other ranks of the worker. Ranks of one machine share memory, unless they lack native kernels; others
+    exchange their parts over Gloo.
 
     Args:
-        file: private to the worker's ranks, and empty at first; no longer needed after this has returned on all. A
-            file in memory will do.
         threads: CPU threads that compute on this rank.
 
     Raises:
@@ -30,20 +91,30 @@ def meet(file: Path, degree: Degree, rank: int, threads: int) -> Place:
     """
     if degree.ranks == 1:
         return ALONE
-    store, why = FileStore(str(file), degree.ranks), shared_memory_missing()
-    if why is not None:
+    store, why = meeting.store(degree), shared_memory_missing()
+    if why is not None and not meeting.host:
         logger.warning("ranks add their parts up over Gloo, which is far slower than shared memory: that %s", why)
 
     def group(name: str, place: int, size: int) -> Collective:
         if size == 1:
             return NO_GROUP
         own = PrefixStore(name, store)
+        if meeting.host:
+            return GlooCollective(own, place, size, MEET_SECONDS, meeting.host)
         if why is not None:
             return GlooCollective(own, place, size, MEET_SECONDS)
         return SharedMemoryCollective.join(own, place, size, MEET_SECONDS, threads)
 
-    all_ranks = group("all", rank, degree.ranks)
+    found = Place(degree, rank, all=group("all", rank, degree.ranks), store=store, one_machine=not meeting.host)
     if degree.pipeline == 1:
-        return Place(degree, rank, all_ranks, all_ranks)
+        return replace(found, group=found.all)
     stage, place = divmod(rank, degree.tensor)
-    return Place(degree, rank, group(f"stage {stage}", place, degree.tensor), all_ranks)
+    return replace(found, group=group(f"stage {stage}", place, degree.tensor))
+
+
+@contextmanager
+def _as_lost() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError(f"the ranks of several machines can't meet: {error}") from error

@@ -1,6 +1,6 @@
 """How many calls a router works on at once, how much memory their requests take, and which of them give way.
 
-Calls have places, which their holders share (`router/placing/shares.py`):
+Calls have places, which their holders share (`router/shares.py`):
 
     place     one for each call, from the headers of its request on. A call with several completions has one for each
               that runs; the first takes the call's own, the others wait until there is one for them
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvrelay.router.errors import Exhausted, LimitReached
-from kvrelay.router.placing.shares import Places
+from kvrelay.router.shares import Places
 
 TOKEN_BYTES = 4
 CHARGE = 1 + TOKEN_BYTES

@@ -102,7 +102,7 @@ class Front:
     @property
     def ready(self) -> bool:
         """Whether a request that is sent now finds workers."""
-        return not self.draining and self.dispatch.registry.complete
+        return not self.draining and self.dispatch.placing.registry.complete
 
     @property
     def model(self) -> ModelInfo:
@@ -110,7 +110,7 @@ class Front:
         Raises:
             Unavailable: no worker has told it yet.
         """
-        model = self.dispatch.registry.model
+        model = self.dispatch.placing.registry.model
         if model is None:
             raise Unavailable("no worker is ready yet")
         return model
@@ -152,7 +152,7 @@ class Front:
             name: name of the request, unless its body has one.
             session: session key in place of the request's own.
         """
-        return Asking(kind, tenant, self.dispatch.registry.model, self.config.served_model_name, name, session)
+        return Asking(kind, tenant, self.dispatch.placing.registry.model, self.config.served_model_name, name, session)
 
     @contextmanager
     def call(self, caller: Caller, size: int, deadline: float = math.inf) -> Iterator["Call"]:

@@ -17,12 +17,12 @@ from kvrelay.router.entry.front import Call, Caller, Front
 from kvrelay.router.errors import InvalidArgument, InvalidRequest, RequestError
 from kvrelay.router.faces.arrivals import Arrivals, Gate
 from kvrelay.router.faces.writer import Writer
-from kvrelay.router.placing.shares import Seats
 from kvrelay.router.request.reading import Asking, Plan, Reader
 from kvrelay.router.request.tokenizer import Tokenizer
 from kvrelay.router.request.validation import DETOKENIZE_IDS, TOKENIZE_BYTES, TOKENIZE_WHY, checked_ids, text_tokens
 from kvrelay.router.request.wire import BadOutline, check_outline, is_light_message
 from kvrelay.router.session.output import AwaitedSink
+from kvrelay.router.shares import Seats
 from kvrelay.rpc.options import public_receive_bytes
 from kvrelay.rpc.tracing import HEADER, STATE_HEADER, TraceContext
 from kvrelay.v1 import inference_pb2 as pb

@@ -27,7 +27,7 @@ from typing import TypeVar
 
 from kvrelay.router.config import DEFAULT_SERVICE, Service
 from kvrelay.router.placing.placement import Demand, NoPlace, Placement
-from kvrelay.router.placing.shares import Shares
+from kvrelay.router.shares import Shares
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     Submit,
 )
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
-from kvrelay.router.placing.shares import ROUND_SECONDS
+from kvrelay.router.shares import ROUND_SECONDS
 from kvrelay.rpc.costs import read_costs
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from kvrelay.machine.forks import HEADER, READ_BYTES, Message, Template, packed
 from kvrelay.router.errors import InternalError, InvalidArgument, Unavailable
-from kvrelay.router.placing.shares import Shares
+from kvrelay.router.shares import Shares
 
 logger = logging.getLogger(__name__)
 

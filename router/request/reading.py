@@ -23,12 +23,12 @@ from kvrelay.router.errors import (
     Unavailable,
     shorten,
 )
-from kvrelay.router.placing.shares import Turns
 from kvrelay.router.request.lanes import Lanes
 from kvrelay.router.request.prompt import Prompt
 from kvrelay.router.request.sampling import Defaults
 from kvrelay.router.request.tokenizer import Tokenizer
 from kvrelay.router.request.validation import CheckedRequest, Resumed, check
+from kvrelay.router.shares import Turns
 from kvrelay.v1.inference_pb2 import GenerateRequest
 
 

@@ -57,7 +57,7 @@ class Needs:
     def expected_tokens(self) -> int:
         """Tokens that the whole completion is expected to have. One that has passed that may go on to the last."""
         most = self._request.sampling.max_tokens
-        expected = self._dispatch.lengths.expected(self._request.claim.holder, most)
+        expected = self._dispatch.placing.lengths.expected(self._request.claim.holder, most)
         return expected if expected > self._trace.completion_tokens else most
 
     def urgency(self, now: float) -> Urgency:
@@ -84,7 +84,7 @@ class Needs:
     def ended(self) -> None:
         """The request has ended, and its room is free again."""
         claim, trace, dispatch = self._request.claim, self._trace, self._dispatch
-        dispatch.queue.used(claim, trace.generated_tokens - self._charged)
-        dispatch.rate.ended()
+        dispatch.placing.queue.used(claim, trace.generated_tokens - self._charged)
+        dispatch.placing.rate.ended()
         if trace.generated_tokens:
-            dispatch.lengths.learn(claim.holder, self._request.sampling.max_tokens, trace.completion_tokens)
+            dispatch.placing.lengths.learn(claim.holder, self._request.sampling.max_tokens, trace.completion_tokens)

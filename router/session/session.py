@@ -109,6 +109,7 @@ class Session:
             refusable: whether no other part of its call has begun or waits.
         """
         self._request, self._dispatch, self._trace = request, dispatch, trace
+        self._placing = dispatch.placing
         self._output, self._deadline = Output(request, trace, sink, dispatch), deadline
         self._refusable = refusable and not request.index and not request.resumes
         self._needs = Needs(request, trace, dispatch)
@@ -156,7 +157,7 @@ class Session:
             tokens = array("I", request.tail[len(request.tail) - rest :])
             tokens.extend(answer)
             chain = extended(request.chain, tokens, request.namespace)
-            self._dispatch.policy.answered(attempt.last_worker, chain)
+            self._placing.policy.answered(attempt.last_worker, chain)
             attempt.answered(chain)
 
     def _wake_attempt(self) -> None:
@@ -168,7 +169,7 @@ class Session:
         """Continues an earlier call; returns how that one ended the completion, unspecified if it didn't."""
         call = self._request.client_call
         if call is not None and call.call > 1:
-            self._dispatch.registry.fence(call)
+            self._placing.registry.fence(call)
         return await self._output.restore()
 
     # One attempt.
@@ -179,7 +180,7 @@ class Session:
         Raises:
             RequestError: there are no workers, the queue is full, or the time limit has passed.
         """
-        queue = self._dispatch.queue
+        queue = self._placing.queue
         asked = self._trace.asked = self._dispatch.clock()
         limit = min(self._token_limit(), self._deadline)
         workers_by = min(limit, asked + self._dispatch.config.worker_wait_seconds)
@@ -198,16 +199,16 @@ class Session:
                     break
         except QueueFull:
             text = f"{len(queue)} requests wait for workers with capacity, the router's max_queue"
-            raise self._dispatch.full(text, QueueOverflow) from None
+            raise self._placing.full(text, QueueOverflow) from None
         finally:
             self._trace.router_queue_seconds = self._dispatch.clock() - asked
         if not isinstance(attempt, NoPlace):
             if prospect is not None:
-                self._dispatch.prospects.learn(prospect, self._trace.router_queue_seconds)
+                self._placing.prospects.learn(prospect, self._trace.router_queue_seconds)
             return attempt
         if attempt is NoPlace.NO_CAPACITY:
             if prospect is not None and limit == claim.due - prospect.compute:
-                raise self._misses(self._dispatch.prospects.of(demand, claim) or prospect)
+                raise self._misses(self._placing.prospects.of(demand, claim) or prospect)
             # The limit tells why the waiting ended, not the clock: a timer of uvloop may be a millisecond early.
             raise self._late() if limit == self._deadline else self._shed("for workers with capacity")
         self._check_deadline()
@@ -222,7 +223,7 @@ class Session:
         claim, dispatch = self._request.claim, self._dispatch
         if not self._refusable or not claim.service.has_targets or dispatch.config.admission != "predicted":
             return None
-        prospect = dispatch.prospects.of(self._needs.demand(self._avoid), claim)
+        prospect = dispatch.placing.prospects.of(self._needs.demand(self._avoid), claim)
         if prospect is None or prospect.alone:
             return None
         if prospect.late(claim.service, dispatch.clock() - self._trace.received):
@@ -230,7 +231,7 @@ class Session:
         return prospect
 
     def _start(self, placement: Placement, *, on_trial: bool = False) -> Attempt:
-        trace, registry = self._trace, self._dispatch.registry
+        trace, registry = self._trace, self._placing.registry
         trace.attempts += 1
         self._dispatch.metrics.attempted()
         self._tried |= placement.workers
@@ -242,12 +243,12 @@ class Session:
             self._output.tokens,
             streams[0],
             None if placement.decode is None else streams[-1],
-            self._dispatch.policy.take(placement, self._request.chain),
+            self._placing.policy.take(placement, self._request.chain),
             suspect_tokens=self._suspicion.tokens_left(trace.completion_tokens),
             on_trial=on_trial,
         )
         trace.latest.why = placement.why
-        self._evidence = self._dispatch.health.begin(placement.prefill, placement.decode)
+        self._evidence = self._placing.health.begin(placement.prefill, placement.decode)
         self._output.progress = now = self._dispatch.clock()
         first_seconds = max(MIN_SUBMIT_SECONDS, min(self._token_limit(), self._deadline) - now)
         idle_seconds = self._dispatch.config.idle_timeout_seconds
@@ -317,7 +318,7 @@ class Session:
     def _suspect_limit(self, attempt: Attempt) -> float:
         """Monotonic time by which the next token must be here if it has to come from a suspected worker."""
         suspects = attempt.suspects
-        if not suspects or not self._dispatch.registry.can_spare(suspects):
+        if not suspects or not self._placing.registry.can_spare(suspects):
             return math.inf
         return self._latest(attempt) + SUSPECT_SECONDS
 
@@ -385,7 +386,7 @@ class Session:
         failed.close()
         if tries >= self._dispatch.config.max_attempts:
             raise self._given_up(failure, f"after {tries} attempts")
-        excused = excused or failure.lost or failed.lost_worker or self._dispatch.registry.doubts(failed.workers)
+        excused = excused or failure.lost or failed.lost_worker or self._placing.registry.doubts(failed.workers)
         if not excused and not self._dispatch.budget.take():
             raise self._given_up(failure, "the router's retry budget is spent")
         return await self._place_again(failure)
@@ -413,7 +414,7 @@ class Session:
         The router could not have known, so the retry is outside the budget. Retries over what is known to fail are not,
         so a cluster without a working way doesn't retry without limit.
         """
-        evidence, registry = self._evidence, self._dispatch.registry
+        evidence, registry = self._evidence, self._placing.registry
         if evidence is None:
             return False
         if failure.cause == Failure.CAUSE_DRAINING:
@@ -457,7 +458,7 @@ class Session:
         while True:
             attempt = await self._place_on_trial(limit, partial(start, on_trial=True))
             if attempt is NoPlace.NO_CAPACITY:
-                attempt = await self._dispatch.queue.place(
+                attempt = await self._placing.queue.place(
                     self._needs.demand(self._avoid), room_by, start, first=True, on_wait=self._waits
                 )
             if attempt is NoPlace.NO_CAPACITY:
@@ -474,7 +475,7 @@ class Session:
         self._waits()
         try:
             async with asyncio.timeout(limit - self._dispatch.clock()):
-                await self._dispatch.registry.changed()
+                await self._placing.registry.changed()
         except TimeoutError:
             return False
         return True
@@ -484,7 +485,7 @@ class Session:
         until = min(limit, self._suspicion.tried_by(self._dispatch.config.idle_timeout_seconds))
         if self._dispatch.clock() >= until or not self._suspicion.tokens_left(self._trace.completion_tokens):
             return NoPlace.NO_CAPACITY
-        return await self._dispatch.trials.place(self._needs.demand(self._avoid, on_trial=True), until, start)
+        return await self._placing.trials.place(self._needs.demand(self._avoid, on_trial=True), until, start)
 
     def _check_deadline(self) -> None:
         if self._dispatch.clock() >= self._deadline:
@@ -507,14 +508,14 @@ class Session:
 
     def _shed(self, where: str) -> RequestError:
         seconds = self._request.first_token_seconds
-        return self._dispatch.full(
+        return self._placing.full(
             f"it waited {where} for first_token_timeout_seconds, {seconds:g}; the cluster is full"
         )
 
     def _given_up(self, failure: AttemptFailure, why: str) -> RequestError:
         if failure.code == Failure.CODE_FULL:
-            return self._dispatch.full(f"the cluster is full ({why}): {failure.message}")
+            return self._placing.full(f"the cluster is full ({why}): {failure.message}")
         return GivenUp(f"given up ({why}): {failure.message}")
 
     def _waits(self) -> None:
-        self._trace.delayed("wait", self._dispatch.why_waiting(self._needs.demand(self._avoid)))
+        self._trace.delayed("wait", self._placing.why_waiting(self._needs.demand(self._avoid)))

@@ -33,9 +33,9 @@ ALONE = {
 ends the wait. If it was not announced, the count of frames shows it."""
 
 EVERYWHERE = pytest.mark.also_over(more=["tcp", "int8", "states", "groups", "ranks"], slow=["gloo"])
-COMPANY = 11
-"""Requests beside each one that fails. The budget of each of the two routers is one retry for five requests, and the
-requests that fail in several tests may be those of one router."""
+COMPANY = 19
+"""Requests beside each one that fails. The budget of each of the two routers is one retry for five requests of the last
+ten seconds; the requests that fail in several tests may all be those of one router, and few of the others."""
 
 FAILING = {
     "sent,index=0,share=0.02": "corrupt(3)",

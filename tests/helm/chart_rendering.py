@@ -72,6 +72,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "everything": EVERYTHING,
     **{name: {"values": path} for name, path in EXAMPLES.items()},
     "filled": FILLED,
+    "several-pods": {"prefill": {"gpus": 4, "replicas": 2, "engine": {"tensor_parallel": 8, "hosts": 2}}},
 }
 """Arguments of `render` for which the properties of every rendering are tested."""
 IN_TURN = ("defaults", "everything", "gpu-rdma")

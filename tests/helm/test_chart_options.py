@@ -47,6 +47,11 @@ def worker(rendered: Rendered, group: str) -> Object:
             },
             {"prefill": (6, 1, 8, 8), "decode": (4, 1, 4, 4), "colocated": (1, 0, 8, 8)},
         ),
+        # Workers of several pods.
+        (
+            {"prefill": {"replicas": 3, "gpus": 4, "engine": {"tensor_parallel": 8, "hosts": 2}}},
+            {"prefill": (3, 1, 2, 2)},
+        ),
         (
             {"prefill": {"replicas": 0}, "decode": {"replicas": 0}, "colocated": {"replicas": 2}},
             {"prefill": (0, None, None, None), "decode": (0, None, None, None), "colocated": (2, 0, 2, 2)},
@@ -76,6 +81,9 @@ def test_workers_gpus_cpus_and_threads_of_each_role(
             limits = worker(rendered, role)["resources"]["limits"]
             assert limits["cpu"] == str(pod["resources"]["cpu"])
             assert limits.get("nvidia.com/gpu", "0") == str(pod["gpus"])
+            hosts = config.hosts(role)
+            assert rendered.groups[role].get("numOfHosts", 1) == hosts
+            assert config.total_resources()["kvrelay_worker"] >= hosts * replicas
 
 
 def test_workers_are_added_within_the_autoscalers_bounds(render, tmp_path: Path) -> None:

@@ -115,7 +115,19 @@ def test_an_unknown_key_is_named(refusal):
         ),
         (
             {"engine": {"tensor_parallel": 4, "pipeline_parallel": 4}, "decode": {"gpus": 8}},
-            "decode.gpus is 8; allowed: 0, or a multiple of 16: all ranks of a worker",
+            "decode.gpus is 8; allowed: 0, or a multiple of 16: a worker's ranks in a pod",
+        ),
+        (
+            {"engine": {"tensor_parallel": 4}, "decode": {"engine": {"hosts": 3}}},
+            "decode.engine.hosts is 3; allowed: a divisor of 4",
+        ),
+        (
+            {"decode": {"engine": {"tensor_parallel": 2, "hosts": 2}}, "transfer": {"encrypt": "integrity"}},
+            "decode.engine.hosts is 2; allowed: 1 with security.tls or transfer.encrypt",
+        ),
+        (
+            {"decode": {"gpus": 8, "engine": {"tensor_parallel": 8, "hosts": 2}}},
+            "decode.workersPerPod is 2 (8 GPUs for 4 ranks in a pod); allowed: 1",
         ),
         (
             {"prefill": {"gpus": 8, "workersPerPod": 4, "engine": {"tensor_parallel": 4}}},

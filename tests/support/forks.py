@@ -177,11 +177,11 @@ def _main(
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a TextIOWrapper
     # They were read when the server of forks imported them.
     from kvrelay.transfer import failpoints
-    from kvrelay.worker.ranks import group
+    from kvrelay.worker.ranks import local
 
     failpoints.arm(failpoints.parse(environment.get(failpoints.VARIABLE, "")))
     if CHILDREN not in environment:
-        group.subprocess = RANKS  # type: ignore[assignment, attr-defined]  # the part of the module that it uses
+        local.subprocess = RANKS  # type: ignore[assignment, attr-defined]  # the part of the module that it uses
     # A child of the server may use the server, too, though CPython would start another one for it.
     multiprocessing.current_process().daemon = False
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # of a private object
@@ -195,4 +195,4 @@ def _fork_rank(command: list[str], *, pass_fds: Sequence[int], env: Mapping[str,
 
 
 RANKS = SimpleNamespace(Popen=_fork_rank, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
-"""Stands in for `subprocess` in `kvrelay.worker.ranks.group`."""
+"""Stands in for `subprocess` in `kvrelay.worker.ranks.local`."""

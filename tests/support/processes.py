@@ -143,6 +143,8 @@ class ProcessCluster:
         self._folder = folder
         self.addresses: dict[str, str] = {}
         """Addresses of routers, by name."""
+        self.agents: dict[str, list[Process]] = {}
+        """Agents of the other machines of workers that have several, by the worker's name."""
         self.started: dict[str, tuple[Any, ...]] = {}
         """Arguments that each process was first started with, by its name."""
 
@@ -155,10 +157,21 @@ class ProcessCluster:
     ) -> Process:
         """Starts a process without waiting for it."""
         path = self._folder / f"{name}.json"
-        path.write_text(json.dumps(config))
+        hosts, given = config.get("engine", {}).get("hosts", 1), config
+        if hosts > 1:
+            given = config | {"ranks_port": free_port()}
+        path.write_text(json.dumps(given))
         arguments, log = ["--config", str(path)], self._folder / f"{name}.log"
         self.processes[name] = Process(module, arguments, log, variables, forked=True)
         self.started.setdefault(name, (module, config, variables))
+        for agent in self.agents.pop(name, ()):
+            agent.popen.kill()
+            agent.popen.communicate(timeout=STOP_SECONDS)
+        for number in range(1, hosts):
+            join = ["--join", f"127.0.0.1:{given['ranks_port']}", "--host", str(number)]
+            agent_log = self._folder / f"{name}-host-{number}.log"
+            agent = Process("kvrelay.worker.ranks", join, agent_log, variables, forked=True)
+            self.agents.setdefault(name, []).append(agent)
         return self.processes[name]
 
     def replace(self, *names: str, **options: Any) -> None:

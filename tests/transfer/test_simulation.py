@@ -149,7 +149,7 @@ def test_no_interleaving_breaks_a_guarantee_between_workers_of_several_ranks(see
     """Their numbers of ranks differ, and any link between two ranks may be lost."""
     explored = run_seeds(seeds, ranks=True)
     check(explored)
-    assert explored.commits > explored.worlds
+    assert explored.commits > 0.9 * explored.worlds, "worlds in which little is committed prove little"
 
 
 @many_seeds

@@ -99,6 +99,12 @@ def test_only_the_wanted_one_is_offered() -> None:
     assert list(available_transports(HOST, wanted="gloo")) == ["gloo"]
 
 
+def test_ranks_of_several_machines_share_no_memory() -> None:
+    assert "shm" not in available_transports(HOST, hosts=2)
+    with pytest.raises(ValueError, match=r"on several machines \(engine\.hosts\).*allowed: auto, tcp"):
+        available_transports(HOST, "shm", hosts=2)
+
+
 @pytest.mark.skipif(shm_missing() is not None, reason=f"shm: {shm_missing()}")
 def test_workers_of_one_machine_use_its_memory() -> None:
     offered = entries(available_transports(HOST))

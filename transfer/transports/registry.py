@@ -31,6 +31,7 @@ _MISSING: dict[str, Callable[[], str | None]] = {
 _NO_MAC = "transfer.encrypt is 'integrity', but it moves GPU memory past the CPU, which would have to authenticate it"
 _NOT_ON_GPU = "the KV pool is not on a GPU"
 _NO_TLS = "transfer.encrypt is 'full', but it can't encrypt"
+_SPREAD = "the worker's ranks are on several machines (engine.hosts), and all of them use the same transport"
 
 
 def _unprotected(name: str, encrypt: Encrypt, gpu: bool) -> str | None:
@@ -44,7 +45,7 @@ def _unprotected(name: str, encrypt: Encrypt, gpu: bool) -> str | None:
     return None
 
 
-def reasons(wanted: str, gpu: bool, encrypt: Encrypt) -> dict[str, str | None]:
+def reasons(wanted: str, gpu: bool, encrypt: Encrypt, hosts: int = 1) -> dict[str, str | None]:
     """Why this worker doesn't use a transport, for each one, best first; None if it does.
 
     Args: those of `available_transports`.
@@ -53,6 +54,7 @@ def reasons(wanted: str, gpu: bool, encrypt: Encrypt) -> dict[str, str | None]:
     others = [name for name in ON_GPU if name not in order]
     return {
         name: (None if wanted in ("auto", name) else f"transfer.transport is {wanted!r}")
+        or (_SPREAD if name == "shm" and hosts > 1 else None)
         or _unprotected(name, encrypt, gpu)
         or _MISSING[name]()
         or (None if name in order else _NOT_ON_GPU)
@@ -66,6 +68,7 @@ def available_transports(
     gpu: bool = False,
     encrypt: Encrypt = "none",
     certificates: CertificateFiles | None = None,
+    hosts: int = 1,
 ) -> dict[str, Transport]:
     """The transports of a worker by name, best first: its membership entry lists them, and its links use them.
 
@@ -75,6 +78,7 @@ def available_transports(
         gpu: whether the KV pool is on a GPU, so that a link may carry device memory.
         encrypt: `TransferConfig.encrypt`; transports that can't do it are left out.
         certificates: this worker's, for encrypt full.
+        hosts: machines of the worker's ranks.
 
     Raises:
         ValueError: this worker can't use the wanted one, or has no certificates for encrypt full.
@@ -84,9 +88,11 @@ def available_transports(
         raise ValueError(
             "transfer.encrypt is 'full'; allowed with security.tls mutual only, whose certificates it uses"
         )
-    found = reasons(wanted, gpu, encrypt)
+    found = reasons(wanted, gpu, encrypt, hosts)
     if wanted != "auto" and found[wanted] is not None:
-        usable = ", ".join(["auto", *(name for name, why in reasons("auto", gpu, encrypt).items() if why is None)])
+        usable = ", ".join(
+            ["auto", *(name for name, why in reasons("auto", gpu, encrypt, hosts).items() if why is None)]
+        )
         raise ValueError(
             f"transfer.transport is {wanted!r}, which this worker can't do: {found[wanted]}; allowed: {usable}"
         )

@@ -1,10 +1,12 @@
-"""A rank other than 0, started by rank 0: `python -m kvrelay.worker.ranks STEPS CONTROL`, two sockets.
+"""A rank other than 0: `python -m kvrelay.worker.ranks STEPS CONTROL`, two sockets. With `--join HOST:PORT --host N`
+the agent of a machine with such ranks (`hosts.py`).
 
 The main thread runs rank 0's plans. The process ends with code 0 when rank 0 closes the socket for plans, and at once
 when rank 0 is gone, silent, or has closed the control channel.
 The kernel kills it with rank 0, even if it is frozen.
 """
 
+import argparse
 import asyncio
 import importlib
 import logging
@@ -15,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,20 +27,21 @@ from pydantic import TypeAdapter
 from kvrelay.engine.degree import Degree
 from kvrelay.engine.kv.writes import RankWrites
 from kvrelay.engine.ranks.collective import CollectiveError
-from kvrelay.engine.ranks.meet import meet
+from kvrelay.engine.ranks.meet import Meeting, meet
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.runner.leading import follow
 from kvrelay.machine.forks import end_with_parent
 from kvrelay.rpc import log
 from kvrelay.rpc.credentials import Credentials
+from kvrelay.rpc.security import TOKEN_VARIABLE, SecurityConfig
 from kvrelay.transfer.frames.frames import PoolFrames
 from kvrelay.transfer.links.links import LinkLimits, LinkManager, LinkTimeouts
 from kvrelay.transfer.links.rank_transfers import RankTransfers
 from kvrelay.transfer.protocol.ports import LoopRuntime
 from kvrelay.transfer.transports.registry import available_transports
 from kvrelay.worker.config import WorkerConfig
-from kvrelay.worker.ranks.channel import SILENT_SECONDS, Channel, LinkChannel, receive_bytes
-from kvrelay.worker.ranks.group import BEAT_SECONDS
+from kvrelay.worker.ranks.channel import BEAT_SECONDS, SILENT_SECONDS, Channel, LinkChannel, receive_bytes
+from kvrelay.worker.ranks.hosts import join
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +54,7 @@ def main(steps: int, control: int) -> int:
     end_with_parent()
     channel = Channel(socket.socket(fileno=control), "rank 0", Process(os.getppid()))
     first: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    links = LinkChannel(channel)
+    links = LinkChannel(channel.send)
 
     def hear(message: Any) -> None:
         if "start" in message:
@@ -64,8 +68,11 @@ def main(steps: int, control: int) -> int:
     threading.Thread(target=_live, args=(channel,), name="life", daemon=True).start()
     try:
         degree = Degree(options["tensor"], options["pipeline"])
-        config = TypeAdapter(WorkerConfig).validate_json(options["config"])
-        place = meet(Path(options["meeting"]), degree, options["rank"], config.engine.threads)
+        config, host = TypeAdapter(WorkerConfig).validate_json(options["config"]), options.get("host", "")
+        if host:  # on another machine than rank 0
+            config = replace(config, host=host)
+        meeting = Meeting.named(options["meeting"], config.host)
+        place = meet(meeting, degree, options["rank"], config.engine.threads)
         channel.send({"arrived": "met"})
         module, _, name = options["build"].partition(":")
         build = getattr(importlib.import_module(module), name)
@@ -104,7 +111,9 @@ def _run_links(
         runtime, transfer = LoopRuntime(), config.transfer
         gpu = runner.pools[0].bytes.is_cuda
         certificates = Credentials.of("worker", config.security).certificates
-        transports = available_transports(config.host, transfer.transport, gpu, transfer.encrypt, certificates)
+        transports = available_transports(
+            config.host, transfer.transport, gpu, transfer.encrypt, certificates, config.engine.hosts
+        )
         limits = LinkLimits(transfer.max_links, transfer.gpu_buffer_bytes)
         timeouts = LinkTimeouts(transfer.frame_timeout_seconds, transfer.dial_timeout_seconds)
         manager = LinkManager(transports, limits, timeouts, transfer.transport, runtime, rank)
@@ -134,5 +143,22 @@ def _end(why: str) -> NoReturn:
     os._exit(1)
 
 
+def main_of_agent(arguments: list[str]) -> int:
+    """Runs the agent of a machine; returns its exit code."""
+    parser = argparse.ArgumentParser("python -m kvrelay.worker.ranks", description="Runs the ranks of one machine.")
+    parser.add_argument("--join", required=True, metavar="HOST:PORT", help="rank 0's port for agents (ranks_port)")
+    parser.add_argument("--host", required=True, type=int, metavar="NUMBER", help="number of this machine, from 1")
+    parser.add_argument("--join-token-path", default="", metavar="FILE", help=f"else {TOKEN_VARIABLE} is the token")
+    options = parser.parse_args(arguments)
+    log.configure(part="worker", host=str(options.host))
+    try:
+        return join(options.join, options.host, SecurityConfig(join_token_path=options.join_token_path).token())
+    except (ConnectionError, ValueError) as error:
+        logger.error("%s", error)
+        return 1
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--join"]:
+        sys.exit(main_of_agent(sys.argv[1:]))
     sys.exit(main(*map(int, sys.argv[1:])))

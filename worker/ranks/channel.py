@@ -1,4 +1,4 @@
-"""Messages between two ranks of one worker, over a socket that only they have: msgpack with a length before it."""
+"""Messages between two processes of one worker, over a socket that only they have: msgpack with a length before it."""
 
 import asyncio
 import logging
@@ -23,6 +23,10 @@ MAX_BYTES = 2**28
 """Size limit of a message in bytes."""
 SILENT_SECONDS = 2.5
 """Seconds without a message after which a process that doesn't compute is frozen: it is noticed within 3 s."""
+
+
+BEAT_SECONDS = 0.2
+"""Time between two signs of life."""
 
 
 class ChannelEndedError(ConnectionError):
@@ -70,10 +74,14 @@ def _exactly(connection: socket.socket, count: int) -> bytes | None:
 class Channel:
     """One end of a control socket. `send` never waits: a thread of its own writes, another one reads."""
 
-    def __init__(self, connection: socket.socket, name: str, process: Process) -> None:
-        """`name` and `process` are those of the other end."""
+    def __init__(self, connection: socket.socket, name: str, process: Process | None = None) -> None:
+        """
+        Args:
+            name: of the other end.
+            process: of the other end; None if it is on another machine.
+        """
         self.name = name
-        self.silence = Silence(SILENT_SECONDS)
+        self.silence = Silence(SILENT_SECONDS, remote=process is None)
         """How long the other end has sent nothing. Before its first message it isn't silent: it imports."""
         self._process = process
         self._connection = connection
@@ -114,9 +122,13 @@ class Channel:
 class LinkChannel:
     """Messages about links on a channel; implements `RankChannel`."""
 
-    def __init__(self, channel: Channel, committed_step: Callable[[], int] = lambda: COMMITTED) -> None:
-        """`committed_step`: see `RankChannel`; of no use at the end of another rank than rank 0."""
-        self._channel = channel
+    def __init__(self, send: Callable[[Any], None], committed_step: Callable[[], int] = lambda: COMMITTED) -> None:
+        """
+        Args:
+            send: sends a message to the other end, from any thread.
+            committed_step: see `RankChannel`; of no use at the end of another rank than rank 0.
+        """
+        self._send = send
         self._committed_step = committed_step
         self._lock = threading.Lock()
         self._early: list[Any] = []
@@ -140,7 +152,7 @@ class LinkChannel:
 
     def send(self, message: Any) -> None:
         """See `RankChannel`."""
-        self._channel.send(message)
+        self._send(message)
 
     def take(self, message: Any) -> None:
         """Passes a message of the other end on. Any thread."""

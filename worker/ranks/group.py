@@ -2,45 +2,29 @@
 
 import logging
 import os
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from psutil import Process
 from pydantic import TypeAdapter
 
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.ranks.collective import CollectiveError, Place
-from kvrelay.engine.ranks.meet import MEET_SECONDS, meet
+from kvrelay.engine.ranks.meet import MEET_SECONDS, Meeting, meet
 from kvrelay.transfer.links.rank_links import COMMITTED
 from kvrelay.worker.config import WorkerConfig
-from kvrelay.worker.ranks.channel import Channel, LinkChannel, send_bytes
+from kvrelay.worker.ranks.channel import BEAT_SECONDS, LinkChannel
+from kvrelay.worker.ranks.hosts import HostLink, HostListener, OtherRanks
+from kvrelay.worker.ranks.local import LocalRanks, Lost
 
 logger = logging.getLogger(__name__)
 
-BEAT_SECONDS = 0.2
-"""Time between two signs of life."""
-SEND_SECONDS = 3.0
-"""Longest time for a rank to take a plan: it takes the next one when it has computed the one before."""
 STOP_SECONDS = 1.0
 """Longest time for the other ranks to end by themselves, once they have run something."""
-
-
-class _Rank(NamedTuple):
-    """Another rank, as rank 0 knows it."""
-
-    number: int
-    process: "subprocess.Popen[bytes]"
-    steps: socket.socket
-    """Socket for plans."""
-    control: Channel
 
 
 class RankGroup:
@@ -71,10 +55,18 @@ class RankGroup:
         self._led = False
         """Whether the other ranks have got something to run."""
         self._lock = threading.Lock()
-        threads = max(1, (options.threads or len(os.sched_getaffinity(0))) // self.degree.ranks)
+        ranks, hosts = self.degree.ranks, options.hosts
+        here = ranks // hosts
+        threads = max(1, (options.threads or len(os.sched_getaffinity(0))) // here)
         self.options = replace(options, threads=threads)
         self.place = Place(self.degree)
-        self._ranks: list[_Rank] = []
+        self._hosts, self._each = hosts, here
+        self._here = LocalRanks(range(1, here), self._hear, self._lose)
+        self._others: list[OtherRanks] = [self._here]
+        self._listener: HostListener | None = None
+        if hosts > 1:
+            self._listener = HostListener(config.host, config.ranks_port, config.security.token(), hosts)
+        self._host = config.host
         self._arrivals = threading.Semaphore(0)
         """Released by each rank, rank 0 too, that has met the others; later by each other one that is ready; and by a
         failure or `close`."""
@@ -85,6 +77,11 @@ class RankGroup:
             "folder": str(folder),
             "config": TypeAdapter(WorkerConfig).dump_json(replace(config, engine=self.options)),
         }
+
+    @property
+    def address(self) -> str:
+        """host:port that the agents of other machines dial; empty if all ranks are on this one."""
+        return "" if self._listener is None else self._listener.address
 
     def start(self) -> None:
         """Starts the other ranks, and returns when all have met; they load their parts at once.
@@ -118,62 +115,71 @@ class RankGroup:
     def _keep(self) -> None:
         """Starts the other ranks, and looks after them. This thread lives until they have ended: the kernel would end
         them with the thread that has started them."""
-        meeting = os.memfd_create("kvrelay ranks")
+        meeting = None
         try:
-            for number in range(1, self.degree.ranks):
+            meeting = Meeting.of_hosts(self._host) if self._hosts > 1 else Meeting.in_memory()
+            for number in self._here.numbers:
                 with self._lock:
-                    if self._closing or self._failure is not None:
+                    if self._over:
                         break
-                    self._ranks.append(self._start_rank(number, _path_of(meeting)))
-        except OSError as error:
+                    self._here.start(number, self._start | {"meeting": meeting.name})
+        except (OSError, CollectiveError) as error:
             self._fail(error)
-        threading.Thread(target=self._meet, args=(meeting,), name="ranks meet", daemon=True).start()
+        if meeting is not None:
+            threading.Thread(target=self._meet, args=(meeting,), name="ranks meet", daemon=True).start()
+            if self._listener is not None:
+                given = self._listener, meeting.name
+                threading.Thread(target=self._take_hosts, args=given, name="rank hosts", daemon=True).start()
         while not self._closed.wait(BEAT_SECONDS):
-            self._look()
+            for ranks in self._others if self._failure is None else ():
+                ranks.look()
 
-    def _meet(self, meeting: int) -> None:
+    def _take_hosts(self, listener: HostListener, meeting: str) -> None:
+        """Waits for the agents of the other machines, and has them start their ranks."""
+        deadline = time.monotonic() + MEET_SECONDS
+        for number in range(1, self._hosts):
+            connections = listener.wait(number, max(0.0, deadline - time.monotonic()))
+            if connections is None:
+                self._fail(CollectiveError(f"host {number} of {self._hosts} hasn't come within {MEET_SECONDS:g} s"))
+                return
+            ranks = range(number * self._each, (number + 1) * self._each)
+            link = HostLink(number, ranks, connections, self._hear, self._lose)
+            with self._lock:
+                over = self._over
+                if not over:
+                    self._others = [*self._others, link]
+            link.start(self._start | {"meeting": meeting})
+            if over:
+                link.kill()
+        listener.close()
+
+    @property
+    def _over(self) -> bool:
+        return self._closing or self._failure is not None
+
+    def _meet(self, meeting: Meeting) -> None:
         """Meets the other ranks. If one of them is lost before, this thread waits on, and nobody waits for it."""
         try:
-            self.place = meet(Path(_path_of(meeting)), self.degree, 0, self.options.threads)
+            self.place = meet(meeting, self.degree, 0, self.options.threads)
         except (CollectiveError, OSError) as error:
             self._fail(error)
         if self._failure is not None:
             self.place.abort()
         self._arrivals.release()
         self._closed.wait()
-        os.close(meeting)  # not before: another file would get its number, and ranks that are late would write to it
-
-    def _start_rank(self, number: int, meeting: str) -> _Rank:
-        steps, their_steps = socket.socketpair()
-        control, their_control = socket.socketpair()
-        with their_steps, their_control:
-            descriptors = their_steps.fileno(), their_control.fileno()
-            process = subprocess.Popen(
-                [sys.executable, "-m", "kvrelay.worker.ranks", *map(str, descriptors)],
-                pass_fds=descriptors,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=_environment(number),
-            )
-        steps.settimeout(SEND_SECONDS)
-        rank = _Rank(number, process, steps, Channel(control, f"rank {number}", Process(process.pid)))
-        rank.control.start(lambda message: self._hear(rank, message), lambda: self._lose(rank, "its process has ended"))
-        rank.control.send({"start": {"rank": number, "meeting": meeting, **self._start}})
-        return rank
+        meeting.close()
 
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the ranks, rank 0's first."""
-        return os.getpid(), *(rank.process.pid for rank in self._ranks)
+        """Process ids of the ranks on this machine, rank 0's first."""
+        return os.getpid(), *(pid for ranks in self._others for pid in ranks.pids())
 
     def send(self, message: bytes) -> None:
         """See `Ranks`."""
         self._led = True
-        for rank in self._ranks:
-            try:
-                send_bytes(rank.steps, message)
-            except OSError as error:
-                self._lose(rank, f"it takes no plan: {error}")
-                raise CollectiveError(f"rank {rank.number} takes no plan: {error}") from error
+        for ranks in self._others:
+            if lost := ranks.send(message):
+                self._lose(ranks.numbers.start, lost)
+                raise CollectiveError(lost.text)
 
     def committed(self, step: int) -> None:
         """See `Ranks`."""
@@ -181,7 +187,11 @@ class RankGroup:
 
     def channels(self) -> dict[int, LinkChannel]:
         """Channels for the links of the other ranks, by rank, in place of those before."""
-        self._links = {rank.number: LinkChannel(rank.control, lambda: self.committed_step) for rank in self._ranks}
+        self._links = {
+            number: LinkChannel(partial(ranks.tell, number), lambda: self.committed_step)
+            for ranks in self._others
+            for number in ranks.numbers
+        }
         return self._links
 
     @property
@@ -194,65 +204,36 @@ class RankGroup:
         with self._lock:
             self._closing = True
         self._arrivals.release()
-        for rank in self._ranks:
-            with suppress(OSError):
-                rank.steps.shutdown(socket.SHUT_RDWR)
+        if self._listener is not None:
+            self._listener.close()
+        for ranks in self._others:
+            ranks.leave()
         deadline = time.monotonic() + (STOP_SECONDS if self._led and self._failure is None else 0.0)
-        for rank in self._ranks:
-            try:
-                rank.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                rank.process.kill()
-                rank.process.wait()
-            rank.control.close()
-            rank.steps.close()
+        for ranks in self._others:
+            ranks.close(deadline)
         self._closed.set()
 
-    def _look(self) -> None:
-        """Sends signs of life, and looks for those of the others."""
-        for rank in self._ranks if self._failure is None else ():
-            rank.control.send({"alive": True})
-            if verdict := rank.control.silence.verdict():
-                self._lose(rank, f"it {verdict}")
-
-    def _hear(self, rank: _Rank, message: Any) -> None:
-        if "failed" in message:
-            kind, text = message["failed"]
-            self._lose(rank, text, ValueError(text) if kind == "ValueError" else None)
-        elif "arrived" in message:
+    def _hear(self, rank: int, message: Any) -> None:
+        if "arrived" in message:
             self._arrivals.release()
-        elif "do" in message and rank.number in self._links:
-            self._links[rank.number].take(message)
+        elif "do" in message and rank in self._links:
+            self._links[rank].take(message)
 
-    def _lose(self, rank: _Rank, why: str, error: BaseException | None = None) -> None:
+    def _lose(self, rank: int, lost: Lost) -> None:
         """The worker can't go on without this rank. Any thread."""
-        self._fail(error or CollectiveError(f"rank {rank.number} (pid {rank.process.pid}): {why}"))
+        self._fail(ValueError(lost.text) if lost.mistake else CollectiveError(lost.text))
 
     def _fail(self, error: BaseException) -> None:
         """The worker can't go on. Any thread; the first call counts."""
         with self._lock:
-            if self._closing or self._failure is not None:
+            if self._over:
                 return
             self._failure = error
         logger.error("the ranks are lost", extra={"reason": str(error)})
         self.place.abort()
-        for rank in self._ranks:
-            rank.process.kill()
+        for ranks in self._others:
+            ranks.kill()
         self._arrivals.release()
         for channel in self._links.values():
             channel.lose(str(error))
         self._failed(error)
-
-
-def _path_of(descriptor: int) -> str:
-    """A path at which the processes of this user can open a file of this one."""
-    return f"/proc/{os.getpid()}/fd/{descriptor}"
-
-
-def _environment(number: int) -> dict[str, str]:
-    """The environment of a rank: of the GPUs that this process sees, it sees its own."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return {**os.environ, "CUDA_VISIBLE_DEVICES": str(number)}
-    devices = visible.split(",")
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": devices[number] if number < len(devices) else ""}

@@ -80,9 +80,20 @@ ray.io/group: {{ .group }}
 {{- end -}}
 
 {{/* Ranks of each worker of a role: its tensor parallel degree times its stages. Argument: {root, values}. */}}
-{{- define "kvrelay.ranks" -}}
+{{- define "kvrelay.allRanks" -}}
 {{- $engine := mergeOverwrite (deepCopy .root.Values.engine) (default (dict) .values.engine) -}}
 {{- mul (default 1 $engine.tensor_parallel | int) (default 1 $engine.pipeline_parallel | int) -}}
+{{- end -}}
+
+{{/* Pods of each worker of a role. Argument: {root, values}. */}}
+{{- define "kvrelay.hosts" -}}
+{{- $engine := mergeOverwrite (deepCopy .root.Values.engine) (default (dict) .values.engine) -}}
+{{- default 1 $engine.hosts | int -}}
+{{- end -}}
+
+{{/* Ranks of a worker in each of its pods. Argument: {root, values}. */}}
+{{- define "kvrelay.ranks" -}}
+{{- max 1 (div (include "kvrelay.allRanks" . | int) (include "kvrelay.hosts" . | int)) -}}
 {{- end -}}
 
 {{/* Workers in each pod of a role. Argument: {root, values}. */}}
@@ -141,8 +152,19 @@ ray.io/group: {{ .group }}
 {{- $ranks := include "kvrelay.ranks" $argument | int -}}
 {{- $workers := include "kvrelay.workersPerPod" $argument | int -}}
 {{- $gpus := int $values.gpus -}}
+{{- $all := include "kvrelay.allRanks" $argument | int -}}
+{{- $hosts := include "kvrelay.hosts" $argument | int -}}
+{{- if mod $all $hosts -}}
+{{- fail (printf "%s.engine.hosts is %d; allowed: a divisor of %d, the worker's ranks (tensor_parallel times pipeline_parallel)" $role $hosts $all) -}}
+{{- end -}}
+{{- if and (gt $hosts 1) (or $.Values.security.tls.enabled (ne (default "none" $.Values.transfer.encrypt) "none")) -}}
+{{- fail (printf "%s.engine.hosts is %d; allowed: 1 with security.tls or transfer.encrypt, as plans and sums between a worker's pods are neither encrypted nor authenticated" $role $hosts) -}}
+{{- end -}}
+{{- if and (gt $hosts 1) (gt $workers 1) -}}
+{{- fail (printf "%s.workersPerPod is %d (%d GPUs for %d ranks in a pod); allowed: 1, since a worker has %d pods of its own (engine.hosts)" $role $workers $gpus $ranks $hosts) -}}
+{{- end -}}
 {{- if and (gt $ranks 1) (mod $gpus $ranks) -}}
-{{- fail (printf "%s.gpus is %d; allowed: 0, or a multiple of %d: all ranks of a worker (tensor_parallel times pipeline_parallel) are in one pod, each on a GPU of its own" $role $gpus $ranks) -}}
+{{- fail (printf "%s.gpus is %d; allowed: 0, or a multiple of %d: a worker's ranks in a pod (tensor_parallel times pipeline_parallel, divided by hosts) have a GPU each" $role $gpus $ranks) -}}
 {{- end -}}
 {{- if and (gt $ranks 1) (gt $gpus 0) (ne (mul $workers $ranks) $gpus) -}}
 {{- fail (printf "%s.workersPerPod is %d; allowed: 0, or %d: each of a worker's %d ranks computes on a GPU of its own" $role $workers (div $gpus $ranks) $ranks) -}}

@@ -347,6 +347,13 @@ labels:
 replicas: {{ .replicas }}
 minReplicas: {{ .bounds.min }}
 maxReplicas: {{ .bounds.max }}
+{{- if ne .group "router" }}
+{{- $hosts := include "kvrelay.hosts" . | int }}
+{{- if gt $hosts 1 }}
+# Pods of one worker: they are created, scaled and deleted together.
+numOfHosts: {{ $hosts }}
+{{- end }}
+{{- end }}
 rayStartParams:
   num-cpus: {{ include "kvrelay.wholeCpus" .values.resources.cpu | quote }}
   num-gpus: {{ int .values.gpus | quote }}

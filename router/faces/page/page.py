@@ -25,8 +25,8 @@ from kvrelay.router.faces.http.errors import body_of
 from kvrelay.router.faces.http.exchange import Events, caller_of
 from kvrelay.router.faces.page.view import about, fleet
 from kvrelay.router.placing.registry import WorkerRegistry
-from kvrelay.router.placing.shares import Seats
 from kvrelay.router.records.requests import RECENT, EndedRequest
+from kvrelay.router.shares import Seats
 
 MAX_VIEWERS = 16
 """Pages that may be open at once: each gets a few events a second. A newcomer takes the place of another client's

@@ -419,6 +419,31 @@ def test_a_cluster_is_upgraded_while_it_serves_and_ends_with_up(world: World) ->
 
 
 @pytest.mark.more
+def test_a_lost_host_of_a_worker_costs_no_token_and_the_worker_is_replaced(world: World) -> None:
+    ranks = "model: {dtype: float32}\ndecode: {engine: {tensor_parallel: 2, hosts: 2}}"
+    world.up("--config", str(configured(world, f"ray: {{include_dashboard: false}}\n{ranks}")))
+    before = world.status()
+
+    def hosts() -> list[Process]:
+        return [process for process in world.processes() if "RankHostActor" in title(process)]
+
+    with Client(before["router"]) as client:
+        options = {"temperature": 0.0, "max_tokens": STREAM_TOKENS, "ignore_eos": True}
+        expected = client.complete(PROMPT, **options).token_ids
+        (host,) = hosts()
+        (rank,) = host.children()
+        stream = client.generate(PROMPT, **options)
+        tokens = list(next(stream).token_ids)
+        os.kill(host.pid, signal.SIGKILL)
+        wait_until(lambda: not rank.is_running(), "its rank ends with it", NOTICED_SECONDS, POLL_SECONDS)
+        tokens += [token for chunk in stream for token in chunk.token_ids]
+    assert tuple(tokens) == tuple(expected)
+    wait_until(lambda: world.status()["ready"] and hosts(), "it is replaced", START_SECONDS, POLL_SECONDS)
+    changed = [each["role"] for each in world.status()["workers"] if each not in before["workers"]]
+    assert changed == ["decode"]
+
+
+@pytest.mark.more
 def test_a_mistake_that_only_a_worker_can_find_is_one_line_and_leaves_nothing(world: World) -> None:
     config = configured(world, "engine: {kv_memory_bytes: 1000}\nray: {include_dashboard: false}")
     up = world.call("up", "--detach", *PORTS, "--config", str(config), seconds=START_SECONDS)

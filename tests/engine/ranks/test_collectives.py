@@ -20,7 +20,7 @@ from torch.distributed import FileStore, HashStore
 
 from kvrelay.engine.degree import Degree
 from kvrelay.engine.ranks.collective import Collective, CollectiveError
-from kvrelay.engine.ranks.meet import meet
+from kvrelay.engine.ranks.meet import Meeting, meet
 from kvrelay.engine.ranks.process_group import GlooCollective, NcclCollective
 from kvrelay.engine.ranks.shared import SharedMemoryCollective
 from kvrelay.kernels.cpu.library import library
@@ -390,7 +390,11 @@ def test_ranks_without_native_kernels_meet_over_gloo(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("kvrelay.engine.ranks.meet.shared_memory_missing", lambda: "needs the native CPU kernels")
     degree = Degree(2, 2)
     with ThreadPoolExecutor(degree.ranks) as pool:
-        met = list(pool.map(lambda rank: meet(tmp_path / "store", degree, rank, 1), range(degree.ranks)))
+        met = list(
+            pool.map(
+                lambda rank: meet(Meeting.named(f"file {tmp_path / 'store'}"), degree, rank, 1), range(degree.ranks)
+            )
+        )
         assert {type(group) for place in met for group in (place.group, place.all)} == {GlooCollective}
         sums = pool.map(lambda place: place.group.sum(torch.tensor([10.0**place.rank])).item(), met)
         assert list(sums) == [11.0, 11.0, 1100.0, 1100.0]

@@ -129,8 +129,9 @@ def test_each_rank_needs_a_gpu_and_has_no_stages_there(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert on_devices(EngineConfig(tensor_parallel=2)).device == "cuda"
-    with pytest.raises(ValueError, match=r"tensor_parallel is 4; allowed: .*ranks \(4\) .* of the 2 that this worker"):
+    with pytest.raises(ValueError, match=r"tensor_parallel is 4; allowed: .*4 ranks of a machine .* of the 2 that"):
         on_devices(EngineConfig(tensor_parallel=4))
+    assert on_devices(EngineConfig(tensor_parallel=4, hosts=2)).device == "cuda"
     with pytest.raises(ValueError, match="pipeline_parallel is 2; allowed: 1 on a GPU"):
         check_ranks(resolve("pico"), on_devices(EngineConfig(pipeline_parallel=2)))
     with pytest.raises(ValueError, match="device is 'cuda'; allowed: cpu for 2 ranks of a model that transformers"):

@@ -44,7 +44,7 @@ def start(serve: Serve, forecast: Forecast, monkeypatch: pytest.MonkeyPatch) -> 
     async def started(admission: str = "predicted", **more: object) -> FakeCluster:
         """A router whose workers have something to do, and whose policy predicts what a test says."""
         cluster = await serve(*pair(), admission=admission, classes=CLASSES, **more)
-        policy = cluster.router.front.dispatch.policy
+        policy = cluster.router.front.dispatch.placing.policy
         monkeypatch.setattr(type(policy), "predict", lambda self, demand, workers: forecast.predict(demand, workers))
         await cluster.report("prefill-0", Load(requests=Requests(running=1)))
         return cluster

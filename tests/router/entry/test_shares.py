@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Requests
 from kvrelay.router.faces.page import page
-from kvrelay.router.placing.shares import ROUND_SECONDS, WOKEN, Turns
+from kvrelay.router.shares import ROUND_SECONDS, WOKEN, Turns
 from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams, TokenIds
 from support.hostile import PartialCall
 from support.router_fakes import FakeCluster, FakeWorker, colocated_of, fake, key_file, pair, silent, until

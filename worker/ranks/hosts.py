@@ -1,0 +1,362 @@
+"""Ranks of a worker on other machines, each of which has an agent: `python -m kvrelay.worker.ranks --join HOST:PORT`.
+
+    rank 0's machine                        another machine
+    RankGroup -- HostLink === TCP, twice === agent (`join`) -- LocalRanks -- rank r, rank r + 1, ...
+
+An agent has a connection for messages and signs of life, and one for plans, which it passes on to its ranks. It ends,
+with its ranks, when one of them or a connection is lost; rank 0 then ends the worker. Each connection begins with a
+challenge from both ends, which the join token answers (`multiprocessing.connection`). What follows isn't encrypted.
+"""
+
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any, Protocol
+
+import msgpack  # type: ignore[import-untyped]  # it ships no types
+from pydantic import TypeAdapter
+
+from kvrelay.engine.ranks.meet import MEET_SECONDS
+from kvrelay.models import resolve
+from kvrelay.rpc.identity import join as join_address
+from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.ranks.channel import (
+    BEAT_SECONDS,
+    Channel,
+    receive_bytes,
+    send_bytes,
+)
+from kvrelay.worker.ranks.local import SEND_SECONDS, LocalRanks, Lost
+
+logger = logging.getLogger(__name__)
+
+HELLO_SECONDS = 5.0
+"""Longest time for a caller to show that it has the join token."""
+HELLO_BYTES = 1024
+MOST_CALLERS = 64
+"""Callers that are listened to at once; one more is turned away, and an agent dials again."""
+REDIAL_SECONDS = 0.5
+CONTROL, STEPS = "control", "steps"
+"""Kinds of connections."""
+
+
+class OtherRanks(Protocol):
+    """Some of the ranks of a worker but rank 0, as rank 0 knows them."""
+
+    numbers: range
+
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of those on this machine."""
+
+    def look(self) -> None:
+        """Sends signs of life, and looks for those of the others."""
+
+    def send(self, message: bytes) -> Lost | None:
+        """Sends a plan to all of them; the loss if one doesn't take it."""
+
+    def tell(self, number: int, message: Any) -> None:
+        """Sends a message about links to one of them."""
+
+    def kill(self) -> None:
+        """Ends them at once."""
+
+    def leave(self) -> None:
+        """Tells them to end after the step in flight."""
+
+    def close(self, deadline: float) -> None:
+        """Waits until they have ended; from `deadline` on, a time of the monotonic clock, they are killed."""
+
+
+class HostListener:
+    """Rank 0's port for agents. One thread accepts, and one for each caller listens to it until it is known."""
+
+    def __init__(self, host: str, port: int, token: str, hosts: int) -> None:
+        """
+        Args:
+            token: the join token.
+            hosts: machines of the worker, with this one.
+
+        Raises:
+            OSError: the port is in use.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family)
+        self.address = join_address(host, self._socket.getsockname()[1])
+        """host:port that agents dial."""
+        self._key, self._hosts = token.encode(), hosts
+        self._arrived = threading.Condition()
+        self._found: dict[tuple[int, str], socket.socket] = {}
+        self._closed = False
+        self._places = threading.BoundedSemaphore(MOST_CALLERS)
+        threading.Thread(target=self._accept, name="rank hosts", daemon=True).start()
+
+    def wait(self, number: int, seconds: float) -> tuple[socket.socket, socket.socket] | None:
+        """The connections of an agent, for control and for steps; None if it hasn't come in time, or after `close`."""
+        wanted = (number, CONTROL), (number, STEPS)
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._closed or all(key in self._found for key in wanted), seconds)
+            if self._closed or not all(key in self._found for key in wanted):
+                return None
+            control, steps = (self._found.pop(key) for key in wanted)
+            return control, steps
+
+    def close(self) -> None:
+        """Accepts no more."""
+        with self._arrived:
+            self._closed = True
+            self._arrived.notify_all()
+            for connection in self._found.values():
+                connection.close()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, address = self._socket.accept()
+                if not self._places.acquire(blocking=False):
+                    connection.close()
+                    continue
+                threading.Thread(target=self._greet, args=(connection, address), name="rank host", daemon=True).start()
+
+    def _greet(self, connection: socket.socket, address: Any) -> None:
+        try:
+            connection.settimeout(None)
+            _limit(connection, HELLO_SECONDS)
+            said = Connection(os.dup(connection.fileno()))
+            with said:
+                deliver_challenge(said, self._key)
+                answer_challenge(said, self._key)
+                number, kind = msgpack.unpackb(said.recv_bytes(HELLO_BYTES))
+            if kind not in (CONTROL, STEPS) or number not in range(1, self._hosts):
+                raise ValueError(f"host {number!r} opens {kind!r}; allowed: 1 to {self._hosts - 1}, {CONTROL}, {STEPS}")
+        except (OSError, EOFError, ValueError, TypeError, AuthenticationError) as error:
+            logger.warning("a caller isn't a host of this worker", extra={"peer": str(address), "reason": str(error)})
+            connection.close()
+            return
+        finally:
+            self._places.release()
+        _limit(connection, 0.0)
+        with self._arrived:
+            before = self._found.pop((number, kind), None)
+            if before is not None:
+                before.close()
+            if self._closed:
+                connection.close()
+            else:
+                self._found[number, kind] = connection
+            self._arrived.notify_all()
+
+
+class HostLink:
+    """Implements `OtherRanks` for the ranks of another machine."""
+
+    def __init__(
+        self,
+        number: int,
+        ranks: range,
+        connections: tuple[socket.socket, socket.socket],
+        hear: Callable[[int, Any], None],
+        lose: Callable[[int, Lost], None],
+    ) -> None:
+        """
+        Args:
+            number: of the machine.
+            ranks: on it.
+            connections: with its agent, for control and for steps.
+            hear, lose: as of `LocalRanks`.
+        """
+        self.numbers = ranks
+        self._number = number
+        self._hear_rank, self._lose = hear, lose
+        control, self._steps = connections
+        self._steps.settimeout(SEND_SECONDS)
+        self._control = Channel(control, f"host {number}")
+        self._ended = threading.Event()
+
+    def start(self, start: dict[str, Any]) -> None:
+        """Has the agent start its ranks.
+
+        Args:
+            start: what they are told first.
+        """
+        self._control.start(self._hear, self._end)
+        self._control.send({"ranks": [self.numbers.start, self.numbers.stop], "start": start})
+
+    def pids(self) -> tuple[int, ...]:
+        """None of them is on this machine."""
+        return ()
+
+    def look(self) -> None:
+        """See `OtherRanks`."""
+        self._control.send({"alive": True})
+        if verdict := self._control.silence.verdict():
+            self._lose_all(f"its agent {verdict}")
+
+    def send(self, message: bytes) -> Lost | None:
+        """See `OtherRanks`."""
+        try:
+            send_bytes(self._steps, message)
+        except OSError as error:
+            return Lost(f"host {self._number}: it takes no plan: {error}")
+        return None
+
+    def tell(self, number: int, message: Any) -> None:
+        """See `OtherRanks`."""
+        self._control.send({"rank": number, "message": message})
+
+    def kill(self) -> None:
+        """See `OtherRanks`: the agent ends its ranks when the connection is closed."""
+        self._control.close()
+
+    def leave(self) -> None:
+        """See `OtherRanks`."""
+        with suppress(OSError):
+            self._steps.shutdown(socket.SHUT_RDWR)
+
+    def close(self, deadline: float) -> None:
+        """See `OtherRanks`."""
+        self._ended.wait(max(0.0, deadline - time.monotonic()))
+        self._control.close()
+        self._steps.close()
+
+    def _hear(self, message: Any) -> None:
+        if "lost" in message:
+            rank, text, mistake = message["lost"]
+            self._lose(rank, Lost(text if mistake else f"host {self._number}, {text}", mistake))
+        elif "rank" in message:
+            self._hear_rank(message["rank"], message["message"])
+
+    def _end(self) -> None:
+        self._ended.set()
+        self._lose_all("its agent has ended, or the connection is lost")
+
+    def _lose_all(self, why: str) -> None:
+        self._lose(self.numbers.start, Lost(f"host {self._number}: {why}"))
+
+
+def join(address: str, number: int, token: str) -> int:
+    """Runs the agent of one machine of a worker until the worker ends; returns the exit code of its process.
+
+    Args:
+        address: of rank 0's port for agents, host:port.
+        number: of this machine among those of the worker, from 1.
+        token: the join token.
+
+    Raises:
+        ConnectionError: rank 0 isn't reached in time, or refuses the token.
+    """
+    control, steps = (_dial(address, number, kind, token) for kind in (CONTROL, STEPS))
+    return _Agent(number, control, steps).run()
+
+
+class _Agent:
+    """Starts the ranks that rank 0 asks for, passes messages on, and ends with them."""
+
+    def __init__(self, number: int, control: socket.socket, steps: socket.socket) -> None:
+        self._number = number
+        self._own_address = control.getsockname()[0]
+        self._steps = steps
+        self._control = Channel(control, "rank 0")
+        self._ended = threading.Event()
+        self._first: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._lost = threading.Lock()
+        self._ranks: LocalRanks | None = None
+
+    def run(self) -> int:
+        """Runs until the worker ends."""
+        self._control.start(self._hear, self._end)
+        while True:  # rank 0's signs of life may come before it has all of its hosts
+            try:
+                message = self._first.get(timeout=BEAT_SECONDS)
+                break
+            except queue.Empty:
+                if self._ended.is_set():
+                    raise ConnectionError("rank 0 ended before it had all hosts") from None
+                self._control.send({"alive": True})
+        numbers, start = range(*message["ranks"]), message["start"]
+        self._ranks = ranks = LocalRanks(numbers, self._pass_up, self._report, first=numbers.start)
+        try:
+            config = TypeAdapter(WorkerConfig).validate_json(start["config"])
+            own = {"folder": str(resolve(config.model)), "host": self._own_address}
+            for rank in numbers:
+                ranks.start(rank, start | own)
+        except (OSError, ValueError) as error:
+            self._report(numbers.start, Lost(str(error), mistake=isinstance(error, ValueError)))
+        threading.Thread(target=self._pass_plans, args=(ranks,), name="plans", daemon=True).start()
+        while not self._ended.wait(BEAT_SECONDS):
+            self._control.send({"alive": True})
+            ranks.look()
+            if verdict := self._control.silence.verdict():
+                logger.warning("rank 0 %s", verdict)
+                self._ended.set()
+        ranks.kill()
+        ranks.close(time.monotonic())
+        self._control.close()
+        self._steps.close()
+        return 0
+
+    def _hear(self, message: Any) -> None:
+        if "ranks" in message:
+            self._first.put(message)
+        elif "rank" in message and self._ranks is not None:
+            self._ranks.tell(message["rank"], message["message"])
+
+    def _pass_up(self, rank: int, message: Any) -> None:
+        self._control.send({"rank": rank, "message": message})
+
+    def _pass_plans(self, ranks: LocalRanks) -> None:
+        with suppress(OSError):
+            while (plan := receive_bytes(self._steps)) is not None:
+                if lost := ranks.send(plan):
+                    self._report(ranks.numbers.start, lost)
+                    return
+        ranks.leave()  # rank 0 has closed the connection: they end after the step in flight
+        ranks.close(time.monotonic() + SEND_SECONDS)
+        self._end()
+
+    def _report(self, rank: int, lost: Lost) -> None:
+        """Tells rank 0, which ends the worker and so this process."""
+        logger.warning("a rank is lost: %s", lost.text)
+        self._control.send({"lost": (rank, lost.text, lost.mistake)})
+
+    def _end(self) -> None:
+        self._ended.set()
+
+
+def _dial(address: str, number: int, kind: str, token: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    deadline, why = time.monotonic() + MEET_SECONDS, ""
+    while time.monotonic() < deadline:
+        try:
+            connection = socket.create_connection((host.strip("[]"), int(port)), HELLO_SECONDS)
+            connection.settimeout(None)
+            _limit(connection, HELLO_SECONDS)
+            with Connection(os.dup(connection.fileno())) as said:
+                answer_challenge(said, token.encode())
+                deliver_challenge(said, token.encode())
+                said.send_bytes(msgpack.packb((number, kind)))
+        except AuthenticationError as error:
+            raise ConnectionError(f"{address} refuses the join token: {error}") from error
+        except (OSError, EOFError) as error:
+            why = str(error) or type(error).__name__
+            time.sleep(REDIAL_SECONDS)
+        else:
+            _limit(connection, 0.0)
+            return connection
+    raise ConnectionError(f"rank 0 at {address} isn't reached within {MEET_SECONDS:g} s: {why}")
+
+
+def _limit(connection: socket.socket, seconds: float) -> None:
+    """Limits how long a blocking read or write of the socket waits; 0 doesn't."""
+    value = int(seconds).to_bytes(8, "little") + bytes(8)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, value)
