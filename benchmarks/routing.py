@@ -103,7 +103,7 @@ class Rates:
             start: a rate, of any fleet, to begin the search with.
             keep: called after each run.
         """
-        self._setup, self._found, self._start, self._keep = setup, found, start, keep
+        self._setup, self._found, self.start, self._keep = setup, found, start, keep
         self._highest: dict[str, float] = {}
 
     def runs(self, policy: str) -> list[dict[str, float]]:
@@ -159,8 +159,8 @@ class Rates:
             def met(rate: float) -> float:
                 return self.run(policy, rate)["met"]
 
-            low = self._start
-            while met(low) < CAPACITY and low > 0.05 * self._start:
+            low = self.start
+            while met(low) < CAPACITY and low > 0.05 * self.start:
                 low /= 1.25
             self._highest[policy] = highest_rate(met, low, 1.25 * low)
         return self._highest[policy]
@@ -390,6 +390,11 @@ def row_batch(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, An
     return found
 
 
+def row_start(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
+    """The figures at the rate at which a search would begin (`--start`)."""
+    return {policy: rates.run(policy, rates.start) for policy in wanted}
+
+
 def row_curve(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
     """Goodput against rate, of each policy and of as many co-located workers: runs of `rate`, and lower rates."""
     highest = rates.highest(apart(wanted)[-1])
@@ -408,6 +413,7 @@ ROWS: dict[str, Callable[[Setup, Rates, Sequence[str]], dict[str, Any]]] = {
     "admission": row_admission,
     "batch": row_batch,
     "curve": row_curve,
+    "start": row_start,
 }
 
 
@@ -486,7 +492,7 @@ def measure_decisions(args: argparse.Namespace) -> None:
         save(args.out, result)
 
 
-COLORS = ("#2563eb", "#d97706", "#64748b", "#059669", "#dc2626")
+COLORS = ("#94a3b8", "#7c3aed", "#2563eb", "#d97706", "#059669", "#dc2626")
 WIDTH, HEIGHT, LEFT, TOP = 560, 300, 60, 40
 
 
@@ -530,7 +536,7 @@ def main() -> None:
     simulated.add_argument("--trace", choices=TraceName.__args__, default="conversation")  # type: ignore[attr-defined]
     simulated.add_argument("--workers", type=int, nargs=2, default=(8, 8), metavar=("PREFILL", "DECODE"))
     simulated.add_argument("--policies", nargs="+", choices=(*POLICIES, *COLOCATED), default=(*POLICIES, *COLOCATED))
-    simulated.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    simulated.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS)[:-1])
     simulated.add_argument("--seconds", type=float, default=60.0, help="simulated seconds of arrivals of each run")
     simulated.add_argument(
         "--seed", type=int, choices=range(SEEDS), default=0, help="in eighths of the trace: where it begins"
