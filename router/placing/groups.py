@@ -172,7 +172,7 @@ def numbers_of(worker: WorkerView) -> tuple[float, ...]:
     costs aren't known.
 
     WAIT     until a prompt's first step; URGENT_WAIT is the same for one that passes less urgent ones
-    FIRST    least for a prompt
+    FIRST    for any prompt, besides its tokens
     TOKEN    one more token of a prompt
     PAIR     one more pair of tokens that attention visits (`costs.step.pairs`)
     DELAY    by which all sequences that decode there are delayed together, for one token of a prompt (`stall`)
