@@ -2,11 +2,13 @@
 
     python benchmarks/routing.py simulated --traces DIR --calibration DIR [--workers 8 8] [--rows ...] [--out FILE]
     python benchmarks/routing.py engine MODEL --traces DIR [--rates ...] [--out FILE]
+    python benchmarks/routing.py decision [--out FILE]
     python benchmarks/routing.py picture RESULTS --out docs/images/routing.svg
 
 `simulated` runs fleets of Llama-3.1-8B, one H100 each, in simulated time (`simulated/`): router, scheduler and block
 pools are the product's own, steps take what measured kernels take (`simulated/kernels.py`), hand-offs what a link of
-400 Gbit/s does. `engine` runs two or four workers of this machine on a small model (`routing_engine.py`).
+400 Gbit/s does. `engine` runs two or four workers of this machine on a small model (`routing_engine.py`). `decision`
+measures the time of a decision (`routing_decision.py`).
 
 Folders: `--traces` has `mooncake/conversation_trace.jsonl` and `azure2023/*.csv`, `--calibration` the measurements that
 `simulated/kernels.py` names. Both are public; neither is part of the project.
@@ -19,8 +21,9 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -29,15 +32,13 @@ from simulated.clock import run
 from simulated.cluster import END, Cluster, Place, Question
 from simulated.fleet import CAPACITY, Background, Talk, Targets, converse, highest_rate, refused_again, replay
 from simulated.kernels import LLAMA_3_1_8B, Kernels, checked
-from simulated.traces import Arrival, TraceName, at_rate, oracle_hits, read
+from simulated.traces import Arrival, TraceName, at_rate, begun_later, oracle_hits, read
 from simulated.worker import Machine
 from turns import end_on_signal, own_setting, save
 
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.router.config import BATCH, DEFAULT_CLASS, INTERACTIVE, RouterConfig, ServiceClass
-from kvrelay.router.placing.placement import Demand, Placement
-from kvrelay.router.placing.prefixes import UNIT
+from kvrelay.router.config import BATCH, DEFAULT_CLASS, INTERACTIVE, ServiceClass
 
 TARGETS = Targets(ttft=3.0, ttft_token=0.1e-3, tpot=0.05)
 LINK_BYTES = 50e9 * 0.8
@@ -48,12 +49,14 @@ KV_TOKENS = 400_000
 """Tokens in an H100's pool: 80 GB, less 16 GB of weights and 10 GB for the rest, in 16 bits."""
 MAX_CONTEXT = 131_072
 POLICIES = ("round_robin", "random", "least_work", "predicted")
+COLOCATED = ("colocated least_work", "colocated predicted")
+"""The policies on as many co-located workers."""
 SLOW, SLOW_LINK = 2.0, 10.0
 OVERLOAD = 1.5
 TALK_SECONDS = 120.0
-PREFIXES = 10_000
-KNOWN = {each.name for each in fields(RouterConfig)}
-ENGINE = {each.name for each in fields(EngineConfig)}
+SMALL_BLOCKS = 16
+"""Tokens of a block with which conversations are tried as well."""
+SEEDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +82,14 @@ class Setup:
         return at_rate(self.trace, rate, self.seconds)
 
 
-def policies(wanted: Sequence[str]) -> list[str]:
-    """The policies among `wanted` that the router has."""
-    return [each for each in wanted if "placement" in KNOWN or each == "least_work"]
+def apart(wanted: Sequence[str]) -> list[str]:
+    """The policies among `wanted` that are tried with prefill and decode workers."""
+    return [each for each in wanted if each not in COLOCATED]
 
 
 def options(policy: str, **others: object) -> dict[str, object]:
     """The router's options for a policy."""
-    given = {"placement": policy, **others}
-    return {name: value for name, value in given.items() if name in KNOWN}
+    return {"placement": policy, **others}
 
 
 class Rates:
@@ -101,7 +103,7 @@ class Rates:
             start: a rate, of any fleet, to begin the search with.
             keep: called after each run.
         """
-        self._setup, self._found, self._start, self._keep = setup, found, start, keep
+        self._setup, self._found, self.start, self._keep = setup, found, start, keep
         self._highest: dict[str, float] = {}
 
     def runs(self, policy: str) -> list[dict[str, float]]:
@@ -157,8 +159,8 @@ class Rates:
             def met(rate: float) -> float:
                 return self.run(policy, rate)["met"]
 
-            low = self._start
-            while met(low) < CAPACITY and low > 0.05 * self._start:
+            low = self.start
+            while met(low) < CAPACITY and low > 0.05 * self.start:
                 low /= 1.25
             self._highest[policy] = highest_rate(met, low, 1.25 * low)
         return self._highest[policy]
@@ -172,11 +174,10 @@ def busy(found: Mapping[str, float]) -> dict[str, float]:
 
 
 def row_rate(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
-    """The highest rates, beside several policies that of as many co-located workers; at that of `least_work`, mean TTFT
-    and hits in prefix caches; and `bounds`."""
+    """The highest rates; at that of `least_work`, mean TTFT and hits in prefix caches; and `bounds`."""
     base = rates.highest("least_work")
     found: dict[str, Any] = {}
-    for policy in (*wanted, *([f"colocated {wanted[-1]}"] if len(wanted) > 1 else [])):
+    for policy in dict.fromkeys(("least_work", *wanted)):
         done, highest = rates.run(policy, base), rates.highest(policy)
         found[policy] = {
             "highest_rate": round(highest, 3),
@@ -233,7 +234,7 @@ def row_slow(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any
         receiver = next(each for each in cluster.workers if each.role == "decode")
         sender.link_factors[receiver.id.name] = SLOW_LINK
 
-    for policy in wanted[-1:]:
+    for policy in apart(wanted)[-1:]:
         rate = 0.85 * rates.highest(policy)
         whole = rates.run(policy, rate)["ttft_p99"]
         prefill, decode = list(setup.fleet), list(setup.fleet)
@@ -264,10 +265,12 @@ def row_answers(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, 
     """Tokens of earlier answers that are computed again, from the second to the tenth turn."""
     found: dict[str, Any] = {}
     talk = Talk(users=48 * setup.prefills)
-    for policy in wanted[-2:]:
+    for policy, size in product(apart(wanted)[-2:], (setup.machine.engine.block_size, SMALL_BLOCKS)):
+        engine = replace(setup.machine.engine, block_size=size)
+        fleet = [replace(each, machine=replace(each.machine, engine=engine)) for each in setup.fleet]
 
-        def talked(policy: str = policy) -> dict[str, Any]:
-            done = converse(setup.fleet, talk, TALK_SECONDS, options(policy))
+        def talked(policy: str = policy, fleet: list[Place] = fleet) -> dict[str, Any]:
+            done = converse(fleet, talk, TALK_SECONDS, options(policy))
             return {
                 "turns": done.turns,
                 "answers_again": round(done.again / max(1, done.answers), 4),
@@ -276,7 +279,7 @@ def row_answers(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, 
                 **busy(done.busy),
             }
 
-        found[policy] = rates.kept(f"{policy} conversations", talked)
+        found[f"{policy}, blocks of {size}"] = rates.kept(f"{policy} conversations, blocks of {size}", talked)
     return found
 
 
@@ -285,10 +288,10 @@ def row_admission(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str
     of a refusal says when the request would be taken."""
     found: dict[str, Any] = {}
     classes = {DEFAULT_CLASS: ServiceClass(ttft_target_seconds=TARGETS.ttft, tpot_target_seconds=TARGETS.tpot)}
-    for policy in wanted[-1:]:
+    for policy in apart(wanted)[-1:]:
         highest = rates.highest(policy)
         peak = max(each["goodput"] for each in rates.runs(policy))
-        for admission in ("none", "room", "predicted") if "admission" in KNOWN else ("room",):
+        for admission in ("none", "room", "predicted"):
             given = options(policy, admission=admission, classes=classes)
             rate = OVERLOAD * highest
 
@@ -362,7 +365,7 @@ def row_batch(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, An
             for number in range(24 * (setup.prefills + setup.decodes)):
                 group.create_task(one(number + 10**6))
 
-    for policy in wanted[-1:]:
+    for policy in apart(wanted)[-1:]:
         rate = 0.5 * rates.highest(policy)
 
         def interactive(background: Background | None, policy: str = policy, rate: float = rate) -> dict[str, Any]:
@@ -387,42 +390,16 @@ def row_batch(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, An
     return found
 
 
-def row_decision(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
-    """Seconds of a decision, the view of the workers included, with 10,000 prefixes known of 64 workers, and
-    500 of 1,000."""
-
-    async def main(pairs: int, policy: str, prefixes: int) -> float:
-        places = [Place("prefill", setup.machine)] * pairs + [Place("decode", setup.machine)] * pairs
-        cluster, rng = Cluster(places, options(policy)), random.Random(0)
-        await cluster.start()
-        placing, registry = cluster.router.front.dispatch.placing.policy, cluster.router.registry
-        chains = [[rng.getrandbits(64) for _ in range(64)] for _ in range(prefixes)]
-        took = []
-        for number, chain in enumerate([*chains, *rng.sample(chains, 300)]):
-            demand = Demand(64 * UNIT + 100, 300, chain=chain, expected_tokens=300)
-            began = time.perf_counter()
-            placement = placing.place(demand, registry.view())
-            if number >= prefixes:
-                took.append(time.perf_counter() - began)
-            if isinstance(placement, Placement):
-                for each in placing.take(placement, chain):
-                    each.reported(0, setup.machine.engine.block_size)
-        return statistics.median(took)
-
-    found: dict[str, Any] = {}
-    for policy in wanted[-2:]:
-        sizes = {32: PREFIXES, 500: PREFIXES // 20}
-        found[policy] = {f"{2 * each}_workers": round(run(main(each, policy, n)), 6) for each, n in sizes.items()}
-        print(json.dumps({"policy": policy, **found[policy]}), flush=True)
-    return found
+def row_start(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
+    """The figures at the rate at which a search would begin (`--start`)."""
+    return {policy: rates.run(policy, rates.start) for policy in wanted}
 
 
 def row_curve(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
     """Goodput against rate, of each policy and of as many co-located workers: runs of `rate`, and lower rates."""
-    highest = rates.highest(wanted[-1])
-    colocated = f"colocated {wanted[-1]}"
+    highest = rates.highest(apart(wanted)[-1])
     found: dict[str, Any] = {}
-    for policy in (*wanted, colocated):
+    for policy in wanted:
         for share in (0.5, 0.75, 1.0):
             rates.run(policy, share * highest)
         found[policy] = [[each["rate"], each["goodput"]] for each in rates.runs(policy)]
@@ -435,8 +412,8 @@ ROWS: dict[str, Callable[[Setup, Rates, Sequence[str]], dict[str, Any]]] = {
     "answers": row_answers,
     "admission": row_admission,
     "batch": row_batch,
-    "decision": row_decision,
     "curve": row_curve,
+    "start": row_start,
 }
 
 
@@ -444,18 +421,20 @@ ROWS: dict[str, Callable[[Setup, Rates, Sequence[str]], dict[str, Any]]] = {
 def h100(calibration: Path) -> Machine:
     """A worker of Llama-3.1-8B on one H100."""
     spec = ModelSpec("LlamaForCausalLM", 256, MAX_CONTEXT, (END,), "bfloat16", "0" * 64)
-    bound = {"step_seconds": TARGETS.tpot} if "step_seconds" in ENGINE else {}
-    engine = EngineConfig(block_size=64, max_batch_tokens=8192, max_sequences=256, kv_memory_bytes=1, **bound)
+    engine = EngineConfig(
+        block_size=64, max_batch_tokens=8192, max_sequences=256, kv_memory_bytes=1, step_seconds=TARGETS.tpot
+    )
     kernels = Kernels(calibration, LLAMA_3_1_8B)
     return Machine(kernels, spec, engine, KV_TOKENS, LLAMA_3_1_8B.kv_bytes, 1 / LINK_BYTES, HANDOFF_SECONDS)
 
 
 def simulate(args: argparse.Namespace) -> None:
     machine = h100(args.calibration)
-    setup = Setup(machine, read(args.traces, args.trace), *args.workers, args.seconds)
-    wanted = policies(args.policies)
+    trace = begun_later(read(args.traces, args.trace, args.seed), args.seed / SEEDS)
+    setup = Setup(machine, trace, *args.workers, args.seconds)
+    wanted: list[str] = list(args.policies)
     result: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
-    name = f"{args.trace} {args.workers[0]}+{args.workers[1]}"
+    name = f"{args.trace} {args.workers[0]}+{args.workers[1]}" + (f", seed {args.seed}" if args.seed else "")
     found = result.setdefault(name, {})
     result["setting"] = {**own_setting(), "link_bytes_per_second": LINK_BYTES, "kv_tokens": KV_TOKENS}
     if "kernels" not in result:
@@ -503,7 +482,17 @@ def measure_engines(args: argparse.Namespace) -> None:
             save(args.out, result)
 
 
-COLORS = ("#2563eb", "#d97706", "#64748b", "#059669", "#dc2626")
+def measure_decisions(args: argparse.Namespace) -> None:
+    """Time of a decision."""
+    from routing_decision import measure
+
+    result: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    result["decision"] = {"setting": own_setting("numpy", "xxhash"), "rows": list(measure(args.prefixes))}
+    if args.out is not None:
+        save(args.out, result)
+
+
+COLORS = ("#94a3b8", "#7c3aed", "#2563eb", "#d97706", "#059669", "#dc2626")
 WIDTH, HEIGHT, LEFT, TOP = 560, 300, 60, 40
 
 
@@ -546,9 +535,12 @@ def main() -> None:
     simulated.add_argument("--calibration", type=Path, required=True, help="folder of the measured kernels")
     simulated.add_argument("--trace", choices=TraceName.__args__, default="conversation")  # type: ignore[attr-defined]
     simulated.add_argument("--workers", type=int, nargs=2, default=(8, 8), metavar=("PREFILL", "DECODE"))
-    simulated.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES, help="the last one is the best")
-    simulated.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    simulated.add_argument("--policies", nargs="+", choices=(*POLICIES, *COLOCATED), default=(*POLICIES, *COLOCATED))
+    simulated.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS)[:-1])
     simulated.add_argument("--seconds", type=float, default=60.0, help="simulated seconds of arrivals of each run")
+    simulated.add_argument(
+        "--seed", type=int, choices=range(SEEDS), default=0, help="in eighths of the trace: where it begins"
+    )
     simulated.add_argument("--start", type=float, help="requests a second at which the search for the highest begins")
     simulated.add_argument(
         "--out",
@@ -569,6 +561,10 @@ def main() -> None:
     )
     engines.add_argument("--out", type=Path, help="file for the results, which keeps what other runs have found")
     engines.set_defaults(do=measure_engines)
+    timed = commands.add_parser("decision", help="time of a decision")
+    timed.add_argument("--prefixes", type=int, default=10_000, help="prompts that are in caches")
+    timed.add_argument("--out", type=Path, help="file for the results, which keeps what is there")
+    timed.set_defaults(do=measure_decisions)
     drawn = commands.add_parser("picture", help="goodput against rate, of the results of `simulated`")
     drawn.add_argument("results", type=Path)
     drawn.add_argument("--fleet", default="conversation 8+8", help="key of the results")

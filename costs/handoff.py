@@ -28,7 +28,8 @@ class KvBytes:
     def between(self, first: float, end: float) -> float:
         """Bytes of a hand-off after which the receiver has `end` tokens, of which it had the first `first` before."""
         sent = max(0.0, end - first)
-        return self.token * sent + sum([each * min(sent, kept) for each, kept in self.windows]) + self.fixed
+        found = self.token * sent + self.fixed
+        return found + sum([each * min(sent, kept) for each, kept in self.windows]) if self.windows else found
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,10 @@ class Pace:
     """Seconds of a step of decodes alone, as they are now; 0 without any."""
     wait: float
     """Seconds until the first chunk of a newcomer's prompt is computed."""
+    most: int
+    """Tokens of a prompt that a step computes beside the decodes, if its time isn't bounded."""
+    bounded: bool
+    """Whether it is."""
 
     @classmethod
     def of(cls, costs: WorkerCosts, load: WorkerLoad) -> "Pace":
@@ -94,7 +98,8 @@ class Pace:
         step = costs.step
         alone = step.seconds(StepWork(sequences=load.sequences, context_tokens=load.context_tokens))
         decodes = alone - step.fixed
-        pace = cls(costs, load, decodes, alone if load.sequences else 0.0, 0.0)
+        most, bounded = max(1, costs.chunk - load.sequences), load.sequences > 0 and costs.step_seconds > 0.0
+        pace = cls(costs, load, decodes, alone if load.sequences else 0.0, 0.0, most, bounded)
         if not load.prompt_tokens:
             # The step that runs is half done on average.
             wait = pace.step / 2
@@ -106,21 +111,20 @@ class Pace:
         if load.passed_tokens:
             chunk = min(load.passed_tokens, pace.chunk(0))
             wait += (step.prefill(chunk, 0, chunk) + decodes) / 2
-        return cls(costs, load, decodes, pace.step, wait)
+        return cls(costs, load, decodes, pace.step, wait, most, bounded)
 
     def chunk(self, start: float) -> int:
         """Tokens of a prompt that a step computes after the first `start` of them, beside the decodes."""
+        if not self.bounded:
+            return self.most
         costs, load = self.costs, self.load
-        most = max(1, costs.chunk - load.sequences)
-        if not load.sequences or costs.step_seconds <= 0.0:
-            return most
         others = StepWork(sequences=load.sequences, context_tokens=load.context_tokens)
-        return min(most, max(LEAST_CHUNK, costs.step.tokens_within(costs.step_seconds, int(start), others)))
+        return min(self.most, max(LEAST_CHUNK, costs.step.tokens_within(costs.step_seconds, int(start), others)))
 
     def prefill(self, tokens: float, cached: float) -> Prefill:
         """The computing of a prompt's `tokens` after `cached` ones whose KV is there."""
         tokens, step = max(1.0, tokens), self.costs.step
-        chunk = self.chunk(cached + tokens / 2)
+        chunk = self.chunk(cached + tokens / 2) if self.bounded else self.most
         steps = math.ceil(tokens / chunk)
         # As `StepCost.prefill`, without its calls: each placement predicts several prompts.
         work = step.token * tokens + step.pair * tokens * (cached + (tokens + 1) / 2)

@@ -99,6 +99,14 @@ def at_rate(trace: Sequence[Arrival], rate: float, seconds: float) -> list[Arriv
     return list(takewhile(lambda each: each.at < seconds, arrivals()))
 
 
+def begun_later(trace: Sequence[Arrival], share: float) -> list[Arrival]:
+    """The trace from a share of its requests on; those before come at its end."""
+    first = int(share * len(trace))
+    begin, end = trace[first].at, trace[-1].at + trace[-1].at / len(trace)
+    late = [replace(each, at=each.at + end - begin) for each in trace[:first]]
+    return [replace(each, at=each.at - begin) for each in trace[first:]] + late
+
+
 def oracle_hits(arrivals: Sequence[Arrival], most_tokens: float = math.inf) -> dict[int, int]:
     """Tokens of each prompt, by the arrival's number, that one cache would have if it had each prompt as soon as it
     arrives. The last token of a prompt is always computed.

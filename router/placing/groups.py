@@ -6,7 +6,8 @@ and pairs to avoid are used only if there are no others.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import is_
+from itertools import compress, count
+from operator import is_not
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,10 +115,8 @@ class Fleet:
     def see(self, workers: Sequence[WorkerView]) -> bool:
         """Takes the workers' state now; returns whether more than loads has changed."""
         if len(workers) == len(self.workers):
-            if all(map(is_, workers, self.workers)):
-                return False
-            changed = [row for row, (new, old) in enumerate(zip(workers, self.workers, strict=True)) if new is not old]
-            if all(_standing(workers[row]) == _standing(self.workers[row]) for row in changed):
+            changed = list(compress(count(), map(is_not, workers, self.workers)))
+            if all(_stands(workers[row], self.workers[row]) for row in changed):
                 for row in changed:
                     self._replace(row, workers[row])
                 return False
@@ -149,12 +148,19 @@ class Fleet:
             side[at] = worker
 
 
-def _standing(worker: WorkerView) -> tuple[object, ...]:
-    """What decides on groups."""
-    known = worker.pace is not None
-    # The KV pool's size is known from the first report on; the prefix index depends on it.
-    facts = worker.ready, worker.compatibility, worker.avoided, worker.bad_peers, worker.kv_tokens
-    return worker.id, worker.role, known, *facts
+def _stands(new: WorkerView, old: WorkerView) -> bool:
+    """Whether all that decides on groups is as it was."""
+    return (
+        new.id == old.id
+        and new.role == old.role
+        and new.ready == old.ready
+        and new.avoided == old.avoided
+        and new.compatibility == old.compatibility
+        and new.bad_peers == old.bad_peers
+        # The KV pool's size is known from the first report on; the prefix index depends on it.
+        and new.kv_tokens == old.kv_tokens
+        and (new.pace is None) == (old.pace is None)
+    )
 
 
 COLUMNS = 10
@@ -166,7 +172,7 @@ def numbers_of(worker: WorkerView) -> tuple[float, ...]:
     costs aren't known.
 
     WAIT     until a prompt's first step; URGENT_WAIT is the same for one that passes less urgent ones
-    FIRST    least for a prompt
+    FIRST    for any prompt, besides its tokens
     TOKEN    one more token of a prompt
     PAIR     one more pair of tokens that attention visits (`costs.step.pairs`)
     DELAY    by which all sequences that decode there are delayed together, for one token of a prompt (`stall`)

@@ -69,6 +69,8 @@ class DecodeCapacity:
         if demand.begun:
             return self.blocks_for(demand.prompt_tokens) <= free
         need, kept = self.blocks_for(demand.most_expected), 0
+        if need + 2 * self.reserve <= free - self.growth_blocks:
+            return True  # whoever asks
         if min(need, self.total - 2 * self.reserve) > free:
             return False  # whoever asks: the queue asks often while workers are full
         if demand.holder and self.passes(demand):

@@ -28,7 +28,7 @@ from kvrelay.rpc.identity import WorkerId, WorkerRole
 
 WORK_WEIGHT = 4
 """Weight of a request's own work against the load that it finds. Tokens that are computed again delay not only this
-request but also later ones; `benchmarks/placement.py` measures it."""
+request but also later ones."""
 TRANSFER_SHARE = 16
 """Number of tokens whose transfer as KV counts as computing one token."""
 

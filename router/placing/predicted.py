@@ -15,7 +15,7 @@ it. The cheapest few of each side are predicted in detail, each pair with its ow
 
 import math
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from operator import attrgetter, mul
 from typing import NamedTuple
 
 import numpy as np
@@ -24,25 +24,13 @@ from xxhash import xxh3_64_intdigest
 
 from kvrelay.costs.predict import Decision, Pace, Predicted, Prefill, Way, exposed_seconds
 from kvrelay.router.config import PlacementName
-from kvrelay.router.placing.groups import (
-    BACKLOG,
-    CONTEXT,
-    DELAY,
-    FIRST,
-    PAIR,
-    STEP,
-    TOKEN,
-    URGENT_BACKLOG,
-    URGENT_WAIT,
-    WAIT,
-    Group,
-    stall,
-)
+from kvrelay.router.placing.groups import BACKLOG, CONTEXT, URGENT_BACKLOG, Fleet, Group, stall
 from kvrelay.router.placing.placement import Demand, Placement, WorkerView
 from kvrelay.router.placing.policies import Choice, LeastWork, PlacementPolicy, Random, RoundRobin
-from kvrelay.router.placing.prefixes import Expectation, PrefixIndex
+from kvrelay.router.placing.prefixes import FEW, Cached, Expectation, PrefixIndex
+from kvrelay.rpc.identity import WorkerRole
 
-CANDIDATES = 4
+CANDIDATES = 3
 """Workers of each side that are predicted in detail."""
 PREFILL_WEIGHT = 4.0
 """Weight of the seconds in which a worker computes a prompt: requests that come later wait for them too."""
@@ -59,10 +47,15 @@ TIE_SECONDS = 1e-7
 """Difference of costs by which equal workers take turns."""
 CAUTION = 1e9
 """Seconds that stand for what comes before any cost in seconds (`PlacementPolicy._caution`)."""
+ORDERS = 1024
+"""Different orders of equal workers."""
 TURNS = 2**20
 """Turns after which they are counted from 0 again."""
 PREFILLS, DECODES, COLOCATED = range(3)
 """Indices in `Group.sides`."""
+SIDES: dict[WorkerRole, int] = {"prefill": PREFILLS, "decode": DECODES, "colocated": COLOCATED}
+PLAIN_WEIGHTS = (PREFILL_WEIGHT,) * len(SIDES)
+"""Weights as long as no request waits."""
 
 Vector = NDArray[np.float64]
 Fits = Callable[[WorkerView], bool]
@@ -109,51 +102,79 @@ class _Prices:
     Caution (`PlacementPolicy._caution`) is part of each cost, once for each worker.
     """
 
-    def __init__(self, demand: Demand, numbers: Vector, cached: Vector, extra: Vector, weights: Vector) -> None:
+    def __init__(self, demand: Demand, fleet: Fleet, cached: Cached, extra: Vector, weights: Sequence[float]) -> None:
         """
         Args:
-            numbers: [COLUMNS, workers] `numbers_of` each.
-            cached: [workers] tokens of the prompt that are there.
+            cached: tokens of the prompt, and the workers that have so many (`PrefixIndex.cached`).
             extra: [workers] seconds that stand for caution, and what decides between equals.
-            weights: [workers] weight of the seconds in which a worker computes the prompt.
+            weights: weight of the seconds in which a worker computes the prompt, for each of `Group.sides`.
         """
-        self._prompt, self._yields = demand.prompt_tokens, demand.yields
-        prompt, wait = demand.prompt_tokens, numbers[WAIT if demand.yields else URGENT_WAIT]
+        self._prompt, self._yields, self._extra, self._weights = demand.prompt_tokens, demand.yields, extra, weights
         self.steps = steps = min(MOST_STEPS, max(1, demand.expected_tokens - 1)) if demand.decode_tokens else 0
-        self._context = context = prompt + steps / 2
-        self._cached, self._extra, self._weights = cached, extra, weights
-        new = prompt - cached
-        prefill = numbers[TOKEN] * new + numbers[PAIR] * (0.5 * (prompt * prompt - cached * cached))
-        self.prompts: Vector = wait + weights * np.maximum(prefill, numbers[FIRST]) + extra
-        """[workers] of the prompt, up to its first token."""
-        self.streams: Vector = (DECODE_WEIGHT * steps) * (numbers[STEP] + numbers[CONTEXT] * context) + extra
+        self._context = demand.prompt_tokens + steps / 2
+        self._least = cached[0][0]
+        self._tokens: dict[int, int] = {}
+        """Tokens of the prompt that workers have, by row, where these are more than `_least`."""
+        # One product estimates all: for few workers, each call of numpy takes longer than its work.
+        stream, numbers = DECODE_WEIGHT * steps, fleet.numbers
+        factors = [(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, stream, stream * self._context), *self._factors(cached[0][0])]
+        found: Vector = np.dot(np.array(factors), numbers[: CONTEXT + 1])
+        found += extra
+        self.streams: Vector = found[0]
         """[workers] of the tokens after the first one."""
-        self.wholes: Vector = self.prompts + self.streams + numbers[DELAY] * (DECODE_WEIGHT * new) - extra
-        """[workers] of a request that one worker computes to its end."""
+        self.costs: Vector = found[1:]
+        """[sides, workers] of the prompt up to its first token on a prefill worker, of the whole request on others."""
+        for tokens, rows in cached[1:]:
+            self._tokens |= dict.fromkeys(rows, tokens)
+            own = self._factors(tokens)
+            if len(rows) > FEW:
+                self.costs[:, rows] = np.array(own) @ numbers[: CONTEXT + 1, rows] + extra[rows]
+                continue
+            for row in rows:
+                side = SIDES[fleet.workers[row].role]
+                each = sum(map(mul, own[side], numbers[: CONTEXT + 1, row].tolist()))
+                self.costs[side, row] = each + extra.item(row)
+
+    def _factors(self, tokens: int) -> list[tuple[float, ...]]:
+        """Factors of the numbers of a worker that has so many tokens of the prompt, for each of `Group.sides`."""
+        new = self._prompt - min(tokens, self._prompt - 1)
+        pairs, delay, stream = new * (self._prompt - new / 2), DECODE_WEIGHT * new, DECODE_WEIGHT * self.steps
+        waits = (1.0, 0.0) if self._yields else (0.0, 1.0)
+        prefill, decode, colocated = self._weights
+        last = (delay, stream, stream * self._context)
+        return [
+            (*waits, prefill, prefill * new, prefill * pairs, 0.0, 0.0, 0.0),
+            (*waits, decode, decode * new, decode * pairs, *last),
+            (*waits, colocated, colocated * new, colocated * pairs, *last),
+        ]
+
+    def _cached(self, row: int) -> int:
+        """Tokens of the prompt that a worker has, without the last one, which is always computed."""
+        return min(self._tokens.get(row, self._least), self._prompt - 1)
 
     def prompt(self, row: int, worker: WorkerView) -> _Prompt:
         """The prompt on a worker."""
-        pace, cached = _pace(worker, self._yields), float(self._cached[row])
+        pace, cached = _pace(worker, self._yields), self._cached(row)
         prefill = pace.prefill(self._prompt - cached, cached)
-        seconds = pace.wait + float(self._weights[row]) * prefill.seconds + float(self._extra[row])
+        seconds = pace.wait + self._weights[SIDES[worker.role]] * prefill.seconds + self._extra.item(row)
         return _Prompt(seconds, row, worker, prefill)
 
     def stream(self, row: int, worker: WorkerView) -> _Stream:
         """The tokens after the first one on a worker."""
-        return _Stream(float(self.streams[row]), row, worker)
+        return _Stream(self.streams.item(row), row, worker)
 
     def alone(self, row: int, worker: WorkerView, way: Way) -> _Option:
         """The request on one worker, from beginning to end."""
         prompt, sequences = self.prompt(row, worker), _pace(worker).load.sequences
         delay = stall(prompt.prefill.delay, prompt.prefill.steps) * sequences
-        seconds = prompt.seconds + float(self.streams[row] - self._extra[row]) + DECODE_WEIGHT * delay
+        seconds = prompt.seconds + self.streams.item(row) - self._extra.item(row) + DECODE_WEIGHT * delay
         return _Option(seconds, way, prompt, worker)
 
     def pair(self, prompt: _Prompt, stream: _Stream) -> _Option:
         """The request on two workers."""
         costs = _pace(stream.worker).costs
         link = costs.link(prompt.worker.id.name)
-        exposed = exposed_seconds(costs.kv, link, self._prompt, float(self._cached[stream.row]), prompt.prefill)
+        exposed = exposed_seconds(costs.kv, link, self._prompt, self._cached(stream.row), prompt.prefill)
         return _Option(prompt.seconds + stream.seconds + exposed, "pair", prompt, stream.worker, exposed)
 
     def pairs(self, group: Group, prompts: list[_Prompt], streams: list[_Stream]) -> list[_Option]:
@@ -168,7 +189,10 @@ class _Prices:
                     break  # a hand-off takes some time as well
                 if group.allows(prompt.worker, stream.worker):
                     found.append(self.pair(prompt, stream))
-                    best, second, _ = sorted((best, second, found[-1].seconds))
+                    if (seconds := found[-1].seconds) < best:
+                        best, second = seconds, best
+                    elif seconds < second:
+                        second = seconds
         return found
 
     def predicted(self, option: _Option) -> Predicted:
@@ -193,9 +217,11 @@ class PredictedCost(LeastWork):
     def __init__(self, index: PrefixIndex, backlog_share: float = 0.0, ahead_tokens: float = math.inf) -> None:
         super().__init__(index, backlog_share, ahead_tokens)
         self._turns: Vector = np.zeros(0)
-        """[workers] the latest turn of each, from 0 to 1."""
+        """[workers] the latest turn of each, from 0 to TIE_SECONDS."""
         self._names: NDArray[np.uint64] = np.zeros(0, np.uint64)
         """[workers] digests of their names."""
+        self._orders: dict[int, Vector] = {}
+        """[workers] by a part of a request's key, from 0 to TIE_SECONDS."""
 
     def predict(self, demand: Demand, workers: Sequence[WorkerView]) -> Predicted | None:
         self._see(workers)
@@ -209,14 +235,16 @@ class PredictedCost(LeastWork):
     def take(self, placement: Placement, chain: Sequence[int]) -> list[Expectation]:
         for worker in placement.each:
             if (row := self._fleet.row.get(worker)) is not None:
-                self._turns[row] = (self._turn + 1) % TURNS / TURNS
+                self._turns[row] = (self._turn + 1) % TURNS * (TIE_SECONDS / TURNS)
         return super().take(placement, chain)
 
     def _see(self, workers: Sequence[WorkerView]) -> None:
         rows = self._fleet.row
         super()._see(workers)
         if self._fleet.row is not rows:
-            self._turns = np.array([self._last_turn.get(worker.id, 0) % TURNS / TURNS for worker in workers])
+            turns = [self._last_turn.get(worker.id, 0) % TURNS for worker in workers]
+            self._turns = np.array(turns) * (TIE_SECONDS / TURNS)
+            self._orders = {}
             names = [xxh3_64_intdigest(worker.id.name.encode()) for worker in workers]
             self._names = np.array(names, np.uint64)
 
@@ -239,9 +267,10 @@ class PredictedCost(LeastWork):
         Args:
             room: whether workers without room are left out.
         """
-        cached = np.minimum(self._index.cached(demand.chain), demand.prompt_tokens - 1)
-        extra = self._cautions(demand) + TIE_SECONDS * self._order_all(demand.key)
-        prices = _Prices(demand, self._fleet.numbers, cached, extra, self._weights(demand, group))
+        cached, extra = self._index.cached(demand.chain), self._order_all(demand.key)
+        if demand.avoid or demand.on_trial or demand.degrees or self._fleet.suspects:
+            extra = extra + self._cautions(demand)
+        prices = _Prices(demand, self._fleet, cached, extra, self._weights(demand, group))
 
         def allowed(worker: WorkerView) -> bool:
             return not (demand.on_trial and worker.suspects)
@@ -250,11 +279,14 @@ class PredictedCost(LeastWork):
             return allowed(worker) and (not room or self._holds(demand, worker))
 
         def accepts(worker: WorkerView) -> bool:
-            return allowed(worker) and (not room or self._accepts(demand, worker, group))
+            has_room = not room or any(worker is each for _, each in in_place)
+            return allowed(worker) and (has_room or self._accepts(demand, worker, group))
 
         def cheapest(costs: Vector, side: int, fits: Fits, most: int) -> list[tuple[int, WorkerView]]:
             workers, rows = group.sides[side], group.rows[side]
             found: list[tuple[int, WorkerView]] = []
+            if not workers:
+                return found
             for at in costs[rows].argsort().tolist():
                 if fits(workers[at]):
                     found.append((int(rows[at]), workers[at]))
@@ -262,39 +294,39 @@ class PredictedCost(LeastWork):
                         break
             return found
 
-        in_place = cheapest(prices.wholes, DECODES, holds, CANDIDATES // 2)
-        colocated = cheapest(prices.wholes, COLOCATED, holds, CANDIDATES)
+        in_place = cheapest(prices.costs[DECODES], DECODES, holds, CANDIDATES - 1)
+        colocated = cheapest(prices.costs[COLOCATED], COLOCATED, holds, CANDIDATES)
         options = [prices.alone(*each, "in place") for each in in_place]
         options += [prices.alone(*each, "co-located") for each in colocated]
 
         def pairs(most: int) -> list[_Option]:
             decodes = cheapest(prices.streams, DECODES, accepts, most)
             # Those that have a part of the prompt get less.
-            decodes += [each for each in in_place if each not in decodes and accepts(each[1])]
-            prompts = cheapest(prices.prompts, PREFILLS, allowed, most) if decodes else []
-            streams = [prices.stream(*each) for each in decodes]
-            found = prices.pairs(group, [prices.prompt(*each) for each in prompts], streams)
+            decodes += [each for each in in_place if each not in decodes]
+            prompts = cheapest(prices.costs[PREFILLS], PREFILLS, allowed, most) if decodes else []
+            lasts = [prices.stream(*each) for each in decodes]
+            found = prices.pairs(group, [prices.prompt(*each) for each in prompts], lasts)
             # Perhaps none of them may be paired.
             return found or (pairs(len(self._fleet.workers)) if prompts and most == CANDIDATES else [])
 
         if not prices.steps:
-            prompts = [prices.prompt(*each) for each in cheapest(prices.prompts, PREFILLS, allowed, CANDIDATES)]
+            firsts = cheapest(prices.costs[PREFILLS], PREFILLS, allowed, CANDIDATES)
+            prompts = [prices.prompt(*each) for each in firsts]
             options += [_Option(prompt.seconds, "first token", prompt, None) for prompt in prompts]
         elif group.prefills and group.decodes:
             options += pairs(CANDIDATES)
         options.sort(key=_seconds)
         return options, prices
 
-    def _weights(self, demand: Demand, group: Group) -> Vector:
-        """[workers] weight of the seconds in which each computes a prompt."""
-        weights, backlog = np.full(len(self._fleet.workers), PREFILL_WEIGHT), self._backlog(demand)
+    def _weights(self, demand: Demand, group: Group) -> Sequence[float]:
+        """Weight of the seconds in which a worker of each side computes a prompt."""
         if not self._waiting:
-            return weights
+            return PLAIN_WEIGHTS
+        backlog, found = self._backlog(demand), []
         for rows in group.rows:
-            if len(rows):
-                busy = float((backlog[rows] >= self._ahead_tokens).mean())
-                weights[rows] += QUEUE_WEIGHT * self._waiting * busy / len(rows)
-        return weights
+            busy = float((backlog[rows] >= self._ahead_tokens).mean()) / len(rows) if len(rows) else 0.0
+            found.append(PREFILL_WEIGHT + QUEUE_WEIGHT * self._waiting * busy)
+        return found
 
     def _backlog(self, demand: Demand) -> Vector:
         """[workers] tokens that each has to compute before those of a request."""
@@ -303,20 +335,22 @@ class PredictedCost(LeastWork):
 
     def _cautions(self, demand: Demand) -> Vector:
         """[workers] seconds that stand for what comes before any cost."""
-        workers = self._fleet.workers
-        if not (demand.avoid or demand.on_trial or demand.degrees or self._fleet.suspects):
-            return np.zeros(len(workers))
         first, second, third = 9 * CAUTION, 3 * CAUTION, CAUTION
-        found = [self._caution(demand, worker) for worker in workers]
+        found = [self._caution(demand, worker) for worker in self._fleet.workers]
         return np.array([first * avoid + second * company + third * degree for avoid, company, degree in found])
 
     def _order_all(self, key: int) -> Vector:
-        """[workers] from 0 to 1; the smallest goes first of equals, by the key as in rendezvous hashing, or by turn."""
+        """[workers] from 0 to TIE_SECONDS; the smallest goes first of equals, by the key as in rendezvous hashing, or
+        by turn. Not to be changed."""
         if not key:
             return self._turns
-        mixed = (self._names ^ np.uint64(key % 2**64)) * np.uint64(0x9E3779B97F4A7C15)
-        mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-        return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        number = key % ORDERS
+        order = self._orders.get(number)
+        if order is None:
+            # Names are digests already, so a product with an odd number gives another order.
+            mixed = self._names * np.uint64(xxh3_64_intdigest(number.to_bytes(8, "little")) | 1)
+            order = self._orders[number] = mixed.astype(np.float64) * (2.0**-64 * TIE_SECONDS)
+        return order
 
 
 _seconds = attrgetter("seconds")

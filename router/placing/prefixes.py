@@ -24,14 +24,17 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from kvrelay.rpc.identity import WorkerId
 
 UNIT = 32
 """Tokens of one digest. A prefix is known to this precision, whatever a worker's block size."""
+Cached = list[tuple[int, list[int]]]
+"""Tokens of the longest prefix that workers have, the fewest first, and the rows of the workers that have so many. Of
+several entries with a row, the last one counts; the first entry counts for all that are in no other one."""
+FEW = 8
+"""Number of workers up to which they are looked up one by one."""
 _UNIT_BYTES = UNIT * 4
 _PART_UNITS = 512
 """Units that are hashed at a time, in some 0.2 ms; then others have their turn on the event loop."""
@@ -167,7 +170,7 @@ class PrefixIndex:
         """Which workers have each unit, by their bits."""
         self._everybody = 0
         """The bits of all workers."""
-        self._row_of_bit: NDArray[np.intp] = np.zeros(0, np.intp)
+        self._rows: list[int] = []
         """Position of each bit's worker in the order of `keep`; for unused bits anything."""
         self._numbers = itertools.count(1)
 
@@ -194,7 +197,7 @@ class PrefixIndex:
             self._everybody &= ~gone.bit
         self._caches = {worker: self._caches.get(worker) or self._new_cache() for worker in pools}
         rows = {cache.bit.bit_length() - 1: row for row, cache in enumerate(self._caches.values())}
-        self._row_of_bit = np.array([rows.get(bit, 0) for bit in range(self._everybody.bit_length())], np.intp)
+        self._rows = [rows.get(bit, 0) for bit in range(self._everybody.bit_length())]
         for worker, cache in self._caches.items():
             cache.max_units = min(share, pools[worker] // UNIT)
             cache.trim()
@@ -210,10 +213,10 @@ class PrefixIndex:
         cache = self._caches.get(worker)
         return 0 if cache is None or not chain else UNIT * cache.find(chain)
 
-    def cached(self, chain: Sequence[int]) -> NDArray[np.float64]:
-        """[workers] tokens of the longest prefix that each worker probably has, in the order of `keep`."""
-        found, holders = np.zeros(len(self._caches)), self._holders
-        left, high = self._everybody, len(chain)
+    def cached(self, chain: Sequence[int]) -> Cached:
+        """Tokens of the longest prefix that each worker probably has; its row is its position in `keep`."""
+        holders, left, high = self._holders, self._everybody, len(chain)
+        groups: list[tuple[int, int]] = []
         while left and high:
             # The longest prefix that one of those who are left has. Whoever has a unit has all before it.
             length, too_long = 0, high + 1
@@ -225,15 +228,23 @@ class PrefixIndex:
                     too_long = middle
             if not length:
                 break
-            having = holders[chain[length - 1]] & left
-            found[self._rows_of(having)] = UNIT * length
+            having = holders[chain[length - 1]]
+            groups.append((UNIT * length, having))
             left, high = left & ~having, length - 1
-        return found
+        if groups and groups[-1][1] == self._everybody:
+            return [(groups.pop()[0], []), *[(tokens, self._rows_of(having)) for tokens, having in reversed(groups)]]
+        return [(0, []), *[(tokens, self._rows_of(having)) for tokens, having in reversed(groups)]]
 
-    def _rows_of(self, workers: int) -> NDArray[np.intp]:
+    def _rows_of(self, workers: int) -> list[int]:
         """The rows of workers that are given by their bits."""
-        packed = np.frombuffer(workers.to_bytes((len(self._row_of_bit) + 7) // 8, "little"), np.uint8)
-        return self._row_of_bit[np.unpackbits(packed, bitorder="little").nonzero()[0]]
+        rows = []
+        if workers.bit_count() <= FEW:
+            while workers:
+                lowest = workers & -workers
+                rows.append(self._rows[lowest.bit_length() - 1])
+                workers ^= lowest
+            return rows
+        return list(itertools.compress(self._rows, map(int, reversed(bin(workers)[2:]))))
 
     def note(self, worker: WorkerId, chain: Sequence[int]) -> None:
         """Notes that a worker has all of this."""

@@ -11,6 +11,7 @@ import sys
 import time
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,9 @@ sys.path.append(str(BENCHMARKS))
 
 from simulated.clock import run  # noqa: E402  # after the path
 from simulated.cluster import END, FIRST_TOKEN, TOKENS, Cluster, Outcome, Place, Question  # noqa: E402
+from simulated.fleet import replay  # noqa: E402
 from simulated.kernels import Curve, Surface  # noqa: E402
-from simulated.traces import Arrival, at_rate, oracle_hits  # noqa: E402
+from simulated.traces import BLOCK, Arrival, at_rate, begun_later, oracle_hits  # noqa: E402
 from simulated.worker import Machine, SimulatedWorker, StepSeconds  # noqa: E402
 
 from kvrelay.costs.handoff import KvBytes, LinkCost  # noqa: E402
@@ -210,6 +212,41 @@ def test_between_measured_sizes_time_lies_between_theirs() -> None:
 # The benchmark of routing, with a trace and measurements that are made up.
 
 
+def test_a_trace_begun_later_has_the_same_requests() -> None:
+    trace = [Arrival(1.5 * number, number, 10, 1) for number in range(20)]
+    assert begun_later(trace, 0.0) == trace
+    later = begun_later(trace, 0.25)
+    assert [each.number for each in later] == [*range(5, 20), *range(5)]
+    assert [each.at for each in later[:15]] == [each.at for each in trace[:15]]
+    assert later[15].at == pytest.approx(22.5, abs=1.5)
+
+
+def conversations(count: int) -> list[Arrival]:
+    """Conversations of one to seven turns, each longer by a block than the one before; half of them begin alike."""
+    rng, fresh, found = random.Random(7), itertools.count(1), []
+    for _ in range(count):
+        blocks = [0] if rng.random() < 0.5 else [next(fresh)]
+        at = rng.uniform(0, 60)
+        for _ in range(rng.randint(1, 7)):
+            blocks = [*blocks, next(fresh)]
+            found.append(Arrival(at, 0, BLOCK * len(blocks), rng.randint(1, 20), tuple(blocks)))
+            at += rng.uniform(2, 8)
+    return [replace(each, number=number) for number, each in enumerate(sorted(found, key=lambda each: each.at))]
+
+
+def test_conversations_find_nine_tenths_of_what_one_endless_cache_would() -> None:
+    """Nearly every token that some worker has computed is found there again."""
+    arrivals, large = conversations(80), replace(machine(2**20), spec=replace(machine().spec, max_context=8192))
+    places = [Place("prefill", large)] * 4 + [Place("decode", large)] * 2
+
+    def hits(placement: str) -> float:
+        done = replay(places, arrivals, arrivals[-1].at, {"placement": placement})
+        return done.hits(oracle_hits(arrivals))
+
+    assert min(hits("least_work"), hits("predicted")) >= 0.9
+    assert hits("random") < 0.85, "the conversations tell them apart"
+
+
 def table(path: Path, rows: Sequence[dict[str, object]]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
@@ -279,13 +316,19 @@ def test_the_benchmark_of_routing_finds_the_highest_rate_and_draws_it(
         assert done.returncode == 0, done.stderr
 
     folders = "--traces", traces, "--calibration", measurements
-    few = "--workers", 1, 1, "--seconds", 4, "--policies", "least_work", "--rows", "rate", "curve"
-    call("simulated", *folders, *few, "--start", 8, "--out", results)
+    few = "--workers", 1, 1, "--seconds", 4, "--policies", "least_work", "colocated least_work"
+    call("simulated", *folders, *few, "--rows", "rate", "curve", "--start", 8, "--out", results)
     fleet = json.loads(results.read_text())["conversation 1+1"]
     highest = fleet["rate"]["least_work"]["highest_rate"]
     runs = {run["rate"]: run["met"] for run in fleet["runs"]["least_work"]}
     assert runs[highest] >= 0.9
     assert min(met for rate, met in runs.items() if rate > highest) < 0.9, "it was looked for above, too"
     assert 0.5 < fleet["rate"]["least_work"]["hits_of_oracle"] <= 1.1
+    call("decision", "--prefixes", 300, "--out", results)
+    timed = json.loads(results.read_text())["decision"]["rows"]
+    assert [(row["workers"], row["placement"]) for row in timed] == [
+        *itertools.product((64, 1000), ("predicted", "least_work"))
+    ]
+    assert all(0 < row["decision_us_p50"] <= row["decision_us_p99"] for row in timed)
     call("picture", results, "--fleet", "conversation 1+1", "--out", picture)
     assert picture.read_text().count("<polyline") == len(fleet["curve"]) == 2
