@@ -549,7 +549,7 @@ def test_a_worker_takes_two_nodes_if_each_has_room_for_half_of_its_ranks(world: 
         assert "allowed: at most 1" in more.stderr
         replaced(world, [worker])
         assert world.generate() == answer
-        assert {"worker-0", "worker-0-host-1"} <= {*ray_says(address, dashboard=False)["actors"]}
+        assert {"worker-0", "worker-0.host-1"} <= {*ray_says(address, dashboard=False)["actors"]}
         down = world.call("down", seconds=STOP_SECONDS)
         assert down.returncode == 0, down.stderr
         says = ray_says(address, dashboard=False)
