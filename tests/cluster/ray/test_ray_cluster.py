@@ -5,7 +5,6 @@ start, so most tests share one, in the order of this file; each finds the member
 """
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -458,13 +457,6 @@ def test_a_mistake_that_only_a_worker_can_find_is_one_line_and_leaves_nothing(wo
 @pytest.fixture
 def shared_ray() -> Iterator[str]:
     """A Ray cluster that kvrelay didn't start; host:port."""
-    with ray_cluster() as address:
-        yield address
-
-
-@contextlib.contextmanager
-def ray_cluster(**more: str) -> Iterator[str]:
-    """A Ray cluster with one node and these options of `ray start`, beside the usual ones; host:port."""
     ports = free_ports(3)
     # Not in pytest's folder: the path of Ray's sockets may have 107 bytes.
     with tempfile.TemporaryDirectory(prefix="kvr", ignore_cleanup_errors=True) as folder:
@@ -476,28 +468,21 @@ def ray_cluster(**more: str) -> Iterator[str]:
             "num-cpus": 4,
             "temp-dir": folder,
         }
-        with ray_node("--head", **options, **more):
+        process = subprocess.Popen(
+            [Path(sys.executable).parent / "ray", "start", "--head", "--block", "--disable-usage-stats"]
+            + [f"--{name}={value}" for name, value in options.items()],
+            env=ENVIRONMENT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
             wait_until(lambda: connects(ports[0]), "Ray is there", START_SECONDS, POLL_SECONDS)
             yield f"127.0.0.1:{ports[0]}"
-
-
-@contextlib.contextmanager
-def ray_node(*flags: str, **options: Any) -> Iterator[None]:
-    """A node of a Ray cluster, with these options of `ray start`."""
-    process = subprocess.Popen(
-        [Path(sys.executable).parent / "ray", "start", *flags, "--block", "--disable-usage-stats"]
-        + [f"--{name}={value}" for name, value in options.items()],
-        env=ENVIRONMENT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait(STOP_SECONDS)
+        finally:
+            process.terminate()
+            process.wait(STOP_SECONDS)
 
 
 def free_ports(count: int) -> list[int]:
@@ -532,25 +517,3 @@ def test_a_cluster_left_on_a_shared_ray_cluster_is_found_again_and_ended(world: 
     says = ray_says(remembered["ray_address"], dashboard=False)
     assert (says["actors"], says["groups"]) == ([], [])
     assert world.call("status").returncode == 1
-
-
-@pytest.mark.more
-def test_a_worker_takes_two_nodes_if_each_has_room_for_half_of_its_ranks(world: World) -> None:
-    half, port = json.dumps({"half": 1}), str(free_ports(1)[0])
-    options = {"resources": half, "num-cpus": "2", "dashboard-agent-listen-port": port}
-    with ray_cluster(resources=half) as address, ray_node(address=address, **options):
-        section = "{replicas: 1, resources: {half: 1}, engine: {tensor_parallel: 2, hosts: 2}}"
-        world.up("--address", address, "--config", str(configured(world, f"colocated: {section}")))
-        answer = world.generate()
-        assert len(answer) == TOKENS
-        (worker,) = world.status()["workers"]
-        more = world.call("scale", "colocated=2", seconds=SECONDS)
-        assert more.returncode != 0
-        assert "allowed: at most 1" in more.stderr
-        replaced(world, [worker])
-        assert world.generate() == answer
-        assert {"worker-0", "worker-0.host-1"} <= {*ray_says(address, dashboard=False)["actors"]}
-        down = world.call("down", seconds=STOP_SECONDS)
-        assert down.returncode == 0, down.stderr
-        says = ray_says(address, dashboard=False)
-        assert (says["actors"], says["groups"]) == ([], [])
