@@ -212,10 +212,14 @@ class ClusterConfig(Section):
         """Ranks of the workers of these roles: each worker's processes that compute."""
         return sum(self.role(role).replicas * self.engine_of(role).degree.ranks for role in roles)
 
-    def with_gpus(self, present: float) -> "ClusterConfig":
+    def with_gpus(self, present: float, largest: float = 0.0) -> "ClusterConfig":
         """This configuration on a Ray cluster with so many GPUs: `gpus` of each role is a number.
 
-        A Ray cluster that was joined may get the GPUs that a role asks for by number later.
+        A Ray cluster that was joined may get the GPUs that a role asks for by number later. Where a worker's ranks have
+        more GPUs than any of its nodes and no option says `hosts`, they are divided over as few as hold them.
+
+        Args:
+            largest: GPUs of the node that has most of them; 0 divides no worker.
 
         Raises:
             ValueError: more GPUs are asked for than this machine has; the text says how many.
@@ -242,7 +246,23 @@ class ClusterConfig(Section):
         )
         for role in gpus:
             fitted.require_device(role)
-        return fitted
+        return fitted.model_copy(update=fitted.divided(largest))
+
+    def divided(self, largest: float) -> dict[str, RoleSection]:
+        """The sections of roles whose workers take several hosts because no node has the GPUs of all their ranks."""
+        found: dict[str, RoleSection] = {}
+        plain = self.security.tls == "off" and self.transfer.encrypt == "none" and self.transfer.transport != "shm"
+        if self.local or self.ray.autoscaling or not plain or self.engine.hosts > 1:
+            return found
+        for role in WORKER_ROLES:
+            section, ranks = self.role(role), self.engine_of(role).degree.ranks
+            gpus = 0.0 if section.gpus == AUTO else float(section.gpus)
+            if gpus * ranks <= largest or "hosts" in section.engine:
+                continue
+            fitting = (hosts for hosts in range(2, ranks + 1) if ranks % hosts == 0 and gpus * ranks / hosts <= largest)
+            if (hosts := next(fitting, 1)) > 1:
+                found[role] = section.model_copy(update={"engine": {**section.engine, "hosts": hosts}})
+        return found
 
     def members(self) -> dict[str, MemberRole]:
         """The members that a cluster begins with: `worker-0`, `worker-1`, ..., `router-0`, ... A worker's name is not

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import ray
 import ray.util
@@ -129,6 +129,10 @@ class ServerActor(Generic[ServerT]):
         """host:port of the server; waits until it has started."""
         return self._started.result().address
 
+    def leave(self) -> None:
+        """Drains the server as if its own node were about to stop."""
+        self._node.ask()
+
     def stop(self, grace: float) -> None:
         """Gives running requests `grace` seconds to finish and ends the server; returns when it has ended.
 
@@ -186,13 +190,23 @@ class RankHostActor:
         self._number, self._token = number, SecurityConfig(join_token_path=join_token_path).token()
         gpus = ",".join(str(gpu) for gpu in ray.get_gpu_ids())
         self._title = f"{worker} (host {number}, gpu {gpus or 'none'})"
+        self._node = Registration(f"{worker} host {number}")
 
     def __repr__(self) -> str:
         return self._title
 
-    def begin(self, address: str) -> None:
-        """Starts to run the ranks that rank 0 asks for, at host:port; the process exits when they have ended."""
+    def begin(self, address: str, leader: Any) -> None:
+        """Starts to run the ranks that rank 0 asks for, at host:port; the process exits when they have ended.
+
+        Args:
+            leader: the worker's actor. It drains when this node is about to stop, too.
+        """
         threading.Thread(target=self._run, args=(address,), name="ranks", daemon=True).start()
+        threading.Thread(target=self._leave, args=(leader,), name="leave", daemon=True).start()
+
+    def _leave(self, leader: Any) -> None:
+        asyncio.run(self._node.wait())
+        leader.leave.remote()
 
     def _run(self, address: str) -> None:
         from kvrelay.worker.ranks.hosts import join
@@ -203,6 +217,7 @@ class RankHostActor:
         except ConnectionError as error:
             logger.error("%s", error)
         finally:
+            self._node.done()
             os._exit(code)  # Ray's own threads would keep it
 
 

@@ -67,7 +67,7 @@ class RayLauncher:
             ValueError: it can't be used, or differs in what can't change while the cluster runs.
         """
         following = upgraded(parsed(present), parsed(config))
-        return following.with_gpus(await asyncio.to_thread(present_gpus)).model_dump_json()
+        return following.with_gpus(*await asyncio.to_thread(present_gpus)).model_dump_json()
 
     def startable(self, config: str, role: MemberRole, others: int) -> str:
         """The reason why no further member of this role can be started; empty if one can.
@@ -224,9 +224,11 @@ class RayLauncher:
         return ray.remote(kind).options(**options).remote(member, config.local, self._token)
 
 
-def present_gpus() -> float:
-    """GPUs of the Ray cluster that this process has joined. Asks Ray's GCS."""
-    return float(ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]  # untyped in Ray
+def present_gpus() -> tuple[float, float]:
+    """GPUs of the Ray cluster that this process has joined, and of its node that has most. Asks Ray's GCS."""
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]  # untyped in Ray
+    gpus = [float(node["Resources"].get("GPU", 0.0)) for node in nodes if node["Alive"]]
+    return sum(gpus), max(gpus, default=0.0)
 
 
 @cache
@@ -310,7 +312,7 @@ async def _join(name: str, actor: Any, agents: Sequence[Any]) -> None:
     try:
         while (address := await actor.ranks_address.remote(WATCH_SECONDS)) is None:
             pass
-        await asyncio.gather(*(agent.begin.remote(address) for agent in agents))
+        await asyncio.gather(*(agent.begin.remote(address, actor) for agent in agents))
     except RayError as error:
         logger.warning("a host of a worker is lost", extra={"member": name, "reason": _why(error)})
         ray.kill(actor)

@@ -27,17 +27,22 @@ class Registration:
         folder = os.environ.get(VARIABLE)
         self._folder = None if not folder else Path(folder)
         self._name = name
+        self._asked = False
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / name).write_text(str(os.getpid()))
 
     @property
     def requested(self) -> bool:
-        """Whether this container is to end."""
-        return self._folder is not None and (self._folder / REQUESTED).exists()
+        """Whether this container is to end, or another one that the member has a part in."""
+        return self._asked or (self._folder is not None and (self._folder / REQUESTED).exists())
+
+    def ask(self) -> None:
+        """Asks this member alone to drain."""
+        self._asked = True
 
     async def wait(self) -> None:
-        """Returns when this container is to end; never without a folder."""
+        """Returns when this container is to end, or this member is asked."""
         while not self.requested:  # noqa: ASYNC110  # another process makes it
             await asyncio.sleep(POLL_SECONDS)
 

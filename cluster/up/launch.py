@@ -205,7 +205,7 @@ class Cluster:
                 namespace = self._config.ray.namespace
                 raise RunError(f"ray.namespace {namespace}: a kvrelay cluster is running there already")
         try:
-            self._config = self._config.with_gpus(present_gpus())
+            self._config = self._config.with_gpus(*present_gpus())
         except ValueError as error:
             raise UsageError(str(error)) from None
         state.keep_logs(Path(_logs()) if self._config.local else None)

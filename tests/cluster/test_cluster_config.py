@@ -392,6 +392,26 @@ def test_resources_are_what_the_sections_reserve() -> None:
     assert config.total_resources() == {"CPU": 11, "GPU": 2, "big": 1}
 
 
+def test_ranks_that_fit_no_node_take_as_few_hosts_as_hold_them_unless_an_option_says_how_many() -> None:
+    degree = {"tensor_parallel": 8}
+    decode = {"gpus": 1, "cpus": 4, "resources": {"big": 1}, "engine": degree}
+    for engine, others, largest, hosts in (
+        ({}, {}, 8, 1),
+        ({}, {}, 4, 2),
+        ({}, {}, 3, 4),
+        ({}, {}, 0, 1),
+        ({"hosts": 1}, {}, 4, 1),
+        ({"hosts": 8}, {}, 4, 8),
+        ({}, {"transfer": {"encrypt": "integrity"}}, 4, 1),
+        ({}, {"ray": {"address": "auto", "autoscaling": True}}, 4, 1),
+    ):
+        given = {**JOINED, "decode": {**decode, "engine": degree | engine}, **others}
+        config = ClusterConfig.model_validate(given).with_gpus(16, largest)
+        assert config.hosts("decode") == config.worker_config("worker-9", "decode").engine.hosts == hosts
+        assert config.bundle("decode") == {"CPU": 4, "GPU": 8 / hosts, "big": 1}, "on each host"
+        assert ClusterConfig.model_validate_json(config.model_dump_json()) == config
+
+
 def test_on_one_machine_only_gpus_limit_the_members() -> None:
     section = {"cpus": 64, "gpus": 0.5, "resources": {"big": 1}}
     config = ClusterConfig.model_validate({"prefill": section, "decode": section, "router": {"cpus": 8}})

@@ -5,22 +5,27 @@
 
 An agent has a connection for messages and signs of life, and one for plans, which it passes on to its ranks. It ends,
 with its ranks, when one of them or a connection is lost; rank 0 then ends the worker. Each connection begins with a
-challenge from both ends, which the join token answers (`multiprocessing.connection`). What follows isn't encrypted.
+nonce of 32 bytes from both ends. Each end proves that it has the join token by an HMAC-SHA256 of both nonces and of its
+own part, so a proof of an agent is none of rank 0. What follows isn't encrypted.
+
+    rank 0                                      agent
+    nonce                                 --->
+                                          <---  nonce, HELLO, proof of "agent"
+    proof of "rank 0"                     --->
 """
 
+import hmac
 import logging
 import os
 import queue
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any, Protocol
 
-import msgpack  # type: ignore[import-untyped]  # it ships no types
 from pydantic import TypeAdapter
 
 from kvrelay.engine.ranks.meet import MEET_SECONDS
@@ -39,11 +44,13 @@ logger = logging.getLogger(__name__)
 
 HELLO_SECONDS = 5.0
 """Longest time for a caller to show that it has the join token."""
-HELLO_BYTES = 1024
+NONCE_BYTES = PROOF_BYTES = 32
+HELLO = struct.Struct("<HB")
+"""Number of a host, and index of the connection's kind in KINDS."""
 MOST_CALLERS = 64
 """Callers that are listened to at once; one more is turned away, and an agent dials again."""
 REDIAL_SECONDS = 0.5
-CONTROL, STEPS = "control", "steps"
+CONTROL, STEPS = KINDS = "control", "steps"
 """Kinds of connections."""
 
 
@@ -129,22 +136,14 @@ class HostListener:
 
     def _greet(self, connection: socket.socket, address: Any) -> None:
         try:
-            connection.settimeout(None)
-            _limit(connection, HELLO_SECONDS)
-            said = Connection(os.dup(connection.fileno()))
-            with said:
-                deliver_challenge(said, self._key)
-                answer_challenge(said, self._key)
-                number, kind = msgpack.unpackb(said.recv_bytes(HELLO_BYTES))
-            if kind not in (CONTROL, STEPS) or number not in range(1, self._hosts):
-                raise ValueError(f"host {number!r} opens {kind!r}; allowed: 1 to {self._hosts - 1}, {CONTROL}, {STEPS}")
-        except (OSError, EOFError, ValueError, TypeError, AuthenticationError) as error:
+            number, kind = self._known(connection)
+        except (OSError, ValueError) as error:
             logger.warning("a caller isn't a host of this worker", extra={"peer": str(address), "reason": str(error)})
             connection.close()
             return
         finally:
             self._places.release()
-        _limit(connection, 0.0)
+        connection.settimeout(None)
         with self._arrived:
             before = self._found.pop((number, kind), None)
             if before is not None:
@@ -154,6 +153,26 @@ class HostListener:
             else:
                 self._found[number, kind] = connection
             self._arrived.notify_all()
+
+    def _known(self, connection: socket.socket) -> tuple[int, str]:
+        """The number of a caller's host and the kind of its connection, once it has proven the token.
+
+        Raises:
+            OSError, ValueError: it hasn't, or isn't a host of this worker.
+        """
+        deadline, mine = time.monotonic() + HELLO_SECONDS, os.urandom(NONCE_BYTES)
+        connection.settimeout(HELLO_SECONDS)
+        connection.sendall(mine)
+        said = _read(connection, NONCE_BYTES + HELLO.size, deadline)
+        nonces = mine, said[:NONCE_BYTES]
+        if not hmac.compare_digest(_read(connection, PROOF_BYTES, deadline), _proof(self._key, b"agent", mine, said)):
+            connection.sendall(bytes(PROOF_BYTES))  # so that the caller sees it at once
+            raise ConnectionError("it doesn't have the join token")
+        connection.sendall(_proof(self._key, b"rank 0", *nonces))
+        number, kind = HELLO.unpack(said[NONCE_BYTES:])
+        if kind >= len(KINDS) or number not in range(1, self._hosts):
+            raise ValueError(f"host {number} opens connection {kind}; allowed: hosts 1 to {self._hosts - 1}, 0 or 1")
+        return number, KINDS[kind]
 
 
 class HostLink:
@@ -338,25 +357,52 @@ def _dial(address: str, number: int, kind: str, token: str) -> socket.socket:
     while time.monotonic() < deadline:
         try:
             connection = socket.create_connection((host.strip("[]"), int(port)), HELLO_SECONDS)
-            connection.settimeout(None)
-            _limit(connection, HELLO_SECONDS)
-            with Connection(os.dup(connection.fileno())) as said:
-                answer_challenge(said, token.encode())
-                deliver_challenge(said, token.encode())
-                said.send_bytes(msgpack.packb((number, kind)))
-        except AuthenticationError as error:
-            raise ConnectionError(f"{address} refuses the join token: {error}") from error
-        except (OSError, EOFError) as error:
+            try:
+                _introduce(connection, number, kind, token.encode())
+            except BaseException:
+                connection.close()
+                raise
+        except _WrongTokenError as error:
+            raise ConnectionError(f"{address}: {error}") from error
+        except OSError as error:
             why = str(error) or type(error).__name__
             time.sleep(REDIAL_SECONDS)
         else:
-            _limit(connection, 0.0)
+            connection.settimeout(None)
             return connection
     raise ConnectionError(f"rank 0 at {address} isn't reached within {MEET_SECONDS:g} s: {why}")
 
 
-def _limit(connection: socket.socket, seconds: float) -> None:
-    """Limits how long a blocking read or write of the socket waits; 0 doesn't."""
-    value = int(seconds).to_bytes(8, "little") + bytes(8)
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        connection.setsockopt(socket.SOL_SOCKET, option, value)
+class _WrongTokenError(ConnectionError):
+    """The other end has answered, and doesn't have the join token."""
+
+
+def _introduce(connection: socket.socket, number: int, kind: str, key: bytes) -> None:
+    """An agent's part of what begins a connection.
+
+    Raises:
+        OSError: rank 0 doesn't prove in time that it has the token.
+    """
+    deadline, mine = time.monotonic() + HELLO_SECONDS, os.urandom(NONCE_BYTES)
+    theirs = _read(connection, NONCE_BYTES, deadline)
+    said = mine + HELLO.pack(number, KINDS.index(kind))
+    connection.sendall(said + _proof(key, b"agent", theirs, said))
+    if not hmac.compare_digest(_read(connection, PROOF_BYTES, deadline), _proof(key, b"rank 0", theirs, mine)):
+        raise _WrongTokenError("the join token there is another one")
+
+
+def _proof(key: bytes, part: bytes, *said: bytes) -> bytes:
+    """A proof that one part has the token, for what both have said."""
+    return hmac.digest(key, b"".join([part, b":", *said]), "sha256")
+
+
+def _read(connection: socket.socket, count: int, deadline: float) -> bytes:
+    """So many bytes; raises OSError if they don't come until the deadline, a time of the monotonic clock."""
+    data = b""
+    while len(data) < count:
+        connection.settimeout(max(1e-3, deadline - time.monotonic()))
+        part = connection.recv(count - len(data))
+        if not part:
+            raise ConnectionError("the other end has closed the connection")
+        data += part
+    return data

@@ -6,11 +6,12 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvrelay.cluster.ray import metrics as ray_metrics
-from kvrelay.cluster.ray.actors import LEAVING, ServerActor, reachable
+from kvrelay.cluster.ray.actors import LEAVING, RankHostActor, ServerActor, reachable
 from kvrelay.cluster.ray.node_drain import VARIABLE, Registration, drain
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.server import RouterServer
@@ -109,6 +110,25 @@ def test_a_member_that_is_gone_is_not_waited_for(folder: Path) -> None:
 def test_a_replacement_on_a_node_that_stops_ends_at_once(folder: Path) -> None:
     drain(folder, 0)
     ended = Member(Serving()).watch(SECONDS)
+    assert ended is not None
+    assert ended.reason == LEAVING
+
+
+def test_a_worker_drains_when_the_node_of_its_further_ranks_is_to_stop(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Serving()
+    server.finish.set()
+    member = Member(server)
+    assert member.address() == server.address
+    monkeypatch.setattr("ray.get_gpu_ids", list)
+    monkeypatch.setattr(RankHostActor, "_run", lambda actor, address: None)
+    monkeypatch.setenv(VARIABLE, str(folder.with_name("another node")))
+    agent = RankHostActor("decode-0", 1, "", "")
+    agent.begin("127.0.0.1:1", SimpleNamespace(leave=SimpleNamespace(remote=member.leave)))
+    assert member.watch(0) is None
+    assert drain(folder.with_name("another node"), 0) == ["decode-0 host 1"], "until its ranks have ended"
+    ended = member.watch(SECONDS)
     assert ended is not None
     assert ended.reason == LEAVING
 
