@@ -30,10 +30,9 @@ LENGTHS = (1, 33, 150)
 OUT = 12
 ENDED_SECONDS = 4.0
 """Longest time from a loss until no rank is left on any host."""
-HOSTS = {
-    "a layer over hosts": {"tensor_parallel": 2, "hosts": 2},
-    "a stage per host": {"tensor_parallel": 2, "pipeline_parallel": 2, "hosts": 2},
-}
+OVER_HOSTS = {"tensor_parallel": 2, "hosts": 2}
+
+pytestmark = pytest.mark.more
 
 
 class Scene:
@@ -64,14 +63,11 @@ class Scene:
         self.cluster.wait_idle()
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.more] * number) for number, name in enumerate(HOSTS)],
-)
-def it(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+@pytest.fixture(scope="module")
+def it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     folder: Path = tmp_path_factory.mktemp("hosts")
     make_checkpoint(folder / "model", "llama", **SHAPE)
-    roles = {"decode": {"engine": ENGINE | HOSTS[request.param]}, "prefill": {"engine": ENGINE}}
+    roles = {"decode": {"engine": ENGINE | OVER_HOSTS}, "prefill": {"engine": ENGINE}}
     engine = build_engine(folder / "model", "float32", EngineConfig(**ENGINE))[0]
     with process_cluster(folder / "cluster", folder / "model", roles=roles) as cluster:
         yield Scene(cluster, engine)
@@ -81,7 +77,6 @@ def test_ranks_of_two_hosts_answer_as_one_process_does(it: Scene) -> None:
     it.check("all well")
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("lost", ["rank", "agent", "rank 0"])
 def test_a_loss_on_one_host_ends_the_ranks_of_both_and_the_next_ones_answer_alike(
