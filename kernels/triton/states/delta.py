@@ -25,7 +25,7 @@ import triton.language as tl
 
 from kvrelay.kernels.triton.states.parts import load_rows, load_state, store_state
 
-CHUNK = 32
+CHUNK = 16
 LEAST = tl.constexpr(1e-6)
 
 

@@ -15,7 +15,7 @@ LEAST = 16
 """Least side of a tile that tensor cores multiply."""
 DIM = 32
 """Largest width of a program's part of a state."""
-PART = 32
+PART = 16
 """Largest number of a state's rows that a product of a chunk takes at once: threads have registers for no more."""
 CHUNKS = {"num_warps": 8, "num_stages": 1}
 """Options of the compiler for the kernels of chunks: deeper pipelines would take registers that a state needs."""
