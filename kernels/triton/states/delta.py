@@ -103,7 +103,7 @@ def delta_kernel(
         new = ()
         for part in tl.static_range(KEYS // PART):
             of_k = load_rows(k, at, there, k_stride, part * PART, key_dim, PART).to(tl.float32)
-            new += (tl.dot(tl.trans(of_k), later, s[part] * tl.exp(last), input_precision=PRECISION),)
+            new += (tl.dot(tl.trans(of_k), later, s[part] * tl.exp(last), input_precision=PRECISION),)  # type: ignore[assignment]
         s = new
     store_state(place, s, key_dim, dim, column, KEYS, PART)
 

@@ -24,7 +24,7 @@ def load_state(place, start, size, dim, column, SIZE: tl.constexpr, PART: tl.con
         number = part * PART + tl.arange(0, PART)
         begun = tl.load(start) + 0 * number > 0  # a vector, which Triton's interpreter can widen
         places, held = _places(place, number, size, dim, column)
-        s += (tl.load(places, mask=held & begun[:, None], other=0.0),)
+        s += (tl.load(places, mask=held & begun[:, None], other=0.0),)  # type: ignore[assignment]
     return s
 
 

@@ -76,7 +76,7 @@ def ssd_kernel(
         new = ()
         for part in tl.static_range(SIZE // PART):
             of_b = load_rows(b, at, there, b_stride, part * PART, size, PART).to(tl.float32)
-            new += (tl.dot(tl.trans(of_b), later, s[part] * tl.exp(last), input_precision=PRECISION),)
+            new += (tl.dot(tl.trans(of_b), later, s[part] * tl.exp(last), input_precision=PRECISION),)  # type: ignore[assignment]
         s = new
     store_state(place, s, size, dim, column, SIZE, PART)
 
