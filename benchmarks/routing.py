@@ -487,7 +487,10 @@ def measure_decisions(args: argparse.Namespace) -> None:
     from routing_decision import measure
 
     result: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
-    result["decision"] = {"setting": own_setting("numpy", "xxhash"), "rows": list(measure(args.prefixes))}
+    result["decision"] = {
+        "setting": own_setting("numpy", "xxhash"),
+        "rows": list(measure(args.prefixes, args.decisions)),
+    }
     if args.out is not None:
         save(args.out, result)
 
@@ -563,6 +566,7 @@ def main() -> None:
     engines.set_defaults(do=measure_engines)
     timed = commands.add_parser("decision", help="time of a decision")
     timed.add_argument("--prefixes", type=int, default=10_000, help="prompts that are in caches")
+    timed.add_argument("--decisions", type=int, default=1000, help="decisions of each policy")
     timed.add_argument("--out", type=Path, help="file for the results, which keeps what is there")
     timed.set_defaults(do=measure_decisions)
     drawn = commands.add_parser("picture", help="goodput against rate, of the results of `simulated`")

@@ -21,17 +21,17 @@ from kvrelay.rpc.identity import WorkerId, WorkerRole
 STEP = StepCost(6e-3, 2e-5, 2e-9, 0.0, 7e-3, 5e-5, 4e-10)
 """About an 8B model on a large GPU."""
 INDEX_TOKENS = 2**31
-DECISIONS = 1000
 
 
-def measure(prefixes: int) -> Iterator[dict[str, object]]:
+def measure(prefixes: int, decisions: int) -> Iterator[dict[str, object]]:
     """CPU time of decisions at 32+32 and 500+500 workers, between which the loads of two workers change.
 
     Args:
         prefixes: prompts with a common beginning that a prefill and a decode worker each have in their caches.
+        decisions: number of decisions that each policy makes.
     """
     for count, policy in itertools.product((32, 500), (PredictedCost, LeastWork)):
-        seconds = sorted(decisions(count, policy, prefixes))
+        seconds = sorted(seconds_of(count, policy, prefixes, decisions))
         found = {
             "workers": 2 * count,
             "placement": "predicted" if policy is PredictedCost else "least_work",
@@ -44,8 +44,8 @@ def measure(prefixes: int) -> Iterator[dict[str, object]]:
         yield found
 
 
-def decisions(count: int, policy_class: type[LeastWork], prefixes: int) -> list[float]:
-    """Seconds of CPU time of each of DECISIONS at `count` prefill and as many decode workers."""
+def seconds_of(count: int, policy_class: type[LeastWork], prefixes: int, decisions: int) -> list[float]:
+    """Seconds of CPU time of each decision at `count` prefill and as many decode workers."""
     rng = random.Random(0)
 
     def view(role: WorkerRole, at: int) -> WorkerView:
@@ -68,7 +68,7 @@ def decisions(count: int, policy_class: type[LeastWork], prefixes: int) -> list[
         for side in (0, count):
             index.note(views[side + rng.randrange(count)].id, chains[-1])
     seconds = []
-    for _ in range(DECISIONS):
+    for _ in range(decisions):
         chain = rng.choice(chains)
         tokens = UNIT * len(chain) + rng.randint(1, 300)
         demand = Demand(tokens, 400, chain=chain, key=chain[-1], expected_tokens=200)

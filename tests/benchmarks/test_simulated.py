@@ -324,7 +324,7 @@ def test_the_benchmark_of_routing_finds_the_highest_rate_and_draws_it(
     assert runs[highest] >= 0.9
     assert min(met for rate, met in runs.items() if rate > highest) < 0.9, "it was looked for above, too"
     assert 0.5 < fleet["rate"]["least_work"]["hits_of_oracle"] <= 1.1
-    call("decision", "--prefixes", 300, "--out", results)
+    call("decision", "--prefixes", 300, "--decisions", 50, "--out", results)
     timed = json.loads(results.read_text())["decision"]["rows"]
     assert [(row["workers"], row["placement"]) for row in timed] == [
         *itertools.product((64, 1000), ("predicted", "least_work"))
