@@ -48,6 +48,7 @@ def anyio_backend() -> str:
 LONGEST = (
     "tests/cluster/ray/test_ray_cluster.py",
     "tests/faults/test_supervised.py",
+    "tests/kernels/test_paged_attention.py",
     "tests/kernels/test_sample_kernel.py",
     "tests/router/request/test_held_loop.py",
     "tests/engine/models/test_models_logits.py",
@@ -78,7 +79,6 @@ LONGEST = (
     "tests/faults/test_drains.py",
     "tests/transfer/test_transports.py",
     "tests/e2e/test_road.py",
-    "tests/kernels/test_paged_attention.py",
     "tests/engine/sampling/test_sampler.py",
     "tests/faults/test_corruption.py",
     "tests/faults/test_router_streams.py",

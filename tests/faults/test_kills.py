@@ -50,7 +50,7 @@ COUNT = 6
 """Completions of one prompt."""
 
 
-@pytest.mark.also_over(more=["tcp", "groups"], slow=["gloo", "int8", "states", "ranks", "predicted"])
+@pytest.mark.also_over(more=["tcp"], slow=["gloo", "groups", "int8", "states", "ranks", "predicted"])
 @pytest.mark.parametrize(("place", "action", "retries"), DEATHS)
 def test_a_death_in_the_hand_off_changes_no_token(it: Scene, place: str, action: str, retries: int) -> None:
     # The first token is on its way to the router when the acknowledgement comes; here it has the time to get there.

@@ -63,7 +63,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(
     ("bits", "group"),
-    [(8, 0), (4, 64), (4, -32), *(pytest.param(4, group, marks=pytest.mark.more) for group in (32, 128, 256, -64))],
+    [(8, 0), (4, 64), (4, -32), *(pytest.param(4, group, marks=pytest.mark.slow) for group in (32, 128, 256, -64))],
 )
 @pytest.mark.parametrize(("outputs", "inputs", "bias", "dtype"), SHAPES, ids=str)
 def test_product(bits: int, group: int, outputs: int, inputs: int, dtype: torch.dtype, bias: bool) -> None:

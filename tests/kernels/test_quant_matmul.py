@@ -137,7 +137,7 @@ def decode(name: str) -> None:
     QuantDecode(compiled(name))(torch.bfloat16)
 
 
-@pytest.mark.parametrize("rows", [16, 2048])
+@pytest.mark.parametrize("rows", [16, pytest.param(2048, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["int4", "minima", "int8", "fp8", "blocks"])
 @each_architecture
 def test_compiled(compiler: Compiler, architecture: int, name: str, rows: int) -> None:

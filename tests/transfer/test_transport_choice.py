@@ -101,7 +101,7 @@ def test_only_the_wanted_one_is_offered() -> None:
 
 def test_ranks_of_several_machines_share_no_memory() -> None:
     assert "shm" not in available_transports(HOST, hosts=2)
-    with pytest.raises(ValueError, match=r"on several machines .engine.hosts.*allowed: auto, tcp"):
+    with pytest.raises(ValueError, match=r"on several machines \(engine\.hosts\).*allowed: auto, tcp"):
         available_transports(HOST, "shm", hosts=2)
 
 

@@ -1,5 +1,6 @@
 """A model of transformers' code over several ranks computes what one process computes."""
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,16 +98,14 @@ def check_same(folder: Path, cases: list[Place], **options: Any) -> list[General
     return ranks
 
 
-def case(name: str) -> object:
-    return pytest.param(name, marks=[] if name in COVERING else [pytest.mark.more])
+def divided() -> Iterator[object]:
+    """Classes that docs/models.md says can be divided; every third one in `make test-all`."""
+    for number, name in enumerate(name for name, text in lines().items() if text.endswith("| yes |")):
+        beyond = pytest.mark.slow if number % 3 else pytest.mark.more
+        yield pytest.param(name, marks=[] if name in COVERING else [beyond])
 
 
-def divided() -> list[str]:
-    """Classes that docs/models.md says can be divided."""
-    return [name for name, text in lines().items() if text.endswith("| yes |")]
-
-
-@pytest.mark.parametrize("name", [case(name) for name in divided()])
+@pytest.mark.parametrize("name", divided())
 def test_two_ranks_serve_what_one_process_serves(name: str, tmp_path: Path) -> None:
     check_same(save(classes()[name], tmp_path), places(Degree(2)))
 

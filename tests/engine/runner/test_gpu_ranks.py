@@ -135,7 +135,7 @@ def test_two_ranks_serve_the_tokens_of_one(
     check(folder, tmp_path / "store", MIXED)
 
 
-@pytest.mark.parametrize("quantization", ["none", pytest.param("int8", marks=pytest.mark.more)])
+@pytest.mark.parametrize("quantization", ["none", pytest.param("int8", marks=pytest.mark.slow)])
 def test_graphs_have_the_sums_and_gathers_of_their_steps(
     model_of: Callable[..., Path], tmp_path: Path, quantization: Any
 ) -> None:
