@@ -58,7 +58,7 @@ class Kind(NamedTuple):
     """Numbers of stages that its workers can have."""
 
 
-KINDS = {"dense": Kind("llama", (1, 2)), "moe": Kind("mixtral", (1,))}
+KINDS = {"dense": Kind("llama", (1, 2)), "moe": Kind("mixtral", (1, 2))}
 KV_HEADS = 1, 2, 4, 8
 TENSOR = 1, 2, 4
 Values = tuple[Any, ...]
