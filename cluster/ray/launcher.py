@@ -5,7 +5,6 @@ Actors are detached, so running streams outlive the supervisor; a restarted one 
 """
 
 import asyncio
-import itertools
 import logging
 import signal
 import time
@@ -179,22 +178,21 @@ class RayLauncher:
             return None
 
     def _end(self, name: str) -> None:
-        """Ends the actor of this name, if there is one, and returns when the next one can take the name.
+        """Ends the actor of this name and those of its further machines, and returns when others can take the names.
 
         Raises:
             RuntimeError: the name isn't free in time.
         """
         deadline = time.monotonic() + UNNAMED_SECONDS
-        for each in itertools.chain((name,), (_host_name(name, number) for number in itertools.count(1))):
-            found = False
+        actors = ray.util.list_named_actors(all_namespaces=True)
+        own = {each["name"] for each in actors if each["namespace"] == self._namespace}
+        hosts = [each for each in own if each.startswith(_host_name(name, ""))]
+        for each in (name, *hosts):
             while (actor := self._find(each)) is not None:
-                found = True
                 ray.kill(actor)
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"actor {each} still has its name {UNNAMED_SECONDS:g} s after it was killed")
                 time.sleep(0.05)
-            if each != name and not found:
-                return
 
     def _options(self, name: str, plan: Plan, group: PlacementGroup, host: int = 0) -> dict[str, Any]:
         """Options of the actor on one of a member's machines."""
@@ -302,8 +300,8 @@ def _kill_own(pid: int) -> None:
         processes.send(signal.SIGKILL, [process])
 
 
-def _host_name(name: str, number: int) -> str:
-    """Name of the actor on a worker's further machine."""
+def _host_name(name: str, number: int | str) -> str:
+    """Name of the actor on a worker's further machine; with an empty number what all of them begin with."""
     return f"{name}.host-{number}"
 
 

@@ -7,4 +7,5 @@
 All ranks are one incarnation with one fate. A rank that has ended, has failed, or is frozen ends the others: rank 0
 kills them and fails as a worker does; a rank that finds rank 0 frozen ends itself, and the kernel kills it with rank 0.
 A silent rank is frozen unless it computes (`kvrelay.machine.silence`). SIGTERM is for rank 0 alone, which drains first.
+Ranks of other machines (`engine.hosts`) are children of an agent there, which passes all of this on (`hosts.py`).
 """

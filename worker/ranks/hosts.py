@@ -32,12 +32,7 @@ from kvrelay.engine.ranks.meet import MEET_SECONDS
 from kvrelay.models import resolve
 from kvrelay.rpc.identity import join as join_address
 from kvrelay.worker.config import WorkerConfig
-from kvrelay.worker.ranks.channel import (
-    BEAT_SECONDS,
-    Channel,
-    receive_bytes,
-    send_bytes,
-)
+from kvrelay.worker.ranks.channel import BEAT_SECONDS, Channel, receive_bytes, send_bytes
 from kvrelay.worker.ranks.local import SEND_SECONDS, LocalRanks, Lost
 
 logger = logging.getLogger(__name__)
@@ -274,25 +269,24 @@ def join(address: str, number: int, token: str) -> int:
         ConnectionError: rank 0 isn't reached in time, or refuses the token.
     """
     control, steps = (_dial(address, number, kind, token) for kind in (CONTROL, STEPS))
-    return _Agent(number, control, steps).run()
+    return _Agent(control, steps).run()
 
 
 class _Agent:
     """Starts the ranks that rank 0 asks for, passes messages on, and ends with them."""
 
-    def __init__(self, number: int, control: socket.socket, steps: socket.socket) -> None:
-        self._number = number
+    def __init__(self, control: socket.socket, steps: socket.socket) -> None:
         self._own_address = control.getsockname()[0]
         self._steps = steps
         self._control = Channel(control, "rank 0")
         self._ended = threading.Event()
         self._first: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._lost = threading.Lock()
+        self._reported = False
         self._ranks: LocalRanks | None = None
 
     def run(self) -> int:
         """Runs until the worker ends."""
-        self._control.start(self._hear, self._end)
+        self._control.start(self._hear, self._ended.set)
         while True:  # rank 0's signs of life may come before it has all of its hosts
             try:
                 message = self._first.get(timeout=BEAT_SECONDS)
@@ -340,15 +334,14 @@ class _Agent:
                     return
         ranks.leave()  # rank 0 has closed the connection: they end after the step in flight
         ranks.close(time.monotonic() + SEND_SECONDS)
-        self._end()
+        self._ended.set()
 
     def _report(self, rank: int, lost: Lost) -> None:
-        """Tells rank 0, which ends the worker and so this process."""
-        logger.warning("a rank is lost: %s", lost.text)
-        self._control.send({"lost": (rank, lost.text, lost.mistake)})
-
-    def _end(self) -> None:
-        self._ended.set()
+        """Tells rank 0 of the first loss, which ends the worker and so this process."""
+        if not self._reported:
+            self._reported = True
+            logger.warning("a rank is lost: %s", lost.text)
+            self._control.send({"lost": (rank, lost.text, lost.mistake)})
 
 
 def _dial(address: str, number: int, kind: str, token: str) -> socket.socket:
