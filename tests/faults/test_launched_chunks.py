@@ -34,7 +34,7 @@ def it(launched: Scene) -> Iterator[Scene]:
     launched.heal()
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize("length", [1, 65, *(pytest.param(length, marks=pytest.mark.more) for length in (63, 64, 200))])
 def test_prompts_of_every_length_get_their_tokens(it: Scene, length: int) -> None:
     it.ask_all([f"{length} tokens, {number}" for number in range(6)], length=length, count=6)
     it.settle(FREE_SECONDS)

@@ -52,6 +52,7 @@ STRIKES = [
 ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("role", "fault"), STRIKES)
 def test_a_fault_under_load_costs_no_token(it: Scene, role: str, fault: str) -> None:
     it.order(**{STEP_SECONDS: 0.01})

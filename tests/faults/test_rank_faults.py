@@ -88,7 +88,11 @@ def decoding(it: Scene, name: str) -> tuple[Any, str]:
     return request, it.serving()
 
 
-SIGNALS = [pytest.param(1, KILL), pytest.param(1, STOP), pytest.param(0, KILL, marks=pytest.mark.more)]
+SIGNALS = [
+    pytest.param(1, KILL),
+    pytest.param(1, STOP, marks=pytest.mark.more),
+    pytest.param(0, KILL, marks=pytest.mark.more),
+]
 
 
 @ranks("1 to 2", "1 x 2 to 2")

@@ -201,6 +201,7 @@ class Load:
 # Its own death, and that of its members.
 
 
+@pytest.mark.more
 def test_a_killed_supervisor_finds_its_members_and_goes_on(small: Supervised) -> None:
     before, processes, address = all_members(small), small.pids(), small.address
     prompt, count = prompt_of("over it", PROMPT), 600

@@ -40,7 +40,7 @@ def weights_of(name: str) -> tuple[Tensor | QuantizedWeight, Tensor]:
     return held(weight, torch.float16), weight.dequantize()
 
 
-@pytest.mark.parametrize("name", ["dense", *FORMATS])
+@pytest.mark.parametrize("name", ["dense", *(pytest.param(name, marks=pytest.mark.more) for name in FORMATS)])
 def test_a_product(name: str) -> None:
     """Few rows and many, of a step's rows and of pairs; later launches repeat one before."""
     weight, dense = weights_of(name)

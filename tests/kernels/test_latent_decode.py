@@ -160,7 +160,7 @@ SHAPES = [
 @pytest.mark.parametrize(
     ("shape", "architecture"),
     [
-        pytest.param(shape, architecture, marks=() if (shape, architecture) == (SHAPES[0], 90) else more)
+        pytest.param(shape, architecture, marks=more)
         for shape in SHAPES
         for architecture in ARCHITECTURES
         if shape.kv_dtype != E4M3 or architecture >= 89

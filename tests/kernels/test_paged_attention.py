@@ -166,6 +166,7 @@ def check_no_key_is_lost(
         check_counts(found, case.expected())
 
 
+@more
 @pytest.mark.parametrize(
     ("attend", "contexts", "lengths", "block_size"),
     [
@@ -181,6 +182,7 @@ def test_no_key_is_lost_or_read_twice(
     check_no_key_is_lost(attend, contexts, lengths, F16, block_size, device)
 
 
+@more
 @pytest.mark.parametrize("window", [pytest.param(0, marks=more), 50])
 def test_where_a_prompt_is_cut_changes_no_bit(
     device: torch.device, window: int, monkeypatch: pytest.MonkeyPatch

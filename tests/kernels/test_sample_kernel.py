@@ -86,6 +86,7 @@ test_it_chooses_what_the_cpu_does_often = pytest.mark.more(
 )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "step", [0.01, *(pytest.param(step, marks=pytest.mark.more) for step in (0.0625, 0.5))], ids="{}_apart".format
 )

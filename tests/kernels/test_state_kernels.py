@@ -13,7 +13,11 @@ from kvrelay.kernels.triton.states.ops import TritonStateOps
 more = pytest.mark.more
 shapes = pytest.mark.parametrize(
     ("step", "dtype"),
-    [(STEPS[0], "float32"), (STEPS[1], "float32"), *(pytest.param(step, "float16", marks=more) for step in STEPS)],
+    [
+        (STEPS[0], "float32"),
+        pytest.param(STEPS[1], "float32", marks=more),
+        *(pytest.param(step, "float16", marks=more) for step in STEPS),
+    ],
 )
 OPS = TritonStateOps()
 DTYPE = torch.bfloat16

@@ -163,6 +163,7 @@ def test_a_folder_takes_precedence_over_a_model_of_the_hub_without_the_prefix(hu
     assert f"models--{NAME.replace('/', '--')}" in resolved(tmp_path, hub.address, f"hf:{NAME}")
 
 
+@pytest.mark.more
 def test_a_download_shows_one_bar_on_a_terminal_and_one_that_is_not_needed_shows_nothing(
     hub: Hub, tmp_path: Path
 ) -> None:

@@ -49,6 +49,9 @@ COVERING = (
     "MambaForCausalLM",
     "RoFormerForCausalLM",
 )
+ONCE = ("BambaForCausalLM", "DeepseekV3ForCausalLM")
+"""Classes in `make test`: states and full attention, latents."""
+
 MORE = (
     "BartForCausalLM",
     "BloomForCausalLM",
@@ -190,13 +193,19 @@ async def asked_twice(folder: Path, path: ModelPath) -> list[list[Completion]]:
 @pytest.mark.parametrize(
     ("name", "path"),
     [
-        *[(name, "general") for name in COVERING],
+        *[(name, "general") for name in ONCE],
+        *[pytest.param(name, "general", marks=pytest.mark.more) for name in COVERING if name not in ONCE],
         *[pytest.param(name, "general", marks=pytest.mark.more) for name in MORE],
         ("MistralForCausalLM", "fast"),
-        ("Qwen3MoeForCausalLM", "fast"),
         *[
             pytest.param(name, "fast", marks=pytest.mark.more)
-            for name in ("Cohere2ForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM")
+            for name in (
+                "Cohere2ForCausalLM",
+                "Qwen3MoeForCausalLM",
+                "MixtralForCausalLM",
+                "Glm4MoeForCausalLM",
+                "MiniMaxM2ForCausalLM",
+            )
         ],
     ],
 )
@@ -256,6 +265,7 @@ def test_what_the_groups_keep_is_sent_and_nothing_else(name: str, kinds: list[st
         assert sent == tokens * config.num_hidden_layers * latent * 4
 
 
+@pytest.mark.more
 def test_a_window_is_a_small_part_of_a_long_prompt(tmp_path: Path) -> None:
     long = {"num_hidden_layers": 2, "max_position_embeddings": 2**14}
     sent = []

@@ -220,7 +220,7 @@ class OnGpu:
     "family",
     [
         # A third of them in `make test-all`: kernels and runner are the same for all.
-        family if family == "cohere2" else pytest.param(family, marks=pytest.mark.slow if at % 3 else pytest.mark.more)
+        pytest.param(family, marks=pytest.mark.slow if at % 3 else pytest.mark.more)
         for at, family in enumerate(FAMILIES)
     ],
 )

@@ -200,7 +200,7 @@ def test_rows_without_room_end_an_exchange_on_all_ranks(ranks: Callable[..., Ran
     assert texts[1] == "done" or "aborted" in texts[1]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.more), pytest.param(4, marks=pytest.mark.more)])
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("scene", [_sums_and_gathers, _paces, _messages])
 def test_ranks_get_the_bits_of_a_sum_in_order(ranks: Callable[..., Ranks], kind: str, size: int, scene: Any) -> None:

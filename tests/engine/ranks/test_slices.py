@@ -88,7 +88,10 @@ def test_ranks_compute_one_processs_logits(model_of: Callable[..., Path], kv_hea
         *WITH_EXPERTS,
     ],
 )
-@pytest.mark.parametrize("decoder", ["torch", "native", "native with shared memory"])
+@pytest.mark.parametrize(
+    "decoder",
+    [*(pytest.param(name, marks=pytest.mark.more) for name in ("torch", "native")), "native with shared memory"],
+)
 def test_ranks_of_each_family_compute_one_processs_logits(
     model_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, family: str, decoder: str
 ) -> None:

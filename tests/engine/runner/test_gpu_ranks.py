@@ -124,6 +124,7 @@ MIXED = requests_of(
 
 
 # The parts of the vocabulary aren't equal, and end within a block; with one KV head, both ranks have it.
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("family", "kv_heads"), [("llama", 2), pytest.param("qwen3", 1, marks=pytest.mark.more)], ids=str
 )
@@ -135,6 +136,7 @@ def test_two_ranks_serve_the_tokens_of_one(
     check(folder, tmp_path / "store", MIXED)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("quantization", ["none", pytest.param("int8", marks=pytest.mark.slow)])
 def test_graphs_have_the_sums_and_gathers_of_their_steps(
     model_of: Callable[..., Path], tmp_path: Path, quantization: Any

@@ -67,6 +67,7 @@ def test_tokens_equal_the_cpus(model_of: ModelOf, architecture: str, kv_dtype: C
     assert serve(runner, asked) == on_cpu(folder, asked, kv_dtype=kv_dtype)
 
 
+@pytest.mark.more
 @interpreted
 @pytest.mark.parametrize(
     ("architecture", "layers"), [("mistral", 1), pytest.param("gemma3_text", 2, marks=pytest.mark.more)]

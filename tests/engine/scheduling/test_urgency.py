@@ -212,7 +212,7 @@ class Decoding:
             pass
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=4)
 @given(seed=st.integers(0, 2**16))
 def test_offers_wait_for_blocks_by_class_and_deadline_and_none_for_ever(seed: int) -> None:
     """Interactive requests alone are more than the worker can take; those of the same rank without a target get their

@@ -48,7 +48,7 @@ def fleets(draw: st.DrawFn) -> list[WorkerView]:
     ]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(fleets(), st.booleans())
 def test_a_pair_has_one_digest_and_is_avoided_only_if_all_are(workers: list[WorkerView], on_trial: bool) -> None:
     by_id = {worker.id: worker for worker in workers}

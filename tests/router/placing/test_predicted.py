@@ -112,7 +112,7 @@ def cases(draw: st.DrawFn, *, known: bool = True) -> tuple[list[WorkerView], Dem
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(case=cases())
 def test_a_wrong_cost_costs_time_and_breaks_no_rule(name: PlacementName, case: tuple[list[WorkerView], Demand]) -> None:
     workers, demand = case

@@ -154,7 +154,7 @@ def conversations(text: st.SearchStrategy[str]) -> st.SearchStrategy[tuple[list[
     return st.tuples(st.lists(message, min_size=1, max_size=3), tools)
 
 
-EXAMPLES = pytest.mark.parametrize("examples", [40, pytest.param(120, marks=pytest.mark.more)])
+EXAMPLES = pytest.mark.parametrize("examples", [20, pytest.param(120, marks=pytest.mark.more)])
 
 
 def drawn(examples: int) -> settings:
