@@ -162,7 +162,7 @@ class Place:
     store: "Store | None" = None
     """Where the ranks have met; they may find each other there again."""
     one_machine: bool = True
-    """Whether all ranks are on one machine."""
+    """Whether all ranks of `group` are on one machine."""
 
     @property
     def stage(self) -> int:

@@ -29,8 +29,8 @@ class Meeting(NamedTuple):
     """What another rank needs to come: `file PATH`, or `hosts ADDRESS PORT` for ranks of several machines."""
     store: Callable[[Degree], Store]
     """Opens it for this rank."""
-    host: str = ""
-    """Address at which the ranks of other machines reach this one; empty if there are none."""
+    host: str = "127.0.0.1"
+    """Address at which the other ranks reach this one."""
     close: Callable[[], None] = lambda: None
     """Frees what the rank that has made it holds. Ranks that are late may still come before."""
 
@@ -79,37 +79,40 @@ class Meeting(NamedTuple):
         return cls(name, store, host)
 
 
-def meet(meeting: Meeting, degree: Degree, rank: int, threads: int) -> Place:
-    """Meets the other ranks of the worker. Ranks of one machine share memory, unless they lack native kernels; others
-    exchange their parts over Gloo.
+def meet(meeting: Meeting, degree: Degree, rank: int, threads: int, hosts: int = 1) -> Place:
+    """Meets the other ranks of the worker. Groups of ranks on one machine share memory, unless they lack native
+    kernels; others exchange their parts over Gloo.
 
     Args:
         threads: CPU threads that compute on this rank.
+        hosts: machines over which the ranks are divided, in equal parts and in order.
 
     Raises:
         CollectiveError: a rank didn't come.
     """
     if degree.ranks == 1:
         return ALONE
-    store, why = meeting.store(degree), shared_memory_missing()
-    if why is not None and not meeting.host:
-        logger.warning("ranks add their parts up over Gloo, which is far slower than shared memory: that %s", why)
+    store, why, each = meeting.store(degree), shared_memory_missing(), degree.ranks // hosts
 
-    def group(name: str, place: int, size: int) -> Collective:
-        if size == 1:
+    def here(ranks: range) -> bool:
+        """Whether the ranks are on one machine."""
+        return ranks[0] // each == ranks[-1] // each
+
+    def group(name: str, ranks: range) -> Collective:
+        if len(ranks) == 1:
             return NO_GROUP
-        own = PrefixStore(name, store)
-        if meeting.host:
-            return GlooCollective(own, place, size, MEET_SECONDS, meeting.host)
-        if why is not None:
-            return GlooCollective(own, place, size, MEET_SECONDS)
-        return SharedMemoryCollective.join(own, place, size, MEET_SECONDS, threads)
+        own, place = PrefixStore(name, store), rank - ranks.start
+        if why is None and here(ranks):
+            return SharedMemoryCollective.join(own, place, len(ranks), MEET_SECONDS, threads)
+        return GlooCollective(own, place, len(ranks), MEET_SECONDS, meeting.host)
 
-    found = Place(degree, rank, all=group("all", rank, degree.ranks), store=store, one_machine=not meeting.host)
-    if degree.pipeline == 1:
-        return replace(found, group=found.all)
-    stage, place = divmod(rank, degree.tensor)
-    return replace(found, group=group(f"stage {stage}", place, degree.tensor))
+    first = rank - rank % degree.tensor
+    stage = range(first, first + degree.tensor)
+    if why is not None and here(stage):
+        logger.warning("ranks add their parts up over Gloo, which is far slower than shared memory: that %s", why)
+    found = Place(degree, rank, all=group("all", range(degree.ranks)), store=store, one_machine=here(stage))
+    own = found.all if degree.pipeline == 1 else group(f"stage {first // degree.tensor}", stage)
+    return replace(found, group=own)
 
 
 @contextmanager

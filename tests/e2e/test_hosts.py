@@ -1,4 +1,4 @@
-"""Workers whose ranks are on several hosts: agents on this machine, whose ranks share no memory with rank 0.
+"""Workers whose ranks are on several hosts: agents on this machine, whose ranks share no memory with those of others.
 
 Their tokens are those of an engine in one process, also after a loss of rank 0.
 """
@@ -29,13 +29,19 @@ LENGTHS = (1, 33, 150)
 OUT = 12
 ENDED_SECONDS = 4.0
 """Longest time from a loss until no rank is left on any host."""
-OVER_HOSTS = {"tensor_parallel": 2, "hosts": 2}
+TENSOR = {"tensor_parallel": 2, "hosts": 2}
+STAGES = {"pipeline_parallel": 2, "hosts": 2}
+SHAPES: dict[str, dict[str, dict[str, int]]] = {
+    "heads over hosts": {"prefill": {}, "decode": TENSOR},
+    "a stage on each host": {"prefill": STAGES, "decode": TENSOR | STAGES},
+}
+"""Degrees of both workers."""
 
 pytestmark = pytest.mark.more
 
 
 class Scene:
-    """A prefill worker of one rank, a decode worker over two hosts, and an engine in this process."""
+    """A prefill worker, a decode worker over two hosts, and an engine in this process."""
 
     def __init__(self, cluster: ProcessCluster, engine: Engine) -> None:
         self.cluster = cluster
@@ -62,11 +68,11 @@ class Scene:
         self.cluster.wait_idle()
 
 
-@pytest.fixture(scope="module")
-def it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+@pytest.fixture(scope="module", params=SHAPES)
+def it(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     folder: Path = tmp_path_factory.mktemp("hosts")
     make_checkpoint(folder / "model", "llama", **SHAPE)
-    roles = {"decode": {"engine": ENGINE | OVER_HOSTS}, "prefill": {"engine": ENGINE}}
+    roles = {role: {"engine": ENGINE | degrees} for role, degrees in SHAPES[request.param].items()}
     engine = build_engine(folder / "model", "float32", EngineConfig(**ENGINE))[0]
     with process_cluster(folder / "cluster", folder / "model", roles=roles) as cluster:
         yield Scene(cluster, engine)

@@ -27,6 +27,7 @@ PIPELINE_1 = {"pipeline_parallel": 1}
 BY_RANKS: dict[str, dict[str, Any]] = {
     "1 to 2": {"prefill": 1, "decode_engine": TENSOR_2},
     "1 to 2 hosts": {"prefill": 1, "decode_engine": TENSOR_2 | {"hosts": 2}},
+    "1 to 2 x 2 on 2 hosts": {"prefill": 1, "decode_engine": TENSOR_2 | {"pipeline_parallel": 2, "hosts": 2}},
     "2 to 1": {"decode": 1, "engine": TENSOR_2, "decode_engine": {"tensor_parallel": 1}},
     "1 x 2 to 2": {"prefill": 1, "engine": {"pipeline_parallel": 2}, "decode_engine": PIPELINE_1 | TENSOR_2},
     "2 x 2 to 4": {
@@ -105,7 +106,7 @@ def test_a_rank_that_is_lost_in_decode_takes_its_worker_along(it: Scene, rank: i
     settle(it, serving)
 
 
-@ranks("1 to 2 hosts")
+@ranks("1 to 2 hosts", "1 to 2 x 2 on 2 hosts")
 @pytest.mark.parametrize("number", [KILL, STOP])
 @pytest.mark.parametrize("agent", [True, False], ids=["agent", "rank"])
 def test_a_rank_of_another_machine_that_is_lost_takes_its_worker_along(
@@ -114,11 +115,11 @@ def test_a_rank_of_another_machine_that_is_lost_takes_its_worker_along(
     """Also if the machine's agent is lost."""
     request, serving = decoding(it, "mid-stream")
     (host,) = it.cluster.agents[serving]
-    (rank,) = left_of(host.pid)
+    rank = left_of(host.pid)[-1]
     os.kill(host.pid if agent else rank, number)
     assert wait_for_end(it, serving) == 1
     assert request.result().timeline.retries == 1
-    wait_until(lambda: not left_of(host.pid), "its rank has ended", ENDED_SECONDS)
+    wait_until(lambda: not left_of(host.pid), "its ranks have ended", ENDED_SECONDS)
     host.popen.kill()
     host.popen.communicate(ENDED_SECONDS)
     settle(it, serving)

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -46,18 +46,22 @@ SICK = "support.sick_member"
 STREAMS, TOKENS = 6, 120
 """Clients of a load, and tokens of each of their requests."""
 MORE_SECONDS = 90.0
+ONE_RANK: Mapping[str, int] = {"tensor_parallel": 1}
 
 
 def members(
-    ports: Sequence[int] = PORTS, checksum: bool = True, ranks: int = 1, **worker: Any
+    ports: Sequence[int] = PORTS, checksum: bool = True, degree: Mapping[str, int] = ONE_RANK, **worker: Any
 ) -> dict[str, dict[str, Any]]:
     """A prefill worker on the hash model; and for each port a decode worker, and a router that lets others share it.
 
     Args:
-        ranks: of each worker.
+        degree: of each worker, as options of its engine.
     """
-    engine = {**ENGINE, "tensor_parallel": ranks}
-    options: dict[str, Any] = {"engine": engine, "transfer": TRANSFER | {"checksum": checksum}, "drain_seconds": 1.0}
+    options: dict[str, Any] = {
+        "engine": {**ENGINE, **degree},
+        "transfer": TRANSFER | {"checksum": checksum},
+        "drain_seconds": 1.0,
+    }
     found = hash_members(1, len(ports), **options, **worker)
     router = {"model": "pico", "http_port": None, "share_port": True, "drain_seconds": 1.0}
     for index, port in enumerate(ports):
@@ -73,23 +77,33 @@ def stop(cluster: Supervised) -> None:
 
 
 @contextmanager
-def running(folder: Path, ports: Sequence[int], ranks: int = 1) -> Iterator[Supervised]:
+def running(folder: Path, ports: Sequence[int], degree: Mapping[str, int] = ONE_RANK) -> Iterator[Supervised]:
     """A cluster of `members` that is ready, and ends by SIGTERM."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(STEP_SECONDS, "0.005")
-        with supervised(folder, members(ports, ranks=ranks), drain_seconds=1.0) as cluster:
+        with supervised(folder, members(ports, degree=degree), drain_seconds=1.0) as cluster:
             all_ready(cluster)
             yield cluster
             stop(cluster)
 
 
-RANKS = pytest.param(2, marks=pytest.mark.more, id="2 ranks")
+RANKS = [
+    pytest.param({"tensor_parallel": 2}, marks=pytest.mark.more, id="2 ranks"),
+    pytest.param({"pipeline_parallel": 2}, marks=pytest.mark.more, id="2 stages"),
+]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, id="1 rank"), RANKS])
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
-    """The cluster that most tests here change, one after another; the parameter is the ranks of each worker."""
-    with running(tmp_path_factory.mktemp("supervised"), PORTS, request.param) as cluster:
+@pytest.fixture(scope="module", params=[pytest.param(ONE_RANK, id="1 rank"), *RANKS])
+def degree(request: pytest.FixtureRequest) -> Mapping[str, int]:
+    """The degree of each worker of `cluster`."""
+    degree: Mapping[str, int] = request.param
+    return degree
+
+
+@pytest.fixture(scope="module")
+def cluster(degree: Mapping[str, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
+    """The cluster that most tests here change, one after another."""
+    with running(tmp_path_factory.mktemp("supervised"), PORTS, degree) as cluster:
         yield cluster
 
 
@@ -104,11 +118,6 @@ def ready(cluster: Supervised) -> dict[str, Member]:
     """The members that are ready."""
     found = [entry.member for entry in cluster.status().members]
     return {member.name: member for member in found if member.state == MEMBER_STATE_READY}
-
-
-def ranks_of(cluster: Supervised) -> int:
-    """Ranks of each worker."""
-    return len(cluster.member("prefill-0").member.rank_pids) or 1
 
 
 def is_running(pid: int) -> bool:
@@ -320,13 +329,13 @@ def test_more_members_than_memory_holds_are_refused_with_the_number_that_fits(sm
     "change", [{"model": "pico-draft"}, {"checksum": False}], ids=["another fingerprint", "another option"]
 )
 def test_a_rolling_upgrade_under_load_survives_its_supervisor_and_a_change_that_separates_workers(
-    cluster: Supervised, change: dict[str, Any]
+    cluster: Supervised, degree: Mapping[str, int], change: dict[str, Any]
 ) -> None:
     """The new workers can't be paired with the old ones: as those of an earlier version, whose fingerprints differ."""
     before = ready(cluster)
     with Load(ROUTERS) as load:
         load.until_running()
-        revision = cluster.control.upgrade(json.dumps({"members": members(ranks=ranks_of(cluster), **change)}))
+        revision = cluster.control.upgrade(json.dumps({"members": members(degree=degree, **change)}))
         wait_until(lambda: ready(cluster).keys() - before.keys(), "a successor serves", START_SECONDS)
         cluster.kill()
         cluster.start()
@@ -342,12 +351,12 @@ def test_a_rolling_upgrade_under_load_survives_its_supervisor_and_a_change_that_
 
 
 @pytest.mark.slow
-def test_an_upgrade_that_cannot_start_stops_and_is_taken_back(cluster: Supervised) -> None:
+def test_an_upgrade_that_cannot_start_stops_and_is_taken_back(cluster: Supervised, degree: Mapping[str, int]) -> None:
     before = ready(cluster)
     with Load(ROUTERS) as load:
         load.until_running()
         revision = cluster.control.upgrade(
-            json.dumps({"members": members(checksum=False, ranks=ranks_of(cluster), max_waiting=0)})
+            json.dumps({"members": members(checksum=False, degree=degree, max_waiting=0)})
         )
         with pytest.raises(RunError, match=r"does not come up: exit code 2: .*max_waiting"):
             cluster.settle(revision, START_SECONDS)
@@ -390,7 +399,7 @@ LOSSES = [
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("cluster", [RANKS], indirect=True)
+@pytest.mark.parametrize("degree", RANKS, indirect=True)
 @pytest.mark.parametrize(("role", "rank", "number"), LOSSES)
 def test_a_worker_that_has_lost_a_rank_is_replaced_while_streams_run(
     cluster: Supervised, role: str, rank: int, number: signal.Signals

@@ -72,7 +72,7 @@ def main(steps: int, control: int) -> int:
         if host:  # on another machine than rank 0
             config = replace(config, host=host)
         meeting = Meeting.named(options["meeting"], config.host)
-        place = meet(meeting, degree, options["rank"], config.engine.threads)
+        place = meet(meeting, degree, options["rank"], config.engine.threads, config.engine.hosts)
         channel.send({"arrived": "met"})
         module, _, name = options["build"].partition(":")
         build = getattr(importlib.import_module(module), name)

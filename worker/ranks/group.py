@@ -160,7 +160,7 @@ class RankGroup:
     def _meet(self, meeting: Meeting) -> None:
         """Meets the other ranks. If one of them is lost before, this thread waits on, and nobody waits for it."""
         try:
-            self.place = meet(meeting, self.degree, 0, self.options.threads)
+            self.place = meet(meeting, self.degree, 0, self.options.threads, self._hosts)
         except (CollectiveError, OSError) as error:
             self._fail(error)
         if self._failure is not None:

@@ -19,6 +19,8 @@ GPU = {"GPU": 1.0}
 RACK = "kvrelay.io/rack"
 MOVED_SECONDS = 120.0
 """Seconds until a lost node's member serves elsewhere, on a busy machine; Ray takes 15 s to give the node up."""
+ENDED_SECONDS = 4.0
+"""Longest time from the loss of a node until no rank is left of a worker that had some there."""
 
 
 def placed(order: list[MemberRole], nodes: Mapping[str, Mapping[str, str]], gpus: int = 8) -> dict[str, str | None]:
@@ -111,53 +113,112 @@ def test_on_a_ray_cluster_of_several_nodes() -> None:
     assert found["taken"]
 
 
-LOST_NODE = """
+LOST_NODES = """
 import json, os, subprocess, sys, time
 from pathlib import Path
 from kvrelay.cluster.ray import environment as rayenv
 rayenv.prepare()
-import ray
+import psutil, ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
+from kvrelay.client import Client
+from kvrelay.cluster.processes.processes import alive, title
 from kvrelay.cluster.state import ClusterState
 from kvrelay.cluster.asking.status import as_json, get_status
 
-folder, kvrelay = Path(os.environ["KVRELAY_STATE_DIR"]), sys.argv[1]
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]
+kvrelay, config, moved, folder = *sys.argv[1:3], float(sys.argv[3]), Path(os.environ["KVRELAY_STATE_DIR"])
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+nodes = [cluster.add_node(num_cpus=2), *(cluster.add_node(num_cpus=0, num_gpus=1) for _ in range(2))]
 ray.init(cluster.address, log_to_driver=False, configure_logging=False)
 cluster.wait_for_nodes()
-options = ["--address", cluster.address, "--grpc-port", "0", "--http-port", "0", "--drain-seconds", "1"]
+options = ["--address", cluster.address, "--grpc-port", "0", "--http-port", "0", "--config", config]
 subprocess.run([kvrelay, "up", "--detach", *options], check=True, stdout=sys.stderr)
 
+def status():
+    return as_json(get_status(ClusterState(**json.loads((folder / "cluster.json").read_text()))))
+
 def workers():
-    status = as_json(get_status(ClusterState(**json.loads((folder / "cluster.json").read_text()))))
-    return {worker["name"]: worker for worker in status["workers"]}
+    return {worker["role"]: worker for worker in status()["workers"]}
+
+def places(name):
+    (found,) = (table for table in placement_group_table().values() if table["name"] == f"kvrelay/{name}")
+    return found["bundles_to_node_id"]
+
+def own(process):
+    try:
+        return process.environ().get("KVRELAY_STATE_DIR") == str(folder)
+    except psutil.Error:
+        return False
+
+def seconds_until(condition, limit):
+    begun = time.monotonic()
+    while not condition() and time.monotonic() - begun < limit:
+        time.sleep(0.1)
+    return time.monotonic() - begun
+
+def replaced(role):
+    now = workers().get(role, {})
+    return now.get("state") == "ready" and now["incarnation"] != before[role]["incarnation"]
+
+def lose(node_id):
+    (node,) = (node for node in nodes if node.node_id == node_id)
+    cluster.remove_node(node, allow_graceful=False)
 
 before = workers()
-places = {
-    table["name"].removeprefix("kvrelay/"): table["bundles_to_node_id"][0] for table in placement_group_table().values()
-}
-lost, node = next((name, node) for node in nodes for name in before if places[name] == node.node_id)
-begun = time.monotonic()
-cluster.remove_node(node, allow_graceful=False)
-while time.monotonic() - begun < float(sys.argv[2]):
-    now = workers().get(lost, {})
-    if now.get("state") == "ready" and now["incarnation"] != before[lost]["incarnation"]:
-        print(json.dumps({"lost": lost, "seconds": time.monotonic() - begun}))
-        break
-    time.sleep(0.2)
+name = before["decode"]["name"]
+first = places(name)
+(agent,) = (each for each in psutil.process_iter() if "RankHostActor" in title(each) and own(each))
+ranks = [psutil.Process(before["decode"]["pid"]), agent, *agent.children()]
+with Client(status()["router"], timeout=moved) as client:
+    asked = {"temperature": 0.0, "max_tokens": 900, "ignore_eos": True}
+    expected = client.complete("def __init__(self, ", **asked).token_ids
+    stream = client.generate("def __init__(self, ", **asked)
+    found = list(next(stream).token_ids)
+    lose(first[1])
+    ended = seconds_until(lambda: not any(map(alive, ranks)), 60)
+    cluster.wait_for_nodes()  # Ray has given the node up
+    without = workers()["decode"]["state"]
+    nodes.append(cluster.add_node(num_cpus=2, num_gpus=1))
+    back = seconds_until(lambda: replaced("decode"), moved)
+    for chunk in stream:
+        found += chunk.token_ids
+second = places(name)
+lose(places(before["prefill"]["name"])[0])
+print(json.dumps({
+    "nodes": [len({*first.values()}), len({*second.values()})],
+    "ranks": len(ranks),
+    "ended": ended,
+    "without": without,
+    "back": back,
+    "tokens": found == list(expected),
+    "moved": seconds_until(lambda: replaced("prefill"), moved),
+}))
 subprocess.run([kvrelay, "down"], check=True, stdout=sys.stderr)
 ray.shutdown()
 cluster.shutdown()
 """
+TWO_NODES = """
+model: {dtype: float32}
+prefill: {gpus: 0}
+decode: {gpus: 1, cpus: 0, engine: {tensor_parallel: 2, device: cpu, kv_memory_bytes: 16777216}}
+drain_seconds: 1
+"""
+"""No node has the two GPUs of the decode worker's ranks, so they are divided over two nodes."""
 
 
 @pytest.mark.more
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
-def test_the_members_of_a_lost_node_are_started_on_another(tmp_path: Path) -> None:
+def test_a_worker_lies_on_two_nodes_and_the_members_of_a_lost_node_are_started_on_another(tmp_path: Path) -> None:
     environment = ENVIRONMENT | {"KVRELAY_STATE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", LOST_NODE, KVRELAY, str(MOVED_SECONDS)]
+    config = tmp_path / "kvrelay.yaml"
+    config.write_text(TWO_NODES)
+    command = [sys.executable, "-c", LOST_NODES, KVRELAY, str(config), str(MOVED_SECONDS)]
     output = subprocess.check_output(command, env=environment, text=True, timeout=500)
-    assert json.loads(output.splitlines()[-1])["seconds"] < MOVED_SECONDS
+    found = json.loads(output.splitlines()[-1])
+    print(found)
+    assert found["nodes"] == [2, 2], "before the loss of the further node, and with another one in its place"
+    assert found["ended"] < ENDED_SECONDS
+    assert found["without"] != "ready"
+    assert found["tokens"], "of a stream that the loss has cut off"
+    assert max(found["back"], found["moved"]) < MOVED_SECONDS

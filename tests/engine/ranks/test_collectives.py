@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import FileStore, HashStore
 
 from kvrelay.engine.degree import Degree
-from kvrelay.engine.ranks.collective import Collective, CollectiveError
+from kvrelay.engine.ranks.collective import Collective, CollectiveError, Place
 from kvrelay.engine.ranks.meet import Meeting, meet
 from kvrelay.engine.ranks.process_group import GlooCollective, NcclCollective
 from kvrelay.engine.ranks.shared import SharedMemoryCollective
@@ -425,17 +425,37 @@ def test_an_operation_of_nccl_that_doesnt_end_aborts_the_group() -> None:
     assert twin.aborts == 1
 
 
-def test_ranks_without_native_kernels_meet_over_gloo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("kvrelay.engine.ranks.meet.shared_memory_missing", lambda: "needs the native CPU kernels")
-    degree = Degree(2, 2)
+GLOO, SHARED = GlooCollective, SharedMemoryCollective
+
+
+@pytest.mark.parametrize(
+    ("degree", "hosts", "kernels", "types"),
+    [
+        pytest.param(Degree(2, 2), 1, False, (GLOO, GLOO), id="without native kernels"),
+        pytest.param(Degree(2, 2), 2, True, (SHARED, GLOO), id="a stage on each host"),
+        pytest.param(Degree(2, 2), 4, True, (GLOO, GLOO), id="a stage over two hosts"),
+        pytest.param(Degree(2), 2, True, (GLOO, GLOO), id="one stage over two hosts"),
+    ],
+)
+def test_ranks_share_memory_with_those_of_their_group_if_all_are_on_one_machine(
+    degree: Degree, hosts: int, kernels: bool, types: tuple[type, type], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`types`: of the group of a rank's stage, and of that of all ranks."""
+    if not kernels:
+        monkeypatch.setattr("kvrelay.engine.ranks.meet.shared_memory_missing", lambda: "needs the native CPU kernels")
+    elif library() is None:
+        pytest.skip("there are no native kernels")
+    first = Meeting.in_memory() if hosts == 1 else Meeting.of_hosts("127.0.0.1")
+
+    def join(rank: int) -> Place:
+        return meet(first if rank == 0 else Meeting.named(first.name, "127.0.0.1"), degree, rank, 1, hosts)
+
     with ThreadPoolExecutor(degree.ranks) as pool:
-        met = list(
-            pool.map(
-                lambda rank: meet(Meeting.named(f"file {tmp_path / 'store'}"), degree, rank, 1), range(degree.ranks)
-            )
-        )
-        assert {type(group) for place in met for group in (place.group, place.all)} == {GlooCollective}
+        met = list(pool.map(join, range(degree.ranks)))
+        assert [(type(place.group), type(place.all)) for place in met] == [types] * degree.ranks
+        assert {place.one_machine for place in met} == {hosts <= degree.pipeline}
         sums = pool.map(lambda place: place.group.sum(torch.tensor([10.0**place.rank])).item(), met)
-        assert list(sums) == [11.0, 11.0, 1100.0, 1100.0]
+        assert list(sums) == [11.0, 11.0, 1100.0, 1100.0][: degree.ranks]
     for place in met:
         place.abort()
+    first.close()
