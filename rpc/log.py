@@ -17,6 +17,8 @@ LINE_BYTES = 4096
 MAX_FIELDS = 32
 LEAST_BYTES = 64
 """Limits of a line that is too long: number of fields, and length to which values are cut before fields are dropped."""
+QUIET = {"GRPC_VERBOSITY": "ERROR", "NIXL_LOG_LEVEL": "WARN"}
+"""Environment variables of libraries that log by themselves."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -60,8 +62,10 @@ def _cut(value: object, most: int) -> object:
 def configure(**fields: str) -> None:
     """Writes this process's `kvrelay` logs to stderr as JSON, with `fields` (e.g. part, name) in each line; and the
     warnings of libraries, of Python, and of threads that end by an exception."""
-    # gRPC's core writes lines that are not JSON; its errors also come as statuses.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    # gRPC's core writes lines that are not JSON, and its errors also come as statuses; NIXL logs every new agent. Both
+    # read these when they are loaded, but by then native code of other threads may read the environment.
+    for variable, level in QUIET.items():
+        os.environ.setdefault(variable, level)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(fields))
     root = logging.getLogger("kvrelay")

@@ -1,6 +1,7 @@
 """Choice of transport: a pair uses the best that both have; without one, the error says what each has and why."""
 
 import gc
+import os
 from typing import Any, ClassVar
 
 import pytest
@@ -93,6 +94,15 @@ def test_a_missing_transport_is_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "shm" not in available_transports(HOST)
     with pytest.raises(ValueError, match="can't do: not today"):
         available_transports(HOST, wanted="shm")
+
+
+@no_gpu
+def test_to_look_for_transports_leaves_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native code of other threads may read it meanwhile, which ends the process if it changes."""
+    monkeypatch.delenv("NIXL_LOG_LEVEL", raising=False)
+    before = dict(os.environ)
+    available_transports(HOST)
+    assert os.environ == before
 
 
 def test_only_the_wanted_one_is_offered() -> None:

@@ -16,7 +16,6 @@ consists of both:
 import importlib
 import importlib.util
 import logging
-import os
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -68,8 +67,6 @@ def _api() -> Any:
     Raises:
         ImportError: it is not installed, or can't be loaded.
     """
-    # The library reads this when it is loaded; by default it logs every new agent.
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     # "nixl" chooses among the builds, one per CUDA version; without a GPU, a single build is enough.
     for package in ("nixl", "nixl_cu13", "nixl_cu12"):
         if importlib.util.find_spec(package) is not None:

@@ -38,6 +38,7 @@ from kvrelay.transfer.frames.frames import PoolFrames
 from kvrelay.transfer.links.links import LinkLimits, LinkManager, LinkTimeouts
 from kvrelay.transfer.links.rank_transfers import RankTransfers
 from kvrelay.transfer.protocol.ports import LoopRuntime
+from kvrelay.transfer.transports.base import Transport
 from kvrelay.transfer.transports.registry import available_transports
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.ranks.channel import BEAT_SECONDS, SILENT_SECONDS, Channel, LinkChannel, receive_bytes
@@ -78,7 +79,9 @@ def main(steps: int, control: int) -> int:
         build = getattr(importlib.import_module(module), name)
         runner = build(Path(options["folder"]), config.dtype, config.engine, place)
         writes, listening = RankWrites(), threading.Event()
-        given = links, config, runner, place.rank, writes, listening
+        # Made on this thread: they may change the environment, which native code of other threads reads.
+        transports = _transports(config, runner)
+        given = links, config, runner, place.rank, transports, writes, listening
         threading.Thread(target=_run_links, args=given, name="links", daemon=True).start()
         connection = socket.socket(fileno=steps)
 
@@ -97,11 +100,21 @@ def main(steps: int, control: int) -> int:
     return 0
 
 
+def _transports(config: WorkerConfig, runner: Runner) -> dict[str, Transport]:
+    """The transports of this rank's links, as of `available_transports`."""
+    transfer, gpu = config.transfer, runner.pools[0].bytes.is_cuda
+    certificates = Credentials.of("worker", config.security).certificates
+    return available_transports(
+        config.host, transfer.transport, gpu, transfer.encrypt, certificates, config.engine.hosts
+    )
+
+
 def _run_links(
     channel: LinkChannel,
     config: WorkerConfig,
     runner: Runner,
     rank: int,
+    transports: dict[str, Transport],
     writes: RankWrites,
     listening: threading.Event,
 ) -> None:
@@ -109,11 +122,6 @@ def _run_links(
 
     async def run() -> None:
         runtime, transfer = LoopRuntime(), config.transfer
-        gpu = runner.pools[0].bytes.is_cuda
-        certificates = Credentials.of("worker", config.security).certificates
-        transports = available_transports(
-            config.host, transfer.transport, gpu, transfer.encrypt, certificates, config.engine.hosts
-        )
         limits = LinkLimits(transfer.max_links, transfer.gpu_buffer_bytes)
         timeouts = LinkTimeouts(transfer.frame_timeout_seconds, transfer.dial_timeout_seconds)
         manager = LinkManager(transports, limits, timeouts, transfer.transport, runtime, rank)
