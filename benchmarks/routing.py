@@ -274,7 +274,7 @@ def row_answers(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, 
             return {
                 "turns": done.turns,
                 "answers_again": round(done.again / max(1, done.answers), 4),
-                "of_partial_blocks": round(done.partial / max(1, done.answers), 4),
+                "by_another_worker": round(done.elsewhere / max(1, done.answers), 4),
                 "mean_ttft": round(statistics.fmean(done.ttft), 4),
                 **busy(done.busy),
             }

@@ -185,8 +185,9 @@ class Talked:
     """Tokens of earlier answers that prompts had."""
     again: int = 0
     """Tokens among `answers` that were computed again."""
-    partial: int = 0
-    """Tokens among `again` of blocks that were not full, which no prefix cache keeps."""
+    elsewhere: int = 0
+    """Tokens among `again` that another worker computed than the one that generated the latest answer: the choice, and
+    not its cache, is the reason."""
     turns: int = 0
     busy: dict[str, float] = field(default_factory=dict)
     ttft: list[float] = field(default_factory=list)
@@ -205,12 +206,13 @@ def converse(
             name = f"talk-{number}-{began}"
             prompt = rng.choices(range(FIRST_TOKEN, FIRST_TOKEN + TOKENS), k=rng.randint(*talk.first))
             answers: list[tuple[int, int]] = []
+            generated_by = ""
             for turn in range(talk.turns):
                 answer = rng.randint(*talk.answer)
                 asked = Question(f"{name}-{turn}", prompt, answer, 1024, session=name)
                 outcome = await cluster.ask(asked)
                 if turn and outcome.complete:
-                    cached, block = outcome.cached_tokens, cluster.workers[0].machine.engine.block_size
+                    cached = outcome.cached_tokens
                     found.turns += 1
                     found.ttft.append(outcome.ttft or 0.0)
                     # The last token of an answer is computed by nobody before it is part of a prompt.
@@ -218,7 +220,10 @@ def converse(
                     found.answers += sum(end - first for first, end in spans)
                     lost = sum(max(0, end - max(first, cached)) for first, end in spans)
                     found.again += lost
-                    found.partial += min(lost, block - 1)
+                    if outcome.trace is not None and outcome.trace.prefilled.prefill_worker != generated_by:
+                        found.elsewhere += lost
+                if outcome.trace is not None:
+                    generated_by = outcome.trace.latest.decode_worker
                 answers.append((len(prompt), len(prompt) + len(outcome.tokens)))
                 question = rng.choices(range(FIRST_TOKEN, FIRST_TOKEN + TOKENS), k=rng.randint(*talk.question))
                 prompt = [*prompt, *outcome.tokens, *question]

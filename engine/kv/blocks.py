@@ -35,17 +35,18 @@ class Hold:
         chain: the prefix index's digests of the leading blocks' content, as far as they were needed.
         published: leading blocks that the prefix index has been offered.
         shared: leading blocks that had their content from the start; others may read them.
+        partial: tokens whose KV was in the block behind the shared ones from the start; nobody else holds that one.
         sides: a `SideHold` of each layer group behind the first (`engine/kv/sides.py`, which imports this module).
     """
 
-    __slots__ = ("_pool", "blocks", "chain", "owner", "published", "released", "shared", "sides")
+    __slots__ = ("_pool", "blocks", "chain", "owner", "partial", "published", "released", "shared", "sides")
 
     def __init__(self, pool: "BlockPool", blocks: list[int], owner: str) -> None:
         self._pool = pool
         self.blocks = blocks
         self.owner = owner
         self.chain: list[bytes] = []
-        self.published = self.shared = 0
+        self.published = self.shared = self.partial = 0
         self.released = False
         self.sides: tuple[Any, ...] = ()
 
@@ -62,6 +63,15 @@ class Hold:
             return False
         self.blocks += fresh
         return True
+
+    def take_over(self, block: int) -> None:
+        """Adds a cached block at the end, which its owner may write to: the prefix index must no longer know it.
+
+        Raises:
+            IntegrityError: somebody holds the block, or it is free.
+        """
+        self._pool.claim(block, self.owner)
+        self.blocks.append(block)
 
     def pass_to(self, owner: str) -> None:
         """Names another owner."""
@@ -205,6 +215,18 @@ class BlockPool:
         if block in self._cached:
             del self._cached[block]
             self._free.append(block)
+
+    def is_cached(self, block: int) -> bool:
+        """Whether the prefix index knows a block that nobody holds."""
+        return block in self._cached
+
+    def claim(self, block: int, owner: str) -> None:
+        """Takes a cached block out of the prefix index's knowledge, for a hold. For this module only."""
+        if block not in self._cached:
+            raise IntegrityError(f"{owner!r} wants to take over block {block}: {self._state(block)}")
+        del self._cached[block]
+        self._indexed.discard(block)
+        self._refs[block] = 1
 
     def check_integrity(self) -> None:
         """Recounts everything from the live holds.

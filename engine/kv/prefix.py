@@ -8,6 +8,13 @@ The name of a full block is a digest of everything that its KV depends on:
 so two blocks have the same name only if model, layout, tenant and all tokens up to the block's end are the same. The
 hash is cryptographic, because a collision would give one prompt's KV to another.
 
+A sequence that ends leaves its last block, too, which its tokens may fill in part only. Its name is made in the same
+way, of the tokens that it has; as these are fewer, it is never that of a full block. The next turn of a conversation
+goes on in that block: it takes the block over, so that the block has one owner who writes to it, and is not known until
+that one has filled or left it. If somebody holds the block, or it goes on in another way (`Partials.find`), the
+sequence computes these tokens again: fewer than a block has, in a step that it needs anyway, where a copy of the block
+would have to be a part of the step's plan on all ranks.
+
 Where a model has layer groups behind the first, a prefix is known only if all of them know what the tokens behind it
 need: the blocks of a window before its end, and the state at its end. Both have the names of the first group's blocks.
 """
@@ -17,7 +24,7 @@ import struct
 from collections.abc import Sequence
 
 from kvrelay.engine.kv.blocks import BlockPool, Hold, IntegrityError
-from kvrelay.engine.kv.contents import Contents
+from kvrelay.engine.kv.contents import Contents, Match, Partials
 from kvrelay.engine.kv.sides import SidePool
 
 
@@ -48,7 +55,8 @@ class PrefixIndex:
         Raises:
             ValueError: the pool has an index already.
         """
-        self._contents = Contents(pool)
+        self._partials = Partials()
+        self._contents = Contents(pool, self._partials.drop)
         self.pool = pool
         self.memory = memory or pool
         """Pool whose blocks bound what the engine can take: that of a window, if the first group's take no memory."""
@@ -58,10 +66,9 @@ class PrefixIndex:
         self.block_size = block_size
         self.enabled = enabled
         self._root = hashlib.sha256(b"kvrelay prefix" + struct.pack("<Q", len(namespace)) + namespace)
-        self._pack = struct.Struct(f"<{block_size}i").pack
 
     def __len__(self) -> int:
-        """Blocks whose content is known, held or not."""
+        """Blocks whose content is known, held or not; partly filled ones, too."""
         return len(self._contents)
 
     def find(self, tokens: Sequence[int], tenant: str, limit: int, chain: list[bytes]) -> list[int]:
@@ -93,37 +100,46 @@ class PrefixIndex:
         *,
         imports: int | None = None,
     ) -> Hold | None:
-        """A hold of `count` blocks: those of the longest known prefix, then fresh ones. The caller names its owner.
+        """A hold of `count` blocks: those of the longest known prefix, then one that it takes over if it goes on in a
+        partly filled one, then fresh ones. The caller names its owner.
 
         Args:
             chain: the digests known already; the hold keeps it, and `publish` continues from there.
             limit: as for `find`.
             spare: blocks that must be left in the pool.
             imports: number of tokens whose KV comes from another worker, as far as it isn't known; the groups behind
-                the first then have room for what the token behind them needs. None if none comes.
+                the first then have room for what the token behind them needs. None if none comes. What comes begins
+                with a block, so no partly filled one is taken over.
 
         Returns:
             None if there are too few blocks.
         """
         shared = self.find(tokens, tenant, limit, chain)
-        if imports is None and self.sides:
-            known = longest(self.sides, chain[: len(shared)])
-            shared = shared[:known]
+        match = None
+        if imports is None:
+            least = longest(self.sides, chain[: len(shared)]) if self.sides else len(shared)
+            while (match := self._match(tokens, tenant, limit, chain, len(shared))) is None and len(shared) > least:
+                shared.pop()
+        # A block that is taken over counts as a fresh one: both are available now.
         fresh = count - len(shared)
         if not self.pool.can_allocate(shared, fresh + spare):
             return None
         if not all(side.can_begin(count) for side in self.sides):
             return None
         hold = self.pool.share(shared, "a new hold")
-        hold.sides = tuple([side.begin(chain[: len(shared)], imports, count) for side in self.sides])
-        if not hold.extend(fresh):
-            raise IntegrityError(f"the pool has no {fresh} blocks beside {len(shared)} shared ones, as it said")
-        hold.chain = chain
+        hold.sides = tuple([side.begin(chain[: len(shared)], imports, count, match) for side in self.sides])
         hold.shared = len(shared)
+        if match is not None:
+            self._contents.take_over(hold, match.digest)
+            hold.partial = match.tokens
+            fresh -= 1
+        if not hold.extend(fresh):
+            raise IntegrityError(f"the pool has no {fresh} blocks beside {len(hold.blocks)} known ones, as it said")
+        hold.chain = chain
         # A window may know fewer blocks than the first group. What comes of it is published, too.
         hold.published = min([len(shared), *[side.known for side in hold.sides if imports and not side.side.is_state]])
         self.queried_tokens += limit
-        self.hit_tokens += len(shared) * self.block_size
+        self.hit_tokens += len(shared) * self.block_size + hold.partial
         return hold
 
     def make_room(self, hold: Hold, tokens: int, spare: int) -> int:
@@ -161,6 +177,31 @@ class PrefixIndex:
                 side.publish(index, digest)
             hold.published = index + 1
 
+    def leave(self, tokens: Sequence[int], tenant: str, hold: Hold, computed: int, *, states: bool) -> None:
+        """Adds what `hold`, whose owner writes to it no more, has of the first `computed` tokens behind their whole
+        blocks: the block that they fill in part, and the states at their end.
+
+        Args:
+            tokens, computed: as for `publish`.
+            states: whether its slots have the states behind these tokens. If not, and there are any, nothing is added.
+        """
+        if not self.enabled or hold.released or (not states and any(side.is_state for side in self.sides)):
+            return
+        self.publish(tokens, tenant, hold, computed)
+        index, count = divmod(computed, self.block_size)
+        if count:
+            parent, rest = self._parent(tenant, index, hold.chain), tuple(tokens[computed - count : computed])
+            digest = _child(parent, rest)
+            if self._contents.get(digest) is None:
+                self._partials.add(parent, rest, digest)
+            self._contents.add(digest, hold.blocks[index], hold.owner)
+            for side in hold.sides:
+                side.leave(index, digest)
+        elif index:
+            for side in hold.sides:
+                if side.side.is_state:
+                    side.leave(index - 1, hold.chain[index - 1])
+
     def withdraw(self, hold: Hold) -> None:
         """Forgets every block of `hold`, shared ones too, because their content is in doubt."""
         self._contents.forget(hold.blocks)
@@ -174,6 +215,9 @@ class PrefixIndex:
             IntegrityError: digests and blocks don't map one to one, or a pool disagrees; names blocks.
         """
         self._contents.check_integrity()
+        self._partials.check_integrity()
+        if any(self._contents.get(digest) is None for digest in self._partials):
+            raise IntegrityError("a partly filled block is known by its tokens that is not in the prefix index")
         for side in self.sides:
             side.check_integrity()
 
@@ -181,16 +225,37 @@ class PrefixIndex:
         """Digest of block `index`, which is at most one past the end of `chain`; a new digest is appended."""
         if index < len(chain):
             return chain[index]
-        if chain:
-            digest = hashlib.sha256(chain[-1])
-        else:
-            digest = self._root.copy()
-            digest.update(tenant.encode())
-            digest = hashlib.sha256(digest.digest())
         start = index * self.block_size
-        digest.update(self._pack(*tokens[start : start + self.block_size]))
-        chain.append(digest.digest())
+        chain.append(_child(self._parent(tenant, index, chain), tokens[start : start + self.block_size]))
         return chain[-1]
+
+    def _match(
+        self, tokens: Sequence[int], tenant: str, limit: int, chain: Sequence[bytes], count: int
+    ) -> Match | None:
+        """The partly filled block behind the first `count` blocks of a sequence that it can take over."""
+        start = count * self.block_size
+        rest = tokens[start : min(limit, start + self.block_size - 1)]
+        if not rest or not self._partials:
+            return None
+        for match in self._partials.find(self._parent(tenant, count, chain), rest):
+            if self._contents.unheld(match.digest) is not None and all(
+                side.goes_on(chain[:count], match) for side in self.sides
+            ):
+                return match
+        return None
+
+    def _parent(self, tenant: str, index: int, chain: Sequence[bytes]) -> bytes:
+        """Digest of all before block `index`, which `chain` has unless it is the first one."""
+        if index:
+            return chain[index - 1]
+        root = self._root.copy()
+        root.update(tenant.encode())
+        return root.digest()
+
+
+def _child(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Digest of a block with these tokens behind those with the digest `parent`."""
+    return hashlib.sha256(parent + struct.pack(f"<{len(tokens)}i", *tokens)).digest()
 
 
 def longest(sides: Sequence[SidePool], chain: Sequence[bytes]) -> int:

@@ -6,7 +6,7 @@ has a `SideHold`:
     window   the blocks of the last tokens. It grows with the steps, and what falls out of the window is given up: it is
              cached then, as it is a part of a prefix that another sequence may go on behind
     state    one slot, from the sequence's start to its end. A snapshot of it is a slot of its own that is only cached,
-             under the digest of the block at whose end it was made
+             under the digest of the block at whose end it was made. At the sequence's end, its own slot becomes one
 
     prompt   |  block 0  |  block 1  |  block 2  |  block 3  |
     full        held        held        held        held
@@ -19,7 +19,7 @@ from itertools import takewhile
 
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.blocks import BlockPool, Hold, IntegrityError
-from kvrelay.engine.kv.contents import Contents
+from kvrelay.engine.kv.contents import Contents, Match
 from kvrelay.engine.kv.layout import LayerGroup
 from kvrelay.machine.options import AUTO, require
 
@@ -94,13 +94,32 @@ class SidePool:
         lacking = sum([max(0, min(own.wanted, self.most) - len(own.hold.blocks)) for own in self.live])
         return self.pool.available >= min(blocks, self.most) + lacking
 
-    def begin(self, chain: Sequence[bytes], imports: int | None, blocks: int) -> "SideHold":
+    def goes_on(self, chain: Sequence[bytes], match: Match) -> bool:
+        """Whether a sequence can take over what this group has of a partly filled block behind blocks with these
+        digests. A state can't be cut back, so it must be that at the end of all tokens of the block."""
+        if self.contents.unheld(match.digest) is None:
+            return False
+        return match.whole if self.is_state else all(map(self.knows, chain[self._first_behind(chain, match) :]))
+
+    def begin(self, chain: Sequence[bytes], imports: int | None, blocks: int, match: Match | None = None) -> "SideHold":
         """What a sequence of so many logical blocks begins with behind those with these digests, all of which are
         known; of those that it imports, the first group knows them. `imports` as for `PrefixIndex.allocate`.
+
+        Args:
+            match: partly filled block behind them that the sequence takes over, of which `goes_on` is true.
 
         Raises:
             IntegrityError: they aren't, or there is no room, though `can_begin` said so.
         """
+        if match is not None:
+            first = 0 if self.is_state else self._first_behind(chain, match)
+            hold = self.pool.share([] if self.is_state else self._known(chain[first:]), "a new hold")
+            self.contents.take_over(hold, match.digest)
+            own = SideHold(self, hold, first)
+            if not self.is_state:
+                own.wanted = blocks
+                self.live.add(own)
+            return own
         if self.is_state:
             snapshot = None
             if chain and imports is None:
@@ -130,6 +149,10 @@ class SidePool:
         """Raises IntegrityError unless every block is in one state, and the index agrees."""
         self.pool.check_integrity()
         self.contents.check_integrity()
+
+    def _first_behind(self, chain: Sequence[bytes], match: Match) -> int:
+        """The first logical block of a window that a token behind a partly filled block needs."""
+        return self.group.first_needed(len(chain) * self.block_size + match.tokens) // self.block_size
 
     def _known(self, digests: Sequence[bytes]) -> list[int]:
         blocks = [block for digest in digests if (block := self.contents.get(digest)) is not None]
@@ -213,6 +236,13 @@ class SideHold:
             return
         if 0 <= index - self.first < len(self.hold.blocks):
             self.side.contents.add(digest, self.hold.blocks[index - self.first], self.hold.owner)
+
+    def leave(self, index: int, digest: bytes) -> None:
+        """Notes what its owner leaves, who writes to it no more: the content of logical block `index`, or the state."""
+        if self.side.is_state:
+            self.side.contents.add(digest, self.hold.blocks[0], self.hold.owner)
+        else:
+            self.publish(index, digest)
 
     def withdraw(self) -> None:
         """Forgets the content of every block, because it is in doubt."""

@@ -145,7 +145,7 @@ class Allocator:
         hold.pass_to(sequence.hold.owner)
         sequence.hold.release()
         sequence.hold = hold
-        sequence.num_computed = hold.published * self._limits.block_size
+        sequence.num_computed = hold.published * self._limits.block_size + hold.partial
         if sequence.status is Status.WAITING:
             sequence.cached_tokens = sequence.furthest = sequence.num_computed
         return True

@@ -245,6 +245,10 @@ class Scheduler:
                 pool.check_idle()
         self._pool.check_integrity()
         self.prefix.check_integrity()
+        for sequence in self._live.values():
+            first = sequence.num_computed // self._block_size
+            if shared := self._pool.indexed & set(sequence.hold.blocks[first:]):
+                raise IntegrityError(f"{sequence!r} may write to blocks {sorted(shared)}, which the prefix index knows")
 
     @property
     def has_work(self) -> bool:
@@ -368,6 +372,7 @@ class Scheduler:
             sequence.yields -= samples[row]
             if sequence.status is not Status.RUNNING:
                 if not sequence.scheduled:
+                    self._leave(sequence, states=False)
                     sequence.hold.release()
             elif not kept[row]:
                 continue
@@ -617,8 +622,17 @@ class Scheduler:
             self.speculation.forget(sequence)
         sequence.status = status
         sequence.lifetime.finished = moment
-        if status is not Status.HANDED_OFF and not sequence.scheduled:
-            sequence.hold.release()
+        if not sequence.scheduled:
+            self._leave(sequence, states=True)
+            if status is not Status.HANDED_OFF:
+                sequence.hold.release()
+
+    def _leave(self, sequence: Sequence, *, states: bool) -> None:
+        """Lets the prefix index know all that a sequence has computed, which computes no more. `states`: whether no
+        step in flight has gone on with its states."""
+        if sequence.status is not Status.FAILED:
+            tenant = sequence.request.tenant
+            self.prefix.leave(sequence.tokens, tenant, sequence.hold, sequence.num_computed, states=states)
 
     def _covers(self, sequence: Sequence, tokens: int) -> bool:
         """Whether a sequence has blocks of all groups for so many tokens; those behind the first take what they lack
@@ -656,6 +670,7 @@ class Scheduler:
         else:
             self._ready.remove(loser)
         self.preemptions += 1
+        self._leave(loser, states=True)
         loser.hold.release()
         loser.num_computed = 0
         loser.status = Status.PREEMPTED

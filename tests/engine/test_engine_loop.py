@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,18 +17,29 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvrelay.engine.build import engine_on
-from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.config import CacheDtype, EngineConfig
 from kvrelay.engine.constrain.grammar import Constraint, MaskNotReadyError
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.kv.layout import LayerGroup
 from kvrelay.engine.kv.sides import side_blocks
 from kvrelay.engine.kv.writes import KVWrites
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.scheduling.progress import Progress
 from kvrelay.engine.sequence import Sequence as EngineSequence
-from support.hash_runner import GREEDY, LAYOUT, VOCAB_SIZE, HashRunner, expected_tokens, hash_spec, kv_bytes, window_of
+from support.hash_runner import (
+    GREEDY,
+    LAYOUT,
+    STATE,
+    VOCAB_SIZE,
+    HashRunner,
+    expected_tokens,
+    hash_spec,
+    kv_bytes,
+    window_of,
+)
 from support.paged import PagedSequence, make_plan
-from support.serving import reports_of, tokens_of
+from support.serving import reports_of, run, tokens_of
 
 
 def check_idle(*engines: Engine) -> None:
@@ -272,6 +284,37 @@ def test_a_long_context_holds_the_blocks_of_its_window_only() -> None:
     assert 0 < max(held[context // chunk :]) <= most
     assert held[-1] == 0
     engine.scheduler.check_integrity(idle=True)
+
+
+@pytest.mark.parametrize(
+    ("groups", "ahead"),
+    [
+        ((), False),
+        ((), True),
+        ((window_of(5), window_of(40)), False),
+        ((STATE,), False),
+        ((STATE, window_of(9)), False),
+    ],
+    ids=["full", "ahead", "windows", "states", "states and a window"],
+)
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_the_next_turn_computes_no_token_of_an_answer_again(
+    dtype: CacheDtype, groups: tuple[LayerGroup, ...], ahead: bool
+) -> None:
+    """But for the last one, which nothing had to compute. Answers end anywhere in a block, or at its end."""
+    layout = replace(LAYOUT, dtype=dtype)
+    options = EngineConfig(block_size=LAYOUT.block_size, max_batch_tokens=16, max_sequences=2)
+    sides = [(replace(group, tracks=(layout,)) if group.window else group, 40) for group in groups]
+    engine = engine_on(HashRunner(64, layout, hash_spec(512), lag=ahead, sides=sides), options)
+    said: list[int] = []
+    for turn in range(18):
+        question = list(range(3 + turn % 5))
+        said += question
+        before, out = engine.computed_tokens, 1 + 5 * turn % 13
+        answer = run(engine, [request(str(turn), said, max_tokens=out)])[str(turn)]
+        assert answer == expected_tokens(said, out, layout)
+        assert engine.computed_tokens - before == len(question) + out - (not turn)
+        said += answer
 
 
 def test_code_that_decides_needs_no_torch() -> None:

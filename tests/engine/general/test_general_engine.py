@@ -80,6 +80,24 @@ def test_the_fast_path_frees_what_falls_out_of_a_window(
         assert not side.live
 
 
+@pytest.mark.parametrize(
+    "model_type",
+    ["gemma3_text", "mamba2", *(pytest.param(name, marks=pytest.mark.more) for name in ("qwen3_next", "deepseek_v3"))],
+)
+def test_the_next_turn_goes_on_where_the_answer_ended(model_type: str, tmp_path: Path) -> None:
+    """With full layers and windows of 11 tokens, states, latents: no token is computed a second time."""
+    folder = save(model_type, tmp_path)
+    options = EngineConfig(kv_memory_bytes=2**24, threads=1, max_batch_tokens=32, block_size=8, device="cpu")
+    engine, _ = build_engine(folder, "float32", options)
+    prompts = [[(7 * n) % (SMALL_VOCAB - 3) + 3 for n in range(length)] for length in (5, 23, 45)]
+    for turn in range(3):
+        before, found = engine.computed_tokens, run(engine, requests(prompts))
+        assert found == expected(folder, prompts)
+        again = len(prompts) * (3 + COMPLETION - 1) if turn else sum(map(len, prompts)) + 3 * (COMPLETION - 1)
+        assert engine.computed_tokens - before == again
+        prompts = [[*prompt, *found[str(number)], 5, 4 + turn] for number, prompt in enumerate(prompts)]
+
+
 @pytest.mark.parametrize("memory", [0, 2**22], ids=["share", "bytes"])
 def test_a_draft_model_guesses_for_a_model_of_the_general_path(memory: int, tmp_path: Path) -> None:
     """The draft is the model itself, so nearly all guesses are right, also where they are behind a window of 11."""

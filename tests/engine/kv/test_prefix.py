@@ -1,11 +1,19 @@
-"""The prefix index finds the longest known beginning, of the same tenant only, and forgets from the tail."""
+"""The prefix index finds the longest known beginning, of the same tenant only, and forgets from the tail. A partly
+filled block has one owner who writes to it.
+"""
+
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvrelay.engine.kv.blocks import BlockPool, Hold, IntegrityError
+from kvrelay.engine.kv.layout import LayerGroup
 from kvrelay.engine.kv.prefix import PrefixIndex
+from kvrelay.engine.kv.sides import SidePool
+from support.hash_runner import STATE, window_of
 
 SIZE = 4
 # Few different tokens and lengths around block borders, so that beginnings are often alike.
@@ -154,3 +162,175 @@ def test_a_block_has_one_content_and_a_pool_has_one_index() -> None:
         index.publish((2,) * SIZE, "", other, SIZE)
     with pytest.raises(ValueError, match="already"):
         PrefixIndex(pool, SIZE, b"model")
+
+
+Prefix = tuple[str, tuple[int, ...]]
+"""Tenant and tokens: all that the KV of the last of these tokens depends on."""
+
+
+@dataclass(eq=False)
+class Owner:
+    """A sequence, as a worker has it."""
+
+    tenant: str
+    tokens: tuple[int, ...]
+    hold: Hold
+    computed: int
+    ahead: bool = False
+    """Whether a step that doesn't count has gone on with its states."""
+    sure: bool = True
+    """Whether the index still knows the blocks that it began with."""
+    reads: bool = False
+    """Whether it only reads what another one has left."""
+
+
+@dataclass
+class Memory:
+    """The slots of each group's blocks, with the prefix that each was written for."""
+
+    slots: dict[tuple[int, int, int], Prefix] = field(default_factory=dict)
+    """By group, block and place in the block; a state is in place 0."""
+
+    def compute(self, sides: tuple[SidePool, ...], one: Owner, end: int) -> None:
+        """Writes the KV of the tokens from `computed` to `end`, as a step does."""
+        tables = one.hold.tables()
+        for at in range(one.computed, end):
+            prefix = one.tenant, one.tokens[: at + 1]
+            for group, table in enumerate(tables):
+                if group and sides[group - 1].is_state:
+                    before = one.tenant, one.tokens[:at]
+                    assert not at or self.slots[group, table[0], 0] == before, "a state goes on from where it is"
+                    self.slots[group, table[0], 0] = prefix
+                elif table[at // SIZE] >= 0:
+                    self.slots[group, table[at // SIZE], at % SIZE] = prefix
+
+    def check(self, sides: tuple[SidePool, ...], one: Owner) -> None:
+        """Everything that the sequence's next token needs is there."""
+        for group, table in enumerate(one.hold.tables()):
+            if group and sides[group - 1].is_state:
+                snapshot = one.hold.sides[group - 1].snapshot
+                slot = table[0] if snapshot is None else snapshot.blocks[0]
+                wanted = one.tenant, one.tokens[: one.computed]
+                assert one.ahead or not one.computed or self.slots[group, slot, 0] == wanted
+                continue
+            first = sides[group - 1].group.first_needed(one.computed) if group else 0
+            for at in range(first, one.computed):
+                assert self.slots[group, table[at // SIZE], at % SIZE] == (one.tenant, one.tokens[: at + 1])
+
+
+class PartialMachine(RuleBasedStateMachine):
+    """Sequences begin, compute, and leave what they have, or fail; most go on where others ended."""
+
+    @initialize(
+        blocks=st.sampled_from([8, 400]),
+        groups=st.sampled_from([(), (), (window_of(3),), (window_of(2 * SIZE + 1),), (STATE,), (window_of(7), STATE)]),
+    )
+    def start(self, blocks: int, groups: tuple[LayerGroup, ...]) -> None:
+        self.pool = BlockPool(blocks)
+        self.roomy = blocks == 400
+        self.sides = tuple([SidePool(group, blocks, SIZE) for group in groups])
+        self.index = PrefixIndex(self.pool, SIZE, b"model", sides=self.sides)
+        self.memory, self.owners, self.past = Memory(), list[Owner](), list[Prefix]()
+        self.left: set[Prefix] = set()
+        """What a sequence of the same tokens would find, to the last token."""
+        self.queried = self.hit = 0
+
+    @rule(data=st.data(), tenant=tenants, more=st.lists(st.integers(0, 1), min_size=1, max_size=SIZE + 2))
+    def begin(self, data: st.DataObject, tenant: str, more: list[int]) -> None:
+        before: tuple[int, ...] = ()
+        if self.past and data.draw(st.booleans()):
+            tenant, before = data.draw(st.sampled_from(self.past))
+            before = before[: data.draw(st.sampled_from([len(before), len(before) - 1, len(before) // 2]))]
+        tokens = (*before, *more)[: 5 * SIZE]
+        limit = len(tokens) - 1
+        hold = self.index.allocate(tokens, tenant, [], -(-len(tokens) // SIZE), limit)
+        if hold is None:
+            assert not self.roomy
+            return
+        found = hold.published * SIZE + hold.partial
+        self.queried, self.hit = self.queried + limit, self.hit + found
+        assert (self.index.queried_tokens, self.index.hit_tokens) == (self.queried, self.hit)
+        assert hold.shared == hold.published
+        assert found <= limit
+        assert hold.partial < SIZE
+        if self.roomy:
+            known = [end for end in range(limit + 1) if (tenant, tokens[:end]) in self.left]
+            assert found >= max(known, default=0)
+        one = Owner(tenant, tokens, hold, found)
+        self.memory.check(self.sides, one)
+        if hold.partial:
+            # What others left there is gone for them, unless this one leaves it again.
+            start = found - hold.partial
+            self.left = {
+                left
+                for left in self.left
+                if not (left[0] == tenant and start < len(left[1]) < start + SIZE and left[1][:found] == tokens[:found])
+            }
+        for number, own in enumerate(hold.sides, start=1):
+            if own.snapshot is not None:  # the first step copies it
+                slots = self.memory.slots
+                slots[number, own.hold.blocks[0], 0] = slots[number, own.snapshot.blocks[0], 0]
+        hold.slide(found)
+        self.owners.append(one)
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data(), count=st.integers(1, 2 * SIZE))
+    def compute(self, data: st.DataObject, count: int) -> None:
+        one = data.draw(st.sampled_from(self.owners))
+        end = min(one.computed + count, len(one.tokens))
+        if one.ahead or not one.hold.cover(end):
+            return
+        self.memory.compute(self.sides, one, end)
+        one.computed = end
+        self.index.publish(one.tokens, one.tenant, one.hold, end)
+        one.hold.slide(end)
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def step_in_vain(self, data: st.DataObject) -> None:
+        """A step in flight computes more, and the sequence ends meanwhile."""
+        one = data.draw(st.sampled_from(self.owners))
+        if not one.ahead and one.computed < len(one.tokens) and one.hold.cover(one.computed + 1):
+            self.memory.compute(self.sides, one, one.computed + 1)
+            one.ahead = True
+
+    @precondition(lambda self: self.owners)
+    @rule(
+        data=st.data(), how=st.sampled_from(["leaves", "leaves", "leaves", "leaves to a reader", "fails", "is unwell"])
+    )
+    def end(self, data: st.DataObject, how: str) -> None:
+        one = data.draw(st.sampled_from(self.owners))
+        self.owners.remove(one)
+        if one.reads or how == "fails":
+            pass
+        elif how == "is unwell":
+            self.index.withdraw(one.hold)
+            self.left.clear()
+            for other in self.owners:
+                other.sure = False
+        else:
+            self.index.leave(one.tokens, one.tenant, one.hold, one.computed, states=not one.ahead)
+            prefix = one.tenant, one.tokens[: one.computed]
+            self.past.append(prefix)
+            if how == "leaves to a reader":
+                # It reads what was left, which nobody changes meanwhile.
+                shared = self.pool.share(one.hold.blocks, "reader")
+                self.owners.append(Owner(*prefix, shared, one.computed, ahead=True, reads=True))
+            elif one.sure and not (one.ahead and any(side.is_state for side in self.sides)):
+                self.left.add(prefix)
+        one.hold.release()
+
+    @invariant()
+    def all_is_well(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check_integrity()
+        self.index.check_integrity()
+        for one in self.owners:
+            self.memory.check(self.sides, one)
+            if not one.reads:
+                assert not self.pool.indexed & set(one.hold.blocks[one.computed // SIZE :])
+
+
+TestPartials = PartialMachine.TestCase
+TestPartials.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

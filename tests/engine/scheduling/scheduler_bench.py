@@ -218,8 +218,7 @@ class Bench:
 
     def check(self) -> None:
         """Everything that must hold between any two calls."""
-        self.pool.check_integrity()
-        self.prefix.check_integrity()
+        self.scheduler.check_integrity()
         live = [sequence for sequence in self.sequences if not sequence.ended]
         scheduler, pool = self.scheduler, self.pool
         assert pool.free + pool.cached + pool.held == pool.total

@@ -82,6 +82,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, data: st.DataObject, handoff: bool) -> None:
         self.bench.add(data.draw(requests(self.bench)), handoff=handoff)
 
+    @rule(data=st.data(), handoff=st.booleans(), more=st.integers(1, SIZE))
+    def go_on(self, data: st.DataObject, handoff: bool, more: int) -> None:
+        """The next turn of a conversation, or another one behind a part of what was said."""
+        past = [one for one in self.bench.sequences if one.ended and one.num_tokens + more < self.bench.max_context]
+        if past:
+            before = data.draw(st.sampled_from(past))
+            said = before.tokens[: data.draw(st.integers(max(1, before.num_tokens - 3), before.num_tokens))]
+            asked = self.bench.request((*said, *range(more)), 3, tenant=before.request.tenant)
+            self.bench.add(asked, handoff=handoff)
+
     @rule(data=st.data())
     def reserve(self, data: st.DataObject) -> None:
         request = data.draw(requests(self.bench))
