@@ -22,6 +22,7 @@ from kvrelay.engine.models.general.check import Prompts
 from kvrelay.engine.models.general.choose import Choice, Kept, choose
 from kvrelay.engine.models.general.experts import count_loads, on_cpu, on_gpu, swap_experts
 from kvrelay.engine.models.general.flat import FlatWay
+from kvrelay.engine.models.general.fused import fuse
 from kvrelay.engine.models.general.linears import swap, watching
 from kvrelay.engine.models.general.mxfp4 import dequantize_stored
 from kvrelay.engine.models.general.norms import swap_norms
@@ -303,7 +304,7 @@ def build_general_runner(
     spec = spec.within(place.smallest(tokens_within(choice.layout, pools, options)))
     logger.info("%s runs as transformers' code, %s; faster ways: %s", config.architecture, choice.name, choice.refused)
     chooser: Sample = sample if team is None else NativeSampler(team)
-    loads = count_loads(model, place.group, options.expert_parallel)
+    loads = count_loads(model, place.group, options.expert_parallel, device)
     return GeneralRunner(spec, choice.make(store), store, choice, threads, chooser, place.rank, loads)
 
 
@@ -349,6 +350,7 @@ def _prepare(
         own = part_of(config.vocab_size, place.group.size, place.group.place)
         packed += swap(model, uses, linear, head, (config.vocab_size, len(own)))
         packed += swap_experts(model, on_cpu(team, linear))
+        fuse(model, team)
         if options.quantization != "none":
             prompts = _prompts(model, config, windows, place)
     elif options.device == "cuda" and options.quantization in LAYERS:

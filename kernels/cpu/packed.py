@@ -7,11 +7,12 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvrelay.kernels.codes import CodedWeight
-from kvrelay.kernels.cpu.program import Program, Team, fields
+from kvrelay.kernels.cpu.program import Buffer, Program, Team, fields
 
 LINEAR = "kvrelay_linear"
 EMBED = "kvrelay_embed"
@@ -251,6 +252,42 @@ class PackedLinear:
         args.workspace = self._team.workspace(self.workspace_bytes)
         self._team.run(program)
         return out.to(x.dtype)
+
+
+class PackedMlp:
+    """`x [..., hidden] -> down(gate(up(x)))`, by one program. Not thread-safe."""
+
+    def __init__(
+        self, team: Team, up: PackedLinear, gate: Epilogue, down: PackedLinear, inner: "Buffer[np.float32]"
+    ) -> None:
+        """
+        Args:
+            up: hidden -> inner, or gates and then ups, 2 * inner.
+            down: inner -> hidden.
+            inner: the buffer between them, which layers that run one after the other share.
+        """
+        self._team, self._up, self._down, self._inner = team, up.args(gate), down.args(Epilogue.STORE), inner
+        self.gate, self._kept = gate, (up, down)
+        self._workspace_bytes = max(up.workspace_bytes, down.workspace_bytes)
+        self._rows = ctypes.c_int64()
+        self._up.rows = self._down.rows = ctypes.addressof(self._rows)
+        self._stride = -(-down.inputs // BLOCK) * BLOCK + ROW_PADDING
+        self._up.out_stride = self._down.input_stride = self._stride
+        self._program = Program(team.library, (LINEAR, self._up), (LINEAR, self._down))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """As `PackedLinear.__call__`."""
+        source = x.reshape(-1, x.shape[-1]).float().contiguous()
+        out = torch.empty(len(source), self._down.outputs)
+        up, down = self._up, self._down
+        self._rows.value = len(source)
+        self._inner.take(len(source) * self._stride)
+        up.input, up.input_stride = source.data_ptr(), source.stride(0)
+        up.out = down.input = self._inner.address
+        down.out, down.out_stride = out.data_ptr(), out.stride(0)
+        up.workspace = down.workspace = self._team.workspace(self._workspace_bytes)
+        self._team.run(self._program)
+        return out.to(x.dtype).view(*x.shape[:-1], -1)
 
 
 def packer(team: Team) -> Callable[[Tensor | CodedWeight, Tensor | None], PackedLinear]:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,8 +26,9 @@ from kvrelay.kernels.cpu.packed import (
     LinearArgs,
     NormArgs,
     PackedLinear,
+    PackedMlp,
 )
-from kvrelay.kernels.cpu.program import Program, Team
+from kvrelay.kernels.cpu.program import Buffer, Program, Team
 
 DTYPES = (torch.float32, torch.bfloat16)
 EXACT = 2e-6
@@ -159,6 +161,24 @@ def test_a_gated_product(
     expected = gated(reference.linear(weight.float(), offset)(x))
     bound = 8 * error_of(dtype, team)
     torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1,), (2, 7), (1, 100)], ids=str)
+@pytest.mark.parametrize("gate", [Epilogue.SILU_MUL, Epilogue.RELU_SQUARED])
+def test_an_mlp(team_of: Callable[[int], Team], gate: Epilogue, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """It is its two products one behind the other."""
+    team, hidden, inner, buffer = team_of(2), 70, 6 * BLOCK, Buffer(np.float32)
+    up = normal(2 * inner if gate.is_gated else inner, hidden, dtype=dtype) / hidden**0.5
+    down = normal(hidden, inner, dtype=dtype, seed=1) / inner**0.5
+    first, last = (PackedLinear.pack(team, Arena(), each, None) for each in (up, down))
+    x = normal(*shape, hidden, seed=2)
+    numbers = first(x.flatten(0, -2))
+    between = reference.silu_mul(numbers) if gate.is_gated else numbers.relu().square()
+    mlp = PackedMlp(team, first, gate, last, buffer)
+    for _ in range(2):
+        torch.testing.assert_close(mlp(x), last(between).view(x.shape), rtol=1e-5, atol=1e-5)
+    assert mlp(x.bfloat16()).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("outputs", [1, BLOCK, 100])
