@@ -7,9 +7,9 @@ process, in turns:
 
     experts   `fast`: the fast path; `general`: the general path, with native products of experts; `before`: the same
               with transformers' products of experts
-    others    `flat`: as it is served; `unfused`: the same with transformers' operations between the products of MLPs
-              and convolutions; `gather`: without any native kernels but products: keys and values are expanded in each
-              step, and states are computed by transformers' functions in plain torch
+    others    `flat`: as it is served; `unfused`: the same with torch's norms, and transformers' operations between
+              the products of MLPs and convolutions; `gather`: without any native kernels but products: keys and
+              values are expanded in each step, and states are computed by transformers' functions in plain torch
 
 `prefill_N` is the prefill of a prompt, `decode_N` a decode step of N sequences with 128 tokens before each; figures are
 tokens a second, and the ratio of each turn.
@@ -40,6 +40,7 @@ from turns import own_setting, save, spread
 from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.models.general import choose
+from kvrelay.engine.models.general.norms import swap_norms
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import Request, SamplingParams
 
@@ -171,8 +172,13 @@ def general_ways(*names: str) -> AbstractContextManager[object]:
 
 @contextmanager
 def unfused(*names: str) -> Iterator[None]:
-    """As `general_ways`, with modules of several products computed product by product."""
-    with general_ways(*names), patch("kvrelay.engine.runner.general.fuse", lambda *given: 0):
+    """As `general_ways`, with modules of several products computed product by product, and torch's norms."""
+    runner = "kvrelay.engine.runner.general"
+    plain = (
+        patch(f"{runner}.fuse", lambda *given: 0),
+        patch(f"{runner}.swap_norms", lambda model, team: swap_norms(model)),
+    )
+    with general_ways(*names), plain[0], plain[1]:
         yield
 
 

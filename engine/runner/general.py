@@ -148,6 +148,9 @@ class GeneralRunner:
                 states = self.way.states()[:, None].clone()
 
             def at(tokens: Tensor) -> Tensor:
+                # Both ascend, so as many are the same ones: rows of logits are long.
+                if len(tokens) == len(wanted):
+                    return logits
                 return logits[torch.from_numpy(np.searchsorted(wanted, tokens.numpy()))]
 
             prompt_logprobs = read_prompts(score_prompts(plan, torch.arange(plan.num_tokens), at))
@@ -343,7 +346,7 @@ def _prepare(
     windows = tuple({layer.window for layer in layers or () if layer.window})
     with watching(model) as uses:
         prompts = _prompts(model, config, windows, place)
-    swap_norms(model)
+    swap_norms(model, team)
     if team is not None and lay_out is not None:
         linear = quantizing(LAYERS.get(options.quantization), lay_out)
         head = quantizing(HEAD.get(options.quantization), lay_out)

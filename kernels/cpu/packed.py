@@ -87,7 +87,7 @@ class NormArgs(ctypes.Structure):
         *fields(ctypes.c_void_p, "rows input out weight bias squares"),
         *fields(ctypes.c_int64, "input_stride out_stride squares_stride width whole_width"),
         ("eps", ctypes.c_float),
-        *fields(ctypes.c_int32, "centered add"),
+        *fields(ctypes.c_int32, "centered add bfloat16"),
     )
 
 
@@ -288,6 +288,40 @@ class PackedMlp:
         up.workspace = down.workspace = self._team.workspace(self._workspace_bytes)
         self._team.run(self._program)
         return out.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+class PackedNorm:
+    """An RMS norm of rows `x [..., width]` in float32 or bfloat16, with results of x's type. Not thread-safe."""
+
+    def __init__(self, team: Team, weight: Tensor, eps: float) -> None:
+        self._team, self._weight, self._rows = team, weight.detach().float().contiguous(), ctypes.c_int64()
+        width = len(weight)
+        self._args = NormArgs(
+            rows=ctypes.addressof(self._rows),
+            weight=self._weight.data_ptr(),
+            input_stride=width,
+            out_stride=width,
+            width=width,
+            whole_width=width,
+            eps=eps,
+        )
+        self._program = Program(team.library, (NORM, self._args))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The norms of all rows; a new tensor.
+
+        Raises:
+            TypeError: x has another type.
+        """
+        if x.dtype not in (torch.float32, torch.bfloat16):
+            raise TypeError(f"dtype is {x.dtype}; allowed: float32, bfloat16")
+        source, args = x.contiguous(), self._args
+        out = torch.empty_like(source)
+        self._rows.value = source.numel() // args.width
+        args.input, args.out = source.data_ptr(), out.data_ptr()
+        args.bfloat16 = x.dtype == torch.bfloat16
+        self._team.run(self._program)
+        return out
 
 
 def packer(team: Team) -> Callable[[Tensor | CodedWeight, Tensor | None], PackedLinear]:

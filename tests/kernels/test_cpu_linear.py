@@ -27,6 +27,7 @@ from kvrelay.kernels.cpu.packed import (
     NormArgs,
     PackedLinear,
     PackedMlp,
+    PackedNorm,
 )
 from kvrelay.kernels.cpu.program import Buffer, Program, Team
 
@@ -219,6 +220,21 @@ def test_a_norm(team_of: Callable[[int], Team], width: int, centered: bool, add:
         team.run(Program(team.library, (NORM, args)))
         wanted = expected + before if add else expected
         torch.testing.assert_close(out[:, :width], wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 15), (2, 5, 100)], ids=str)
+def test_a_norm_of_tensors(team_of: Callable[[int], Team], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Rows that don't lie one behind the other too; results are rounded once."""
+    norm = PackedNorm(team_of(2), weight := normal(shape[-1], seed=1), 1e-5)
+    wide = 3 * normal(*shape[:-1], shape[-1] + 3, dtype=dtype)
+    for x in (wide[..., 2:-1], wide[..., 2:-1].contiguous()):
+        expected = reference.rms_norm(x.float(), weight, 1e-5)
+        bound = 1e-5 if dtype == torch.float32 else 2**-8
+        torch.testing.assert_close(norm(x).float(), expected, atol=1e-5, rtol=bound)
+        assert norm(x).dtype == dtype
+    with pytest.raises(TypeError, match=r"dtype is torch\.float16; allowed: float32, bfloat16"):
+        norm(wide[..., 2:-1].half())
 
 
 def test_a_gate_far_from_zero_neither_overflows_nor_turns_into_nan(team_of: Callable[[int], Team]) -> None:
