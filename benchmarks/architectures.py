@@ -7,8 +7,9 @@ process, in turns:
 
     experts   `fast`: the fast path; `general`: the general path, with native products of experts; `before`: the same
               with transformers' products of experts
-    others    `flat`: as it is served; `gather`: as it would be without kernels of latents and states: keys and values
-              are expanded in each step, and states are computed by transformers' functions in plain torch
+    others    `flat`: as it is served; `unfused`: the same with torch's norms, and transformers' operations between
+              the products of MLPs and convolutions; `gather`: without any native kernels but products: keys and
+              values are expanded in each step, and states are computed by transformers' functions in plain torch
 
 `prefill_N` is the prefill of a prompt, `decode_N` a decode step of N sequences with 128 tokens before each; figures are
 tokens a second, and the ratio of each turn.
@@ -23,7 +24,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from turns import own_setting, save, spread
 from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.models.general import choose
+from kvrelay.engine.models.general.norms import swap_norms
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import Request, SamplingParams
 
@@ -168,11 +170,23 @@ def general_ways(*names: str) -> AbstractContextManager[object]:
     return patch.object(choose, "WAYS", tuple(way for way in choose.WAYS if way[0] in names))
 
 
+@contextmanager
+def unfused(*names: str) -> Iterator[None]:
+    """As `general_ways`, with modules of several products computed product by product, and torch's norms."""
+    runner = "kvrelay.engine.runner.general"
+    plain = (
+        patch(f"{runner}.fuse", lambda *given: 0),
+        patch(f"{runner}.swap_norms", lambda model, team: swap_norms(model)),
+    )
+    with general_ways(*names), plain[0], plain[1]:
+        yield
+
+
 def ways_of(name: str) -> dict[str, tuple[AbstractContextManager[object], dict[str, Any]]]:
     """The ways in which a model is run: within which it is built, and with which options."""
     if name not in EXPERTS:
-        others = general_ways("gather", "gather, whole prompts", "again")
-        return {"flat": (general_ways("flat"), {}), "gather": (others, {})}
+        others = ("gather", "gather, whole prompts", "again")
+        return {"flat": (general_ways("flat"), {}), "unfused": (unfused("flat"), {}), "gather": (unfused(*others), {})}
     general = {"model_path": "general"}
     plain = patch("kvrelay.engine.runner.general.swap_experts", lambda *given: 0)
     return {

@@ -316,6 +316,29 @@ def short_conv(
     return out
 
 
+def gated_conv(
+    gates: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    firsts: list[int],
+    starts: list[int],
+    silu: bool = False,
+) -> Tensor:
+    """float32 [T, C]: c * conv(b * x), where b * x is rounded to the type of the state (LFM2).
+
+    Args:
+        gates: float32 [T, 3 C] b, c and x of each token.
+        weight, bias, state, firsts, starts, silu: see `short_conv`.
+    """
+    b, c, x = gates.float().chunk(3, -1)
+    inputs = (b * x).to(state.dtype).float()
+    own = state.float()
+    out = short_conv(inputs, weight, bias, own, firsts, starts, silu)
+    state.copy_(own)
+    return c * out
+
+
 def ssd(
     x: Tensor,
     dt: Tensor,

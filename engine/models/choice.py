@@ -53,8 +53,6 @@ def _unfit(model: ModelConfig, options: EngineConfig, dtype: Dtype | None) -> st
     parts = options.expert_parallel
     if parts not in (1, options.tensor_parallel):
         return f"each of {parts} parts of its experts is on several ranks"
-    if parts > 1 and model.traits.experts.joined:
-        return "its experts are in joined tensors, which ranks divide within each expert only"
     if options.device == "cuda":
         return "its experts run on a GPU"
     if dtype == "float16" or (dtype is not None and library() is None):

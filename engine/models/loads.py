@@ -18,7 +18,13 @@ class ExpertLoads:
     """
 
     def __init__(
-        self, layers: int, experts: int, held: int | None = None, group: Collective = NO_GROUP, parts: int = 1
+        self,
+        layers: int,
+        experts: int,
+        held: int | None = None,
+        group: Collective = NO_GROUP,
+        parts: int = 1,
+        device: torch.device | str = "cpu",
     ) -> None:
         """
         Args:
@@ -27,12 +33,13 @@ class ExpertLoads:
             held: slots for experts whose tokens this rank counts, its own experts first; None for all experts.
             group: ranks that count the others, in order of the experts.
             parts: ranks with different experts; the others count what one of these does.
+            device: of the kernels that count.
         """
         self._group, self._copies = (NO_GROUP, 1) if held is None else (group, group.size // parts)
         self.ranks = parts if held is not None else 1
         """Number of parts that the experts are divided into, whole ones, on different ranks."""
         self._steps = 0
-        self._counts = np.zeros((layers, held or experts), np.int64)
+        self._counts = torch.zeros((layers, held or experts), dtype=torch.int64, device=device)
         own = np.arange(experts).reshape(self.ranks, -1)
         slots = np.pad(own, ((0, 0), (0, self._counts.shape[1] - own.shape[1])), constant_values=-1)
         self.slots = np.repeat(slots[None], layers, 0)
@@ -45,13 +52,12 @@ class ExpertLoads:
         layers, ranks, _ = self.slots.shape
         self.recent: Counts = np.zeros((layers, self._experts), np.int64)
         """[layers, experts] tokens between the last two times that ranks told each other."""
-        # A rank that counts all experts knows what it counts at once.
-        self._known = self._counts if ranks == 1 else np.zeros_like(self.recent)
+        self._known = np.zeros_like(self.recent)
         self._of_ranks = np.zeros((layers, ranks), np.int64)
 
     def of(self, layer: int) -> Tensor:
         """int64 [held] counts of one layer, which kernels add to."""
-        return torch.from_numpy(self._counts[layer])
+        return self._counts[layer]
 
     def stepped(self) -> bool:
         """Counts a step. With each STEPS-th one, the ranks learn each other's counts; whether it was such a step.
@@ -63,9 +69,9 @@ class ExpertLoads:
         if self.ranks == 1 or self._steps % STEPS:
             return False
         # As numbers that every collective carries.
-        found = self._group.gather(torch.from_numpy(self._counts.view(np.int32))).numpy().view(np.int64)
+        found = self._group.gather(self._counts.cpu().view(torch.int32)).numpy().view(np.int64)
         counts = found[:: self._copies].swapaxes(0, 1)
-        self._counts[...] = 0
+        self._clear()
         # One column more, for slots without an expert.
         recent = np.zeros((len(counts), self._experts + 1), np.int64)
         np.add.at(recent, (np.arange(len(counts))[:, None, None], self.slots), counts)
@@ -74,15 +80,22 @@ class ExpertLoads:
         self._of_ranks = self._of_ranks + counts.sum(2)
         return True
 
+    def _clear(self) -> None:
+        with torch.inference_mode():  # the counts may have been made in it
+            self._counts.zero_()
+
     def forget(self) -> None:
         """Begins anew. All ranks make this call between the same two steps."""
-        self._counts[...] = self._steps = 0
+        self._clear()
+        self._steps = 0
         self._begin()
 
     @property
     def totals(self) -> Counts:
         """[layers, experts]; where ranks have whole experts, as of the last time that they told each other."""
-        return self._known.copy()
+        # A rank that counts all experts knows what it counts at once.
+        known: Counts = self._counts.cpu().numpy() if self.ranks == 1 else self._known
+        return known.copy()
 
     @property
     def rank_totals(self) -> Counts:

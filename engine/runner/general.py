@@ -22,6 +22,7 @@ from kvrelay.engine.models.general.check import Prompts
 from kvrelay.engine.models.general.choose import Choice, Kept, choose
 from kvrelay.engine.models.general.experts import count_loads, on_cpu, on_gpu, swap_experts
 from kvrelay.engine.models.general.flat import FlatWay
+from kvrelay.engine.models.general.fused import fuse
 from kvrelay.engine.models.general.linears import swap, watching
 from kvrelay.engine.models.general.mxfp4 import dequantize_stored
 from kvrelay.engine.models.general.norms import swap_norms
@@ -147,6 +148,9 @@ class GeneralRunner:
                 states = self.way.states()[:, None].clone()
 
             def at(tokens: Tensor) -> Tensor:
+                # Both ascend, so as many are the same ones: rows of logits are long.
+                if len(tokens) == len(wanted):
+                    return logits
                 return logits[torch.from_numpy(np.searchsorted(wanted, tokens.numpy()))]
 
             prompt_logprobs = read_prompts(score_prompts(plan, torch.arange(plan.num_tokens), at))
@@ -303,7 +307,7 @@ def build_general_runner(
     spec = spec.within(place.smallest(tokens_within(choice.layout, pools, options)))
     logger.info("%s runs as transformers' code, %s; faster ways: %s", config.architecture, choice.name, choice.refused)
     chooser: Sample = sample if team is None else NativeSampler(team)
-    loads = count_loads(model, place.group, options.expert_parallel)
+    loads = count_loads(model, place.group, options.expert_parallel, device)
     return GeneralRunner(spec, choice.make(store), store, choice, threads, chooser, place.rank, loads)
 
 
@@ -342,13 +346,14 @@ def _prepare(
     windows = tuple({layer.window for layer in layers or () if layer.window})
     with watching(model) as uses:
         prompts = _prompts(model, config, windows, place)
-    swap_norms(model)
+    swap_norms(model, team)
     if team is not None and lay_out is not None:
         linear = quantizing(LAYERS.get(options.quantization), lay_out)
         head = quantizing(HEAD.get(options.quantization), lay_out)
         own = part_of(config.vocab_size, place.group.size, place.group.place)
         packed += swap(model, uses, linear, head, (config.vocab_size, len(own)))
         packed += swap_experts(model, on_cpu(team, linear))
+        fuse(model, team)
         if options.quantization != "none":
             prompts = _prompts(model, config, windows, place)
     elif options.device == "cuda" and options.quantization in LAYERS:

@@ -33,6 +33,7 @@ from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.models.fast.parts import Parts
 from kvrelay.engine.models.general.experts import on_cpu, swap_experts
 from kvrelay.engine.models.general.flat import FlatWay
+from kvrelay.engine.models.general.fused import fuse
 from kvrelay.engine.models.general.linears import swap, watching
 from kvrelay.engine.models.general.norms import swap_norms
 from kvrelay.engine.models.general.observe import observe
@@ -319,7 +320,7 @@ def _way_of(
         UnfitError: the block can't be run so.
     """
     layers = observe(model)
-    swap_norms(model)
+    swap_norms(model, served.team)
     if served.team is not None:
         tokens = torch.zeros((1, 3), dtype=torch.long, device=model.device)
         with watching(model) as uses, torch.inference_mode():
@@ -327,6 +328,7 @@ def _way_of(
         make = quantizing(LAYERS.get(options.quantization), packer(served.team))
         swap(model, uses, make, make, ())
         swap_experts(model, on_cpu(served.team, make))
+        fuse(model, served.team)
     order: Order = "HND" if model.device.type == "cuda" else "NHD"
     placing = arrange(layers, runner.spec.dtype, runner.spec.dtype, runner.cache_layout.block_size, order)
     pools = scratch_pools(placing.layout, max(pool.num_blocks for pool in runner.pools), 1, model.device)

@@ -304,6 +304,11 @@ class ExpertsCall:
         self._load: Tensor | None = None
         calls.add(layer)
 
+    @property
+    def experts(self) -> int:
+        """Number of the layer's experts."""
+        return self.layer.experts
+
     def count(self, load: Tensor) -> None:
         """Has the pairs of each expert added to `load`, int64 [experts], from now on."""
         self._load, self._recorded = load, None

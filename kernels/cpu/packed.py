@@ -7,11 +7,12 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvrelay.kernels.codes import CodedWeight
-from kvrelay.kernels.cpu.program import Program, Team, fields
+from kvrelay.kernels.cpu.program import Buffer, Program, Team, fields
 
 LINEAR = "kvrelay_linear"
 EMBED = "kvrelay_embed"
@@ -86,7 +87,7 @@ class NormArgs(ctypes.Structure):
         *fields(ctypes.c_void_p, "rows input out weight bias squares"),
         *fields(ctypes.c_int64, "input_stride out_stride squares_stride width whole_width"),
         ("eps", ctypes.c_float),
-        *fields(ctypes.c_int32, "centered add"),
+        *fields(ctypes.c_int32, "centered add bfloat16"),
     )
 
 
@@ -251,6 +252,76 @@ class PackedLinear:
         args.workspace = self._team.workspace(self.workspace_bytes)
         self._team.run(program)
         return out.to(x.dtype)
+
+
+class PackedMlp:
+    """`x [..., hidden] -> down(gate(up(x)))`, by one program. Not thread-safe."""
+
+    def __init__(
+        self, team: Team, up: PackedLinear, gate: Epilogue, down: PackedLinear, inner: "Buffer[np.float32]"
+    ) -> None:
+        """
+        Args:
+            up: hidden -> inner, or gates and then ups, 2 * inner.
+            down: inner -> hidden.
+            inner: the buffer between them, which layers that run one after the other share.
+        """
+        self._team, self._up, self._down, self._inner = team, up.args(gate), down.args(Epilogue.STORE), inner
+        self.gate, self._kept = gate, (up, down)
+        self._workspace_bytes = max(up.workspace_bytes, down.workspace_bytes)
+        self._rows = ctypes.c_int64()
+        self._up.rows = self._down.rows = ctypes.addressof(self._rows)
+        self._stride = -(-down.inputs // BLOCK) * BLOCK + ROW_PADDING
+        self._up.out_stride = self._down.input_stride = self._stride
+        self._program = Program(team.library, (LINEAR, self._up), (LINEAR, self._down))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """As `PackedLinear.__call__`."""
+        source = x.reshape(-1, x.shape[-1]).float().contiguous()
+        out = torch.empty(len(source), self._down.outputs)
+        up, down = self._up, self._down
+        self._rows.value = len(source)
+        self._inner.take(len(source) * self._stride)
+        up.input, up.input_stride = source.data_ptr(), source.stride(0)
+        up.out = down.input = self._inner.address
+        down.out, down.out_stride = out.data_ptr(), out.stride(0)
+        up.workspace = down.workspace = self._team.workspace(self._workspace_bytes)
+        self._team.run(self._program)
+        return out.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+class PackedNorm:
+    """An RMS norm of rows `x [..., width]` in float32 or bfloat16, with results of x's type. Not thread-safe."""
+
+    def __init__(self, team: Team, weight: Tensor, eps: float) -> None:
+        self._team, self._weight, self._rows = team, weight.detach().float().contiguous(), ctypes.c_int64()
+        width = len(weight)
+        self._args = NormArgs(
+            rows=ctypes.addressof(self._rows),
+            weight=self._weight.data_ptr(),
+            input_stride=width,
+            out_stride=width,
+            width=width,
+            whole_width=width,
+            eps=eps,
+        )
+        self._program = Program(team.library, (NORM, self._args))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The norms of all rows; a new tensor.
+
+        Raises:
+            TypeError: x has another type.
+        """
+        if x.dtype not in (torch.float32, torch.bfloat16):
+            raise TypeError(f"dtype is {x.dtype}; allowed: float32, bfloat16")
+        source, args = x.contiguous(), self._args
+        out = torch.empty_like(source)
+        self._rows.value = source.numel() // args.width
+        args.input, args.out = source.data_ptr(), out.data_ptr()
+        args.bfloat16 = x.dtype == torch.bfloat16
+        self._team.run(self._program)
+        return out
 
 
 def packer(team: Team) -> Callable[[Tensor | CodedWeight, Tensor | None], PackedLinear]:

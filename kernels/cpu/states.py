@@ -1,14 +1,17 @@
 """Layers that keep a state, on the native kernels of `native/states.h`."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from kvrelay.kernels.cpu.packed import LINEAR, Epilogue, PackedLinear
 from kvrelay.kernels.cpu.program import Program, Team, fields
 from kvrelay.kernels.states import StateRows, TimeStep, token_rows
 
+Step = tuple[str, ctypes.Structure]
+"""Name of a kernel and its arguments."""
 CONV, SSD, DELTA, WKV = "kvrelay_conv", "kvrelay_ssd", "kvrelay_delta", "kvrelay_wkv"
 
 
@@ -26,8 +29,8 @@ class ConvArgs(ctypes.Structure):
 
     _fields_ = (
         ("of", _Rows),
-        *fields(ctypes.c_void_p, "x out weight bias"),
-        *fields(ctypes.c_int64, "x_stride out_stride channels width"),
+        *fields(ctypes.c_void_p, "x out weight bias gates"),
+        *fields(ctypes.c_int64, "x_stride out_stride gates_stride channels width"),
         *fields(ctypes.c_int32, "silu bfloat16"),
     )
 
@@ -71,12 +74,24 @@ class WkvArgs(ctypes.Structure):
 class _Layer:
     """A kernel with the arguments of one layer, and the tensors that these point to."""
 
-    def __init__(self, team: Team, kernel: str, args: ctypes.Structure, *kept: object) -> None:
+    def __init__(
+        self,
+        team: Team,
+        kernel: str,
+        args: ctypes.Structure,
+        *kept: object,
+        before: Sequence[Step] = (),
+        behind: Sequence[Step] = (),
+    ) -> None:
+        """
+        Args:
+            before, behind: kernels that run before and behind this one.
+        """
         self.args, self.kept = args, kept
         self._team = team
         self._count = ctypes.c_int64()
         args.of.rows = ctypes.addressof(self._count)
-        self._program = Program(team.library, (kernel, args))
+        self._program = Program(team.library, *before, (kernel, args), *behind)
 
     def run(self, state: Tensor, rows: StateRows) -> None:
         """Runs the kernel."""
@@ -86,6 +101,60 @@ class _Layer:
         of.origins = rows.origins.data_ptr()
         of.state, of.slot_bytes = state.data_ptr(), state.stride(0) * state.itemsize
         self._team.run(self._program)
+
+
+class GatedConv:
+    """A short convolution between two products, as LFM2 has it: b, c and x of a token are the first one's outputs, and
+    c * conv(b * x) is the second one's input. Not thread-safe.
+    """
+
+    def __init__(
+        self, team: Team, first: PackedLinear, last: PackedLinear, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        """
+        Args:
+            first: hidden -> 3 C.
+            last: C -> hidden.
+            weight: [C, K].
+            bias: [C].
+        """
+        self._team, self._first, self._last = team, first.args(Epilogue.STORE), last.args(Epilogue.STORE)
+        self._kept = first, last
+        self._size = max(first.workspace_bytes, last.workspace_bytes)
+        self._tokens = ctypes.c_int64()
+        self._first.rows = self._last.rows = ctypes.addressof(self._tokens)
+        self.channels, self.width = weight.shape
+        taps = weight.detach().T.float().contiguous()
+        offsets = None if bias is None else bias.detach().float().contiguous()
+        self._args = ConvArgs(
+            weight=taps.data_ptr(),
+            bias=None if offsets is None else offsets.data_ptr(),
+            x_stride=self.channels,
+            out_stride=self.channels,
+            gates_stride=3 * self.channels,
+            channels=self.channels,
+            width=self.width,
+        )
+        steps: tuple[Step, Step] = (LINEAR, self._first), (LINEAR, self._last)
+        self._layer = _Layer(team, CONV, self._args, taps, offsets, before=steps[:1], behind=steps[1:])
+
+    def __call__(self, x: Tensor, state: Tensor, rows: StateRows) -> Tensor:
+        """[T, hidden] of x [T, hidden]; state [S, K, C] as `StateOps.conv` has it."""
+        tokens, channels, args = len(x), self.channels, self._args
+        source, gates = x.float().contiguous(), torch.empty(tokens, 3 * channels)
+        inputs, between = torch.empty(tokens, channels, dtype=state.dtype), torch.empty(tokens, channels)
+        out = torch.empty_like(source)
+        first, last = self._first, self._last
+        first.input, first.input_stride = source.data_ptr(), source.stride(0)
+        first.out, first.out_stride = gates.data_ptr(), gates.stride(0)
+        args.gates, args.x, args.out = gates.data_ptr(), inputs.data_ptr(), between.data_ptr()
+        args.bfloat16 = _is_bfloat16(state)
+        last.input, last.input_stride = between.data_ptr(), channels
+        last.out, last.out_stride = out.data_ptr(), out.stride(0)
+        first.workspace = last.workspace = self._team.workspace(self._size)
+        self._tokens.value = tokens
+        self._layer.run(state, rows)
+        return out.to(x.dtype)
 
 
 class NativeStateOps:

@@ -126,11 +126,12 @@ class Pairs:
     """int64 [T, top] number of each pair, in the order of rows."""
 
     @classmethod
-    def of(cls, chosen: Tensor, experts: int) -> "Pairs":
+    def of(cls, chosen: Tensor, experts: int, load: Tensor | None = None) -> "Pairs":
         """The pairs of a step. No value is read on the host.
 
         Args:
             chosen: integers [T, top]; those from `experts` on name no expert, and such pairs come last.
+            load: int64 [E], to which the pairs of each expert are added.
         """
         rows, top = chosen.shape
         flat = chosen.flatten().clamp(max=experts).long()
@@ -141,6 +142,8 @@ class Pairs:
         counts.scatter_add_(0, flat, torch.ones_like(flat))
         block = FEW if rows * top <= FEW * experts else MANY
         own = counts[:experts]
+        if load is not None:
+            load += own
         begins, tiles = (
             torch.nn.functional.pad(count.cumsum(0), (1, 0)).int() for count in (own, (own + block - 1) // block)
         )
@@ -249,17 +252,22 @@ class GroupedExperts:
             gate: the operation between the products, [P, outputs] -> [P, inputs of the second product].
             norm: an operation on the second product's results [P, hidden], before they are added up.
         """
-        self._up, self._gate, self._down, self._experts, self._norm = up, gate, down, experts, norm
+        self._up, self._gate, self._down, self.experts, self._norm = up, gate, down, experts, norm
+        self._load: Tensor | None = None
+
+    def count(self, load: Tensor) -> None:
+        """Has the pairs of each expert added to `load`, int64 [experts], from now on."""
+        self._load = load
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """[T, hidden] of x [T, hidden], chosen [T, top] and shares [T, top]."""
-        pairs = Pairs.of(chosen, self._experts)
+        pairs = Pairs.of(chosen, self.experts, self._load)
         inner = self._gate(self._up(x.contiguous(), pairs, gathered=False))
         parts = self._down(inner.contiguous(), pairs, gathered=True)
         if self._norm is not None:
             parts = self._norm(parts)
         of_rows = parts[pairs.places].float() * shares[:, :, None].float()
-        named = (chosen < self._experts)[:, :, None]
+        named = (chosen < self.experts)[:, :, None]
         # What isn't written of pairs without an expert may be NaN.
         return torch.where(named, of_rows, 0.0).sum(1).to(x.dtype)
 

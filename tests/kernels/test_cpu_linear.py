@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,8 +26,10 @@ from kvrelay.kernels.cpu.packed import (
     LinearArgs,
     NormArgs,
     PackedLinear,
+    PackedMlp,
+    PackedNorm,
 )
-from kvrelay.kernels.cpu.program import Program, Team
+from kvrelay.kernels.cpu.program import Buffer, Program, Team
 
 DTYPES = (torch.float32, torch.bfloat16)
 EXACT = 2e-6
@@ -161,6 +164,24 @@ def test_a_gated_product(
     torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1,), (2, 7), (1, 100)], ids=str)
+@pytest.mark.parametrize("gate", [Epilogue.SILU_MUL, Epilogue.RELU_SQUARED])
+def test_an_mlp(team_of: Callable[[int], Team], gate: Epilogue, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """It is its two products one behind the other."""
+    team, hidden, inner, buffer = team_of(2), 70, 6 * BLOCK, Buffer(np.float32)
+    up = normal(2 * inner if gate.is_gated else inner, hidden, dtype=dtype) / hidden**0.5
+    down = normal(hidden, inner, dtype=dtype, seed=1) / inner**0.5
+    first, last = (PackedLinear.pack(team, Arena(), each, None) for each in (up, down))
+    x = normal(*shape, hidden, seed=2)
+    numbers = first(x.flatten(0, -2))
+    between = reference.silu_mul(numbers) if gate.is_gated else numbers.relu().square()
+    mlp = PackedMlp(team, first, gate, last, buffer)
+    for _ in range(2):
+        torch.testing.assert_close(mlp(x), last(between).view(x.shape), rtol=1e-5, atol=1e-5)
+    assert mlp(x.bfloat16()).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("outputs", [1, BLOCK, 100])
 def test_a_product_with_gelu(team_of: Callable[[int], Team], outputs: int) -> None:
     weight, offset, x = 3 * normal(outputs, 72) / math.sqrt(72), normal(outputs), normal(13, 72)
@@ -199,6 +220,21 @@ def test_a_norm(team_of: Callable[[int], Team], width: int, centered: bool, add:
         team.run(Program(team.library, (NORM, args)))
         wanted = expected + before if add else expected
         torch.testing.assert_close(out[:, :width], wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 15), (2, 5, 100)], ids=str)
+def test_a_norm_of_tensors(team_of: Callable[[int], Team], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Rows that don't lie one behind the other too; results are rounded once."""
+    norm = PackedNorm(team_of(2), weight := normal(shape[-1], seed=1), 1e-5)
+    wide = 3 * normal(*shape[:-1], shape[-1] + 3, dtype=dtype)
+    for x in (wide[..., 2:-1], wide[..., 2:-1].contiguous()):
+        expected = reference.rms_norm(x.float(), weight, 1e-5)
+        bound = 1e-5 if dtype == torch.float32 else 2**-8
+        torch.testing.assert_close(norm(x).float(), expected, atol=1e-5, rtol=bound)
+        assert norm(x).dtype == dtype
+    with pytest.raises(TypeError, match=r"dtype is torch\.float16; allowed: float32, bfloat16"):
+        norm(wide[..., 2:-1].half())
 
 
 def test_a_gate_far_from_zero_neither_overflows_nor_turns_into_nan(team_of: Callable[[int], Team]) -> None:

@@ -8,8 +8,10 @@ import torch
 from state_steps import DTYPES, SLOTS, STEPS, Scene
 from torch import Tensor
 
+from kvrelay.kernels import reference
+from kvrelay.kernels.cpu.packed import Arena, PackedLinear
 from kvrelay.kernels.cpu.program import Team
-from kvrelay.kernels.cpu.states import NativeStateOps
+from kvrelay.kernels.cpu.states import GatedConv, NativeStateOps
 from kvrelay.kernels.states import StateRows, TimeStep
 
 
@@ -32,6 +34,26 @@ class TestEqual:
     def test_wkv(self, team_of: Callable[[int], Team], rows: list[tuple[int, int]], dtype: str, threads: int) -> None:
         for channels in (48, 37):
             Scene(rows, dtype).check_wkv(NativeStateOps(team_of(threads)), channels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", STEPS)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_gated_conv(team_of: Callable[[int], Team], rows: list[tuple[int, int]], dtype: str, threads: int) -> None:
+    team = team_of(threads)
+    for channels, width, biased in ((48, 3, False), (37, 4, True)):
+        scene, hidden = Scene(rows, dtype), 40
+        first, last = scene.normal(3 * channels, hidden) / hidden**0.5, scene.normal(hidden, channels) / channels**0.5
+        weight, bias = scene.normal(channels, width), scene.normal(channels) if biased else None
+        x, state = scene.columns(hidden), scene.states(width, channels, dtype=scene.dtype)
+        own = state[scene.slots].clone()
+        packed = [PackedLinear.pack(team, Arena(), each, None) for each in (first, last)]
+        found = GatedConv(team, packed[0], packed[1], weight, bias)(x, state, scene.rows)
+        gates = packed[0](x.float())
+        between = reference.gated_conv(gates, weight.T, bias, own, scene.firsts, scene.starts)
+        torch.testing.assert_close(state[scene.slots], own, rtol=0, atol=0)
+        torch.testing.assert_close(found, packed[1](between).to(scene.dtype), rtol=1e-2, atol=1e-4)
+        torch.testing.assert_close(gates, x.float() @ first.float().T, rtol=2e-2, atol=2e-2)
 
 
 def test_origins(team_of: Callable[[int], Team]) -> None:

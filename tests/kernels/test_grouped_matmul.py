@@ -11,7 +11,7 @@ from triton_compile import Compiler, each_architecture
 
 from kvrelay.kernels import codes, reference
 from kvrelay.kernels.codes import CodedWeight
-from kvrelay.kernels.triton.grouped_matmul import FEW, MANY, GroupedMatmul, Pairs
+from kvrelay.kernels.triton.grouped_matmul import FEW, MANY, GroupedExperts, GroupedMatmul, Pairs
 from kvrelay.kernels.triton.quant_gemv import QuantizedWeight
 
 FORMATS: dict[str, Callable[[Tensor], CodedWeight]] = {
@@ -66,11 +66,10 @@ def test_a_layer() -> None:
     up, down = normal(EXPERTS, 2 * inner, INPUTS) / INPUTS**0.5, normal(EXPERTS, INPUTS, inner) / inner**0.5
     first, second = (GroupedMatmul(each.half().flatten(0, 1), None, EXPERTS, PROGRAMS) for each in (up, down))
     x, chosen, shares = normal(rows, INPUTS), choices(rows, 3, 1), torch.rand(rows, 3, device=DEVICE)
-    pairs = Pairs.of(chosen, EXPERTS)
-    gated = reference.silu_mul(first(x.half(), pairs, gathered=False))
-    parts = second(gated, pairs, gathered=True)[pairs.places].float()
-    named = (chosen < EXPERTS)[:, :, None]
-    found = (parts * shares[:, :, None]).masked_fill(~named, 0).sum(1)
+    layer, load = GroupedExperts(first, reference.silu_mul, second, EXPERTS), torch.ones(EXPERTS, dtype=torch.int64)
+    layer.count(load := load.to(DEVICE))
+    found = layer(x.half(), chosen, shares).float()
+    assert (load - 1 == chosen.flatten().bincount(minlength=EXPERTS + 1)[:EXPERTS]).all()
     products = [[reference.linear(weight, None) for weight in each] for each in (up, down)]
     expected = reference.experts(x, chosen, shares, products[0], reference.silu_mul, products[1])
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)

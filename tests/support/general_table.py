@@ -25,7 +25,8 @@ them as here, too, and so do other devices than CPUs those with experts:
 
 {OWN}.
 
-Layers of experts run on native kernels on CPUs, in all classes that use transformers' interface of experts.
+Layers of experts run on native kernels on CPUs, in all classes that use transformers' interface of experts. So do MLPs
+whose activation the kernels have, and LFM2's convolutions with their gates: one native program each.
 
 A worker runs transformers' modelling code over kvrelay's KV in the first of these ways in which its logits, computed in
 chunks beside other sequences, are those of one whole forward pass:

@@ -535,29 +535,33 @@ def _joined_experts(
         name: of the tensor.
     """
     config, span = slices.config, slices.expert
-    experts = config.traits.experts
+    experts = slices.own.traits.experts
     if experts is None:
         raise ValueError(f"{name} is a tensor of experts, and the model has none")
-    count, hidden = experts.routing.experts, config.hidden_size
+    held, hidden = experts.own, config.hidden_size
+    read = Span(held.start, held.stop, len(held), experts.routing.experts)
+    # Whatever the spare slots begin with: nothing asks for it.
+    slots = torch.tensor([*range(len(held)), *range(experts.spares)])
     own = torch.full((span.size,), -1)
     own[: span.count] = torch.arange(span.begin, span.end)
     ups = part == "gate_up"
     rows = torch.cat((2 * own, 2 * own + 1)).clamp(min=-1) if ups else torch.arange(hidden)
-    outputs = 2 * experts.width if ups else hidden
-    every = torch.where(rows < 0, -1, rows + outputs * torch.arange(count)[:, None]).flatten()
+    outputs = 2 * span.of if ups else hidden
+    every = torch.where(rows < 0, -1, rows + outputs * slots[:, None]).flatten()
     columns = whole(hidden) if ups else span
     bias = None
-    if ups or not slices.place.group.place:
-        bias = outputs_or_zeros(files.take(f"{name}_bias", dtype=torch.float32).flatten(), every)
+    # A rank with a part of each expert has a part of the sum that the bias is added to.
+    if ups or experts.held is not None or not slices.place.group.place:
+        bias = outputs_or_zeros(files.take(Part(f"{name}_bias", read), dtype=torch.float32).flatten(), every)
     if config.stored is not None:
-        blocks, scales = files.stored(f"{name}_blocks"), files.stored(f"{name}_scales")
+        blocks, scales = files.stored(f"{name}_blocks", read), files.stored(f"{name}_scales", read)
         weight = outputs_or_zeros(mxfp4(blocks.flatten(0, 1).flatten(1), scales.flatten(0, 1)), every)
         return weight.inputs(columns.begin, columns.end).padded(len(every), columns.size), bias
-    tensor = files.take(name)
-    made = allocate((count, len(rows), columns.size), tensor.dtype)
-    for expert, out in zip(tensor, made, strict=True):
+    tensor = files.take(Part(name, read))
+    made = allocate((len(slots), len(rows), columns.size), tensor.dtype)
+    for expert, out in zip(slots.tolist(), made, strict=True):
         out[:, columns.count :] = 0
-        out[:, : columns.count] = outputs_or_zeros(expert.t(), rows)[:, columns.begin : columns.end]
+        out[:, : columns.count] = outputs_or_zeros(tensor[expert].t(), rows)[:, columns.begin : columns.end]
     if making.columns is None or columns.is_whole:
         return made.flatten(0, 1), bias
     return making.columns(made.flatten(0, 1), tensor.float().abs().amax(1).flatten()), bias

@@ -6,10 +6,10 @@ where that computes the same numbers as one of the kernels' gates, the kernels d
 of their products.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,18 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 MakeCall = Callable[[Layer], Call]
 
 
+@runtime_checkable
+class Counting(Protocol):
+    """A call that counts the tokens of its experts; `ExpertsCall` has the docstrings."""
+
+    @property
+    def experts(self) -> int: ...
+
+    def count(self, load: Tensor) -> None: ...
+
+    def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor: ...
+
+
 def swap_experts(model: PreTrainedModel, make: MakeCall) -> int:
     """Swaps all layers of experts; their weights are freed.
 
@@ -103,23 +115,26 @@ def swap_experts(model: PreTrainedModel, make: MakeCall) -> int:
     return swapped
 
 
-def count_loads(model: nn.Module, group: Collective, parts: int) -> ExpertLoads | None:
-    """Has the native kernels of a model's experts count their tokens.
+def count_loads(
+    model: nn.Module, group: Collective, parts: int, device: torch.device | str = "cpu"
+) -> ExpertLoads | None:
+    """Has our kernels of a model's experts count their tokens.
 
     Args:
         group: the model's ranks.
         parts: that whole experts are divided into.
+        device: of the model.
 
     Returns:
         What they count; None if they compute no layer, or layers with different numbers of experts.
     """
     found = [module.__dict__.get(ATTRIBUTE) for module in model.modules()]
-    calls = [call for call in found if isinstance(call, ExpertsCall)]
-    counts = {call.layer.experts for call in calls}
+    calls = [call for call in found if isinstance(call, Counting)]
+    counts = {call.experts for call in calls}
     if len(counts) != 1:
         return None
     held = counts.pop()
-    loads = ExpertLoads(len(calls), held * parts, held if parts > 1 else None, group, parts)
+    loads = ExpertLoads(len(calls), held * parts, held if parts > 1 else None, group, parts, device)
     for layer, call in enumerate(calls):
         call.count(loads.of(layer))
     return loads
@@ -134,7 +149,7 @@ def on_cpu(team: Team, linear: MakeLinear) -> MakeCall:
     calls = ExpertsCalls(team)
 
     def make(layer: Layer) -> Call:
-        gate = _gate(layer)
+        gate = gate_of(layer.operation, layer.outputs, layer.gates, interleaved=layer.interleaved)
         halves, interleaved = (2 if layer.gated else 1, layer.interleaved) if gate is not None else (1, False)
 
         def packed(weight: Tensor | CodedWeight, bias: Tensor | None, halves: int, interleaved: bool) -> Linear:
@@ -205,13 +220,31 @@ def _weight(module: Any, name: str) -> Tensor | CodedWeight | None:
     return (weight.transpose(1, 2) if module.is_transposed else weight).flatten(0, 1)
 
 
-def _gate(layer: Layer) -> Gate | None:
-    """The kernels' gate that computes what the module does between its products; None if there is none."""
-    given = 4 * torch.randn((8, layer.outputs), generator=torch.Generator().manual_seed(0))
+GATED: tuple[tuple[Gate, Operation], ...] = (
+    (Gate(Epilogue.SILU_MUL), reference.silu_mul),
+    (Gate(Epilogue.GELU_MUL), reference.gelu_mul),
+)
+UNGATED: tuple[tuple[Gate, Operation], ...] = (
+    (Gate(Epilogue.RELU_SQUARED), lambda numbers: numbers.relu().square()),
+    (Gate(Epilogue.GELU), reference.gelu),
+)
+"""The kernels' gates, and their definitions, which take gates before ups."""
+
+
+def gate_of(
+    operation: Operation, outputs: int, gates: Iterable[tuple[Gate, Operation]], *, interleaved: bool = False
+) -> Gate | None:
+    """The one of these gates that computes what an operation does; None if none does.
+
+    Args:
+        operation: [T, outputs] -> [T, inner].
+        interleaved: whether it takes each gate before its up; else gates come first.
+    """
+    given = 4 * torch.randn((8, outputs), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        expected = layer.operation(given)
-        ordered = torch.cat((given[:, ::2], given[:, 1::2]), 1) if layer.interleaved else given
-        for gate, compute in layer.gates:
+        expected = operation(given)
+        ordered = torch.cat((given[:, ::2], given[:, 1::2]), 1) if interleaved else given
+        for gate, compute in gates:
             found = compute(ordered)
             bound = EXACT * max(1.0, float(expected.abs().max()))
             if found.shape == expected.shape and float((found - expected).abs().max()) <= bound:
@@ -222,11 +255,9 @@ def _gate(layer: Layer) -> Gate | None:
 def _gates(module: Any) -> Iterator[tuple[Gate, Operation]]:
     """The kernels' gates that a module's operation may be, and their definitions, which take gates before ups."""
     if not module.has_gate:
-        yield Gate(Epilogue.RELU_SQUARED), lambda numbers: numbers.relu().square()
-        yield Gate(Epilogue.GELU), reference.gelu
+        yield from UNGATED
         return
-    yield Gate(Epilogue.SILU_MUL), reference.silu_mul
-    yield Gate(Epilogue.GELU_MUL), reference.gelu_mul
+    yield from GATED
     limits = [getattr(module, name, None) for name in ("limit", "swiglu_limit")]
     alphas = [getattr(module, name, None) for name in ("alpha", "swiglu_alpha")]
     for limit in limits:

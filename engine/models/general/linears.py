@@ -82,25 +82,25 @@ class Product(nn.Module):
     def __init__(self, run: Linear, inputs: int, outputs: int) -> None:
         super().__init__()
         self.in_features, self.out_features = inputs, outputs
-        self._run = run
+        self.run = run
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._run(input.reshape(-1, self.in_features)).view(*input.shape[:-1], self.out_features)
+        return self.run(input.reshape(-1, self.in_features)).view(*input.shape[:-1], self.out_features)
 
 
 class Joined:
     """The product of layers that get the same input."""
 
     def __init__(self, run: Linear, inputs: int, outputs: list[int]) -> None:
-        self._run, self._inputs, self._outputs = run, inputs, outputs
+        self.run, self._inputs, self.outputs = run, inputs, outputs
         self._input: Tensor | None = None
         self._results: dict[int, Tensor] = {}
 
     def take(self, index: int, given: Tensor) -> Tensor:
         """The product of the layer with this index."""
         if given is not self._input or index not in self._results:
-            whole = self._run(given.reshape(-1, self._inputs))
-            parts = whole.view(*given.shape[:-1], whole.shape[1]).split_with_sizes(self._outputs, -1)
+            whole = self.run(given.reshape(-1, self._inputs))
+            parts = whole.view(*given.shape[:-1], whole.shape[1]).split_with_sizes(self.outputs, -1)
             self._input, self._results = given, dict(enumerate(parts))
         result = self._results.pop(index)
         if not self._results:
@@ -114,10 +114,10 @@ class JoinedPart(nn.Module):
     def __init__(self, joined: Joined, index: int, inputs: int, outputs: int) -> None:
         super().__init__()
         self.in_features, self.out_features = inputs, outputs
-        self._joined, self._index = joined, index
+        self.joined, self.index = joined, index
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._joined.take(self._index, input)
+        return self.joined.take(self.index, input)
 
 
 def swap(model: nn.Module, uses: Uses, linear: MakeLinear, head: MakeLinear, head_sizes: Collection[int]) -> int:

@@ -1,4 +1,4 @@
-"""Swaps a model's RMS norms, which transformers computes in half a dozen operations, for torch's own.
+"""Swaps a model's RMS norms, which transformers computes in half a dozen operations, for native ones, or torch's own.
 
 A module is swapped if it gives the same numbers: some add 1 to the weight, some scale before they round.
 """
@@ -6,6 +6,9 @@ A module is swapped if it gives the same numbers: some add 1 to the weight, some
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
+
+from kvrelay.kernels.cpu.packed import PackedNorm
+from kvrelay.kernels.cpu.program import Team
 
 CLASS_END = "RMSNorm"
 EPSILONS = ("variance_epsilon", "eps", "epsilon")
@@ -27,22 +30,36 @@ class Norm(nn.Module):
         self.variance_epsilon = eps
         self._scale, self._shape = scale, scale.shape
         self._original = (original,)  # in a tuple, so that it is no part of this module
+        self._native: PackedNorm | None = None
+
+    def use(self, team: Team) -> None:
+        """Has native kernels compute inputs of the weight's type from now on."""
+        if self._scale.dtype in (torch.float32, torch.bfloat16):
+            self._native = PackedNorm(team, self._scale, self.variance_epsilon)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if hidden_states.shape[-1:] != self._shape:
             # Some normalize a part of what their weight is for, by which they don't multiply then.
             other: Tensor = self._original[0](hidden_states)
             return other
+        if self._native is not None and hidden_states.dtype == self._scale.dtype:
+            return self._native(hidden_states)
         return rms_norm(hidden_states, self._shape, self._scale, self.variance_epsilon)
 
 
-def swap_norms(model: nn.Module) -> int:
-    """Swaps the norms that give the same numbers; returns how many."""
+def swap_norms(model: nn.Module, team: Team | None = None) -> int:
+    """Swaps the norms that give the same numbers; returns how many.
+
+    Args:
+        team: threads of the native kernels, where those may be used.
+    """
     swapped = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             norm = _same(child)
             if norm is not None:
+                if team is not None:
+                    norm.use(team)
                 setattr(parent, name, norm)
                 swapped += 1
     return swapped

@@ -28,6 +28,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from kvrelay.engine.models.general.places import LayerCache, LayerPlaces, StatePlace, StateShape
 from kvrelay.engine.models.general.step import Step, UnfitError
 from kvrelay.engine.models.general.store import Store
+from kvrelay.kernels.cpu.states import GatedConv
 from kvrelay.kernels.states import StateOps, StateRows, TimeStep
 
 SILU = frozenset({"silu", "swish"})
@@ -36,6 +37,11 @@ SHIFT = "shifted"
 MARK = "_kvrelay_state"
 """Attribute of a tensor: the layer's state that it stands for."""
 _running: ContextVar["StateStep | None"] = ContextVar("states", default=None)
+
+
+def running_step() -> "StateStep | None":
+    """The states of the step that this thread computes; None outside of one."""
+    return _running.get()
 
 
 class StateStep:
@@ -88,6 +94,12 @@ class StateStep:
         state, rows = self._state("conv_states", (width, weight.shape[0]), x.dtype)
         out = self._ops.conv(tokens, weight, bias, state, rows, silu=activation is not None)
         return out.T[None]
+
+    def gated_conv(self, native: GatedConv, x: Tensor, layer: int) -> Tensor:
+        """[1, T, hidden] of a layer's input [1, T, hidden]."""
+        self.take(layer, 0)
+        state, rows = self._state("conv_states", (native.width, native.channels), x.dtype)
+        return native(x[0], state, rows)[None]
 
     def ssd(
         self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, time_step: TimeStep

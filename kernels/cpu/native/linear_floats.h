@@ -75,7 +75,11 @@ struct Vectors : ByVectors<Vectors<T>> {
         const T *w0 = blocks.w0, *w1 = blocks.w1;
         vf sums[M][2];
         for (auto& sum : sums) sum[0] = sum[1] = vf{};
+        const float* out = args.out + row * args.out_stride;
+        const int64_t columns[2] = {blocks.b0 * W, is_gated(args.epilogue) ? blocks.b0 * W : blocks.b1 * W};
         for (int64_t pair = 0; pair < pairs; pair++) {
+            // The lines of the results come into the cache meanwhile, one by one: a store would wait for each of them.
+            if (pair < 2 * M) __builtin_prefetch(out + pair / 2 * args.out_stride + columns[pair % 2], 1);
             // 2 KiB ahead, also across pages, where the CPU's own prefetcher stops.
             constexpr int DISTANCE = 2048 / sizeof(T), LINE = 64 / sizeof(T);
             for (int line = 0; line < 2 * W; line += LINE) {

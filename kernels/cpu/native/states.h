@@ -47,18 +47,21 @@ inline void begin_state(const StateRows& of, int64_t row, int64_t begin, int64_t
     memcpy(state_of<T>(of, row) + begin, origin_of<T>(of, row) + begin, (end - begin) * sizeof(T));
 }
 
+// With gates, each token has [3, channels] numbers b, c and x: the convolution's inputs are b * x, and out = c * y.
 struct ConvArgs {
     StateRows of;            // state: float or bfloat16 [width, channels], the last inputs, oldest first
-    const void* in;          // [tokens, channels]
+    void* in;                // [tokens, channels]; with gates, where b * x is put
     void* out;               // [tokens, channels], another one than `in`
     const float* weight;     // [width, channels]
     const float* bias;       // [channels]; null: none
+    const float* gates;      // [tokens, 3, channels]; null: none
     int64_t in_stride;       // numbers from token to token
     int64_t out_stride;
+    int64_t gates_stride;
     int64_t channels;
     int64_t width;           // taps of the convolution
     int32_t silu;            // 1: out = silu(y)
-    int32_t bfloat16;        // 1: in, out and state are bfloat16; 0: float
+    int32_t bfloat16;        // 1: in, state and, without gates, out are bfloat16; 0: float
 };
 
 // Mamba-2: S = exp(dt A) S + B (dt x)', y = C' S + D x, for each head, with dt = clamp(softplus(dt + dt_bias)).

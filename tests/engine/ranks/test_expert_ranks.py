@@ -1,11 +1,12 @@
 """Ranks with whole experts compute what one process does, however they exchange rows."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from torch.distributed import HashStore
 from kvrelay.costs.exchange import ExchangeCosts, ExchangeShape
 from kvrelay.engine.config import EngineConfig, ExpertExchange
 from kvrelay.engine.degree import Degree
-from kvrelay.engine.models.choice import check_ranks
+from kvrelay.engine.models.choice import check_ranks, is_fast
 from kvrelay.engine.models.fast import spares
 from kvrelay.engine.models.fast.native import MEASURED_ROWS, NativeDecoder
 from kvrelay.engine.models.loads import STEPS
@@ -26,13 +27,15 @@ from kvrelay.engine.models.reading.config import read_config
 from kvrelay.engine.ranks.collective import ALONE, Place
 from kvrelay.engine.ranks.process_group import GlooCollective
 from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
+from kvrelay.kernels.cpu.packed import PackedLinear
+from support.mxfp4 import write_in_mxfp4
 from support.paged import GREEDY, PagedSequences, make_plan
 from support.rank_threads import ThreadCollective, on_ranks, places, shared_places
 
 TOKENS = [7 * number % 300 + 3 for number in range(37)]
 CHUNKS = (1, 20, 3, 13)
 """Lengths of the steps: with one, not all ranks have a row of their own."""
-DISPATCHED = ("qwen3_moe", "mixtral", "minimax_m2")
+DISPATCHED = ("qwen3_moe", "mixtral", "minimax_m2", "gpt_oss")
 """Families without an MLP beside the experts."""
 
 
@@ -101,8 +104,11 @@ def check_both_ways(folder: Path, case: list[Place], bound: float = 1e-4, **opti
         assert (hidden - expected).abs().max() < bound * max(1.0, float(expected.abs().max()))
 
 
-def test_both_ways_compute_the_same_bits(model_of: Callable[..., Path]) -> None:
-    check_both_ways(model_of("qwen3_moe"), shared_places(2))
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_both_ways_compute_the_same_bits(model_of: Callable[..., Path], family: str) -> None:
+    folder, options = model_of(family), EngineConfig(tensor_parallel=2, expert_parallel=2)
+    assert is_fast(folder, "fast", options.on("cpu"))
+    check_both_ways(folder, shared_places(2))
 
 
 @pytest.mark.more
@@ -120,6 +126,14 @@ def test_both_ways_of_each_family_compute_the_same_bits(
 def test_both_ways_compute_the_same_bits_of_quantized_experts(model_of: Callable[..., Path], quantization: Any) -> None:
     # The kernels round inputs of products with quantized weights, of which ranks have parts.
     check_both_ways(model_of("qwen3_moe"), shared_places(2), 1e-3, quantization=quantization)
+
+
+@pytest.mark.more
+def test_both_ways_compute_the_same_bits_of_experts_in_mxfp4(model_of: Callable[..., Path], tmp_path: Path) -> None:
+    coded, plain = tmp_path / "coded", tmp_path / "plain"
+    coded.mkdir(), plain.mkdir()
+    write_in_mxfp4(model_of("gpt_oss", intermediate_size=128), coded, plain)
+    check_both_ways(coded, shared_places(2), 1e-3)
 
 
 @pytest.mark.more
@@ -199,12 +213,38 @@ def test_loads_of_ranks_are_those_of_one_process(model_of: Callable[..., Path], 
     assert on_ranks(case, lambda place: loads_of(ranks[place.rank])) == [expected] * 2
 
 
-def serve_skewed(folder: Path, case: list[Place], way: ExpertExchange, room: int) -> list[tuple[Tensor, Any, Any]]:
-    """What each rank's layers yield of tokens that all choose the same experts, where its slots are then, and the
-    tokens that each rank's experts have computed in the second half."""
+class Served(NamedTuple):
+    """What a rank has computed of tokens that all choose the same experts."""
 
-    def run(place: Place) -> tuple[Tensor, Any, Any]:
-        runner = build(folder, place, way, spare_experts=room)
+    hidden: Tensor
+    """What its layers yield."""
+    slots: Any
+    """[layers, ranks, slots] the expert in each slot at the end."""
+    tokens: Any
+    """[layers, ranks] tokens that each rank's experts have computed in the second half."""
+    hashes: list[list[str]]
+    """[layers][slots] hashes of the weights in its own slots."""
+
+
+def slot_hashes(runner: CpuRunner) -> list[list[str]]:
+    """See `Served.hashes`."""
+    experts = runner.model.config.traits.experts
+    assert experts is not None
+
+    def hash_of(linears: Sequence[PackedLinear], slot: int) -> str:
+        parts = [part for linear in linears for part in linear.parts().values()]
+        rows = [part.view(-1).view(torch.uint8).view(experts.slots, -1)[slot] for part in parts]
+        return hashlib.sha256(torch.cat(rows).numpy().tobytes()).hexdigest()
+
+    layers = [each for each in decoder_of(runner)._layers if each.router is not None]
+    return [[hash_of((each.gate_up, each.down), slot) for slot in range(experts.slots)] for each in layers]
+
+
+def serve_skewed(folder: Path, case: list[Place], way: ExpertExchange, room: int, **options: Any) -> list[Served]:
+    """Serves with room for so many copies on each rank."""
+
+    def run(place: Place) -> Served:
+        runner = build(folder, place, way, spare_experts=room, **options)
         sequence, found, loads = PagedSequences(runner).add([7] * 300), list[Tensor](), runner.expert_loads
         assert loads is not None
         before = loads.rank_totals
@@ -215,29 +255,54 @@ def serve_skewed(folder: Path, case: list[Place], way: ExpertExchange, room: int
             sequence.computed += 1 + number % 2
             if number + 1 == 3 * STEPS:
                 before = loads.rank_totals
-        return torch.cat(found), loads.slots.copy(), loads.rank_totals - before
+        return Served(torch.cat(found), loads.slots.copy(), loads.rank_totals - before, slot_hashes(runner))
 
     return on_ranks(case, run)
 
 
+SKEWED: tuple[tuple[str, int, ExpertExchange, str, str], ...] = (
+    ("qwen3_moe", 2, "all_reduce", "shared", "none"),
+    ("qwen3_moe", 2, "all_to_all", "shared", "int8"),
+    ("qwen3_moe", 4, "all_to_all", "shared", "none"),
+    ("qwen3_moe", 2, "all_reduce", "gloo", "none"),
+    ("qwen3_moe", 2, "all_to_all", "gloo", "int4"),
+    ("qwen3_moe", 4, "all_to_all", "gloo", "fp8"),
+    ("mixtral", 2, "all_reduce", "gloo", "w8a8"),
+    ("gpt_oss", 2, "all_to_all", "gloo", "none"),
+    ("gpt_oss", 2, "all_reduce", "shared", "int8"),
+)
+"""Family, ranks, way, group and quantization."""
+
+
 @pytest.mark.more
-@pytest.mark.parametrize(("size", "way"), [(2, "all_reduce"), (2, "all_to_all"), (4, "all_to_all")])
+@pytest.mark.parametrize(("family", "size", "way", "group", "quantization"), SKEWED)
 def test_copies_of_experts_that_are_asked_most_share_their_tokens(
-    model_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, size: int, way: ExpertExchange
+    model_of: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    size: int,
+    way: ExpertExchange,
+    group: str,
+    quantization: Any,
 ) -> None:
     monkeypatch.setattr(spares, "LEAST_TOKENS", 1)
-    folder = model_of("qwen3_moe")
-    [(expected, _, _)] = serve_skewed(folder, [ALONE], "auto", 0)
-    plain = serve_skewed(folder, shared_places(size), way, 0)
-    copied = serve_skewed(folder, shared_places(size), way, 2)
-    for found, slots, _ in copied:
-        assert (found - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max()))
-        assert torch.equal(found, copied[0][0])
-        assert (slots == copied[0][1]).all()
-    assert (copied[0][1][:, :, -2:] != spares.EMPTY).any(), "nothing was copied"
-    busiest, before = copied[0][2].max(1).sum(), plain[0][2].max(1).sum()
-    assert busiest < 0.9 * before
-    assert copied[0][2].sum() == plain[0][2].sum()
+    folder, coded = model_of(family), {"quantization": quantization}
+    [(expected, *_)] = serve_skewed(folder, [ALONE], "auto", 0, **coded)
+    plain = serve_skewed(folder, GROUPS[group](size), way, 0, **coded)
+    copied = serve_skewed(folder, GROUPS[group](size), way, room := 2, **coded)
+    first, own = copied[0], copied[0].slots.shape[2] - room
+    # The kernels round inputs of products with quantized weights, of which ranks have parts.
+    bound = (1e-4 if quantization == "none" else 1e-3) * max(1.0, float(expected.abs().max()))
+    for rank, served in enumerate(copied):
+        assert (served.hidden - expected).abs().max() < bound
+        assert torch.equal(served.hidden, first.hidden)
+        assert (served.slots == first.slots).all()
+        for layer, slot in np.argwhere(served.slots[:, rank, own:] != spares.EMPTY):
+            expert = served.slots[layer, rank, own + slot]
+            assert served.hashes[layer][own + slot] == copied[expert // own].hashes[layer][expert % own]
+    assert (first.slots[:, :, own:] != spares.EMPTY).any(), "nothing was copied"
+    assert first.tokens.max(1).sum() < 0.9 * plain[0].tokens.max(1).sum()
+    assert first.tokens.sum() == plain[0].tokens.sum()
 
 
 @given(

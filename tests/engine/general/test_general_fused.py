@@ -1,0 +1,60 @@
+"""Modules of products with operations between them compute natively what transformers' own code does."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvrelay.engine.models.general.fused import fuse
+from kvrelay.engine.models.general.linears import swap, watching
+from kvrelay.kernels.cpu.library import library
+from kvrelay.kernels.cpu.packed import Epilogue, PackedMlp, packer
+from kvrelay.kernels.cpu.program import Team
+from support.tiny_models import LAYERS, tiny_model
+
+TOKENS = torch.arange(3, 40)[None]
+MLPS: dict[str, tuple[Epilogue | None, dict[str, Any]]] = {
+    "llama": (Epilogue.SILU_MUL, {}),
+    "gemma3_text": (Epilogue.GELU_MUL, {}),
+    "deepseek_v2": (Epilogue.SILU_MUL, {"first_k_dense_replace": LAYERS}),
+    "qwen2": (Epilogue.SILU_MUL, {}),
+    "phi3": (Epilogue.SILU_MUL, {}),
+    "starcoder2": (Epilogue.GELU, {}),
+    "granitemoehybrid": (Epilogue.SILU_MUL, {}),
+    "lfm2": (Epilogue.SILU_MUL, {}),
+    "falcon_h1": (None, {}),  # factors of its products' results
+    "gpt_neox": (None, {}),  # GELU as it is, which the kernels don't compute
+}
+"""The gate of a model type's MLPs, and fields of its config; None where their own code computes them."""
+
+
+@pytest.fixture(scope="module")
+def team() -> Team:
+    kernels = library()
+    if kernels is None:
+        pytest.skip("no native kernels here")
+    return Team(kernels, 2)
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    with torch.inference_mode():
+        return model(TOKENS, use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("model_type", MLPS)
+def test_logits_are_those_of_transformers(model_type: str, team: Team) -> None:
+    gate, fields = MLPS[model_type]
+    model = tiny_model(model_type, **fields)
+    with watching(model) as uses:
+        expected = logits(model)
+    pack = packer(team)
+    swap(model, uses, pack, pack, ())
+    fused = fuse(model, team)
+    mlps = [each for module in model.modules() if isinstance(each := module.__dict__.get("forward"), PackedMlp)]
+    assert {mlp.gate for mlp in mlps} == ({gate} if gate is not None else set())
+    assert len(mlps) == (LAYERS if gate is not None else 0)
+    convs = model.config.layer_types.count("conv") if model_type == "lfm2" else 0
+    assert fused == len(mlps) + convs
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
