@@ -49,23 +49,6 @@ def post(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
         connection.close()
 
 
-def test_greedy_tokens_equal_grpcs(served: tuple[ProcessCluster, int]) -> None:
-    """`test_road.py` has those of gRPC and of transformers."""
-    cluster, port = served
-    with Client(cluster.router) as client:
-        ours = client.complete(PROMPT, max_tokens=OUT, temperature=0, ignore_eos=True, timeout=60)
-    answer = post(port, "/v1/completions", GREEDY)
-    choice = answer["choices"][0]
-    assert choice["token_ids"] == list(ours.token_ids)
-    assert (choice["text"], choice["finish_reason"]) == (ours.text, "length")
-    # The second request found the first one's full blocks.
-    usage = answer["usage"]
-    assert usage["prompt_tokens"] == len(PROMPT)
-    assert usage["completion_tokens"] == OUT
-    assert usage["prompt_tokens_details"]["cached_tokens"] == len(PROMPT) // 16 * 16
-    cluster.wait_idle()
-
-
 def test_several_completions_compute_and_ship_their_prompt_once(served: tuple[ProcessCluster, int]) -> None:
     cluster, port = served
     cluster.wait_idle()
@@ -115,36 +98,6 @@ def test_log_probabilities_are_those_of_grpc(served: tuple[ProcessCluster, int])
         for top, each in zip(found.top_logprobs[1:], expected, strict=False):
             # The token itself is among them, and two tokens may have one name.
             assert max(top.values()) == pytest.approx(each.top_logprobs[0], abs=CLOSE)
-
-
-def test_completions_streamed_together_are_those_of_grpc(served: tuple[ProcessCluster, int]) -> None:
-    cluster, port = served
-    with Client(cluster.router, timeout=60) as ours:
-        expected = [each.text for each in ours.completions(PROMPT, n=3, max_tokens=OUT, seed=9, ignore_eos=True)]
-    texts = [""] * 3
-    with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=60) as client:
-        asked: dict[str, Any] = {"model": "llama", "prompt": PROMPT, "max_tokens": OUT, "n": 3, "seed": 9}
-        for chunk in client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}):
-            for choice in chunk.choices:
-                texts[choice.index] += choice.text
-    assert texts == expected
-    assert len(set(texts)) == 3
-    cluster.wait_idle()
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_closed_connection_frees_both_workers(served: tuple[ProcessCluster, int], stream: bool) -> None:
-    cluster, port = served
-    cluster.wait_idle()
-    body = json.dumps({**GREEDY, "max_tokens": ENDLESS, "stream": stream})
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
-        connection.sendall(f"{head}\r\n\r\n{body}".encode())
-        if stream:
-            assert connection.recv(1)
-        wait_until(lambda: cluster.member("decode-0").load.blocks.held, "decode at work")
-    # Long before the tokens would have ended.
-    cluster.wait_idle(seconds=3)
 
 
 def test_a_routers_log_has_short_lines_of_json(served: tuple[ProcessCluster, int]) -> None:
