@@ -232,7 +232,7 @@ def _do_all(connection: socket.socket, work: Work) -> None:
 
 
 def end_limit() -> None:
-    """What the present job still does takes none of its CPU time."""
+    """Ends the count of the present job's CPU time; what it still does is free."""
     signal.setitimer(signal.ITIMER_PROF, 0)
 
 

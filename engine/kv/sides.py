@@ -69,7 +69,7 @@ class SidePool:
         """Slots for the states behind guessed tokens, one a token, until the step has ended."""
         self.contents = Contents(self.pool)
         self.live: set[SideHold] = set()
-        """What sequences, and reservations, have of a window, until they release it."""
+        """Blocks that sequences and reservations have of a window, until they release them."""
 
     @property
     def is_state(self) -> bool:
@@ -95,8 +95,12 @@ class SidePool:
         return self.pool.available >= min(blocks, self.most) + lacking
 
     def begin(self, chain: Sequence[bytes], imports: int | None, blocks: int) -> "SideHold":
-        """What a sequence of so many logical blocks begins with behind those with these digests, all of which are
-        known; of those that it imports, the first group knows them. `imports` as for `PrefixIndex.allocate`.
+        """Blocks that a sequence begins with behind a known prefix.
+
+        Args:
+            chain: digests of the prefix's blocks, all of which are known; of imported ones, the first group knows them.
+            imports: as for `PrefixIndex.allocate`.
+            blocks: number of the sequence's logical blocks.
 
         Raises:
             IntegrityError: they aren't, or there is no room, though `can_begin` said so.

@@ -166,9 +166,9 @@ class _Epoch:
     """Whether a link of any rank has carried its first bytes."""
     over: bool = False
     behind: dict[int, Callable[[], None]] = field(default_factory=dict)
-    """What is called when a rank returns the number of an `after`."""
+    """Functions that are called when a rank returns the number of an `after`."""
     announcing: dict[int, Callable[[], object]] = field(default_factory=dict)
-    """What announces a frame, by the frame's number. A frame that is copied before it is sent ends before that."""
+    """Functions that announce a frame, by its number. A frame that is copied before it is sent ends before that."""
 
 
 class RankLinks:

@@ -288,7 +288,7 @@ class Link:
     def __init__(self, world: Any, left: str, right: str, ranks: RankPair) -> None:
         self.world = world
         self.ends: list[SimulatedThread] = []
-        """Those that are there; once it is up, the left one and the right one."""
+        """The ends that are there; once it is up, the left one and the right one."""
         self.up = self.broken = False
         self.wire = Wire(world.streams_of_memory)
         self._history = world.histories.setdefault((left, right, ranks), History([], []))
@@ -407,7 +407,7 @@ class Link:
             self.world.post(TIMEOUT, self.ends[0].process, self._check, heads[0] if heads else None)
 
     def _heads(self) -> list[object]:
-        """What has waited longest: a frame, and a receive."""
+        """The frame and the receive that have waited longest."""
         return [queue[0] for queue in (self.wire.frames, self.ends[-1].work if self.up else ()) if queue]
 
     def _check(self, oldest: object) -> None:
