@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvrelay.engine.kv.layout import LayerPart
 from kvrelay.transfer.frames.checks import ChecksumKind, FrameCheck
 from kvrelay.transfer.frames.frames import ReceiveJob, SendJob
-from kvrelay.transfer.frames.states_frame import StatesFrame
+from kvrelay.transfer.frames.places import StatesFrame
 from kvrelay.transfer.protocol.events import Frame, Outcome, tokens_digest
 from kvrelay.transfer.protocol.messages import Key, Push
 from kvrelay.transfer.protocol.ports import BlockClaim

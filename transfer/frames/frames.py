@@ -29,8 +29,7 @@ from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.engine.states import StatesLayout
 from kvrelay.transfer.failpoints import failpoint
 from kvrelay.transfer.frames.checks import ChecksumKind, FrameCheck, trailer_bytes
-from kvrelay.transfer.frames.places import ConvertedFrame, FrameBuffer, NarrowedFrame, PoolFrame
-from kvrelay.transfer.frames.states_frame import StatesFrame
+from kvrelay.transfer.frames.places import ConvertedFrame, FrameBuffer, NarrowedFrame, PoolFrame, StatesFrame
 from kvrelay.transfer.protocol.events import Frame, Outcome
 from kvrelay.transfer.protocol.messages import Key, Push
 from kvrelay.transfer.protocol.ports import RECEIVER, SENDER, BlockClaim
