@@ -1,4 +1,4 @@
-"""A request without faults: order, text, stop strings, the end, a client that leaves."""
+"""A request without faults: order, text, stop strings, the end, a client that does not read."""
 
 import asyncio
 
