@@ -119,6 +119,33 @@ async def test_the_time_of_a_hand_off_begins_when_its_first_frame_is_computed() 
 # Free blocks.
 
 
+async def test_offers_wait_for_free_blocks_first_come_first_served() -> None:
+    async with pair(CONFIG, blocks=8) as world:
+        order: list[str] = []
+        for number, need in enumerate((8, 6, 2, 8)):
+            world.announce((f"r{number}", 1), prompt(need * BLOCK))
+            world.compute((f"r{number}", 1), blocks_of(need * BLOCK))
+        while len(order) < 4:
+            await world.ends.until(lambda: len(world.ends.imported) > len(order))
+            for key in list(world.ends.imported)[len(order) :]:
+                order.append(key[0])
+                world.reuse(key)
+        assert sorted(order[1:3]) == ["r1", "r2"]
+        assert (order[0], order[3]) == ("r0", "r3")
+
+
+async def test_a_cancelled_offer_that_waited_lets_the_next_one_in() -> None:
+    """The next offer needs fewer blocks, so it gets in although none is freed."""
+    async with pair(CONFIG, blocks=4) as world:
+        for key, count in ((("big", 1), 5 * BLOCK), (("small", 1), 3)):
+            world.announce(key, prompt(count))
+            world.compute(key, blocks_of(count))
+            await world.ends.until(lambda key=key: key in world.receiving.waited)
+        world.receiver.cancel(("big", 1))
+        await world.settled(("small", 1))
+        assert ("small", 1) in world.ends.imported
+
+
 async def test_without_free_blocks_in_time_the_hand_off_fails_at_both_ends() -> None:
     async with pair(replace(CONFIG, grant_timeout_seconds=0.2), blocks=4) as world:
         assert (await world.fails(KEY, prompt(5 * BLOCK)))[0] is Code.NO_CAPACITY
@@ -166,6 +193,23 @@ async def test_a_cancel_frees_both_ends_at_once(by: str, when: str) -> None:
         assert asyncio.get_running_loop().time() - started < 0.5
         assert other[KEY][0] is Code.CANCELLED
         assert not world.ends.imported
+
+
+@pytest.mark.parametrize("by", ["prefill", "decode"])
+async def test_a_cancel_before_the_announcement_or_offer_frees_the_other_end(by: str) -> None:
+    async with pair(CONFIG) as world:
+        if by == "decode":
+            world.receiver.cancel(KEY)
+            world.sender.begin(KEY, RECEIVER, prompt(5))
+        else:
+            world.sender.begin(KEY, RECEIVER, prompt(5))
+            await world.ends.until(lambda: world.receiver.active)
+            world.sender.cancel(KEY)
+            await world.ends.until(lambda: not world.receiver.active)
+            world.expect(KEY, prompt(5))
+        failed = world.ends.export_failed if by == "decode" else world.ends.import_failed
+        await world.ends.until(lambda: KEY in failed)
+        assert failed[KEY][0] is Code.CANCELLED
 
 
 # Blocks belong to one thread at a time, and to nobody after their release.
