@@ -33,6 +33,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from checkpoint import EXPERTS, write, write_experts
+from steps import Cell, in_turns, ratios
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from turns import own_setting, save, spread
@@ -41,7 +42,6 @@ from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.models.general import choose
 from kvrelay.engine.models.general.norms import swap_norms
-from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import Request, SamplingParams
 
 VOCABULARY = 49152
@@ -144,7 +144,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """Fields of each model type's config."""
 CELLS = ("prefill_512", "decode_1", "decode_8")
-CONTEXT = 128
 ROWS = 8
 """Sequences of the largest batch; slots of states take memory for each."""
 LONG = 16384
@@ -203,68 +202,25 @@ def options(threads: int, tokens: int, **others: Any) -> EngineConfig:
     return EngineConfig(**given).on("cpu")
 
 
-def plan_of(runner: Any, rows: int, length: int, start: int) -> StepPlan:
-    """A step of rows of this length with the same context, for a runner with layers of any kind."""
-    layout = getattr(runner, "cache_layout", None)
-    size = runner.layout.block_size if layout is None else layout.block_size
-    blocks = -(-(start + length) // size)
-    table = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
-    slots = np.arange(rows, dtype=np.int32)[:, None]
-    groups = () if layout is None else layout.groups
-    tables = [slots if group.kind == "state" else table for group in groups] or [table]
-    return StepPlan(
-        step=0,
-        handles=tuple(range(rows)),
-        tokens=np.random.default_rng(0).integers(2, VOCABULARY, rows * length).astype(np.int32),
-        starts=np.full(rows, start, np.int32),
-        lengths=np.full(rows, length, np.int32),
-        block_tables=tables[0],
-        sample=np.ones(rows, np.bool_),
-        sampling=(SamplingParams(temperature=0.0),) * rows,
-        generated=np.zeros(rows, np.int32),
-        side_tables=tuple(tables[1:]),
-    )
-
-
-def seconds(runner: Any, plan: StepPlan, tries: int) -> float:
-    """Seconds of a step: the least of some tries."""
-    found = []
-    for _ in range(tries):
-        start = time.perf_counter()
-        runner.launch(plan).result()
-        found.append(time.perf_counter() - start)
-    return min(found)
-
-
 def clear(runner: Any) -> None:
     """Fills the pools with zeros: attention and states cost as much for any numbers that aren't denormal."""
     for pool in getattr(runner, "pools", (runner.pool,)):
         pool.bytes.zero_()
 
 
-def in_turns(runners: dict[str, Any], cells: Sequence[tuple[str, int, int, int]], repeats: int) -> dict[str, Any]:
-    """Figures of each cell (name, rows, tokens of a row, context), and ratios of the first runner to the others."""
+def measured(runners: dict[str, Any], names: Sequence[str], repeats: int) -> dict[str, Any]:
+    """Figures of each cell, and ratios of the first runner to the others."""
     first, *others = runners
     found: dict[str, Any] = {}
-    for cell, rows, length, start in cells:
-        plans = {name: plan_of(runner, rows, length, start) for name, runner in runners.items()}
-        rates: dict[str, list[float]] = {name: [] for name in runners}
-        for turn in range(repeats + 1):
-            for name, runner in runners.items():
-                spent = seconds(runner, plans[name], 1 if length > 1 else 3)
-                if turn:  # the first one warms caches and buffers
-                    rates[name].append(rows * length / spent)
+    cells = [Cell.of(name) for name in names]
+    for cell, rates in in_turns(runners, cells, repeats, lambda cell: 1 if cell.length > 1 else 3).items():
         found[cell] = {name: {"tokens_per_s": spread(values, 1)} for name, values in rates.items()}
-        for name in others:
-            ratios = [own / other for own, other in zip(rates[first], rates[name], strict=True)]
-            found[cell][f"{first} / {name}"] = spread(ratios)
+        found[cell] |= {f"{first} / {name}": ratios(rates, first, name) for name in others}
     return found
 
 
 def short(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """The figures of each model in both ways."""
-    shapes = {"prefill": lambda count: (1, count, 0), "decode": lambda count: (count, 1, CONTEXT)}
-    cells = [(cell, *shapes[cell.split("_")[0]](int(cell.split("_")[1]))) for cell in args.cells]
     for name in args.models:
         with tempfile.TemporaryDirectory() as folder:
             weights = checkpoint(Path(folder), name)
@@ -276,7 +232,7 @@ def short(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
                     _, runner = build_engine(Path(folder), "bfloat16", options(args.threads, 4096, **given))
                 clear(runner)
                 runners[way] = runner
-        yield name, {"weights": weights, **in_turns(runners, cells, args.repeats)}
+        yield name, {"weights": weights, **measured(runners, args.cells, args.repeats)}
 
 
 def long(args: argparse.Namespace) -> dict[str, Any]:
@@ -299,7 +255,7 @@ def long(args: argparse.Namespace) -> dict[str, Any]:
         bytes_of[name] = sum(
             track.block_bytes if kind == "state" else LONG * track.token_bytes for kind, track in tracks
         )
-    found = in_turns(runners, [("decode_8_16384", 8, 1, LONG)], args.repeats)
+    found = measured(runners, [f"decode_8_{LONG}"], args.repeats)
     ratio = bytes_of["qwen3_next"] / bytes_of["llama"]
     return {"weights": sizes, **found, "handoff_bytes_16384": {**bytes_of, "ratio": round(ratio, 4)}}
 
@@ -322,8 +278,8 @@ def prefix(args: argparse.Namespace) -> dict[str, Any]:
             while engine.has_work:
                 engine.step()
             times[name].append(time.perf_counter() - start)
-    ratios = [again / first for again, first in zip(times["again"], times["first"], strict=True)]
-    return {**{name: {"seconds": spread(values, 4)} for name, values in times.items()}, "again / first": spread(ratios)}
+    found = {name: {"seconds": spread(values, 4)} for name, values in times.items()}
+    return {**found, "again / first": ratios(times, "again", "first")}
 
 
 def main() -> None:

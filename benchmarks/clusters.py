@@ -58,17 +58,14 @@ def local_cluster(*options: str) -> Iterator[str]:
             world.down()
 
 
-def answers(router: str, api_key: str | None = None, seconds: float = 10.0) -> bool:
-    """Whether a new client is served within so many seconds."""
-    with Client(router, timeout=seconds, resume_seconds=0.0, api_key=api_key) as client:
-        try:
-            return bool(client.complete([5, 6, 7], max_tokens=2, ignore_eos=True).token_ids)
-        except KvrelayError:
-            return False
-
-
 def wait_answers(router: str, cluster: Supervised, api_key: str | None = None) -> None:
     """Waits until the router has reached the workers and serves."""
-    wait_until(
-        lambda: answers(router, api_key), lambda: f"the router answers: {cluster.log()[-4000:]}", START_SECONDS, 0.1
-    )
+
+    def answers() -> bool:
+        with Client(router, timeout=10.0, resume_seconds=0.0, api_key=api_key) as client:
+            try:
+                return bool(client.complete([5, 6, 7], max_tokens=2, ignore_eos=True).token_ids)
+            except KvrelayError:
+                return False
+
+    wait_until(answers, lambda: f"the router answers: {cluster.log()[-4000:]}", START_SECONDS, 0.1)

@@ -1,4 +1,4 @@
-"""What each format of weights and of KV costs in quality: perplexity and three short tasks by lm-eval, on the CPU.
+"""The loss of quality by each format of weights and of KV: perplexity and three short tasks by lm-eval, on the CPU.
 
     pip install '.[eval]'
     python benchmarks/checkpoint.py MODEL --gguf smollm2
@@ -31,7 +31,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from quantization import BASE, FORMATS, GGUF, GGUF_DENSE, KV_INT8, add_model_options, completions, plan_of, runner_of
+from quantization import BASE, FORMATS, GGUF, GGUF_DENSE, KV_INT8, add_model_options, completions, runner_of
+from steps import plan_of
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional

@@ -15,19 +15,16 @@ each format is measured by `evaluation.py`.
 import argparse
 import json
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
-from numpy.typing import NDArray
+from steps import Cell, in_turns, ratios
 from turns import own_setting, save, spread
 
 from kvrelay.engine.build import engine_on
 from kvrelay.engine.config import CacheDtype, EngineConfig, Quantization
 from kvrelay.engine.models.reading.config import read_config
-from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 from kvrelay.models import resolve
@@ -38,80 +35,38 @@ SPECIAL: dict[str, Quantization] = {KV_INT8: BASE, GGUF: BASE, GGUF_DENSE: "dens
 """Quantization, as the engine's option has it, of formats that aren't values of it: weights of BASE and KV in int8; a
 GGUF file with its weights kept in their bits, and held in bfloat16."""
 FORMATS: tuple[str, ...] = tuple(name for name in get_args(Quantization) if name != "dense")
-CONTEXT = 128
-"""Tokens of context before a decode step."""
 CELLS = ("decode_1", "decode_8", "decode_32", "prefill_512")
-STEPS = {"decode_1": 10, "decode_8": 5}
+TRIES = {"decode_1": 10, "decode_8": 5}
 """Steps of a format before the next format's turn, by cell; 3 in others that decode, 1 in prefill."""
 OUT = 64
 """Tokens of a greedy completion."""
-GREEDY = SamplingParams(temperature=0.0)
 
 
-def plan_of(runner: CpuRunner, tokens: NDArray[np.int32], rows: int, start: int) -> StepPlan:
-    """A step of rows of equal length with the same context."""
-    length = len(tokens) // rows
-    blocks = runner.layout.blocks_for(start + length)
-    return StepPlan(
-        step=0,
-        handles=tuple(range(rows)),
-        tokens=tokens,
-        starts=np.full(rows, start, np.int32),
-        lengths=np.full(rows, length, np.int32),
-        block_tables=np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks),
-        sample=np.ones(rows, np.bool_),
-        sampling=(GREEDY,) * rows,
-        generated=np.zeros(rows, np.int32),
-    )
-
-
-def shape_of(cell: str) -> tuple[int, int, int]:
-    """Rows of a cell's steps, their tokens together, and tokens before each."""
-    kind, count, *context = cell.split("_")
-    if kind == "prefill":
-        return 1, int(count), 0
-    return int(count), int(count), int(context[0]) if context else CONTEXT
-
-
-def step_seconds(runner: CpuRunner, plan: StepPlan, count: int, clock: Callable[[], float]) -> float:
-    """Seconds of one step: the least of some tries, since other processes can only make a step longer."""
-    found = []
-    for _ in range(count):
-        start = clock()
-        runner.launch(plan)
-        found.append(clock() - start)
-    return min(found)
+def tries(cell: Cell) -> int:
+    """Steps of a format before the next format's turn."""
+    return 1 if cell.length > 1 else TRIES.get(cell.name, 3)
 
 
 def speed(args: argparse.Namespace) -> dict[str, Any]:
     """Measures the speed by cell and format: tokens a second, and their ratio to bfloat16's, repeat by repeat."""
-    clock = time.thread_time if args.cpu else time.perf_counter
-    room = max(rows * (start + count // rows + 16) for rows, count, start in map(shape_of, args.cells))
+    cells = [Cell.of(name) for name in args.cells]
+    room = max(cell.rows * (cell.start + cell.length + 16) for cell in cells)
     runners = {name: runner_of(args, name, room)[0] for name in args.formats}
-    cells: dict[str, Any] = {}
     for runner in runners.values():
         # Prompts aren't computed first: attention costs as much for any KV, if it isn't denormal.
         runner.pool.tensor.fill_(1)
         if runner.pool.scales is not None:
             runner.pool.scales.fill_(1)
-    for cell in args.cells:
-        rows, count, start = shape_of(cell)
-        rates: dict[str, list[float]] = {name: [] for name in runners}
-        vocabulary = min(runner.spec.vocab_size for runner in runners.values())
-        tokens = np.random.default_rng(0).integers(2, vocabulary, count).astype(np.int32)
-        plans = {name: plan_of(runner, tokens, rows, start) for name, runner in runners.items()}
-        for turn in range(args.repeats + 1):
-            for name, runner in runners.items():
-                seconds = step_seconds(runner, plans[name], 1 if rows < count else STEPS.get(cell, 3), clock)
-                if turn:  # the first one warms caches and buffers
-                    rates[name].append(count / seconds)
-        cells[cell] = {}
-        for name, values in rates.items():
-            cells[cell][name] = {"tokens_per_s": spread(values, 1), "token_bytes": runners[name].layout.token_bytes}
-            if BASE in rates:
-                ratios = [value / other for value, other in zip(values, rates[BASE], strict=True)]
-                cells[cell][name]["of_bfloat16"] = spread(ratios)
-    return cells
+    clock = time.thread_time if args.cpu else time.perf_counter
+    found: dict[str, Any] = {}
+    for cell, rates in in_turns(runners, cells, args.repeats, tries, clock).items():
+        found[cell] = {
+            name: {"tokens_per_s": spread(values, 1), "token_bytes": runners[name].layout.token_bytes}
+            for name, values in rates.items()
+        }
+        for name in rates if BASE in rates else ():
+            found[cell][name]["of_bfloat16"] = ratios(rates, name, BASE)
+    return found
 
 
 def runner_of(args: argparse.Namespace, name: str, tokens: int) -> tuple[CpuRunner, EngineConfig]:

@@ -61,7 +61,7 @@ SEEDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all rows are measured on."""
+    """Machines, model and traffic of all rows."""
 
     machine: Machine
     trace: Sequence[Arrival]

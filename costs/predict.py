@@ -37,7 +37,7 @@ prompt too; by a co-located worker; by a prefill worker, as the first token is t
 
 
 class Decision(NamedTuple):
-    """What the choice of workers was decided by."""
+    """The reason for the choice of workers."""
 
     way: Way
     predicted: Predicted | None = None
@@ -49,7 +49,7 @@ class Decision(NamedTuple):
 
 
 class WorkerLoad(NamedTuple):
-    """What a worker has to do already."""
+    """The work that a worker has already."""
 
     prompt_tokens: int = 0
     """Tokens of prompts that it has yet to compute."""

@@ -1,4 +1,4 @@
-"""What one worker says of its own costs; routers, the scaler and the planner read it."""
+"""One worker's report of its own costs; routers, the scaler and the planner read it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -56,7 +56,7 @@ from kvrelay.transfer.protocol.messages import (
     Push,
 )
 from kvrelay.transfer.protocol.packing import clip
-from kvrelay.transfer.protocol.ports import RECEIVER, ControlStream, LinkEnd, NoTransportError
+from kvrelay.transfer.protocol.ports import RECEIVER, ControlStream, FrameTask, LinkEnd, NoTransportError
 from kvrelay.transfer.protocol.table import ReceiveAttempt
 
 logger = logging.getLogger(__name__)
@@ -225,7 +225,7 @@ class KVReceiver(Endpoint[Receiving]):
             target = transfer.tables[route.group]
         # Frames begin at a border of the sender's blocks, which may be before this.
         keep = transfer.have[route.group]
-        job = self._frames.receive(transfer.key, frame, claim, target, keep, route, on_end)
+        job = self._frames.receive(FrameTask(transfer.key, frame, claim, target, route), keep, on_end)
         self.links.submit(pair.incarnation, frame.epoch, route.ranks, job)
 
     def _met(self, transfer: Receiving) -> Pair:

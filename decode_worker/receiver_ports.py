@@ -5,9 +5,9 @@ from typing import Any, Protocol
 
 from kvrelay.engine.states import StatesLayout
 from kvrelay.transfer.protocol.endpoint import TransferStats
-from kvrelay.transfer.protocol.events import Frame, Outcome
+from kvrelay.transfer.protocol.events import Outcome
 from kvrelay.transfer.protocol.messages import Code, Key
-from kvrelay.transfer.protocol.ports import BlockClaim
+from kvrelay.transfer.protocol.ports import FrameTask
 from kvrelay.transfer.protocol.routes import Route
 
 
@@ -45,16 +45,7 @@ class ReceiverHost(Protocol):
 class ReceiveJobs(Protocol):
     """Makes the jobs that receive frames into this worker's KV pool; `PoolFrames` does."""
 
-    def receive(
-        self,
-        key: Key,
-        frame: Frame,
-        claim: BlockClaim,
-        target: Any,
-        keep: int,
-        route: Route,
-        on_end: Callable[[Outcome], None],
-    ) -> Any: ...
+    def receive(self, task: FrameTask, keep: int, on_end: Callable[[Outcome], None]) -> Any: ...
 
     def make_states(self, layout: StatesLayout, tokens: int) -> Any:
         """Host memory for the hidden states of so many tokens, whose slices are views."""

@@ -18,9 +18,9 @@ IMAGES = Path(__file__).parent / "images"
 WORKERS = ("--prefill", "2", "--decode", "2")
 LOAD = ("--request-rate", "3", "--num-prompts", "90", "--input-tokens", "uniform:100-600", "--output-tokens", "96")
 LOADED_SECONDS = 15.0
-"""Of load, before the pictures."""
+"""Seconds of load before the pictures."""
 TOKEN = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-"""Of a Ray that asks for one; its dashboard keeps it as a cookie."""
+"""Token of a Ray that asks for one; its dashboard keeps it as a cookie."""
 ENTER = """fetch('/api/authenticate', {method: 'POST', headers: {Authorization: 'Bearer TOKEN'}})
     .then(answer => { window.entered = answer.status })"""
 ROWS = "[...document.querySelectorAll('tr')].filter(row => row.innerText.includes('ALIVE')).length"

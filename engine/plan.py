@@ -118,7 +118,7 @@ class StepPlan:
 
     @property
     def work(self) -> StepWork:
-        """What the step computes, as its cost counts it: a row of one token that is no draft is one that decodes."""
+        """Work of the step, as its cost counts it: a row of one token that is no draft is one that decodes."""
         guesses, context = self.num_drafts, int(self.starts.sum())
         if guesses:
             context -= int(self.starts[self.drafts].sum())

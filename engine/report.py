@@ -1,4 +1,4 @@
-"""What a model runs as on this machine: path, way, what it keeps of a sequence, and what isn't available."""
+"""Report of how a model runs on this machine: path, way, state of a sequence, and unavailable features."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ POOL_BYTES = 2**26
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """What a model runs as."""
+    """Report of how a model runs."""
 
     architecture: str
     dtype: str
@@ -29,7 +29,7 @@ class ModelReport:
     groups: tuple[tuple[str, int, int], ...]
     """(kind, window, bytes) of each layer group: bytes of a token, or of a sequence's whole state."""
     unavailable: tuple[tuple[str, str], ...]
-    """What isn't available, and why."""
+    """Features that aren't available, and why."""
     tensor_parallel: tuple[int, ...] = (1,)
     """Numbers of ranks that each layer can be divided over."""
     pipeline_parallel: int = 1
@@ -48,7 +48,7 @@ class ModelReport:
 
 
 def report_on(folder: Path, dtype: Dtype, options: EngineConfig) -> ModelReport:
-    """What the model in `folder` runs as on the CPU. Loads its weights, unless it is on the fast path.
+    """Report of how the model in `folder` runs on the CPU. Loads its weights, unless it is on the fast path.
 
     Raises:
         ValueError: it can't be served; the text says why.

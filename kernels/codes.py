@@ -57,7 +57,7 @@ class CodedWeight:
     group: int
     """Number of inputs that share a scale; the last group may be shorter."""
     round_inputs: bool = False
-    """Whether products round their inputs to int8 too, each row by its largest (`round_rows`): W8A8."""
+    """Whether products round their inputs to int8 too, each row by its largest magnitude: W8A8."""
     minima: Tensor | None = None
     """Numbers that are added to a group's weights, float32 [out, groups]; None for 0."""
 
@@ -160,13 +160,6 @@ def int8(weight: Tensor, largest: Tensor | None = None) -> CodedWeight:
 def w8a8(weight: Tensor, largest: Tensor | None = None) -> CodedWeight:
     """As `int8`, and inputs are rounded too."""
     return replace(int8(weight, largest), round_inputs=True)
-
-
-def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, in] as int8, by its largest magnitude in each row, and the scales [T, 1]."""
-    values = x.float()
-    scales = _scales(values.abs().amax(1, keepdim=True), 127)
-    return (values / scales).round_().to(torch.int8), scales
 
 
 def int4(weight: Tensor, group: int = 64) -> CodedWeight:

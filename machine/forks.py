@@ -232,7 +232,7 @@ def _do_all(connection: socket.socket, work: Work) -> None:
 
 
 def end_limit() -> None:
-    """What the present job still does takes none of its CPU time."""
+    """Lifts the limit of CPU time for the rest of the present job."""
     signal.setitimer(signal.ITIMER_PROF, 0)
 
 

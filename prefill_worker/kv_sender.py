@@ -62,8 +62,8 @@ from kvrelay.transfer.protocol.messages import (
 )
 from kvrelay.transfer.protocol.packing import WireError, clip
 from kvrelay.transfer.protocol.peers import Peer
-from kvrelay.transfer.protocol.ports import SENDER, BlockClaim, ControlStream, LinkEnd, NoTransportError
-from kvrelay.transfer.protocol.routes import Route, routes_of, unroutable
+from kvrelay.transfer.protocol.ports import SENDER, ControlStream, FrameTask, LinkEnd, NoTransportError
+from kvrelay.transfer.protocol.routes import routes_of, unroutable
 from kvrelay.transfer.protocol.states import SentStates
 from kvrelay.transfer.protocol.table import SendAttempt
 
@@ -86,16 +86,7 @@ class SenderHost(Protocol):
 class SendJobs(Protocol):
     """Makes the jobs that read frames from this worker's KV pool and send them; `PoolFrames` does."""
 
-    def send(
-        self,
-        key: Key,
-        frame: Frame,
-        claim: BlockClaim,
-        source: Sequence[Any],
-        route: Route,
-        announce: Callable[[Push], None],
-        on_read: Callable[[], None],
-    ) -> Any: ...
+    def send(self, task: FrameTask, announce: Callable[[Push], None], on_read: Callable[[], None]) -> Any: ...
 
 
 Connect = Callable[[Peer, "KVSender"], ControlStream]
@@ -299,7 +290,7 @@ class KVSender(Endpoint[Sending]):
         else:
             claim = self._claim(transfer, frame, transfer.written(frame.first + frame.tokens))
             source = transfer.tables[route.group]
-        job = self._frames.send(transfer.key, frame, claim, source, route, announce, on_read)
+        job = self._frames.send(FrameTask(transfer.key, frame, claim, source, route), announce, on_read)
         if claim.written.ended:
             transfer.started_at = transfer.started_at or self.runtime.now()
         self.links.submit(pair.incarnation, frame.epoch, route.ranks, job)

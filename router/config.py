@@ -10,7 +10,7 @@ from annotated_types import Interval
 
 from kvrelay.machine.options import Options, Port
 from kvrelay.router.addresses import network
-from kvrelay.router.text.tools.choose import ReasoningParserName, ToolParserName
+from kvrelay.router.text.tools.formats import ReasoningParserName, ToolParserName
 from kvrelay.rpc.security import SecurityConfig
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@]+|null")

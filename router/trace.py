@@ -50,7 +50,7 @@ class AttemptTrace:
     expected_tokens: int
     """Tokens of the prompt that the prefill worker was expected to have in its cache."""
     why: Decision | None = None
-    """What its workers were chosen by."""
+    """Reason for the choice of its workers."""
     submitted: float | None = None
     """Time at which its workers were told."""
     ended: float | None = None

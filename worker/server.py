@@ -54,12 +54,11 @@ from kvrelay.rpc.serve import main
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.description import describe_worker
 from kvrelay.worker.first_costs import begin_costs
-from kvrelay.worker.hooks import WorkerHooks
 from kvrelay.worker.metrics import WorkerMetrics
 from kvrelay.worker.ranks.group import RankGroup
 from kvrelay.worker.relay_service import RelayService
 from kvrelay.worker.role import Role
-from kvrelay.worker.worker import ColocatedRole, Worker
+from kvrelay.worker.worker import ColocatedRole, Worker, WorkerHooks
 
 logger = logging.getLogger(__name__)
 

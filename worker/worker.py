@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -50,8 +50,8 @@ from kvrelay.transfer.protocol.handshake import LocalWorker
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
 from kvrelay.worker.first_costs import keep_costs
-from kvrelay.worker.hooks import WorkerHooks
 from kvrelay.worker.load import CostReports, LoadReading, LoadReports, kv_bytes
+from kvrelay.worker.metrics import WorkerMetrics
 from kvrelay.worker.ranks.group import RankGroup
 from kvrelay.worker.relay.events import PlainToken, event_of
 from kvrelay.worker.relay.fences import Fences
@@ -70,6 +70,17 @@ CHECK_SECONDS = 10.0
 SETTLE_SECONDS = 10.0
 """Seconds for the hand-offs of a role that the worker gives up to release their blocks."""
 SETTLE_POLL_SECONDS = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHooks:
+    """Calls by which a worker reaches the process around it. `failed` may be called on any thread."""
+
+    load_changed: Callable[[], None]
+    """Called when blocks were freed: sends a heartbeat now."""
+    failed: Callable[[BaseException], None]
+    """Called when the worker can't go on."""
+    metrics: WorkerMetrics
 
 
 class Worker:

@@ -6,12 +6,9 @@ Each row prints what was asked and what was measured; the exit code is 1 if a ro
 its own, which the machine gives less of its cores than the cluster. ROW is one of:
 
     bodies     10 connections repeat the worst body of each endpoint
-    fuzz       requests that are wrong in every place, on asyncio and uvloop
     deadlines  requests with random deadlines, on asyncio and uvloop
     kv         one tenant asks for four times the KV that there is
     tenant     one tenant at its worst: prompts, slow bodies, streams, viewers, grammars
-    deaths     each process of `kvrelay up` is killed, or frozen
-    keys       a key is removed by each edit of the file
 """
 
 import argparse
@@ -27,17 +24,14 @@ sys.path[0] = str(Path(__file__).parents[1])
 
 from turns import end_on_signal, own_setting, save  # noqa: E402
 
-from siege import bodies, rows, up  # noqa: E402  # after the path
+from siege import bodies, rows  # noqa: E402  # after the path
 from siege.witness import Given, Measure  # noqa: E402
 
 ROWS: dict[str, Callable[[Given], list[Measure]]] = {
     "bodies": bodies.bodies,
-    "fuzz": rows.fuzz,
     "deadlines": rows.deadlines,
     "kv": rows.kv,
     "tenant": rows.tenant,
-    "deaths": up.deaths,
-    "keys": rows.keys,
 }
 
 
@@ -56,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="ROW", help="by default all")
     parser.add_argument("--seconds", type=float, default=60.0, help="of an attack")
-    parser.add_argument("--count", type=int, default=10_000, help="of requests in fuzz and deadlines")
+    parser.add_argument("--count", type=int, default=10_000, help="of requests in deadlines")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--only", default="", help="a part of the row, by a piece of its name")
     parser.add_argument("--json", type=Path, help="file for the results; rows that it has and that don't run stay")

@@ -63,10 +63,6 @@ class Besieged:
         pairs = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
         return [float(pair[1]) for pair in pairs if len(pair) == 2 and float(pair[0]) >= since]
 
-    def running(self) -> int:
-        """Requests that workers compute, as they report."""
-        return sum(each.load.requests.running for each in self.cluster.status().members)
-
     def held_blocks(self) -> dict[str, int]:
         """Workers that hold or miss blocks without any request, after up to IDLE_SECONDS for requests to end."""
 
@@ -90,7 +86,6 @@ def besieged(
     model: str = "hash",
     loop: str = "uvloop",
     kv_bytes: int = 64 * MIB,
-    caller: str = WITNESS,
     **router: Any,
 ) -> Iterator[Besieged]:
     """A ready cluster; nothing of it is left at the end.
@@ -99,7 +94,6 @@ def besieged(
         model: `hash`, or `pico` with the product's own workers.
         loop: the router's event loop: asyncio or uvloop.
         kv_bytes: memory for KV of each worker; a token of the hash model takes 1 KiB.
-        caller: a key with which to ask whether it serves.
         router: further options of the router. By default callers need a key: WITNESS, or ATTACKER.
     """
     raise_limit()
@@ -121,7 +115,7 @@ def besieged(
     variables = {LOOP: loop, STEP_SECONDS: str(HASH_STEP)}
     with plain_cluster(folder, members, variables) as cluster:
         found = Besieged(cluster, f"127.0.0.1:{grpc_port}", f"127.0.0.1:{http_port}", cluster.pids())
-        wait_answers(found.grpc, cluster, caller)
+        wait_answers(found.grpc, cluster, WITNESS)
         yield found
 
 

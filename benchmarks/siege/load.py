@@ -27,7 +27,7 @@ import grpc  # noqa: E402
 from kvrelay.client import AsyncClient, KvrelayError  # noqa: E402
 from kvrelay.router.doors.sockets import raise_limit  # noqa: E402
 from nemesis.load import REQUEST_SECONDS, Sizes, Stream, ask, draw, tls_of  # noqa: E402
-from siege.fuzz import authorization, channel, deadlines, fuzz, session, web_tls  # noqa: E402
+from siege.deadlines import authorization, channel, deadlines, session, web_tls  # noqa: E402
 from support.hostile import GENERATE, client_tls, half_a_call, left_open  # noqa: E402
 
 Options = dict[str, Any]
@@ -241,7 +241,6 @@ KINDS: dict[str, Callable[[Options, asyncio.Event], Awaitable[dict[str, Any]]]] 
     "viewers": viewers,
     "grammars": grammars,
     "partial": partial_requests,
-    "fuzz": fuzz,
     "deadlines": deadlines,
 }
 

@@ -1,4 +1,4 @@
-"""The rows of the siege, but for bodies and deaths. Each starts a cluster, attacks it, and returns its measures."""
+"""The rows of the siege, but for bodies. Each starts a cluster, attacks it, and returns its measures."""
 
 import json
 import time
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemesis.load import Sizes
-from siege.cluster import MIB, WITNESS, Besieged, besieged, send, web
+from siege.cluster import MIB, WITNESS, Besieged, besieged, web
 from siege.witness import (
     Given,
     Measure,
@@ -21,8 +21,6 @@ from siege.witness import (
     quantile,
     ttft,
 )
-from support.key_edits import EDITS, KEPT, REMOVED, UNREADABLE, WHOLE, edit
-from support.processes import wait_until
 
 POOL_TOKENS = 8192
 LONG = Sizes((100, 100), (2400, 2400))
@@ -31,21 +29,20 @@ OVERSUBSCRIPTION = 4.0
 GAP_SECONDS = 1.0
 SERVED = 0.99
 GAP_FACTOR = 2.0
-KEY_SECONDS = 1.0
 LOOPS = ("asyncio", "uvloop")
 
 
-def _on_both_loops(given: Given, kind: str, model: str, **options: Any) -> list[Measure]:
+def deadlines(given: Given) -> list[Measure]:
     measures = []
     for loop in LOOPS:
         if given.only not in loop:
             continue
-        with besieged(given.folder / loop, loop=loop, model=model) as place:
-            witness = Witness(place.reach, model)
+        with besieged(given.folder / loop, loop=loop) as place:
+            witness = Witness(place.reach)
             witness.alone(given.seconds)
             with (
                 witness.beside() as seen,
-                loading(kind, place.reach, count=given.count, seed=given.seed, **options) as attack,
+                loading("deadlines", place.reach, count=given.count, seed=given.seed) as attack,
             ):
                 said = attack.finish(max(given.seconds, 0.2 * given.count))
             wrong = said["wrong"]
@@ -57,15 +54,6 @@ def _on_both_loops(given: Given, kind: str, model: str, **options: Any) -> list[
                 *alive_and_whole(place, f"{loop}: "),
             ]
     return measures
-
-
-def fuzz(given: Given) -> list[Measure]:
-    """Sends fuzzed requests to the bundled model, because it knows the tokens of texts."""
-    return _on_both_loops(given, "fuzz", "pico", stride=max(1, 7000 // given.count))
-
-
-def deadlines(given: Given) -> list[Measure]:
-    return _on_both_loops(given, "deadlines", "hash")
 
 
 def kv(given: Given) -> list[Measure]:
@@ -170,40 +158,3 @@ def tenant(given: Given) -> list[Measure]:
                 none_of(f"{part}wrong tokens", witness.wrong(seen)),
             ]
         return [*measures, *alive_and_whole(place)]
-
-
-def keys(given: Given) -> list[Measure]:
-    measures = []
-    given.folder.mkdir(parents=True, exist_ok=True)
-    path = given.folder / "api_keys"
-    path.write_text(WHOLE)
-    with besieged(given.folder / "cluster", api_keys=str(path), caller=KEPT) as place:
-        witness = Witness(place.reach)
-        options = {"prompts": LONG.prompts, "counts": LONG.counts, "at_once": 2, "distinct": 0}
-        for way in EDITS:
-            if given.only not in way:
-                continue
-            path.write_text(WHOLE)
-            for key in (KEPT, REMOVED):
-                wait_until(lambda key=key: send(place, "/v1/models", b"", key) == "200", f"{key} is known", 10, 0.02)
-            with loading("streams", place.reach, nice=0, key=REMOVED, name=f"begun before {way}", **options) as begun:
-                wait_until(lambda: place.running(), "streams have begun", 30, 0.05)
-                edit(path, way)
-                started = time.monotonic()
-                while (status := send(place, "/v1/models", b"", REMOVED)) != "401" and time.monotonic() < started + 30:
-                    time.sleep(0.01)
-                took = time.monotonic() - started
-                time.sleep(max(0.0, KEY_SECONDS - took))
-                kept, due = send(place, "/v1/models", b"", KEPT), "401" if way in UNREADABLE else "200"
-                streams = begun.finish()["streams"]
-            measures += [
-                at_most(f"{way}: refused after", took if status == "401" else float("inf"), KEY_SECONDS, "s"),
-                Measure(f"{way}: the other key", f"HTTP {due}", f"HTTP {kept}", kept == due),
-                none_of(
-                    f"{way}: streams that failed",
-                    [each["error"] for each in streams if each["tokens"] and each["error"]],
-                ),
-                none_of(f"{way}: wrong tokens", witness.wrong(streams, LONG)),
-            ]
-        measures.append(none_of("processes ended", place.dead()))
-    return measures

@@ -39,7 +39,7 @@ class Given:
     seconds: float
     """Seconds of an attack."""
     count: int
-    """Number of fuzzed requests, and of random deadlines."""
+    """Number of requests with random deadlines."""
     seed: int
     only: str
     """A piece of the names of the parts that are run; empty: all."""

@@ -57,7 +57,7 @@ class Question:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a client got."""
+    """A client's answer."""
 
     question: Question
     arrival: float

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from kvrelay.cli.bench import result as results
-from kvrelay.cli.bench.arrivals import offsets
 from kvrelay.cli.bench.faces import Face, Sampling
 from kvrelay.cli.bench.figures import figures
 from kvrelay.cli.bench.load import Schedule, Tally, Watch, drive
 from kvrelay.cli.bench.options import ArrivalOptions, BenchOptions
-from kvrelay.cli.bench.workload import Ask, asks
+from kvrelay.cli.bench.workload import Ask, asks, offsets
 from kvrelay.cluster.errors import RunError
 from kvrelay.rpc.description import versions
 

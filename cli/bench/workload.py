@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvrelay.cli.bench.options import WorkloadOptions
+from kvrelay.cli.bench.options import ArrivalOptions, WorkloadOptions
 from kvrelay.cluster.errors import UsageError
 
 TRACE_BLOCK_TOKENS = 512
@@ -184,3 +185,25 @@ def _order(known: int, count: int, rng: np.random.Generator) -> list[int]:
     """Indices of `count` prompts, each of the known ones as often as any other."""
     shuffled = [int(at) for at in rng.permutation(known)]
     return [shuffled[at % known] for at in range(count)] if known else []
+
+
+def offsets(options: ArrivalOptions, count: int, rng: np.random.Generator) -> list[float]:
+    """Seconds from the start to each arrival, in order; the first one arrives at its own gap after the start.
+
+    The gaps are of a gamma distribution with shape `burstiness` and mean 1/rate, and are then scaled so that the last
+    request arrives at count/rate exactly: two runs with different seeds have the same load. `vllm bench serve` does the
+    same, so equal options mean equal loads.
+    """
+    if math.isinf(options.request_rate):
+        return [0.0] * count
+    mean = 1.0 / options.request_rate
+    if options.arrivals == "constant":
+        gaps = np.full(count, mean)
+    else:
+        shape = options.burstiness if options.arrivals == "gamma" else 1.0
+        gaps = rng.gamma(shape, mean / shape, count)
+    times = np.cumsum(gaps)
+    last = float(times[-1])
+    if last > 0.0:
+        times *= count * mean / last
+    return [float(time) for time in times]

@@ -58,7 +58,7 @@ class Setting(click.Option):
         return HEADINGS.get(self.key.partition(".")[0], OTHERS)
 
     def overrides(self, value: object) -> "dict[str, Override]":
-        """What the option sets in the configuration when it is given with this value."""
+        """The part of the configuration that the option sets when it is given with this value."""
         from kvrelay.cluster.config.file import Override
 
         values = {self.key: value} if self._values is None else self._values(value)
@@ -317,7 +317,7 @@ def configuration(path: Path | None, flags: Mapping[str, Any]) -> "ClusterConfig
 
 
 def _other(pair: str) -> "dict[str, Override]":
-    """What `--set KEY=VALUE` sets; the value is YAML.
+    """The configuration that `--set KEY=VALUE` sets; the value is YAML.
 
     Raises:
         UsageError: it has another form.

@@ -63,7 +63,7 @@ class Model:
         self._goodput = goodput
         self._fleets: dict[str, dict[str, Any]] = {}
         self.ended: dict[str, OrderedDict[tuple[str, float], dict[str, Any]]] = {url: OrderedDict() for url in urls}
-        """What has become of each router's latest requests, by the request's name and the time of its arrival."""
+        """State of each router's latest requests, by the request's name and the time of its arrival."""
         """The requests of each router by id and receipt (one that was refused has the client's id, or none), in the
         order in which they ended. A router tells each new connection again what it has told an earlier one."""
         self._rates: dict[tuple[str, ...], Rate] = {}

@@ -100,7 +100,7 @@ class ClusterConfig(Section):
     security: SecurityConfig = SecurityConfig()
     heartbeat: HeartbeatConfig = HeartbeatConfig()
     scaling: ScalingOptions = ScalingOptions()
-    """What changes by itself to meet the targets of the class `interactive` (`router.classes`)."""
+    """Changes that the cluster makes by itself to meet the targets of the class `interactive` (`router.classes`)."""
     metrics: MetricsSection = MetricsSection()
     drain_seconds: float = Field(default=30.0, ge=0, le=3600)
     """Time that a member is given to finish its requests when it is to end."""

@@ -15,7 +15,7 @@ Pause = Annotated[float, Interval(ge=1, le=3600)]
 
 @dataclass(frozen=True, slots=True)
 class ScalingOptions(Options):
-    """What may be done to meet the targets of the class `interactive` (`router.classes`)."""
+    """Changes that may be made to meet the targets of the class `interactive` (`router.classes`)."""
 
     enabled: bool = False
     """Whether the supervisor changes workers' roles, and adds and removes workers, so that the targets are met. Off, it

@@ -1,4 +1,4 @@
-"""Which block has which content: the map of an index between digests and the blocks of its pool."""
+"""Contents of blocks: the map of an index between digests and the blocks of its pool."""
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -69,7 +69,7 @@ class SidePool:
         """Slots for the states behind guessed tokens, one a token, until the step has ended."""
         self.contents = Contents(self.pool)
         self.live: set[SideHold] = set()
-        """What sequences, and reservations, have of a window, until they release it."""
+        """Blocks that sequences and reservations have of a window, until they release them."""
 
     @property
     def is_state(self) -> bool:
@@ -102,10 +102,12 @@ class SidePool:
         return match.whole if self.is_state else all(map(self.knows, chain[self._first_behind(chain, match) :]))
 
     def begin(self, chain: Sequence[bytes], imports: int | None, blocks: int, match: Match | None = None) -> "SideHold":
-        """What a sequence of so many logical blocks begins with behind those with these digests, all of which are
-        known; of those that it imports, the first group knows them. `imports` as for `PrefixIndex.allocate`.
+        """Blocks that a sequence begins with behind a known prefix.
 
         Args:
+            chain: digests of the prefix's blocks, all of which are known; of imported ones, the first group knows them.
+            imports: as for `PrefixIndex.allocate`.
+            blocks: number of the sequence's logical blocks.
             match: partly filled block behind them that the sequence takes over, of which `goes_on` is true.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What runs a model: kvrelay's own code, or that of transformers, on so many ranks."""
+"""Choice of the code that runs a model on so many ranks: kvrelay's own, or that of transformers."""
 
 from pathlib import Path
 

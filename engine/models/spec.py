@@ -13,7 +13,7 @@ ContextLimit = Literal["model", "option", "pool"]
 
 
 class ModelFacts(Protocol):
-    """What a config says of a model, on either path; `ModelConfig` has the docstrings."""
+    """Facts of a model's config, on either path; `ModelConfig` has the docstrings."""
 
     @property
     def architecture(self) -> str: ...

@@ -151,7 +151,7 @@ NO_GROUP = Alone()
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What one rank is among the ranks of its worker."""
+    """Place of one rank among the ranks of its worker."""
 
     degree: Degree = ONE
     rank: int = 0

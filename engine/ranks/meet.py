@@ -26,7 +26,7 @@ class Meeting(NamedTuple):
     """Where the ranks of one worker find each other, and the way for a rank to get there."""
 
     name: str
-    """What another rank needs to come: `file PATH`, or `hosts ADDRESS PORT` for ranks of several machines."""
+    """Name by which another rank finds it: `file PATH`, or `hosts ADDRESS PORT` for ranks of several machines."""
     store: Callable[[Degree], Store]
     """Opens it for this rank."""
     host: str = "127.0.0.1"

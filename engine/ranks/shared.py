@@ -73,7 +73,7 @@ class SharedMemoryCollective:
             lanes=lanes,
             threads=1,
         )
-        """What the kernels know of the group."""
+        """The group, as the kernels read it."""
         self.failure = ctypes.addressof(self.group) + RankGroup.failure.offset
         """Address of an int32 that is other than 0 after a failure."""
         self._stopped = ctypes.c_uint32.from_address(self.group.memory)

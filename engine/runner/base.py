@@ -1,5 +1,6 @@
 """Interface of a runner, as the engine needs it. No torch: the engine's loop is also tested without it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -9,6 +10,7 @@ from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout
 from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
+from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.states import StatesShape
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ class Runner(Protocol):
 
     @property
     def whole_cache_layout(self) -> CacheLayout:
-        """What all ranks of the worker together keep of a sequence: `cache_layout` if there is one rank."""
+        """Layout of what all ranks together keep of a sequence: `cache_layout` if there is one rank."""
         ...
 
     @property
@@ -167,3 +169,33 @@ def chain_of_steps(runner: Runner, plan: StepPlan, count: int) -> list[list[int]
             starts=plan.starts + plan.lengths,
             lengths=np.ones(plan.num_rows, np.int32),
         )
+
+
+def warm_up_steps(runner: Runner, capacity: int, lengths: Sequence[int]) -> None:
+    """Runs a prompt of each of these lengths, and a decode step behind it. Overwrites KV blocks.
+
+    Args:
+        capacity: tokens that fit into the pools; longer prompts are left out.
+    """
+    for step, length in enumerate(lengths):
+        if length < capacity:
+            runner.launch(warm_up_plan(runner.cache_layout, 2 * step, 0, length)).result()
+            runner.launch(warm_up_plan(runner.cache_layout, 2 * step + 1, length, 1)).result()
+
+
+def warm_up_plan(cache: CacheLayout, step: int, start: int, length: int) -> StepPlan:
+    """A step of one row of `length` tokens behind `start` others; every second one is sampled at a temperature."""
+    blocks = np.arange(-(-(start + length) // cache.block_size), dtype=np.int32)[None]
+    slot = np.zeros((1, 1), np.int32)
+    return StepPlan(
+        step=step,
+        handles=(0,),
+        tokens=np.zeros(length, np.int32),
+        starts=np.array([start], np.int32),
+        lengths=np.array([length], np.int32),
+        block_tables=blocks,
+        sample=np.array([True]),
+        sampling=(SamplingParams(temperature=float(step % 2)),),
+        generated=np.zeros(1, np.int32),
+        side_tables=tuple(slot if group.kind == "state" else blocks for group in cache.side_groups),
+    )

@@ -11,7 +11,6 @@ other sequences.
 
 import logging
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -45,8 +44,8 @@ from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.quant.schemes import HEAD, LAYERS, LayOut, dequantizing, quantizing, quantizing_columns
 from kvrelay.engine.ranks.collective import ALONE, Place, Ring
 from kvrelay.engine.ranks.spans import even_span
-from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.runner.base import FinishedStep, StepHandle, chain_of_steps
+from kvrelay.engine.runner.base import FinishedStep, StepHandle, chain_of_steps, warm_up_steps
+from kvrelay.engine.runner.threads import TorchThreads
 from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts
 from kvrelay.engine.sampling.native import NativeSampler, nonfinite_rows
 from kvrelay.engine.sampling.sampler import (
@@ -109,12 +108,11 @@ class CpuRunner:
         self.pools = pools
         self.model = model
         self.attention = attention
-        self._threads = threads
+        self._threads = TorchThreads(threads)
         self._windows = [group.window for group in cache_layout.side_groups]
         self._sample = sample
         self._vocabulary: Vocabulary = sample if isinstance(sample, Shard) else ALL_TOKENS
         self._tokens = even_span(spec.vocab_size, model.place).count
-        self._thread: int | None = None
 
     @property
     def layout(self) -> KVLayout:
@@ -141,7 +139,7 @@ class CpuRunner:
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """See `Runner.launch`."""
-        self._set_threads()
+        self._threads.set()
         rows = np.flatnonzero(plan.sample)
         draws = draws_of(plan, rows)
         plain = not plan.keep and not plan.prompt_parts and are_plain(draws)
@@ -160,7 +158,7 @@ class CpuRunner:
 
     @torch.inference_mode()
     def finish(self, plan: StepPlan, hidden: Tensor) -> StepOutput:
-        """What a step yields, without hidden states.
+        """Output of a step, without hidden states.
 
         Args:
             hidden: [T, hidden], of `forward`.
@@ -180,7 +178,7 @@ class CpuRunner:
 
     def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
         """See `ChainRunner.chain`. On the native kernels, all of it is one call, unless windows have pools."""
-        self._set_threads()
+        self._threads.set()
         plain = self._vocabulary is ALL_TOKENS and not self._windows
         if not isinstance(self.model, NativeDecoder) or not plain:
             return chain_of_steps(self, plan, count)
@@ -211,36 +209,12 @@ class CpuRunner:
     def warm_up(self, keep: tuple[int, ...] = ()) -> None:
         """Runs steps of a few shapes, so that the first request finds code and buffers ready. Overwrites KV blocks."""
         capacity = min([self.spec.max_context, *[pool.num_tokens for pool in self.pools]])
-        for step, length in enumerate(WARM_UP_TOKENS):
-            if length < capacity:
-                self.launch(self._warm_up_plan(2 * step, 0, length)).result()
-                self.launch(self._warm_up_plan(2 * step + 1, length, 1)).result()
+        warm_up_steps(self, capacity, WARM_UP_TOKENS)
         if isinstance(self.model, NativeDecoder):
             with torch.inference_mode():
                 self.model.measure()
         if self.expert_loads is not None:
             self.expert_loads.forget()
-
-    def _warm_up_plan(self, step: int, start: int, length: int) -> StepPlan:
-        table = np.arange(self.layout.blocks_for(start + length), dtype=np.int32)[None]
-        return StepPlan(
-            step=step,
-            handles=(0,),
-            tokens=np.zeros(length, np.int32),
-            starts=np.array([start], np.int32),
-            lengths=np.array([length], np.int32),
-            block_tables=table,
-            sample=np.array([True]),
-            sampling=(SamplingParams(temperature=float(step % 2)),),
-            generated=np.zeros(1, np.int32),
-            side_tables=(table,) * len(self._windows),
-        )
-
-    def _set_threads(self) -> None:
-        """torch keeps its number of threads per calling thread, so every thread that runs steps must set it."""
-        if self._thread != threading.get_ident():
-            torch.set_num_threads(self._threads)
-            self._thread = threading.get_ident()
 
 
 class StageStep:
@@ -275,7 +249,7 @@ class StageRunner(CpuRunner):
         Raises:
             CollectiveError: another stage is lost.
         """
-        self._set_threads()
+        self._threads.set()
         place = self.model.place
         with torch.inference_mode():
             given = None if place.stage == 0 else self._receive(plan.num_tokens)

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -40,8 +39,8 @@ from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan, kept_of
 from kvrelay.engine.quant.schemes import HEAD, LAYERS, quantizing
 from kvrelay.engine.ranks.collective import ALONE, CollectiveError, Place
-from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.runner.base import FinishedStep, chain_of_steps
+from kvrelay.engine.runner.base import FinishedStep, chain_of_steps, warm_up_steps
+from kvrelay.engine.runner.threads import TorchThreads
 from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts
 from kvrelay.engine.sampling.native import NativeSampler
 from kvrelay.engine.sampling.sampler import Sample, draws_of, sample, step_output
@@ -85,10 +84,9 @@ class GeneralRunner:
         self.way = way
         self.store = store
         self.choice = choice
-        self._threads = threads
+        self._threads = TorchThreads(threads)
         self.sample = sample
         self.expert_loads = expert_loads
-        self._thread: int | None = None
 
     @property
     def cache_layout(self) -> CacheLayout:
@@ -128,7 +126,7 @@ class GeneralRunner:
 
     def launch(self, plan: StepPlan) -> FinishedStep:
         """See `Runner.launch`."""
-        self._set_threads()
+        self._threads.set()
         if plan.keep and isinstance(self.way, FlatWay):
             self.way.keep_states()
         rows = np.flatnonzero(plan.sample)
@@ -193,34 +191,9 @@ class GeneralRunner:
         """Runs steps of a few shapes, so that the first request finds code and buffers ready. Overwrites KV blocks."""
         blocks = min(pool.num_blocks for pool in self.pools)
         capacity = min(blocks * self.cache_layout.block_size, self.spec.max_context)
-        for step, length in enumerate((1, 8, 64)):
-            if length < capacity:
-                self.launch(self._warm_up_plan(2 * step, 0, length))
-                self.launch(self._warm_up_plan(2 * step + 1, length, 1))
+        warm_up_steps(self, capacity, (1, 8, 64))
         if self.expert_loads is not None:
             self.expert_loads.forget()
-
-    def _warm_up_plan(self, step: int, start: int, length: int) -> StepPlan:
-        blocks = np.arange(-(-(start + length) // self.cache_layout.block_size), dtype=np.int32)[None]
-        slot = np.zeros((1, 1), np.int32)
-        return StepPlan(
-            step=step,
-            handles=(0,),
-            tokens=np.zeros(length, np.int32),
-            starts=np.array([start], np.int32),
-            lengths=np.array([length], np.int32),
-            block_tables=blocks,
-            sample=np.array([True]),
-            sampling=(SamplingParams(temperature=float(step % 2)),),
-            generated=np.zeros(1, np.int32),
-            side_tables=tuple(slot if group.kind == "state" else blocks for group in self.cache_layout.side_groups),
-        )
-
-    def _set_threads(self) -> None:
-        """torch keeps its number of threads per calling thread, so every thread that runs steps must set it."""
-        if self._thread != threading.get_ident():
-            torch.set_num_threads(self._threads)
-            self._thread = threading.get_ident()
 
 
 def build_general_runner(
@@ -268,7 +241,38 @@ def build_general_runner(
     # torch's threads spin for a while after each call, which would take the cores from the kernels' own threads.
     threads = 1 if packed > 0.4 else threads
     torch.set_num_threads(threads)
-    kv_dtype = run_dtype if options.kv_dtype == "auto" else options.kv_dtype
+    placing = _placings(layers, why, run_dtype, options, device, place, slides=not guesses)
+    choice = choose(model, prompts, placing, team, TORCH_DTYPES[run_dtype], place.group)
+    if guesses:
+        _check_draft(folder, config, choice)
+    if blocks:
+        options = replace(options, kv_memory_bytes=blocks * choice.layout.block_bytes)
+    spec = _spec_of(checkpoint, config, run_dtype, options, choice)
+    pools = make_pools(choice.layout, options, spec.max_context, memory or memory_of(device), device, place=place)
+    store = Store(choice.placing, pools)
+    spec = spec.within(place.smallest(tokens_within(choice.layout, pools, options)))
+    logger.info("%s runs as transformers' code, %s; faster ways: %s", config.architecture, choice.name, choice.refused)
+    chooser: Sample = sample if team is None else NativeSampler(team)
+    loads = count_loads(model, place.group, options.expert_parallel, device)
+    return GeneralRunner(spec, choice.make(store), store, choice, threads, chooser, place.rank, loads)
+
+
+def _placings(
+    layers: tuple[LayerCache, ...] | None,
+    why: str,
+    run_dtype: FloatDtype,
+    options: EngineConfig,
+    device: torch.device,
+    place: Place,
+    *,
+    slides: bool,
+) -> Callable[[Kept], Placing]:
+    """Function that gives the places of what each layer keeps, in pools of blocks.
+
+    Args:
+        layers, why: see `_prepare`.
+        slides: whether layers with a window keep the KV of that only.
+    """
 
     def placing(kept: Kept) -> Placing:
         if layers is None and kept != "tokens":
@@ -276,24 +280,32 @@ def build_general_runner(
         return arrange(
             () if layers is None or kept == "tokens" else layers,
             run_dtype,
-            kv_dtype,
+            run_dtype if options.kv_dtype == "auto" else options.kv_dtype,
             options.block_size,
             "HND" if device.type == "cuda" else "NHD",
             with_tokens=kept != "cache",
-            slides=not guesses,
+            slides=slides,
             degree=place.degree,
             rank=place.rank,
         )
 
-    choice = choose(model, prompts, placing, team, TORCH_DTYPES[run_dtype], place.group)
-    if guesses and any(group.kind == "state" for group in choice.layout.groups):
+    return placing
+
+
+def _check_draft(folder: Path, config: GeneralConfig, choice: Choice) -> None:
+    """Raises ValueError if a draft model keeps states."""
+    if any(group.kind == "state" for group in choice.layout.groups):
         raise ValueError(
             f"speculation.draft_model is {folder.name}; allowed: a model without states, because a state can't go back"
             f" behind wrong guesses, and {config.architecture} keeps one ({choice.name})"
         )
-    if blocks:
-        options = replace(options, kv_memory_bytes=blocks * choice.layout.block_bytes)
-    spec = ModelSpec.of(
+
+
+def _spec_of(
+    checkpoint: Checkpoint, config: GeneralConfig, run_dtype: FloatDtype, options: EngineConfig, choice: Choice
+) -> ModelSpec:
+    """The model's specification, without a limit by its pools."""
+    return ModelSpec.of(
         checkpoint,
         config,
         run_dtype,
@@ -302,13 +314,6 @@ def build_general_runner(
         pool_tokens=0,
         way=f"{choice.name}, transformers {VERSION}, {choice.layout.kinds}",
     )
-    pools = make_pools(choice.layout, options, spec.max_context, memory or memory_of(device), device, place=place)
-    store = Store(choice.placing, pools)
-    spec = spec.within(place.smallest(tokens_within(choice.layout, pools, options)))
-    logger.info("%s runs as transformers' code, %s; faster ways: %s", config.architecture, choice.name, choice.refused)
-    chooser: Sample = sample if team is None else NativeSampler(team)
-    loads = count_loads(model, place.group, options.expert_parallel, device)
-    return GeneralRunner(spec, choice.make(store), store, choice, threads, chooser, place.rank, loads)
 
 
 def _prepare(

@@ -340,7 +340,7 @@ class GpuRunner:
         self._sample_mixed(self.model.logits(hidden[-1:]), self._sampled[:1])
 
     def _end(self) -> Callable[[], object]:
-        """What waits for all that was launched so far; raises `CollectiveError` where that needs a lost rank."""
+        """Function that waits for all launched work; raises `CollectiveError` where that needs a lost rank."""
         if self._stream is None:
             return lambda: None
         done = torch.cuda.Event()

@@ -49,7 +49,7 @@ where they aren't finite. It doesn't wait for the device, and `min_tokens` and s
 
 
 class Vocabulary(Protocol):
-    """Which tokens the logits are of: all of them (`ALL_TOKENS`), or a rank's part (`shards.Shard`)."""
+    """Tokens that the logits are of: all of them (`ALL_TOKENS`), or a rank's part (`shards.Shard`)."""
 
     def choose(
         self, logits: Tensor, draws: Sequence["Draw"], sample: "Sample"

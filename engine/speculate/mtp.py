@@ -126,7 +126,7 @@ class Plans:
 
 @dataclass(frozen=True, slots=True)
 class MtpConfig:
-    """What a proposer asks of its model."""
+    """The methods of a model that a proposer calls."""
 
     layers: tuple[int, ...]
     """As `Proposer.layers`: the last hidden state."""

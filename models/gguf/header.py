@@ -51,7 +51,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says before its tensors' data."""
+    """The part of a file before its tensors' data."""
 
     path: Path
     metadata: Mapping[str, Any]

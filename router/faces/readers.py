@@ -17,7 +17,7 @@ from kvrelay.router.request.lanes import DEFECT, Lanes
 from kvrelay.router.request.reading import Asking, Reading
 from kvrelay.router.request.sampling import read_defaults
 from kvrelay.router.request.tokenizer import Tokenizer
-from kvrelay.router.text.tools.choose import ReasoningParserName, ToolParserName, reasons, tool_format
+from kvrelay.router.text.tools.formats import ReasoningParserName, ToolParserName, reasons, tool_format
 
 NICE = 5
 """Niceness of the processes beside that of the router, whose event loop goes first where cores are few."""

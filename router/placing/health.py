@@ -145,7 +145,7 @@ class FleetHealth:
 
 
 class Evidence:
-    """What one attempt shows about its workers. `end` must be called when the attempt is over."""
+    """Evidence of one attempt about its workers. `end` must be called when the attempt is over."""
 
     def __init__(self, health: FleetHealth, number: int, prefill: WorkerId, decode: WorkerId | None) -> None:
         self._health = health

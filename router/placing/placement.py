@@ -157,7 +157,7 @@ class WorkerView:
             object.__setattr__(self, "urgent_pace", Pace.of(self.costs, urgent) if passing else pace)
 
     def _load(self) -> WorkerLoad:
-        """What it has to do, for predictions."""
+        """Work that it has, for predictions."""
         capacity, pending = self.capacity, self.outstanding_tokens + self.pending_tokens
         if self.role == "prefill":
             return WorkerLoad(pending, self.running)

@@ -158,7 +158,7 @@ class PlacementPolicy(ABC):
 
     @staticmethod
     def _caution(demand: Demand, worker: WorkerView) -> tuple[int, int, int]:
-        """What comes before any other cost: a worker to avoid, company that a trial puts at risk, another degree."""
+        """Costs before any other: a worker to avoid, other requests that a trial could kill, another degree."""
         return (
             int(worker.id in demand.avoid),
             int((worker.requests if demand.on_trial else worker.suspects) > 0),

@@ -65,7 +65,7 @@ class _Prompt(NamedTuple):
     """A request's prompt on a worker that would compute it."""
 
     seconds: float
-    """What it costs up to the first token."""
+    """Cost of the request up to the first token."""
     row: int
     worker: WorkerView
     prefill: Prefill
@@ -75,7 +75,7 @@ class _Stream(NamedTuple):
     """A request's tokens after the first one, on a worker that would generate them."""
 
     seconds: float
-    """What they cost."""
+    """Cost of these tokens."""
     row: int
     worker: WorkerView
 
@@ -97,7 +97,7 @@ class _Option(NamedTuple):
 
 
 class _Prices:
-    """What a request would cost: estimated for all workers, in detail for those that are asked for.
+    """Costs of a request: estimated for all workers, in detail for those that are asked for.
 
     Caution (`PlacementPolicy._caution`) is part of each cost, once for each worker.
     """

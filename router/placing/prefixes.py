@@ -167,7 +167,7 @@ class PrefixIndex:
         self._max_units = max_tokens // UNIT
         self._caches: dict[WorkerId, _Cache] = {}
         self._holders: dict[int, int] = {}
-        """Which workers have each unit, by their bits."""
+        """Workers that have each unit, as bits."""
         self._everybody = 0
         """The bits of all workers."""
         self._rows: list[int] = []

@@ -43,7 +43,7 @@ class Predictor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """What a request that comes now has to expect. Times are in seconds."""
+    """Prospects of a request that comes now. Times are in seconds."""
 
     queue: float
     """Time in the router's queue."""

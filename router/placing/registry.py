@@ -54,7 +54,7 @@ class _Worker:
     """The latest view of it, made of `facts`."""
     facts: tuple[object, ...] = field(default=(), repr=False)
     seen: tuple[int, ...] | None = field(default=None, repr=False)
-    """What shows that `view` is still right, while nothing is to be avoided; None if nothing does."""
+    """Evidence that `view` is still right, while nothing is to be avoided; None if there is none."""
 
     @property
     def takes_requests(self) -> bool:

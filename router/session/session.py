@@ -117,7 +117,7 @@ class Session:
         self._tried = self._avoid
         self._suspicion = Suspicion()
         self._evidence: Evidence | None = None
-        """What the current attempt shows about its workers."""
+        """Evidence of the current attempt about its workers."""
         self._alarm = Alarm(self._wake_attempt, dispatch.clock)
         self._following: Attempt | None = None
         self._proven: Attempt | None = None

@@ -1,8 +1,7 @@
 """The table of all metrics. docs/metrics.md, the dashboards and the tests of the rules are made from it."""
 
 from kvrelay.rpc.identity import WORKER_ROLES
-from kvrelay.rpc.metrics.family import ROWS, SECONDS, SHORT_SECONDS, TOKENS, Family, Kind, Label, Part
-from kvrelay.rpc.metrics.labels import (
+from kvrelay.rpc.metrics.family import (
     ATTEMPT_REASON,
     CLASS,
     FACE,
@@ -10,9 +9,17 @@ from kvrelay.rpc.metrics.labels import (
     MEMBER_ROLE,
     OUTCOME,
     POOL,
+    ROWS,
+    SECONDS,
+    SHORT_SECONDS,
     STATES,
     STEP,
     TENANT,
+    TOKENS,
+    Family,
+    Kind,
+    Label,
+    Part,
 )
 
 PARTS: dict[str, Part] = {"router": "router", "worker": "worker", "transfer": "worker", "supervisor": "supervisor"}

@@ -1,4 +1,4 @@
-"""What the benchmarks of quantized formats measure: scores against transformers, and whole runs."""
+"""Benchmarks of quantized formats: scores against transformers, and whole runs."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_scores_are_those_of_transformers(tiny: Path) -> None:
-    """Of continuations on the KV of their context, and of whole texts; a coarser format's differ."""
+    """Continuations on the KV of their context, and whole texts, have these scores; a coarser format's differ."""
     args = argparse.Namespace(model=str(tiny), gguf=None, threads=1)
     base, coarse = (runner_of(args, name, 256)[0] for name in ("none", "int4"))
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16).eval()

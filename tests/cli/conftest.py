@@ -1,4 +1,4 @@
-"""What the tests of the command line share: a state folder of their own, and a router to ask."""
+"""Fixtures of the tests of the command line: a state folder of their own, and a router to ask."""
 
 import socket
 from collections.abc import Iterator

@@ -20,7 +20,6 @@ from command import call, fails
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.cli.bench.arrivals import offsets
 from kvrelay.cli.bench.faces import HttpFace, Reply, Target
 from kvrelay.cli.bench.figures import figures
 from kvrelay.cli.bench.load import Request
@@ -36,7 +35,7 @@ from kvrelay.cli.bench.options import (
 )
 from kvrelay.cli.bench.result import Run
 from kvrelay.cli.bench.run import Bench, measure
-from kvrelay.cli.bench.workload import Ask, asks
+from kvrelay.cli.bench.workload import Ask, asks, offsets
 from kvrelay.cluster.errors import UsageError
 from support.background import Background
 from support.browser import browser

@@ -113,7 +113,7 @@ class Road:
         return self._models[kind, kv_heads]
 
     def expected(self, case: Case, prompts: list[list[int]]) -> list[list[Progress]]:
-        """What one process reports of each token."""
+        """Reports of one process for each token."""
         sampling = SamplingParams(temperature=0.0, max_tokens=OUT, logprobs=TOP)
         requests = [
             Request(str(number), 1, tuple(prompt), len(prompt), sampling) for number, prompt in enumerate(prompts)
@@ -121,7 +121,7 @@ class Road:
         return list(token_reports(self.model(case.kind, case.kv_heads)[1], requests).values())
 
     def found(self, case: Case, prompts: list[list[int]]) -> list[Completion]:
-        """What the case's workers answer."""
+        """Answers of the case's workers."""
         cluster = self._at(case)
         with Client(cluster.router) as client, ThreadPoolExecutor(len(prompts)) as pool:
 

@@ -55,7 +55,7 @@ class Hop(NamedTuple):
 
 
 class Page(NamedTuple):
-    """What the page says of the walk."""
+    """The walk as the page describes it."""
 
     stages: dict[str, list[Hop]]
     threads: dict[Hop, str]

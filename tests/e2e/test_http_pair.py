@@ -118,36 +118,6 @@ def test_log_probabilities_are_those_of_grpc(served: tuple[ProcessCluster, int])
             assert max(top.values()) == pytest.approx(each.top_logprobs[0], abs=CLOSE)
 
 
-def test_completions_streamed_together_are_those_of_grpc(served: tuple[ProcessCluster, int]) -> None:
-    cluster, port = served
-    with Client(cluster.router, timeout=60) as ours:
-        expected = [each.text for each in ours.completions(PROMPT, n=3, max_tokens=OUT, seed=9, ignore_eos=True)]
-    texts = [""] * 3
-    with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=60) as client:
-        asked: dict[str, Any] = {"model": "llama", "prompt": PROMPT, "max_tokens": OUT, "n": 3, "seed": 9}
-        for chunk in client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}):
-            for choice in chunk.choices:
-                texts[choice.index] += choice.text
-    assert texts == expected
-    assert len(set(texts)) == 3
-    cluster.wait_idle()
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_closed_connection_frees_both_workers(served: tuple[ProcessCluster, int], stream: bool) -> None:
-    cluster, port = served
-    cluster.wait_idle()
-    body = json.dumps({**GREEDY, "max_tokens": ENDLESS, "stream": stream})
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
-        connection.sendall(f"{head}\r\n\r\n{body}".encode())
-        if stream:
-            assert connection.recv(1)
-        wait_until(lambda: cluster.member("decode-0").load.blocks.held, "decode at work")
-    # Long before the tokens would have ended.
-    cluster.wait_idle(seconds=3)
-
-
 def test_a_routers_log_has_short_lines_of_json(served: tuple[ProcessCluster, int]) -> None:
     """The lines are short whatever a client sends; aiohttp would write the whole of a field's name, as text."""
     cluster, port = served

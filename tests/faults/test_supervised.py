@@ -24,7 +24,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Member,
 )
 from support.drawn import sampling_options, seed_of
-from support.faults import CLIENT_SECONDS, ENGINE, PROMPT, TRANSFER, oracle, prompt_of
+from support.faults import CLIENT_SECONDS, ENGINE, TRANSFER, oracle, prompt_of
 from support.forks import left_of
 from support.hash_worker import LOAD_SECONDS, STEP_SECONDS
 from support.processes import START_SECONDS, free_port, wait_until
@@ -211,39 +211,6 @@ class Load:
 
 
 @pytest.mark.more
-def test_a_killed_supervisor_finds_its_members_and_goes_on(small: Supervised) -> None:
-    before, processes, address = all_members(small), small.pids(), small.address
-    prompt, count = prompt_of("over it", PROMPT), 600
-    with Client(f"127.0.0.1:{SMALL_PORT}") as client:
-        stream = client.generate(prompt, max_tokens=count, temperature=0, ignore_eos=True, timeout=60)
-        tokens = list(next(stream).token_ids)
-        for _ in range(2):
-            small.kill()
-            small.start()
-            assert small.address == address, "where the members look for it"
-            wait_until(
-                lambda: (
-                    not any(small.member(name).restored for name in before)
-                    and "found running" in (small.folder / f"supervisor-{small.lives}.log").read_text()
-                ),
-                "all have found it",
-                START_SECONDS,
-            )
-            for name, member in all_members(small).items():
-                assert (member.incarnation, member.generation) == (before[name].incarnation, before[name].generation)
-        for chunk in stream:
-            tokens += chunk.token_ids
-        assert tokens == oracle(prompt, count)
-    assert small.pids() == processes, "no doubles"
-    assert set(small.alive()) >= set(processes.values())
-
-    # An adopted process is watched as one that this supervisor started.
-    os.kill(processes["decode-0"], signal.SIGKILL)
-    replaced(small, "decode-0", processes["decode-0"])
-    assert all_members(small)["decode-0"].generation > max(member.generation for member in before.values())
-
-
-@pytest.mark.more
 def test_a_member_that_died_while_the_supervisor_was_away_is_replaced(cluster: Supervised) -> None:
     all_ready(cluster)
     processes = cluster.pids()
@@ -282,23 +249,6 @@ def test_a_killed_router_is_replaced_and_used_again_and_then_the_other_one_is_ki
 
 
 # Commands.
-
-
-@pytest.mark.more
-def test_a_worker_takes_another_role_in_seconds_while_streams_run(cluster: Supervised) -> None:
-    before = cluster.member("decode-1").member
-    with Load(ROUTERS) as load:
-        load.until_running(8)
-        began = time.monotonic()
-        cluster.settle(cluster.control.set_role("decode-1", "prefill"))
-        assert time.monotonic() - began < SWITCH_SECONDS * BUSY
-        after = cluster.member("decode-1").member
-        load.more(10)
-    assert after.pid == before.pid
-    assert after.generation > before.generation
-    assert after.incarnation != before.incarnation
-    assert load.failures == []
-    cluster.settle(cluster.control.set_role("decode-1", "decode"))
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ def test_the_schema_has_exactly_the_options_of_the_configuration_and_their_limit
 
 
 def limits(node: Any) -> Any:
-    """What an option's schema allows: without texts for people, and without the type of values that are listed."""
+    """Limits of an option's schema: without texts for people, and without the type of values that are listed."""
     if isinstance(node, dict) and "$ref" in node:
         return limits(schema()["$defs"][node["$ref"].rpartition("/")[2]])
     if isinstance(node, list):

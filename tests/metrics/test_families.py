@@ -13,7 +13,8 @@ from kvrelay.internal.v1.worker_pb2 import Blocks, Failure, Load
 from kvrelay.router.records.metrics import MAX_TENANTS, RouterMetrics
 from kvrelay.router.session.attempt import AttemptFailure
 from kvrelay.router.trace import Outcome, RequestTrace
-from kvrelay.rpc.metrics import families, labels
+from kvrelay.rpc.metrics import families
+from kvrelay.rpc.metrics import family as table
 from kvrelay.rpc.metrics.families import FAMILIES
 from kvrelay.rpc.metrics.family import SECONDS, Family
 from kvrelay.rpc.metrics.metric_set import MetricSet
@@ -56,7 +57,7 @@ def test_latencies_are_told_apart_from_a_millisecond_to_a_hundred_seconds() -> N
 
 
 def test_the_labels_have_the_values_that_the_code_knows() -> None:
-    reasons = set(labels.ATTEMPT_REASON.values)
+    reasons = set(table.ATTEMPT_REASON.values)
     failures = [
         AttemptFailure(code, "", frozenset(), lost=lost, silent=silent, cause=cause)
         for code in Failure.Code.values()
@@ -64,12 +65,12 @@ def test_the_labels_have_the_values_that_the_code_knows() -> None:
         for lost, silent in ((False, False), (True, False), (False, True))
     ]
     assert {failure.reason for failure in failures} == reasons
-    assert set(labels.OUTCOMES) == set(get_args(Outcome))
-    assert set(labels.HANDOFF_REASON.values) == {code.value for code in Code}
+    assert set(table.OUTCOMES) == set(get_args(Outcome))
+    assert set(table.HANDOFF_REASON.values) == {code.value for code in Code}
     codes = {label for family in FAMILIES for label in family.labels if label.name == "code"}
     assert [set(label.values) for label in codes] == [_names(Failure.Code.keys(), "CODE_")]
-    assert set(labels.MEMBER_ROLE.values) == _names(Role.keys(), "ROLE_")
-    assert set(labels.STATES) == _names(MemberState.keys(), "MEMBER_STATE_")
+    assert set(table.MEMBER_ROLE.values) == _names(Role.keys(), "ROLE_")
+    assert set(table.STATES) == _names(MemberState.keys(), "MEMBER_STATE_")
 
 
 def _names(names: list[str], prefix: str) -> set[str]:

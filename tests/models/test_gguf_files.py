@@ -54,7 +54,7 @@ def whole(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(model: Path) -> None:
-    """What happens before a worker takes the model."""
+    """Does what happens before a worker takes the model."""
     made = resolve(str(model))
     config = read_config(made)
     optional = frozenset({"lm_head.weight"}) if config.tie_embeddings else frozenset()

@@ -25,15 +25,16 @@ import os
 import random
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from kvrelay.transfer.frames.frames import PoolFrames
-from kvrelay.transfer.protocol.events import Frame
+from kvrelay.transfer.protocol.events import Frame, Outcome
 from kvrelay.transfer.protocol.messages import Key, Push
+from kvrelay.transfer.protocol.ports import FrameTask
 from kvrelay.transfer.transports.base import Pending
 
 logger = logging.getLogger("kvrelay.damage")
@@ -98,24 +99,23 @@ class DamagedFrames(PoolFrames):
     def _rule(self, place: str, key: Key, frame: Frame) -> Rule | None:
         return next((rule for rule in self._rules if rule.applies(place, key, frame.index)), None)
 
-    def send(self, key: Key, frame: Frame, *rest: Any) -> Any:
-        rule = self._rule("sent", key, frame)
+    def send(self, task: FrameTask, announce: Callable[[Push], None], on_read: Callable[[], None]) -> Any:
+        rule = self._rule("sent", task.key, task.frame)
         if rule is None:
-            return super().send(key, frame, *rest)
-        claim, source, peer, announce, on_read = rest
+            return super().send(task, announce, on_read)
         twice = rule.action == "duplicate"
 
         def announce_twice(push: Push) -> None:
             announce(push)
             announce(push)
 
-        job = super().send(key, frame, claim, source, peer, announce_twice if twice else announce, on_read)
-        return DamagedJob(job, rule, frame.nbytes)
+        job = super().send(task, announce_twice if twice else announce, on_read)
+        return DamagedJob(job, rule, task.frame.nbytes)
 
-    def receive(self, key: Key, frame: Frame, *rest: Any) -> Any:
-        rule = self._rule("arrived", key, frame)
-        job = super().receive(key, frame, *rest)
-        return job if rule is None else DamagedJob(job, rule, frame.nbytes)
+    def receive(self, task: FrameTask, keep: int, on_end: Callable[[Outcome], None]) -> Any:
+        rule = self._rule("arrived", task.key, task.frame)
+        job = super().receive(task, keep, on_end)
+        return job if rule is None else DamagedJob(job, rule, task.frame.nbytes)
 
 
 class DamagedJob:

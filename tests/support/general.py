@@ -22,7 +22,7 @@ class Served:
     tokens: list[int]
     prompt: int
     tables: list[list[int]]
-    """Of each layer group: the block of each logical block, or the state's slot."""
+    """Tables of each layer group: the block of each logical block, or the state's slot."""
     computed: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Log-probabilities of each completion token."""

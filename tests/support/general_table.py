@@ -1,4 +1,4 @@
-"""What docs/models.md says of each architecture, found out with tiny models: `python -m support.general_table`."""
+"""The table of architectures in docs/models.md, found out with tiny models: `python -m support.general_table`."""
 
 import tempfile
 import textwrap

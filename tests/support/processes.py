@@ -263,7 +263,7 @@ class ProcessCluster:
         )
 
     def member(self, name: str) -> MemberStatus:
-        """What the supervisor says of a member; empty if it doesn't know it."""
+        """The supervisor's status of a member; empty if it doesn't know it."""
         return next((status for status in self.status().members if status.member.name == name), MemberStatus())
 
     def wait_idle(self, seconds: float = 5.0, but: Collection[str] = ()) -> None:

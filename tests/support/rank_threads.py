@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class ThreadGroup:
-    """What the ranks of a group share."""
+    """State that the ranks of a group share."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=120)
@@ -145,7 +145,7 @@ def places(degree: Degree) -> list[Place]:
 
 
 def on_ranks(places: list[Place], run: Callable[[Place], T]) -> list[T]:
-    """What each rank returns. A rank that fails ends the others."""
+    """Result of each rank. A rank that fails ends the others."""
 
     def safely(place: Place) -> T:
         try:

@@ -211,7 +211,7 @@ async def silent(job: Job) -> None:
 
 
 def usual(role: str) -> Script:
-    """What a worker of this role does."""
+    """Default script of a worker of this role."""
     return {"prefill": prefill_of, "decode": decode_of, "colocated": colocated_of}[role]()
 
 

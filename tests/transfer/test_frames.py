@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvrelay.engine.kv.layout import LayerPart
 from kvrelay.transfer.frames.checks import ChecksumKind, FrameCheck
 from kvrelay.transfer.frames.frames import ReceiveJob, SendJob
-from kvrelay.transfer.frames.states_frame import StatesFrame
+from kvrelay.transfer.frames.places import StatesFrame
 from kvrelay.transfer.protocol.events import Frame, Outcome, tokens_digest
 from kvrelay.transfer.protocol.messages import Key, Push
 from kvrelay.transfer.protocol.ports import BlockClaim
@@ -109,7 +109,7 @@ class Sides:
         into.copy_(self.sent[0])
 
     def receives(self, key: Key = KEY, frame: Frame = FRAME, kind: ChecksumKind = XXH3) -> list[object]:
-        """What the receiver reports of a frame of threes that was sent as this one."""
+        """The receiver's report of a frame of threes that was sent as this one."""
         data, buffer = torch.full_like(self.memory, 3), torch.zeros(32, dtype=torch.uint8)
         end = bytearray(FrameCheck(kind, self.mac_key, key, frame).of(data))
         self.sent = [torch.cat([data, torch.tensor(list(end), dtype=torch.uint8)])]

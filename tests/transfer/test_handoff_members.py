@@ -15,7 +15,7 @@ from kvrelay.transfer.protocol.endpoint import Endpoint
 from kvrelay.transfer.protocol.handshake import LocalWorker
 from kvrelay.transfer.protocol.messages import Code
 from kvrelay.transfer.protocol.peers import Peer, PeerTable
-from support.handoff import LAYOUT, RECEIVER, SENDER, Pair, blocks_of, pair, prompt
+from support.handoff import LAYOUT, RECEIVER, SENDER, blocks_of, pair, prompt
 
 CONFIG = TransferConfig(frame_timeout_seconds=5.0)
 KEY = ("r", 1)
@@ -25,13 +25,6 @@ def takes(endpoint: Endpoint, peers: Iterable[Peer], dead: Iterable[WorkerId] = 
     """The endpoint gets this membership."""
     endpoint.peers.update(peers, dead=dead)
     endpoint.peers_changed()
-
-
-async def half_sent(world: Pair, key: tuple[str, int] = KEY) -> None:
-    """Begins a hand-off whose prompt is computed in part."""
-    world.announce(key, prompt(100))
-    world.sender.progress(key, world.sending.hold(blocks_of(48)))
-    await world.ends.until(lambda: key in world.receiving.reservations)
 
 
 @pytest.mark.anyio
@@ -82,22 +75,6 @@ async def test_a_restarted_decode_worker_is_not_taken_for_the_old_one() -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("how", ["decode is dead", "prefill is replaced", "prefill closes"])
-async def test_a_peer_that_is_gone_frees_everything(how: str) -> None:
-    async with pair(replace(CONFIG, lease_seconds=60)) as world:
-        await half_sent(world)
-        match how:
-            case "decode is dead":
-                takes(world.sender, [], dead=[RECEIVER])
-            case "prefill is replaced":
-                takes(world.receiver, [Peer(WorkerId(SENDER.name, "another incarnation"), "")])
-            case "prefill closes":
-                await world.client.close()
-        await world.settled(KEY)
-        assert not world.ends.imported
-
-
-@pytest.mark.anyio
 async def test_a_membership_that_lacks_a_peer_says_nothing_of_it() -> None:
     async with pair(CONFIG) as world:
         world.announce(KEY, prompt(100))
@@ -107,25 +84,6 @@ async def test_a_membership_that_lacks_a_peer_says_nothing_of_it() -> None:
         await world.settled(KEY)
         assert KEY in world.ends.imported
         assert world.sender.epoch(RECEIVER.incarnation) == 1, "the link was kept"
-
-
-@pytest.mark.anyio
-async def test_a_lost_decode_worker_frees_the_prefill_worker_and_the_next_attempt_finds_another() -> None:
-    async with pair(CONFIG) as world, pair(CONFIG) as other:
-        await half_sent(world)
-        await world.server.stop(None)
-        assert not await world.sent(KEY)
-        assert world.ends.export_failed[KEY][0].retryable
-        await other.arrives(("r", 2), 100)
-
-
-@pytest.mark.anyio
-async def test_a_stream_that_ends_before_it_has_begun_fails_its_hand_off() -> None:
-    async with pair(CONFIG) as world:
-        world.sender.begin(KEY, RECEIVER, prompt(20))
-        world.compute(KEY, blocks_of(20))
-        takes(world.sender, [], dead=[RECEIVER])
-        assert not await world.sent(KEY)
 
 
 @pytest.mark.anyio

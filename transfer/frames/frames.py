@@ -19,7 +19,6 @@ On the link a frame is its bytes (`kvrelay.engine.kv.pool` has their order), fol
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +28,10 @@ from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.engine.states import StatesLayout
 from kvrelay.transfer.failpoints import failpoint
 from kvrelay.transfer.frames.checks import ChecksumKind, FrameCheck, trailer_bytes
-from kvrelay.transfer.frames.places import ConvertedFrame, FrameBuffer, NarrowedFrame, PoolFrame
-from kvrelay.transfer.frames.states_frame import StatesFrame
+from kvrelay.transfer.frames.places import ConvertedFrame, FrameBuffer, NarrowedFrame, PoolFrame, StatesFrame
 from kvrelay.transfer.protocol.events import Frame, Outcome
 from kvrelay.transfer.protocol.messages import Key, Push
-from kvrelay.transfer.protocol.ports import RECEIVER, SENDER, BlockClaim
+from kvrelay.transfer.protocol.ports import RECEIVER, SENDER, BlockClaim, FrameTask
 from kvrelay.transfer.protocol.routes import Route
 from kvrelay.transfer.transports.base import ByteStream, Link, Pending, beside
 
@@ -342,50 +340,27 @@ class PoolFrames:
     def _is_cuda(self) -> bool:
         return self._pools[0].bytes.is_cuda
 
-    def send(
-        self,
-        key: Key,
-        frame: Frame,
-        claim: BlockClaim,
-        source: Sequence[Any],
-        route: Route,
-        announce: Callable[[Push], None],
-        on_read: Callable[[], None],
-    ) -> SendJob:
-        """See `SendJob`; `source` is the sequence's block table or, of a frame of states, those in their pieces."""
-        place: FrameBuffer
+    def send(self, task: FrameTask, announce: Callable[[Push], None], on_read: Callable[[], None]) -> SendJob:
+        """See `SendJob`."""
+        frame, place = task.frame, FrameBuffer()
         if frame.states:
-            place = StatesFrame(source)
+            place = StatesFrame(task.place)
         else:
-            pool, wire = self._pool(route, SENDER), route.layout
+            pool, wire = self._pool(task.route, SENDER), task.route.layout
             narrowed = wire != pool.layout
-            place = NarrowedFrame(pool, wire, source, frame) if narrowed else PoolFrame(pool, source, frame)
-        return SendJob(key, frame, claim, place, self._kind(route), announce, on_read)
+            place = NarrowedFrame(pool, wire, task.place, frame) if narrowed else PoolFrame(pool, task.place, frame)
+        return SendJob(task.key, frame, task.claim, place, self._kind(task.route), announce, on_read)
 
-    def receive(
-        self,
-        key: Key,
-        frame: Frame,
-        claim: BlockClaim,
-        target: Any,
-        keep: int,
-        route: Route,
-        on_end: Callable[[Outcome], None],
-    ) -> ReceiveJob:
-        """See `ReceiveJob`.
-
-        Args:
-            target: the sequence's block table or, of a frame of states, its part of what `make_states` made.
-            keep: so many first tokens have their KV here already.
-        """
-        place: FrameBuffer
+    def receive(self, task: FrameTask, keep: int, on_end: Callable[[Outcome], None]) -> ReceiveJob:
+        """See `ReceiveJob`. The first `keep` tokens have their KV here already."""
+        frame, place = task.frame, FrameBuffer()
         if frame.states:
-            place = StatesFrame([target])
+            place = StatesFrame([task.place])
         else:
-            pool, wire = self._pool(route, RECEIVER), route.layout
+            pool, wire = self._pool(task.route, RECEIVER), task.route.layout
             alike = pool.layout.conversion(wire) is None
-            place = PoolFrame(pool, target, frame) if alike else ConvertedFrame(pool, wire, target, frame, keep)
-        return ReceiveJob(key, frame, claim, place, self._kind(route), on_end)
+            place = PoolFrame(pool, task.place, frame) if alike else ConvertedFrame(pool, wire, task.place, frame, keep)
+        return ReceiveJob(task.key, frame, task.claim, place, self._kind(task.route), on_end)
 
     def make_states(self, layout: StatesLayout, tokens: int) -> Tensor:
         """[tokens, layers, hidden] host memory for the hidden states of so many tokens, uninitialized; pinned if a GPU

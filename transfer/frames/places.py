@@ -1,9 +1,11 @@
 """Where a frame's bytes lie at one end of a link: in the blocks of a KV pool, which `FrameBuffer` reads and writes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.engine.kv.layout import KVLayout
@@ -174,3 +176,32 @@ class NarrowedFrame(OtherFrame):
 
     def read(self, out: Tensor) -> None:
         narrow(self._pool, self._table, self._wire, self._frame, out)
+
+
+class StatesFrame(FrameBuffer):
+    """A frame of hidden states, which lie in host memory beside the KV pool, at both ends."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        """`parts` are the frame's bytes in order: contiguous tensors."""
+        self._parts = [part.view(torch.uint8).flatten() for part in parts]
+
+    def nbytes(self) -> int:
+        return sum(map(len, self._parts))
+
+    def runs(self) -> list[memoryview]:
+        return [memoryview(part.numpy().data) for part in self._parts]
+
+    def read(self, out: Tensor) -> None:
+        for part, framed in self._pieces(out):
+            framed[:] = part
+
+    def write(self, data: Tensor) -> None:
+        for part, framed in self._pieces(data):
+            part[:] = framed
+
+    def _pieces(self, data: Tensor) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+        """Each part, and its place in `data`. NumPy copies them in this thread; torch would split them over threads."""
+        rest = data.numpy()
+        for part in self._parts:
+            yield part.numpy(), rest[: len(part)]
+            rest = rest[len(part) :]

@@ -36,7 +36,7 @@ from kvrelay.transfer.links.links import LinkManager, countdown
 from kvrelay.transfer.protocol.events import Frame, Outcome
 from kvrelay.transfer.protocol.messages import Key, Push
 from kvrelay.transfer.protocol.peers import Peer
-from kvrelay.transfer.protocol.ports import BlockClaim, LinkEnd, LinkSpec, Runtime
+from kvrelay.transfer.protocol.ports import BlockClaim, FrameTask, LinkEnd, LinkSpec, Runtime
 from kvrelay.transfer.protocol.routes import RankPair, Route, Slice
 
 logger = logging.getLogger(__name__)
@@ -99,37 +99,19 @@ class RankFrames:
         self._own = own
         self.make_states = own.make_states
 
-    def send(
-        self,
-        key: Key,
-        frame: Frame,
-        claim: BlockClaim,
-        source: Sequence[Any],
-        route: Route,
-        announced: Callable[[Push], None],
-        on_read: Callable[[], None],
-    ) -> Any:
-        if frame.states or not route.ranks.sender:
-            if isinstance(claim.written, StepWrites):
-                claim.written = claim.written.own
-            return self._own.send(key, frame, claim, source, route, announced, on_read)
-        job = self._job("send", key, frame, claim, source, route)
-        job.announced, job.ended = partial(announced, announce(key, frame)), lambda outcome: on_read()
+    def send(self, task: FrameTask, announced: Callable[[Push], None], on_read: Callable[[], None]) -> Any:
+        if task.frame.states or not task.route.ranks.sender:
+            if isinstance(task.claim.written, StepWrites):
+                task.claim.written = task.claim.written.own
+            return self._own.send(task, announced, on_read)
+        job = self._job("send", task)
+        job.announced, job.ended = partial(announced, announce(task.key, task.frame)), lambda outcome: on_read()
         return job
 
-    def receive(
-        self,
-        key: Key,
-        frame: Frame,
-        claim: BlockClaim,
-        target: Any,
-        keep: int,
-        route: Route,
-        on_end: Callable[[Outcome], None],
-    ) -> Any:
-        if frame.states or not route.ranks.receiver:
-            return self._own.receive(key, frame, claim, target, keep, route, on_end)
-        job = self._job("receive", key, frame, claim, target, route)
+    def receive(self, task: FrameTask, keep: int, on_end: Callable[[Outcome], None]) -> Any:
+        if task.frame.states or not task.route.ranks.receiver:
+            return self._own.receive(task, keep, on_end)
+        job = self._job("receive", task)
         job.command["keep"], job.ended = keep, on_end
         return job
 
@@ -138,16 +120,17 @@ class RankFrames:
             return self._own.drain(nbytes, route)
         return RankJob({"do": "drain", "nbytes": nbytes, "route": packed_route(route)})
 
-    def _job(self, what: str, key: Key, frame: Frame, claim: BlockClaim, table: Sequence[int], route: Route) -> RankJob:
-        size = self._own.block_size(route.track)
+    def _job(self, what: str, task: FrameTask) -> RankJob:
+        frame, claim = task.frame, task.claim
+        size = self._own.block_size(task.route.track)
         first, end = frame.first // size, -(-(frame.first + frame.tokens) // size)
         command = {
             "do": what,
-            "key": list(key),
+            "key": list(task.key),
             "frame": packed_frame(frame),
             "first_block": first,
-            "blocks": list(table[first:end]),
-            "route": packed_route(route),
+            "blocks": list(task.place[first:end]),
+            "route": packed_route(task.route),
             "step": claim.written.step if isinstance(claim.written, StepWrites) else COMMITTED,
         }
         job = RankJob(command, claim)
@@ -166,9 +149,9 @@ class _Epoch:
     """Whether a link of any rank has carried its first bytes."""
     over: bool = False
     behind: dict[int, Callable[[], None]] = field(default_factory=dict)
-    """What is called when a rank returns the number of an `after`."""
+    """Functions that are called when a rank returns the number of an `after`."""
     announcing: dict[int, Callable[[], object]] = field(default_factory=dict)
-    """What announces a frame, by the frame's number. A frame that is copied before it is sent ends before that."""
+    """Functions that announce a frame, by its number. A frame that is copied before it is sent ends before that."""
 
 
 class RankLinks:

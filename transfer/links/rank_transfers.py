@@ -9,7 +9,7 @@ from kvrelay.transfer.links.links import LinkManager
 from kvrelay.transfer.links.rank_links import Command, RankChannel, unpacked_frame, unpacked_route
 from kvrelay.transfer.protocol.events import Outcome
 from kvrelay.transfer.protocol.messages import Push
-from kvrelay.transfer.protocol.ports import BlockClaim, LinkEnd, LinkSpec, NoTransportError, Runtime
+from kvrelay.transfer.protocol.ports import BlockClaim, FrameTask, LinkEnd, LinkSpec, NoTransportError, Runtime
 from kvrelay.transfer.protocol.routes import RankPair
 
 
@@ -104,10 +104,10 @@ class RankTransfers:
         if command["do"] == "receive":
             claim = self._claims[number] = BlockClaim()
             on_end = partial(post, self._ended, number)
-            return self._frames.receive(key, frame, claim, table, command["keep"], route, on_end)
+            return self._frames.receive(FrameTask(key, frame, claim, table, route), command["keep"], on_end)
         claim = self._claims[number] = BlockClaim(self._writes.of(command["step"]))
         announced, on_read = partial(post, self._announced, command), partial(post, self._ended, number)
-        return self._frames.send(key, frame, claim, table, route, announced, on_read)
+        return self._frames.send(FrameTask(key, frame, claim, table, route), announced, on_read)
 
     def _announced(self, command: Command, push: Push) -> None:
         self._report("announced", **{name: command[name] for name in ("peer", "epoch", "number")})

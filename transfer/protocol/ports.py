@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvrelay.engine.kv.writes import WRITTEN, KVWrites
+from kvrelay.transfer.protocol.events import Frame
 from kvrelay.transfer.protocol.messages import Code, Key, Message
 from kvrelay.transfer.protocol.peers import Peer
-from kvrelay.transfer.protocol.routes import RankPair
+from kvrelay.transfer.protocol.routes import RankPair, Route
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +172,18 @@ class BlockClaim:
             first = not self._closed
             self._closed = True
             return first
+
+
+@dataclass(frozen=True, slots=True)
+class FrameTask:
+    """A frame that one end sends or receives, and its place there."""
+
+    key: Key
+    frame: Frame
+    claim: BlockClaim
+    place: Any
+    """The sequence's block table; for a frame of states, the tensors that are sent, or the one that is filled."""
+    route: Route
 
 
 class LoopRuntime:

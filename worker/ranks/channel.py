@@ -6,6 +6,7 @@ import queue
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -23,8 +24,6 @@ MAX_BYTES = 2**28
 """Size limit of a message in bytes."""
 SILENT_SECONDS = 2.5
 """Seconds without a message after which a process that doesn't compute is frozen: it is noticed within 3 s."""
-
-
 BEAT_SECONDS = 0.2
 """Time between two signs of life."""
 
@@ -51,22 +50,34 @@ def receive_bytes(connection: socket.socket) -> bytes | None:
     Raises:
         OSError: the socket is closed, or a message is longer than MAX_BYTES.
     """
-    header = _exactly(connection, HEADER.size)
-    if header is None:
+    try:
+        (length,) = HEADER.unpack(receive_exactly(connection, HEADER.size))
+        if length > MAX_BYTES:
+            raise ConnectionError(f"a message of {length} bytes; allowed: up to {MAX_BYTES}")
+        return receive_exactly(connection, length)
+    except ChannelEndedError:
         return None
-    (length,) = HEADER.unpack(header)
-    if length > MAX_BYTES:
-        raise ChannelEndedError(f"a message of {length} bytes; allowed: up to {MAX_BYTES}")
-    return _exactly(connection, length)
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes | None:
+def receive_exactly(connection: socket.socket, count: int, deadline: float | None = None) -> bytes:
+    """The next `count` bytes.
+
+    Args:
+        deadline: a time of the monotonic clock, until which they have to come; unless given, the socket's timeout
+            counts.
+
+    Raises:
+        ChannelEndedError: the other end has closed the socket.
+        OSError: they don't come in time.
+    """
     data = bytearray(count)
     view = memoryview(data)
     while view:
+        if deadline is not None:
+            connection.settimeout(max(1e-3, deadline - time.monotonic()))
         received = connection.recv_into(view)
         if not received:
-            return None
+            raise ChannelEndedError("the other end has closed the connection")
         view = view[received:]
     return bytes(data)
 

@@ -32,7 +32,7 @@ from kvrelay.engine.ranks.meet import MEET_SECONDS
 from kvrelay.models import resolve
 from kvrelay.rpc.identity import join as join_address
 from kvrelay.worker.config import WorkerConfig
-from kvrelay.worker.ranks.channel import BEAT_SECONDS, Channel, receive_bytes, send_bytes
+from kvrelay.worker.ranks.channel import BEAT_SECONDS, Channel, receive_bytes, receive_exactly, send_bytes
 from kvrelay.worker.ranks.local import SEND_SECONDS, LocalRanks, Lost
 
 logger = logging.getLogger(__name__)
@@ -158,9 +158,11 @@ class HostListener:
         deadline, mine = time.monotonic() + HELLO_SECONDS, os.urandom(NONCE_BYTES)
         connection.settimeout(HELLO_SECONDS)
         connection.sendall(mine)
-        said = _read(connection, NONCE_BYTES + HELLO.size, deadline)
+        said = receive_exactly(connection, NONCE_BYTES + HELLO.size, deadline)
         nonces = mine, said[:NONCE_BYTES]
-        if not hmac.compare_digest(_read(connection, PROOF_BYTES, deadline), _proof(self._key, b"agent", mine, said)):
+        if not hmac.compare_digest(
+            receive_exactly(connection, PROOF_BYTES, deadline), _proof(self._key, b"agent", mine, said)
+        ):
             connection.sendall(bytes(PROOF_BYTES))  # so that the caller sees it at once
             raise ConnectionError("it doesn't have the join token")
         connection.sendall(_proof(self._key, b"rank 0", *nonces))
@@ -377,25 +379,15 @@ def _introduce(connection: socket.socket, number: int, kind: str, key: bytes) ->
         OSError: rank 0 doesn't prove in time that it has the token.
     """
     deadline, mine = time.monotonic() + HELLO_SECONDS, os.urandom(NONCE_BYTES)
-    theirs = _read(connection, NONCE_BYTES, deadline)
+    theirs = receive_exactly(connection, NONCE_BYTES, deadline)
     said = mine + HELLO.pack(number, KINDS.index(kind))
     connection.sendall(said + _proof(key, b"agent", theirs, said))
-    if not hmac.compare_digest(_read(connection, PROOF_BYTES, deadline), _proof(key, b"rank 0", theirs, mine)):
+    if not hmac.compare_digest(
+        receive_exactly(connection, PROOF_BYTES, deadline), _proof(key, b"rank 0", theirs, mine)
+    ):
         raise _WrongTokenError("the join token there is another one")
 
 
 def _proof(key: bytes, part: bytes, *said: bytes) -> bytes:
     """A proof that one part has the token, for what both have said."""
     return hmac.digest(key, b"".join([part, b":", *said]), "sha256")
-
-
-def _read(connection: socket.socket, count: int, deadline: float) -> bytes:
-    """So many bytes; raises OSError if they don't come until the deadline, a time of the monotonic clock."""
-    data = b""
-    while len(data) < count:
-        connection.settimeout(max(1e-3, deadline - time.monotonic()))
-        part = connection.recv(count - len(data))
-        if not part:
-            raise ConnectionError("the other end has closed the connection")
-        data += part
-    return data

@@ -94,7 +94,7 @@ class Making:
     keep: bool = True
     """Whether weights of GGUF files that can be codes come as such, and not converted to the dtype."""
     slices: Slices | None = None
-    """What is loaded of the model; None for all."""
+    """The part of the model that is loaded; None for all."""
     columns: QuantizeColumns | None = None
     """Quantizes weights whose columns are divided; None if `linear` needs no more than the columns for that."""
 

@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """What one rank reads of a checkpoint."""
+    """The part of a checkpoint that one rank reads."""
 
     config: ModelConfig
     """Config of the whole model."""

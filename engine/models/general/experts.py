@@ -48,7 +48,7 @@ def experts_of(model: nn.Module) -> Iterator[nn.Module]:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What makes up one layer of experts."""
+    """The weights of one layer of experts."""
 
     experts: int
     up: Tensor | CodedWeight
@@ -185,7 +185,7 @@ def on_gpu(quantize: Quantize, dtype: torch.dtype, device: torch.device) -> Make
 
 
 def _layer_of(module: Any) -> Layer | None:
-    """What makes up a module; None if its weights aren't as the interface says."""
+    """The parts of a module; None if its weights aren't as the interface says."""
     gated, experts = bool(module.has_gate), int(module.num_experts)
     first, second = ("gate_up_proj" if gated else "up_proj"), "down_proj"
     up, down = _weight(module, first), _weight(module, second)

@@ -60,7 +60,7 @@ HARMLESS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class FlatMask:
-    """Which keys a query may see."""
+    """The keys that a query may see."""
 
     function: Callable[..., Any]
     """The mask function of transformers: (batch, head, query's position, key's position) -> bool."""

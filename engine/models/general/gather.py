@@ -101,7 +101,7 @@ class Batch:
 
 
 class Gathered:
-    """What all layers here have: their place, and the batch of the forward pass."""
+    """State that all layers here share: their place, and the batch of the forward pass."""
 
     places: LayerPlaces
     batch: Batch

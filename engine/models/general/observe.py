@@ -1,4 +1,4 @@
-"""What a model's cache holds in each layer, by a run of a few tokens."""
+"""Contents of a model's cache in each layer, found by a run of a few tokens."""
 
 from itertools import pairwise
 
@@ -49,7 +49,7 @@ def cache_argument(model: PreTrainedModel) -> str:
 
 
 def observe(model: PreTrainedModel, group: Collective = NO_GROUP) -> tuple[LayerCache, ...]:
-    """What each layer of the whole model's cache holds after a few tokens.
+    """Contents of each layer of the whole model's cache after a few tokens.
 
     Args:
         model: perhaps the part of one rank, each of which calls this.

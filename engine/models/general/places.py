@@ -29,7 +29,7 @@ class StateShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What one layer of a model's cache holds, whatever the ranks."""
+    """Contents of one layer of a model's cache, whatever the ranks."""
 
     keys: tuple[int, int] | None = None
     """(heads, numbers of a head) of a token's keys; None without any."""
@@ -179,7 +179,7 @@ def arrange(
 
 
 def _held(cache: CacheLayout, degree: Degree, rank: int) -> CacheLayout:
-    """What a rank holds of a model's `cache`."""
+    """The part of a model's `cache` that a rank holds."""
 
     def held(track: KVLayout) -> KVLayout:
         return track if track.replicated else replace(track, kv_heads=len(degree.kv_heads(rank, track.kv_heads)))

@@ -271,7 +271,7 @@ class TimeShift(nn.Module):
 
 
 def shifting_layers(model: nn.Module) -> tuple[LayerCache, ...]:
-    """What each layer of a model of RWKV-4 keeps; empty for other models."""
+    """States that each layer of a model of RWKV-4 keeps; empty for other models."""
     layers: dict[int, list[StateShape]] = {}
     for module in _shifting(model):
         states = layers.setdefault(module.layer_id, [])
@@ -296,7 +296,7 @@ FUNCTIONS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "torch_chunk_gated_delta_rule": delta,
     "rwkv_linear_attention": wkv,
 }
-"""What takes the place of a module's function, by its name."""
+"""Replacements of a module's functions, by their names."""
 _TAKEN = "_kvrelay_taken"
 
 

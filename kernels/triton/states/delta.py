@@ -23,7 +23,7 @@ Grid: (R, H, ceil(D / DIM)), in either form. Limit: for one token memory, 8 K D 
 import triton
 import triton.language as tl
 
-from kvrelay.kernels.triton.states.parts import load_rows, load_state, store_state
+from kvrelay.kernels.triton.states.parts import load_rows, load_state, next_state, store_state
 
 CHUNK = 16
 LEAST = tl.constexpr(1e-6)
@@ -100,11 +100,7 @@ def delta_kernel(
         target = out + (at[:, None] * heads + head) * dim + column[None]
         tl.store(target, o.to(out.dtype.element_ty), mask=there[:, None] & inside[None])
         later = u * (tl.exp(last - sums) * k_scale)[:, None]
-        new = ()
-        for part in tl.static_range(KEYS // PART):
-            of_k = load_rows(k, at, there, k_stride, part * PART, key_dim, PART).to(tl.float32)
-            new += (tl.dot(tl.trans(of_k), later, s[part] * tl.exp(last), input_precision=PRECISION),)  # type: ignore[assignment]
-        s = new
+        s = next_state(s, k, at, there, k_stride, key_dim, later, last, KEYS, PART, PRECISION)
     store_state(place, s, key_dim, dim, column, KEYS, PART)
 
 

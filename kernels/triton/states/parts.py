@@ -41,3 +41,22 @@ def load_rows(rows, at, there, stride, first, size, PART: tl.constexpr):
     """Numbers [CHUNK, PART] from `first` on of the rows `at`; zeros where a row isn't `there`, or has no more."""
     number = first + tl.arange(0, PART)
     return tl.load(rows + at[:, None] * stride + number[None], mask=there[:, None] & (number < size)[None], other=0.0)
+
+
+@triton.jit
+def next_state(
+    s, rows, at, there, stride, size, later, last, SIZE: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr
+):
+    """The state behind a chunk: exp(last) s + rows' later, in the parts of `load_state`.
+
+    Args:
+        s: the state before the chunk.
+        rows, at, there, stride, size: see `load_rows`.
+        later: [CHUNK, DIM] what each token adds, decayed to the chunk's end.
+        last: logarithm of the decay over the chunk.
+    """
+    new = ()
+    for part in tl.static_range(SIZE // PART):
+        own = load_rows(rows, at, there, stride, part * PART, size, PART).to(tl.float32)
+        new += (tl.dot(tl.trans(own), later, s[part] * tl.exp(last), input_precision=PRECISION),)  # type: ignore[assignment]
+    return new

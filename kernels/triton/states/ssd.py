@@ -21,7 +21,7 @@ Grid: (R, H, ceil(P / DIM)), in either form. Limit: for one token memory, 8 N P 
 import triton
 import triton.language as tl
 
-from kvrelay.kernels.triton.states.parts import load_rows, load_state, store_state
+from kvrelay.kernels.triton.states.parts import load_rows, load_state, next_state, store_state
 
 CHUNK = 64
 
@@ -73,11 +73,7 @@ def ssd_kernel(
             y += of_x * tl.load(d + head)
         tl.store(out + (at[:, None] * heads + head) * dim + column[None], y, mask=there[:, None] & inside[None])
         later = stepped * tl.exp(last - sums)[:, None]
-        new = ()
-        for part in tl.static_range(SIZE // PART):
-            of_b = load_rows(b, at, there, b_stride, part * PART, size, PART).to(tl.float32)
-            new += (tl.dot(tl.trans(of_b), later, s[part] * tl.exp(last), input_precision=PRECISION),)  # type: ignore[assignment]
-        s = new
+        s = next_state(s, b, at, there, b_stride, size, later, last, SIZE, PART, PRECISION)
     store_state(place, s, size, dim, column, SIZE, PART)
 
 

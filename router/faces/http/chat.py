@@ -15,9 +15,8 @@ from kvrelay.router.request.reading import Asking, Form
 from kvrelay.router.request.sampling import MAX_LOGPROBS
 from kvrelay.router.request.tokenizer import Tokenizer
 from kvrelay.router.request.validation import CheckedRequest
-from kvrelay.router.text.tools.array import ArrayParser
 from kvrelay.router.text.tools.calls import CallDelta, NamedParser, ToolParser
-from kvrelay.router.text.tools.choose import ToolFormat
+from kvrelay.router.text.tools.formats import ArrayParser, ToolFormat
 from kvrelay.router.text.tools.reasoning import CLOSE, OPEN, Reasoning
 from kvrelay.router.text.tools.schema import calls_schema, parameters_schema
 from kvrelay.v1.inference_pb2 import Constraint, GenerateRequest, GenerateResponse, TokenLogprobs

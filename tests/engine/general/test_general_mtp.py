@@ -10,14 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvrelay.client import Client
 from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import EngineConfig, SpeculationConfig
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.speculate.mtp import APART, APART_TYPES, LAST
-from support.checkpoints import make_tokenizer
-from support.processes import process_cluster
 from support.serving import tokens_in
 from support.tiny_models import save, tiny_config
 
@@ -123,35 +120,6 @@ def test_a_layer_that_predicts_well_halves_the_steps(model_type: str, tmp_path: 
     found, steps = served(build_engine(folder, "float32", replace(OPTIONS, speculation=speculation))[0])
     assert found == expected
     assert alone / steps >= 1.5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_next"])
-def test_guesses_behind_a_hand_off_are_those_of_a_co_located_worker(model_type: str, tmp_path: Path) -> None:
-    """The last hidden states of a prompt come with its KV, and with the states of layers that keep some."""
-    torch.manual_seed(3)
-    folder = saved(model_type, tmp_path)
-    with_layer(folder, distill(model_type, AutoModelForCausalLM.from_pretrained(folder).eval(), 60))
-    guesses = {"method": "mtp", "max_tokens": 2, "adaptive": False}
-    shared = {"block_size": 16, "max_batch_tokens": 64, "kv_memory_bytes": 2**23, "threads": 1, "model_path": "general"}
-    options = EngineConfig(device="cpu", speculation=SpeculationConfig(**guesses), **shared)  # type: ignore[arg-type]
-    engine = build_engine(folder, "float32", options)[0]
-    make_tokenizer(256).save_pretrained(folder)
-    roles = {"decode": {"engine": {**shared, "speculation": guesses}}}
-    with (
-        process_cluster(tmp_path / "cluster", folder, worker={"engine": shared}, roles=roles) as cluster,
-        Client(cluster.router) as client,
-    ):
-        for prompt in PROMPTS:
-            sampling = SamplingParams(temperature=0.0, max_tokens=COMPLETION)
-            sequence = engine.scheduler.add(Request("one", 1, tuple(prompt), len(prompt), sampling))
-            while engine.has_work:
-                engine.step()
-            done = client.complete(prompt, max_tokens=COMPLETION, temperature=0, ignore_eos=True, timeout=60)
-            assert list(done.token_ids) == sequence.tokens[len(prompt) :]
-            found = done.timeline.proposed_tokens, done.timeline.accepted_tokens
-            assert found == (sequence.proposed, sequence.accepted)
-            assert done.timeline.accepted_tokens > 0
 
 
 def test_a_checkpoint_without_the_layer_is_refused(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_misuse_is_refused_and_changes_nothing() -> None:
 
 
 def index(pool: BlockPool) -> set[int]:
-    """What the pool takes for the prefix index's knowledge, to be spoiled."""
+    """Stand-in for the prefix index's knowledge, to be spoiled."""
     assert isinstance(pool.indexed, set)
     return pool.indexed
 

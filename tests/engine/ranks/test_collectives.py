@@ -266,7 +266,7 @@ def test_shared_memory_is_a_file_without_a_name(ranks: Callable[..., Ranks]) -> 
 
 
 def on_threads(make: Callable[[int], Any], size: int) -> list[Any]:
-    """What `make(place)` returns or raises, called on a thread for each rank."""
+    """Result or error of `make(place)`, called on a thread for each rank."""
     found: list[Any] = [None] * size
 
     def run(place: int) -> None:

@@ -42,7 +42,7 @@ class Sums:
 
 
 def agreed(make: Callable[[Place], Sums]) -> set[bool]:
-    """What each of two ranks says of sums by one kernel, NCCL's being those of another group of threads."""
+    """Answers of two ranks about sums by one kernel; NCCL's are those of another group of threads."""
     host, nccl = places(Degree(2)), places(Degree(2))
 
     def run(place: Place) -> bool:

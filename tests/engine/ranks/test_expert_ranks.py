@@ -21,7 +21,8 @@ from kvrelay.engine.config import EngineConfig, ExpertExchange
 from kvrelay.engine.degree import Degree
 from kvrelay.engine.models.choice import check_ranks, is_fast
 from kvrelay.engine.models.fast import spares
-from kvrelay.engine.models.fast.native import MEASURED_ROWS, NativeDecoder
+from kvrelay.engine.models.fast.native import NativeDecoder
+from kvrelay.engine.models.fast.native_experts import MEASURED_ROWS
 from kvrelay.engine.models.loads import STEPS
 from kvrelay.engine.models.reading.config import read_config
 from kvrelay.engine.ranks.collective import ALONE, Place
@@ -76,7 +77,7 @@ def decoder_of(runner: CpuRunner) -> NativeDecoder:
 
 
 def hidden_of(runner: CpuRunner, chunks: Sequence[int] = CHUNKS) -> Tensor:
-    """What the layers yield of TOKENS."""
+    """Output of the layers for TOKENS."""
     sequence, found = PagedSequences(runner).add(TOKENS), list[Tensor]()
     for count in chunks:
         plan = make_plan([(sequence, count, GREEDY)], runner.cache_layout)
@@ -96,7 +97,7 @@ def check_both_ways(folder: Path, case: list[Place], bound: float = 1e-4, **opti
     ways: tuple[ExpertExchange, ...] = ("all_reduce", "all_to_all")
     for way in ways:
         ranks = on_ranks(case, partial(build, folder, exchange=way, **options))
-        assert decoder_of(ranks[0]).exchange_of(1) == way
+        assert decoder_of(ranks[0]).experts.exchange_of(1) == way
         found[way] = on_ranks(case, lambda place, ranks=ranks: hidden_of(ranks[place.rank]))
     for hidden, other in zip(found["all_reduce"], found["all_to_all"], strict=True):
         assert torch.equal(hidden, other)
@@ -173,9 +174,9 @@ def test_bytes_are_those_of_the_formulas(model_of: Callable[..., Path], size: in
 @pytest.mark.more
 def test_a_step_takes_the_cheaper_way(model_of: Callable[..., Path]) -> None:
     ranks = on_ranks(case := shared_places(2), partial(build, model_of("qwen3_moe")))
-    assert [decoder_of(rank).exchange_of(500) for rank in ranks] == ["all_reduce"] * 2, "nothing was measured"
+    assert [decoder_of(rank).experts.exchange_of(500) for rank in ranks] == ["all_reduce"] * 2, "nothing was measured"
     on_ranks(case, lambda place: ranks[place.rank].warm_up())
-    costs = [decoder_of(rank).exchange_costs for rank in ranks]
+    costs = [decoder_of(rank).experts.costs for rank in ranks]
     assert costs[0] is not None
     assert costs[0] == costs[1]
     assert costs[0].rows == MEASURED_ROWS

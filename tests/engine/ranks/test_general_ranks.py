@@ -141,7 +141,7 @@ def test_loads_of_whole_experts_on_ranks_are_those_of_one_process(
 
 
 def test_a_rank_holds_its_share_of_the_weights(tmp_path: Path) -> None:
-    """Of a model of which next to nothing is whole on each rank; also after the weights were packed."""
+    """The model has next to nothing that is whole on each rank; this also holds after the weights were packed."""
     folder = save("mixtral", tmp_path)
 
     def held(part: Part) -> int:

@@ -25,6 +25,7 @@ from kvrelay.engine.models.reading.config import read_config
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.ranks.collective import CollectiveError, Place
 from kvrelay.engine.request import Request, SamplingParams
+from kvrelay.engine.runner.base import warm_up_plan
 from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 from kvrelay.engine.runner.leading import LeadingRunner, follow
 from kvrelay.engine.scheduling.progress import Progress
@@ -242,7 +243,7 @@ def test_a_lost_stage_ends_the_others(model_of: Callable[..., Path]) -> None:
     runners = on_ranks(shared_places(1, 2), partial(_built, model_of("llama", **WIDE)))
     threading.Timer(0.2, runners[1].model.place.abort).start()
     with pytest.raises(CollectiveError, match="aborted"):
-        runners[0].launch(runners[0]._warm_up_plan(0, 0, 8)).result()
+        runners[0].launch(warm_up_plan(runners[0].cache_layout, 0, 0, 8)).result()
 
 
 def _built(folder: Path, place: Place) -> CpuRunner:

@@ -48,5 +48,5 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 def names_of(launches: Launches) -> Sequence[str]:
-    """What a device is given to do, in order."""
+    """Names of the operations that a device is given, in order."""
     return [launch.name for launch in launches.all if launch.on_device]

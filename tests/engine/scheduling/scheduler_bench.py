@@ -193,7 +193,7 @@ class Bench:
         return reports
 
     def seconds(self, tokens: int) -> float:
-        """What a step of so many tokens costs."""
+        """Cost of a step of so many tokens."""
         assert self.step_cost is not None
         fixed, each = self.step_cost
         return fixed + each * tokens

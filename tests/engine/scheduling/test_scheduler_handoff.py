@@ -30,7 +30,7 @@ def test_the_prompt_of_a_resumed_sequence_is_not_computed(length: int) -> None:
 @pytest.mark.parametrize("length", [SIZE, 2 * SIZE + 3, 4 * SIZE])
 @pytest.mark.parametrize("window", [SIZE + 3, 3 * SIZE, 5 * SIZE])
 def test_a_reservation_takes_what_is_cached(length: int, window: int) -> None:
-    """Of a window too, as far as its own blocks are still there."""
+    """A window's blocks are taken too, as far as they are still there."""
     bench = Bench(16, sides=[window_of(window)])
     request = bench.request(numbers(length), 4)
     first = bench.scheduler.reserve(request)

@@ -1,6 +1,7 @@
 """Identity of callers: by API key or certificate, never by what the message says."""
 
 import asyncio
+import hashlib
 import time
 from pathlib import Path
 
@@ -10,12 +11,41 @@ from kvrelay.client import AsyncClient, InvalidRequest, Tls, Unauthenticated, Un
 from kvrelay.router.entry import callers
 from kvrelay.router.entry.callers import ApiKeys
 from kvrelay.v1.inference_pb2 import GenerateRequest, Resume, SamplingParams, TokenIds
-from support.key_edits import EDITS, UNREADABLE, WHOLE, digest, edit
 from support.router_fakes import pair
 from support.scenes import Serve
 from support.secrets import secrets_in
 
 PROMPT = [5, 6, 7]
+KEPT, REMOVED = "kept", "removed"
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+WHOLE = f"a {digest(KEPT)}\nb {digest(REMOVED)}\n"
+"""The file with both keys."""
+EDITS = ["removed", "swapped", "a typo on its line", "a typo on another line", "emptied", "deleted"]
+UNREADABLE = ("emptied", "deleted")
+"""Edits after which no key is left."""
+
+
+def edit(path: Path, way: str) -> None:
+    """Removes the key REMOVED and keeps KEPT, as far as the edit can."""
+    kept = f"a {digest(KEPT)}\n"
+    if way == "removed":
+        path.write_text(kept)
+    elif way == "swapped":
+        (path.parent / "new").write_text(kept)
+        (path.parent / "new").rename(path)
+    elif way == "a typo on its line":
+        path.write_text(f"{kept}b {digest(REMOVED)[:-1]}\n")
+    elif way == "a typo on another line":
+        path.write_text(f"{kept}c nonsense\n")
+    elif way == "emptied":
+        path.write_text("")
+    else:
+        path.unlink()
 
 
 @pytest.fixture

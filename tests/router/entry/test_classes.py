@@ -107,7 +107,7 @@ async def test_only_classes_behind_interactive_yield(serve: Serve) -> None:
 
 
 async def test_a_stream_that_has_begun_is_as_urgent_as_its_next_token(serve: Serve) -> None:
-    """Its decode worker fails it behind some tokens. Another attempt has nothing to do with the first token."""
+    """The decode worker fails the stream behind some tokens; the next attempt has no first token to wait for."""
 
     async def fails(job: Job) -> None:
         job.send(job.base + 1, (token_at(job.base + 1),))

@@ -23,7 +23,7 @@ Start = Callable[..., Awaitable[FakeCluster]]
 
 
 class Forecast:
-    """What the policy predicts."""
+    """The policy's predictions."""
 
     def __init__(self) -> None:
         self.wait, self.compute, self.tpot = 3.0, 0.5, 0.1
@@ -126,7 +126,7 @@ async def test_what_is_unknown_or_alone_is_served(start: Start, forecast: Foreca
 
 
 async def test_a_request_whose_prefill_has_begun_is_never_refused(start: Start, forecast: Forecast) -> None:
-    """Its worker fails it, and by then nothing could meet a target any more."""
+    """The worker fails the request, and by then nothing could meet a target any more."""
     cluster = await start()
     forecast.wait = 0.0
 

@@ -48,7 +48,7 @@ def value_of(top: int) -> pb.TokenLogprobs:
 
 @cache
 def prompt_values(tokens: int, top: int) -> RequestEvent:
-    """What a worker says about a prompt, made once: the worker's time on the test's event loop is not the router's."""
+    """A worker's answer about a prompt, made once: the worker's time on the test's event loop is not the router's."""
     return RequestEvent(prompt_logprobs=[value_of(top)] * tokens, prompt_logprobs_first=1)
 
 

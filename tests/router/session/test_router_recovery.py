@@ -17,7 +17,6 @@ from support.router_fakes import (
     failing,
     fake,
     first_attempt,
-    pair,
     prefill_of,
     silent,
     token_at,
@@ -75,41 +74,6 @@ async def test_a_stream_goes_on_at_a_worker_of_its_own_degree(serve: Serve) -> N
     assert first.tensor_ranks == second.tensor_ranks
 
 
-async def test_a_request_continues_on_the_lost_workers_replacement(serve: Serve) -> None:
-    cluster = await serve(fake("prefill-0"), fake("decode-0", dying_decode(4)))
-    running = cluster.asking()
-    await until(lambda: not cluster.router.registry.complete, "decode is lost")
-    await cluster.join(fake("decode-0"))
-    await running
-
-
-async def test_the_loss_of_prefill_after_the_handoff_changes_nothing(serve: Serve) -> None:
-    prefill, decode = pair(pause=0.05)
-    cluster = await serve(prefill, decode)
-    stream = cluster.client.generate("hello", max_tokens=TOTAL, timeout=20)
-    chunks = [await anext(stream), await anext(stream)]
-    await prefill.stop()
-    chunks += [chunk async for chunk in stream]
-    assert tuple(token for chunk in chunks for token in chunk.token_ids) == tokens(TOTAL)
-    assert chunks[-1].timeline is not None
-    assert chunks[-1].timeline.retries == 0
-
-
-@pytest.mark.parametrize("sent", [False, True])
-async def test_prefill_lost_before_the_handoff_is_another_attempt(serve: Serve, sent: bool) -> None:
-    async def dying(job: Job) -> None:
-        if sent:
-            job.send(0, tokens(1))
-            await job.shown(1)
-        await job.worker.server.stop(None)
-
-    prefills = [fake(f"prefill-{index}", first_attempt(dying)) for index in range(2)]
-    cluster = await serve(*prefills, fake("decode-0", first_attempt(silent)))
-    await cluster.ask()
-    assert (await cluster.job("decode-0")).cancelled.is_set()
-    assert cluster.records[0].retries == 1
-
-
 @pytest.mark.parametrize("state", [MEMBER_STATE_DEAD, None])
 async def test_a_member_declared_dead_or_replaced_is_lost_at_once(serve: Serve, state: int | None) -> None:
     workers = (fake("prefill-0"), fake("decode-0", silent), fake("decode-1", silent))
@@ -160,19 +124,6 @@ async def test_a_stream_leaves_a_suspect_that_sends_nothing(serve: Serve, case: 
     await cluster.job("decode-0")
     cluster.announce(decode_0=MEMBER_STATE_SUSPECT)
     assert (await running).timeline.retries == (case == "silent")
-
-
-async def test_a_supervisor_that_goes_away_stops_nothing(serve: Serve) -> None:
-    cluster = await serve(*pair())
-    port = cluster.supervisor.port
-    await cluster.supervisor.stop()
-    await cluster.ask()
-    # A new supervisor that has no members yet changes nothing either.
-    cluster.supervisor.members = []
-    cluster.supervisor.heard.clear()
-    await cluster.supervisor.start(port)
-    await until(lambda: "router-0" in cluster.supervisor.heard, "the router sends heartbeats again")
-    await cluster.ask()
 
 
 async def test_another_incarnation_at_the_same_address_is_not_used(serve: Serve) -> None:

@@ -1,4 +1,4 @@
-"""A request without faults: order, text, stop strings, the end, a client that leaves."""
+"""A request without faults: order, text, stop strings, the end, a client that does not read."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from kvrelay.costs.step import StepCost
 from kvrelay.costs.worker import WorkerCosts
 from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Requests, TransferReport
 from kvrelay.rpc.costs import costs_message
-from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, GenerateRequest, SamplingParams
+from kvrelay.v1.inference_pb2 import FINISH_REASON_STOP, GenerateRequest, SamplingParams
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 from support.router_fakes import Job, fake, pair, silent, token_at, tokens, until, usual, within
 from support.scenes import Serve
@@ -34,21 +34,6 @@ async def test_a_stream_has_every_token_once_and_its_figures(serve: Serve) -> No
     (record,) = cluster.records
     assert (record.outcome, record.completion_tokens, record.transfer_bytes) == ("length", 8, 640)
     assert record.ttft_seconds == line.first_token_seconds
-
-
-async def test_repeated_tokens_are_shown_once_and_those_of_other_attempts_never(serve: Serve) -> None:
-    async def decode(job: Job) -> None:
-        job.send(0, tokens(1))
-        job.send(1, tokens(4)[1:])
-        job.send(2, tokens(5)[2:])
-        job.submit.attempt, job.submit.slot = job.submit.attempt + 1, job.submit.slot + 1
-        job.send(5, (399,))
-        job.send(4, (398, 399))
-        job.submit.attempt, job.submit.slot = job.submit.attempt - 1, job.submit.slot - 1
-        job.send(4, tokens(6)[4:], FINISH_REASON_LENGTH)
-
-    cluster = await serve(fake("prefill-0"), fake("decode-0", decode))
-    await cluster.ask(count=6)
 
 
 async def test_the_workers_get_the_same_request_and_each_other(serve: Serve) -> None:
@@ -91,33 +76,6 @@ async def test_a_stop_string_or_a_first_token_that_ends_the_request_cancels_deco
     assert (completion.text, completion.token_ids, completion.finish_reason) == ("", (1,), "stop")
     for at in range(2):
         await within(0.5, (await cluster.job("decode-0", at)).cancelled, "it is cancelled")
-
-
-@pytest.mark.both_loops
-@pytest.mark.parametrize("how", ["aclose", "break", "cancel"])
-async def test_a_client_that_leaves_ends_the_request_on_both_workers(serve: Serve, how: str) -> None:
-    async def some(job: Job) -> None:
-        job.send(0, tokens(3 if job.worker.role == "decode" else 1))
-
-    async def read() -> None:
-        stream = cluster.client.generate("hello", max_tokens=30)
-        async for chunk in stream:
-            if token_at(2) in chunk.token_ids and how != "cancel":
-                break
-        if how == "aclose":
-            await stream.aclose()
-
-    cluster = await serve(fake("prefill-0", some), fake("decode-0", some))
-    reading = asyncio.create_task(read())
-    if how == "cancel":
-        await (await cluster.job("decode-0")).shown(3)
-        reading.cancel()
-    await asyncio.wait([reading])
-    for name in cluster.workers:
-        await within(0.5, (await cluster.job(name)).cancelled, "it is cancelled")
-    await cluster.idle()
-    assert cluster.outcomes == ["cancelled"]
-    assert all(view.outstanding_tokens == 0 for view in cluster.router.registry.view())
 
 
 @pytest.mark.both_loops

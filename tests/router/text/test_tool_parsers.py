@@ -10,12 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.router.errors import InvalidRequest
-from kvrelay.router.text.tools.array import ArrayParser
 from kvrelay.router.text.tools.calls import NamedParser, ToolParser
-from kvrelay.router.text.tools.choose import tool_format
-from kvrelay.router.text.tools.hermes import HermesParser
-from kvrelay.router.text.tools.llama3 import Llama3Parser
-from kvrelay.router.text.tools.mistral import MistralParser
+from kvrelay.router.text.tools.formats import ArrayParser, HermesParser, Llama3Parser, MistralParser, tool_format
 from kvrelay.router.text.tools.reasoning import Reasoning
 from kvrelay.router.text.tools.schema import calls_schema
 

@@ -30,7 +30,7 @@ SLOT = KVLayout(layers=LAYERS, kv_heads=1, head_dim=2**16, block_size=1, dtype="
 
 
 def caches_of(layout: KVLayout) -> list[CacheLayout]:
-    """What models may keep of a sequence: of all tokens, of some last ones, a state, and none of all tokens."""
+    """Caches that models may keep of a sequence: of all tokens, of some last ones, a state, and none of all tokens."""
     full, window, state = (
         LayerGroup("full", (layout,)),
         LayerGroup("window", (layout,), 6),
@@ -238,7 +238,7 @@ class Blocks:
             raise Violation("leak", f"{self.name}: still held: {held}")
 
     def _read(self, pools: list[KVPool], tables: list[list[int]], tokens: int) -> list[torch.Tensor]:
-        """What is needed of so many tokens, by track, as it lies in frames."""
+        """KV that is needed of so many tokens, by track, as it lies in frames."""
         found, tracks = [], tracks_of(self.cache, routes_of(self.cache, ONE, ONE), tokens)
         for pool, track, (group, _) in zip(pools, tracks, self.cache.tracks, strict=True):
             out = torch.empty(pool.layout.nbytes(track.tokens - track.first), dtype=torch.uint8)
@@ -253,7 +253,7 @@ def _scratch(cache: CacheLayout) -> Blocks:
 
 
 def _computed(cache: CacheLayout, key: Key, tokens: int) -> Blocks:
-    """What an attempt's sender computes, in its first blocks and of the whole model. The next call writes over it."""
+    """KV that an attempt's sender computes, in its first blocks and of the whole model; the next call overwrites it."""
     scratch, blocks = _scratch(cache), list(range(-(-tokens // BLOCK)))
     for number in blocks:
         scratch.fill(number, key, number)

@@ -1,4 +1,4 @@
-"""What a link may do to a frame: each kind of damage turns one announced frame into what crosses instead."""
+"""Damage that a link may do to a frame: each kind turns one announced frame into what crosses instead."""
 
 import random
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class Crossing:
 
 @dataclass
 class History:
-    """What has crossed between two workers, and what is held back until the next frame has crossed."""
+    """Frames that have crossed between two workers, and those held back until the next frame has crossed."""
 
     crossed: list[Crossing]
     held: list[Crossing]

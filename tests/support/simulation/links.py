@@ -15,10 +15,10 @@ import torch
 from kvrelay.transfer.frames.checks import MAX_TRAILER_BYTES, trailer_bytes
 from kvrelay.transfer.frames.frames import PoolFrames
 from kvrelay.transfer.links.links import AfterFrames
-from kvrelay.transfer.protocol.events import Frame
+from kvrelay.transfer.protocol.events import Outcome
 from kvrelay.transfer.protocol.messages import Code, Grant, Hello, Key, Message, Push, Refuse
 from kvrelay.transfer.protocol.peers import Peer
-from kvrelay.transfer.protocol.ports import SENDER, BlockClaim, LinkSpec
+from kvrelay.transfer.protocol.ports import SENDER, FrameTask, LinkSpec
 from kvrelay.transfer.protocol.routes import RankPair, Route
 from kvrelay.transfer.transports.base import LinkError, Pending
 from support.simulation.blocks import FLOATS, Blocks, Violation, WatchedClaim
@@ -144,29 +144,28 @@ class SimulatedFrames(PoolFrames):
         super().__init__(blocks.ranks[rank], checksum)
         self._blocks = blocks
 
-    def send(self, key: Key, frame: Frame, claim: BlockClaim, source: Sequence[Any], *rest: Any) -> Any:
-        if frame.states and sum(map(len, source)) != frame.tokens:
-            raise Violation("lost", f"{key}: {frame} has the states of {sum(map(len, source))} tokens")
-        route, announce, on_read = rest
-        watched, pushes = self._watched(key, frame, claim, source, route, None), list[Push]()
-        job = super().send(key, frame, watched, source, route, pushes.append, watched.ending(on_read))
+    def send(self, task: FrameTask, announce: Callable[[Push], None], on_read: Callable[[], None]) -> Any:
+        if task.frame.states and sum(map(len, task.place)) != task.frame.tokens:
+            raise Violation("lost", f"{task.key}: {task.frame} has the states of {sum(map(len, task.place))} tokens")
+        watched, pushes = self._watched(task, None), list[Push]()
+        job = super().send(replace(task, claim=watched), pushes.append, watched.ending(on_read))
         return Work(job, watched, announce=announce, pushes=pushes)
 
-    def receive(self, key: Key, frame: Frame, claim: BlockClaim, target: Any, *rest: Any) -> Any:
-        keep, route, on_end = rest
-        watched = self._watched(key, frame, claim, target, route, route.ranks)
-        job = super().receive(key, frame, watched, target, keep, route, watched.ending(on_end))
-        return Work(job, watched, frame.nbytes + trailer_bytes(self._kind(route), None))
+    def receive(self, task: FrameTask, keep: int, on_end: Callable[[Outcome], None]) -> Any:
+        watched = self._watched(task, task.route.ranks)
+        job = super().receive(replace(task, claim=watched), keep, watched.ending(on_end))
+        return Work(job, watched, task.frame.nbytes + trailer_bytes(self._kind(task.route), None))
 
     def drain(self, nbytes: int, route: Route) -> Any:
         return Work(super().drain(nbytes, route), nbytes=nbytes + trailer_bytes(self._kind(route), None))
 
-    def _watched(self, key: Key, frame: Frame, claim: BlockClaim, table: Any, route: Route, part: Any) -> WatchedClaim:
-        size = self.block_size(route.track)
-        blocks = [] if frame.states else list(table[frame.first // size : -(-(frame.first + frame.tokens) // size)])
+    def _watched(self, task: FrameTask, part: Any) -> WatchedClaim:
+        frame, size = task.frame, self.block_size(task.route.track)
+        end = -(-(frame.first + frame.tokens) // size)
+        blocks = [] if frame.states else list(task.place[frame.first // size : end])
         if min(blocks, default=0) < 0:
-            raise Violation("owner", f"{key}: {frame} is of blocks {blocks}")
-        return WatchedClaim(claim, self._blocks, key, blocks, part)
+            raise Violation("owner", f"{task.key}: {frame} is of blocks {blocks}")
+        return WatchedClaim(task.claim, self._blocks, task.key, blocks, part)
 
 
 class Wire:
@@ -288,7 +287,7 @@ class Link:
     def __init__(self, world: Any, left: str, right: str, ranks: RankPair) -> None:
         self.world = world
         self.ends: list[SimulatedThread] = []
-        """Those that are there; once it is up, the left one and the right one."""
+        """The ends that are there; once it is up, the left one and the right one."""
         self.up = self.broken = False
         self.wire = Wire(world.streams_of_memory)
         self._history = world.histories.setdefault((left, right, ranks), History([], []))
@@ -407,7 +406,7 @@ class Link:
             self.world.post(TIMEOUT, self.ends[0].process, self._check, heads[0] if heads else None)
 
     def _heads(self) -> list[object]:
-        """What has waited longest: a frame, and a receive."""
+        """The frame and the receive that have waited longest."""
         return [queue[0] for queue in (self.wire.frames, self.ends[-1].work if self.up else ()) if queue]
 
     def _check(self, oldest: object) -> None:

@@ -140,7 +140,7 @@ class World:
         self.streams_of_memory = random_() < 0.6
         caches = caches_of(FLOATS if random_() < 0.8 else CODES)
         self.cache = caches[0] if random_() < 0.4 else caches[int(random_() * len(caches))]
-        """What the model keeps of a sequence."""
+        """Cache that the model keeps of a sequence."""
         ranked = random_() < 0.25 if ranks is None else ranks
         self.degrees = (DEGREES[int(random_() * len(DEGREES))], DEGREES[int(random_() * len(DEGREES))])
         """Ranks of the prefill and of the decode processes."""

@@ -22,7 +22,7 @@ SUMMED = (torch.float32, torch.bfloat16)
 
 
 class Part(NamedTuple):
-    """What is loaded of a model."""
+    """The part of a model that is loaded."""
 
     place: Place = ALONE
     """The rank's place among the worker's ranks."""

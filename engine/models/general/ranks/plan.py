@@ -1,4 +1,4 @@
-"""What a rank holds of a model, by the tensor-parallel plan of its class, and what the ranks exchange.
+"""The part of a model that a rank holds, by the tensor-parallel plan of its class, and the exchanges of the ranks.
 
 The plan (`PreTrainedModel.tp_plan`) gives modules and parameters a style by name. It is read as data here; the ranks
 themselves are kvrelay's own.
@@ -48,7 +48,7 @@ EXCHANGES: Mapping[str, Exchange] = {
     "moe_tp_experts": "experts",
     "moe_identity_expert": "share",
 }
-"""What the ranks do about a module, by its style: `sum` its outputs; `split` its input before that; `gather` its
+"""The ranks' exchange at a module, by its style: `sum` its outputs; `split` its input before that; `gather` its
 outputs; look up a part of the `vocabulary`; sum the outputs of their parts of `experts`; or `share` out an input."""
 UNSUITED = frozenset({"DogeForCausalLM"})
 """Classes whose plan doesn't suit their code: with it, they fail or compute something else."""
@@ -67,7 +67,7 @@ class Cut(NamedTuple):
 
     dim: int
     ranges: tuple[range, ...]
-    """What is taken, in order."""
+    """The spans that are taken, in order."""
 
     def of(self, tensor: Tensor) -> Tensor:
         """The part, which may share the tensor's memory."""
@@ -77,12 +77,12 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """What one rank has of a model."""
+    """The part of a model that one rank has."""
 
     cuts: Mapping[str, Mapping[str, tuple[Cut, ...]]]
     """Cuts of the parameters of each module."""
     exchanges: Mapping[str, Exchange]
-    """What the ranks do about the outputs of each module."""
+    """The ranks' exchange at each module."""
     groups: Mapping[str, int]
     """Query heads for each KV head, in modules of attention where that is another number than the whole model's."""
     experts: Mapping[str, range]
@@ -167,7 +167,7 @@ def _check_experts(model: PreTrainedModel, ranks: int, experts: int) -> None:
 
 
 def divide(model: PreTrainedModel, degree: Degree, rank: int, experts: int = 1) -> Division:
-    """What a rank has of a model, which may be on the device `meta`.
+    """The part of a model that a rank has; the model may be on the device `meta`.
 
     Raises:
         ValueError: as `check`.

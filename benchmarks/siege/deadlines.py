@@ -1,7 +1,5 @@
-"""Requests that are wrong in every place, and requests with random deadlines; what is a defect's answer is kept.
-
-`load.py` runs them, with the options that the functions name.
-"""
+"""Requests with random deadlines; what is a defect's answer is kept. `load.py` runs them, with the options that the
+function names."""
 
 import asyncio
 import json
@@ -15,30 +13,18 @@ from typing import Any
 import aiohttp
 import grpc
 
-from kvrelay.router.faces.http.connection import HEADERS
 from nemesis.load import tls_of
-from support.costly import METHODS, PATHS, messages
+from support.costly import METHODS
 from support.hostile import client_tls
-from support.http_calls import check_answers, exchange
 
 AT_ONCE = 16
 KEPT = 20
 """Wrong answers that are kept."""
-SMALL = 400
-"""Bytes of a message of gRPC."""
 CALL_SECONDS = 20.0
-SERVED_SECONDS = "2"
-"""Deadline of each fuzzed request in seconds; some ask for as many tokens as there may be."""
-VALUES: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -1, 0.5, -0.0, 1e308, 2**31, 2**40, 2**64, "", "x", "auto", "required", "none", "\x00"),
-    *("\ud800", "a" * 1000, [], [5], [-1], [[5]], [{}], [None], ["a", 5], {}, {"a": 1}, {"type": "json_object"}),
-)
-"""Values that each field of a body is set to in turn."""
 GRPC_CODES = {"OK", "CANCELLED", "INVALID_ARGUMENT", "NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED", "ABORTED"} | {
     *("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "UNIMPLEMENTED", "FAILED_PRECONDITION", "OUT_OF_RANGE")
 }
 """Statuses that aren't a defect's; the last two must say why."""
-OCTETS = [bytes([value]) for value in range(256)]
 Send = Callable[[], Awaitable[str]]
 """Function that sends a request and returns what came of it, after an exclamation mark if it is wrong."""
 
@@ -71,52 +57,6 @@ def authorization(options: dict[str, Any]) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {options['key']}"),)
 
 
-def _request(line: bytes, headers: list[tuple[bytes, bytes]], body: bytes) -> bytes:
-    head = [line, *(name + b": " + value for name, value in headers), b"X-Request-Timeout: " + SERVED_SECONDS.encode()]
-    head += [b"Content-Length: %d" % len(body)] if body else []
-    return b"\r\n".join([*head, b"Connection: close", b"", body])
-
-
-def http_requests(key: str, rng: random.Random) -> Iterator[bytes]:
-    """First those that are wrong in one place, each in turn; then without end those that are wrong in some."""
-    right = [(b"Host", b"x"), (b"Authorization", b"Bearer " + key.encode()), (b"Content-Type", b"application/json")]
-    post, names = b"POST /v1/completions HTTP/1.1", [name.encode() for name in HEADERS]
-    bases = {path: json.dumps({**base}).encode() for path, (_, base, _) in PATHS.items()}
-    hello = bases["/v1/completions"]
-    for name in (*names, b"Cookie", b"User-Agent", b"Host"):
-        kept = [pair for pair in right if pair[0] != name]
-        for octet in OCTETS:
-            yield _request(post, [*kept, (name, b"a" + octet + b"b")], hello)
-    for octet in OCTETS:
-        yield _request(b"PO" + octet + b"ST /v1/completions HTTP/1.1", right, hello)
-        yield _request(b"GET /v1/mod" + octet + b"els HTTP/1.1", right, b"")
-        yield _request(b"GET /v1/models HTTP/1." + octet, right, b"")
-        yield _request(post, [*right, (b"X-" + octet + b"Y", b"a")], hello)
-        yield _request(post, right, hello[:5] + octet + hello[5:])
-    for path, (kind, base, _) in PATHS.items():
-        for field in (*kind.model_fields, "other"):
-            for value in VALUES:
-                body = json.dumps({**base, field: value}).encode()
-                yield _request(b"POST " + path.encode() + b" HTTP/1.1", right, body)
-    while True:
-        path = rng.choice([*PATHS, "/nowhere", "/", "/health", "/metrics", "/v1/models"])
-        body = bytearray(bases.get(path, b""))
-        for _ in range(rng.randint(0, 3)):
-            at = rng.randint(0, len(body))
-            body[at : at + rng.randint(0, 3)] = rng.randbytes(rng.randint(0, 4))
-        more = [(rng.choice(names), rng.randbytes(rng.randint(0, 30))) for _ in range(rng.randint(0, 3))]
-        some = [pair for pair in right if rng.random() < 0.9]
-        method = rng.choice([b"POST", b"GET", b"OPTIONS", b"HEAD"] if not body else [b"POST"])
-        yield _request(method + b" " + path.encode() + b" HTTP/1." + rng.choice([b"0", b"1"]), some + more, bytes(body))
-
-
-def grpc_requests() -> Iterator[tuple[str, bytes]]:
-    """Each field of each message, right and wrong."""
-    for method, base in METHODS.items():
-        for _, make in messages(type(base), base, SMALL):
-            yield f"/kvrelay.v1.InferenceService/{method}", make()
-
-
 async def run_all(stop: asyncio.Event, sends: Iterator[Send], count: int) -> dict[str, Any]:
     """Sends `count` requests, AT_ONCE at a time; counts what came of them, and keeps what is wrong."""
     outcomes: Counter[str] = Counter()
@@ -134,42 +74,6 @@ async def run_all(stop: asyncio.Event, sends: Iterator[Send], count: int) -> dic
     await asyncio.gather(*(one() for _ in range(AT_ONCE)))
     bad = sum(number for kind, number in outcomes.items() if kind.startswith("!"))
     return {"sent": outcomes.total(), "outcomes": +outcomes, "wrong": bad, "examples": wrong}
-
-
-async def fuzz(options: dict[str, Any], stop: asyncio.Event) -> dict[str, Any]:
-    """Options: `key`; `count`, of which a tenth is sent over gRPC; `seed`; `stride`, with which the requests that are
-    wrong in one place are chosen: 1 for all."""
-    rng = random.Random(options["seed"])
-    tls, metadata = web_tls(options), authorization(options)
-    raw, calls = http_requests(options["key"], rng), [*grpc_requests()]
-    async with channel(options) as calling:
-
-        async def over_http(request: bytes, half_close: bool) -> str:
-            try:
-                half = half_close and tls is None  # TLS has no half of a connection
-                answers = await exchange(options["http"], request, half_close=half, tls=tls)
-                check_answers(answers)
-            except (AssertionError, ValueError, TimeoutError, OSError) as error:
-                return f"! {type(error).__name__} {error} after {request[:200]!r}"
-            return f"HTTP {answers[0][0]}" if answers else f"! no answer to {request[:300]!r}"
-
-        async def over_grpc(method: str, data: bytes) -> str:
-            return await call(calling, method, data, CALL_SECONDS, metadata)
-
-        def sends() -> Iterator[Send]:
-            number = 0
-            while True:
-                for _ in range(options["stride"] - 1):
-                    next(raw)
-                request = next(raw)
-                number += 1
-                if number % 10:
-                    yield lambda request=request, half=bool(number % 2): over_http(request, half)
-                else:
-                    method, data = calls[(number // 10 * options["stride"]) % len(calls)]
-                    yield lambda method=method, data=data: over_grpc(method, data)
-
-        return await run_all(stop, sends(), options["count"])
 
 
 async def call(calling: grpc.aio.Channel, method: str, data: bytes, seconds: float, metadata: Any) -> str:
