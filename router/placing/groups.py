@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.router.placing.placement import Demand, WorkerView
+from kvrelay.router.placing.placement import AHEAD_PROMPTS, Demand, WorkerView
 from kvrelay.rpc.compatibility import rank
 from kvrelay.rpc.identity import WorkerId, WorkerRole
 
@@ -187,8 +187,9 @@ def _room(worker: WorkerView) -> float:
     return math.inf if worker.capacity is None else worker.capacity.sure_tokens
 
 
-COLUMNS = 10
-WAIT, URGENT_WAIT, FIRST, TOKEN, PAIR, DELAY, STEP, CONTEXT, BACKLOG, URGENT_BACKLOG = range(COLUMNS)
+COLUMNS = 12
+WAIT, URGENT_WAIT, FIRST, TOKEN, PAIR, DELAY, STEP, CONTEXT = range(8)
+BACKLOG, URGENT_BACKLOG, FLOOR, DELAY_FLOOR = range(8, COLUMNS)
 
 
 def numbers_of(worker: WorkerView) -> tuple[float, ...]:
@@ -202,7 +203,9 @@ def numbers_of(worker: WorkerView) -> tuple[float, ...]:
     DELAY    by which all sequences that decode there are delayed together, for one token of a prompt (`stall`)
     STEP     for one token more of a newcomer, of itself and of those that it delays
     CONTEXT  in addition to STEP, for one token of its context
-    BACKLOG  tokens that it has yet to compute; URGENT_BACKLOG is the same without those of less urgent requests
+    BACKLOG  tokens that it has yet to compute, as `WorkerView.busy` counts them for a request that yields: twice, as
+             half of the bound holds for it; infinite if it has enough prompts. URGENT_BACKLOG is for other requests
+    FLOOR    for one token of a prompt at least, in whatever chunks it is computed; DELAY_FLOOR is the same of DELAY
     """
     pace, urgent = worker.pace, worker.urgent_pace
     if pace is None or urgent is None:
@@ -213,9 +216,14 @@ def numbers_of(worker: WorkerView) -> tuple[float, ...]:
     full = max(fixed, step.prompt_fixed + step.token * chunk)
     delay = count * stall(full - fixed, 1) / chunk
     decode = fixed + decodes + (count + 1) * step.sequence
-    token, context, backlog = (full + decodes) / chunk, (count + 1) * step.context, worker.backlog(yields=True)
-    waits, backlogs = (pace.wait, urgent.wait), (backlog, backlog - worker.yielding_tokens)
-    return *waits, first, token, step.pair, delay, decode, context, *backlogs
+    token, context = (full + decodes) / chunk, (count + 1) * step.context
+    backlog: float = worker.outstanding_tokens + worker.pending_tokens
+    waits, backlogs = (pace.wait, urgent.wait), (2 * backlog, backlog - worker.yielding_tokens)
+    if worker.role == "prefill" and worker.running >= AHEAD_PROMPTS // 2:
+        backlogs = math.inf, math.inf if worker.running >= AHEAD_PROMPTS else backlogs[1]
+    floor = step.token + (step.prompt_fixed + decodes) / pace.most
+    floors = floor, count * step.token if step.prompt_fixed >= fixed else 0.0
+    return *waits, first, token, step.pair, delay, decode, context, *backlogs, *floors
 
 
 def stall(seconds: float, steps: int) -> float:

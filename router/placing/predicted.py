@@ -30,9 +30,14 @@ from kvrelay.router.placing.groups import (
     COLOCATED,
     CONTEXT,
     DECODES,
+    DELAY_FLOOR,
+    FLOOR,
+    PAIR,
     PREFILLS,
     SIDES,
     URGENT_BACKLOG,
+    URGENT_WAIT,
+    WAIT,
     Fleet,
     Group,
     Rows,
@@ -59,8 +64,8 @@ TIE_SECONDS = 1e-7
 """Difference of costs by which equal workers take turns."""
 CAUTION = 1e9
 """Seconds that stand for what comes before any cost in seconds (`PlacementPolicy._caution`)."""
-ORDERS = 1024
-"""Different orders of equal workers."""
+ORDERS, ORDERS_AT_ONCE = 1024, 16
+"""Different orders of equal workers, and how many are made at once."""
 TURNS = 2**20
 """Turns after which they are counted from 0 again."""
 ALL_SIDES = range(len(SIDES))
@@ -115,7 +120,8 @@ class _Prices:
         """
         self._prompt, self._yields, self._extra, self._weights = demand.prompt_tokens, demand.yields, extra, weights
         self.steps = steps = min(MOST_STEPS, max(1, demand.expected_tokens - 1)) if demand.decode_tokens else 0
-        self._workers, self._context = fleet.workers, demand.prompt_tokens + steps / 2
+        self._workers, self._figures = fleet.workers, fleet.figures
+        self._context = demand.prompt_tokens + steps / 2
         self._least = cached[0][0]
         self._tokens: dict[int, int] = {}
         """Tokens of the prompt that workers have, by row, where these are not `_least`."""
@@ -164,6 +170,16 @@ class _Prices:
         tokens = self._tokens.get(row, self._least)
         return tokens if tokens < self._prompt else self._prompt - 1
 
+    def floor(self, row: int, side: int) -> float:
+        """A bound that what `prompt` costs on a worker of a side, or the whole request on others, isn't below."""
+        prompt, cached, figures = self._prompt, self.cached(row), self._figures[row]
+        new = prompt - cached
+        work = new * (figures[FLOOR] + (prompt - new / 2) * figures[PAIR])
+        found = figures[WAIT if self._yields else URGENT_WAIT] + self._weights[side] * work
+        if side == PREFILLS:
+            return found + self._extra.item(row)
+        return found + DECODE_WEIGHT * new * figures[DELAY_FLOOR] + self.streams.item(row)
+
     def prompt(self, row: int, side: int) -> _Prompt:
         """The prompt on a worker of a side."""
         worker, cached = self._workers[row], self.cached(row)
@@ -171,48 +187,56 @@ class _Prices:
         prefill = pace.prefill(self._prompt - cached, cached)
         return _Prompt(pace.wait + self._weights[side] * prefill.seconds + self._extra.item(row), row, worker, prefill)
 
-    def alone(self, row: int, side: int) -> _Option:
-        """The request on one worker of a side, from beginning to end."""
-        prompt = self.prompt(row, side)
-        seconds, _, worker, prefill = prompt
-        if (sequences := _pace(worker).load.sequences) and prefill.delay:
-            seconds += DECODE_WEIGHT * stall(prefill.delay, prefill.steps) * sequences
-        seconds += self.streams.item(row) - self._extra.item(row)
-        return _Option(seconds, "in place" if side == DECODES else "co-located", prompt, worker)
+    def add_alone(self, options: list[_Option], rows: Iterable[int], side: int) -> None:
+        """Adds the ways to serve the request on one worker of a side that are among the two cheapest options."""
+        second = _second(options)
+        for row in rows:
+            if self.floor(row, side) >= second:
+                continue
+            prompt = self.prompt(row, side)
+            seconds, _, worker, prefill = prompt
+            if (sequences := _pace(worker).load.sequences) and prefill.delay:
+                seconds += DECODE_WEIGHT * stall(prefill.delay, prefill.steps) * sequences
+            seconds += self.streams.item(row) - self._extra.item(row)
+            options.append(_Option(seconds, "in place" if side == DECODES else "co-located", prompt, worker))
+            second = _second(options)
 
-    def add_pairs(self, options: list[_Option], group: Group, prompts: list[_Prompt], decodes: Iterable[int]) -> bool:
+    def add_pairs(self, options: list[_Option], group: Group, prefills: list[int], decodes: Iterable[int]) -> bool:
         """Adds those pairs that are among the two cheapest options.
 
         Args:
-            decodes: rows of the workers that may get the prompt's KV.
+            prefills: rows of the workers that may compute the prompt.
+            decodes: rows of the workers that may get its KV.
 
         Returns:
             Whether any two of the workers may be paired.
         """
-        prompts.sort(key=_seconds)
+        workers = self._workers
         streams = []
         for row in decodes:
-            costs, after = _pace(self._workers[row]).costs, self.streams.item(row)
+            costs, after = _pace(workers[row]).costs, self.streams.item(row)
             streams.append((after + costs.least_exposed, row, after, costs))
         streams.sort()
-        first, second = sorted([*[option.seconds for option in options], math.inf, math.inf])[:2]
-        any_pair = group.any_pair or not any(prompt.worker.bad_peers for prompt in prompts)
-        for prompt in prompts:
+        any_pair = group.any_pair or not any(workers[row].bad_peers for row in prefills)
+        second = _second(options)
+        for floor, at in sorted([(self.floor(row, PREFILLS), row) for row in prefills]):
+            if not streams or floor + streams[0][0] >= second:
+                break
+            prompt = self.prompt(at, PREFILLS)
             before, worker = prompt.seconds, prompt.worker
             for least, row, after, costs in streams:
                 if before + least >= second:
                     break
-                if any_pair or group.allows(worker, self._workers[row]):
+                if any_pair or group.allows(worker, workers[row]):
                     link = costs.link(worker.id.name)
                     exposed = exposed_seconds(costs.kv, link, self._prompt, self.cached(row), prompt.prefill)
                     seconds = before + after + exposed
                     if seconds < second:
-                        first, second = (first, seconds) if first < seconds else (seconds, first)
-                        options.append(_Option(seconds, "pair", prompt, self._workers[row], exposed))
-        allowed = any_pair or any(
-            group.allows(prompt.worker, self._workers[row]) for prompt in prompts for _, row, _, _ in streams
+                        options.append(_Option(seconds, "pair", prompt, workers[row], exposed))
+                        second = _second(options)
+        return any_pair or any(
+            group.allows(workers[first], workers[row]) for first in prefills for _, row, _, _ in streams
         )
-        return allowed and bool(prompts and streams)
 
     def predicted(self, option: _Option) -> Predicted:
         """Latencies of an option."""
@@ -228,6 +252,8 @@ def _cheapest(costs: Vector, rows: Rows, fits: Callable[[int], bool], most: int)
     Args:
         costs: [workers].
     """
+    if not len(rows):
+        return []
     own = costs[rows]
     if len(own) > SORTED:
         near = own.argpartition(FEW)[:FEW]
@@ -266,7 +292,7 @@ class PredictedCost(LeastWork):
         self._names: NDArray[np.uint64] = np.zeros(0, np.uint64)
         """[workers] digests of their names."""
         self._orders: dict[int, Vector] = {}
-        """[workers] by a part of a request's key, from 0 to TIE_SECONDS."""
+        """[ORDERS_AT_ONCE, workers] by a part of a request's key, from 0 to TIE_SECONDS."""
 
     def predict(self, demand: Demand, workers: Sequence[WorkerView]) -> Predicted | None:
         self._see(workers)
@@ -313,39 +339,44 @@ class PredictedCost(LeastWork):
             room: whether workers without room are left out.
         """
         fleet, extra, sides = self._fleet, self._order_all(demand.key), group.rows
-        if demand.avoid or demand.on_trial or demand.degrees or fleet.suspects:
+        cautious = bool(demand.avoid or demand.on_trial or demand.degrees or fleet.suspects)
+        if cautious:
             extra = extra + self._cautions(demand)
         prices = _Prices(demand, fleet, self._index.cached(demand.chain), extra, self._weights(demand, group))
         workers, has_room, tokens = fleet.workers, fleet.has_room, demand.most_expected if room else -math.inf
+        figures, backlog = fleet.figures, BACKLOG if demand.yields else URGENT_BACKLOG
+        limit = self._ahead_tokens if room and not cautious else math.inf
         if demand.on_trial:
             sides = tuple([rows[[not workers[row].suspects for row in rows]] if len(rows) else rows for rows in sides])
 
+        def free(row: int) -> bool:
+            return figures[row][backlog] < limit
+
         def holds(row: int) -> bool:
-            return tokens <= has_room[row] or self._holds(demand, workers[row])
+            return figures[row][backlog] < limit and (tokens <= has_room[row] or self._holds(demand, workers[row]))
 
         def accepts(row: int) -> bool:
             return tokens <= has_room[row] or self._accepts(demand, workers[row], group)
 
-        def firsts(most: int) -> list[_Prompt]:
-            rows = _cheapest(prices.costs[PREFILLS], sides[PREFILLS], _any, most)
-            return [prices.prompt(row, PREFILLS) for row in rows]
-
-        in_place: list[int] = []
         options: list[_Option] = []
-        if len(sides[DECODES]):
-            in_place = _cheapest(prices.costs[DECODES], sides[DECODES], holds, CANDIDATES - 1)
-            options += [prices.alone(row, DECODES) for row in in_place]
-        if len(sides[COLOCATED]):
-            rows = _cheapest(prices.costs[COLOCATED], sides[COLOCATED], holds, CANDIDATES)
-            options += [prices.alone(row, COLOCATED) for row in rows]
+        in_place = _cheapest(prices.costs[DECODES], sides[DECODES], holds, CANDIDATES - 1)
+        colocated = _cheapest(prices.costs[COLOCATED], sides[COLOCATED], holds, CANDIDATES)
+        if colocated:
+            prices.add_alone(options, colocated, COLOCATED)
         if not prices.steps:
-            options += [_Option(prompt.seconds, "first token", prompt, None) for prompt in firsts(CANDIDATES)]
+            firsts = [
+                prices.prompt(row, PREFILLS)
+                for row in _cheapest(prices.costs[PREFILLS], sides[PREFILLS], free, CANDIDATES)
+            ]
+            options += [_Option(prompt.seconds, "first token", prompt, None) for prompt in firsts]
         elif len(sides[PREFILLS]) and len(sides[DECODES]):
             for most in (CANDIDATES, len(workers)):
                 # Of those that have a part of the prompt, less is sent.
                 lasts = {*_cheapest(prices.streams, sides[DECODES], accepts, most), *in_place}
-                if not lasts or prices.add_pairs(options, group, firsts(most), lasts):
+                prefills = _cheapest(prices.costs[PREFILLS], sides[PREFILLS], free, most)
+                if not (lasts and prefills) or prices.add_pairs(options, group, prefills, lasts):
                     break  # else none of them may be paired
+        prices.add_alone(options, in_place, DECODES)
         options.sort(key=_seconds)
         return options, prices
 
@@ -375,20 +406,23 @@ class PredictedCost(LeastWork):
         by turn. Not to be changed."""
         if not key:
             return self._turns
-        number = key % ORDERS
-        order = self._orders.get(number)
-        if order is None:
+        several, number = divmod(key % ORDERS, ORDERS_AT_ONCE)
+        orders = self._orders.get(several)
+        if orders is None:
             # Names are digests already, so a product with an odd number gives another order.
-            mixed = self._names * np.uint64(xxh3_64_intdigest(number.to_bytes(8, "little")) | 1)
-            order = self._orders[number] = mixed.astype(np.float64) * (2.0**-64 * TIE_SECONDS)
+            firsts = range(several * ORDERS_AT_ONCE, (several + 1) * ORDERS_AT_ONCE)
+            odd = np.array([[xxh3_64_intdigest(each.to_bytes(8, "little")) | 1] for each in firsts], np.uint64)
+            orders = self._orders[several] = (self._names * odd).astype(np.float64) * (2.0**-64 * TIE_SECONDS)
+        order: Vector = orders[number]
         return order
 
 
 _seconds = attrgetter("seconds")
 
 
-def _any(row: int) -> bool:
-    return True
+def _second(options: list[_Option]) -> float:
+    """Cost of the second cheapest option; infinite if there is none."""
+    return sorted([option[0] for option in options])[1] if len(options) > 1 else math.inf
 
 
 _POLICIES: dict[PlacementName, type[PlacementPolicy]] = {

@@ -1,5 +1,6 @@
 """Placement by predicted cost: the rules hold whatever the costs say, and what costs less is chosen."""
 
+import math
 import random
 from array import array
 from collections import Counter
@@ -200,7 +201,7 @@ def test_a_strictly_cheaper_twin_is_chosen(seed: int, roles: list[WorkerRole]) -
 
 
 def straightforward(
-    demand: Demand, workers: list[WorkerView], have: dict[WorkerId, int], order: dict[WorkerId, float]
+    demand: Demand, workers: list[WorkerView], ahead: float, have: dict[WorkerId, int], order: dict[WorkerId, float]
 ) -> list[tuple[float, str]]:
     """The options among the candidates, each with its cost and its workers in words, the cheapest first: as
     `PredictedCost` is meant to choose, one worker after the other and without shortcuts."""
@@ -249,13 +250,16 @@ def straightforward(
     def fits(each: WorkerView) -> bool:
         return each.capacity is None or each.capacity.fits(demand)
 
+    def free(each: WorkerView) -> bool:
+        return not each.busy(ahead, yields=demand.yields)
+
     by_role = {role: [each for each in workers if each.role == role] for role in ("prefill", "decode", "colocated")}
-    in_place = sorted(filter(fits, by_role["decode"]), key=estimate)[: CANDIDATES - 1]
+    in_place = sorted(filter(fits, filter(free, by_role["decode"])), key=estimate)[: CANDIDATES - 1]
     options = [(alone(each), f"in place {each.id.name}") for each in in_place]
-    colocated = sorted(filter(fits, by_role["colocated"]), key=estimate)[:CANDIDATES]
+    colocated = sorted(filter(fits, filter(free, by_role["colocated"])), key=estimate)[:CANDIDATES]
     options += [(alone(each), f"co-located {each.id.name}") for each in colocated]
     lasts = {each.id: each for each in [*sorted(filter(fits, by_role["decode"]), key=decode)[:CANDIDATES], *in_place]}
-    firsts = sorted(by_role["prefill"], key=estimate)[:CANDIDATES]
+    firsts = sorted(filter(free, by_role["prefill"]), key=estimate)[:CANDIDATES]
     options += [(pair(a, b), f"pair {a.id.name} {b.id.name}") for a, b in product(firsts, lasts.values())]
     return sorted(options)
 
@@ -267,7 +271,8 @@ def straightforward(
     st.sampled_from([4, 4, 150]),
 )
 def test_the_choice_is_that_without_shortcuts(seed: int, roles: list[WorkerRole], most: int) -> None:
-    """After each change of some loads, whatever prefixes workers have and whoever has room."""
+    """After each change of some loads, whatever prefixes workers have and whoever has room. A request waits only if all
+    that could compute it have enough to do."""
     rng = random.Random(seed)
 
     def view(name: str, role: WorkerRole) -> WorkerView:
@@ -290,7 +295,7 @@ def test_the_choice_is_that_without_shortcuts(seed: int, roles: list[WorkerRole]
             True,
             pending_tokens=rng.choice([0, rng.randint(0, 9000)]),
             yielding_tokens=rng.choice([0, rng.randint(0, 9000)]),
-            running=rng.randint(0, 7 if role == "prefill" else 40),
+            running=rng.randint(0, 20 if role == "prefill" else 40),
             kv_tokens=65536,
             capacity=None if role == "prefill" or rng.random() < 0.1 else capacity,
             costs=costs,
@@ -298,7 +303,8 @@ def test_the_choice_is_that_without_shortcuts(seed: int, roles: list[WorkerRole]
 
     workers = [view(f"{role}-{at}", role) for role in roles for at in range(rng.randint(1, most))]
     index = PrefixIndex(10**7)
-    policy = PredictedCost(index)
+    ahead = rng.choice([math.inf, 3000])
+    policy = PredictedCost(index, 0.0, ahead)
     policy.place(Demand(1, 1), workers)
     whole = array("Q", range(1, 200))
     for _ in range(3):
@@ -318,7 +324,8 @@ def test_the_choice_is_that_without_shortcuts(seed: int, roles: list[WorkerRole]
         )
         placed = policy.place(demand, workers)
         order = dict(zip([each.id for each in workers], policy._order_all(demand.key).tolist(), strict=True))
-        options = straightforward(demand, workers, {each.id: index.find(each.id, chain) for each in workers}, order)
+        have = {each.id: index.find(each.id, chain) for each in workers}
+        options = straightforward(demand, workers, ahead, have, order)
         if not options:
             assert isinstance(placed, NoPlace)
             continue
