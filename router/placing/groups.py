@@ -214,7 +214,7 @@ def numbers_of(worker: WorkerView) -> tuple[float, ...]:
     chunk, fixed, decodes = pace.chunk(0), step.fixed, pace.decodes
     first = max(fixed, step.prompt_fixed + step.token) + decodes
     full = max(fixed, step.prompt_fixed + step.token * chunk)
-    delay = count * stall(full - fixed, 1) / chunk
+    delay = count * stall(full - fixed, 1, pace.bounded) / chunk
     decode = fixed + decodes + (count + 1) * step.sequence
     token, context = (full + decodes) / chunk, (count + 1) * step.context
     backlog: float = worker.outstanding_tokens + worker.pending_tokens
@@ -226,6 +226,7 @@ def numbers_of(worker: WorkerView) -> tuple[float, ...]:
     return *waits, first, token, step.pair, delay, decode, context, *backlogs, *floors
 
 
-def stall(seconds: float, steps: int) -> float:
-    """Weighs the delay that a sequence has over `steps` steps: one long pause counts more than many short ones."""
-    return seconds * (1 + seconds / steps / STALL_SECONDS)
+def stall(seconds: float, steps: int, bounded: bool) -> float:
+    """Weighs the delay that a sequence has over `steps` steps: one long pause counts more than many short ones, unless
+    the worker bounds the time of a step, as then no pause is long."""
+    return seconds if bounded else seconds * (1 + seconds / steps / STALL_SECONDS)

@@ -195,8 +195,9 @@ class _Prices:
                 continue
             prompt = self.prompt(row, side)
             seconds, _, worker, prefill = prompt
-            if (sequences := _pace(worker).load.sequences) and prefill.delay:
-                seconds += DECODE_WEIGHT * stall(prefill.delay, prefill.steps) * sequences
+            pace = _pace(worker)
+            if prefill.delay and pace.load.sequences:
+                seconds += DECODE_WEIGHT * pace.load.sequences * stall(prefill.delay, prefill.steps, pace.bounded)
             seconds += self.streams.item(row) - self._extra.item(row)
             options.append(_Option(seconds, "in place" if side == DECODES else "co-located", prompt, worker))
             second = _second(options)
@@ -322,38 +323,47 @@ class PredictedCost(LeastWork):
     def _choose(self, demand: Demand, group: Group) -> Choice | None:
         if not self._fleet.known:
             return super()._choose(demand, group)
-        backlog = self._backlog(demand)
-        if self._waiting and all((backlog[rows] >= self._ahead_tokens).all() for rows in group.rows):
+        if self._waiting and all((self._backlog(demand)[rows] >= self._ahead_tokens).all() for rows in group.rows):
             return None  # all of them have enough to do: the queue asks often while that is so
-        options, prices = self._options(demand, group, room=True)
+        options, prices = self._options(demand, group)
         if not options:
             return None
-        best, second = options[0], options[1] if len(options) > 1 else None
+        best = options[0]
+        if best.prompt.worker.busy(self._ahead_tokens, yields=demand.yields):
+            # It is worth waiting for what its worker has of the prompt, but not for what makes its tokens cheaper.
+            options, prices = self._options(demand, group, only_free=True)
+            if not options or not _instead(options[0], best):
+                return None
+            best = options[0]
+        second = options[1] if len(options) > 1 else None
         words = "" if second is None else f"{second.way} {' '.join([each.id.name for each in second.workers])}"
         return Choice(best.workers, Decision(best.way, prices.predicted(best), best.exposed, words))
 
-    def _options(self, demand: Demand, group: Group, *, room: bool) -> tuple[list[_Option], _Prices]:
+    def _options(
+        self, demand: Demand, group: Group, *, room: bool = True, only_free: bool = False
+    ) -> tuple[list[_Option], _Prices]:
         """The cheapest ways to serve a request, the best first, and what they cost.
 
         Args:
             room: whether workers without room are left out.
+            only_free: whether workers are left out that have enough to do, where they would compute the prompt.
         """
         fleet, extra, sides = self._fleet, self._order_all(demand.key), group.rows
-        cautious = bool(demand.avoid or demand.on_trial or demand.degrees or fleet.suspects)
-        if cautious:
+        if demand.avoid or demand.on_trial or demand.degrees or fleet.suspects:
             extra = extra + self._cautions(demand)
         prices = _Prices(demand, fleet, self._index.cached(demand.chain), extra, self._weights(demand, group))
         workers, has_room, tokens = fleet.workers, fleet.has_room, demand.most_expected if room else -math.inf
         figures, backlog = fleet.figures, BACKLOG if demand.yields else URGENT_BACKLOG
-        limit = self._ahead_tokens if room and not cautious else math.inf
         if demand.on_trial:
             sides = tuple([rows[[not workers[row].suspects for row in rows]] if len(rows) else rows for rows in sides])
 
+        ahead_tokens = self._ahead_tokens
+
         def free(row: int) -> bool:
-            return figures[row][backlog] < limit
+            return not only_free or figures[row][backlog] < ahead_tokens
 
         def holds(row: int) -> bool:
-            return figures[row][backlog] < limit and (tokens <= has_room[row] or self._holds(demand, workers[row]))
+            return free(row) and (tokens <= has_room[row] or self._holds(demand, workers[row]))
 
         def accepts(row: int) -> bool:
             return tokens <= has_room[row] or self._accepts(demand, workers[row], group)
@@ -418,6 +428,12 @@ class PredictedCost(LeastWork):
 
 
 _seconds = attrgetter("seconds")
+
+
+def _instead(other: _Option, best: _Option) -> bool:
+    """Whether another way is taken, since the worker that would compute the prompt in the best one has enough to do."""
+    sooner = other.way == best.way and other.prompt.seconds <= best.prompt.seconds
+    return sooner and other.seconds < best.seconds + CAUTION
 
 
 def _second(options: list[_Option]) -> float:
