@@ -5,9 +5,9 @@
     python benchmarks/compare.py MODEL --peers PEERS --out benchmarks/results/cpu-135m-2-cores.json
     python benchmarks/compare.py smollm2 --peers PEERS --engines kvrelay,llama_cpp --instruction-set avx2
 
-Each engine runs in a process of its own, with as many threads, in bfloat16, or kvrelay and llama.cpp with quantized
-weights, or both of them on the same GGUF file: `benchmarks/offline.py` has the grid. Rates are tokens a second of wall
-time, or with `--cpu` of CPU time.
+Each engine runs in a process of its own, with as many threads, in bfloat16 or float32, or kvrelay and llama.cpp with
+quantized weights, or both of them on the same GGUF file: `benchmarks/offline.py` has the grid. Rates are tokens a
+second of wall time, or with `--cpu` of CPU time.
 """
 
 import argparse
@@ -22,15 +22,16 @@ from turns import OWN, Engine, add_options, compare, end_on_signal, setting
 from kvrelay.models import packages
 
 HERE = Path(__file__).parent
-GGUF = {"none": "bf16", "int8": "q8_0", "w8a8": "q8_0", "int4": "q4_0"}
-"""Types of a GGUF file for llama.cpp, by kvrelay's format of weights."""
+DTYPES = {"bfloat16": "bf16", "float32": "f32"}
+GGUF = {"int8": "q8_0", "w8a8": "q8_0", "int4": "q4_0"}
+"""Types of a GGUF file for llama.cpp, by kvrelay's dtype and format of weights."""
 QUANTIZED = ("kvrelay", "llama_cpp")
 """The engines that have weights in such formats."""
 
 
 def engines(model: Path, gguf: Path, args: argparse.Namespace) -> dict[str, Engine]:
     """Every engine that can be measured."""
-    options = ["--threads", str(args.threads), *(["--cpu"] if args.cpu else [])]
+    options = ["--threads", str(args.threads), "--dtype", args.dtype, *(["--cpu"] if args.cpu else [])]
     options += ["--cells", args.cells] if args.cells else []
 
     def engine(name: str, python: Path, source: Path, *distributions: str) -> Engine:
@@ -49,7 +50,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder of a checkpoint; GGUF file, or smollm2")
     parser.add_argument("--engines", default="kvrelay,vllm,llama_cpp")
-    parser.add_argument("--quantization", choices=GGUF, default="none", help="of kvrelay and llama.cpp")
+    parser.add_argument("--quantization", choices=("none", *GGUF), default="none", help="of kvrelay and llama.cpp")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of all engines")
     parser.add_argument("--cells", help="of the grid; all unless given")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--instruction-set", help="of kvrelay and llama.cpp; the best that the CPU has unless given")
@@ -83,8 +85,10 @@ def main() -> None:
         chosen = {name: every[name] for name in names}
         if "llama_cpp" in chosen and not one_file:
             convert = [chosen["llama_cpp"].python, HERE / "peers" / "gguf_file.py", args.model, gguf]
-            subprocess.run([*convert, "--type", GGUF[args.quantization]], check=True, timeout=600)
-        result = setting(chosen) | {"model": args.model.resolve().name, "threads": args.threads, "dtype": "bfloat16"}
+            subprocess.run(
+                [*convert, "--type", GGUF.get(args.quantization, DTYPES[args.dtype])], check=True, timeout=600
+            )
+        result = setting(chosen) | {"model": args.model.resolve().name, "threads": args.threads, "dtype": args.dtype}
         result |= {"quantization": args.quantization, "clock": "cpu" if args.cpu else "wall"}
         result["instruction_set"] = args.instruction_set or "native"
         compare(chosen, args, result, "tokens_per_s", larger_is_better=True)

@@ -50,7 +50,7 @@ class Vllm:
         from vllm import LLM, SamplingParams
 
         self._clock, self._sampling = clock, SamplingParams
-        self._llm = LLM(args.model, dtype="bfloat16", max_model_len=4096, enable_prefix_caching=False, max_num_seqs=64)
+        self._llm = LLM(args.model, dtype=args.dtype, max_model_len=4096, enable_prefix_caching=False, max_num_seqs=64)
 
     def seconds(self, batch: int, length: int, out: int) -> tuple[float, ...]:
         sampling = self._sampling(max_tokens=out, ignore_eos=True, temperature=0)
@@ -193,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of a checkpoint, or a GGUF file")
     parser.add_argument("--engine", choices=ENGINES, default="kvrelay")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of kvrelay")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of kvrelay and vLLM")
     parser.add_argument("--quantization", default="none", help="of kvrelay's weights, see docs/quantization.md")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu", action="store_true", help="rates by CPU time; with --threads 1")

@@ -42,7 +42,7 @@ START_SECONDS = 300
 VLLM_PORTS = (28100, 28101), (28110, 28111)
 """Ports of each server: of HTTP, and the side channel of its NIXL."""
 CONFIG = """\
-model: {{path: {model}, dtype: bfloat16}}
+model: {{path: {model}, dtype: {dtype}}}
 prefill: {{replicas: 1, threads: {stages}, engine: {{pipeline_parallel: {stages}}}}}
 decode: {{replicas: 1, threads: 1}}
 """
@@ -55,22 +55,22 @@ Times = Callable[[list[int], int], list[float]]
 
 
 @contextmanager
-def client_of_pair(model: Path, folder: Path, stages: int = 1) -> Iterator["Client"]:
+def client_of_pair(model: Path, folder: Path, dtype: str, stages: int = 1) -> Iterator["Client"]:
     """A client of a running pair of kvrelay's, whose prefill worker has so many stages of a thread each."""
     from clusters import local_cluster
 
     from kvrelay.client import Client
 
     config = folder / f"pair-{stages}.yaml"
-    config.write_text(CONFIG.format(model=json.dumps(str(model.resolve())), stages=stages))
+    config.write_text(CONFIG.format(model=json.dumps(str(model.resolve())), dtype=dtype, stages=stages))
     with local_cluster("--config", str(config)) as router, Client(router) as client:
         yield client
 
 
 @contextmanager
-def kvrelay_pair(model: Path, folder: Path) -> Iterator[Times]:
+def kvrelay_pair(model: Path, folder: Path, dtype: str) -> Iterator[Times]:
     """A running pair of kvrelay's."""
-    with client_of_pair(model, folder) as client:
+    with client_of_pair(model, folder, dtype) as client:
 
         def times(prompt: list[int], out: int) -> list[float]:
             chunks = client.generate(prompt, max_tokens=out, temperature=0.0, ignore_eos=True, timeout=120)
@@ -80,7 +80,7 @@ def kvrelay_pair(model: Path, folder: Path) -> Iterator[Times]:
 
 
 @contextmanager
-def vllm_server(model: Path, core: int, log: Path) -> Iterator[int]:
+def vllm_server(model: Path, core: int, log: Path, dtype: str) -> Iterator[int]:
     """A vLLM server computing on `core`; gives its port, at once."""
     port, side_port = VLLM_PORTS[core]
     environment = os.environ | {
@@ -92,7 +92,7 @@ def vllm_server(model: Path, core: int, log: Path) -> Iterator[int]:
         "HF_HUB_OFFLINE": "1",
     }
     command = [str(Path(sys.executable).parent / "vllm"), "serve", str(model), "--served-model-name", "peer"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "4096"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, "--max-model-len", "4096"]
     command += ["--kv-transfer-config", json.dumps(KV_TRANSFER)]
     with log.open("w") as out:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
@@ -113,7 +113,7 @@ def wait_until_ready(port: int, log: Path, deadline: float) -> None:
 
 
 @contextmanager
-def vllm_pair(model: Path, folder: Path) -> Iterator[Times]:
+def vllm_pair(model: Path, folder: Path, dtype: str) -> Iterator[Times]:
     """A running pair of vLLM's."""
 
     def post(port: int, body: dict[str, Any]) -> Any:
@@ -130,7 +130,7 @@ def vllm_pair(model: Path, folder: Path) -> Iterator[Times]:
 
     with ExitStack() as stack:
         logs = folder / "prefill.log", folder / "decode.log"
-        ports = [stack.enter_context(vllm_server(model, core, log)) for core, log in enumerate(logs)]
+        ports = [stack.enter_context(vllm_server(model, core, log, dtype)) for core, log in enumerate(logs)]
         deadline = time.monotonic() + START_SECONDS
         for port, log in zip(ports, logs, strict=True):
             wait_until_ready(port, log, deadline)
@@ -138,10 +138,12 @@ def vllm_pair(model: Path, folder: Path) -> Iterator[Times]:
         yield times
 
 
-PAIRS: dict[str, Callable[[Path, Path], AbstractContextManager[Times]]] = {OWN: kvrelay_pair, "vllm": vllm_pair}
+Pair = Callable[[Path, Path, str], AbstractContextManager[Times]]
+"""Function that runs a pair with a checkpoint, a folder for its files and a dtype, while it is a context."""
+PAIRS: dict[str, Pair] = {OWN: kvrelay_pair, "vllm": vllm_pair}
 
 
-def alone(name: str, model: Path) -> None:
+def alone(name: str, model: Path, dtype: str) -> None:
     """Times one system's pair once."""
 
     def report(cell: str, seconds: float) -> None:
@@ -149,7 +151,7 @@ def alone(name: str, model: Path) -> None:
 
     random.seed(0)
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="pair-") as folder, PAIRS[name](model, Path(folder)) as times:
+    with tempfile.TemporaryDirectory(prefix="pair-") as folder, PAIRS[name](model, Path(folder), dtype) as times:
         report("start", time.perf_counter() - start)
 
         def seconds(length: int, out: int) -> tuple[float, float]:
@@ -166,12 +168,12 @@ def alone(name: str, model: Path) -> None:
             report(f"tpot_{length}", statistics.median(following))
 
 
-def exposed(model: Path, stages: int) -> dict[str, Any]:
+def exposed(model: Path, dtype: str, stages: int) -> dict[str, Any]:
     """Exposed seconds of hand-offs from one stage and from so many, in turn."""
     found: dict[int, list[float]] = {1: [], stages: []}
     random.seed(0)
     with tempfile.TemporaryDirectory(prefix="pair-") as folder, ExitStack() as stack:
-        clients = {count: stack.enter_context(client_of_pair(model, Path(folder), count)) for count in found}
+        clients = {count: stack.enter_context(client_of_pair(model, Path(folder), dtype, count)) for count in found}
         for number in range(1 + EXPOSED_PROMPTS):
             prompt = random.choices(range(2, 8000), k=max(LENGTHS))
             for count, client in clients.items():
@@ -187,25 +189,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder of a checkpoint")
     parser.add_argument("--alone", choices=PAIRS, help="time one system once")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of both systems")
     parser.add_argument("--stages", type=int, help="compare prefill workers of so many stages with those of one")
     add_options(parser)
     args = parser.parse_args()
     end_on_signal()
     if args.stages:
-        result = own_setting("torch") | {"model": args.model.name} | exposed(args.model, args.stages)
+        result = own_setting("torch") | {"model": args.model.name} | exposed(args.model, args.dtype, args.stages)
         print(json.dumps(result, indent=2))
         return save(args.out, result) if args.out is not None else None
     if args.alone:
-        return alone(args.alone, args.model)
+        return alone(args.alone, args.model, args.dtype)
     if args.peers is None:
         parser.error("--peers is needed, or --alone")
     own, vllm = Path(sys.executable), args.peers / "vllm" / "bin" / "python"
     packages = {OWN: (own, ("kvrelay", "torch", "ray", "grpcio")), "vllm": (vllm, ("vllm", "torch", "nixl"))}
     pairs = {
-        name: Engine((str(python), __file__, str(args.model), "--alone", name), python, distributions)
+        name: Engine(
+            (str(python), __file__, str(args.model), "--dtype", args.dtype, "--alone", name), python, distributions
+        )
         for name, (python, distributions) in packages.items()
     }
-    result = setting(pairs) | {"model": args.model.resolve().name, "threads per worker": 1, "dtype": "bfloat16"}
+    result = setting(pairs) | {"model": args.model.resolve().name, "threads per worker": 1, "dtype": args.dtype}
     return compare(pairs, args, result, "seconds", larger_is_better=False)
 
 

@@ -21,7 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--type", choices=("bf16", "q8_0", "q4_0"), default="bf16", help="of the matrices")
+    parser.add_argument("--type", choices=("f32", "bf16", "q8_0", "q4_0"), default="bf16", help="of the matrices")
     args = parser.parse_args()
     config = json.loads((args.model / "config.json").read_text())
     moe = config["model_type"] == "qwen3_moe"
@@ -45,7 +45,7 @@ def main() -> None:
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{args.type.upper()}"])
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if args.type == "f32" else f"MOSTLY_{args.type.upper()}"])
     add_tokenizer(writer, json.loads((args.model / "tokenizer.json").read_text())["model"], config["vocab_size"])
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     kind = gguf.GGMLQuantizationType[args.type.upper()]

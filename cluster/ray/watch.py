@@ -80,10 +80,11 @@ class LocalWatch:
 
     def lost(self) -> str:
         """The reason why the cluster is lost; empty if it isn't."""
-        for name in NEEDED:
-            process = self._processes[name]
-            if process is not None and not processes.alive(process):
-                return f"{name} (pid {process.pid}) has ended"
+        needed = ((name, process) for name in NEEDED if (process := self._processes[name]) is not None)
+        # The raylet ends with its agents, perhaps before this look: all are named, the cause among them.
+        ended = [f"{name} (pid {process.pid})" for name, process in needed if not processes.alive(process)]
+        if ended:
+            return f"{' and '.join(ended)} {'has' if len(ended) == 1 else 'have'} ended"
         for name, silence in self._silences.items():
             if verdict := silence.verdict():
                 return f"{name} {verdict}"

@@ -23,7 +23,7 @@ from support.faults import oracle  # noqa: E402
     [
         pytest.param(["fuzz", "--only", "uvloop", "--count", "150"], marks=pytest.mark.more),
         pytest.param(["deadlines", "--only", "asyncio", "--count", "150"], marks=pytest.mark.more),
-        pytest.param(["keys"], marks=pytest.mark.more),
+        pytest.param(["keys"], marks=pytest.mark.slow),
     ],
     ids=lambda arguments: arguments[0],
 )

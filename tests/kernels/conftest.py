@@ -10,12 +10,14 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 
 import pytest
 import torch
 from triton_compile import Compiler
 
 from kvrelay.kernels.cpu.library import (
+    BUILD_SECONDS,
     INSTRUCTION_SETS,
     InstructionSet,
     build,
@@ -26,6 +28,7 @@ from kvrelay.kernels.cpu.library import (
 )
 from kvrelay.kernels.cpu.program import Team
 
+HERE = Path(__file__).parent
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -48,6 +51,13 @@ def compiler() -> Iterator[Compiler]:
     """A compiler for all tests, so that each launch is compiled once."""
     with Compiler() as compiler:
         yield compiler
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives tests of the native kernels the time that a build may take: on a busy machine that is minutes."""
+    for item in items:
+        if item.path.parent == HERE and "kernels" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(BUILD_SECONDS + 60))
 
 
 def instruction_sets() -> list[object]:

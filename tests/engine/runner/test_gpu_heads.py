@@ -138,7 +138,7 @@ def let_nothing_be_read(proposer: Proposer) -> None:
         ("medusa", 1, False),
         pytest.param("medusa", 2, True, marks=pytest.mark.slow),
         pytest.param("eagle3", 2, False, marks=pytest.mark.slow),
-        ("eagle3", 2, True),
+        pytest.param("eagle3", 2, True, marks=pytest.mark.slow),
     ],
 )
 def test_guesses_and_streams_equal_the_cpus(

@@ -45,8 +45,8 @@ def on_cpu(folder: Path, asked: Sequence[Request], **options: Any) -> list[list[
     [
         ("llama", "auto", 1),
         pytest.param("llama", "auto", 2, marks=pytest.mark.more),
-        pytest.param("mistral", "int8", 2, marks=pytest.mark.more),
-        pytest.param("qwen2", "auto", 2, marks=pytest.mark.more),
+        pytest.param("mistral", "int8", 2, marks=pytest.mark.slow),
+        pytest.param("qwen2", "auto", 2, marks=pytest.mark.slow),
         pytest.param("qwen3", "int8", 2, marks=pytest.mark.more),
     ],
 )
@@ -86,7 +86,7 @@ def test_steps_planned_ahead_never_read_what_a_window_has_given_up(
 
 @pytest.mark.more
 @interpreted
-@pytest.mark.parametrize("faster", ["triton", "varlen_attn"])
+@pytest.mark.parametrize("faster", ["triton", pytest.param("varlen_attn", marks=pytest.mark.slow)])
 def test_auto_serves_by_what_was_fastest_at_warm_up(
     faster: PrefillKernel, model_of: ModelOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +136,7 @@ def check_scores(found: Sequence[TokenLogprobs], expected: Sequence[TokenLogprob
         assert score.top_logprobs == pytest.approx(wanted.top_logprobs, abs=1e-4)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @interpreted
 def test_special_rows_equal_the_cpus(one_layer: Path) -> None:
     """Penalties, bias, bad words, min_tokens and log-probabilities, beside a plain row; prompts in chunks."""

@@ -102,7 +102,7 @@ def serve(runner: Runner, asked: list[tuple[int, SamplingParams]]) -> tuple[list
     return [tokens_in(reports) for reports in heard], scores, graphs
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_tokens_and_prompt_scores_equal_the_cpus(runner: GpuRunner, folder: Path) -> None:
     """Steps that fit a size and larger ones, decode rows beside chunks, and rows a step ahead."""
     asked = [
