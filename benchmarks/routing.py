@@ -96,14 +96,17 @@ class Rates:
     """The highest rates of the policies, each looked for once, and the figures of the runs that led there, which are
     kept with the results: what was run before with the same arrivals is not run again."""
 
-    def __init__(self, setup: Setup, found: dict[str, Any], start: float, keep: Callable[[], None]) -> None:
+    def __init__(
+        self, setup: Setup, found: dict[str, Any], start: float, keep: Callable[[], None], given: float | None = None
+    ) -> None:
         """
         Args:
             found: has the figures of earlier runs by policy, and gets those of each run.
             start: a rate, of any fleet, to begin the search with.
             keep: called after each run.
+            given: stands for each policy's highest rate, in place of a search.
         """
-        self._setup, self._found, self.start, self._keep = setup, found, start, keep
+        self._setup, self._found, self.start, self._keep, self._given = setup, found, start, keep, given
         self._highest: dict[str, float] = {}
 
     def runs(self, policy: str) -> list[dict[str, float]]:
@@ -154,6 +157,8 @@ class Rates:
 
     def highest(self, policy: str) -> float:
         """The highest rate at which enough requests meet both targets."""
+        if self._given is not None:
+            return self._given
         if policy not in self._highest:
 
             def met(rate: float) -> float:
@@ -445,7 +450,7 @@ def simulate(args: argparse.Namespace) -> None:
         if args.out is not None:
             save(args.out, result)
 
-    rates = Rates(setup, found.setdefault("runs", {}), args.start or 2.5 * args.workers[0], keep)
+    rates = Rates(setup, found.setdefault("runs", {}), args.start or 2.5 * args.workers[0], keep, args.highest)
     for row in args.rows:
         began = time.monotonic()
         found[row] = ROWS[row](setup, rates, wanted)
@@ -545,6 +550,9 @@ def main() -> None:
         "--seed", type=int, choices=range(SEEDS), default=0, help="in eighths of the trace: where it begins"
     )
     simulated.add_argument("--start", type=float, help="requests a second at which the search for the highest begins")
+    simulated.add_argument(
+        "--highest", type=float, help="requests a second that stand for each policy's highest rate: no search is made"
+    )
     simulated.add_argument(
         "--out",
         type=Path,

@@ -123,13 +123,15 @@ class Pace:
 
     def prefill(self, tokens: float, cached: float) -> Prefill:
         """The computing of a prompt's `tokens` after `cached` ones whose KV is there."""
-        tokens, step = max(1.0, tokens), self.costs.step
+        tokens, step = tokens if tokens > 1.0 else 1.0, self.costs.step
         chunk = self.chunk(cached + tokens / 2) if self.bounded else self.most
         steps = math.ceil(tokens / chunk)
         # As `StepCost.prefill`, without its calls: each placement predicts several prompts.
-        work = step.token * tokens + step.pair * tokens * (cached + (tokens + 1) / 2)
-        alone = max(steps * step.fixed, steps * step.prompt_fixed + work)
-        delay = alone - steps * step.fixed if self.load.sequences else 0.0
+        fixed = steps * step.fixed
+        alone = steps * step.prompt_fixed + step.token * tokens + step.pair * tokens * (cached + (tokens + 1) / 2)
+        if alone < fixed:
+            alone = fixed
+        delay = alone - fixed if self.load.sequences else 0.0
         return Prefill(steps * self.decodes + alone, steps, tokens - (steps - 1) * chunk, delay)
 
     def tpot(self, context: float) -> float:
@@ -149,9 +151,12 @@ def exposed_seconds(kv: KvBytes, link: LinkCost, prompt: int, have: float, prefi
         have: of them, those that the decode worker has.
         prefill: the computing of the prompt, on the worker that sends.
     """
-    total = kv.between(min(have, prompt), prompt)
-    last = kv.between(min(prompt, max(have, prompt - prefill.last)), prompt)
-    return link.exposed(total, min(last, total), prefill.seconds * (prefill.steps - 1) / prefill.steps)
+    seconds, steps, last, _ = prefill
+    have = have if have < prompt else prompt
+    begun = prompt - last
+    total = kv.between(have, prompt)
+    exposed = kv.between(begun, prompt) if begun > have else total
+    return link.exposed(total, exposed, seconds * (steps - 1) / steps)
 
 
 def stays(pace: Pace, prompt: int, cached: float, expected: float) -> Predicted:

@@ -26,9 +26,13 @@ class WorkerCosts:
     """Hand-offs to this worker, by the sending worker's name."""
     typical_link: LinkCost = field(default_factory=LinkCost, init=False, repr=False, compare=False)
     """Stands for links that aren't known yet."""
+    least_exposed: float = field(default=0.0, init=False, repr=False, compare=False)
+    """Seconds that the exposed part of any hand-off takes at least."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "typical_link", typical(list(self.links.values())))
+        links = list(self.links.values())
+        object.__setattr__(self, "typical_link", typical(links))
+        object.__setattr__(self, "least_exposed", min([link.fixed for link in links], default=0.0))
 
     def link(self, sender: str) -> LinkCost:
         """The link from the worker of this name."""

@@ -4,17 +4,24 @@ Only workers with equal digests are paired; the group of equal digests that can 
 and pairs to avoid are used only if there are no others.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress, count
 from operator import is_not
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.router.placing.placement import Demand, WorkerView
+from kvrelay.router.placing.placement import AHEAD_PROMPTS, Demand, WorkerView
 from kvrelay.rpc.compatibility import rank
 from kvrelay.rpc.identity import WorkerId, WorkerRole
+
+Rows = NDArray[np.intp]
+PREFILLS, DECODES, COLOCATED = range(3)
+"""Indices in `Group.sides`."""
+SIDES: Final[dict[WorkerRole, int]] = {"prefill": PREFILLS, "decode": DECODES, "colocated": COLOCATED}
 
 
 @dataclass(slots=True)
@@ -30,7 +37,7 @@ class Group:
     """Whether to use the pairs to avoid as well, since there are no others."""
     troubled: bool
     """Whether every option has a worker or a pair to avoid."""
-    rows: tuple[NDArray[np.intp], ...] = ()
+    rows: tuple[Rows, ...] = ()
     """Indices of the workers of each of `sides` in `Fleet.workers`."""
 
     @property
@@ -104,6 +111,14 @@ class Fleet:
         """Index of each worker in `workers`."""
         self.numbers: NDArray[np.float64] = np.zeros((0, 0))
         """[`COLUMNS`, workers] `numbers_of` each."""
+        self.estimates = self.numbers
+        """[CONTEXT + 1, workers] the part of `numbers` that costs are estimated from."""
+        self.figures: list[tuple[float, ...]] = []
+        """`numbers_of` each."""
+        self.sides: list[int] = []
+        """Index of each worker's role in `Group.sides`."""
+        self.has_room: list[float] = []
+        """Tokens up to which each worker surely has room for a request (`DecodeCapacity.sure_tokens`)."""
         self.known = False
         """Whether the costs of all workers that are ready are known."""
         self.suspects = 0
@@ -125,7 +140,11 @@ class Fleet:
         self.row = {worker.id: row for row, worker in enumerate(workers)}
         self.suspects = sum([worker.suspects > 0 for worker in workers])
         self.known = all(worker.pace is not None for worker in workers if worker.ready)
-        self.numbers = np.array([numbers_of(worker) for worker in workers]).reshape(-1, COLUMNS).T.copy()
+        self.figures = [numbers_of(worker) for worker in workers]
+        self.numbers = np.array(self.figures).reshape(-1, COLUMNS).T.copy()
+        self.estimates = self.numbers[: CONTEXT + 1]
+        self.sides = [SIDES[worker.role] for worker in workers]
+        self.has_room = [_room(worker) for worker in workers]
         return True
 
     def groups(self, demand: Demand) -> list[Group]:
@@ -143,7 +162,8 @@ class Fleet:
     def _replace(self, row: int, worker: WorkerView) -> None:
         self.suspects += (worker.suspects > 0) - (self.workers[row].suspects > 0)
         self.workers[row] = worker
-        self.numbers[:, row] = numbers_of(worker)
+        self.numbers[:, row] = self.figures[row] = numbers_of(worker)
+        self.has_room[row] = _room(worker)
         for side, at in self._places[row]:
             side[at] = worker
 
@@ -163,8 +183,13 @@ def _stands(new: WorkerView, old: WorkerView) -> bool:
     )
 
 
-COLUMNS = 10
-WAIT, URGENT_WAIT, FIRST, TOKEN, PAIR, DELAY, STEP, CONTEXT, BACKLOG, URGENT_BACKLOG = range(COLUMNS)
+def _room(worker: WorkerView) -> float:
+    return math.inf if worker.capacity is None else worker.capacity.sure_tokens
+
+
+COLUMNS = 12
+WAIT, URGENT_WAIT, FIRST, TOKEN, PAIR, DELAY, STEP, CONTEXT = range(8)
+BACKLOG, URGENT_BACKLOG, FLOOR, DELAY_FLOOR = range(8, COLUMNS)
 
 
 def numbers_of(worker: WorkerView) -> tuple[float, ...]:
@@ -178,7 +203,9 @@ def numbers_of(worker: WorkerView) -> tuple[float, ...]:
     DELAY    by which all sequences that decode there are delayed together, for one token of a prompt (`stall`)
     STEP     for one token more of a newcomer, of itself and of those that it delays
     CONTEXT  in addition to STEP, for one token of its context
-    BACKLOG  tokens that it has yet to compute; URGENT_BACKLOG is the same without those of less urgent requests
+    BACKLOG  tokens that it has yet to compute, as `WorkerView.busy` counts them for a request that yields: twice, as
+             half of the bound holds for it; infinite if it has enough prompts. URGENT_BACKLOG is for other requests
+    FLOOR    for one token of a prompt at least, in whatever chunks it is computed; DELAY_FLOOR is the same of DELAY
     """
     pace, urgent = worker.pace, worker.urgent_pace
     if pace is None or urgent is None:
@@ -187,13 +214,19 @@ def numbers_of(worker: WorkerView) -> tuple[float, ...]:
     chunk, fixed, decodes = pace.chunk(0), step.fixed, pace.decodes
     first = max(fixed, step.prompt_fixed + step.token) + decodes
     full = max(fixed, step.prompt_fixed + step.token * chunk)
-    delay = count * stall(full - fixed, 1) / chunk
+    delay = count * stall(full - fixed, 1, pace.bounded) / chunk
     decode = fixed + decodes + (count + 1) * step.sequence
-    waits, backlogs = (pace.wait, urgent.wait), (worker.backlog(yields=True), worker.backlog(yields=False))
-    context = (count + 1) * step.context
-    return *waits, first, (full + decodes) / chunk, step.pair, delay, decode, context, *backlogs
+    token, context = (full + decodes) / chunk, (count + 1) * step.context
+    backlog: float = worker.outstanding_tokens + worker.pending_tokens
+    waits, backlogs = (pace.wait, urgent.wait), (2 * backlog, backlog - worker.yielding_tokens)
+    if worker.role == "prefill" and worker.running >= AHEAD_PROMPTS // 2:
+        backlogs = math.inf, math.inf if worker.running >= AHEAD_PROMPTS else backlogs[1]
+    floor = step.token + (step.prompt_fixed + decodes) / pace.most
+    floors = floor, count * step.token if step.prompt_fixed >= fixed else 0.0
+    return *waits, first, token, step.pair, delay, decode, context, *backlogs, *floors
 
 
-def stall(seconds: float, steps: int) -> float:
-    """Weighs the delay that a sequence has over `steps` steps: one long pause counts more than many short ones."""
-    return seconds * (1 + seconds / steps / STALL_SECONDS)
+def stall(seconds: float, steps: int, bounded: bool) -> float:
+    """Weighs the delay that a sequence has over `steps` steps: one long pause counts more than many short ones, unless
+    the worker bounds the time of a step, as then no pause is long."""
+    return seconds if bounded else seconds * (1 + seconds / steps / STALL_SECONDS)

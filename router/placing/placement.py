@@ -53,6 +53,13 @@ class DecodeCapacity:
         """Blocks that a sequence of `tokens` and one more needs, at most the whole pool."""
         return min(self.total, -(-(tokens + 1) // self.block_size))
 
+    @property
+    def sure_tokens(self) -> int:
+        """Tokens that a request may be expected to have in the end for which `fits` is surely true, whoever asks."""
+        if self.promised_requests >= self.free_slots:
+            return -1
+        return (self.free - self.promised_blocks - self.growth_blocks - 2 * self.reserve) * self.block_size - 1
+
     def fits(self, demand: "Demand", *, soon: bool = False) -> bool:
         """Whether there is capacity for a request to its expected end, after all that was admitted, up to its own
         expected end. A request whose client has tokens only needs room for what it has.
@@ -91,10 +98,12 @@ class DecodeCapacity:
 
     def passes(self, demand: "Demand") -> bool:
         """Whether a request takes no more than what is left of the reserve, so that it delays nobody who takes more."""
+        if demand.yields or not demand.holder:
+            return False
         own = self.holdings.get(demand.holder, 0)
         others = self._little - (own if own <= self.reserve else 0)
         fits = others + own + self.blocks_for(demand.most_expected) <= self.reserve
-        return fits and self.little(demand) and not demand.yields
+        return fits and self.little(demand)
 
     @property
     def _little(self) -> int:
@@ -182,8 +191,9 @@ class WorkerView:
         """Whether it has enough prompts to compute: so many tokens, or AHEAD_PROMPTS; half of that for a request that
         yields to others."""
         share = 1 / 2 if yields else 1
-        many = self.role == "prefill" and self.running >= share * AHEAD_PROMPTS
-        return many or self.backlog(yields=yields) >= share * ahead_tokens
+        if self.role == "prefill" and self.running >= share * AHEAD_PROMPTS:
+            return True
+        return self.backlog(yields=yields) >= share * ahead_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ it. The cheapest few of each side are predicted in detail, each pair with its ow
 """
 
 import math
-from collections.abc import Callable, Sequence
-from operator import attrgetter, mul
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
@@ -24,11 +25,27 @@ from xxhash import xxh3_64_intdigest
 
 from kvrelay.costs.predict import Decision, Pace, Predicted, Prefill, Way, exposed_seconds
 from kvrelay.router.config import PlacementName
-from kvrelay.router.placing.groups import BACKLOG, CONTEXT, URGENT_BACKLOG, Fleet, Group, stall
+from kvrelay.router.placing.groups import (
+    BACKLOG,
+    COLOCATED,
+    CONTEXT,
+    DECODES,
+    DELAY_FLOOR,
+    FLOOR,
+    PAIR,
+    PREFILLS,
+    SIDES,
+    URGENT_BACKLOG,
+    URGENT_WAIT,
+    WAIT,
+    Fleet,
+    Group,
+    Rows,
+    stall,
+)
 from kvrelay.router.placing.placement import Demand, Placement, WorkerView
 from kvrelay.router.placing.policies import Choice, LeastWork, PlacementPolicy, Random, RoundRobin
 from kvrelay.router.placing.prefixes import FEW, Cached, Expectation, PrefixIndex
-from kvrelay.rpc.identity import WorkerRole
 
 CANDIDATES = 3
 """Workers of each side that are predicted in detail."""
@@ -47,18 +64,19 @@ TIE_SECONDS = 1e-7
 """Difference of costs by which equal workers take turns."""
 CAUTION = 1e9
 """Seconds that stand for what comes before any cost in seconds (`PlacementPolicy._caution`)."""
-ORDERS = 1024
-"""Different orders of equal workers."""
+ORDERS, ORDERS_AT_ONCE = 1024, 16
+"""Different orders of equal workers, and how many are made at once."""
 TURNS = 2**20
 """Turns after which they are counted from 0 again."""
-PREFILLS, DECODES, COLOCATED = range(3)
-"""Indices in `Group.sides`."""
-SIDES: dict[WorkerRole, int] = {"prefill": PREFILLS, "decode": DECODES, "colocated": COLOCATED}
+ALL_SIDES = range(len(SIDES))
+FACTORS = Struct(f"{(1 + len(SIDES)) * (CONTEXT + 1)}d")
+"""Factors of a worker's numbers: for the tokens after the first one, then for each of `Group.sides`."""
+SORTED = 128
+"""Number of workers up to which all are sorted, where a few are looked for."""
 PLAIN_WEIGHTS = (PREFILL_WEIGHT,) * len(SIDES)
 """Weights as long as no request waits."""
 
 Vector = NDArray[np.float64]
-Fits = Callable[[WorkerView], bool]
 
 
 class _Prompt(NamedTuple):
@@ -69,15 +87,6 @@ class _Prompt(NamedTuple):
     row: int
     worker: WorkerView
     prefill: Prefill
-
-
-class _Stream(NamedTuple):
-    """A request's tokens after the first one, on a worker that would generate them."""
-
-    seconds: float
-    """Cost of these tokens."""
-    row: int
-    worker: WorkerView
 
 
 class _Option(NamedTuple):
@@ -111,14 +120,16 @@ class _Prices:
         """
         self._prompt, self._yields, self._extra, self._weights = demand.prompt_tokens, demand.yields, extra, weights
         self.steps = steps = min(MOST_STEPS, max(1, demand.expected_tokens - 1)) if demand.decode_tokens else 0
+        self._workers, self._figures = fleet.workers, fleet.figures
         self._context = demand.prompt_tokens + steps / 2
         self._least = cached[0][0]
         self._tokens: dict[int, int] = {}
-        """Tokens of the prompt that workers have, by row, where these are more than `_least`."""
+        """Tokens of the prompt that workers have, by row, where these are not `_least`."""
+        self._stream = DECODE_WEIGHT * steps
         # One product estimates all: for few workers, each call of numpy takes longer than its work.
-        stream, numbers = DECODE_WEIGHT * steps, fleet.numbers
-        factors = [(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, stream, stream * self._context), *self._factors(cached[0][0])]
-        found: Vector = np.dot(np.array(factors), numbers[: CONTEXT + 1])
+        decode = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, self._stream, self._stream * self._context)
+        factors = FACTORS.pack(*decode, *[each for side in ALL_SIDES for each in self._factors(side, self._least)])
+        found: Vector = np.dot(np.frombuffer(factors).reshape(-1, CONTEXT + 1), fleet.estimates)
         found += extra
         self.streams: Vector = found[0]
         """[workers] of the tokens after the first one."""
@@ -126,74 +137,107 @@ class _Prices:
         """[sides, workers] of the prompt up to its first token on a prefill worker, of the whole request on others."""
         for tokens, rows in cached[1:]:
             self._tokens |= dict.fromkeys(rows, tokens)
-            own = self._factors(tokens)
             if len(rows) > FEW:
-                self.costs[:, rows] = np.array(own) @ numbers[: CONTEXT + 1, rows] + extra[rows]
+                own = np.array([self._factors(side, tokens) for side in ALL_SIDES])
+                self.costs[:, rows] = own @ fleet.estimates[:, rows] + extra[rows]
                 continue
+            new = self._prompt - tokens if tokens < self._prompt else 1
+            pairs = new * (self._prompt - new / 2)
             for row in rows:
-                side = SIDES[fleet.workers[row].role]
-                each = sum(map(mul, own[side], numbers[: CONTEXT + 1, row].tolist()))
+                side, (wait, urgent, first, token, pair, delay, step, context, *_) = (
+                    fleet.sides[row],
+                    fleet.figures[row],
+                )
+                each = weights[side] * (first + new * token + pairs * pair) + (wait if self._yields else urgent)
+                if side != PREFILLS:
+                    each += DECODE_WEIGHT * new * delay + self._stream * (step + self._context * context)
                 self.costs[side, row] = each + extra.item(row)
 
-    def _factors(self, tokens: int) -> list[tuple[float, ...]]:
-        """Factors of the numbers of a worker that has so many tokens of the prompt, for each of `Group.sides`."""
-        new = self._prompt - min(tokens, self._prompt - 1)
-        pairs, delay, stream = new * (self._prompt - new / 2), DECODE_WEIGHT * new, DECODE_WEIGHT * self.steps
-        waits = (1.0, 0.0) if self._yields else (0.0, 1.0)
-        prefill, decode, colocated = self._weights
-        last = (delay, stream, stream * self._context)
-        return [
-            (*waits, prefill, prefill * new, prefill * pairs, 0.0, 0.0, 0.0),
-            (*waits, decode, decode * new, decode * pairs, *last),
-            (*waits, colocated, colocated * new, colocated * pairs, *last),
-        ]
+    def _factors(self, side: int, tokens: int) -> tuple[float, ...]:
+        """Factors of the numbers of a worker of one of `Group.sides` that has so many tokens of the prompt."""
+        prompt, weight = self._prompt, self._weights[side]
+        new = prompt - tokens if tokens < prompt else 1
+        first, second = (1.0, 0.0) if self._yields else (0.0, 1.0)
+        work = weight * new
+        pairs = work * (prompt - new / 2)
+        if side == PREFILLS:
+            return first, second, weight, work, pairs, 0.0, 0.0, 0.0
+        stream = self._stream
+        return first, second, weight, work, pairs, DECODE_WEIGHT * new, stream, stream * self._context
 
-    def _cached(self, row: int) -> int:
+    def cached(self, row: int) -> int:
         """Tokens of the prompt that a worker has, without the last one, which is always computed."""
-        return min(self._tokens.get(row, self._least), self._prompt - 1)
+        tokens = self._tokens.get(row, self._least)
+        return tokens if tokens < self._prompt else self._prompt - 1
 
-    def prompt(self, row: int, worker: WorkerView) -> _Prompt:
-        """The prompt on a worker."""
-        pace, cached = _pace(worker, self._yields), self._cached(row)
+    def floor(self, row: int, side: int) -> float:
+        """A bound that what `prompt` costs on a worker of a side, or the whole request on others, isn't below."""
+        prompt, cached, figures = self._prompt, self.cached(row), self._figures[row]
+        new = prompt - cached
+        work = new * (figures[FLOOR] + (prompt - new / 2) * figures[PAIR])
+        found = figures[WAIT if self._yields else URGENT_WAIT] + self._weights[side] * work
+        if side == PREFILLS:
+            return found + self._extra.item(row)
+        return found + DECODE_WEIGHT * new * figures[DELAY_FLOOR] + self.streams.item(row)
+
+    def prompt(self, row: int, side: int) -> _Prompt:
+        """The prompt on a worker of a side."""
+        worker, cached = self._workers[row], self.cached(row)
+        pace = _pace(worker, self._yields)
         prefill = pace.prefill(self._prompt - cached, cached)
-        seconds = pace.wait + self._weights[SIDES[worker.role]] * prefill.seconds + self._extra.item(row)
-        return _Prompt(seconds, row, worker, prefill)
+        return _Prompt(pace.wait + self._weights[side] * prefill.seconds + self._extra.item(row), row, worker, prefill)
 
-    def stream(self, row: int, worker: WorkerView) -> _Stream:
-        """The tokens after the first one on a worker."""
-        return _Stream(self.streams.item(row), row, worker)
+    def add_alone(self, options: list[_Option], rows: Iterable[int], side: int) -> None:
+        """Adds the ways to serve the request on one worker of a side that are among the two cheapest options."""
+        second = _second(options)
+        for row in rows:
+            if self.floor(row, side) >= second:
+                continue
+            prompt = self.prompt(row, side)
+            seconds, _, worker, prefill = prompt
+            pace = _pace(worker)
+            if prefill.delay and pace.load.sequences:
+                seconds += DECODE_WEIGHT * pace.load.sequences * stall(prefill.delay, prefill.steps, pace.bounded)
+            seconds += self.streams.item(row) - self._extra.item(row)
+            options.append(_Option(seconds, "in place" if side == DECODES else "co-located", prompt, worker))
+            second = _second(options)
 
-    def alone(self, row: int, worker: WorkerView, way: Way) -> _Option:
-        """The request on one worker, from beginning to end."""
-        prompt, sequences = self.prompt(row, worker), _pace(worker).load.sequences
-        delay = stall(prompt.prefill.delay, prompt.prefill.steps) * sequences
-        seconds = prompt.seconds + self.streams.item(row) - self._extra.item(row) + DECODE_WEIGHT * delay
-        return _Option(seconds, way, prompt, worker)
+    def add_pairs(self, options: list[_Option], group: Group, prefills: list[int], decodes: Iterable[int]) -> bool:
+        """Adds those pairs that are among the two cheapest options.
 
-    def pair(self, prompt: _Prompt, stream: _Stream) -> _Option:
-        """The request on two workers."""
-        costs = _pace(stream.worker).costs
-        link = costs.link(prompt.worker.id.name)
-        exposed = exposed_seconds(costs.kv, link, self._prompt, self._cached(stream.row), prompt.prefill)
-        return _Option(prompt.seconds + stream.seconds + exposed, "pair", prompt, stream.worker, exposed)
+        Args:
+            prefills: rows of the workers that may compute the prompt.
+            decodes: rows of the workers that may get its KV.
 
-    def pairs(self, group: Group, prompts: list[_Prompt], streams: list[_Stream]) -> list[_Option]:
-        """The pairs that may be among the two cheapest."""
-        prompts.sort(key=_seconds)
-        streams.sort(key=_seconds)
-        found: list[_Option] = []
-        best = second = math.inf
-        for prompt in prompts:
-            for stream in streams:
-                if prompt.seconds + stream.seconds >= second:
-                    break  # a hand-off takes some time as well
-                if group.allows(prompt.worker, stream.worker):
-                    found.append(self.pair(prompt, stream))
-                    if (seconds := found[-1].seconds) < best:
-                        best, second = seconds, best
-                    elif seconds < second:
-                        second = seconds
-        return found
+        Returns:
+            Whether any two of the workers may be paired.
+        """
+        workers = self._workers
+        streams = []
+        for row in decodes:
+            costs, after = _pace(workers[row]).costs, self.streams.item(row)
+            streams.append((after + costs.least_exposed, row, after, costs))
+        streams.sort()
+        any_pair = group.any_pair or not any(workers[row].bad_peers for row in prefills)
+        second = _second(options)
+        for floor, at in sorted([(self.floor(row, PREFILLS), row) for row in prefills]):
+            if not streams or floor + streams[0][0] >= second:
+                break
+            prompt = self.prompt(at, PREFILLS)
+            before, worker = prompt.seconds, prompt.worker
+            for least, row, after, costs in streams:
+                if before + least >= second:
+                    break
+                if any_pair or group.allows(worker, workers[row]):
+                    link = costs.link(worker.id.name)
+                    exposed = exposed_seconds(costs.kv, link, self._prompt, self.cached(row), prompt.prefill)
+                    seconds = before + after + exposed
+                    if seconds < second:
+                        options.append(_Option(seconds, "pair", prompt, workers[row], exposed))
+                        second = _second(options)
+        return any_pair or any(
+            group.allows(workers[first], workers[row]) for first in prefills for _, row, _, _ in streams
+        )
 
     def predicted(self, option: _Option) -> Predicted:
         """Latencies of an option."""
@@ -201,6 +245,34 @@ class _Prices:
         if option.decode is None:
             return Predicted(ttft, 0.0)
         return Predicted(ttft, _pace(option.decode).tpot(self._context) + option.exposed / max(1, self.steps))
+
+
+def _cheapest(costs: Vector, rows: Rows, fits: Callable[[int], bool], most: int) -> list[int]:
+    """At most `most` of these rows: those with the least costs that fit, the cheapest first.
+
+    Args:
+        costs: [workers].
+    """
+    if not len(rows):
+        return []
+    own = costs[rows]
+    if len(own) > SORTED:
+        near = own.argpartition(FEW)[:FEW]
+        found = _first(rows[near[own[near].argsort()]].tolist(), fits, most)
+        if len(found) == most:
+            return found
+    return _first(rows[own.argsort()].tolist(), fits, most)
+
+
+def _first(rows: list[int], fits: Callable[[int], bool], most: int) -> list[int]:
+    """The first `most` of these rows that fit."""
+    found: list[int] = []
+    for row in rows:
+        if fits(row):
+            found.append(row)
+            if len(found) == most:
+                break
+    return found
 
 
 def _pace(worker: WorkerView, yields: bool = True) -> Pace:
@@ -221,7 +293,7 @@ class PredictedCost(LeastWork):
         self._names: NDArray[np.uint64] = np.zeros(0, np.uint64)
         """[workers] digests of their names."""
         self._orders: dict[int, Vector] = {}
-        """[workers] by a part of a request's key, from 0 to TIE_SECONDS."""
+        """[ORDERS_AT_ONCE, workers] by a part of a request's key, from 0 to TIE_SECONDS."""
 
     def predict(self, demand: Demand, workers: Sequence[WorkerView]) -> Predicted | None:
         self._see(workers)
@@ -251,70 +323,70 @@ class PredictedCost(LeastWork):
     def _choose(self, demand: Demand, group: Group) -> Choice | None:
         if not self._fleet.known:
             return super()._choose(demand, group)
-        backlog = self._backlog(demand)
-        if self._waiting and all((backlog[rows] >= self._ahead_tokens).all() for rows in group.rows):
+        if self._waiting and all((self._backlog(demand)[rows] >= self._ahead_tokens).all() for rows in group.rows):
             return None  # all of them have enough to do: the queue asks often while that is so
-        options, prices = self._options(demand, group, room=True)
+        options, prices = self._options(demand, group)
         if not options:
             return None
-        best, second = options[0], options[1] if len(options) > 1 else None
+        best = options[0]
+        if best.prompt.worker.busy(self._ahead_tokens, yields=demand.yields):
+            # It is worth waiting for what its worker has of the prompt, but not for what makes its tokens cheaper.
+            options, prices = self._options(demand, group, only_free=True)
+            if not options or not _instead(options[0], best):
+                return None
+            best = options[0]
+        second = options[1] if len(options) > 1 else None
         words = "" if second is None else f"{second.way} {' '.join([each.id.name for each in second.workers])}"
         return Choice(best.workers, Decision(best.way, prices.predicted(best), best.exposed, words))
 
-    def _options(self, demand: Demand, group: Group, *, room: bool) -> tuple[list[_Option], _Prices]:
+    def _options(
+        self, demand: Demand, group: Group, *, room: bool = True, only_free: bool = False
+    ) -> tuple[list[_Option], _Prices]:
         """The cheapest ways to serve a request, the best first, and what they cost.
 
         Args:
             room: whether workers without room are left out.
+            only_free: whether workers are left out that have enough to do, where they would compute the prompt.
         """
-        cached, extra = self._index.cached(demand.chain), self._order_all(demand.key)
-        if demand.avoid or demand.on_trial or demand.degrees or self._fleet.suspects:
+        fleet, extra, sides = self._fleet, self._order_all(demand.key), group.rows
+        if demand.avoid or demand.on_trial or demand.degrees or fleet.suspects:
             extra = extra + self._cautions(demand)
-        prices = _Prices(demand, self._fleet, cached, extra, self._weights(demand, group))
+        prices = _Prices(demand, fleet, self._index.cached(demand.chain), extra, self._weights(demand, group))
+        workers, has_room, tokens = fleet.workers, fleet.has_room, demand.most_expected if room else -math.inf
+        figures, backlog = fleet.figures, BACKLOG if demand.yields else URGENT_BACKLOG
+        if demand.on_trial:
+            sides = tuple([rows[[not workers[row].suspects for row in rows]] if len(rows) else rows for rows in sides])
 
-        def allowed(worker: WorkerView) -> bool:
-            return not (demand.on_trial and worker.suspects)
+        ahead_tokens = self._ahead_tokens
 
-        def holds(worker: WorkerView) -> bool:
-            return allowed(worker) and (not room or self._holds(demand, worker))
+        def free(row: int) -> bool:
+            return not only_free or figures[row][backlog] < ahead_tokens
 
-        def accepts(worker: WorkerView) -> bool:
-            has_room = not room or any(worker is each for _, each in in_place)
-            return allowed(worker) and (has_room or self._accepts(demand, worker, group))
+        def holds(row: int) -> bool:
+            return free(row) and (tokens <= has_room[row] or self._holds(demand, workers[row]))
 
-        def cheapest(costs: Vector, side: int, fits: Fits, most: int) -> list[tuple[int, WorkerView]]:
-            workers, rows = group.sides[side], group.rows[side]
-            found: list[tuple[int, WorkerView]] = []
-            if not workers:
-                return found
-            for at in costs[rows].argsort().tolist():
-                if fits(workers[at]):
-                    found.append((int(rows[at]), workers[at]))
-                    if len(found) == most:
-                        break
-            return found
+        def accepts(row: int) -> bool:
+            return tokens <= has_room[row] or self._accepts(demand, workers[row], group)
 
-        in_place = cheapest(prices.costs[DECODES], DECODES, holds, CANDIDATES - 1)
-        colocated = cheapest(prices.costs[COLOCATED], COLOCATED, holds, CANDIDATES)
-        options = [prices.alone(*each, "in place") for each in in_place]
-        options += [prices.alone(*each, "co-located") for each in colocated]
-
-        def pairs(most: int) -> list[_Option]:
-            decodes = cheapest(prices.streams, DECODES, accepts, most)
-            # Those that have a part of the prompt get less.
-            decodes += [each for each in in_place if each not in decodes]
-            prompts = cheapest(prices.costs[PREFILLS], PREFILLS, allowed, most) if decodes else []
-            lasts = [prices.stream(*each) for each in decodes]
-            found = prices.pairs(group, [prices.prompt(*each) for each in prompts], lasts)
-            # Perhaps none of them may be paired.
-            return found or (pairs(len(self._fleet.workers)) if prompts and most == CANDIDATES else [])
-
+        options: list[_Option] = []
+        in_place = _cheapest(prices.costs[DECODES], sides[DECODES], holds, CANDIDATES - 1)
+        colocated = _cheapest(prices.costs[COLOCATED], sides[COLOCATED], holds, CANDIDATES)
+        if colocated:
+            prices.add_alone(options, colocated, COLOCATED)
         if not prices.steps:
-            firsts = cheapest(prices.costs[PREFILLS], PREFILLS, allowed, CANDIDATES)
-            prompts = [prices.prompt(*each) for each in firsts]
-            options += [_Option(prompt.seconds, "first token", prompt, None) for prompt in prompts]
-        elif group.prefills and group.decodes:
-            options += pairs(CANDIDATES)
+            firsts = [
+                prices.prompt(row, PREFILLS)
+                for row in _cheapest(prices.costs[PREFILLS], sides[PREFILLS], free, CANDIDATES)
+            ]
+            options += [_Option(prompt.seconds, "first token", prompt, None) for prompt in firsts]
+        elif len(sides[PREFILLS]) and len(sides[DECODES]):
+            for most in (CANDIDATES, len(workers)):
+                # Of those that have a part of the prompt, less is sent.
+                lasts = {*_cheapest(prices.streams, sides[DECODES], accepts, most), *in_place}
+                prefills = _cheapest(prices.costs[PREFILLS], sides[PREFILLS], free, most)
+                if not (lasts and prefills) or prices.add_pairs(options, group, prefills, lasts):
+                    break  # else none of them may be paired
+        prices.add_alone(options, in_place, DECODES)
         options.sort(key=_seconds)
         return options, prices
 
@@ -344,16 +416,29 @@ class PredictedCost(LeastWork):
         by turn. Not to be changed."""
         if not key:
             return self._turns
-        number = key % ORDERS
-        order = self._orders.get(number)
-        if order is None:
+        several, number = divmod(key % ORDERS, ORDERS_AT_ONCE)
+        orders = self._orders.get(several)
+        if orders is None:
             # Names are digests already, so a product with an odd number gives another order.
-            mixed = self._names * np.uint64(xxh3_64_intdigest(number.to_bytes(8, "little")) | 1)
-            order = self._orders[number] = mixed.astype(np.float64) * (2.0**-64 * TIE_SECONDS)
+            firsts = range(several * ORDERS_AT_ONCE, (several + 1) * ORDERS_AT_ONCE)
+            odd = np.array([[xxh3_64_intdigest(each.to_bytes(8, "little")) | 1] for each in firsts], np.uint64)
+            orders = self._orders[several] = (self._names * odd).astype(np.float64) * (2.0**-64 * TIE_SECONDS)
+        order: Vector = orders[number]
         return order
 
 
 _seconds = attrgetter("seconds")
+
+
+def _instead(other: _Option, best: _Option) -> bool:
+    """Whether another way is taken, since the worker that would compute the prompt in the best one has enough to do."""
+    sooner = other.way == best.way and other.prompt.seconds <= best.prompt.seconds
+    return sooner and other.seconds < best.seconds + CAUTION
+
+
+def _second(options: list[_Option]) -> float:
+    """Cost of the second cheapest option; infinite if there is none."""
+    return sorted([option[0] for option in options])[1] if len(options) > 1 else math.inf
 
 
 _POLICIES: dict[PlacementName, type[PlacementPolicy]] = {

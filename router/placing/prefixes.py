@@ -31,8 +31,8 @@ from kvrelay.rpc.identity import WorkerId
 UNIT = 32
 """Tokens of one digest. A prefix is known to this precision, whatever a worker's block size."""
 Cached = list[tuple[int, list[int]]]
-"""Tokens of the longest prefix that workers have, the fewest first, and the rows of the workers that have so many. Of
-several entries with a row, the last one counts; the first entry counts for all that are in no other one."""
+"""Tokens of the longest prefix that workers have, and the rows of the workers that have so many. The first entry, which
+has no rows, counts for all that are in no other one."""
 FEW = 8
 """Number of workers up to which they are looked up one by one."""
 _UNIT_BYTES = UNIT * 4
@@ -228,12 +228,13 @@ class PrefixIndex:
                     too_long = middle
             if not length:
                 break
-            having = holders[chain[length - 1]]
+            having = holders[chain[length - 1]] & left
             groups.append((UNIT * length, having))
             left, high = left & ~having, length - 1
-        if groups and groups[-1][1] == self._everybody:
-            return [(groups.pop()[0], []), *[(tokens, self._rows_of(having)) for tokens, having in reversed(groups)]]
-        return [(0, []), *[(tokens, self._rows_of(having)) for tokens, having in reversed(groups)]]
+        groups.append((0, left))
+        # Listing the rows of most of the workers would take longest.
+        groups.sort(key=lambda group: group[1].bit_count(), reverse=True)
+        return [(groups[0][0], []), *[(tokens, self._rows_of(having)) for tokens, having in groups[1:] if having]]
 
     def _rows_of(self, workers: int) -> list[int]:
         """The rows of workers that are given by their bits."""

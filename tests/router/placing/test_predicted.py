@@ -1,23 +1,33 @@
 """Placement by predicted cost: the rules hold whatever the costs say, and what costs less is chosen."""
 
+import math
 import random
 from array import array
 from collections import Counter
 from dataclasses import replace
 from itertools import product
+from operator import itemgetter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.costs.handoff import KvBytes, LinkCost
-from kvrelay.costs.predict import Pace, WorkerLoad
+from kvrelay.costs.predict import Pace, WorkerLoad, exposed_seconds
 from kvrelay.costs.step import StepCost, StepWork
 from kvrelay.costs.worker import WorkerCosts
 from kvrelay.router.config import PlacementName
+from kvrelay.router.placing import groups
 from kvrelay.router.placing.placement import DecodeCapacity, Demand, NoPlace, Placement, WorkerView
 from kvrelay.router.placing.policies import LeastWork
-from kvrelay.router.placing.predicted import PredictedCost, policy_of
+from kvrelay.router.placing.predicted import (
+    CANDIDATES,
+    DECODE_WEIGHT,
+    MOST_STEPS,
+    PREFILL_WEIGHT,
+    PredictedCost,
+    policy_of,
+)
 from kvrelay.router.placing.prefixes import UNIT, PrefixIndex, extended
 from kvrelay.rpc.identity import WorkerId, WorkerRole
 
@@ -189,6 +199,158 @@ def test_a_strictly_cheaper_twin_is_chosen(seed: int, roles: list[WorkerRole]) -
         after = policy.place(demand, [*workers, twin])
         assert isinstance(after, Placement)
         assert twin.id in after.each
+
+
+def straightforward(
+    demand: Demand,
+    workers: list[WorkerView],
+    have: dict[WorkerId, int],
+    order: dict[WorkerId, float],
+    free: set[WorkerId],
+) -> list[tuple[float, str, float, WorkerView]]:
+    """The options among the candidates, the cheapest first: as `PredictedCost` is meant to choose, one worker after the
+    other and without shortcuts.
+
+    Args:
+        free: workers that may compute the prompt.
+
+    Returns:
+        The cost of each option, the option in words, its cost up to the first token, and the worker that computes the
+        prompt.
+    """
+    steps = min(MOST_STEPS, max(1, demand.expected_tokens - 1))
+    context, stream = demand.prompt_tokens + steps / 2, DECODE_WEIGHT * steps
+    numbers = {each.id: groups.numbers_of(each) for each in workers}
+
+    def cached(each: WorkerView) -> int:
+        return min(have[each.id], demand.prompt_tokens - 1)
+
+    def pace(each: WorkerView) -> Pace:
+        found = each.pace if demand.yields else each.urgent_pace
+        assert found is not None
+        return found
+
+    def decode(each: WorkerView) -> float:
+        figures = numbers[each.id]
+        return stream * figures[groups.STEP] + stream * context * figures[groups.CONTEXT] + order[each.id]
+
+    def estimate(each: WorkerView) -> float:
+        figures, new = numbers[each.id], demand.prompt_tokens - cached(each)
+        pairs = new * (demand.prompt_tokens - new / 2)
+        work = figures[groups.FIRST] + new * figures[groups.TOKEN] + pairs * figures[groups.PAIR]
+        found = figures[groups.WAIT if demand.yields else groups.URGENT_WAIT] + PREFILL_WEIGHT * work
+        if each.role == "prefill":
+            return found + order[each.id]
+        return found + DECODE_WEIGHT * new * figures[groups.DELAY] + decode(each)
+
+    def prompt(each: WorkerView) -> float:
+        prefill = pace(each).prefill(demand.prompt_tokens - cached(each), cached(each))
+        return pace(each).wait + PREFILL_WEIGHT * prefill.seconds + order[each.id]
+
+    def alone(each: WorkerView) -> float:
+        prefill = pace(each).prefill(demand.prompt_tokens - cached(each), cached(each))
+        delay = groups.stall(prefill.delay, prefill.steps, pace(each).bounded) * pace(each).load.sequences
+        return prompt(each) + decode(each) - order[each.id] + DECODE_WEIGHT * delay
+
+    def pair(first: WorkerView, last: WorkerView) -> float:
+        costs = pace(last).costs
+        prefill = pace(first).prefill(demand.prompt_tokens - cached(first), cached(first))
+        link = costs.link(first.id.name)
+        return (
+            prompt(first) + decode(last) + exposed_seconds(costs.kv, link, demand.prompt_tokens, cached(last), prefill)
+        )
+
+    def fits(each: WorkerView) -> bool:
+        return each.capacity is None or each.capacity.fits(demand)
+
+    def idle(each: WorkerView) -> bool:
+        return each.id in free
+
+    by_role = {role: [each for each in workers if each.role == role] for role in ("prefill", "decode", "colocated")}
+    in_place = sorted(filter(fits, filter(idle, by_role["decode"])), key=estimate)[: CANDIDATES - 1]
+    options = [(alone(each), f"in place {each.id.name}", prompt(each), each) for each in in_place]
+    colocated = sorted(filter(fits, filter(idle, by_role["colocated"])), key=estimate)[:CANDIDATES]
+    options += [(alone(each), f"co-located {each.id.name}", prompt(each), each) for each in colocated]
+    lasts = {each.id: each for each in [*sorted(filter(fits, by_role["decode"]), key=decode)[:CANDIDATES], *in_place]}
+    firsts = sorted(filter(idle, by_role["prefill"]), key=estimate)[:CANDIDATES]
+    options += [(pair(a, b), f"pair {a.id.name} {b.id.name}", prompt(a), a) for a, b in product(firsts, lasts.values())]
+    return sorted(options, key=itemgetter(0))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([["prefill", "decode"], ["colocated"], ["prefill", "decode", "colocated"]]),
+    st.sampled_from([4, 4, 150]),
+)
+def test_the_choice_is_that_without_shortcuts(seed: int, roles: list[WorkerRole], most: int) -> None:
+    """After each change of some loads, whatever prefixes workers have and whoever has room. A request waits for a
+    worker that has enough to do only if others would cost it more up to its first token."""
+    rng = random.Random(seed)
+
+    def view(name: str, role: WorkerRole) -> WorkerView:
+        links = {
+            f"prefill-{at}": LinkCost(rng.uniform(0, 1e-2), rng.uniform(0, 1e-9)) for at in range(rng.randint(0, 3))
+        }
+        costs = replace(
+            scaled(COSTS, rng.uniform(0.5, 2)),
+            links=links,
+            step_seconds=rng.choice([0.0, 0.05]),
+            chunk=rng.choice([300, 2048]),
+        )
+        free, total = rng.choice([(4096, 4096), (rng.randint(0, 4096), 4096)])
+        capacity = DecodeCapacity(
+            16, total, free, rng.randint(0, 3), rng.randint(0, 2), rng.randint(0, 99), rng.randint(0, 999)
+        )
+        return WorkerView(
+            WorkerId(name, "i"),
+            role,
+            True,
+            pending_tokens=rng.choice([0, rng.randint(0, 9000)]),
+            yielding_tokens=rng.choice([0, rng.randint(0, 9000)]),
+            running=rng.randint(0, 20 if role == "prefill" else 40),
+            kv_tokens=65536,
+            capacity=None if role == "prefill" or rng.random() < 0.1 else capacity,
+            costs=costs,
+        )
+
+    workers = [view(f"{role}-{at}", role) for role in roles for at in range(rng.randint(1, most))]
+    index = PrefixIndex(10**7)
+    ahead = rng.choice([math.inf, 3000])
+    policy = PredictedCost(index, 0.0, ahead)
+    policy.place(Demand(1, 1), workers)
+    whole = array("Q", range(1, 200))
+    for _ in range(3):
+        for at in rng.sample(range(len(workers)), rng.randint(0, len(workers))):
+            workers[at] = view(workers[at].id.name, workers[at].role)
+        for each in rng.sample(workers, rng.randint(0, len(workers))):
+            index.note(each.id, whole[: rng.randint(0, len(whole))])
+        chain = whole[: rng.randint(0, len(whole))]
+        demand = Demand(
+            UNIT * len(chain) + rng.randint(1, 3000),
+            400,
+            chain=chain,
+            key=rng.getrandbits(64),
+            expected_tokens=rng.randint(1, 400),
+            yields=rng.random() < 0.5,
+            holder=rng.randint(0, 1),
+        )
+        placed = policy.place(demand, workers)
+        order = dict(zip([each.id for each in workers], policy._order_all(demand.key).tolist(), strict=True))
+        have = {each.id: index.find(each.id, chain) for each in workers}
+        options = straightforward(demand, workers, have, order, {each.id for each in workers})
+        if options and options[0][3].busy(ahead, yields=demand.yields):
+            free = {each.id for each in workers if not each.busy(ahead, yields=demand.yields)}
+            best, options = options[0], straightforward(demand, workers, have, order, free)
+            same = bool(options) and options[0][1].split()[0] == best[1].split()[0]
+            options = options if same and options[0][2] <= best[2] else []
+        if not options:
+            assert isinstance(placed, NoPlace)
+            continue
+        assert isinstance(placed, Placement)
+        assert placed.why is not None
+        assert f"{placed.why.way} {' '.join(each.name for each in placed.each)}" == options[0][1]
+        assert placed.why.runner_up == (options[1][1] if options[1:] else "")
 
 
 def placed_by(policy: PredictedCost, demand: Demand, workers: list[WorkerView]) -> Placement:
