@@ -26,6 +26,9 @@ Command = Callable[[], object]
 
 SLOW_DECAY = 0.999
 """Factor by which a slow step counts less with every later one."""
+STALL_SECONDS = 0.05
+"""Time after which requests that lack blocks are looked at again, should nobody tell that some are free: the offer for
+which room was made may be gone."""
 
 
 class EngineEndedError(RuntimeError):
@@ -142,11 +145,13 @@ class EngineThread:
 
     def _step(self) -> Sequence[Progress]:
         began = self._step_began = time.monotonic()
-        before = self._engine.steps
-        progress = self._engine.step()
-        # Also without progress: a step whose sequences have all been cancelled has freed their blocks. But never where
-        # nothing was computed: an offer that waits for blocks asks again after each report, which wakes this thread.
-        if self._engine.steps != before:
+        engine = self._engine
+        before = engine.steps, engine.scheduler.preemptions
+        progress = engine.step()
+        # Also without progress: a step whose sequences have all been cancelled has freed their blocks, and so has one
+        # that preempted all for an offer. But never where nothing was freed: an offer that waits for blocks asks again
+        # after each report, which wakes this thread.
+        if (engine.steps, engine.scheduler.preemptions) != before:
             with self._engine.lock:
                 self._on_step(progress)
         self._step_began = None
@@ -156,10 +161,11 @@ class EngineThread:
         return progress
 
     def _run_commands(self, *, block: bool) -> bool:
-        """Runs the queued commands; with `block`, waits for a first one. False if the thread must end."""
+        """Runs the queued commands; with `block`, waits for a first one, for STALL_SECONDS while requests wait. False
+        if the thread must end."""
         while True:
             try:
-                item = self._commands.get(block)
+                item = self._commands.get(block, STALL_SECONDS if self._engine.has_work else None)
             except queue.Empty:
                 return True
             if item is None:

@@ -37,9 +37,21 @@ class Hold:
         shared: leading blocks that had their content from the start; others may read them.
         partial: tokens whose KV was in the block behind the shared ones from the start; nobody else holds that one.
         sides: a `SideHold` of each layer group behind the first (`engine/kv/sides.py`, which imports this module).
+        withdrawn: whether its content is in doubt, so that the prefix index is told no more of it.
     """
 
-    __slots__ = ("_pool", "blocks", "chain", "owner", "partial", "published", "released", "shared", "sides")
+    __slots__ = (
+        "_pool",
+        "blocks",
+        "chain",
+        "owner",
+        "partial",
+        "published",
+        "released",
+        "shared",
+        "sides",
+        "withdrawn",
+    )
 
     def __init__(self, pool: "BlockPool", blocks: list[int], owner: str) -> None:
         self._pool = pool
@@ -47,6 +59,7 @@ class Hold:
         self.owner = owner
         self.chain: list[bytes] = []
         self.published = self.shared = self.partial = 0
+        self.withdrawn = False
         self.released = False
         self.sides: tuple[Any, ...] = ()
 

@@ -168,7 +168,7 @@ class PrefixIndex:
         Raises:
             IntegrityError: a block to publish is known as other content.
         """
-        if not self.enabled:
+        if not self.enabled or hold.withdrawn:
             return
         for index in range(hold.published, computed // self.block_size):
             digest = self.digest(tokens, tenant, index, hold.chain)
@@ -185,7 +185,12 @@ class PrefixIndex:
             tokens, computed: as for `publish`.
             states: whether its slots have the states behind these tokens. If not, and there are any, nothing is added.
         """
-        if not self.enabled or hold.released or (not states and any(side.is_state for side in self.sides)):
+        if (
+            not self.enabled
+            or hold.released
+            or hold.withdrawn
+            or (not states and any(side.is_state for side in self.sides))
+        ):
             return
         self.publish(tokens, tenant, hold, computed)
         index, count = divmod(computed, self.block_size)
@@ -203,7 +208,8 @@ class PrefixIndex:
                     side.leave(index - 1, hold.chain[index - 1])
 
     def withdraw(self, hold: Hold) -> None:
-        """Forgets every block of `hold`, shared ones too, because their content is in doubt."""
+        """Forgets every block of `hold`, shared ones too, because their content is in doubt; no later one is added."""
+        hold.withdrawn = True
         self._contents.forget(hold.blocks)
         for side in hold.sides:
             side.withdraw()

@@ -298,7 +298,8 @@ class Scheduler:
     # One step.
 
     def plan(self) -> StepPlan | None:
-        """The next step's work; None if there is none, too few free blocks, or the step in flight must end first.
+        """The next step's work; None if there is none, too few free blocks, the step in flight must end first, or all
+        that ran has given way to a reservation, which should ask again before the next call.
 
         Raises:
             IntegrityError: more plans are in flight than the lag allows.

@@ -86,7 +86,11 @@ def test_logprobs_of_a_completion_cut_by_a_stop_string_belong_to_its_tokens(clie
     stop = whole.text[len(whole.text) // 2 :][:2]
     cut = client.complete(prompt_of(30), max_tokens=24, seed=1, ignore_eos=True, logprobs=0, stop=stop)
     assert len(cut.token_ids) < len(whole.token_ids)
-    assert cut.logprobs == whole.logprobs[: len(cut.token_ids)]
+    assert len(cut.logprobs) == len(cut.token_ids)
+    # The second prompt is found in the cache but for its last token, whose step has other rows than the first one's.
+    for found, expected in zip(cut.logprobs, whole.logprobs, strict=False):
+        assert found.rank == expected.rank
+        assert found.logprob == pytest.approx(expected.logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ def handed_over(
     for report in done:
         request, hold = report.sequence.request, report.hold
         assert hold is not None
+        scheduler.prefix.withdraw(hold)  # the index knows the last block, to which the other side goes on to write
         heard[request.request_id] = [report.token or 0]
         came = torch.cat(states[request.request_id])[-most:] if wanted is not None else None
         scheduler.resume(dataclasses.replace(request, attempt=2), report.token or 0, hold, came)

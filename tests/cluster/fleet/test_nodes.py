@@ -167,7 +167,7 @@ def lose(node_id):
 before = workers()
 name = before["decode"]["name"]
 first = places(name)
-(agent,) = (each for each in psutil.process_iter() if "RankHostActor" in title(each) and own(each))
+(agent,) = (each for each in psutil.process_iter() if title(each).startswith("ray::RankHostActor") and own(each))
 ranks = [psutil.Process(before["decode"]["pid"]), agent, *agent.children()]
 with Client(status()["router"], timeout=moved) as client:
     asked = {"temperature": 0.0, "max_tokens": 900, "ignore_eos": True}

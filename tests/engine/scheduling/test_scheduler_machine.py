@@ -85,7 +85,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), handoff=st.booleans(), more=st.integers(1, SIZE))
     def go_on(self, data: st.DataObject, handoff: bool, more: int) -> None:
         """The next turn of a conversation, or another one behind a part of what was said."""
-        past = [one for one in self.bench.sequences if one.ended and one.num_tokens + more < self.bench.max_context]
+        past = [
+            one for one in self.bench.sequences if one.ended and one.num_tokens + more + 3 <= self.bench.max_context
+        ]
         if past:
             before = data.draw(st.sampled_from(past))
             said = before.tokens[: data.draw(st.integers(max(1, before.num_tokens - 3), before.num_tokens))]
