@@ -404,6 +404,7 @@ class Scheduler:
         for sequence in self._running if waiting else ():
             demand[sequence.rank] += sequence.expected - sequence.reach
         blocked = False
+        favoured: Sequence | None = None
         while waiting or ready:
             if waiting and not blocked:
                 blocked = self._waits(waiting[0].rank, demand)
@@ -411,8 +412,14 @@ class Scheduler:
             if not takes_kv and blocked:
                 break
             first = ready[0] if takes_kv else waiting[0]
-            if len(self._running) >= self._rows and not self._make_way(first.rank):
-                break
+            if len(self._running) >= self._rows:
+                # Nobody gives up a row for one that then lacks blocks: others might pass it and take the row again.
+                if not takes_kv and (first is favoured or not self._would_fit(first)):
+                    blocked = True
+                    continue
+                if not self._make_way(first.rank):
+                    break
+                favoured = first
             if takes_kv:
                 found: Sequence | None = ready.popleft()
             elif (found := self._allocator.next_waiting()) is not None:
@@ -680,6 +687,11 @@ class Scheduler:
         if self.on_preempt is not None:
             self.on_preempt(loser)
 
+    def _would_fit(self, waiting: Sequence) -> bool:
+        """Whether a waiting sequence would get its blocks if all of greater ranks gave up theirs."""
+        freed = sum([len(one.hold.blocks) for one in (*self._running, *self._ready) if one.rank > waiting.rank])
+        return self._allocator.would_fit(waiting, freed)
+
     def _make_way(self, rank: int, sequence: Sequence | None = None) -> bool:
         """Preempts a running sequence of a greater rank, for one of this rank that lacks a row; or for a waiting
         sequence that lacks blocks, if all sequences of greater ranks have enough for it.
@@ -691,11 +703,7 @@ class Scheduler:
         less = [one for one in self._running if one.rank > rank]
         if sequence is not None:
             less += [one for one in self._ready if one.rank > rank]
-        if not less:
-            return False
-        if sequence is not None and not self._allocator.would_fit(
-            sequence, sum([len(one.hold.blocks) for one in less])
-        ):
+        if not less or (sequence is not None and not self._would_fit(sequence)):
             return False
         self._making_way = bool(self._in_flight)
         if self._making_way or (loser := dispensable(less, less)) is None:
