@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +21,7 @@ class ScriptedEngine:
         self.work = work
         self.error = error
         self.steps = 0
+        self.scheduler = SimpleNamespace(preemptions=0)
         self.lock = threading.Lock()
 
     @property
@@ -72,6 +74,28 @@ def test_a_step_without_progress_is_reported_too(started: Started) -> None:
 
     started.thread.post(give_work)
     assert started.steps.get(timeout=5) == []
+
+
+def test_a_step_that_only_preempted_is_reported_and_tried_again(started: Started) -> None:
+    """Room was made for an offer that may be gone: whoever waits for blocks asks again, and so does the thread."""
+    attempts = 0
+
+    def step() -> list[object]:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            started.engine.scheduler.preemptions += 1
+            return []
+        started.engine.work = 0
+        started.engine.steps += 1
+        return ["computed"]
+
+    def give_work() -> None:
+        started.engine.step, started.engine.work = step, 1  # type: ignore[method-assign]
+
+    started.thread.post(give_work)
+    assert started.steps.get(timeout=5) == []
+    assert started.steps.get(timeout=5) == ["computed"]
 
 
 def test_an_engine_that_can_compute_nothing_reports_nothing() -> None:

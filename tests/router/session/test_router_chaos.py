@@ -6,7 +6,7 @@ import random
 import pytest
 
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
-from kvrelay.internal.v1.worker_pb2 import Failure, TransferReport
+from kvrelay.internal.v1.worker_pb2 import PHASE_COLOCATED, Failure, TransferReport
 from kvrelay.router.session.budget import RetryBudget
 from kvrelay.router.session.suspects import Suspicion
 from support.router_fakes import FakeCluster, FakeWorker, Job, Script, fake, length_if
@@ -38,7 +38,8 @@ def prefill_script(source: random.Random) -> Script:
 def decode_script(source: random.Random) -> Script:
     async def script(job: Job) -> None:
         end = job.submit.sampling.max_tokens
-        at = job.base + 1
+        # Without a prefill worker it computes the prompt too, and sends the first token itself.
+        at = job.base + (job.submit.phase != PHASE_COLOCATED)
         while at < end:
             await asyncio.sleep(source.uniform(0, 0.01))
             if source.random() < 0.01:
