@@ -390,7 +390,8 @@ def gated_delta(
     Args:
         q, k: [T, Hk, K], rows of tokens behind each other; a key head serves H / Hk consecutive heads.
         v: [T, H, D].
-        g, beta: [T, H].
+        g: [T, H]; or [T, H, K], a decay of its own for each row of the state (Kimi Delta Attention).
+        beta: [T, H].
         state: float32 [R, H, K, D], which is overwritten; that of a row that starts at 0 isn't read.
         firsts, starts: see `short_conv`.
         normalized: whether q and k are scaled to length 1 first.
@@ -404,7 +405,7 @@ def gated_delta(
     for row, start in enumerate(starts):
         s = state[row] if start else torch.zeros_like(state[row])
         for t in range(firsts[row], firsts[row + 1]):
-            s = s * g[t].exp()[:, None, None]
+            s = s * g[t].exp().view(heads, -1, 1)
             new = (v[t] - (s * k[t, :, :, None]).sum(1)) * beta[t, :, None]
             s = s + k[t, :, :, None] * new[:, None]
             out[t] = (s * q[t, :, :, None]).sum(1)

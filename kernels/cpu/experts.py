@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.kernels.codes import CodedWeight, outputs_or_zeros
-from kvrelay.kernels.cpu.packed import Arena, Epilogue, LinearArgs, PackedLinear, rows_of
+from kvrelay.kernels.cpu.packed import Arena, Epilogue, LinearArgs, PackedLinear, Step, rows_of
 from kvrelay.kernels.cpu.program import Program, Team, fields
 from kvrelay.kernels.routing import Routing
 
@@ -19,9 +19,6 @@ ROUTE = "kvrelay_route"
 SORT = "kvrelay_sort_pairs"
 GROUPED = "kvrelay_grouped"
 COMBINE = "kvrelay_combine"
-
-Step = tuple[str, ctypes.Structure]
-"""Name of a kernel and its arguments."""
 
 
 @dataclass(frozen=True, slots=True)

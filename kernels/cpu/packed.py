@@ -2,10 +2,10 @@
 
 import ctypes
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ EMBED = "kvrelay_embed"
 NORM = "kvrelay_norm"
 SQUARES = "kvrelay_squares"
 
+Step = tuple[str, ctypes.Structure]
+"""Name of a kernel and its arguments."""
 BLOCK = 16
 """Divisor of the number of outputs in each half of a gated product."""
 ROUNDING = 6
@@ -254,51 +256,106 @@ class PackedLinear:
         return out.to(x.dtype)
 
 
+class Block(Protocol):
+    """Kernels that compute y of rows x, or, behind a norm, add y to x."""
+
+    steps: tuple[Step, ...]
+    workspace_bytes: int
+
+    def aim(self, source: Tensor, out: Tensor, workspace: int) -> None:
+        """Has the next run read float32 [T, in] and write float32 [T, out], both contiguous; the caller keeps them.
+
+        Args:
+            workspace: address of `workspace_bytes`.
+        """
+        ...
+
+
 class PackedMlp:
-    """`x [..., hidden] -> down(gate(up(x)))`, by one program. Not thread-safe."""
+    """`x [..., hidden] -> down(gate(up(x)))`, by one program. Not thread-safe. Implements `Block`."""
 
     def __init__(
-        self, team: Team, up: PackedLinear, gate: Epilogue, down: PackedLinear, inner: "Buffer[np.float32]"
+        self,
+        team: Team,
+        up: PackedLinear,
+        gate: Epilogue,
+        down: PackedLinear,
+        inner: "Buffer[np.float32]",
+        norm: "PackedNorm | None" = None,
     ) -> None:
         """
         Args:
             up: hidden -> inner, or gates and then ups, 2 * inner.
             down: inner -> hidden.
             inner: the buffer between them, which layers that run one after the other share.
+            norm: of the input; the result is added to the output then.
         """
-        self._team, self._up, self._down, self._inner = team, up.args(gate), down.args(Epilogue.STORE), inner
-        self.gate, self._kept = gate, (up, down)
-        self._workspace_bytes = max(up.workspace_bytes, down.workspace_bytes)
+        self._team, self._inner = team, inner
+        self._up, self._down = up.args(gate, *norm_of(norm)), down.args(sum_of(norm))
+        self.gate, self._kept = gate, (up, down, norm)
+        self.workspace_bytes = max(up.workspace_bytes, down.workspace_bytes)
         self._rows = ctypes.c_int64()
         self._up.rows = self._down.rows = ctypes.addressof(self._rows)
         self._stride = -(-down.inputs // BLOCK) * BLOCK + ROW_PADDING
         self._up.out_stride = self._down.input_stride = self._stride
-        self._program = Program(team.library, (LINEAR, self._up), (LINEAR, self._down))
+        self.steps = (LINEAR, self._up), (LINEAR, self._down)
+        self._program = Program(team.library, *self.steps)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """As `PackedLinear.__call__`."""
-        source = x.reshape(-1, x.shape[-1]).float().contiguous()
-        out = torch.empty(len(source), self._down.outputs)
+    def behind(self, norm: "PackedNorm") -> "PackedMlp":
+        """The same, of the norm of its input, added to the output."""
+        up, down, _ = self._kept
+        return PackedMlp(self._team, up, self.gate, down, self._inner, norm)
+
+    def aim(self, source: Tensor, out: Tensor, workspace: int) -> None:
+        """See `Block.aim`."""
         up, down = self._up, self._down
         self._rows.value = len(source)
         self._inner.take(len(source) * self._stride)
         up.input, up.input_stride = source.data_ptr(), source.stride(0)
         up.out = down.input = self._inner.address
         down.out, down.out_stride = out.data_ptr(), out.stride(0)
-        up.workspace = down.workspace = self._team.workspace(self._workspace_bytes)
+        up.workspace = down.workspace = workspace
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """As `PackedLinear.__call__`."""
+        source = x.reshape(-1, x.shape[-1]).float().contiguous()
+        out = torch.empty(len(source), self._down.outputs)
+        self.aim(source, out, self._team.workspace(self.workspace_bytes))
         self._team.run(self._program)
         return out.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+class ResidualBlocks:
+    """`x + f(norm(x))` for each of several f, one behind the other, by one program. Not thread-safe."""
+
+    def __init__(self, team: Team, blocks: Sequence[Block]) -> None:
+        """
+        Args:
+            blocks: f behind norms. The inner buffer that MLPs share holds what one of them needs at a time.
+        """
+        self._team, self._blocks = team, blocks
+        self._program = Program(team.library, *(step for block in blocks for step in block.steps))
+        self._workspace_bytes = max(block.workspace_bytes for block in blocks)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., hidden] of x [..., hidden]; between the blocks, sums are float32."""
+        sums = torch.empty(x.shape, dtype=torch.float32).copy_(x).view(-1, x.shape[-1])
+        workspace = self._team.workspace(self._workspace_bytes)
+        for block in self._blocks:
+            block.aim(sums, sums, workspace)
+        self._team.run(self._program)
+        return sums.to(x.dtype).view(x.shape)
 
 
 class PackedNorm:
     """An RMS norm of rows `x [..., width]` in float32 or bfloat16, with results of x's type. Not thread-safe."""
 
     def __init__(self, team: Team, weight: Tensor, eps: float) -> None:
-        self._team, self._weight, self._rows = team, weight.detach().float().contiguous(), ctypes.c_int64()
-        width = len(weight)
+        self._team, self.weight, self._rows = team, weight.detach().float().contiguous(), ctypes.c_int64()
+        self.eps, width = eps, len(weight)
         self._args = NormArgs(
             rows=ctypes.addressof(self._rows),
-            weight=self._weight.data_ptr(),
+            weight=self.weight.data_ptr(),
             input_stride=width,
             out_stride=width,
             width=width,
@@ -322,6 +379,16 @@ class PackedNorm:
         args.bfloat16 = x.dtype == torch.bfloat16
         self._team.run(self._program)
         return out
+
+
+def norm_of(norm: PackedNorm | None) -> tuple[Tensor | None, float]:
+    """The arguments of `PackedLinear.args` for the norm of an input."""
+    return (None, 0.0) if norm is None else (norm.weight, norm.eps)
+
+
+def sum_of(norm: PackedNorm | None) -> Epilogue:
+    """How the last product of a block behind a norm, or of one without, stores its result."""
+    return Epilogue.STORE if norm is None else Epilogue.ADD
 
 
 def packer(team: Team) -> Callable[[Tensor | CodedWeight, Tensor | None], PackedLinear]:

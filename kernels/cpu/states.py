@@ -1,17 +1,15 @@
 """Layers that keep a state, on the native kernels of `native/states.h`."""
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.cpu.packed import LINEAR, Epilogue, PackedLinear
+from kvrelay.kernels.cpu.packed import LINEAR, Epilogue, PackedLinear, PackedNorm, Step, norm_of, sum_of
 from kvrelay.kernels.cpu.program import Program, Team, fields
 from kvrelay.kernels.states import StateRows, TimeStep, token_rows
 
-Step = tuple[str, ctypes.Structure]
-"""Name of a kernel and its arguments."""
 CONV, SSD, DELTA, WKV = "kvrelay_conv", "kvrelay_ssd", "kvrelay_delta", "kvrelay_wkv"
 
 
@@ -56,7 +54,7 @@ class DeltaArgs(ctypes.Structure):
         *fields(
             ctypes.c_int64, "q_stride k_stride v_stride g_stride beta_stride out_stride heads key_heads dim key_dim"
         ),
-        *fields(ctypes.c_int32, "normalized bfloat16"),
+        *fields(ctypes.c_int32, "normalized channels bfloat16"),
     )
 
 
@@ -74,42 +72,40 @@ class WkvArgs(ctypes.Structure):
 class _Layer:
     """A kernel with the arguments of one layer, and the tensors that these point to."""
 
-    def __init__(
-        self,
-        team: Team,
-        kernel: str,
-        args: ctypes.Structure,
-        *kept: object,
-        before: Sequence[Step] = (),
-        behind: Sequence[Step] = (),
-    ) -> None:
-        """
-        Args:
-            before, behind: kernels that run before and behind this one.
-        """
+    def __init__(self, team: Team, kernel: str, args: ctypes.Structure, *kept: object) -> None:
         self.args, self.kept = args, kept
         self._team = team
         self._count = ctypes.c_int64()
         args.of.rows = ctypes.addressof(self._count)
-        self._program = Program(team.library, *before, (kernel, args), *behind)
+        self._program = Program(team.library, (kernel, args))
 
     def run(self, state: Tensor, rows: StateRows) -> None:
         """Runs the kernel."""
+        self.begin(state, rows)
+        self._team.run(self._program)
+
+    def begin(self, state: Tensor, rows: StateRows) -> None:
+        """Has the next run compute these rows."""
         of = self.args.of
         self._count.value = len(rows.starts)
         of.firsts, of.starts, of.slots = rows.firsts.data_ptr(), rows.starts.data_ptr(), rows.slots.data_ptr()
         of.origins = rows.origins.data_ptr()
         of.state, of.slot_bytes = state.data_ptr(), state.stride(0) * state.itemsize
-        self._team.run(self._program)
 
 
 class GatedConv:
     """A short convolution between two products, as LFM2 has it: b, c and x of a token are the first one's outputs, and
-    c * conv(b * x) is the second one's input. Not thread-safe.
+    c * conv(b * x) is the second one's input. Not thread-safe. Implements `Block`.
     """
 
     def __init__(
-        self, team: Team, first: PackedLinear, last: PackedLinear, weight: Tensor, bias: Tensor | None
+        self,
+        team: Team,
+        first: PackedLinear,
+        last: PackedLinear,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm: PackedNorm | None = None,
     ) -> None:
         """
         Args:
@@ -117,10 +113,11 @@ class GatedConv:
             last: C -> hidden.
             weight: [C, K].
             bias: [C].
+            norm: of the input; the result is added to the output then.
         """
-        self._team, self._first, self._last = team, first.args(Epilogue.STORE), last.args(Epilogue.STORE)
-        self._kept = first, last
-        self._size = max(first.workspace_bytes, last.workspace_bytes)
+        self._team, self._first, self._last = team, first.args(Epilogue.STORE, *norm_of(norm)), last.args(sum_of(norm))
+        self._kept = first, last, weight, bias, norm
+        self.workspace_bytes = max(first.workspace_bytes, last.workspace_bytes)
         self._tokens = ctypes.c_int64()
         self._first.rows = self._last.rows = ctypes.addressof(self._tokens)
         self.channels, self.width = weight.shape
@@ -135,30 +132,50 @@ class GatedConv:
             channels=self.channels,
             width=self.width,
         )
-        steps: tuple[Step, Step] = (LINEAR, self._first), (LINEAR, self._last)
-        self._layer = _Layer(team, CONV, self._args, taps, offsets, before=steps[:1], behind=steps[1:])
+        self._layer = _Layer(team, CONV, self._args, taps, offsets)
+        self._dtype, self._held = torch.float32, tuple[Tensor, ...]()
+        self.steps: tuple[Step, ...] = (LINEAR, self._first), (CONV, self._args), (LINEAR, self._last)
+        self._program = Program(team.library, *self.steps)
 
-    def __call__(self, x: Tensor, state: Tensor, rows: StateRows) -> Tensor:
-        """[T, hidden] of x [T, hidden]; state [S, K, C] as `StateOps.conv` has it."""
-        tokens, channels, args = len(x), self.channels, self._args
-        source, gates = x.float().contiguous(), torch.empty(tokens, 3 * channels)
-        inputs, between = torch.empty(tokens, channels, dtype=state.dtype), torch.empty(tokens, channels)
-        out = torch.empty_like(source)
+    def behind(self, norm: PackedNorm) -> "GatedConv":
+        """The same, of the norm of its input, added to the output."""
+        first, last, weight, bias, _ = self._kept
+        return GatedConv(self._team, first, last, weight, bias, norm)
+
+    def begin(self, state: Tensor, rows: StateRows) -> None:
+        """Has the next run compute these rows; state [S, K, C] as `StateOps.conv` has it."""
+        self._dtype, self._args.bfloat16 = state.dtype, _is_bfloat16(state)
+        self._layer.begin(state, rows)
+
+    def aim(self, source: Tensor, out: Tensor, workspace: int) -> None:
+        """See `Block.aim`; behind `begin`."""
+        tokens, channels, args = len(source), self.channels, self._args
+        gates, between = torch.empty(tokens, 3 * channels), torch.empty(tokens, channels)
+        inputs = torch.empty(tokens, channels, dtype=self._dtype)
+        self._held = gates, between, inputs
         first, last = self._first, self._last
         first.input, first.input_stride = source.data_ptr(), source.stride(0)
         first.out, first.out_stride = gates.data_ptr(), gates.stride(0)
         args.gates, args.x, args.out = gates.data_ptr(), inputs.data_ptr(), between.data_ptr()
-        args.bfloat16 = _is_bfloat16(state)
         last.input, last.input_stride = between.data_ptr(), channels
         last.out, last.out_stride = out.data_ptr(), out.stride(0)
-        first.workspace = last.workspace = self._team.workspace(self._size)
+        first.workspace = last.workspace = workspace
         self._tokens.value = tokens
-        self._layer.run(state, rows)
+
+    def __call__(self, x: Tensor, state: Tensor, rows: StateRows) -> Tensor:
+        """[T, hidden] of x [T, hidden]; state as `begin` has it."""
+        source = x.float().contiguous()
+        out = torch.empty_like(source)
+        self.begin(state, rows)
+        self.aim(source, out, self._team.workspace(self.workspace_bytes))
+        self._team.run(self._program)
         return out.to(x.dtype)
 
 
 class NativeStateOps:
     """Implements `StateOps` for float32 and bfloat16. Not thread-safe."""
+
+    decays_channels = True
 
     def __init__(self, team: Team) -> None:
         self._team = team
@@ -262,6 +279,7 @@ class NativeStateOps:
                 dim=dim,
                 key_dim=key_dim,
                 normalized=normalized,
+                channels=g.dim() == 3,
                 bfloat16=_is_bfloat16(v),
             )
             return _Layer(self._team, DELTA, args)

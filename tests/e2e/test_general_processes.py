@@ -1,5 +1,9 @@
 """Models that transformers' code runs, in a cluster of processes; `tests/engine/general` has more, in one."""
 
+import itertools
+import os
+import random
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -7,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvrelay.client import Client
+from kvrelay.client.messages import completion
 from support.general import greedy
-from support.processes import process_cluster
+from support.processes import process_cluster, wait_until
 from support.tiny_models import classes, save, tiny_model
 from support.tokenizers import byte_level_tokenizer
 
@@ -24,6 +29,8 @@ ENGINE = {
 }
 ROLES = {kind: {"engine": {**ENGINE, "block_size": size}} for kind, size in (("prefill", 16), ("decode", 8))}
 KILLED = "decode.after_commit,request=two,attempt=1:kill"
+STOPPED = "decode.after_commit,attempt=1:stop"
+KILLS = 60
 
 
 @pytest.mark.more
@@ -59,3 +66,39 @@ def test_processes_yield_the_tokens_of_whole_passes_though_one_is_killed(name: s
         assert {one: list(answer.token_ids) for one, answer in again.items()} == expected
         assert again["three"].usage.cached_tokens >= ROLES["prefill"]["engine"]["block_size"]
         cluster.wait_idle(but=[killed])
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process has got SIGSTOP."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_hybrid_goes_on_from_its_last_snapshot_through_sixty_kills_in_mid_stream(tmp_path: Path) -> None:
+    """A decode worker stops behind each first hand-off, which shows whom to kill some tokens later. What is computed
+    again of a prompt is what is behind the last border of blocks before its end, where prefill has a snapshot."""
+    name, size, draw = "BambaForCausalLM", ROLES["prefill"]["engine"]["block_size"], random.Random(0)
+    folder = save(classes()[name], tmp_path / "model")
+    byte_level_tokenizer().save(str(folder / "tokenizer.json"))
+    model = tiny_model(classes()[name])
+    worker = {"transfer": {"transport": "auto"}}
+    variables = {"KVRELAY_FAILPOINTS": STOPPED}
+    with (
+        process_cluster(tmp_path, folder, decode=2, worker=worker, roles=ROLES, variables=variables) as cluster,
+        Client(cluster.router, timeout=60) as client,
+    ):
+        decodes = [name for name in cluster.workers if name.startswith("decode")]
+        for _ in range(KILLS):
+            prompt = [draw.randrange(3, 250) for _ in range(draw.randrange(2, 60))]
+            stream = client.generate(prompt, max_tokens=OUT, temperature=0, ignore_eos=True)
+            (killed,) = wait_until(lambda: [name for name in decodes if stopped(cluster.processes[name].pid)], "stops")
+            os.kill(cluster.processes[killed].pid, signal.SIGCONT)
+            chunks = list(itertools.islice(stream, draw.randrange(1, OUT // 2)))
+            os.kill(cluster.processes[killed].pid, signal.SIGKILL)
+            answer = completion([*chunks, *stream])
+            assert list(answer.token_ids) == greedy(model, prompt, OUT)[0]
+            assert answer.timeline.retries == 1
+            assert answer.usage.cached_tokens >= (len(prompt) - 1) // size * size
+            cluster.wait_idle(but=[killed])
+            cluster.replace(killed)

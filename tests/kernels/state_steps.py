@@ -79,12 +79,20 @@ class Scene:
         self._same(found, expected)
         self._same(state[self.slots], own)
 
-    def check_delta(self, ops: StateOps, heads: int, key_heads: int, dim: int, key_dim: int) -> None:
+    def check_delta(
+        self, ops: StateOps, heads: int, key_heads: int, dim: int, key_dim: int, *, channels: bool = False
+    ) -> None:
+        """
+        Args:
+            channels: whether each channel decays on its own. Some forget all within a few tokens, some hardly anything.
+        """
         for normalized in (True, False):
             q, k, v = self.columns(key_heads, key_dim), self.columns(key_heads, key_dim), self.columns(heads, dim)
             if not normalized:
                 q, k = (torch.nn.functional.normalize(each.float(), dim=-1).to(self.dtype) for each in (q, k))
-            g = -self.normal(self.tokens, heads, dtype=torch.float32).abs()
+            g = -self.normal(self.tokens, heads, *[key_dim] * channels, dtype=torch.float32).abs()
+            if channels:
+                g = g * 10 ** self.normal(key_dim, dtype=torch.float32)
             beta = torch.sigmoid(self.columns(heads))
             state = self.states(heads, key_dim, dim, dtype=torch.float32)
             own = state[self.slots].clone()

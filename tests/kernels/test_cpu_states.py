@@ -29,7 +29,9 @@ class TestEqual:
 
     def test_delta(self, team_of: Callable[[int], Team], rows: list[tuple[int, int]], dtype: str, threads: int) -> None:
         for heads, key_heads, dim, key_dim in ((4, 2, 64, 64), (6, 6, 20, 9), (3, 1, 80, 128)):
-            Scene(rows, dtype).check_delta(NativeStateOps(team_of(threads)), heads, key_heads, dim, key_dim)
+            for channels in (False, True):
+                ops = NativeStateOps(team_of(threads))
+                Scene(rows, dtype).check_delta(ops, heads, key_heads, dim, key_dim, channels=channels)
 
     def test_wkv(self, team_of: Callable[[int], Team], rows: list[tuple[int, int]], dtype: str, threads: int) -> None:
         for channels in (48, 37):
@@ -79,7 +81,12 @@ def test_origins(team_of: Callable[[int], Team]) -> None:
     step = TimeStep(None, False, 0.0, 1e9)
     check(lambda state, rows: ops.ssd(heads, dt, a, b, b, None, step, state, rows), of(4, 9, 20))
     keys, g = alone.columns(2, 9), -alone.normal(3, 4).abs()
-    check(lambda state, rows: ops.delta(keys, keys, heads, g, dt, state, rows, normalized=True), of(4, 9, 20))
+    for decays in (g, -alone.normal(3, 4, 9).abs()):
+        ops = NativeStateOps(team_of(2))
+        check(
+            lambda state, rows, g=decays, ops=ops: ops.delta(keys, keys, heads, g, dt, state, rows, normalized=True),
+            of(4, 9, 20),
+        )
     decay = -alone.normal(40).exp()
     positive = of(3, 40)
     positive[:, 1].exp_()

@@ -26,7 +26,8 @@ them as here, too, and so do other devices than CPUs those with experts:
 {OWN}.
 
 Layers of experts run on native kernels on CPUs, in all classes that use transformers' interface of experts. So do MLPs
-whose activation the kernels have, and LFM2's convolutions with their gates: one native program each.
+whose activation the kernels have, and LFM2's convolutions with their gates: one native program each, or, where
+a layer has nothing else, one for all of it with its norms and sums.
 
 A worker runs transformers' modelling code over kvrelay's KV in the first of these ways in which its logits, computed in
 chunks beside other sequences, are those of one whole forward pass:
@@ -45,11 +46,11 @@ size doesn't depend on the sequence. In the flat way on CPUs, attention runs on 
 values are alike and the mask is a causal one, with or without a window, soft caps and sinks; and over latents: absorbed
 for a few tokens of a sequence, as in decode, else with its keys and values expanded. On GPUs, torch
 attends, and latents have a kernel that was compiled and interpreted only.
-Layers with states run flat where kvrelay has kernels of what they compute: short convolutions, Mamba-2, Gated DeltaNet
-and RWKV-4, prompts in chunks and single tokens by the recurrence. On CPUs these are native; those for GPUs, in Triton,
-were compiled and interpreted only. The last column says whether a worker's
-layers can be divided over several ranks
-([parallelism.md](parallelism.md)), by the class's own tensor-parallel plan.
+Layers with states run flat where kvrelay has kernels of what they compute: short convolutions, Mamba-2, Gated DeltaNet,
+Kimi Delta Attention and RWKV-4, prompts in chunks and single tokens by the recurrence. On CPUs these are native; those
+for GPUs, in Triton, were compiled and interpreted only, and Kimi Delta Attention has none. The last column says whether
+a worker's layers can be divided over several ranks ([parallelism.md](parallelism.md)), by the class's own
+tensor-parallel plan.
 
 | class | way | groups, or why it isn't served | tensor parallel |
 |---|---|---|---|

@@ -2,9 +2,10 @@
 
     MLP           gate and up, their gate, down; or up, an activation, down
     convolution   b, c and x of a token are one product, c * conv(b * x) is the input of the next one (LFM2)
+    layer         x + f(norm(x)), where f is one of these, once or twice
 
 The products are those of `linears.swap`. Whether a module computes just that is found by calling it with stand-ins in
-the place of its products, whose results are known.
+the place of its parts, whose results are known.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 
 from kvrelay.engine.models.general.experts import GATED, UNGATED, gate_of
 from kvrelay.engine.models.general.linears import JoinedPart, Product
+from kvrelay.engine.models.general.norms import Norm
 from kvrelay.engine.models.general.states import running_step
 from kvrelay.kernels import reference
-from kvrelay.kernels.cpu.packed import BLOCK, PackedLinear, PackedMlp
+from kvrelay.kernels.cpu.packed import BLOCK, PackedLinear, PackedMlp, PackedNorm, ResidualBlocks
 from kvrelay.kernels.cpu.program import Buffer, Team
 from kvrelay.kernels.cpu.states import GatedConv
 
@@ -27,34 +29,123 @@ ROWS = 8
 
 
 class StandIn(nn.Module):
-    """Takes the place of a product: keeps its input, and gives a known result."""
+    """Takes the place of a module's part: keeps its input, and gives a known result."""
 
-    def __init__(self, result: Tensor) -> None:
+    def __init__(self, result: Tensor, calls: list["StandIn"], weight: Tensor | None) -> None:
+        """
+        Args:
+            calls: to which it adds itself when it is called.
+            weight: that of the part.
+        """
         super().__init__()
         self.result, self.input = result, torch.empty(0)
+        self.calls, self.weight = calls, weight
 
-    def forward(self, input: Tensor) -> Tensor:
-        self.input = input
+    def forward(self, hidden_states: Tensor, **others: object) -> Tensor:
+        self.input = hidden_states
+        self.calls.append(self)
         return self.result
+
+
+class NativeConv:
+    """The forward pass of a convolution between gates."""
+
+    def __init__(self, native: GatedConv, layer: int, original: Callable[..., Tensor]) -> None:
+        """
+        Args:
+            layer: its number in the cache.
+            original: computes it outside of steps.
+        """
+        self.native, self.layer, self._original = native, layer, original
+
+    def __call__(self, hidden_states: Tensor, *others: Any, **named: Any) -> Tensor:
+        step = running_step()
+        if step is None or others or named.get("attention_mask") is not None:
+            return self._original(hidden_states, *others, **named)
+        state, rows = step.gated_conv(self.native, self.layer, hidden_states.dtype)
+        return self.native(hidden_states[0], state, rows)[None]
+
+
+class NativeLayer:
+    """The forward pass of a layer."""
+
+    def __init__(self, team: Team, parts: list[tuple[PackedNorm, Any]], original: Callable[..., Tensor]) -> None:
+        """
+        Args:
+            parts: each norm, and the native forward pass of what is behind it.
+            original: computes the layer outside of steps.
+        """
+        self._original = original
+        self._convs: list[tuple[GatedConv, int]] = []
+        blocks = []
+        for norm, part in parts:
+            if isinstance(part, NativeConv):
+                conv = part.native.behind(norm)
+                self._convs.append((conv, part.layer))
+                blocks.append(conv)
+            else:
+                blocks.append(part.behind(norm))
+        self._native = ResidualBlocks(team, blocks)
+
+    def __call__(self, hidden_states: Tensor, *others: Any, **named: Any) -> Tensor:
+        step = running_step()
+        if self._convs and (step is None or others or named.get("attention_mask") is not None):
+            return self._original(hidden_states, *others, **named)
+        for conv, layer in self._convs:
+            conv.begin(*step.gated_conv(conv, layer, hidden_states.dtype))
+        return self._native(hidden_states)
 
 
 def fuse(model: nn.Module, team: Team) -> int:
     """Has the model's modules of these kinds compute natively; returns how many.
 
     Args:
-        model: whose linear layers have been swapped.
+        model: whose norms and linear layers have been swapped.
         team: for which their weights are packed.
     """
     inner, fused = Buffer(np.float32), 0
+    finds: list[Callable[[Any], Callable[..., Tensor] | None]] = [
+        lambda module: _mlp(module, team, inner) or _conv(module, team),
+        lambda module: _layer(module, team),
+    ]
     module: Any
-    for module in model.modules():
-        if "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:  # noqa: SLF001  # torch has no other name
-            continue
-        native = _mlp(module, team, inner) or _conv(module, team)
-        if native is not None:
-            module.forward = native
-            fused += 1
+    for find in finds:
+        for module in model.modules():
+            if "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:  # noqa: SLF001  # torch has no other name
+                continue
+            native = find(module)
+            if native is not None:
+                module.forward = native
+                fused += 1
     return fused
+
+
+def _called(module: nn.Module, results: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a module gives for x, and the inputs of its parts, in the order of their calls, if these have such results.
+
+    Raises:
+        ValueError: the module needs more than x, or calls a part twice.
+    """
+    calls: list[StandIn] = []
+    originals = {name: getattr(module, name) for name in results}
+    stands = {
+        name: StandIn(result, calls, getattr(originals[name], "weight", None)) for name, result in results.items()
+    }
+    try:
+        for name, stand in stands.items():
+            setattr(module, name, stand)
+        with torch.inference_mode():
+            out = module(x)
+    except Exception as error:  # the module's code fails in whatever way
+        raise ValueError(f"{type(module).__name__} takes no input alone") from error
+    finally:
+        for name, original in originals.items():
+            setattr(module, name, original)
+    names = {id(stand): name for name, stand in stands.items()}
+    inputs = {names[id(stand)]: stand.input for stand in calls}
+    if len(calls) != len(results) or len(inputs) != len(results) or not isinstance(out, Tensor):
+        raise ValueError(f"{type(module).__name__} doesn't call each of its parts once")
+    return out, inputs
 
 
 def _between(module: nn.Module, results: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -66,26 +157,15 @@ def _between(module: nn.Module, results: Mapping[str, Tensor], x: Tensor) -> Ten
     Raises:
         ValueError: the module computes something else.
     """
-    stands = {name: StandIn(result) for name, result in results.items()}
-    originals = {name: getattr(module, name) for name in stands}
-    *firsts, last = stands.values()
-    try:
-        for name, stand in stands.items():
-            setattr(module, name, stand)
-        with torch.inference_mode():
-            out = module(x)
-    except Exception as error:  # the module's code fails in whatever way
-        raise ValueError(f"{type(module).__name__} takes no input alone") from error
-    finally:
-        for name, original in originals.items():
-            setattr(module, name, original)
-    if any(not torch.equal(first.input, x) for first in firsts) or not torch.equal(out, last.result):
+    out, inputs = _called(module, results, x)
+    *firsts, last = results
+    if any(not torch.equal(inputs[first], x) for first in firsts) or not torch.equal(out, results[last]):
         raise ValueError(f"{type(module).__name__} computes more than its products")
-    return last.input
+    return inputs[last]
 
 
-def _normal(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+def _normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _mlp(module: nn.Module, team: Team, inner: "Buffer[np.float32]") -> Callable[[Tensor], Tensor] | None:
@@ -154,13 +234,37 @@ def _conv(module: Any, team: Team) -> Callable[..., Tensor] | None:
     bound = 4 * torch.finfo(dtype).eps * max(1.0, float(expected.abs().max()))
     if found.shape != expected.shape or float((found - expected).abs().max()) > bound:
         return None
-    native, original = GatedConv(team, before, behind, weight, bias), module.forward
+    return NativeConv(GatedConv(team, before, behind, weight, bias), layer, module.forward)
 
-    def forward(hidden_states: Tensor, *others: Any, **named: Any) -> Tensor:
-        step = running_step()
-        if step is None or others or named.get("attention_mask") is not None:
-            result: Tensor = original(hidden_states, *others, **named)
-            return result
-        return step.gated_conv(native, hidden_states, layer)
 
-    return forward
+def _layer(module: nn.Module, team: Team) -> NativeLayer | None:
+    """The native form of a layer; None if a module isn't one."""
+    norms: dict[str, Norm] = {}
+    parts: dict[str, PackedMlp | NativeConv] = {}
+    for name, child in module.named_children():
+        native = child.__dict__.get("forward")
+        if isinstance(child, Norm) and child.native is not None:
+            norms[name] = child
+        elif isinstance(native, (PackedMlp, NativeConv)):
+            parts[name] = native
+        else:
+            return None
+    if len(norms) != len(parts) or not norms or any(True for _ in module.parameters(recurse=False)):
+        return None
+    weight = next(iter(norms.values())).weight
+    x = _normal(1, ROWS, len(weight)).to(weight.dtype)
+    results = {name: _normal(*x.shape, seed=seed).to(x.dtype) for seed, name in enumerate((*norms, *parts), 1)}
+    try:
+        out, inputs = _called(module, results, x)
+    except ValueError:
+        return None
+    order = list(inputs)
+    found = []
+    for norm, part in zip(order[::2], order[1::2], strict=True):
+        if norm not in norms or part not in parts or not torch.equal(inputs[norm], x):
+            return None
+        if not torch.equal(inputs[part], results[norm]):
+            return None
+        x = x + results[part]
+        found.append((norms[norm].native, parts[part]))
+    return NativeLayer(team, found, module.forward) if torch.equal(out, x) else None

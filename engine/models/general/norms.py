@@ -32,6 +32,11 @@ class Norm(nn.Module):
         self._original = (original,)  # in a tuple, so that it is no part of this module
         self._native: PackedNorm | None = None
 
+    @property
+    def native(self) -> PackedNorm | None:
+        """The native kernel; None if there is none."""
+        return self._native
+
     def use(self, team: Team) -> None:
         """Has native kernels compute inputs of the weight's type from now on."""
         if self._scale.dtype in (torch.float32, torch.bfloat16):

@@ -95,11 +95,10 @@ class StateStep:
         out = self._ops.conv(tokens, weight, bias, state, rows, silu=activation is not None)
         return out.T[None]
 
-    def gated_conv(self, native: GatedConv, x: Tensor, layer: int) -> Tensor:
-        """[1, T, hidden] of a layer's input [1, T, hidden]."""
+    def gated_conv(self, native: GatedConv, layer: int, dtype: torch.dtype) -> tuple[Tensor, StateRows]:
+        """The states of a layer's convolution, of the type of its inputs, and the step's rows."""
         self.take(layer, 0)
-        state, rows = self._state("conv_states", (native.width, native.channels), x.dtype)
-        return native(x[0], state, rows)[None]
+        return self._state("conv_states", (native.width, native.channels), dtype)
 
     def ssd(
         self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, time_step: TimeStep
@@ -113,6 +112,8 @@ class StateStep:
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalized: bool
     ) -> tuple[Tensor, Tensor]:
         """[1, T, H, D] and a stand-in for the state; inputs as `StateOps.delta`, with 1 in front."""
+        if g.dim() == 4 and not self._ops.decays_channels:
+            raise UnfitError("its states decay channel by channel, for which there are no kernels here")
         state, rows = self._state("recurrent_states", (v.shape[2], k.shape[3], v.shape[3]), torch.float32)
         out = self._ops.delta(q[0], k[0], v[0], g[0], beta[0], state, rows, normalized=normalized)
         return out[None], self._stand_in()
@@ -220,7 +221,7 @@ def ssd(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def delta(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch_chunk_gated_delta_rule` of transformers, on our kernels while a way runs."""
+    """transformers' functions of Gated DeltaNet and Kimi Delta Attention, on our kernels while a way runs."""
 
     @wraps(original)
     def run(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **others: Any) -> Any:
@@ -228,7 +229,7 @@ def delta(original: Callable[..., Any]) -> Callable[..., Any]:
         if step is None:
             return original(query, key, value, g=g, beta=beta, **others)
         if others.get("initial_state") is not None or others.get("cu_seqlens") is not None:
-            raise UnfitError("a Gated DeltaNet layer has arguments that aren't known")
+            raise UnfitError("a layer of the delta rule has arguments that aren't known")
         return step.delta(query, key, value, g, beta, bool(others.get("use_qk_l2norm_in_kernel")))
 
     return run
@@ -294,6 +295,7 @@ FUNCTIONS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "causal_conv1d_fn": conv,
     "mamba2_chunk_scan": ssd,
     "torch_chunk_gated_delta_rule": delta,
+    "chunk_kimi_delta_attention": delta,
     "rwkv_linear_attention": wkv,
 }
 """Replacements of a module's functions, by their names."""

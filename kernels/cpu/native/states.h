@@ -97,7 +97,7 @@ struct DeltaArgs {
     const void* q;           // [tokens, key heads, key dim]
     const void* k;           // [tokens, key heads, key dim]
     const void* v;           // [tokens, heads, dim]
-    const float* g;          // [tokens, heads] logarithms of decays
+    const float* g;          // [tokens, heads] logarithms of decays; with `channels` [tokens, heads, key dim]
     const void* beta;        // [tokens, heads]
     void* out;               // [tokens, heads, dim]
     float* workspace;        // kvrelay_delta_workspace(dim, key dim) floats for each thread
@@ -112,6 +112,7 @@ struct DeltaArgs {
     int64_t dim;
     int64_t key_dim;
     int32_t normalized;      // 1: q and k are scaled to length 1 first
+    int32_t channels;        // 1: each row of the state, a channel of the key, has a decay of its own (Kimi Delta Attention)
     int32_t bfloat16;        // 1: q, k, v, beta and out are bfloat16; 0: float
 };
 

@@ -24,6 +24,8 @@ CHUNKS = {"num_warps": 8, "num_stages": 1}
 class TritonStateOps:
     """Implements `StateOps` on GPU, and in Triton's interpreter."""
 
+    decays_channels = False
+
     def conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: StateRows, *, silu: bool
     ) -> Tensor:
