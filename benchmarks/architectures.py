@@ -12,7 +12,10 @@ process, in turns:
               values are expanded in each step, and states are computed by transformers' functions in plain torch
 
 `prefill_N` is the prefill of a prompt, `decode_N` a decode step of N sequences with 128 tokens before each; figures are
-tokens a second, and the ratio of each turn.
+tokens a second, and the ratio of each turn. Where other work shares the machine:
+
+    --bursts    steps at real-time priority, with pauses between them (as root); for decode steps
+    --cpu       seconds of the process's CPU time; with `--threads 1`, because threads also spend it on waiting
 
     --long      decode steps of 8 sequences at 16k tokens: a hybrid of three layers with states to one with attention,
                 against Llama of the same size on the fast path; and the bytes that a hand-off of 16k tokens takes
@@ -33,7 +36,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from checkpoint import EXPERTS, write, write_experts
-from steps import Cell, in_turns, ratios
+from steps import Cell, burst, in_turns, ratios
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from turns import own_setting, save, spread
@@ -208,12 +211,18 @@ def clear(runner: Any) -> None:
         pool.bytes.zero_()
 
 
-def measured(runners: dict[str, Any], names: Sequence[str], repeats: int) -> dict[str, Any]:
+def measured(runners: dict[str, Any], names: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
     """Figures of each cell, and ratios of the first runner to the others."""
     first, *others = runners
     found: dict[str, Any] = {}
     cells = [Cell.of(name) for name in names]
-    for cell, rates in in_turns(runners, cells, repeats, lambda cell: 1 if cell.length > 1 else 3).items():
+    tries = 6 if args.bursts else 3
+    clock = time.process_time if args.cpu else time.perf_counter
+    around = burst if args.bursts else nullcontext
+    of_cells = in_turns(
+        runners, cells, args.repeats, lambda cell: 1 if cell.length > 1 else tries, clock=clock, around=around
+    )
+    for cell, rates in of_cells.items():
         found[cell] = {name: {"tokens_per_s": spread(values, 1)} for name, values in rates.items()}
         found[cell] |= {f"{first} / {name}": ratios(rates, first, name) for name in others}
     return found
@@ -232,7 +241,11 @@ def short(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
                     _, runner = build_engine(Path(folder), "bfloat16", options(args.threads, 4096, **given))
                 clear(runner)
                 runners[way] = runner
-        yield name, {"weights": weights, **measured(runners, args.cells, args.repeats)}
+        how = {"threads": args.threads, "bursts": args.bursts, "cpu_time": args.cpu}
+        yield (
+            name,
+            {"weights": weights, **{cell: how | found for cell, found in measured(runners, args.cells, args).items()}},
+        )
 
 
 def long(args: argparse.Namespace) -> dict[str, Any]:
@@ -255,7 +268,7 @@ def long(args: argparse.Namespace) -> dict[str, Any]:
         bytes_of[name] = sum(
             track.block_bytes if kind == "state" else LONG * track.token_bytes for kind, track in tracks
         )
-    found = measured(runners, [f"decode_8_{LONG}"], args.repeats)
+    found = measured(runners, [f"decode_8_{LONG}"], args)
     ratio = bytes_of["qwen3_next"] / bytes_of["llama"]
     return {"weights": sizes, **found, "handoff_bytes_16384": {**bytes_of, "ratio": round(ratio, 4)}}
 
@@ -289,20 +302,24 @@ def main() -> None:
     parser.add_argument("--ways", type=lambda text: text.split(","), help="some of them: before takes minutes")
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--prefix", action="store_true")
+    parser.add_argument("--bursts", action="store_true")
+    parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON file, whose other figures stay as they are")
     args = parser.parse_args()
-    result: dict[str, Any] = {**own_setting("torch", "transformers"), "threads": args.threads}
+    result: dict[str, Any] = own_setting("torch", "transformers")
     if args.out is not None and args.out.exists():
         result = {**json.loads(args.out.read_text()), **result}
+    result.setdefault("threads", args.threads)
     figures: Iterator[tuple[str, dict[str, Any]]] = short(args)
     if args.long or args.prefix:
         asked = {"long": long} if args.long else {}
         asked |= {"prefix": prefix} if args.prefix else {}
         figures = ((name, measure(args)) for name, measure in asked.items())
     for name, found in figures:
-        result.setdefault("figures", {})[name] = found
+        figure = result.setdefault("figures", {}).setdefault(name, {})
+        figure |= found
         print(json.dumps({name: found}), flush=True)
         if args.out is not None:
             save(args.out, result)
