@@ -142,6 +142,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "block_auto_adjust_ff_dim": False,
     },
     "rwkv": {**COMMON, "hidden_size": 768, "num_hidden_layers": 12, "context_length": 1024},
+    "kimi_linear": {
+        **LATENTS,
+        "num_hidden_layers": LAYERS,
+        "layer_types": HYBRID,
+        "mlp_layer_types": ["dense"] * LAYERS,
+        "linear_num_heads": 4,
+        "linear_head_dim": 128,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "deepseek_v2": {**LATENTS, "topk_method": "greedy"},
     "deepseek_v3": LATENTS,
 }
