@@ -30,7 +30,8 @@ ENGINE = {
 ROLES = {kind: {"engine": {**ENGINE, "block_size": size}} for kind, size in (("prefill", 16), ("decode", 8))}
 KILLED = "decode.after_commit,request=two,attempt=1:kill"
 STOPPED = "decode.after_commit,attempt=1:stop"
-KILLS = 60
+KILLS, LONG = 60, 96
+"""Kills, and tokens of each completion that is killed: less than a prompt has."""
 
 
 @pytest.mark.more
@@ -92,17 +93,17 @@ def test_a_hybrid_goes_on_from_its_last_snapshot_through_sixty_kills_in_mid_stre
         decodes = [name for name in cluster.workers if name.startswith("decode")]
         computed = cluster.member("prefill-0").load.computed_tokens
         for _ in range(KILLS):
-            prompt = [draw.randrange(3, 250) for _ in range(draw.randrange(4 * OUT, 8 * OUT))]
-            stream = client.generate(prompt, max_tokens=OUT, temperature=0, ignore_eos=True)
+            prompt = [draw.randrange(3, 250) for _ in range(draw.randrange(LONG + size, 150))]
+            stream = client.generate(prompt, max_tokens=LONG, temperature=0, ignore_eos=True)
             (killed,) = wait_until(lambda: [name for name in decodes if stopped(cluster.processes[name].pid)], "stops")
             os.kill(cluster.processes[killed].pid, signal.SIGCONT)
-            chunks = list(itertools.islice(stream, draw.randrange(1, OUT // 2)))
+            chunks = list(itertools.islice(stream, draw.randrange(1, LONG // 3)))
             os.kill(cluster.processes[killed].pid, signal.SIGKILL)
             answer = completion([*chunks, *stream])
-            assert list(answer.token_ids) == greedy(model, prompt, OUT)[0]
+            assert list(answer.token_ids) == greedy(model, prompt, LONG)[0]
             assert answer.timeline.retries == 1
             cluster.wait_idle(but=[killed])
             cluster.replace(killed)
             behind = len(prompt) - (len(prompt) - 1) // size * size
             before, computed = computed, cluster.member("prefill-0").load.computed_tokens
-            assert len(prompt) < computed - before < len(prompt) + behind + OUT
+            assert len(prompt) < computed - before < len(prompt) + behind + LONG

@@ -69,7 +69,9 @@ class NativeConv:
 class NativeLayer:
     """The forward pass of a layer."""
 
-    def __init__(self, team: Team, parts: list[tuple[PackedNorm, Any]], original: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, team: Team, parts: list[tuple[PackedNorm, PackedMlp | NativeConv]], original: Callable[..., Tensor]
+    ) -> None:
         """
         Args:
             parts: each norm, and the native forward pass of what is behind it.
@@ -77,7 +79,7 @@ class NativeLayer:
         """
         self._original = original
         self._convs: list[tuple[GatedConv, int]] = []
-        blocks = []
+        blocks: list[PackedMlp | GatedConv] = []
         for norm, part in parts:
             if isinstance(part, NativeConv):
                 conv = part.native.behind(norm)
@@ -88,11 +90,12 @@ class NativeLayer:
         self._native = ResidualBlocks(team, blocks)
 
     def __call__(self, hidden_states: Tensor, *others: Any, **named: Any) -> Tensor:
-        step = running_step()
-        if self._convs and (step is None or others or named.get("attention_mask") is not None):
-            return self._original(hidden_states, *others, **named)
-        for conv, layer in self._convs:
-            conv.begin(*step.gated_conv(conv, layer, hidden_states.dtype))
+        if self._convs:
+            step = running_step()
+            if step is None or others or named.get("attention_mask") is not None:
+                return self._original(hidden_states, *others, **named)
+            for conv, layer in self._convs:
+                conv.begin(*step.gated_conv(conv, layer, hidden_states.dtype))
         return self._native(hidden_states)
 
 
@@ -239,32 +242,33 @@ def _conv(module: Any, team: Team) -> Callable[..., Tensor] | None:
 
 def _layer(module: nn.Module, team: Team) -> NativeLayer | None:
     """The native form of a layer; None if a module isn't one."""
-    norms: dict[str, Norm] = {}
+    norms: dict[str, PackedNorm] = {}
+    like = torch.empty(0)
     parts: dict[str, PackedMlp | NativeConv] = {}
     for name, child in module.named_children():
         native = child.__dict__.get("forward")
         if isinstance(child, Norm) and child.native is not None:
-            norms[name] = child
+            norms[name], like = child.native, child.weight
         elif isinstance(native, (PackedMlp, NativeConv)):
             parts[name] = native
         else:
             return None
-    if len(norms) != len(parts) or not norms or any(True for _ in module.parameters(recurse=False)):
+    widths = {len(norm.weight) for norm in norms.values()}
+    if len(norms) != len(parts) or len(widths) != 1 or any(True for _ in module.parameters(recurse=False)):
         return None
-    weight = next(iter(norms.values())).weight
-    x = _normal(1, ROWS, len(weight)).to(weight.dtype)
+    x = _normal(1, ROWS, len(like)).to(like.dtype)
     results = {name: _normal(*x.shape, seed=seed).to(x.dtype) for seed, name in enumerate((*norms, *parts), 1)}
     try:
         out, inputs = _called(module, results, x)
     except ValueError:
         return None
     order = list(inputs)
-    found = []
+    found: list[tuple[PackedNorm, PackedMlp | NativeConv]] = []
     for norm, part in zip(order[::2], order[1::2], strict=True):
         if norm not in norms or part not in parts or not torch.equal(inputs[norm], x):
             return None
         if not torch.equal(inputs[part], results[norm]):
             return None
         x = x + results[part]
-        found.append((norms[norm].native, parts[part]))
+        found.append((norms[norm], parts[part]))
     return NativeLayer(team, found, module.forward) if torch.equal(out, x) else None
