@@ -136,8 +136,8 @@ def quarantined(today: datetime.date) -> dict[str, str]:
 
 
 def leave_some(items: list[pytest.Item]) -> None:
-    """Marks the cases that `some(n, more=m)` leaves out: m of them, or all if no m is given, are `more`, the others `slow`.
-    They are always the same ones."""
+    """Marks the cases that `some(n, more=m)` leaves out, always the same ones: m of them, or all if no m is given, are
+    `more`, the others `slow`."""
     cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         marker = item.get_closest_marker("some")
