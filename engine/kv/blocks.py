@@ -35,7 +35,7 @@ class Hold:
         chain: the prefix index's digests of the leading blocks' content, as far as they were needed.
         published: leading blocks that the prefix index has been offered.
         shared: leading blocks that had their content from the start; others may read them.
-        partial: tokens whose KV was in the block behind the shared ones from the start; nobody else holds that one.
+        partial: tokens whose KV was in the block behind the shared ones from the start; nobody else holds that block.
         sides: a `SideHold` of each layer group behind the first (`engine/kv/sides.py`, which imports this module).
         withdrawn: whether its content is in doubt, so that the prefix index is told no more of it.
     """

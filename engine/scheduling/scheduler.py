@@ -246,8 +246,12 @@ class Scheduler:
         self._pool.check_integrity()
         self.prefix.check_integrity()
         for sequence in self._live.values():
-            first = sequence.num_computed // self._block_size
-            if shared := self._pool.indexed & set(sequence.hold.blocks[first:]):
+            first, hold = sequence.num_computed // self._block_size, sequence.hold
+            written = [
+                (self._pool, hold.blocks[first:]),
+                *[(own.side.pool, own.from_block(first)) for own in hold.sides],
+            ]
+            if shared := [block for pool, blocks in written for block in blocks if block in pool.indexed]:
                 raise IntegrityError(f"{sequence!r} may write to blocks {sorted(shared)}, which the prefix index knows")
 
     @property

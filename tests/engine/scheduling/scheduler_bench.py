@@ -103,8 +103,9 @@ class Bench:
         )
         self.max_context = blocks * SIZE if max_context is None else max_context
         self.pool = BlockPool(blocks)
-        counts = [side_blocks(group, self.config) for group in sides]
-        pools = [SidePool(group, count, SIZE) for group, count in zip(sides, counts, strict=True)]
+        spares = [max_sequences if drafts and group.kind == "state" else 0 for group in sides]
+        counts = [side_blocks(group, self.config) + spare for group, spare in zip(sides, spares, strict=True)]
+        pools = [SidePool(group, count, SIZE, spare) for group, count, spare in zip(sides, counts, spares, strict=True)]
         self.prefix = PrefixIndex(self.pool, SIZE, b"hash", enabled=prefix_cache, sides=pools)
         # Computes as late as a device may, whatever the lag.
         found = list(zip(sides, counts, strict=True))

@@ -95,7 +95,7 @@ def test_completions_are_cached_too() -> None:
     steps_until(bench, bench.add(bench.request(prompt, 2 * SIZE)))
     turn = bench.add(bench.request((*prompt, *expected_tokens(prompt, 2 * SIZE), 1, 2), 3))
     steps_until(bench, turn)
-    # Of the last completion token no KV was computed.
+    # No KV was computed for the last completion token.
     assert turn.cached_tokens == 3 * SIZE - 1
 
 

@@ -72,8 +72,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, blocks: int, **options: Any) -> None:
         if options["sides"]:
             options |= {"lag": 0}
-        if STATE in options["sides"]:
-            options |= {"drafts": 0}
         self.bench = Bench(blocks, **options)
         self.scheduler = self.bench.scheduler
         self.reserved: list[tuple[Request, Reservation]] = []
