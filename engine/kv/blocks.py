@@ -18,7 +18,7 @@ first.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 
@@ -183,6 +183,13 @@ class BlockPool:
         for hold in self._holds:
             owners[hold.owner] += len(hold.blocks)
         return dict(owners)
+
+    def only_in(self, holds: Iterable[Hold]) -> int:
+        """Number of blocks that no hold but these refers to: they are available once these are released."""
+        found: Counter[int] = Counter()
+        for hold in holds:
+            found.update(hold.blocks)
+        return sum([count == self._refs[block] for block, count in found.items()])
 
     def can_allocate(self, shared: Sequence[int], fresh: int) -> bool:
         """Whether `shared` (held or cached) blocks can be shared and then `fresh` more be allocated."""
