@@ -693,9 +693,9 @@ class Scheduler:
             self.on_preempt(loser)
 
     def _would_fit(self, waiting: Sequence) -> bool:
-        """Whether a waiting sequence would get its blocks if all of greater ranks gave up theirs."""
+        """Whether there are sequences of greater ranks, which together have enough blocks for a waiting one."""
         less = [one for one in (*self._running, *self._ready) if one.rank > waiting.rank]
-        return self._would_free(less, self._allocator.lacking(waiting))
+        return bool(less) and self._would_free(less, self._allocator.lacking(waiting))
 
     def _would_free(self, sequences: list[Sequence], count: int) -> bool:
         """Whether so many blocks would be free in addition if these sequences gave up theirs, some of which others may
