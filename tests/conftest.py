@@ -5,7 +5,9 @@ import datetime
 import gc
 import glob
 import os
+import random
 import signal
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -35,7 +37,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # On a machine that others use too, an input's time says nothing about a test.
-settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("shared", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
 
 
@@ -133,8 +135,22 @@ def quarantined(today: datetime.date) -> dict[str, str]:
     return found
 
 
+def leave_some(items: list[pytest.Item]) -> None:
+    """Marks `more` what `some(n)` leaves to `make test-all`: all but n of a test's cases, always the same ones."""
+    cases = defaultdict[tuple[str, int], list[pytest.Item]](list)
+    for item in items:
+        marker = item.get_closest_marker("some")
+        if marker is not None and not any(item.iter_markers("more")) and not any(item.iter_markers("slow")):
+            cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
+    for (name, count), found in cases.items():
+        for item in random.Random(name).sample(found, max(0, len(found) - count)):
+            item.add_marker("more")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Orders the files, and lets quarantined tests fail."""
+    """Orders the files, leaves cases to `make test-all`, and lets quarantined tests fail."""
+    leave_some(items)
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
     reasons = quarantined(datetime.datetime.now(datetime.UTC).date())

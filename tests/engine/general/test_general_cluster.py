@@ -209,6 +209,7 @@ async def asked_twice(folder: Path, path: ModelPath) -> list[list[Completion]]:
         ],
     ],
 )
+@pytest.mark.some(2)
 def test_a_cluster_yields_the_tokens_of_whole_passes_through_a_kill_of_decode(
     name: str, path: ModelPath, tmp_path: Path
 ) -> None:
