@@ -207,7 +207,7 @@ class Load:
             self._running.discard(name)
 
 
-# Its own death, and that of its members.
+# The supervisor's own death, and that of its members.
 
 
 @pytest.mark.more
