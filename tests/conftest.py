@@ -136,15 +136,20 @@ def quarantined(today: datetime.date) -> dict[str, str]:
 
 
 def leave_some(items: list[pytest.Item]) -> None:
-    """Marks `more` what `some(n)` leaves to `make test-all`: all but n of a test's cases, always the same ones."""
-    cases = defaultdict[tuple[str, int], list[pytest.Item]](list)
+    """Marks the cases that `some(n, more=m)` leaves out, always the same ones: m of them, or all if no m is given, are
+    `more`, the others `slow`."""
+    cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         marker = item.get_closest_marker("some")
         if marker is not None and not any(item.iter_markers("more")) and not any(item.iter_markers("slow")):
-            cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
-    for (name, count), found in cases.items():
-        for item in random.Random(name).sample(found, max(0, len(found) - count)):
-            item.add_marker("more")
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for name, found in cases.items():
+        marker = found[0].get_closest_marker("some")
+        assert marker is not None
+        count, more = marker.args[0], marker.kwargs.get("more", len(found))
+        for place, item in enumerate(random.Random(name).sample(found, len(found))):
+            if place >= count:
+                item.add_marker("more" if place < count + more else "slow")
 
 
 @pytest.hookimpl(tryfirst=True)

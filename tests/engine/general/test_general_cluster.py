@@ -195,7 +195,7 @@ async def asked_twice(folder: Path, path: ModelPath) -> list[list[Completion]]:
     [
         *[(name, "general") for name in ONCE],
         *[pytest.param(name, "general", marks=pytest.mark.more) for name in COVERING if name not in ONCE],
-        *[pytest.param(name, "general", marks=pytest.mark.more) for name in MORE],
+        *[pytest.param(name, "general", marks=pytest.mark.slow) for name in MORE],
         ("MistralForCausalLM", "fast"),
         *[
             pytest.param(name, "fast", marks=pytest.mark.more)

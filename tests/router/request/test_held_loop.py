@@ -32,7 +32,7 @@ AMOUNTS = pytest.mark.parametrize(
     ("size", "examples"),
     [
         pytest.param(LIMIT, 12, id="the limit-few"),
-        pytest.param(LIMIT, 150, id="the limit-some", marks=pytest.mark.more),
+        pytest.param(LIMIT, 60, id="the limit-some", marks=pytest.mark.more),
         pytest.param(64 * 1024, 150, id="64 KiB-some", marks=pytest.mark.slow),
         pytest.param(LIMIT, 10**6, id="the limit-all", marks=pytest.mark.slow),
         pytest.param(64 * 1024, 10**6, id="64 KiB-all", marks=pytest.mark.slow),
