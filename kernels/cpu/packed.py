@@ -293,12 +293,12 @@ class PackedMlp:
         self._team, self._inner = team, inner
         self._up, self._down = up.args(gate, *norm_of(norm)), down.args(sum_of(norm))
         self.gate, self._kept = gate, (up, down, norm)
-        self.workspace_bytes = max(up.workspace_bytes, down.workspace_bytes)
+        self.workspace_bytes: int = max(up.workspace_bytes, down.workspace_bytes)
         self._rows = ctypes.c_int64()
         self._up.rows = self._down.rows = ctypes.addressof(self._rows)
         self._stride = -(-down.inputs // BLOCK) * BLOCK + ROW_PADDING
         self._up.out_stride = self._down.input_stride = self._stride
-        self.steps = (LINEAR, self._up), (LINEAR, self._down)
+        self.steps: tuple[Step, ...] = (LINEAR, self._up), (LINEAR, self._down)
         self._program = Program(team.library, *self.steps)
 
     def behind(self, norm: "PackedNorm") -> "PackedMlp":

@@ -117,7 +117,7 @@ class GatedConv:
         """
         self._team, self._first, self._last = team, first.args(Epilogue.STORE, *norm_of(norm)), last.args(sum_of(norm))
         self._kept = first, last, weight, bias, norm
-        self.workspace_bytes = max(first.workspace_bytes, last.workspace_bytes)
+        self.workspace_bytes: int = max(first.workspace_bytes, last.workspace_bytes)
         self._tokens = ctypes.c_int64()
         self._first.rows = self._last.rows = ctypes.addressof(self._tokens)
         self.channels, self.width = weight.shape
