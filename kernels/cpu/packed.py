@@ -331,7 +331,7 @@ class ResidualBlocks:
     def __init__(self, team: Team, blocks: Sequence[Block]) -> None:
         """
         Args:
-            blocks: f behind norms. The inner buffer that MLPs share holds what one of them needs at a time.
+            blocks: f behind norms; at most one is an MLP, because MLPs share a buffer.
         """
         self._team, self._blocks = team, blocks
         self._program = Program(team.library, *(step for block in blocks for step in block.steps))

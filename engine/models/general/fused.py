@@ -256,6 +256,8 @@ def _layer(module: nn.Module, team: Team) -> NativeLayer | None:
     widths = {len(norm.weight) for norm in norms.values()}
     if len(norms) != len(parts) or len(widths) != 1 or any(True for _ in module.parameters(recurse=False)):
         return None
+    if sum(isinstance(part, PackedMlp) for part in parts.values()) > 1:
+        return None
     x = _normal(1, ROWS, len(like)).to(like.dtype)
     results = {name: _normal(*x.shape, seed=seed).to(x.dtype) for seed, name in enumerate((*norms, *parts), 1)}
     try:
