@@ -292,8 +292,8 @@ def test_copies_of_experts_that_are_asked_most_share_their_tokens(
     plain = serve_skewed(folder, GROUPS[group](size), way, 0, **coded)
     copied = serve_skewed(folder, GROUPS[group](size), way, room := 2, **coded)
     first, own = copied[0], copied[0].slots.shape[2] - room
-    # The kernels round inputs of products with quantized weights. Each rank rounds its own part of them: w8a8 to 8 bits,
-    # by the largest number of the part, so ranks with copies are compared with ranks without.
+    # The kernels round inputs of products with quantized weights. Each rank rounds its own part of them: w8a8 to 8
+    # bits, by the largest number of the part, so ranks with copies are compared with ranks without.
     wanted = plain[0].hidden if quantization == "w8a8" else expected
     bound = (1e-4 if quantization == "none" else 1e-3) * max(1.0, float(wanted.abs().max()))
     for rank, served in enumerate(copied):
