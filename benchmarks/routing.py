@@ -29,7 +29,17 @@ from typing import Any
 
 from simulated.clock import run
 from simulated.cluster import END, Cluster, Place, Question
-from simulated.fleet import CAPACITY, Background, Talk, Targets, converse, highest_rate, refused_again, replay
+from simulated.fleet import (
+    CAPACITY,
+    PATIENCE_SECONDS,
+    Background,
+    Talk,
+    Targets,
+    converse,
+    highest_rate,
+    refused_again,
+    replay,
+)
 from simulated.kernels import LLAMA_3_1_8B, Kernels, checked
 from simulated.traces import Arrival, TraceName, at_rate, begun_later, oracle_hits, read
 from simulated.worker import Machine
@@ -359,7 +369,7 @@ def _told(setup: Setup, rate: float, given: dict[str, object]) -> list[float]:
         for each in setup.arrivals(rate):
             await asyncio.sleep(began + each.at - cluster.now)
             tasks.append(asyncio.create_task(ask(each)))
-        await asyncio.wait(tasks, timeout=10.0)
+        await asyncio.wait(tasks, timeout=PATIENCE_SECONDS)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

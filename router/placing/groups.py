@@ -145,7 +145,7 @@ class Fleet:
         self.known = all(worker.pace is not None for worker in workers if worker.ready)
         self.figures = [numbers_of(worker) for worker in workers]
         self.numbers = np.array(self.figures).reshape(-1, COLUMNS)
-        self._bytes = memoryview(self.numbers).cast("B") if len(workers) else memoryview(b"")
+        self._bytes = self.numbers.data.cast("B") if len(workers) else memoryview(b"")
         self.estimates = self.numbers.T[: CONTEXT + 1]
         self.sides = [SIDES[worker.role] for worker in workers]
         self.has_room = [_room(worker) for worker in workers]
