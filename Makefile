@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-# A file's tests stay in one process and share its fixtures. Many tests wait: three processes use two cores.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# A file's tests stay in one process and share its fixtures. Many tests wait: four processes use two cores.
+PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup lint format test test-all test-slow soak demo serve proto docs clean
 

@@ -157,24 +157,3 @@ def exposed_seconds(kv: KvBytes, link: LinkCost, prompt: int, have: float, prefi
     total = kv.between(have, prompt)
     exposed = kv.between(begun, prompt) if begun > have else total
     return link.exposed(total, exposed, seconds * (steps - 1) / steps)
-
-
-def stays(pace: Pace, prompt: int, cached: float, expected: float) -> Predicted:
-    """Latencies of a request that one worker computes to its end.
-
-    Args:
-        prompt: tokens of the prompt.
-        cached: of them, those whose KV is there.
-        expected: tokens that it is expected to generate.
-    """
-    return Predicted(pace.wait + pace.prefill(prompt - cached, cached).seconds, pace.tpot(prompt + expected / 2))
-
-
-def handed(ttft: float, exposed: float, decode: Pace, prompt: int, expected: float) -> Predicted:
-    """Latencies of a request whose KV goes to a decode worker.
-
-    Args:
-        ttft: wait and prefill on the worker that computes the prompt.
-        exposed: seconds of the hand-off, of `exposed_seconds`.
-    """
-    return Predicted(ttft, decode.tpot(prompt + expected / 2) + exposed / max(1.0, expected - 1))

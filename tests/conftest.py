@@ -5,7 +5,9 @@ import datetime
 import gc
 import glob
 import os
+import random
 import signal
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -35,7 +37,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # On a machine that others use too, an input's time says nothing about a test.
-settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("shared", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
 
 
@@ -133,8 +135,27 @@ def quarantined(today: datetime.date) -> dict[str, str]:
     return found
 
 
+def leave_some(items: list[pytest.Item]) -> None:
+    """Marks the cases that `some(n, more=m)` leaves out, always the same ones: m of them, or all if no m is given, are
+    `more`, the others `slow`."""
+    cases = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        marker = item.get_closest_marker("some")
+        if marker is not None and not any(item.iter_markers("more")) and not any(item.iter_markers("slow")):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for name, found in cases.items():
+        marker = found[0].get_closest_marker("some")
+        assert marker is not None
+        count, more = marker.args[0], marker.kwargs.get("more", len(found))
+        for place, item in enumerate(random.Random(name).sample(found, len(found))):
+            if place >= count:
+                item.add_marker("more" if place < count + more else "slow")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Orders the files, and lets quarantined tests fail."""
+    """Orders the files, leaves cases to `make test-all`, and lets quarantined tests fail."""
+    leave_some(items)
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
     reasons = quarantined(datetime.datetime.now(datetime.UTC).date())

@@ -178,6 +178,7 @@ def test_the_server_needs_the_client_of_its_version() -> None:
     assert set(client["dependencies"]) <= set(server["dependencies"])
 
 
+@pytest.mark.more
 def test_the_light_client_streams_with_grpcio_and_protobuf_only(
     client_wheel: tuple[Path, list[str]], tmp_path: Path
 ) -> None:

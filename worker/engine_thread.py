@@ -154,10 +154,10 @@ class EngineThread:
         if (engine.steps, engine.scheduler.preemptions) != before:
             with self._engine.lock:
                 self._on_step(progress)
+            slowest, second = (SLOW_DECAY * seconds for seconds in self._slowest_steps)
+            _, second, slowest = sorted((slowest, second, time.monotonic() - began))
+            self._slowest_steps = slowest, second
         self._step_began = None
-        slowest, second = (SLOW_DECAY * seconds for seconds in self._slowest_steps)
-        _, second, slowest = sorted((slowest, second, time.monotonic() - began))
-        self._slowest_steps = slowest, second
         return progress
 
     def _run_commands(self, *, block: bool) -> bool:

@@ -570,7 +570,7 @@ class Worker:
 
     def _cancel(self, key: Key) -> None:
         if self._engine.scheduler.cancel(key):
-            # Its blocks may be free now, and no step may follow that would tell.
+            # The sequence's blocks may be free now, and no step may follow that would tell.
             self.role.on_step(())
 
     def _on_preempt(self, sequence: EngineSequence) -> None:

@@ -79,5 +79,5 @@ def good(request: Request, limits: Mapping[str, float]) -> bool:
 def _most_at_once(requests: Sequence[Request]) -> int:
     """Most requests in flight at one moment."""
     changes = [change for request in requests for change in ((request.sent, 1), (request.ended, -1))]
-    # Of changes at one moment, ends come first.
+    # At one moment, ends come before beginnings.
     return max(accumulate(change for _, change in sorted(changes)), default=0)

@@ -18,7 +18,7 @@ first.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 
@@ -35,7 +35,7 @@ class Hold:
         chain: the prefix index's digests of the leading blocks' content, as far as they were needed.
         published: leading blocks that the prefix index has been offered.
         shared: leading blocks that had their content from the start; others may read them.
-        partial: tokens whose KV was in the block behind the shared ones from the start; nobody else holds that one.
+        partial: tokens whose KV was in the block behind the shared ones from the start; nobody else holds that block.
         sides: a `SideHold` of each layer group behind the first (`engine/kv/sides.py`, which imports this module).
         withdrawn: whether its content is in doubt, so that the prefix index is told no more of it.
     """
@@ -183,6 +183,13 @@ class BlockPool:
         for hold in self._holds:
             owners[hold.owner] += len(hold.blocks)
         return dict(owners)
+
+    def only_in(self, holds: Iterable[Hold]) -> int:
+        """Number of blocks that no hold but these refers to: they are available once these are released."""
+        found: Counter[int] = Counter()
+        for hold in holds:
+            found.update(hold.blocks)
+        return sum([count == self._refs[block] for block, count in found.items()])
 
     def can_allocate(self, shared: Sequence[int], fresh: int) -> bool:
         """Whether `shared` (held or cached) blocks can be shared and then `fresh` more be allocated."""

@@ -106,8 +106,8 @@ _tokens_of = itemgetter(0)
 class Partials:
     """The contents that fill a block in part, found by their tokens behind each prefix.
 
-    Those behind one prefix are in the order of their tokens. So the two neighbours of a list of tokens share more
-    tokens with it than all others do.
+    Contents behind one prefix are in the order of their tokens. So no content shares more tokens with a given list than
+    one of the list's two neighbours does.
     """
 
     def __init__(self) -> None:

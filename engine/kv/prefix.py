@@ -11,8 +11,8 @@ hash is cryptographic, because a collision would give one prompt's KV to another
 A sequence that ends leaves its last block, too, which its tokens may fill in part only. Its name is made in the same
 way, of the tokens that it has; as these are fewer, it is never that of a full block. The next turn of a conversation
 goes on in that block: it takes the block over, so that the block has one owner who writes to it, and is not known until
-that one has filled or left it. If somebody holds the block, or it goes on in another way (`Partials.find`), the
-sequence computes these tokens again: fewer than a block has, in a step that it needs anyway, where a copy of the block
+that owner has filled or left it. If somebody holds the block, or too little of it is the sequence's (`Partials.find`),
+the sequence computes these tokens again: fewer than a block has, in a step that it needs anyway. A copy of the block
 would have to be a part of the step's plan on all ranks.
 
 Where a model has layer groups behind the first, a prefix is known only if all of them know what the tokens behind it

@@ -113,24 +113,19 @@ class SidePool:
         Raises:
             IntegrityError: they aren't, or there is no room, though `can_begin` said so.
         """
-        if match is not None:
-            first = 0 if self.is_state else self._first_behind(chain, match)
-            hold = self.pool.share([] if self.is_state else self._known(chain[first:]), "a new hold")
-            self.contents.take_over(hold, match.digest)
-            own = SideHold(self, hold, first)
-            if not self.is_state:
-                own.wanted = blocks
-                self.live.add(own)
-            return own
         if self.is_state:
+            if match is not None:
+                slot = self.pool.share((), "a new hold")
+                self.contents.take_over(slot, match.digest)
+                return SideHold(self, slot, 0)
             snapshot = None
             if chain and imports is None:
                 # First, because a slot is evicted to make room for the sequence's own.
                 snapshot = self.pool.share(self._known(chain[-1:]), "a new hold")
-            slot = self.pool.allocate(1, "a new hold")
-            if slot is None:
+            fresh = self.pool.allocate(1, "a new hold")
+            if fresh is None:
                 raise IntegrityError("the pool of states has no slot, as it said")
-            return SideHold(self, slot, 0, snapshot)
+            return SideHold(self, fresh, 0, snapshot)
         if imports is not None:
             first = self.group.first_needed(imports) // self.block_size
             known = list(takewhile(self.knows, chain[first:]))
@@ -141,8 +136,10 @@ class SidePool:
             own = SideHold(self, hold, first, complete=first + (first > 0))
             own.known = first + len(known)
         else:
-            first = self.first_needed(len(chain))
+            first = self._first_behind(chain, match)
             own = SideHold(self, self.pool.share(self._known(chain[first:]), "a new hold"), first)
+            if match is not None:
+                self.contents.take_over(own.hold, match.digest)
         own.wanted = blocks
         self.live.add(own)
         return own
@@ -152,9 +149,10 @@ class SidePool:
         self.pool.check_integrity()
         self.contents.check_integrity()
 
-    def _first_behind(self, chain: Sequence[bytes], match: Match) -> int:
-        """The first logical block of a window that a token behind a partly filled block needs."""
-        return self.group.first_needed(len(chain) * self.block_size + match.tokens) // self.block_size
+    def _first_behind(self, chain: Sequence[bytes], match: Match | None) -> int:
+        """The first logical block of a window that a token behind these blocks, and a partly filled one, needs."""
+        tokens = len(chain) * self.block_size + (0 if match is None else match.tokens)
+        return self.group.first_needed(tokens) // self.block_size
 
     def _known(self, digests: Sequence[bytes]) -> list[int]:
         blocks = [block for digest in digests if (block := self.contents.get(digest)) is not None]
@@ -228,6 +226,10 @@ class SideHold:
         blocks = [] if self.side.is_state else self.hold.blocks[begin - self.first : max(begin, end) - self.first]
         return SideHold(self.side, self.side.pool.share(blocks, owner), begin)
 
+    def from_block(self, index: int) -> list[int]:
+        """The blocks from logical block `index` on; of a state, its slot."""
+        return self.hold.blocks if self.side.is_state else self.hold.blocks[max(0, index - self.first) :]
+
     def table(self) -> list[int]:
         """The block of each logical block, -1 for those before the first; of a state, its slot."""
         return [-1] * self.first + self.hold.blocks
@@ -240,11 +242,12 @@ class SideHold:
             self.side.contents.add(digest, self.hold.blocks[index - self.first], self.hold.owner)
 
     def leave(self, index: int, digest: bytes) -> None:
-        """Notes what its owner leaves, who writes to it no more: the content of logical block `index`, or the state."""
-        if self.side.is_state:
-            self.side.contents.add(digest, self.hold.blocks[0], self.hold.owner)
-        else:
+        """Notes what its owner leaves, who writes to it no more: the content of logical block `index`, or the state, if
+        the slot has it already."""
+        if not self.side.is_state:
             self.publish(index, digest)
+        elif self.snapshot is None:
+            self.side.contents.add(digest, self.hold.blocks[0], self.hold.owner)
 
     def withdraw(self) -> None:
         """Forgets the content of every block, because it is in doubt."""

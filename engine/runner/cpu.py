@@ -343,7 +343,7 @@ def build_cpu_runner(
     layout = config.cache_layout(own_layout, spec.max_context) if slides else CacheLayout.of(own_layout)
     memory = memory or HostMemory(ranks=place.degree.ranks)
     pools = make_pools(layout, options, spec.max_context, memory, place=place)
-    # Which layers have a pool of their own doesn't depend on the memory.
+    # The memory doesn't decide which layers have a pool of their own.
     layers = layers_of(pools, config.windows(spec.max_context))
     spec = spec.within(place.smallest(tokens_within(layout, pools, options)))
     make: Callable[..., CpuRunner] = CpuRunner

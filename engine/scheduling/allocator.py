@@ -51,10 +51,10 @@ class Allocator:
         """Number of these for requests of this rank or a smaller one."""
         return sum([request.urgency.rank <= rank for _, request in self._reserved])
 
-    def would_fit(self, sequence: EngineSequence, freed: int) -> bool:
-        """Whether a waiting sequence would get its blocks if others gave so many up."""
-        lacking = self._limits.blocks_for(len(sequence.tokens)) + self._spare_for(sequence, self.use())
-        return self._prefix.pool.available + freed >= lacking
+    def lacking(self, sequence: EngineSequence) -> int:
+        """Blocks that others would have to give up, so that a waiting sequence gets its own."""
+        needed = self._limits.blocks_for(len(sequence.tokens)) + self._spare_for(sequence, self.use())
+        return needed - self._prefix.pool.available
 
     def needed(self, request: Request) -> int:
         """Free blocks with which a request would get a reservation that it was refused."""
@@ -101,13 +101,15 @@ class Allocator:
         available = self._prefix.pool.available
         return available > self._room.reserve or available > self._room.kept(self.use(), sequence.request)
 
-    def next_waiting(self) -> EngineSequence | None:
+    def next_waiting(self, *, first_only: bool) -> EngineSequence | None:
         """The first waiting sequence, with blocks for all of its tokens; if there are too few, the first of a holder of
-        little. None if neither gets any."""
+        little, unless `first_only`. None if neither gets any."""
         use, first = self.use(), self._waiting[0]
         if self._start(first, use):
             return first
         self.starved = first
+        if first_only:
+            return None
         passing = (one for one in self._waiting if one is not first and self._may_pass(use, one.request, first))
         return next((one for one in passing if self._start(one, use)), None)
 

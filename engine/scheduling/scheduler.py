@@ -246,8 +246,12 @@ class Scheduler:
         self._pool.check_integrity()
         self.prefix.check_integrity()
         for sequence in self._live.values():
-            first = sequence.num_computed // self._block_size
-            if shared := self._pool.indexed & set(sequence.hold.blocks[first:]):
+            first, hold = sequence.num_computed // self._block_size, sequence.hold
+            written = [
+                (self._pool, hold.blocks[first:]),
+                *[(own.side.pool, own.from_block(first)) for own in hold.sides],
+            ]
+            if shared := [block for pool, blocks in written for block in blocks if block in pool.indexed]:
                 raise IntegrityError(f"{sequence!r} may write to blocks {sorted(shared)}, which the prefix index knows")
 
     @property
@@ -405,6 +409,7 @@ class Scheduler:
             demand[sequence.rank] += sequence.expected - sequence.reach
         blocked = False
         favoured: Sequence | None = None
+        """The one for which others gave way: nobody passes it, or it and they would take turns for ever."""
         while waiting or ready:
             if waiting and not blocked:
                 blocked = self._waits(waiting[0].rank, demand)
@@ -413,7 +418,7 @@ class Scheduler:
                 break
             first = ready[0] if takes_kv else waiting[0]
             if len(self._running) >= self._rows:
-                # Nobody gives up a row for one that then lacks blocks: others might pass it and take the row again.
+                # Nobody gives up a row for one that then lacks blocks.
                 if not takes_kv and (first is favoured or not self._would_fit(first)):
                     blocked = True
                     continue
@@ -422,10 +427,10 @@ class Scheduler:
                 favoured = first
             if takes_kv:
                 found: Sequence | None = ready.popleft()
-            elif (found := self._allocator.next_waiting()) is not None:
+            elif (found := self._allocator.next_waiting(first_only=first is favoured)) is not None:
                 waiting.remove(found)
             else:
-                blocked = not self._make_way(first.rank, first)
+                blocked, favoured = not self._make_way(first.rank, first), first
             if found is not None:
                 demand[found.rank] += len(found.tokens) - found.num_computed
                 self._start(found)
@@ -688,9 +693,15 @@ class Scheduler:
             self.on_preempt(loser)
 
     def _would_fit(self, waiting: Sequence) -> bool:
-        """Whether a waiting sequence would get its blocks if all of greater ranks gave up theirs."""
-        freed = sum([len(one.hold.blocks) for one in (*self._running, *self._ready) if one.rank > waiting.rank])
-        return self._allocator.would_fit(waiting, freed)
+        """Whether there are sequences of greater ranks, which together have enough blocks for a waiting one."""
+        less = [one for one in (*self._running, *self._ready) if one.rank > waiting.rank]
+        return bool(less) and self._would_free(less, self._allocator.lacking(waiting))
+
+    def _would_free(self, sequences: list[Sequence], count: int) -> bool:
+        """Whether so many blocks would be free in addition if these sequences gave up theirs, some of which others may
+        share."""
+        holds = [one.hold for one in sequences]
+        return sum([len(hold.blocks) for hold in holds]) >= count and self._pool.only_in(holds) >= count
 
     def _make_way(self, rank: int, sequence: Sequence | None = None) -> bool:
         """Preempts a running sequence of a greater rank, for one of this rank that lacks a row; or for a waiting
@@ -720,7 +731,7 @@ class Scheduler:
             self._lacking = None
             return
         less = [one for one in (*self._running, *self._ready) if one.rank > lacking.rank]
-        if self._pool.available + sum([len(one.hold.blocks) for one in less]) < lacking.blocks:
+        if not self._would_free(less, lacking.blocks - self._pool.available):
             return
         while less and self._pool.available < lacking.blocks:
             if self._in_flight:

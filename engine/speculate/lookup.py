@@ -99,7 +99,7 @@ class SuffixIndex:
             shortest: tokens of a match that is worth a guess, at least.
         """
         self._shortest = shortest
-        # Of each state: transitions, link, length of its longest string, index behind its last occurrence.
+        # Each state has transitions, a link, the length of its longest string, the index behind its last occurrence.
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]
         self._length = [0]

@@ -113,7 +113,7 @@ class MedusaProposer:
         if computed:
             device = self._parts.device
             with self._parts.running():
-                # Of a step they are one copy, because what the step has kept is large.
+                # All states of a step come in one copy, because the step has kept many more.
                 copied = torch.stack([one.states[-1, 0].to(device, non_blocking=True) for one in computed]).unbind()
             for (handle, _, start, states), state in zip(computed, copied, strict=True):
                 self._states[handle] = start + len(states) - 1, state

@@ -88,7 +88,7 @@ class Repeat:
         for name in names[len(tensors) :]:
             if name not in (launched.kernel.do_not_specialize or ()):
                 raise ValueError(f"{name} is {varying[name]!r}, for which code is compiled; allowed: what isn't so")
-        # Its code is unloaded when it is let go.
+        # The compiled kernel is kept, because its code is unloaded with it.
         self._compiled, self._run = compiled, compiled.run
         code = compiled.function, compiled.packed_metadata, None, None, None
         self._passed = [0, 0, 0, 0, *code, *map(_passed, self._values.values())]

@@ -147,7 +147,7 @@ def paged_decode_kernel(
         query_head = head * GROUP + m
         offset = (row * heads + query_head)[:, None] * DIM + d[None, :]
         q = tl.load(query + offset, mask=inside, other=0.0)
-        # Of a row's parts, the first one has its sink.
+        # The first part of a row has the row's sink.
         behind = m * 0 + tl.where(part < 0, 0, part - tl.load(entry + 4))
         state = begin_softmax(sinks, query_head, (behind == 0) & (m < GROUP), BLOCK_M, BLOCK_D)
         total, largest, weight = attend_keys(

@@ -55,7 +55,7 @@ def quantized(weight: CodedWeight, dtype: torch.dtype) -> QuantizedWeight | None
     """The weight as the kernels read it; None if they can't."""
     inputs, minima = weight.codes.shape[1], weight.minima
     if weight.type is CodeType.INT4 and minima is not None and weight.group in GROUPS and not inputs % weight.group:
-        # Those of Q4_1 are numbers of float16, those of Q4_K are not.
+        # Scales and minima of Q4_1 are numbers of float16, those of Q4_K are not.
         exact = all(torch.equal(part.half().float(), part) for part in (weight.scales, minima))
         held = torch.float16 if exact else torch.float32
         packed = pack_int4(weight.codes, weight.group)

@@ -199,8 +199,8 @@ BACKLOG, URGENT_BACKLOG, FLOOR, DELAY_FLOOR = range(8, COLUMNS)
 
 
 def numbers_of(worker: WorkerView) -> tuple[float, ...]:
-    """Numbers by which a request's costs on a worker are estimated, in seconds but for the last two; all 0 if its
-    costs aren't known.
+    """Numbers by which a request's costs on a worker are estimated, in seconds but for the backlogs; all 0 if its costs
+    aren't known.
 
     WAIT     until a prompt's first step; URGENT_WAIT is the same for one that passes less urgent ones
     FIRST    for any prompt, besides its tokens
@@ -211,7 +211,7 @@ def numbers_of(worker: WorkerView) -> tuple[float, ...]:
     CONTEXT  in addition to STEP, for one token of its context
     BACKLOG  tokens that it has yet to compute, as `WorkerView.busy` counts them for a request that yields: twice, as
              half of the bound holds for it; infinite if it has enough prompts. URGENT_BACKLOG is for other requests
-    FLOOR    for one token of a prompt at least, in whatever chunks it is computed; DELAY_FLOOR is the same of DELAY
+    FLOOR    for one token of a prompt at least, in whatever chunks it is computed; DELAY_FLOOR is that bound for DELAY
     """
     pace, urgent = worker.pace, worker.urgent_pace
     if pace is None or urgent is None:

@@ -12,8 +12,8 @@ A digest decides on placement only, never on what is shared: workers compare blo
 The index models the cache of each worker as the worker keeps it: the least recently used is evicted first, and the end
 of a prompt before its beginning. Answers are known when their requests end: the next turn of a conversation begins
 with them. A worker may have evicted more than is known here, as it also keeps other KV that it has generated, and other
-routers' prompts are known only when they are computed. It reports how many tokens of a prompt it
-had. A unit that is gone shows that all that was used before it is gone too.
+routers' prompts are known only when they are computed. It reports how many tokens of a prompt it had. Eviction is LRU:
+if a unit is gone, everything that was used before it is gone too.
 """
 
 import asyncio
@@ -137,7 +137,7 @@ class Expectation:
         """Notes that the worker has computed the prompt, and how much of it was in the cache.
 
         Args:
-            block_size: block size of the worker, whose count is of whole blocks.
+            block_size: block size of the worker, which may lack a part of a block that another sequence has changed.
         """
         self._cache.computing.pop(self._number, None)
         if cached_tokens + max(UNIT, block_size) < self.tokens:

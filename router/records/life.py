@@ -130,7 +130,9 @@ def stages(trace: AttemptTrace, began: float, ended: float | None) -> Sequence[S
         # Queue and prefill are told apart by the worker's report only.
         spans.append(Span("prefill" if trace.chunks else "queue", prefill, began, ended))
     else:
-        computed = max(began, trace.prefill_at - trace.prefill.prefill_seconds)
+        # The report may have come late; the prompt was being computed before its first chunk was done.
+        done = min([trace.prefill_at, *[at for at, _ in trace.chunks[:1]]])
+        computed = max(began, min(done, trace.prefill_at - trace.prefill.prefill_seconds))
         waited = max(began, computed - trace.prefill.queue_seconds)
         spans += [Span("queue", prefill, waited, computed), Span("prefill", prefill, computed, trace.prefill_at)]
     handed = _transfer(trace, ended)

@@ -684,7 +684,7 @@ class Attempt:
         elif failure.cause == Failure.CAUSE_TRIAL:
             blamed = frozenset()
         else:
-            # Of a link, either end may report the failure first: the next attempt must avoid the link in both cases.
+            # Either end of a link may report its failure first: the next attempt must avoid the link in both cases.
             blamed = self.workers
         message = f"{part.stream.worker.name}: {failure.message}"
         return AttemptFailure(failure.code, message, blamed, cause=failure.cause, reporters=sender)

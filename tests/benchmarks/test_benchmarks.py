@@ -125,7 +125,7 @@ CONFIG = ScalingConfig(enabled=True, ttft_target_seconds=2.0, tpot_target_second
 LONG_PROMPTS, LONG_COMPLETIONS = (14.0, 640, 32), (12.0, 32, 128)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_the_split_follows_traffic_that_flips() -> None:
     parts = [Phase(15.0, *LONG_PROMPTS), Phase(35.0, *LONG_COMPLETIONS), Phase(30.0, *LONG_PROMPTS)]
     jobs = traffic(parts, seed=3)

@@ -234,6 +234,7 @@ def conversations(count: int) -> list[Arrival]:
     return [replace(each, number=number) for number, each in enumerate(sorted(found, key=lambda each: each.at))]
 
 
+@pytest.mark.more
 def test_conversations_find_nine_tenths_of_what_one_endless_cache_would() -> None:
     """Nearly every token that some worker has computed is found there again."""
     arrivals, large = conversations(80), replace(machine(2**20), spec=replace(machine().spec, max_context=8192))

@@ -226,6 +226,7 @@ async def test_failures_are_counted_and_named() -> None:
 
 
 @pytest.mark.parametrize("ending", ["interrupted", "output closed"])
+@pytest.mark.some(1)
 async def test_what_was_measured_is_kept(tmp_path: Path, ending: str) -> None:
     """The run ends because of Ctrl-C with requests in flight, or because nobody reads its output."""
     hold = asyncio.Event() if ending == "interrupted" else None

@@ -143,6 +143,7 @@ def test_an_error_names_the_router_that_was_asked(nobody: str) -> None:
     fails(1, f"^kvrelay: router {nobody}: ", "generate", "x")
 
 
+@pytest.mark.more
 def test_the_record_of_a_cluster_that_has_ended_is_no_obstacle(state_folder: Path, nobody: str) -> None:
     """The record is of a cluster that ran on a shared Ray cluster, which is gone."""
     save(ClusterState(pid=None, namespace="kvrelay", ray_address=nobody, supervisor=nobody))

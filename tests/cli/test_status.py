@@ -108,6 +108,7 @@ def supervised(members: list[Member]) -> Iterator[None]:
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("columns", [80, 100, 120])
+@pytest.mark.some(3)
 def test_what_matters_most_of_each_member_is_whole_on_a_terminal(columns: int, wide: bool) -> None:
     members = [member("worker-1023", ROLE_DECODE), member("a-process-of-mine-0", ROLE_COLOCATED)]
     for each in members:

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from support.faults import Scene, until
+from support.faults import TRANSFER, Scene, until
 from support.hash_worker import STEP_SECONDS
 from support.processes import wait_until
 
@@ -48,7 +48,10 @@ def test_new_requests_go_elsewhere_while_a_worker_drains(it: Scene) -> None:
 def test_a_hand_off_with_a_drained_worker_moves(it: Scene, role: str) -> None:
     """The drained worker's peer reports the move as a migration too, and its report may come first."""
     leaving, peers = f"{role}-0", it.prefills if role == "decode" else it.decodes
-    it.restart(leaving, drain_seconds=0.0)
+    # A busy machine must end no hand-off by its time limit.
+    transfer = TRANSFER | {"frame_timeout_seconds": 20.0, "transfer_timeout_seconds": 30.0}
+    it.restart(*(name for name in (*it.prefills, *it.decodes) if name != leaving), transfer=transfer)
+    it.restart(leaving, drain_seconds=0.0, transfer=transfer)
     # Last frames take so long that each pair of workers has a hand-off under way at any time.
     it.order("transfer.frame,index=3:sleep(1)", **{STEP_SECONDS: 0.05})
     running = [it.begin(f"stream {number} over {leaving}", count=4) for number in range(STREAMS)]

@@ -113,6 +113,7 @@ def either(kind: type[Message], sound: Message) -> st.SearchStrategy[bytes]:
 
 @pytest.mark.parametrize("amount", AMOUNTS)
 @pytest.mark.parametrize("method", PUBLIC)
+@pytest.mark.some(2)
 def test_the_public_api_answers_any_bytes(it: Scene, method: str, amount: settings) -> None:
     def send(request: bytes) -> None:
         status = call(it.cluster.addresses["router-0"], f"/kvrelay.v1.InferenceService/{method}", [request])
@@ -123,6 +124,7 @@ def test_the_public_api_answers_any_bytes(it: Scene, method: str, amount: settin
 
 @pytest.mark.parametrize("amount", AMOUNTS)
 @pytest.mark.parametrize("worker", ["prefill-0", "decode-0"])
+@pytest.mark.some(1)
 def test_a_worker_survives_any_relay(it: Scene, worker: str, amount: settings) -> None:
     member = it.cluster.member(worker).member
     hello = RouterHello(router="fuzz", router_incarnation="fuzz", worker_incarnation=member.incarnation)

@@ -76,7 +76,7 @@ async def cycles(transport: str, count: int) -> list[Size]:
 @pytest.mark.parametrize(
     ("transport", "cycles"),
     [
-        pytest.param("shm", 200, marks=pytest.mark.more),
+        pytest.param("shm", 600, marks=pytest.mark.more),
         *(pytest.param(name, 1000, marks=pytest.mark.slow) for name in ("shm", "tcp", "gloo")),
     ],
 )

@@ -65,6 +65,7 @@ def test_a_stream_survives_ten_seconds_without_cpu(tmp_path: Path, who: str) -> 
 
 
 @pytest.mark.parametrize("streams", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.more
 def test_thousands_of_streams_at_once_are_served_or_refused_with_a_delay(tmp_path: Path, streams: int) -> None:
     async def test() -> None:
         worker = FakeWorker("colocated-0", "colocated", colocated_of())

@@ -207,7 +207,7 @@ class Load:
             self._running.discard(name)
 
 
-# Its own death, and that of its members.
+# The supervisor's own death, and that of its members.
 
 
 @pytest.mark.more
@@ -343,8 +343,8 @@ def test_pools_go_to_zero_and_back_and_grow_and_shrink_under_load(cluster: Super
 LOSSES = [
     ("decode", 1, signal.SIGKILL),
     ("prefill", 1, signal.SIGSTOP),
-    ("prefill", 0, signal.SIGKILL),
-    ("decode", 0, signal.SIGSTOP),
+    pytest.param("prefill", 0, signal.SIGKILL, marks=pytest.mark.slow),
+    pytest.param("decode", 0, signal.SIGSTOP, marks=pytest.mark.slow),
 ]
 
 

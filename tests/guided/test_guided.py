@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent.parent
-SECONDS = 8
+SECONDS = 4
 MEMORY_MIB = 2048
 
 pytest.importorskip("atheris", reason="atheris has no wheel for this platform or Python")

@@ -106,6 +106,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 600), st.integers(1, 9)), min_size=1, m
     rows=ROWS,
     seed=st.integers(0, 9),
 )
+@pytest.mark.some(3)
 def test_attention(
     team_of: Callable[[int], Team],
     dtype: KVDtype,

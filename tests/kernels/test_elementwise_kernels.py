@@ -40,6 +40,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("columns", [1, 130, pytest.param(4096, marks=more)])
+@pytest.mark.some(2)
 def test_norms(columns: int, dtype: torch.dtype) -> None:
     """The launches differ in rows, eps, and where rows begin; most repeat one before. Rows may lie apart."""
     norms = Norms()

@@ -43,6 +43,7 @@ def check(found: Tensor, x: Tensor, dense: Tensor, bias: Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.some(3)
 def test_a_layer(name: str) -> None:
     """Few rows, many, and so many that the weight is decoded at once; some launches repeat one before."""
     weight, bias = FORMATS[name](normal(70, 320).cpu()), normal(70, dtype=torch.float16)
@@ -80,6 +81,7 @@ def test_products_of_several_tiles_of_rows(name: str) -> None:
         ("fp8 in odd groups", 9, 300, 96),
     ],
 )
+@pytest.mark.some(6)
 def test_decoded_at_once(name: str, outputs: int, inputs: int, group: int, dtype: torch.dtype) -> None:
     """Numbers are the exact ones, rounded once; the second launch repeats the first."""
     plain = normal(outputs, inputs)

@@ -144,7 +144,7 @@ def test_loads_of_experts_are_those_since_the_worker_counts_in_its_role() -> Non
     tokens = "kvrelay_worker_expert_tokens_total"
     assert values(tokens, "expert") == {("0",): 7, ("1",): 3, ("2",): 1, ("3",): 1}
     assert values("kvrelay_worker_expert_imbalance_ratio", "layer") == {("0",): 3, ("1",): 1}
-    # Of ranks that wait for each other in each layer: 8 tokens and 2 on the busiest, 4 and 2 on average.
+    # Ranks wait for each other in each layer: 8 tokens and 2 on the busiest, 4 and 2 on average.
     busiest = values("kvrelay_worker_expert_rank_imbalance_ratio", "copies")
     assert busiest == {("without",): pytest.approx(10 / 6), ("with",): pytest.approx(7 / 6)}
     metrics.take_role("decode", engine, None)

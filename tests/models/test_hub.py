@@ -140,6 +140,7 @@ def resolved(cache: Path, endpoint: str, model: str, *, weights: bool = True, **
 
 
 @pytest.mark.parametrize("prefix", ["hf:", ""])
+@pytest.mark.some(1)
 def test_a_model_is_downloaded_once_and_used_without_the_hub(hub: Hub, tmp_path: Path, prefix: str) -> None:
     model = prefix + NAME
     tokenizer = Path(resolved(tmp_path, hub.address, model, weights=False))
@@ -203,6 +204,7 @@ def test_what_the_hub_does_not_give_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("model", [f"hf:{NAME}", NAME])
+@pytest.mark.some(1)
 def test_a_broken_download_is_one_line_and_can_be_tried_again(hub: Hub, tmp_path: Path, model: str) -> None:
     hub.breaks_off = True
     answer = resolved(tmp_path, hub.address, model)

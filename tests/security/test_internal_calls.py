@@ -149,6 +149,7 @@ def test_the_token_is_in_no_log(plain: Supervisor) -> None:
         ("worker", member("router-0", ROLE_ROUTER, "a worker's")),
     ],
 )
+@pytest.mark.some(2)
 def test_a_member_attends_in_its_own_role_only(mutual: Supervisor, part: Part, sent: Member) -> None:
     before = mutual.members()
     error = refusal(lambda: mutual.attend(mutual.secrets.credentials(part), sent))

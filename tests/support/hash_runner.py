@@ -20,7 +20,7 @@ from kvrelay.engine.attention.base import CPU
 from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout, LayerGroup
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool, fields
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.engine.plan import PromptPart, StepOutput, StepPlan, TokenLogprobs
+from kvrelay.engine.plan import PromptPart, StepOutput, StepPlan, TokenLogprobs, kept_of
 from kvrelay.engine.ranks.collective import Place
 from kvrelay.engine.request import FinishReason, Request, SamplingParams
 from kvrelay.engine.runner.base import FinishedStep, StepHandle
@@ -208,13 +208,22 @@ class HashRunner:
         offsets = np.cumsum(plan.lengths) - plan.lengths
         for row, (offset, start, length) in enumerate(zip(offsets, plan.starts, plan.lengths, strict=True)):
             tokens = plan.tokens[offset : offset + length].tolist()
+            if plan.drafts is not None and plan.drafts[row]:
+                self._copy_states(plan, row - 1, row)
             self.fill(plan.block_tables[row], tokens, int(start), [table[row] for table in plan.side_tables])
         rows = np.flatnonzero(plan.sample)
         digests = [self._digest(plan, row, int(plan.starts[row] + plan.lengths[row])) for row in rows]
         choice = choose_tokens(digests, draws_of(plan, rows), self.spec.vocab_size)
         logprobs = tuple([self._prompt_logprobs(plan, part) for part in plan.prompt_parts])
         self._copy_slots(plan, before=False)
-        return dataclasses.replace(step_output(plan, rows, choice, logprobs), states=self._states(plan))
+        out = step_output(plan, rows, choice, logprobs)
+        if plan.drafts is not None:
+            own, kept = 0, kept_of(plan, out)
+            for row, draft in enumerate(plan.drafts):
+                own = own if draft else row
+                if draft and kept[row]:
+                    self._copy_states(plan, row, own)
+        return dataclasses.replace(out, states=self._states(plan))
 
     def _states(self, plan: StepPlan) -> Tensor | None:
         ends = np.cumsum(plan.lengths)
@@ -255,6 +264,12 @@ class HashRunner:
             if copy.before == before:
                 memory = self.pools[copy.group].bytes
                 memory[copy.target] = memory[copy.source]
+
+    def _copy_states(self, plan: StepPlan, source: int, target: int) -> None:
+        """Copies the states of a plan's row to another row's slots."""
+        for group, pool, table in zip(self.cache_layout.side_groups, self.pools[1:], plan.side_tables, strict=True):
+            if group.kind == "state":
+                pool.bytes[table[target, 0]] = pool.bytes[table[source, 0]]
 
     def _prompt_logprobs(self, plan: StepPlan, part: PromptPart) -> tuple[TokenLogprobs, ...]:
         ends = range(part.first, part.first + len(part.targets))

@@ -151,6 +151,7 @@ def test_blocks_are_given_back_once_their_copy_has_settled() -> None:
 
 
 @interpreted
+@pytest.mark.more
 def test_no_frame_needs_a_kernel_that_the_warm_up_has_not_compiled() -> None:
     with Launches() as warm:
         pool = RecordedPool(warm)
@@ -296,6 +297,7 @@ def test_a_frame_whose_copy_cannot_be_queued_can_be_stopped_until_its_step_ends(
 @pytest.mark.parametrize("part", [ALL_LAYERS, LayerPart(1, 2)])
 @pytest.mark.parametrize("table", [[2, 3, 4], [4, 1, 6], [5, 6, 1]])
 @pytest.mark.parametrize("tokens", [16, 21, 24])
+@pytest.mark.some(18)
 def test_lent_parts_are_the_bytes_of_the_frame(
     table: list[int], tokens: int, part: LayerPart, kind: ChecksumKind
 ) -> None:

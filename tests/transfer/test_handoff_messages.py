@@ -370,7 +370,7 @@ def test_mutated_batches_are_messages_or_wire_errors_in_little_time() -> None:
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=500)
+@settings(max_examples=150)
 def test_random_bytes_are_wire_errors(batch: bytes) -> None:
     with pytest.raises(WireError):
         decode(batch)

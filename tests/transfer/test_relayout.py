@@ -203,7 +203,9 @@ LARGE = KVLayout(layers=5, kv_heads=4, head_dim=32, block_size=32, dtype="float3
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else f"{value.block_bytes} bytes a block",
 )
-async def test_a_pair_of_different_layouts_hands_over(theirs: KVLayout, change: dict[str, object], kind: str) -> None:
+async def test_a_pair_of_different_layouts_hands_over(
+    theirs: KVLayout, change: dict[str, object], kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     mine = replace(theirs, **change)  # type: ignore[arg-type]  # the fields named by the parameters
     config, count = TransferConfig(frame_bytes=65536), 1203 if theirs is BASE else 103
 
@@ -228,6 +230,8 @@ async def test_a_pair_of_different_layouts_hands_over(theirs: KVLayout, change: 
         fill(world.source, 1)
         for number, have in enumerate((0, 48, count)):
             await hand_over(world, (f"r{number}", 1), have)
+    said = [vars(record)["differing"] for record in caplog.records if record.message == "KV is converted on arrival"]
+    assert said == ([] if (differing := mine.conversion(theirs.sent_to(mine))) is None else [differing])
 
 
 def test_the_field_that_cannot_be_converted_is_named() -> None:

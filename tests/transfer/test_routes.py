@@ -206,6 +206,7 @@ def by_token(pool: KVPool, table: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["fake", *(pytest.param(kind, marks=pytest.mark.more) for kind in ("tcp", "shm"))])
 @pytest.mark.parametrize("change", [{}, {"block_size": 8}, {"block_size": 24, "order": "HND"}], ids=str)
 @pytest.mark.parametrize(("sender", "receiver"), PAIRS, ids=str)
+@pytest.mark.some(10)
 async def test_every_rank_gets_its_part_of_the_kv(
     sender: Degree, receiver: Degree, change: dict[str, Any], kind: str
 ) -> None:

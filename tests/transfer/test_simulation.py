@@ -174,6 +174,7 @@ def test_many_worlds_walk_every_row_of_the_table() -> None:
 
 
 @many_seeds
+@pytest.mark.more
 def test_a_world_without_checksums_commits_wrong_kv() -> None:
     """The simulation notices what a missing protection lets through, and nothing breaks with the protection."""
     broken = explore(range(100), checksums=False).violations

@@ -128,6 +128,7 @@ def test_a_pause_once_makes_no_step_a_slow_one(monkeypatch: pytest.MonkeyPatch, 
     def step() -> list[object]:
         nonlocal now
         slow.append(started.thread.slow_step)
+        started.engine.steps += 1
         if durations:
             now += durations.pop(0)
         else:
@@ -141,6 +142,31 @@ def test_a_pause_once_makes_no_step_a_slow_one(monkeypatch: pytest.MonkeyPatch, 
     started.thread.post(give_work)
     assert over.wait(5)
     assert slow[1:] == pytest.approx([0.0, 0.1, 0.1, 0.2, 0.2, 5.0], rel=0.01)
+
+
+def test_looks_at_requests_that_lack_blocks_are_no_steps(monkeypatch: pytest.MonkeyPatch, started: "Started") -> None:
+    """Else a worker whose requests wait for long would forget how slow its steps are, and be taken for frozen."""
+    monkeypatch.setattr("kvrelay.worker.engine_thread.SLOW_DECAY", 0.5)
+    monkeypatch.setattr("kvrelay.worker.engine_thread.STALL_SECONDS", 1e-3)
+    looks, over = list[float](), threading.Event()
+
+    def step() -> list[object]:
+        if started.engine.steps < 3:
+            started.engine.steps += 1
+            return [None]
+        looks.append(started.thread.slow_step)
+        if len(looks) == 5:
+            started.engine.work = 0
+            over.set()
+        return []
+
+    def give_work() -> None:
+        started.engine.step, started.engine.work = step, 1  # type: ignore[method-assign]
+
+    started.thread.post(give_work)
+    assert over.wait(5)
+    assert looks[0] > 0
+    assert looks == [looks[0]] * 5
 
 
 async def test_a_call_returns_and_raises_to_its_caller_only(started: Started) -> None:

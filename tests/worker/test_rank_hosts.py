@@ -34,6 +34,14 @@ def test_an_agent_with_the_token_is_known_by_its_number_and_others_are_told(list
             end.close()
 
 
+def test_an_agent_waits_no_longer_for_ranks_to_start_than_rank_0_for_its_hosts(
+    listener: HostListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "MEET_SECONDS", 0.5)
+    with pytest.raises(ConnectionError, match=r"rank 0 has started no ranks within 0\.5 s"):
+        hosts.join(listener.address, 1, TOKEN)
+
+
 def test_what_an_agent_says_is_no_proof_of_rank_0() -> None:
     """Whoever listens in place of rank 0 without the token could else send an agent's own proof back to it."""
     with socket.create_server((HOST, 0)) as impostor:

@@ -268,7 +268,7 @@ def join(address: str, number: int, token: str) -> int:
         token: the join token.
 
     Raises:
-        ConnectionError: rank 0 isn't reached in time, or refuses the token.
+        ConnectionError: rank 0 isn't reached in time, refuses the token, or starts no ranks in time.
     """
     control, steps = (_dial(address, number, kind, token) for kind in (CONTROL, STEPS))
     return _Agent(control, steps).run()
@@ -289,14 +289,7 @@ class _Agent:
     def run(self) -> int:
         """Runs until the worker ends."""
         self._control.start(self._hear, self._ended.set)
-        while True:  # rank 0's signs of life may come before it has all of its hosts
-            try:
-                message = self._first.get(timeout=BEAT_SECONDS)
-                break
-            except queue.Empty:
-                if self._ended.is_set():
-                    raise ConnectionError("rank 0 ended before it had all hosts") from None
-                self._control.send({"alive": True})
+        message = self._told()
         numbers, start = range(*message["ranks"]), message["start"]
         self._ranks = ranks = LocalRanks(numbers, self._pass_up, self._report, first=numbers.start)
         try:
@@ -318,6 +311,22 @@ class _Agent:
         self._control.close()
         self._steps.close()
         return 0
+
+    def _told(self) -> Any:
+        """Rank 0's first message, by which this machine's ranks are started.
+
+        Raises:
+            ConnectionError: rank 0 has ended, or none came in time.
+        """
+        deadline = time.monotonic() + MEET_SECONDS
+        while not self._ended.is_set():
+            try:
+                return self._first.get(timeout=BEAT_SECONDS)
+            except queue.Empty:
+                self._control.send({"alive": True})
+            if time.monotonic() > deadline:
+                raise ConnectionError(f"rank 0 has started no ranks within {MEET_SECONDS:g} s")
+        raise ConnectionError("rank 0 ended before it had all hosts")
 
     def _hear(self, message: Any) -> None:
         if "ranks" in message:

@@ -8,4 +8,7 @@ latents     attention of layers that keep latents, for the flat way
 flat, gather, again     the ways of running a step, fastest first
 check       chunked, ragged logits against those of one whole forward pass
 choose      the first way whose logits agree
+
+The modules are the steps of one walk, from a checkpoint to a step's logits, each named by its subject, so they lie side
+by side; what only latent attention or several ranks need is in rooms of its own.
 """

@@ -54,7 +54,7 @@ def class_without_experts(model_class: type[PreTrainedModel]) -> type[PreTrained
                 if _is_experts(module):
                     setattr(module, name, nn.Parameter(torch.empty(0, dtype=getattr(module, name).dtype)))
 
-    # Of the same name, by which transformers finds what it knows of the class.
+    # The name is the same, because transformers finds by it what it knows of the class.
     return type(model_class.__name__, (model_class,), {"__init__": init, "__module__": model_class.__module__})
 
 

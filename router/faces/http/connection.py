@@ -347,7 +347,7 @@ class Listener:
         except BaseException as error:
             self._connections.remove(peer, connection)
             accepted.close()
-            # Its client has gone, or its handshake failed or took too long.
+            # The client has gone, or the handshake failed or took too long.
             if not isinstance(error, (OSError, asyncio.CancelledError)):
                 raise
 

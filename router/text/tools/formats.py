@@ -218,9 +218,7 @@ class ToolFormat:
 
 FORMATS = (
     ToolFormat("hermes", (HERMES_OPEN,), lambda names: HermesParser()),
-    ToolFormat(
-        "mistral", (MISTRAL_OPEN,), lambda names: MistralParser(), (MISTRAL_OPEN, MISTRAL_CALL_ID, MISTRAL_ARGS)
-    ),
+    ToolFormat("mistral", (MISTRAL_OPEN,), lambda names: MistralParser(), MISTRAL_SPECIAL),
     ToolFormat("llama3", (LLAMA3_TAG, "Environment: ipython"), Llama3Parser, (LLAMA3_TAG,)),
 )
 

@@ -439,8 +439,8 @@ def test_a_lost_host_of_a_worker_costs_no_token_and_the_worker_is_replaced(world
         tokens += [token for chunk in stream for token in chunk.token_ids]
     assert tuple(tokens) == tuple(expected)
     wait_until(lambda: world.status()["ready"] and hosts(), "it is replaced", START_SECONDS, POLL_SECONDS)
-    changed = [each["role"] for each in world.status()["workers"] if each not in before["workers"]]
-    assert changed == ["decode"]
+    known = {each["incarnation"] for each in before["workers"]}
+    assert [each["role"] for each in world.status()["workers"] if each["incarnation"] not in known] == ["decode"]
 
 
 @pytest.mark.more

@@ -195,7 +195,7 @@ async def asked_twice(folder: Path, path: ModelPath) -> list[list[Completion]]:
     [
         *[(name, "general") for name in ONCE],
         *[pytest.param(name, "general", marks=pytest.mark.more) for name in COVERING if name not in ONCE],
-        *[pytest.param(name, "general", marks=pytest.mark.more) for name in MORE],
+        *[pytest.param(name, "general", marks=pytest.mark.slow) for name in MORE],
         ("MistralForCausalLM", "fast"),
         *[
             pytest.param(name, "fast", marks=pytest.mark.more)
@@ -209,6 +209,7 @@ async def asked_twice(folder: Path, path: ModelPath) -> list[list[Completion]]:
         ],
     ],
 )
+@pytest.mark.some(2)
 def test_a_cluster_yields_the_tokens_of_whole_passes_through_a_kill_of_decode(
     name: str, path: ModelPath, tmp_path: Path
 ) -> None:

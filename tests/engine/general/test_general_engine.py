@@ -56,6 +56,7 @@ def test_prompts_served_together_get_the_tokens_of_whole_passes(architecture: st
 @pytest.mark.parametrize("kv_memory_bytes", [2**18, 2**22], ids=["little memory", "enough"])
 @pytest.mark.parametrize("method", ["off", "ngram"])
 @pytest.mark.parametrize("architecture", ["mistral", "gemma3_text", "cohere2"])
+@pytest.mark.some(4)
 def test_the_fast_path_frees_what_falls_out_of_a_window(
     architecture: str, method: Literal["off", "ngram"], kv_memory_bytes: int, tmp_path: Path
 ) -> None:
@@ -84,6 +85,7 @@ def test_the_fast_path_frees_what_falls_out_of_a_window(
     "model_type",
     ["gemma3_text", "mamba2", *(pytest.param(name, marks=pytest.mark.more) for name in ("qwen3_next", "deepseek_v3"))],
 )
+@pytest.mark.some(1)
 def test_the_next_turn_goes_on_where_the_answer_ended(model_type: str, tmp_path: Path) -> None:
     """With full layers and windows of 11 tokens, states, latents: no token is computed a second time."""
     folder = save(model_type, tmp_path)
@@ -99,6 +101,7 @@ def test_the_next_turn_goes_on_where_the_answer_ended(model_type: str, tmp_path:
 
 
 @pytest.mark.parametrize("memory", [0, 2**22], ids=["share", "bytes"])
+@pytest.mark.more
 def test_a_draft_model_guesses_for_a_model_of_the_general_path(memory: int, tmp_path: Path) -> None:
     """The draft is the model itself, so nearly all guesses are right, also where they are behind a window of 11."""
     folder = make_checkpoint(tmp_path, "mistral", sliding_window=11)

@@ -183,6 +183,7 @@ def write(name: str, path: Path, dtype: str = "F32", change: Fields = lambda wri
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.some(3)
 def test_logits_are_those_of_the_original(name: str, tmp_path: Path) -> None:
     made = resolve(str(write(name, tmp_path / "tiny.gguf")))
     config = read_general_config(made)

@@ -84,6 +84,7 @@ def test_kernels_and_plain_operations_read_the_same_latents_of_8_bits(tmp_path: 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
 @pytest.mark.parametrize("kernels", ["native", "triton"])
+@pytest.mark.some(2)
 def test_kernels_attend_as_plain_operations(kernels: str, kv_dtype: str) -> None:
     """Some rows have several tokens; Triton's pools are in a GPU's order."""
     torch.manual_seed(0)

@@ -110,6 +110,7 @@ def served(engine: Engine) -> tuple[dict[str, list[int]], int]:
 @pytest.mark.parametrize(
     "model_type", ["deepseek_v3", *(pytest.param(name, marks=pytest.mark.more) for name in ("glm4_moe", "qwen3_next"))]
 )
+@pytest.mark.more
 def test_a_layer_that_predicts_well_halves_the_steps(model_type: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     folder = saved(model_type, tmp_path)

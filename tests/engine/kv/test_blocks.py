@@ -57,11 +57,21 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.holds)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        hold = data.draw(st.sampled_from(self.holds))
-        self.holds.remove(hold)
-        hold.release()
-        hold.release()
-        assert hold.blocks == []
+        ended = data.draw(st.lists(st.sampled_from(self.holds), min_size=1, max_size=3, unique=True))
+        available = self.pool.available + self.pool.only_in(ended)
+        for hold in ended:
+            self.holds.remove(hold)
+            hold.release()
+            hold.release()
+            assert hold.blocks == []
+        assert self.pool.available == available
+
+    @precondition(lambda self: self.holds and self.known - self.referenced)
+    @rule(data=st.data())
+    def take_over(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(sorted(self.known - self.referenced)))
+        self.known.remove(block)
+        data.draw(st.sampled_from(self.holds)).take_over(block)
 
     @rule(data=st.data())
     def remember(self, data: st.DataObject) -> None:

@@ -168,6 +168,25 @@ Prefix = tuple[str, tuple[int, ...]]
 """Tenant and tokens: all that the KV of the last of these tokens depends on."""
 
 
+def test_a_sequence_whose_first_step_has_not_run_leaves_no_state() -> None:
+    pool, side = BlockPool(8), SidePool(STATE, 8, SIZE)
+    index, tokens = PrefixIndex(pool, SIZE, b"model", sides=(side,)), (0,) * (SIZE + 1)
+
+    def begin() -> Hold:
+        hold = index.allocate(tokens, "", [], 2, SIZE)
+        assert hold is not None
+        return hold
+
+    first = begin()
+    index.leave(tokens, "", first, SIZE, states=True)
+    first.release()
+    unwell, cancelled = begin(), begin()
+    assert unwell.sides[0].snapshot.blocks == cancelled.sides[0].snapshot.blocks
+    index.withdraw(unwell)
+    index.leave(tokens, "", cancelled, SIZE, states=True)
+    assert not len(side.contents)
+
+
 @dataclass(eq=False)
 class Owner:
     """A sequence, as a worker has it."""
@@ -192,8 +211,11 @@ class Memory:
     """By group, block and place in the block; a state is in place 0."""
 
     def compute(self, sides: tuple[SidePool, ...], one: Owner, end: int) -> None:
-        """Writes the KV of the tokens from `computed` to `end`, as a step does."""
+        """Writes the KV of the tokens from `computed` to `end`, as a step does, which first copies snapshots."""
         tables = one.hold.tables()
+        for group, own in enumerate(one.hold.sides, start=1):
+            if own.snapshot is not None:
+                self.slots[group, own.hold.blocks[0], 0] = self.slots[group, own.snapshot.blocks[0], 0]
         for at in range(one.computed, end):
             prefix = one.tenant, one.tokens[: at + 1]
             for group, table in enumerate(tables):
@@ -232,7 +254,7 @@ class PartialMachine(RuleBasedStateMachine):
         self.index = PrefixIndex(self.pool, SIZE, b"model", sides=self.sides)
         self.memory, self.owners, self.past = Memory(), list[Owner](), list[Prefix]()
         self.left: set[Prefix] = set()
-        """What a sequence of the same tokens would find, to the last token."""
+        """Prefixes that a sequence with the same tokens would find, to the last token."""
         self.queried = self.hit = 0
 
     @rule(data=st.data(), tenant=tenants, more=st.lists(st.integers(0, 1), min_size=1, max_size=SIZE + 2))
@@ -266,11 +288,6 @@ class PartialMachine(RuleBasedStateMachine):
                 for left in self.left
                 if not (left[0] == tenant and start < len(left[1]) < start + SIZE and left[1][:found] == tokens[:found])
             }
-        for number, own in enumerate(hold.sides, start=1):
-            if own.snapshot is not None:  # the first step copies it
-                slots = self.memory.slots
-                slots[number, own.hold.blocks[0], 0] = slots[number, own.snapshot.blocks[0], 0]
-        hold.slide(found)
         self.owners.append(one)
 
     @precondition(lambda self: self.owners)

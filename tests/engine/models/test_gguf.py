@@ -79,6 +79,7 @@ def transformers_logits(file: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("architecture", OWN)
 @pytest.mark.parametrize("kind", ["F32", "mixed"])
+@pytest.mark.some(3)
 def test_logits_are_those_of_transformers(
     checkpoints: dict[str, Path], tmp_path: Path, architecture: str, kind: str
 ) -> None:

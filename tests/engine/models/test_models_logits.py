@@ -126,7 +126,8 @@ PACES = (1, 1, 2, BLOCK - 1, BLOCK, BLOCK + 1, TILE, 90, 2 * TILE + 2, LENGTH)
 """Tokens of a sequence in a step: single ones, chunks, and whole prompts."""
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.more) for seed in range(2, 8))])
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.some(26, more=80)
 def test_mixed_batches(case: Case, seed: int) -> None:
     """Sequences come and go, each at its own pace: decode rows, chunks and whole prompts in one step."""
     choose = random.Random(seed)
@@ -155,6 +156,7 @@ def test_mixed_batches(case: Case, seed: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.some(6)
 def test_without_the_native_kernels(
     family: str, case_of: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,7 +196,7 @@ class OnGpu:
     "family",
     [
         # A third of them in `make test-all`: kernels and runner are the same for all.
-        pytest.param(family, marks=pytest.mark.slow if at % 3 else pytest.mark.more)
+        pytest.param(family, marks=pytest.mark.slow if at % 6 else pytest.mark.more)
         for at, family in enumerate(FAMILIES)
     ],
 )
@@ -208,6 +210,7 @@ def test_on_a_gpu(family: str, case_of: Callable[[str], Case]) -> None:
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.some(6)
 def test_bfloat16_is_close_to_float32(architecture: str, model_of: Callable[..., Path]) -> None:
     """bfloat16 carries 8 bits: logits agree to a few percent of their spread, in chunks and decode as well."""
     folder = model_of(architecture, dtype="bfloat16")

@@ -36,6 +36,7 @@ def folder(request: pytest.FixtureRequest, model_of: Callable[..., Path]) -> Pat
 
 
 @pytest.mark.parametrize("quantization", SCHEMES)
+@pytest.mark.some(6)
 def test_a_quantized_model_computes_with_its_codes(folder: Path, quantization: Quantization, tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     converted = {}
@@ -86,6 +87,7 @@ def test_packed_weights_are_small(folder: Path, quantization: Quantization, most
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+@pytest.mark.some(4)
 def test_a_gpu_computes_the_same(folder: Path, quantization: Quantization) -> None:
     options = EngineConfig(kv_memory_bytes=4 * 2**20, quantization=quantization)
     runner = build_gpu_runner(folder, "float32", options, device=DEVICE)
@@ -155,6 +157,7 @@ AGAIN: list[tuple[Dtype, CacheDtype, Quantization, float]] = [
     ("dtype", "kv_dtype", "quantization", "most"),
     [AGAIN[-1], *(pytest.param(*case, marks=pytest.mark.more) for case in AGAIN[:-1])],
 )
+@pytest.mark.more
 def test_kv_that_is_computed_again_differs_by_rounding_only(
     dtype: Dtype, kv_dtype: CacheDtype, quantization: Quantization, most: float
 ) -> None:

@@ -215,10 +215,10 @@ def test_loads_of_ranks_are_those_of_one_process(model_of: Callable[..., Path], 
 
 
 class Served(NamedTuple):
-    """What a rank has computed of tokens that all choose the same experts."""
+    """Results of a rank for tokens that all choose the same experts."""
 
     hidden: Tensor
-    """What its layers yield."""
+    """Output of its layers."""
     slots: Any
     """[layers, ranks, slots] the expert in each slot at the end."""
     tokens: Any

@@ -68,6 +68,7 @@ def _chunk(ranks: list[CpuRunner], degree: Degree, tokens: list[int], first: int
 
 @pytest.mark.parametrize("degree", [Degree(2), Degree(4), Degree(1, 2), Degree(2, 2)], ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+@pytest.mark.some(6)
 def test_ranks_compute_one_processs_logits(model_of: Callable[..., Path], kv_heads: int, degree: Degree) -> None:
     folder = model_of("llama", num_key_value_heads=kv_heads, **WIDE)
     whole = build(folder)
@@ -92,6 +93,7 @@ def test_ranks_compute_one_processs_logits(model_of: Callable[..., Path], kv_hea
     "decoder",
     [*(pytest.param(name, marks=pytest.mark.more) for name in ("torch", "native")), "native with shared memory"],
 )
+@pytest.mark.some(5)
 def test_ranks_of_each_family_compute_one_processs_logits(
     model_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, family: str, decoder: str
 ) -> None:
@@ -163,6 +165,7 @@ def check_quantized(folder: Path, exact: Tensor) -> None:
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("native", [False, True])
+@pytest.mark.some(6)
 def test_ranks_slice_quantized_checkpoints(
     model_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, native: bool
 ) -> None:
@@ -301,6 +304,7 @@ def test_a_step_of_ranks_yields_what_one_process_yields(model_of: Callable[..., 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q5_1"])
 @pytest.mark.parametrize("native", [False, True])
+@pytest.mark.some(3)
 def test_ranks_slice_gguf_files(
     model_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, native: bool
 ) -> None:

@@ -44,7 +44,9 @@ def folder(model_of: Callable[..., Path]) -> Path:
 
 
 def options(block_size: int) -> EngineConfig:
-    return EngineConfig(block_size=block_size, kv_memory_bytes=2**21, max_batch_tokens=128, max_sequences=3, threads=1)
+    return EngineConfig(
+        block_size=block_size, kv_memory_bytes=2**21, max_batch_tokens=128, max_sequences=3, threads=1, step_seconds=0
+    )
 
 
 def check(runner: Runner, folder: Path, block_size: int, lengths: list[int], count: int) -> None:

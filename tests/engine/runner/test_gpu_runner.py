@@ -50,6 +50,7 @@ def on_cpu(folder: Path, asked: Sequence[Request], **options: Any) -> list[list[
         pytest.param("qwen3", "int8", 2, marks=pytest.mark.more),
     ],
 )
+@pytest.mark.more
 def test_tokens_equal_the_cpus(model_of: ModelOf, architecture: str, kv_dtype: CacheDtype, layers: int) -> None:
     """Chunked prompts, mixed steps, decode a step ahead, windows; greedy and drawn; once, more sequences than rows."""
     folder = model_of(architecture, num_hidden_layers=layers)
@@ -197,6 +198,7 @@ class MarkedRunner(GpuRunner):
 
 @interpreted
 @pytest.mark.parametrize(("length", "last"), [(7, True), (60, False), (1, True)])
+@pytest.mark.some(1)
 def test_the_mark_of_a_step_comes_behind_all_that_writes_kv_and_before_the_sampling(
     one_layer: Path, length: int, last: bool
 ) -> None:

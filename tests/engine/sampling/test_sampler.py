@@ -91,6 +91,7 @@ def assert_distributed(counts: np.ndarray, probabilities: np.ndarray) -> None:
     ],
     ids=str,
 )
+@pytest.mark.some(5)
 def test_tokens_are_drawn_from_the_filtered_distribution(params: SamplingParams) -> None:
     expected = token_probabilities(LOGITS, params.temperature, params.top_k, params.top_p, params.min_p)
     assert_distributed(np.bincount(many(params), minlength=len(LOGITS)), expected.numpy())

@@ -103,8 +103,9 @@ class Bench:
         )
         self.max_context = blocks * SIZE if max_context is None else max_context
         self.pool = BlockPool(blocks)
-        counts = [side_blocks(group, self.config) for group in sides]
-        pools = [SidePool(group, count, SIZE) for group, count in zip(sides, counts, strict=True)]
+        spares = [max_sequences if drafts and group.kind == "state" else 0 for group in sides]
+        counts = [side_blocks(group, self.config) + spare for group, spare in zip(sides, spares, strict=True)]
+        pools = [SidePool(group, count, SIZE, spare) for group, count, spare in zip(sides, counts, spares, strict=True)]
         self.prefix = PrefixIndex(self.pool, SIZE, b"hash", enabled=prefix_cache, sides=pools)
         # Computes as late as a device may, whatever the lag.
         found = list(zip(sides, counts, strict=True))
@@ -236,8 +237,10 @@ class Bench:
             if sequence.num_computed and not any(side.snapshot for side in sequence.hold.sides):
                 assert self.runner.sides_hold(sequence.hold.tables(), sequence.num_computed)
             for side in sequence.hold.sides:
-                # The window of the next token, and the tokens of the plans in flight.
-                most = 1 if side.side.is_state else side.side.group.window + sequence.scheduled + 2 * SIZE
+                # The window of the next token, and the tokens of the plans in flight, or of a row whose mask was late.
+                late = sequence.num_tokens - sequence.num_computed if sequence.request.grammar is not None else 0
+                more = max(sequence.scheduled, min(late, self.config.max_batch_tokens))
+                most = 1 if side.side.is_state else side.side.group.window + more + 2 * SIZE
                 assert len(side.hold.blocks) * SIZE <= max(most, SIZE) + SIZE
         for hold, tokens in self.exports:
             assert self.runner.holds_kv_of(hold.blocks, tokens)

@@ -11,7 +11,7 @@ from kvrelay.engine.kv.blocks import IntegrityError
 from kvrelay.engine.plan import StepOutput
 from kvrelay.engine.scheduling.progress import Progress
 from kvrelay.engine.sequence import Status
-from support.hash_runner import expected_tokens
+from support.hash_runner import STATE, expected_tokens
 
 # What a step computes.
 
@@ -95,8 +95,24 @@ def test_completions_are_cached_too() -> None:
     steps_until(bench, bench.add(bench.request(prompt, 2 * SIZE)))
     turn = bench.add(bench.request((*prompt, *expected_tokens(prompt, 2 * SIZE), 1, 2), 3))
     steps_until(bench, turn)
-    # Of the last completion token no KV was computed.
+    # No KV was computed for the last completion token.
     assert turn.cached_tokens == 3 * SIZE - 1
+
+
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_a_state_that_a_step_has_taken_further_is_not_left(drafts: int) -> None:
+    """`Bench` compares the tokens of the turn behind it."""
+    bench = Bench(16, sides=(STATE,), drafts=drafts)
+    sequence = bench.add(bench.request(numbers(SIZE + 4), 20))
+    while sequence.generated < 3:
+        bench.step()
+    bench.launch()
+    bench.scheduler.cancel(sequence.request.key)
+    bench.land()
+    turn = bench.add(bench.request((*sequence.tokens, 1, 2), 3))
+    steps_until(bench, turn)
+    assert turn.cached_tokens == SIZE
+    bench.check_over()
 
 
 def test_a_failed_row_leaves_nothing_to_the_cache() -> None:

@@ -37,7 +37,7 @@ def test_a_reservation_takes_what_is_cached(length: int, window: int) -> None:
     bench.receive(first, request)
     bench.resume(request, first)
     second = bench.scheduler.reserve(bench.request(numbers(length), 4))
-    # Its logits come from the first token, so that nothing needs the prompt's last token to be computed.
+    # The second one's logits come from the first token, so nothing needs the prompt's last token to be computed.
     whole = length - length % SIZE
     assert second.have == (whole, whole)
     assert second.hold.blocks[: length // SIZE] == first.hold.blocks[: length // SIZE]

@@ -12,7 +12,7 @@ from scheduler_bench import SIZE, Bench
 
 from kvrelay.engine.request import Request, Urgency
 from kvrelay.engine.scheduling.progress import Reservation
-from kvrelay.engine.sequence import Status
+from kvrelay.engine.sequence import Sequence, Status
 from support.hash_runner import STATE, expected_outcome, expected_tokens, window_of
 
 # Beginnings are often alike, and lengths lie around the borders of blocks and chunks.
@@ -72,8 +72,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, blocks: int, **options: Any) -> None:
         if options["sides"]:
             options |= {"lag": 0}
-        if STATE in options["sides"]:
-            options |= {"drafts": 0}
         self.bench = Bench(blocks, **options)
         self.scheduler = self.bench.scheduler
         self.reserved: list[tuple[Request, Reservation]] = []
@@ -85,11 +83,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), handoff=st.booleans(), more=st.integers(1, SIZE))
     def go_on(self, data: st.DataObject, handoff: bool, more: int) -> None:
         """The next turn of a conversation, or another one behind a part of what was said."""
-        past = [
-            one for one in self.bench.sequences if one.ended and one.num_tokens + more + 3 <= self.bench.max_context
-        ]
+        past = [sequence for sequence in self.bench.sequences if sequence.ended]
         if past:
-            before = data.draw(st.sampled_from(past))
+            self._turn(data, data.draw(st.sampled_from(past)), more, handoff=handoff)
+
+    def _turn(self, data: st.DataObject, before: Sequence, more: int, *, handoff: bool = False) -> None:
+        if before.num_tokens + more + 3 <= self.bench.max_context:
             said = before.tokens[: data.draw(st.integers(max(1, before.num_tokens - 3), before.num_tokens))]
             asked = self.bench.request((*said, *range(more)), 3, tenant=before.request.tenant)
             self.bench.add(asked, handoff=handoff)
@@ -132,8 +131,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             hold = self.scheduler.share(sequence, 0, blocks)
             self.bench.exports.append((hold, tuple(sequence.tokens[: blocks * SIZE])))
 
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), launched=st.booleans(), more=st.integers(0, SIZE))
+    def cancel(self, data: st.DataObject, launched: bool, more: int) -> None:
+        """In the midst of a step or not; another turn may follow at once."""
+        if launched and len(self.bench.flight) <= self.bench.lag:
+            self.bench.launch()
         live = [sequence for sequence in self.bench.sequences if not sequence.ended]
         if live:
             sequence = data.draw(st.sampled_from(live))
@@ -141,6 +143,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not self.scheduler.cancel(sequence.request.key)
             # A step in flight may still write: the blocks stay until it has ended.
             assert sequence.hold.released == (sequence.scheduled == 0)
+            if more:
+                self._turn(data, sequence, more)
 
     @precondition(lambda self: len(self.bench.flight) <= self.bench.lag)
     @rule()

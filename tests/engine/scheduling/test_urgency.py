@@ -50,6 +50,44 @@ def test_an_urgent_request_takes_rows_and_blocks_from_batch_which_resumes(lag: i
     bench.check_over()
 
 
+@pytest.mark.parametrize("rows", [4, 8])
+def test_nobody_passes_an_urgent_request_for_which_others_give_way(rows: int) -> None:
+    """Batch's holders have little, so they may pass others that lack blocks."""
+    bench = Bench(64, max_batch_tokens=256, max_sequences=rows)
+    elsewhere = bench.scheduler.reserve(bench.request(numbers(40 * SIZE - 1), 1))
+    assert elsewhere is not None
+    little = [replace(bench.request(numbers(4, 10 * one), 2 * SIZE - 4), holder=one) for one in (1, 2, 3, 4)]
+    batch = [bench.add(replace(one, urgency=BATCH)) for one in little]
+    while not all(len(one.hold.blocks) == 2 for one in batch):
+        bench.step()
+    urgent = bench.add(replace(bench.request(numbers(17 * SIZE, 90), 2), holder=9, urgency=URGENT))
+    bench.step()
+    assert urgent.generated
+    assert bench.scheduler.preemptions == 2
+    elsewhere.release()
+    bench.drain()
+    bench.check_over()
+
+
+@pytest.mark.parametrize("reserves", [False, True])
+def test_nobody_gives_up_blocks_that_others_share_and_keep(reserves: bool) -> None:
+    bench = Bench(40, max_batch_tokens=256, max_sequences=8)
+    sharing = []
+    for urgency in (URGENT, BATCH, BATCH):
+        sharing.append(add(bench, urgency, 8 * SIZE + 1, 6))
+        bench.step()
+    assert bench.pool.held == 8 + len(sharing)
+    request = replace(bench.request(numbers(31 * SIZE - 1, 90), 1), urgency=URGENT)
+    if not reserves:
+        bench.add(request)
+    while not sharing[0].ended:
+        assert not reserves or bench.scheduler.reserve(request) is None
+        bench.step()
+        assert bench.scheduler.preemptions == 0
+    bench.drain()
+    bench.check_over()
+
+
 def test_a_request_of_the_same_class_takes_nothing_from_others() -> None:
     bench, batch = batch_takes_all()
     other = add(bench, BATCH, SIZE, 4, 90)

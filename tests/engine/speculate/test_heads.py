@@ -36,7 +36,9 @@ from support.serving import run
 
 HIDDEN = COMMON["hidden_size"]
 LAYERS = COMMON["num_hidden_layers"]
-OPTIONS = EngineConfig(device="cpu", kv_memory_bytes=8 * 2**20, threads=1, max_sequences=16, max_batch_tokens=48)
+OPTIONS = EngineConfig(
+    device="cpu", kv_memory_bytes=8 * 2**20, threads=1, max_sequences=16, max_batch_tokens=48, step_seconds=0
+)
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -212,7 +214,7 @@ def test_a_proposer_gets_the_states_of_the_tokens_that_are_kept(lag: int) -> Non
     `HashHeads` checks each state, and guesses nothing behind a gap.
     """
     config = SpeculationConfig("ngram", max_tokens=4, adaptive=False)
-    options = EngineConfig(block_size=8, max_batch_tokens=32, max_sequences=8, speculation=config)
+    options = EngineConfig(block_size=8, max_batch_tokens=32, max_sequences=8, step_seconds=0, speculation=config)
     heads = HashHeads()
     engine = engine_on(HashRunner(14, spec=hash_spec(112), lag=lag), options, heads)
     found = Recorded(engine)
@@ -231,6 +233,7 @@ def test_a_proposer_gets_the_states_of_the_tokens_that_are_kept(lag: int) -> Non
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.more)])
 @pytest.mark.parametrize("method", ["medusa", "eagle3"])
+@pytest.mark.some(1)
 def test_guesses_behind_a_hand_off_are_those_of_a_co_located_worker(
     eight: Path, request: pytest.FixtureRequest, method: str, dtype: str
 ) -> None:

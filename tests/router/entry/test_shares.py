@@ -112,6 +112,7 @@ EACH = pytest.mark.parametrize(
 
 
 @EACH
+@pytest.mark.some(1)
 async def test_a_body_of_many_prompts_leaves_room_for_others_and_is_answered(
     clients: Start, face: str, keys: bool
 ) -> None:

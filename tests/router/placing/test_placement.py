@@ -53,7 +53,7 @@ def cases(draw: st.DrawFn) -> tuple[list[WorkerView], Demand]:
     return workers, Demand(draw(st.integers(1, 99)), draw(st.integers(0, 9)), avoid)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_only_ready_workers_of_the_right_role_and_the_least_loaded_of_them(
     case: tuple[list[WorkerView], Demand],
@@ -147,7 +147,7 @@ def capacities(draw: st.DrawFn) -> DecodeCapacity:
     )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.lists(capacities(), min_size=1, max_size=4),
     st.builds(

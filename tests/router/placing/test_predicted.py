@@ -124,6 +124,7 @@ def cases(draw: st.DrawFn, *, known: bool = True) -> tuple[list[WorkerView], Dem
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=50, deadline=None)
 @given(case=cases())
+@pytest.mark.some(2)
 def test_a_wrong_cost_costs_time_and_breaks_no_rule(name: PlacementName, case: tuple[list[WorkerView], Demand]) -> None:
     workers, demand = case
     by_id = {each.id: each for each in workers}

@@ -32,7 +32,7 @@ AMOUNTS = pytest.mark.parametrize(
     ("size", "examples"),
     [
         pytest.param(LIMIT, 12, id="the limit-few"),
-        pytest.param(LIMIT, 150, id="the limit-some", marks=pytest.mark.more),
+        pytest.param(LIMIT, 60, id="the limit-some", marks=pytest.mark.more),
         pytest.param(64 * 1024, 150, id="64 KiB-some", marks=pytest.mark.slow),
         pytest.param(LIMIT, 10**6, id="the limit-all", marks=pytest.mark.slow),
         pytest.param(64 * 1024, 10**6, id="64 KiB-all", marks=pytest.mark.slow),
@@ -103,6 +103,7 @@ def chosen(number: int, whole: list[tuple[str, Callable[[], bytes]]]) -> list[tu
 
 @AMOUNTS
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.some(2)
 async def test_no_body_holds_the_loop(serve: Serve, path: str, size: int, examples: int) -> None:
     kind, base, numbers = PATHS[path]
     bodies = Bodies(kind, base).of(size, numbers)
@@ -121,6 +122,7 @@ async def test_no_body_holds_the_loop(serve: Serve, path: str, size: int, exampl
 
 @AMOUNTS
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.some(2)
 async def test_no_message_holds_the_loop(serve: Serve, method: str, size: int, examples: int) -> None:
     sent = METHODS[method]
     whole = messages(type(sent), sent, size)
@@ -139,6 +141,7 @@ async def test_no_message_holds_the_loop(serve: Serve, method: str, size: int, e
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.some(1)
 async def test_no_answer_with_much_of_the_prompt_holds_the_loop(serve: Serve, stream: bool) -> None:
     bodies: dict[str, dict[str, Any]] = {
         "echo": {"prompt": [40] * (CONTEXT - 10)},
@@ -165,6 +168,7 @@ async def test_no_answer_with_much_of_the_prompt_holds_the_loop(serve: Serve, st
 
 
 @pytest.mark.parametrize("prompt", [["a"] * 1000, [[5]] * 1000], ids=["texts", "ids"])
+@pytest.mark.some(1)
 async def test_a_thousand_prompts_do_not_hold_the_loop(serve: Serve, prompt: list[object]) -> None:
     http = (await serve(fake("colocated-0", answer, max_context=CONTEXT), max_queue=1024)).http
 

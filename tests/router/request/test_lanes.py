@@ -199,6 +199,7 @@ async def test_a_lane_reads_what_the_router_itself_reads(tmp_path: Path, monkeyp
         pytest.param({"messages": [{"role": "user", "content": "<s> a" * 60_000}]}, id="chat"),
     ],
 )
+@pytest.mark.some(1)
 async def test_a_large_body_costs_the_router_itself_little(serve: Serve, body: dict[str, Any]) -> None:
     """The cost is CPU time of this process, which includes the client; other processes don't change it much."""
     path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"

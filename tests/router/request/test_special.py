@@ -169,6 +169,7 @@ def has_control(value: Any, control: list[str]) -> bool:
 @EXAMPLES
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parse_special", [False, True])
+@pytest.mark.some(5)
 def test_the_ids_are_transformers_without_special_tokens_in_texts_or_if_they_are_asked_for(
     tmp_path: Path, kind: str, parse_special: bool, examples: int
 ) -> None:

@@ -67,7 +67,7 @@ def interleavings(draw: st.DrawFn) -> tuple[int, int, list[tuple[str, int, int]]
     return total, generated, events
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(interleavings(), st.booleans(), st.data())
 def test_every_index_comes_once_and_in_order(
     case: tuple[int, int, list[tuple[str, int, int]]], scored: bool, data: st.DataObject
@@ -123,7 +123,7 @@ def test_every_index_comes_once_and_in_order(
     asyncio.run(test())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(interleavings(), st.data())
 def test_an_unfinished_attempt_is_cancelled_on_its_workers_and_claims_no_tokens(
     case: tuple[int, int, list[tuple[str, int, int]]], data: st.DataObject

@@ -90,6 +90,7 @@ def tokens_of(responses: list[GenerateResponse]) -> list[int]:
         (1, {"max_tokens": 13, "stop": ["nope"]}, None, FINISH_REASON_LENGTH),
     ],
 )
+@pytest.mark.some(4)
 async def test_a_call_that_was_lost_anywhere_goes_on_with_the_same_text(
     talk: Any, n: int, sampling: dict[str, Any], shown: str | None, reason: int
 ) -> None:

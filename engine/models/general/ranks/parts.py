@@ -47,7 +47,7 @@ def class_of_part(model_class: type[PreTrainedModel], part: Part) -> type[PreTra
             if name in division.cuts:
                 module.__class__ = _cutting(module, division.cuts[name])
 
-    # Of the same name, by which transformers finds what it knows of the class.
+    # The name is the same, because transformers finds by it what it knows of the class.
     return type(model_class.__name__, (model_class,), {"__init__": init, "__module__": model_class.__module__})
 
 
