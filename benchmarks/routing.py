@@ -66,6 +66,8 @@ TALK_SECONDS = 120.0
 SMALL_BLOCKS = 16
 """Tokens of a block with which conversations are tried as well."""
 SEEDS = 8
+RETRIED = 2
+"""One of so many refused requests comes again until it is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +350,7 @@ def row_admission(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str
 
 
 def _told(setup: Setup, rate: float, given: dict[str, object]) -> list[float]:
-    """Relative errors of the delays that refusals name, of a tenth of them: such a request comes again and again until
+    """Relative errors of the delays that refusals name, of one in RETRIED: such a request comes again and again until
     it is taken."""
     errors: list[float] = []
 
@@ -360,7 +362,7 @@ def _told(setup: Setup, rate: float, given: dict[str, object]) -> list[float]:
         async def ask(arrival: Arrival) -> None:
             question = Question(f"q-{arrival.number}", arrival.prompt(), arrival.answer_tokens, 2048)
             outcome = await cluster.ask(question)
-            if outcome.retry_seconds is not None and not arrival.number % 10:
+            if outcome.retry_seconds is not None and not arrival.number % RETRIED:
                 after = await refused_again(cluster, outcome, max(0.1, 0.1 * outcome.retry_seconds))
                 if after is not None:
                     errors.append(abs(outcome.retry_seconds - after) / after)
