@@ -24,13 +24,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from simulated.clock import run
 from simulated.cluster import END, Cluster, Place, Question
-from simulated.fleet import CAPACITY, Background, Talk, Targets, converse, highest_rate, refused_again, replay
+from simulated.fleet import (
+    CAPACITY,
+    PATIENCE_SECONDS,
+    Background,
+    Talk,
+    Targets,
+    converse,
+    highest_rate,
+    refused_again,
+    replay,
+)
 from simulated.kernels import LLAMA_3_1_8B, Kernels, checked
 from simulated.traces import Arrival, TraceName, at_rate, begun_later, oracle_hits, read
 from simulated.worker import Machine
@@ -57,6 +66,8 @@ TALK_SECONDS = 120.0
 SMALL_BLOCKS = 16
 """Tokens of a block with which conversations are tried as well."""
 SEEDS = 8
+RETRIED = 2
+"""One of so many refused requests comes again until it is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +75,8 @@ class Setup:
     """Machines, model and traffic of all rows."""
 
     machine: Machine
-    trace: Sequence[Arrival]
+    traces: Mapping[int, Sequence[Arrival]]
+    """The trace by seed, of which each lets it begin elsewhere; a rate is the mean of runs of all."""
     prefills: int
     decodes: int
     seconds: float
@@ -78,8 +90,9 @@ class Setup:
         """As many workers, each of which computes its requests from beginning to end."""
         return [Place("colocated", self.machine)] * (self.prefills + self.decodes)
 
-    def arrivals(self, rate: float) -> list[Arrival]:
-        return at_rate(self.trace, rate, self.seconds)
+    def arrivals(self, rate: float, seed: int | None = None) -> list[Arrival]:
+        """The arrivals of a seed, or of the first one."""
+        return at_rate(self.traces[next(iter(self.traces)) if seed is None else seed], rate, self.seconds)
 
 
 def apart(wanted: Sequence[str]) -> list[str]:
@@ -110,24 +123,32 @@ class Rates:
         self._highest: dict[str, float] = {}
 
     def runs(self, policy: str) -> list[dict[str, float]]:
-        """The figures of the runs of a policy, by rate."""
-        ran = [each for each in self._found.get(policy, []) if each["seconds"] == self._setup.seconds]
-        return sorted(ran, key=itemgetter("rate"))
+        """The figures of a policy at the rates at which all seeds have run: means over the seeds, by their requests."""
+        by_rate: dict[float, list[dict[str, float]]] = {}
+        for each in self._found.get(policy, []):
+            if each["seconds"] == self._setup.seconds and each["seed"] in self._setup.traces:
+                by_rate.setdefault(each["rate"], []).append(each)
+        return [mean_row(rows) for _, rows in sorted(by_rate.items()) if len(rows) == len(self._setup.traces)]
 
     def run(self, policy: str, rate: float) -> dict[str, float]:
         """The figures at a rate; `colocated POLICY` is the fleet of co-located workers. Hits are relative to those of
         one endless cache, and to those of one cache as large as all pools together (`oracle_hits`)."""
-        setup, rate = self._setup, round(rate, 3)
-        for each in self.runs(policy):
-            if each["rate"] == rate:
+        return mean_row([self._run(policy, round(rate, 3), seed) for seed in self._setup.traces])
+
+    def _run(self, policy: str, rate: float, seed: int) -> dict[str, float]:
+        setup = self._setup
+        for each in self._found.get(policy, []):
+            if (each["rate"], each["seed"], each["seconds"]) == (rate, seed, setup.seconds):
                 return each
         began = time.monotonic()
         places = setup.colocated if policy.startswith("colocated") else setup.fleet
-        arrivals = setup.arrivals(rate)
+        arrivals = setup.arrivals(rate, seed)
         done = replay(places, arrivals, setup.seconds, options(policy.removeprefix("colocated ")))
         row = {
             "rate": rate,
+            "seed": seed,
             "seconds": setup.seconds,
+            "requests": len(done.counted()),
             "met": done.met(TARGETS),
             "goodput": done.goodput(TARGETS),
             "mean_ttft": done.mean_ttft(),
@@ -148,7 +169,7 @@ class Rates:
     def kept(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The figures of another run, which `make` makes unless they were kept; `name` has all that they depend on."""
         parts = self._found.setdefault("others", {})
-        name = f"{name}, {self._setup.seconds:g} s"
+        name = f"{name}, {self._setup.seconds:g} s, seed {next(iter(self._setup.traces))}"
         if name not in parts:
             parts[name] = make()
             self._keep()
@@ -169,6 +190,13 @@ class Rates:
                 low /= 1.25
             self._highest[policy] = highest_rate(met, low, 1.25 * low)
         return self._highest[policy]
+
+
+def mean_row(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The means of several runs' figures, by the number of their requests."""
+    counts = [row["requests"] for row in rows]
+    names = [name for name in rows[0] if name != "seed"]
+    return {name: round(statistics.fmean([row[name] for row in rows], counts), 4) for name in names}
 
 
 def busy(found: Mapping[str, float]) -> dict[str, float]:
@@ -322,7 +350,7 @@ def row_admission(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str
 
 
 def _told(setup: Setup, rate: float, given: dict[str, object]) -> list[float]:
-    """Relative errors of the delays that refusals name, of a tenth of them: such a request comes again and again until
+    """Relative errors of the delays that refusals name, of one in RETRIED: such a request comes again and again until
     it is taken."""
     errors: list[float] = []
 
@@ -334,7 +362,7 @@ def _told(setup: Setup, rate: float, given: dict[str, object]) -> list[float]:
         async def ask(arrival: Arrival) -> None:
             question = Question(f"q-{arrival.number}", arrival.prompt(), arrival.answer_tokens, 2048)
             outcome = await cluster.ask(question)
-            if outcome.retry_seconds is not None and not arrival.number % 10:
+            if outcome.retry_seconds is not None and not arrival.number % RETRIED:
                 after = await refused_again(cluster, outcome, max(0.1, 0.1 * outcome.retry_seconds))
                 if after is not None:
                     errors.append(abs(outcome.retry_seconds - after) / after)
@@ -343,7 +371,7 @@ def _told(setup: Setup, rate: float, given: dict[str, object]) -> list[float]:
         for each in setup.arrivals(rate):
             await asyncio.sleep(began + each.at - cluster.now)
             tasks.append(asyncio.create_task(ask(each)))
-        await asyncio.wait(tasks, timeout=10.0)
+        await asyncio.wait(tasks, timeout=PATIENCE_SECONDS)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -355,7 +383,7 @@ def _told(setup: Setup, rate: float, given: dict[str, object]) -> list[float]:
 def row_batch(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
     """TTFT p99 of interactive requests at half of the highest rate, with and without batch that takes what is left."""
     found: dict[str, Any] = {}
-    lengths = list(setup.trace)
+    lengths = list(next(iter(setup.traces.values())))
 
     async def batch(cluster: Cluster) -> None:
         async def one(number: int) -> None:
@@ -435,12 +463,11 @@ def h100(calibration: Path) -> Machine:
 
 def simulate(args: argparse.Namespace) -> None:
     machine = h100(args.calibration)
-    trace = begun_later(read(args.traces, args.trace, args.seed), args.seed / SEEDS)
-    setup = Setup(machine, trace, *args.workers, args.seconds)
+    traces = {seed: begun_later(read(args.traces, args.trace, seed), seed / SEEDS) for seed in args.seeds}
+    setup = Setup(machine, traces, *args.workers, args.seconds)
     wanted: list[str] = list(args.policies)
     result: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
-    name = f"{args.trace} {args.workers[0]}+{args.workers[1]}" + (f", seed {args.seed}" if args.seed else "")
-    found = result.setdefault(name, {})
+    found = result.setdefault(f"{args.trace} {args.workers[0]}+{args.workers[1]}", {})
     result["setting"] = {**own_setting(), "link_bytes_per_second": LINK_BYTES, "kv_tokens": KV_TOKENS}
     if "kernels" not in result:
         result["kernels"] = checked(args.calibration)
@@ -547,7 +574,13 @@ def main() -> None:
     simulated.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS)[:-1])
     simulated.add_argument("--seconds", type=float, default=60.0, help="simulated seconds of arrivals of each run")
     simulated.add_argument(
-        "--seed", type=int, choices=range(SEEDS), default=0, help="in eighths of the trace: where it begins"
+        "--seeds",
+        type=int,
+        nargs="+",
+        choices=range(SEEDS),
+        default=[0],
+        help="in eighths of the trace: where it begins; the rows `rate`, `curve` and `start` are means over them, the "
+        "others have the first one",
     )
     simulated.add_argument("--start", type=float, help="requests a second at which the search for the highest begins")
     simulated.add_argument(

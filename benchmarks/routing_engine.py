@@ -28,7 +28,8 @@ from nemesis.load import Stream
 from support.processes import MODULES
 
 PROMPT_SCALE, ANSWER_SCALE = 16, 8
-VOCAB = 49_000
+VOCAB = 4_000
+"""Tokens of prompts are smaller: all models have these."""
 MOST_PROMPT = 2000
 TTFT_FACTOR, TPOT_FACTOR = 5.0, 2.0
 IDLE_LENGTHS = (32, 256, 768, MOST_PROMPT)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress, count
 from operator import is_not
+from struct import Struct
 from typing import Final
 
 import numpy as np
@@ -110,7 +111,9 @@ class Fleet:
         self.row: dict[WorkerId, int] = {}
         """Index of each worker in `workers`."""
         self.numbers: NDArray[np.float64] = np.zeros((0, 0))
-        """[`COLUMNS`, workers] `numbers_of` each."""
+        """[workers, `COLUMNS`] `numbers_of` each."""
+        self._bytes = memoryview(b"")
+        """The bytes of `numbers`: to write a row there takes less than an assignment of numpy's."""
         self.estimates = self.numbers
         """[CONTEXT + 1, workers] the part of `numbers` that costs are estimated from."""
         self.figures: list[tuple[float, ...]] = []
@@ -141,8 +144,9 @@ class Fleet:
         self.suspects = sum([worker.suspects > 0 for worker in workers])
         self.known = all(worker.pace is not None for worker in workers if worker.ready)
         self.figures = [numbers_of(worker) for worker in workers]
-        self.numbers = np.array(self.figures).reshape(-1, COLUMNS).T.copy()
-        self.estimates = self.numbers[: CONTEXT + 1]
+        self.numbers = np.array(self.figures).reshape(-1, COLUMNS)
+        self._bytes = self.numbers.data.cast("B") if len(workers) else memoryview(b"")
+        self.estimates = self.numbers.T[: CONTEXT + 1]
         self.sides = [SIDES[worker.role] for worker in workers]
         self.has_room = [_room(worker) for worker in workers]
         return True
@@ -162,7 +166,8 @@ class Fleet:
     def _replace(self, row: int, worker: WorkerView) -> None:
         self.suspects += (worker.suspects > 0) - (self.workers[row].suspects > 0)
         self.workers[row] = worker
-        self.numbers[:, row] = self.figures[row] = numbers_of(worker)
+        self.figures[row] = found = numbers_of(worker)
+        ROW.pack_into(self._bytes, row * ROW.size, *found)
         self.has_room[row] = _room(worker)
         for side, at in self._places[row]:
             side[at] = worker
@@ -188,6 +193,7 @@ def _room(worker: WorkerView) -> float:
 
 
 COLUMNS = 12
+ROW = Struct(f"{COLUMNS}d")
 WAIT, URGENT_WAIT, FIRST, TOKEN, PAIR, DELAY, STEP, CONTEXT = range(8)
 BACKLOG, URGENT_BACKLOG, FLOOR, DELAY_FLOOR = range(8, COLUMNS)
 

@@ -67,7 +67,7 @@ class Placing:
         self.registry = WorkerRegistry(
             config.name, incarnation, credentials, self.health, on_change, self.wake, self._learn, clock, stream
         )
-        self.prospects = Prospects(self.queue, self.policy, self.registry.view, self.rate)
+        self.prospects = Prospects(self.queue, self.policy, self.registry.view, self.rate, clock)
         self._waking: asyncio.TimerHandle | None = None
         self._woken = 0.0
         """Time of the queues' last look at the workers, on the loop's clock."""

@@ -9,7 +9,7 @@ All keep the same rules, and differ only in how they rank the workers that a req
   expected soon: their KV waits in prefill memory.
 * If the best worker has enough prompts to compute, the request waits.
 
-`predicted` (`predicted.py`) is the default. The policies here need no costs.
+`least_work` is the default; `predicted` is in `predicted.py`. The policies here need no costs.
 """
 
 import math

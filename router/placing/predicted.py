@@ -69,7 +69,8 @@ ORDERS, ORDERS_AT_ONCE = 1024, 16
 TURNS = 2**20
 """Turns after which they are counted from 0 again."""
 ALL_SIDES = range(len(SIDES))
-FACTORS = Struct(f"{(1 + len(SIDES)) * (CONTEXT + 1)}d")
+FACTORS_SHAPE = 1 + len(SIDES), CONTEXT + 1
+FACTORS = Struct(f"{math.prod(FACTORS_SHAPE)}d")
 """Factors of a worker's numbers: for the tokens after the first one, then for each of `Group.sides`."""
 SORTED = 128
 """Number of workers up to which all are sorted, where a few are looked for."""
@@ -129,7 +130,7 @@ class _Prices:
         # One product estimates all: for few workers, each call of numpy takes longer than its work.
         decode = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, self._stream, self._stream * self._context)
         factors = FACTORS.pack(*decode, *[each for side in ALL_SIDES for each in self._factors(side, self._least)])
-        found: Vector = np.dot(np.frombuffer(factors).reshape(-1, CONTEXT + 1), fleet.estimates)
+        found: Vector = np.dot(np.ndarray(FACTORS_SHAPE, float, factors), fleet.estimates)
         found += extra
         self.streams: Vector = found[0]
         """[workers] of the tokens after the first one."""
@@ -402,7 +403,7 @@ class PredictedCost(LeastWork):
 
     def _backlog(self, demand: Demand) -> Vector:
         """[workers] tokens that each has to compute before those of a request."""
-        found: Vector = self._fleet.numbers[BACKLOG if demand.yields else URGENT_BACKLOG]
+        found: Vector = self._fleet.numbers[:, BACKLOG if demand.yields else URGENT_BACKLOG]
         return found
 
     def _cautions(self, demand: Demand) -> Vector:

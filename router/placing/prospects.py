@@ -9,26 +9,37 @@ The policy predicts for a request that is placed now, hence `wait` and `compute`
 by side by all workers that compute prompts, each as long as the policy predicts for one of their length of which
 nothing is cached. Prefix caches, other routers, and requests that come later and go first make the real queue shorter
 or longer: a factor follows the latest waits. If decode workers have no room, the queue moves as fast as requests end.
+
+A refused request is told the time in which what is before it is done. While as much comes as is served, that doesn't
+shrink: then an equal request is thought to be in time after about as long as none has been until now. So a client that
+follows these delays asks less and less often.
 """
 
 import math
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvrelay.costs.predict import Predicted
 from kvrelay.router.config import Service
 from kvrelay.router.placing.placement import Demand, WorkerView
 from kvrelay.router.placing.queue import Claim, PlacementQueue
-from kvrelay.router.placing.usual import CompletionRate
+from kvrelay.router.placing.usual import MOST_RETRY_SECONDS, CompletionRate
 from kvrelay.rpc.identity import WorkerRole
 
 FOLLOW_SECONDS = 10.0
 """Predicted seconds of waits after which an older wait counts 1/e in the factor."""
 MOST_FACTOR = 10.0
 """Largest factor between a predicted wait and the real one; the smallest is 1 divided by it."""
-LEAST_DELAY_SECONDS = 0.001
-"""Shortest delay that a refused request is told."""
+LEAST_DELAY_SECONDS = 0.1
+"""Shortest delay that a refused request is told: some steps of its workers, which report as often."""
+TICK_SECONDS = 0.1
+"""Seconds of which the shortest time before a request is remembered."""
+TREND_TICKS, SHRUNK = 30, 0.8
+"""Ticks within which the time before requests must have become less than this share of what it was if it is thought to
+go on shrinking."""
 
 
 class Predictor(Protocol):
@@ -59,6 +70,8 @@ class Prospect:
     """Mean time between the ends of two requests."""
     alone: bool = False
     """Whether there is no other request in the cluster. It has no better prospect later."""
+    crowded: float = 0.0
+    """Time for which no equal request would have been in time; 0 while what is before it shrinks."""
     unscaled: float = 0.0
     """The part of `queue` that is predicted, without the factor that follows real waits."""
 
@@ -74,11 +87,38 @@ class Prospect:
     def delay(self, service: Service) -> float:
         """Seconds after which an equal request would meet the targets of its class, or would have nothing before it."""
         before = self.queue + self.wait
-        delay = min(before, before + self.compute - service.ttft_seconds)
+        late = before + self.compute - service.ttft_seconds
+        delay = max(min(before, late), self.crowded if late > 0.0 else 0.0)
         if self.tpot > service.tpot_seconds and self.end < math.inf:
             # A step's time falls with the number of requests that decode, at most in proportion.
             delay = max(delay, (1 - service.tpot_seconds / self.tpot) * self.decoding * self.end)
         return max(LEAST_DELAY_SECONDS, delay)
+
+
+@dataclass(slots=True)
+class _Before:
+    """Times that were before requests of one rank, whoever sent them."""
+
+    ticks: deque[tuple[float, float]] = field(
+        default_factory=lambda: deque(maxlen=int(MOST_RETRY_SECONDS / TICK_SECONDS))
+    )
+    """(begin, shortest time before a request) of the latest TICK_SECONDS in which there was one, in seconds."""
+
+    def note(self, seconds: float, now: float) -> None:
+        """A request has so many seconds before it."""
+        if self.ticks and now < self.ticks[-1][0] + TICK_SECONDS:
+            began, least = self.ticks.pop()
+            self.ticks.append((began, min(least, seconds)))
+        else:
+            self.ticks.append((now, seconds))
+
+    def crowded(self, most: float, now: float) -> float:
+        """Seconds for which there were always more than `most` before requests; 0 while they become less."""
+        latest, earlier = self.ticks[-1][1], self.ticks[max(0, len(self.ticks) - TREND_TICKS)][1]
+        if latest <= SHRUNK * earlier:
+            return 0.0
+        since = next((began for began, seconds in reversed(self.ticks) if seconds <= most), self.ticks[0][0])
+        return min(MOST_RETRY_SECONDS, now - since)
 
 
 class Prospects:
@@ -90,8 +130,16 @@ class Prospects:
         policy: Predictor,
         workers: Callable[[], Sequence[WorkerView]],
         rate: CompletionRate,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`workers`: their state now."""
+        """
+        Args:
+            workers: their state now.
+            clock: the router's.
+        """
+        self._clock = clock
+        self._before: defaultdict[int, _Before] = defaultdict(_Before)
+        """By the rank of a class."""
         self._queue, self._policy, self._workers, self._rate = queue, policy, workers, rate
         self._predicted = self._waited = 1.0
         """Seconds of the latest waits, as predicted and as they were; older ones count less."""
@@ -106,14 +154,18 @@ class Prospects:
         ahead = self._queue.ahead(claim)
         queue, unscaled = self._queue_seconds(ahead, demand, workers, least)
         wait = min(whole.ttft, least.ttft)
+        compute, service, now = whole.ttft - wait, claim.service, self._clock()
+        before, most = self._before[service.rank], service.ttft_seconds - compute
+        before.note(queue + wait, now)
         return Prospect(
             queue,
             wait,
-            whole.ttft - wait,
+            compute,
             whole.tpot,
             sum(worker.requests for worker in workers if worker.role != "prefill"),
             self._rate.seconds(1) or math.inf,
             not ahead and not any(worker.running or worker.requests or worker.pending_tokens for worker in workers),
+            before.crowded(most, now) if queue + wait > most else 0.0,
             unscaled,
         )
 

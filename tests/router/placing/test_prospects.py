@@ -45,7 +45,7 @@ class World:
         self.pending = self.running = 0
         self.rate = CompletionRate(lambda: self.now)
         self.queue = PlacementQueue(lambda demand: NoPlace.NO_CAPACITY, 100)
-        self.prospects = Prospects(self.queue, self.policy, self._workers, self.rate)
+        self.prospects = Prospects(self.queue, self.policy, self._workers, self.rate, lambda: self.now)
         self._prefills = prefills
 
     def _workers(self) -> list[WorkerView]:
@@ -133,6 +133,34 @@ def test_a_tpot_above_its_target_waits_for_a_part_of_those_that_decode(
         assert prospect.delay(service) >= 0.499 * decoding * end
     assert not Prospect(0.0, 0.0, 0.0, tpot, alone=True).late(service, 0.0), "later would be no better"
     assert not prospect.late(Service(), 0.0), "there is no target"
+
+
+async def test_while_as_much_comes_as_is_served_a_refusal_names_the_time_since_the_latest_success() -> None:
+    """And the time in which what is before the request is done, once that shrinks; other classes have their own."""
+    world = World()
+    claim, batch = Claim(service=Service(ttft_seconds=1.0)), Claim(service=Service("batch", rank=1, ttft_seconds=1.0))
+
+    def told(pending: int, claim: Claim = claim) -> float:
+        world.now, world.pending, world.running = world.now + 0.5, pending, 1
+        prospect = world.of(400, claim)
+        assert prospect.late(claim.service, 0.0) == (pending > 600)
+        return prospect.delay(claim.service)
+
+    told(100)
+    assert told(1500) == pytest.approx(0.9), "what is before it takes longer than the congestion has lasted"
+    for number in range(2, 40):
+        assert told(1500) == pytest.approx(max(0.9, 0.5 * number))
+    assert told(1500, batch) == pytest.approx(0.9)
+    assert told(1100) == pytest.approx(0.5), "it shrinks"
+    for _ in range(40):
+        told(1100)
+    assert told(1100) == pytest.approx(0.5 * 82), "and then it doesn't any more"
+    for _ in range(40):
+        assert told(600) == LEAST_DELAY_SECONDS
+    assert told(700) == pytest.approx(0.5), "a moment ago one was in time"
+    for _ in range(300):
+        longest = told(2000)
+    assert longest == pytest.approx(120.0), "no delay is longer"
 
 
 async def test_the_queue_is_predicted_as_long_as_the_latest_waits_were() -> None:
