@@ -36,7 +36,8 @@ os.environ["KVRELAY_JOIN_TOKEN"] = "the-join-token-of-the-tests"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# On a machine that others use too, an input's time says nothing about a test.
+# On a machine that others use too, an input's time says nothing about a test. Few examples keep `make test` short; each
+# run draws others.
 settings.register_profile("shared", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
 
@@ -138,15 +139,12 @@ def quarantined(today: datetime.date) -> dict[str, str]:
 def leave_some(items: list[pytest.Item]) -> None:
     """Marks the cases that `some(n, more=m)` leaves out, always the same ones: m of them, or all if no m is given, are
     `more`, the others `slow`."""
-    cases = defaultdict[str, list[pytest.Item]](list)
+    cases = defaultdict[tuple[str, int, int], list[pytest.Item]](list)
     for item in items:
         marker = item.get_closest_marker("some")
         if marker is not None and not any(item.iter_markers("more")) and not any(item.iter_markers("slow")):
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for name, found in cases.items():
-        marker = found[0].get_closest_marker("some")
-        assert marker is not None
-        count, more = marker.args[0], marker.kwargs.get("more", len(found))
+            cases[item.nodeid.partition("[")[0], marker.args[0], marker.kwargs.get("more", len(items))].append(item)
+    for (name, count, more), found in cases.items():
         for place, item in enumerate(random.Random(name).sample(found, len(found))):
             if place >= count:
                 item.add_marker("more" if place < count + more else "slow")

@@ -408,8 +408,8 @@ class Scheduler:
         for sequence in self._running if waiting else ():
             demand[sequence.rank] += sequence.expected - sequence.reach
         blocked = False
+        # The sequence for which others gave way. Nobody passes it: those who gave way might, and would give way again.
         favoured: Sequence | None = None
-        """The one for which others gave way: nobody passes it, or it and they would take turns for ever."""
         while waiting or ready:
             if waiting and not blocked:
                 blocked = self._waits(waiting[0].rank, demand)

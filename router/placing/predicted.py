@@ -123,13 +123,13 @@ class _Prices:
         self.steps = steps = min(MOST_STEPS, max(1, demand.expected_tokens - 1)) if demand.decode_tokens else 0
         self._workers, self._figures = fleet.workers, fleet.figures
         self._context = demand.prompt_tokens + steps / 2
-        self._least = cached[0][0]
+        self._usual = cached[0][0]
         self._tokens: dict[int, int] = {}
-        """Tokens of the prompt that workers have, by row, where these are not `_least`."""
+        """Tokens of the prompt that workers have, by row, where these are not `_usual`."""
         self._stream = DECODE_WEIGHT * steps
         # One product estimates all: for few workers, each call of numpy takes longer than its work.
         decode = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, self._stream, self._stream * self._context)
-        factors = FACTORS.pack(*decode, *[each for side in ALL_SIDES for each in self._factors(side, self._least)])
+        factors = FACTORS.pack(*decode, *[each for side in ALL_SIDES for each in self._factors(side, self._usual)])
         found: Vector = np.dot(np.ndarray(FACTORS_SHAPE, float, factors), fleet.estimates)
         found += extra
         self.streams: Vector = found[0]
@@ -168,7 +168,7 @@ class _Prices:
 
     def cached(self, row: int) -> int:
         """Tokens of the prompt that a worker has, without the last one, which is always computed."""
-        tokens = self._tokens.get(row, self._least)
+        tokens = self._tokens.get(row, self._usual)
         return tokens if tokens < self._prompt else self._prompt - 1
 
     def floor(self, row: int, side: int) -> float:

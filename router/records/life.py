@@ -130,9 +130,10 @@ def stages(trace: AttemptTrace, began: float, ended: float | None) -> Sequence[S
         # Queue and prefill are told apart by the worker's report only.
         spans.append(Span("prefill" if trace.chunks else "queue", prefill, began, ended))
     else:
-        # The report may have come late; the prompt was being computed before its first chunk was done.
-        done = min([trace.prefill_at, *[at for at, _ in trace.chunks[:1]]])
-        computed = max(began, min(done, trace.prefill_at - trace.prefill.prefill_seconds))
+        computed = trace.prefill_at - trace.prefill.prefill_seconds
+        if trace.chunks:  # the report may have come late, and the prefill had begun before its first chunk was done
+            computed = min(computed, trace.chunks[0][0])
+        computed = max(began, computed)
         waited = max(began, computed - trace.prefill.queue_seconds)
         spans += [Span("queue", prefill, waited, computed), Span("prefill", prefill, computed, trace.prefill_at)]
     handed = _transfer(trace, ended)
