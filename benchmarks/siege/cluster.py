@@ -75,7 +75,7 @@ class Besieged:
             }
 
         with suppress(AssertionError):
-            wait_until(lambda: not held(), "no block is held", IDLE_SECONDS, 0.2)
+            wait_until(lambda: not held(), "no block is held", IDLE_SECONDS)
         return held()
 
 

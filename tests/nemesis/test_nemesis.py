@@ -53,7 +53,7 @@ def test_a_signal_ends_the_cluster_too(tmp_path: Path, number: signal.Signals) -
         signal.signal(signal.SIGINT, ignored)
     pids: list[int] = []
     try:
-        pids = wait_until(started, "all members have been started", START_SECONDS, 0.1)
+        pids = wait_until(started, "all members have been started", START_SECONDS)
         process.send_signal(number)
         assert process.wait(STOP_SECONDS) == 128 + number
     finally:

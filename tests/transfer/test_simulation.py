@@ -23,8 +23,8 @@ from kvrelay.transfer.protocol.events import State
 from support.simulation.damage import DAMAGES
 from support.simulation.world import Explored, World, explore, run_world, trace
 
-SEEDS, MORE_SEEDS, MANY_SEEDS = 300, 1500, 100_000
-NOISY_SEEDS, MORE_NOISY_SEEDS, MANY_NOISY_SEEDS = 200, 800, 3000
+SEEDS, MORE_SEEDS, MANY_SEEDS = 250, 1500, 100_000
+NOISY_SEEDS, MORE_NOISY_SEEDS, MANY_NOISY_SEEDS = 150, 800, 3000
 NOISE = 0.3
 """Share of the frames that are damaged in a noisy world."""
 RANKED_SEEDS, MORE_RANKED_SEEDS, MANY_RANKED_SEEDS = 100, 500, 10_000

@@ -148,7 +148,7 @@ def test_waiting_requests_start_by_class_priority_deadline_and_arrival(
     bench.check_over()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(
     urgent=st.integers(1, 4),
     batch=st.integers(1, 6),
@@ -250,7 +250,7 @@ class Decoding:
             pass
 
 
-@settings(deadline=None, max_examples=4)
+@settings(deadline=None, max_examples=2)
 @given(seed=st.integers(0, 2**16))
 def test_offers_wait_for_blocks_by_class_and_deadline_and_none_for_ever(seed: int) -> None:
     """Interactive requests alone are more than the worker can take; those of the same rank without a target get their
