@@ -203,6 +203,7 @@ LARGE = KVLayout(layers=5, kv_heads=4, head_dim=32, block_size=32, dtype="float3
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else f"{value.block_bytes} bytes a block",
 )
+@pytest.mark.some(4)
 async def test_a_pair_of_different_layouts_hands_over(
     theirs: KVLayout, change: dict[str, object], kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:

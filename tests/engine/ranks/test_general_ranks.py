@@ -108,7 +108,7 @@ def divided() -> Iterator[object]:
         yield pytest.param(name, marks=[] if name == COVERING[0] else [beyond])
 
 
-@pytest.mark.parametrize("name", divided())
+@pytest.mark.parametrize("name", list(divided()))
 def test_two_ranks_serve_what_one_process_serves(name: str, tmp_path: Path) -> None:
     check_same(save(classes()[name], tmp_path), places(Degree(2)))
 

@@ -75,7 +75,7 @@ def by_steps(runner: CpuRunner, plan: StepPlan, count: int) -> list[list[int]]:
     ],
     ids=["bf16", "tied, two threads", "8-bit KV, norms", "int8, two threads", "int4, 8-bit KV", "w8a8", "window"],
 )
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 def test_a_chain_has_the_tokens_of_its_steps(
     model_of: Callable[..., Path], architecture: str, options: dict[str, Any], config: dict[str, Any]
 ) -> None:
