@@ -73,7 +73,6 @@ class Needs:
             rank=service.rank,
             priority=claim.priority,
             first_token_seconds=0.0 if due == math.inf else due - now or -LEAST_SECONDS,
-            token_seconds=0.0 if service.tpot_seconds == math.inf else service.tpot_seconds,
             yields=self._yields,
         )
 
