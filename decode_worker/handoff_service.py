@@ -109,7 +109,7 @@ class IncomingStream(Outbox):
             self.close()
 
     def _ended(self, code: Code, message: str) -> tuple[Code, str]:
-        """The reason of the end: the first one that was found."""
+        """Reason of the stream's end: the first one that was found."""
         self._over = self._over or (code, message)
         return self._over
 

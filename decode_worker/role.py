@@ -131,7 +131,7 @@ class DecodeRole(HandoffRole):
         post(answer, outcome)
 
     def _has_come(self, key: Key, settled: bool) -> None:
-        """The request has asked for blocks; with `settled`, it needs no further ones."""
+        """Notes that the request has asked for blocks; with `settled`, it needs no further ones."""
         if settled:
             self._promised.pop(key, None)
         if self._coming.pop(key, None) is not None:

@@ -62,7 +62,7 @@ class PromptTooLong(InvalidRequest):
 
 
 class BadField(InvalidArgument):
-    """A field of a JSON body is not as it should be."""
+    """A field of a JSON body has a wrong type or form."""
 
     def __init__(self, text: str, field: str, code: str | None) -> None:
         """

@@ -39,7 +39,7 @@ class KeyPair:
 
 
 class CertificateFiles:
-    """A key pair in files. Any thread."""
+    """A key pair in files, read again when they change. Thread-safe."""
 
     def __init__(self, certificate: Path, key: Path, ca: Path | None = None, part: Part | None = None) -> None:
         """`part`: the certificate must name it.

@@ -50,12 +50,12 @@ class Watched(Generic[ValueT]):
             return self._value
 
     def _state(self) -> list[tuple[int, int, int] | None]:
-        """Changes when a file does; None for one that isn't there."""
+        """Modification state of each file, to be compared with an earlier one; None for a missing file."""
         return [file_state(path) for path in self._files]
 
 
 def file_state(path: Path) -> tuple[int, int, int] | None:
-    """Changes when the file does; None for one that isn't there."""
+    """Modification state of a file, to be compared with an earlier one; None if the file is missing."""
     try:
         stat = path.stat()
     except OSError:

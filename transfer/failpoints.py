@@ -67,7 +67,7 @@ class FailpointError(ValueError):
 
 
 class Injected(RuntimeError):
-    """Raised by a failpoint."""
+    """Raised by a failpoint with the action `raise`."""
 
 
 @dataclass(slots=True)
@@ -149,7 +149,7 @@ _armed: Sequence[Rule] = parse(os.environ.get(VARIABLE, ""))
 
 
 def arm(rules: Sequence[Rule]) -> None:
-    """Puts these rules in the place of those that were armed."""
+    """Replaces the armed rules."""
     global _armed
     _armed = rules
 

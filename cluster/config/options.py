@@ -40,7 +40,7 @@ from kvrelay.worker.config import WorkerConfig
 MEMBER = "kvrelay_member"
 """Resource of this machine's own Ray: each worker and router takes 1."""
 MEMBERS = 10_000
-"""Amount of it; above what one machine can run."""
+"""Amount of MEMBER on the local Ray's node: more members than one machine can run."""
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -172,7 +172,7 @@ class ClusterConfig(Section):
         self._require_metrics_port("worker_port", self._count(WORKER_ROLES))
 
     def _require_metrics_port(self, name: str, count: int) -> None:
-        """Refuses one port for so many processes on one machine."""
+        """Refuses one metrics port for several processes on one machine."""
         port = getattr(self.metrics, name)
         one = not port or count < 2 or not self.local
         require(one, f"metrics.{name}", port, f"0 or null, since {count} processes on one machine would share it")

@@ -159,7 +159,7 @@ class ProcessLauncher:
         return frozenset() if template is None or _shared(template) else frozenset({"router"})
 
     def unchanged(self, present: str, config: str) -> frozenset[MemberRole]:
-        """None: each member's options stand for themselves."""
+        """No role: each member has its own options."""
         return frozenset()
 
     async def adopt(self, name: str) -> bool:
@@ -179,7 +179,7 @@ class ProcessLauncher:
         return self._ended(name)
 
     def waits_for(self, name: str) -> str:
-        """Nothing: a process starts at once."""
+        """An empty text: a process starts at once."""
         return ""
 
     async def stop(self, name: str, grace: float) -> None:

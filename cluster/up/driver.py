@@ -83,7 +83,7 @@ class Told:
         self.tell(Event(progress=[asdict(member) for member in members]))
 
     def save(self, state: ClusterState) -> None:
-        """The cluster's addresses have changed."""
+        """Tells the owner that the cluster's addresses have changed."""
         self.tell(Event(state=asdict(state)))
 
 

@@ -324,7 +324,7 @@ def _prepare(
     team: Team | None,
     place: Place,
 ) -> tuple[tuple[LayerCache, ...] | None, str, Prompts, float]:
-    """Finds out what a loaded model keeps and yields, and puts our layers in the place of its own.
+    """Observes what a loaded model keeps and yields, and replaces its layers with ours.
 
     Returns:
         What each layer of its cache keeps, or None and why its cache can't be used; prompts with its logits; the share
@@ -387,7 +387,7 @@ def _prompts(model: PreTrainedModel, config: GeneralConfig, windows: tuple[int, 
 
 
 def run_dtype_of(dtype: Dtype, config: GeneralConfig, device: torch.device) -> FloatDtype:
-    """The dtype that weights run in."""
+    """Dtype in which the weights are used."""
     if dtype != "auto":
         return dtype
     return "float32" if config.dtype == "float16" and device.type == "cpu" else config.dtype

@@ -1,4 +1,4 @@
-"""How several ranks run one step: rank 0's engine has a `LeadingRunner`, every other rank runs `follow`.
+"""One step on several ranks: rank 0's engine has a `LeadingRunner`, every other rank runs `follow`.
 
     rank 0       plan -> write -> send to all -> launch its own part -> result: the tokens
     other ranks  read -> launch their part -> result, which nobody needs
@@ -35,23 +35,23 @@ STEP, RESULT, WARM_UP = b"s", b"r", b"w"
 
 
 class Ranks(Protocol):
-    """The ranks of this worker, as rank 0's engine knows them."""
+    """The ranks of this worker, as rank 0's engine sees them."""
 
     @property
     def place(self) -> Place:
-        """Rank 0's own."""
+        """Rank 0's own place."""
         ...
 
     def send(self, message: bytes) -> None:
-        """Sends a message to all of them, in order.
+        """Sends a message to all other ranks, in order.
 
         Raises:
             CollectiveError: a rank is lost, or doesn't take it in time.
         """
 
     def committed(self, step: int) -> None:
-        """Rank 0 has the result of the step with this number. The others may still compute it; what rank 0 asks of them
-        from now on may depend on it."""
+        """Notes that rank 0 has the result of the step with this number. Other ranks may still compute the step; later
+        commands of rank 0 may depend on it."""
 
 
 class LeadingStep:

@@ -32,13 +32,14 @@ class Allocator:
         self._live, self._running, self._ready, self._waiting = live, running, ready, waiting
         self._room = Room(limits.total_blocks, limits.block_size)
         self._ever_reserved: list[tuple[Hold, Request]] = []
-        """Reservations that were not resumed; those that were released are still among them, see `_reserved`."""
+        """Reservations that were not resumed, also released ones until the next `_reserved`."""
         self.starved: EngineSequence | None = None
-        """The sequence that found too few free blocks last."""
+        """The last sequence for which there were too few free blocks."""
 
     @property
     def _reserved(self) -> list[tuple[Hold, Request]]:
-        """Reservations that were neither resumed nor released; whoever has one releases it without a word."""
+        """Reservations that were neither resumed nor released. A reservation's owner releases it without telling the
+        allocator."""
         self._ever_reserved = [(hold, request) for hold, request in self._ever_reserved if not hold.released]
         return self._ever_reserved
 
@@ -48,7 +49,7 @@ class Allocator:
         return len(self._reserved)
 
     def reservations_within(self, rank: int) -> int:
-        """Number of these for requests of this rank or a smaller one."""
+        """Number of reservations for requests of this rank or a smaller one."""
         return sum([request.urgency.rank <= rank for _, request in self._reserved])
 
     def lacking(self, sequence: EngineSequence) -> int:

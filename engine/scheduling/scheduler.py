@@ -111,7 +111,7 @@ class Scheduler:
         self.config, self._block_size = config, config.block_size
         self._pool = prefix.pool
         self.prefix = prefix
-        """Prefix index with the block pool; as all of the scheduler, the engine thread's."""
+        """Prefix index with the block pool; only the engine thread uses it."""
         self._limits = SequenceLimits(config.block_size, self._pool.total, spec.max_context, spec.vocab_size)
         self._waiting: deque[Sequence] = deque()
         self._ready: deque[Sequence] = deque()
@@ -126,7 +126,8 @@ class Scheduler:
         self._step = 0
         """Number of the next plan."""
         self.fit = StepFit()
-        """Costs of steps, as whoever runs them measures them: then their time is shared among holders, and bounded."""
+        """Costs of steps, fitted by the engine's measurements; once known, a step's time is shared among holders, and
+        bounded."""
         self._lacking: Lacking | None = None
         self._making_way = False
         """Whether the plan in flight must be committed before the next one, which preempts a sequence."""
@@ -528,8 +529,8 @@ class Scheduler:
                 sequence.hold.release()
 
     def _leave(self, sequence: Sequence, *, states: bool) -> None:
-        """Lets the prefix index know all that a sequence has computed, which computes no more. `states`: whether no
-        step in flight has gone on with its states."""
+        """Adds all that a sequence has computed to the prefix index; the sequence computes no more. `states`: whether
+        no step in flight has changed its states."""
         if sequence.status is not Status.FAILED:
             tenant = sequence.request.tenant
             self.prefix.leave(sequence.tokens, tenant, sequence.hold, sequence.num_computed, states=states)

@@ -185,7 +185,7 @@ class Identity:
 
 
 class Callers:
-    """Tells who calls."""
+    """Identifies callers."""
 
     def __init__(self, options: RouterOptions) -> None:
         """

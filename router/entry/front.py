@@ -116,7 +116,7 @@ class Front:
         return model
 
     def tenant(self, caller: Caller) -> str:
-        """The tenant of a caller that costs no more than an answer.
+        """The tenant of a caller whose request needs no place, because it is answered at once.
 
         Raises:
             Unauthenticated: it has not shown who it is.
@@ -124,7 +124,8 @@ class Front:
         return self.callers.grant(caller.identity).tenant
 
     def holder(self, caller: Caller) -> str:
-        """Who has a share of what is scarce: the caller's tenant, or its address where nobody is authenticated.
+        """The holder that the caller counts as for all limits: its tenant, or its address where nobody is
+        authenticated.
 
         Raises:
             Unauthenticated: it has not shown who it is.

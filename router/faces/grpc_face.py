@@ -185,7 +185,7 @@ class GrpcFace:
         return data
 
     def _served(self, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
-        """A connection has sent a whole request, which it has until the end of the call."""
+        """Counts a whole request on its connection until the end of the call."""
         peer = _peer(context)
         if peer is None:
             return

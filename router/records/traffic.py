@@ -45,7 +45,7 @@ class TrafficMeter:
         return service if service.has_targets else self._interactive
 
     def begin(self, trace: RequestTrace) -> None:
-        """A request was accepted; every other call is about one that has begun."""
+        """Counts an accepted request. Call it before any other method with the same request."""
         if self._targets(trace) is None:
             return
         self._totals.requests += 1
@@ -53,7 +53,7 @@ class TrafficMeter:
         self._waiting[id(trace)] = trace
 
     def end(self, trace: RequestTrace) -> None:
-        """A request has ended. One that never began is not counted."""
+        """Counts an ended request, if `begin` has counted it."""
         totals, targets = self._totals, self._targets(trace)
         if targets is None:
             return

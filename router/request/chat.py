@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 RENDER_SECONDS = 2.0
-"""Time limit of a template in seconds."""
+"""Time limit for rendering a template, in seconds."""
 MAX_CHARACTERS = 64 * 2**20
 """Size limit of a rendered prompt in characters, where nothing else limits it."""
 MAX_REPEATED = 2**20

@@ -23,7 +23,7 @@ from kvrelay.v1.inference_pb2 import Constraint, SamplingParams, TokenIds
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Values that a number may have, from `least` to `most`."""
+    """Range of a number, from `least` to `most`."""
 
     least: float
     most: float

@@ -148,7 +148,8 @@ class Session:
             self._needs.ended()
 
     def _learn_answer(self, attempt: Attempt) -> None:
-        """The next turn of the conversation begins with the prompt and the answer, which the last worker has."""
+        """Adds prompt and answer to the prefix index of the last worker: the next turn of the conversation begins with
+        them."""
         request, known = self._request, len(self._request.chain)
         # The last token has no KV.
         answer = self._output.tokens[:-1]
@@ -161,7 +162,7 @@ class Session:
             attempt.answered(chain)
 
     def _wake_attempt(self) -> None:
-        """A limit may have passed: the waiting session checks."""
+        """Wakes the waiting session, because one of its limits may have passed."""
         if self._following is not None:
             self._following.tokens.wake()
 

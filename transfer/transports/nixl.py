@@ -199,9 +199,7 @@ class NixlLink:
         return Pending(partial(self._wait, lambda: number in self._came))
 
     def abort(self) -> None:
-        """Makes the link end: its thread notices that at its next poll, and tells the other end when it closes the
-        link.
-        """
+        """Ends the link: its thread notices at its next poll, and tells the other end when it closes the link."""
         self._closed = True
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ class Norm(nn.Module):
         return self._native
 
     def use(self, team: Team) -> None:
-        """Has native kernels compute inputs of the weight's type from now on."""
+        """Uses native kernels for inputs of the weight's type from now on."""
         if self._scale.dtype in (torch.float32, torch.bfloat16):
             self._native = PackedNorm(team, self._scale, self.variance_epsilon)
 
@@ -71,7 +71,7 @@ def swap_norms(model: nn.Module, team: Team | None = None) -> int:
 
 
 def _same(module: nn.Module) -> Norm | None:
-    """The norm that gives the same numbers as the module; None if there is none."""
+    """The `Norm` that gives the same numbers as the module; None if there is none."""
     weight = getattr(module, "weight", None)
     eps = next((getattr(module, name) for name in EPSILONS if hasattr(module, name)), None)
     if not type(module).__name__.endswith(CLASS_END) or not isinstance(weight, Tensor) or not isinstance(eps, float):

@@ -47,7 +47,7 @@ class RopeConfig:
         return int(head_dim * self.share)
 
     def stretched(self) -> "RopeConfig":
-        """This for contexts longer than `original_max_positions`, as longrope has it."""
+        """longrope's rotations for contexts longer than `original_max_positions`."""
         return replace(self, factors=self.long_factors)
 
 

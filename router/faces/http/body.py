@@ -96,7 +96,7 @@ def parse(kind: type[BodyT], data: bytes, max_numbers: int = 0) -> BodyT:
 
 
 def _extras(value: Any, where: tuple[int | str, ...]) -> Iterator[tuple[int | str, ...]]:
-    """The places of the unknown fields in a request that was taken with them."""
+    """The paths of the unknown fields in a request that was accepted with them."""
     if isinstance(value, BaseModel):
         for name in value.model_extra or ():
             yield (*where, name)

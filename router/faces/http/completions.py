@@ -192,7 +192,7 @@ class TextChoice:
         self._token_ids: list[int] = []
 
     async def begin(self, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
-        """The first message will show the prompt, and its log-probabilities, if that was asked for."""
+        """Prepares the prompt and its log-probabilities for the first message, if they were asked for."""
         if not self._form.echo:
             return
         await asyncio.sleep(0)
