@@ -318,10 +318,6 @@ class ClusterConfig(Section):
             security=self.security,
         )
 
-    def worker_configs(self, cores: int | None = None) -> list[WorkerConfig]:
-        """The options of each worker that the cluster begins with, as `worker_config`."""
-        return [self.worker_config(name, role, cores) for name, role in self.members().items() if role != "router"]
-
     def _placed(self, role: WorkerRole, threads: int) -> EngineConfig:
         """The options of a role's engines, with the device that its workers have and their part of its memory.
 
