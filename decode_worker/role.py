@@ -126,7 +126,7 @@ class DecodeRole(HandoffRole):
         except EngineEndedError as error:
             outcome = error
         failpoint("decode.after_reserve", key)
-        # Behind the load that shows the blocks as taken.
+        # Posted after the load that shows the blocks as taken.
         post(self._has_come, key, isinstance(outcome, Reservation))
         post(answer, outcome)
 

@@ -134,7 +134,7 @@ class Places:
         """Whether the holder may take a free place."""
         if self.taken < self.most - self._reserve:
             return True
-        # Counts one holder more than there are: somebody else may come.
+        # Counts one holder more than there are, because another one may come.
         holders = len(self._counts) + (holder not in self._counts) + 1
         return self.taken < self.most and (not self._reserve or self[holder] < self.most // holders)
 

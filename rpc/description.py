@@ -55,7 +55,7 @@ def amounts() -> list[Amount]:
     ]
     limits = memory_limits()
     if limits:
-        # The one that is reached first.
+        # The limit that is reached first.
         memory = min(limits, key=lambda group: group.limit - group.used)
         found.append(Amount(name="memory", used=memory.used, limit=memory.limit))
     places = {"shared memory": SHARED_MEMORY, "disk /": Path("/")}

@@ -133,7 +133,7 @@ def _rule(text: str) -> Rule:
     try:
         number = default or 0.0 if argument is None else float(argument)
         share, times = float(conditions.pop("share", "1")), int(conditions.pop("times", str(2**31)))
-        # Rules of one seed draw apart from each other.
+        # Rules with the same seed draw independently of each other.
         chance = random.Random(f"{int(conditions.pop('seed', '0'))} {text}")
     except ValueError as error:
         raise FailpointError(f"{VARIABLE}: {text!r}: {error}") from None

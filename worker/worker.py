@@ -255,7 +255,7 @@ class Worker:
                 self._hooks.failed(error)
                 raise EngineEndedError("the engine has failed") from error
             finally:
-                # Behind the loads that the engine thread has read before.
+                # Posted after the loads that the engine thread has read before.
                 self.post_to_loop(self._set_load, self._loads.read())
 
     def resume(

@@ -167,7 +167,7 @@ class Model:
     def _requests(self, now: float) -> dict[str, Any]:
         """Figures of the caller's requests that ended within the window."""
         lives = [life for ended in self.ended.values() for life in ended.values() if _end(life) >= now - WINDOW_SECONDS]
-        # The routers keep so many; with more traffic the window is shorter.
+        # The routers keep a fixed number of requests, so with more traffic the window is shorter.
         seconds = min(WINDOW_SECONDS, now - min((_end(life) for life in lives), default=now)) or 1.0
         seconds = max(seconds, 1.0)
         done = [life for life in lives if life["outcome"] in GOOD]

@@ -233,7 +233,7 @@ class ClusterConfig(Section):
             role for role in WORKER_ROLES if self.role(role).gpus == AUTO and self.engine_of(role).device != "cpu"
         ]
         workers = self._ranks(takers)
-        # Rounded down to what Ray counts in, so that the parts of one GPU fit on it.
+        # Rounded down to Ray's unit of 1e-4, so that the parts of one GPU fit on it.
         part = math.floor(1e4 / math.ceil(workers / offered)) / 1e4 if workers and offered else 0.0
         given = [
             self.role(role).gpus for role in WORKER_ROLES if self.role(role).replicas and self.role(role).gpus != AUTO

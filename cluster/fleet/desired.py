@@ -319,7 +319,7 @@ def spared(desired: Desired, seen: Mapping[str, Seen], name: str) -> bool:
 def _check_spared(desired: Desired, seen: Mapping[str, Seen], name: str, instead: str) -> None:
     planned = [wanted.role for other, wanted in desired.members.items() if _stays(wanted) and other != name]
     role = desired.members[name].role
-    # Now, and when all that was asked for before is done: nothing may serve at this moment.
+    # Checked for now, and for the time when all earlier changes are done: nothing may serve at this moment.
     later = serving((each, "") for each in planned) or not serving((each, "") for each in (*planned, role))
     if not spared(desired, seen, name) or not (later or role == "router"):
         raise Refused(

@@ -196,7 +196,8 @@ class Membership:
         for name in record.names:
             self._names[name.name] = _Name(name.generation, set(name.fenced))
             if name.HasField("member"):
-                # Not heard yet: its silence counts when it had dead_seconds to find this supervisor.
+                # The member hasn't been heard yet: its silence counts from the time on when it had dead_seconds to find
+                # this supervisor.
                 entry = _Entry(name.member, Load(), self._now + self._timeouts.dead_seconds, Member())
                 entry.report.CopyFrom(name.member)
                 entry.acknowledged, entry.restored = name.acknowledged, True

@@ -201,7 +201,8 @@ class ProcessLauncher:
         options, log = self._options(name), self._folder / f"{name}.log"
         given = {"security": self._security, **member.options, "name": name, "supervisor": supervisor}
         options.write_text(json.dumps(given, indent=2))
-        # Its record has its room on the disk before the process starts, which nobody would find without one.
+        # The record's room on the disk is reserved before the process starts: nobody would find a process without a
+        # record.
         fresh = self._folder / f"{name}.pid.new"
         fresh.write_text(" " * RECORD_BYTES)
         with log.open("ab") as output:

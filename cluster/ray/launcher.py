@@ -144,7 +144,7 @@ class RayLauncher:
         ended = await _watch(self._actors[name])
         if joining is not None:
             joining.cancel()
-        # Not if this task is cancelled: members outlive the supervisor.
+        # The actor isn't ended if this task is cancelled: members outlive the supervisor.
         await asyncio.to_thread(self._end, name)
         return ended
 

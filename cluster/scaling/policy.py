@@ -108,7 +108,7 @@ class Policy:
         for other in others:
             if other != split:
                 expected = forecast(signals, other, self.config)
-                # Of equally good ones, the one with fewer moves.
+                # Among equally good splits, the one with the fewest moves wins.
                 if (expected.cost, _distance(other, split)) < (then.cost, _distance(best, split)):
                     best, then = other, expected
         return Outlook(split, present, best, then)

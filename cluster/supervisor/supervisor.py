@@ -337,7 +337,7 @@ class SupervisorServer(Commands):
         asked = self._inquiry.number
 
         async def write(response: AttendResponse) -> None:
-            # In time: a frozen member must not hold its stream's memory for ever.
+            # With a time limit: a frozen member must not hold its stream's memory for ever.
             await asyncio.wait_for(context.write(response), self.config.dead_seconds)
 
         try:

@@ -318,7 +318,7 @@ class LlMatcher:
                 lanes.fast.dropped.append(self.number)
                 self._lane, self._known = lanes.slow, 0
                 if answer["error"]:
-                    # Perhaps it was only too much for this lane.
+                    # The work may only have been too much for this lane.
                     self._submit()
                     return
             if answer["error"]:

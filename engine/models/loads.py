@@ -68,7 +68,7 @@ class ExpertLoads:
         self._steps += 1
         if self.ranks == 1 or self._steps % STEPS:
             return False
-        # As numbers that every collective carries.
+        # Converted to a type that every collective carries.
         found = self._group.gather(self._counts.cpu().view(torch.int32)).numpy().view(np.int64)
         counts = found[:: self._copies].swapaxes(0, 1)
         self._clear()

@@ -164,7 +164,7 @@ class GpuCollective:
         part = (torch.arange(ALIGNMENT * 8, device=device) % 7 + self.place).to(torch.float32)
         part = part.to(next(dtype for dtype in ONE_SHOT_DTYPES if one_shot.takes(part.to(dtype))))
         expected = self._nccl.sum(part.clone())
-        # All of them, also after a wrong one: the other ranks make as many.
+        # All cases run, also after a wrong result, because the other ranks run as many.
         found = [one_shot.sum(part.clone()) for _ in range(3)]
         return "" if all(torch.equal(each, expected) for each in found) else "it sums wrongly"
 

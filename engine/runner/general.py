@@ -125,7 +125,8 @@ class GeneralRunner:
                 states = self.way.states()[:, None].clone()
 
             def at(tokens: Tensor) -> Tensor:
-                # Both ascend, so as many are the same ones: rows of logits are long.
+                # Both lists ascend, so lists of one length are equal. This saves a copy of rows of logits, which are
+                # long.
                 if len(tokens) == len(wanted):
                     return logits
                 return logits[torch.from_numpy(np.searchsorted(wanted, tokens.numpy()))]

@@ -117,7 +117,7 @@ class Allocator:
     def _may_pass(self, use: Use, request: Request, first: EngineSequence | None) -> bool:
         """Whether a request, which `use` counts, may get blocks before those that have waited for longer."""
         room = self._room
-        # What needs more than the pool without the reserve waits for all of the others, so nobody passes it.
+        # A request that needs more than the pool without the reserve waits for all others, so nobody passes it.
         beside = first is None or room.wanted(first.request, len(first.tokens)) <= room.total - room.reserve
         return beside and room.small(use, request) and room.within_reserve(use)
 
@@ -133,7 +133,7 @@ class Allocator:
         """`_spare` for a waiting sequence."""
         spare = self._spare(use, sequence.request)
         if sequence.status is Status.PREEMPTED and spare:
-            # It would be computed again for nothing if the growth of the others soon took its blocks.
+            # It would be recomputed in vain if the growth of the others soon took its blocks.
             spare = max(spare, self._room.use([*self._running, *self._ready], self._reserved).growth)
         return spare
 

@@ -108,7 +108,7 @@ class EagleProposer:
                 self.forget(handle)
                 hold = self._pool.share((), f"context of sequence {handle}")
                 context = self._contexts[handle] = Context(hold, start, start, start + len(states))
-            # A preempted sequence computes what is known here once more.
+            # A preempted sequence computes tokens again that are known here.
             if len(fresh := states[context.end - start :]):
                 context.waiting.append(fresh)
                 places.append((context.waiting, len(context.waiting) - 1))

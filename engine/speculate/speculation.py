@@ -243,7 +243,7 @@ class Speculation:
         if states is not None and self.layers:
             read_prompts = self._observe(plan, kept, sequences, states)
             self._ended = self._clock()
-            # What a prompt takes to be read is spent whether guesses pay or not, so it isn't held against them.
+            # The time to read a prompt is spent whether guesses pay or not, so it isn't counted against them.
             ended = ended if read_prompts else self._ended
         if plan.drafts is not None:
             self._learn(plan.drafts.tolist(), kept, sequences)

@@ -108,7 +108,7 @@ class SpanExport:
 
     async def close(self) -> None:
         """Sends what waits, as far as there is time."""
-        # A daemon, so that no exit waits for a collector that is gone.
+        # The thread is a daemon, so that no exit waits for an unreachable collector.
         closing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, CLOSE_SECONDS)

@@ -87,7 +87,7 @@ class TrafficMeter:
         for trace in list(self._young.values()):
             if (trace.first_sent or 0.0) < now - YOUNG_SECONDS:
                 del self._young[id(trace)]
-        # All wait for what the next one waits for: it goes first.
+        # All queued requests wait for the role that the next one waits for, because it goes first.
         for_decode = bool(queued) and waits_for(queued[0]) == "decode"
         prompts, streams = (0, len(queued)) if for_decode else (len(queued), 0)
         self._totals.prefill_queue_seconds += elapsed * prompts

@@ -402,7 +402,8 @@ class Session:
         self._trace.turned_away += 1
         logger.info("request waits for a trial", extra=self._trace.log_fields | {"reason": failure.message})
         self._trace.delayed("wait", failure.message)
-        # Not the same for all: two that hold one worker each, and want both, would go on refusing each other.
+        # The pause is random: two suspects that hold one worker each, and want both, would otherwise refuse each other
+        # again and again.
         await asyncio.sleep(BACKOFF_SECONDS * random.uniform(0.5, 1.5))
         self._check_deadline()
         if self._dispatch.clock() >= self._suspicion.failed + self._dispatch.config.idle_timeout_seconds:
@@ -448,7 +449,7 @@ class Session:
         """Waits for workers if there are none: a replacement of the lost one may be starting."""
         now, begun = self._dispatch.clock(), self._output.begun
         limit = min(self._token_limit(), now + self._dispatch.config.idle_timeout_seconds, self._deadline)
-        # What has begun waits for room as long as what has not.
+        # A stream that has begun waits for room as long as a new request.
         room_by = min(now + self._request.first_token_seconds, self._deadline) if begun else limit
 
         def start(placement: Placement, *, on_trial: bool = False) -> Attempt:

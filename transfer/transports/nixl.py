@@ -294,7 +294,7 @@ class NixlLink:
                     raise WireError(f"frame {values[0]} came twice or unrequested; {self._received} were requested")
                 self._came.add(values[0])
             case "bye":
-                # What it sent before is here too.
+                # Everything that it sent before has arrived, too.
                 self._other_closed = True
             case _:
                 number, address, nbytes, device, metadata = values

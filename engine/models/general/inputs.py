@@ -75,7 +75,7 @@ def _give_positions(module: torch.nn.Module, model: PreTrainedModel) -> None:
         positions: Tensor | None = getattr(model, POSITIONS)
         if positions is None or not args:
             return original(*args, **kwargs)  # type: ignore[no-any-return]  # transformers' code
-        # Some take positions of one sequence only, so they get all as one.
+        # Some models take the positions of one sequence only, so they get all rows as one sequence.
         embedded: Tensor = original(args[0], position_ids=positions.flatten())
         if embedded.dim() == 2 and len(positions) > 1:
             raise UnfitError("positions are the same for all rows")

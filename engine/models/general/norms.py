@@ -44,7 +44,8 @@ class Norm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if hidden_states.shape[-1:] != self._shape:
-            # Some normalize a part of what their weight is for, by which they don't multiply then.
+            # Some modules normalize a part of the numbers that their weight covers, and don't multiply by the weight
+            # then.
             other: Tensor = self._original[0](hidden_states)
             return other
         if self._native is not None and hidden_states.dtype == self._scale.dtype:

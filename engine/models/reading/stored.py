@@ -150,7 +150,7 @@ class StoredFormat:
             # Blocks of outputs may be torn apart, so all of them are read.
             return None, self._stored_span(columns, self.group)
         sides = (columns, rows) if self.layout in ("awq", "gptq") else (rows, columns)
-        # A single number is that of all.
+        # A single number applies to all outputs and inputs.
         found = [
             None if number == 1 else self._stored_span(span, -(-span.of // number))
             for number, span in zip(shape, sides, strict=False)

@@ -192,7 +192,7 @@ def _sum_experts(module: Any, group: Collective, held: range | None) -> None:
         return total(group, original(hidden, *others, **named))
 
     if held is not None:
-        # Numbers of other ranks' experts become that of none, which transformers' code leaves out.
+        # Numbers of other ranks' experts become a number without an expert, which transformers' code leaves out.
         module.num_experts = len(held)
         setattr(module, HAS_SOME, True)
     module.forward = forward
