@@ -96,7 +96,7 @@ class Parser:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class EntryFilter:
     """A filter that says which entries are shown."""
 
     member: str = ""
