@@ -30,6 +30,7 @@ from kvrelay.engine.models.general.places import LayerCache, Placing, arrange
 from kvrelay.engine.models.general.ranks.parts import Part
 from kvrelay.engine.models.general.ranks.plan import part_of
 from kvrelay.engine.models.general.reading import VERSION, GeneralConfig, load_model, read_general_config
+from kvrelay.engine.models.general.states import shifting_layers
 from kvrelay.engine.models.general.step import Step, UnfitError, Way
 from kvrelay.engine.models.general.store import Store
 from kvrelay.engine.models.loads import ExpertLoads
@@ -358,6 +359,10 @@ def _prepare(
     except Exception as error:  # noqa: BLE001  # the model's code fails in whatever way
         layers, why = None, str(error)
     windows = tuple({layer.window for layer in layers or () if layer.window})
+    if shifting_layers(model):
+        # RWKV's first pass divides weights of some products by powers of 2. No later one looks at them.
+        with torch.inference_mode():
+            model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device))
     with watching(model) as uses:
         prompts = _prompts(model, config, windows, place)
     swap_norms(model, team)

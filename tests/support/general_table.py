@@ -63,8 +63,9 @@ them on a CPU with the native kernels:
 |---|---|---|---|
 {{deployed}}
 
-All fourteen ran on CPUs only, with random weights: the tokens are those of transformers, through prefill, hand-off and
-decode, and [NOTES.md](../benchmarks/NOTES.md) has the speed of each, beside the same code with less of these kernels.
+All fourteen ran on CPUs only, with random weights. Served side by side, they have the tokens of transformers; through
+prefill, hand-off and decode, too, all but DeepSeek-V2, Nemotron-H and Granite's hybrid, which keep what others of the
+table keep. [NOTES.md](../benchmarks/NOTES.md) has the speed of each, beside the same code with fewer of these kernels.
 `quantization: int8`, `int4`, `fp8` and `w8a8` work on CPUs for all products that are packed there, experts too, but
 not for routers; gpt-oss's MXFP4 is multiplied as it is published. `mtp` needs a checkpoint that brings its layer
 along: those of DeepSeek-V3, GLM-4 and Qwen3-Next have one, GLM-4's with `model_path: general`.

@@ -222,7 +222,7 @@ class NativeDecoder:
 
         Args:
             plan: its block tables have room for `count` - 1 tokens more of each row.
-            rows: [R] of the plan, ascending; all of them if `count` is above 1.
+            rows: [R] of the plan, ascending; all of them if `count` is above 1, and none if only KV is wanted.
             draws: [R] how their first tokens are chosen; those that follow alike.
             count: tokens of each row, 1 or more; 1 unless all layers have one pool.
 
@@ -245,7 +245,7 @@ class NativeDecoder:
         self._tokens.value = address = self._numbers.address
         args, sample = self._pass_args, self._sample_args
         args.last, args.chosen = address + 8 * tokens, each
-        args.draws = sample.draws = pack_draws(draws, self._packed)
+        args.draws = sample.draws = pack_draws(draws, self._packed) if draws else 0
         sample.tokens, sample.largest = address + 8 * (tokens + each), self._largest.address
         self._steps.team.run(self._choosing, self._passes)
         if self._passes.value < 0:

@@ -78,62 +78,6 @@ private:
     bf16* panel_;
 };
 
-#ifndef __AVX512BF16__
-// Weights of bfloat16 that are converted to float32 once for all rows, panel by panel. Without the dot product of bfloat16,
-// each part of the rows would convert them again, with the units that multiply.
-class Widened {
-public:
-    using Number = float;
-
-    Widened(const LinearArgs& args, const Order& order, float* panel)
-        : order_(order), weights_(static_cast<const bf16*>(args.weight)), pairs_(packed_pairs(args.inputs, BFLOAT16)),
-          most_(panel_pairs(args.inputs, sizeof(float))), panel_(panel) {}
-
-    // Floats of the panel.
-    static int64_t floats(int64_t inputs) {
-        return panel_pairs(inputs, sizeof(float)) * 2 * packed_pairs(inputs, BFLOAT16) * 2 * W;
-    }
-
-    int64_t panel(int64_t) const { return most_; }
-
-    void open(int64_t begin, int64_t end) {
-        begin_ = begin;
-        for (int64_t pair = begin; pair < end; pair++) {
-            widen(order_.first(pair), widened(pair, 0));
-            widen(order_.second(pair), widened(pair, 1));
-        }
-    }
-
-    // The weights of the next panel come into the L2 cache meanwhile.
-    Pair<float> pair(int64_t pair, Position at) const {
-        const int64_t b0 = order_.first(pair), b1 = order_.second(pair), bytes = block() * int64_t{sizeof(bf16)};
-        const char *at0 = reinterpret_cast<const char*>(weights_ + b0 * block());
-        const char *at1 = reinterpret_cast<const char*>(weights_ + b1 * block());
-        return {b0, b1, widened(pair, 0), widened(pair, 1), order_.next_panel(at0, at1, bytes, order_.steps, at)};
-    }
-
-private:
-    int64_t block() const { return pairs_ * 2 * W; }
-    float* widened(int64_t pair, int which) const { return panel_ + ((pair - begin_) * 2 + which) * block(); }
-
-    void widen(int64_t number, float* to) const {
-        const bf16* from = weights_ + number * block();
-        for (int64_t pair = 0; pair < pairs_; pair++, from += 2 * W, to += 2 * W) {
-            store(to, weights(from, 0));
-            store(to + W, weights(from, 1));
-        }
-    }
-
-    Order order_;
-    const bf16* weights_;
-    int64_t pairs_, most_, begin_ = 0;
-    float* panel_;
-};
-
-// From this number of parts of rows on, converting weights first is faster.
-constexpr int64_t WIDENED_PARTS = 3;
-#endif
-
 template <class Weights>
 void run_bf16(const LinearArgs& args, const Portion& portion) {
 #ifdef KVRELAY_TILES
@@ -189,9 +133,6 @@ int64_t kvrelay_linear_workspace(int64_t inputs, int32_t type) {
 #ifdef KVRELAY_TILES
     floats = std::max(floats, Tiles::prepared_floats(inputs));
 #endif
-#ifndef __AVX512BF16__
-    if (type == BFLOAT16) floats += Widened::floats(inputs);
-#endif
     if (weight_bits(type) > 8) return floats;
     floats += panel_pairs(inputs, sizeof(bf16)) * 2 * packed_pairs(inputs, type) * 2 * W / 2;
     return std::max(floats, integer_workspace(inputs));
@@ -201,11 +142,7 @@ void multiply_linear(const LinearArgs& args, const Portion& portion) {
     if (multiplied_as_integers(args, portion.rows)) return multiply_integers(args, portion);
     switch (args.type) {
         case FLOAT32: return run<Vectors<float>, Dense<float>>(args, portion);
-        case BFLOAT16:
-#ifndef __AVX512BF16__
-            if (portion.rows >= WIDENED_PARTS * Vectors<bf16>::TALLEST) return run<Vectors<float, true>, Widened>(args, portion);
-#endif
-            return run_bf16<Dense<bf16>>(args, portion);
+        case BFLOAT16: return run_bf16<Dense<bf16>>(args, portion);
         case INT8:
         case INT8_INT8: return run_bf16<Coded<INT8>>(args, portion);
         case INT4: return run_bf16<Coded<INT4>>(args, portion);

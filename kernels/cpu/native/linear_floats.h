@@ -54,9 +54,9 @@ inline void multiply(vf (&sums)[M][2], const bf16* a, int64_t stride, const bf16
 #endif
 
 // Products by vectors of T, for up to TALLEST rows and two blocks. The sums stay in registers: with AVX-512 24 of 32, next
-// to two of weights and one of input. With AHEAD, the weights of the next panel are prefetched.
-template <class T, bool AHEAD = false>
-struct Vectors : ByVectors<Vectors<T, AHEAD>> {
+// to two of weights and one of input.
+template <class T>
+struct Vectors : ByVectors<Vectors<T>> {
     using A = Input<T>;
     static constexpr int TALLEST = W == 16 ? 12 : 6;
     static constexpr int64_t PREPARED = 1 << 17;  // numbers of the rows that are prepared at once
@@ -76,20 +76,13 @@ struct Vectors : ByVectors<Vectors<T, AHEAD>> {
         vf sums[M][2];
         for (auto& sum : sums) sum[0] = sum[1] = vf{};
         const float* out = args.out + row * args.out_stride;
-        Prefetch next = blocks.next;
         const int64_t columns[2] = {blocks.b0 * W, is_gated(args.epilogue) ? blocks.b0 * W : blocks.b1 * W};
         for (int64_t pair = 0; pair < pairs; pair++) {
             // The lines of the results come into the cache meanwhile, one by one: a store would wait for each of them.
             if (pair < 2 * M) __builtin_prefetch(out + pair / 2 * args.out_stride + columns[pair % 2], 1);
-            if (AHEAD && pair % tiles::PAIRS == 0) {
-                for (int line = 0; line < next.lines; line++, next.at0 += LINE, next.at1 += LINE) {
-                    __builtin_prefetch(next.at0, 0, 2);
-                    __builtin_prefetch(next.at1, 0, 2);
-                }
-            }
             // 2 KiB ahead, also across pages, where the CPU's own prefetcher stops.
-            constexpr int DISTANCE = 2048 / sizeof(T), EACH = LINE / sizeof(T);
-            for (int line = 0; line < 2 * W; line += EACH) {
+            constexpr int DISTANCE = 2048 / sizeof(T), LINE = 64 / sizeof(T);
+            for (int line = 0; line < 2 * W; line += LINE) {
                 __builtin_prefetch(w0 + DISTANCE + line);
                 __builtin_prefetch(w1 + DISTANCE + line);
             }
