@@ -222,19 +222,24 @@ def clear(runner: Any) -> None:
 
 
 def measured(runners: dict[str, Any], names: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
-    """Figures of each cell, and ratios of the first runner to the others."""
+    """Figures of each cell, and ratios of the first runner to the others, with each of which it takes turns alone: how
+    many threads torch has depends on the runner, and to change their number slows the next steps."""
     first, *others = runners
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {name: {} for name in names}
     cells = [Cell.of(name) for name in names]
     tries = 6 if args.bursts else 3
     clock = time.process_time if args.cpu else time.perf_counter
     around = burst if args.bursts else nullcontext
-    of_cells = in_turns(
-        runners, cells, args.repeats, lambda cell: 1 if cell.length > 1 else tries, clock=clock, around=around
-    )
-    for cell, rates in of_cells.items():
-        found[cell] = {name: {"tokens_per_s": spread(values, 1)} for name, values in rates.items()}
-        found[cell] |= {f"{first} / {name}": ratios(rates, first, name) for name in others}
+    for name in others or [first]:
+        pair = {each: runners[each] for each in (first, name)}
+        of_cells = in_turns(
+            pair, cells, args.repeats, lambda cell: 1 if cell.length > 1 else tries, clock=clock, around=around
+        )
+        for cell, rates in of_cells.items():
+            for each, values in rates.items():
+                found[cell].setdefault(each, {"tokens_per_s": spread(values, 1)})
+            if name != first:
+                found[cell][f"{first} / {name}"] = ratios(rates, first, name)
     return found
 
 

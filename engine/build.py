@@ -144,7 +144,8 @@ def _build_general(
     if method == "draft" and proposer is None:
         groups = [group for group in general.cache_layout.groups if group.kind != "state"]
         each = sum([track.block_bytes for group in groups for track in group.tracks])
-        proposer = draft_proposer(dtype, options, options.kv_memory_bytes // max(1, each))
+        without = blocks_without_kv(options, general.spec.max_context)
+        proposer = draft_proposer(dtype, options, options.kv_memory_bytes // each if each else without)
     if isinstance(proposer, DraftProposer):
         proposer.check(general.spec)
     if method == "mtp":

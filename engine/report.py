@@ -9,6 +9,7 @@ from kvrelay.engine.kv.layout import CacheLayout
 from kvrelay.engine.models.choice import is_fast
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.config import allowed_degrees, read_config
+from kvrelay.kernels.cpu.library import library
 
 POOL_BYTES = 2**26
 """Size of the pools of a model that is only looked at."""
@@ -34,6 +35,10 @@ class ModelReport:
     """Numbers of ranks that each layer can be divided over."""
     pipeline_parallel: int = 1
     """Largest number of stages."""
+    speculation: tuple[str, ...] = ()
+    """Methods that may guess tokens."""
+    native: tuple[str, ...] = ()
+    """Names of the parts of a step that kvrelay's native kernels compute; torch computes the others."""
 
     @property
     def token_bytes(self) -> int:
@@ -60,17 +65,30 @@ def report_on(folder: Path, dtype: Dtype, options: EngineConfig) -> ModelReport:
         layout = config.cache_layout(whole, min(config.max_positions, options.max_context or config.max_positions))
         block = Checkpoint(folder).block_of("self_attn.o_proj")
         degrees = tuple(allowed_degrees(config, options.quantization, block)), min(config.layers, MAX_RANKS)
-        return ModelReport(config.architecture, run_dtype, "fast", "", (), _groups(layout), (), *degrees)
+        guesses = "ngram", "suffix", "draft", "medusa", "eagle3"
+        native = ("all layers",) if run_dtype != "float16" and library() is not None else ()
+        unavailable = (("mtp", "it needs model_path general, and a checkpoint that brings the layer along"),)
+        return ModelReport(
+            config.architecture, run_dtype, "fast", "", (), _groups(layout), unavailable, *degrees, guesses, native
+        )
     # Imported here because transformers takes seconds.
     from kvrelay.engine.models.general.reading import VERSION, degrees_of
     from kvrelay.engine.runner.general import build_general_runner
+    from kvrelay.engine.speculate.mtp import brings_layer
 
     options = replace(options.on("cpu"), kv_memory_bytes=options.kv_memory_bytes or POOL_BYTES, max_sequences=1)
     runner = build_general_runner(folder, dtype, options)
+    runner.warm_up()
     layout = runner.cache_layout
-    unavailable = [("medusa, eagle3", "transformers' code doesn't yield the hidden states that their heads read")]
+    lacking = [("medusa, eagle3", "transformers' code doesn't yield the hidden states that their heads read")]
+    methods = ["ngram", "suffix", "draft"]
+    if runner.states_shape is not None and brings_layer(folder):
+        methods.append("mtp")
+    else:
+        lacking.append(("mtp", "the checkpoint brings no layer for it, or the model doesn't run flat"))
     if any(group.kind == "state" for group in layout.groups) and not runner.rolls_back:
-        unavailable.append(("speculation", "a state can't be taken back when a guess was wrong"))
+        methods = []
+        lacking.append(("speculation", "a state can't be taken back when a guess was wrong"))
     return ModelReport(
         runner.spec.architecture,
         runner.spec.dtype,
@@ -78,8 +96,10 @@ def report_on(folder: Path, dtype: Dtype, options: EngineConfig) -> ModelReport:
         f"{runner.choice.name}, transformers {VERSION}",
         runner.choice.refused,
         _groups(layout),
-        tuple(unavailable),
+        tuple(lacking),
         tuple(degrees_of(folder)),
+        speculation=tuple(methods),
+        native=tuple(runner.native),
     )
 
 

@@ -42,10 +42,12 @@ def _lines(report: "ModelReport") -> list[str]:
     way = f", {report.way}" if report.way else ""
     lines = [f"{report.architecture} in {report.dtype}: the {report.path} path{way}"]
     lines += [f"  not {name}: {why}" for name, why in report.slower_because]
+    lines.append(f"native kernels compute: {', '.join(report.native) or 'nothing'}")
     for kind, window, size in report.groups:
         what = f"window of {window} tokens" if window else kind
         lines.append(f"keeps {what}: {size} bytes a {'sequence' if kind == 'state' else 'token'}")
     lines.append(f"in all {report.token_bytes} bytes a token, and {report.state_bytes} a sequence")
+    lines.append(f"speculation: {', '.join(report.speculation) or 'off only'}")
     degrees, stages = ", ".join(map(str, report.tensor_parallel)), report.pipeline_parallel
     lines.append(
         f"ranks of a worker: tensor_parallel {degrees}; pipeline_parallel {f'1 to {stages}' if stages > 1 else 1}"

@@ -37,13 +37,15 @@ class Hold:
         shared: leading blocks that had their content from the start; others may read them.
         partial: tokens whose KV was in the block behind the shared ones from the start; nobody else holds that block.
         sides: a `SideHold` of each layer group behind the first (`engine/kv/sides.py`, which imports this module).
-        withdrawn: whether its content is in doubt, so that the prefix index is told no more of it.
+        withdrawn: whether the prefix index is told no more of it.
+        doubtful: whether its content may be wrong (`PrefixIndex.doubt`).
     """
 
     __slots__ = (
         "_pool",
         "blocks",
         "chain",
+        "doubtful",
         "owner",
         "partial",
         "published",
@@ -59,7 +61,7 @@ class Hold:
         self.owner = owner
         self.chain: list[bytes] = []
         self.published = self.shared = self.partial = 0
-        self.withdrawn = False
+        self.withdrawn = self.doubtful = False
         self.released = False
         self.sides: tuple[Any, ...] = ()
 
@@ -176,6 +178,11 @@ class BlockPool:
     def indexed(self) -> Set[int]:
         """Blocks that the prefix index knows, held or cached."""
         return self._indexed
+
+    @property
+    def holds(self) -> Iterable[Hold]:
+        """The holds that aren't released."""
+        return self._holds
 
     def owners(self) -> dict[str, int]:
         """Blocks in the live holds of each owner: shows who leaks blocks."""

@@ -26,6 +26,8 @@ class Contents:
         self._pool, self._on_drop = pool, on_drop
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
+        self._first_of: dict[int, bytes] = {}
+        """Digest of the first block of each block's prefix."""
 
     def __len__(self) -> int:
         """Blocks whose content is known, held or not."""
@@ -35,8 +37,11 @@ class Contents:
         """The block with this content; None if there is none."""
         return self._block_of.get(digest)
 
-    def add(self, digest: bytes, block: int, owner: str) -> None:
+    def add(self, digest: bytes, block: int, owner: str, first: bytes) -> None:
         """Notes the content of a held block. If another block has the same content already, that one stays.
+
+        Args:
+            first: digest of the first block of its prefix, from which it was computed.
 
         Raises:
             IntegrityError: the block is known as other content; names `owner`.
@@ -47,7 +52,11 @@ class Contents:
             raise IntegrityError(f"block {block} of {owner!r} is published as other content")
         self._pool.remember(block)
         self._block_of[digest] = block
-        self._digest_of[block] = digest
+        self._digest_of[block], self._first_of[block] = digest, first
+
+    def behind(self, first: bytes) -> list[int]:
+        """The known blocks whose prefix begins with the block of this digest, itself included."""
+        return [block for block, beginning in self._first_of.items() if beginning == first]
 
     def unheld(self, digest: bytes) -> int | None:
         """The block with this content, if nobody holds it; None otherwise."""
@@ -78,13 +87,16 @@ class Contents:
         if {block: digest for digest, block in self._block_of.items()} != self._digest_of:
             odd = set(self._block_of.values()) ^ set(self._digest_of)
             raise IntegrityError(f"prefix index is not one to one; blocks on one side only: {sorted(odd)}")
+        if self._digest_of.keys() != self._first_of.keys():
+            odd = self._digest_of.keys() ^ self._first_of.keys()
+            raise IntegrityError(f"blocks have a digest or the first block of their prefix, not both: {sorted(odd)}")
         if self._digest_of.keys() != self._pool.indexed:
             odd = self._digest_of.keys() ^ self._pool.indexed
             raise IntegrityError(f"prefix index and block pool differ about blocks {sorted(odd)}")
 
     def _drop(self, block: int) -> None:
         digest = self._digest_of.pop(block)
-        del self._block_of[digest]
+        del self._block_of[digest], self._first_of[block]
         if self._on_drop is not None:
             self._on_drop(digest)
 

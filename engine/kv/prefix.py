@@ -172,9 +172,9 @@ class PrefixIndex:
             return
         for index in range(hold.published, computed // self.block_size):
             digest = self.digest(tokens, tenant, index, hold.chain)
-            self._contents.add(digest, hold.blocks[index], hold.owner)
+            self._contents.add(digest, hold.blocks[index], hold.owner, hold.chain[0])
             for side in hold.sides:
-                side.publish(index, digest)
+                side.publish(index, digest, hold.chain[0])
             hold.published = index + 1
 
     def leave(self, tokens: Sequence[int], tenant: str, hold: Hold, computed: int, *, states: bool) -> None:
@@ -199,20 +199,42 @@ class PrefixIndex:
             digest = _child(parent, rest)
             if self._contents.get(digest) is None:
                 self._partials.add(parent, rest, digest)
-            self._contents.add(digest, hold.blocks[index], hold.owner)
+            first = hold.chain[0] if index else digest
+            self._contents.add(digest, hold.blocks[index], hold.owner, first)
             for side in hold.sides:
-                side.leave(index, digest)
+                side.leave(index, digest, first)
         elif index:
             for side in hold.sides:
                 if side.side.is_state:
-                    side.leave(index - 1, hold.chain[index - 1])
+                    side.leave(index - 1, hold.chain[index - 1], hold.chain[0])
 
     def withdraw(self, hold: Hold) -> None:
-        """Forgets every block of `hold`, shared ones too, because their content is in doubt; no later one is added."""
+        """Forgets every block of `hold`, shared ones too; no later one is added."""
         hold.withdrawn = True
         self._contents.forget(hold.blocks)
         for side in hold.sides:
             side.withdraw()
+
+    def doubt(self, hold: Hold) -> None:
+        """The content of any block of `hold` may be wrong, and then that of all blocks which were computed from it.
+
+        Forgets them all: what is known behind the same first block, and every block of each hold that has a block in
+        doubt. These holds are `doubtful`: whoever computes with one has to compute its tokens again.
+        """
+        doubtful = set(hold.blocks)
+        for first in hold.chain[:1]:
+            behind = self._contents.behind(first)
+            doubtful.update(behind)
+            self._contents.forget(behind)
+            for side in self.sides:
+                side.contents.forget(side.contents.behind(first))
+        reached = [hold]
+        while reached:
+            for one in reached:
+                one.doubtful = True
+                self.withdraw(one)
+                doubtful.update(one.blocks)
+            reached = [one for one in self.pool.holds if not one.doubtful and not doubtful.isdisjoint(one.blocks)]
 
     def check_integrity(self) -> None:
         """Checks this index, and the pools of the groups behind the first.

@@ -234,20 +234,20 @@ class SideHold:
         """The block of each logical block, -1 for those before the first; of a state, its slot."""
         return [-1] * self.first + self.hold.blocks
 
-    def publish(self, index: int, digest: bytes) -> None:
-        """Notes the content of logical block `index`, if it is here."""
+    def publish(self, index: int, digest: bytes, first: bytes) -> None:
+        """Notes the content of logical block `index`, if it is here; `first` as for `Contents.add`."""
         if self.side.is_state or index < self.complete:
             return
         if 0 <= index - self.first < len(self.hold.blocks):
-            self.side.contents.add(digest, self.hold.blocks[index - self.first], self.hold.owner)
+            self.side.contents.add(digest, self.hold.blocks[index - self.first], self.hold.owner, first)
 
-    def leave(self, index: int, digest: bytes) -> None:
+    def leave(self, index: int, digest: bytes, first: bytes) -> None:
         """Notes the content that the owner leaves behind, who writes to it no more: logical block `index`, or the state
         if it is in the slot already."""
         if not self.side.is_state:
-            self.publish(index, digest)
+            self.publish(index, digest, first)
         elif self.snapshot is None:
-            self.side.contents.add(digest, self.hold.blocks[0], self.hold.owner)
+            self.side.contents.add(digest, self.hold.blocks[0], self.hold.owner, first)
 
     def withdraw(self) -> None:
         """Forgets the content of every block, because it is in doubt."""

@@ -134,7 +134,7 @@ class CpuRunner:
         self._threads.set()
         rows = np.flatnonzero(plan.sample)
         draws = draws_of(plan, rows)
-        plain = not plan.keep and not plan.prompt_parts and are_plain(draws)
+        plain = not plan.keep and not plan.prompt_parts and (not draws or are_plain(draws))
         if isinstance(self.model, NativeDecoder) and self._vocabulary is ALL_TOKENS and plain:
             chosen, largest = self.model.choose(plan, rows, draws, 1)
             choice = Choice(chosen[0], nonfinite_rows(largest[0]), {}, None)

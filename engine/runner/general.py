@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from kvrelay.engine.models.general.check import Prompts
 from kvrelay.engine.models.general.choose import Choice, Kept, choose
 from kvrelay.engine.models.general.experts import count_loads, on_cpu, on_gpu, swap_experts
 from kvrelay.engine.models.general.flat import FlatWay
-from kvrelay.engine.models.general.fused import fuse
+from kvrelay.engine.models.general.fused import fuse, native_modules
 from kvrelay.engine.models.general.linears import swap, watching
 from kvrelay.engine.models.general.mxfp4 import dequantize_stored
 from kvrelay.engine.models.general.norms import swap_norms
@@ -30,6 +30,7 @@ from kvrelay.engine.models.general.places import LayerCache, Placing, arrange
 from kvrelay.engine.models.general.ranks.parts import Part
 from kvrelay.engine.models.general.ranks.plan import part_of
 from kvrelay.engine.models.general.reading import VERSION, GeneralConfig, load_model, read_general_config
+from kvrelay.engine.models.general.states import shifting_layers
 from kvrelay.engine.models.general.step import Step, UnfitError, Way
 from kvrelay.engine.models.general.store import Store
 from kvrelay.engine.models.loads import ExpertLoads
@@ -70,6 +71,7 @@ class GeneralRunner:
         sample: Sample,
         rank: int = 0,
         expert_loads: ExpertLoads | None = None,
+        modules: Sequence[str] = (),
     ) -> None:
         """
         Args:
@@ -78,7 +80,9 @@ class GeneralRunner:
             sample: chooses tokens.
             rank: of this process. Rank 0 chooses tokens, which the others needn't know.
             expert_loads: what the experts' kernels count.
+            modules: names of the kinds of modules that native kernels compute.
         """
+        self._modules = modules
         self._rank = rank
         self.spec = spec
         self.way = way
@@ -102,6 +106,11 @@ class GeneralRunner:
     def rolls_back(self) -> bool:
         """Whether steps may have guessed tokens: the states behind each are kept, and the last right one stays."""
         return isinstance(self.way, FlatWay) and self.pool.bytes.device.type == "cpu"
+
+    @property
+    def native(self) -> list[str]:
+        """Names of the parts of the steps so far that kvrelay's kernels have computed."""
+        return [*(self.way.native if isinstance(self.way, FlatWay) else ()), *self._modules]
 
     def launch(self, plan: StepPlan) -> FinishedStep:
         """See `Runner.launch`."""
@@ -234,7 +243,8 @@ def build_general_runner(
     logger.info("%s runs as transformers' code, %s; faster ways: %s", config.architecture, choice.name, choice.refused)
     chooser: Sample = sample if team is None else NativeSampler(team)
     loads = count_loads(model, place.group, options.expert_parallel, device)
-    return GeneralRunner(spec, choice.make(store), store, choice, threads, chooser, place.rank, loads)
+    modules = native_modules(model)
+    return GeneralRunner(spec, choice.make(store), store, choice, threads, chooser, place.rank, loads, modules)
 
 
 def _placings(
@@ -329,6 +339,10 @@ def _prepare(
     except Exception as error:  # noqa: BLE001  # the model's code fails in whatever way
         layers, why = None, str(error)
     windows = tuple({layer.window for layer in layers or () if layer.window})
+    if shifting_layers(model):
+        # RWKV's first pass divides weights of some products by powers of 2. No later one looks at them.
+        with torch.inference_mode():
+            model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device))
     with watching(model) as uses:
         prompts = _prompts(model, config, windows, place)
     swap_norms(model, team)

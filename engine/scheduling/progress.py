@@ -40,6 +40,8 @@ class Progress(NamedTuple):
     """Reason why the sequence failed; None if it didn't."""
     refused: bool = False
     """Whether the sequence failed because of what its request asks for."""
+    again: bool = False
+    """Whether the sequence failed for no reason of its own: its request may be computed again at once."""
     logprobs: TokenLogprobs | None = None
     """Log-probabilities of the token, if they were asked for."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()

@@ -78,6 +78,8 @@ from kvrelay.machine.options import require
 if TYPE_CHECKING:
     from torch import Tensor
 
+IN_DOUBT = "a block that it reads was also read by a sequence whose logits are not finite"
+"""Reason of a failure."""
 SPARE_SHARE = 8
 """Divisor of a step's rows that yields the rows kept beside them for holders of few sequences."""
 
@@ -131,6 +133,8 @@ class Scheduler:
         self._lacking: Lacking | None = None
         self._making_way = False
         """Whether the plan in flight must be committed before the next one, which preempts a sequence."""
+        self._in_doubt = False
+        """Whether sequences may have blocks whose content may be wrong (`Hold.doubtful`)."""
         self._guesses = 0
         """Guessed tokens in the newest plan."""
         self.coming: frozenset[int] = frozenset()
@@ -208,6 +212,7 @@ class Scheduler:
         self._allocator.resumed(hold)
         sequence = self._sequence(request, hold, False, [*request.tokens, first_token])
         sequence.take_kv(length, self._clock())
+        self._in_doubt |= hold.doubtful
         self._publish(sequence)
         insort(self._ready, sequence, key=_order)
         if self.speculation is not None and states is not None:
@@ -309,8 +314,10 @@ class Scheduler:
         """
         if len(self._in_flight) > self._lag:
             raise IntegrityError(f"plan {self._in_flight[0][0].step} is still in flight")
-        if self._in_flight and (self._making_way or not self._can_extend_all()):
+        if self._in_flight and (self._making_way or self._in_doubt or not self._can_extend_all()):
             return None
+        if self._in_doubt:
+            self._compute_again()
         self._making_way = False
         self._make_room()
         self._admit()
@@ -353,6 +360,10 @@ class Scheduler:
     def commit(self, plan: StepPlan, out: StepOutput) -> list[Progress]:
         """Applies the output of `plan`; returns one Progress per row whose sequence is here and whose draft is kept.
 
+        If a row's logits aren't finite, its sequence fails. The cause may lie in any block that it read. So the others
+        that have one of these blocks, or one computed from them, get no token: they are computed again, or fail if they
+        are to be handed off, as their blocks may have been sent.
+
         Raises:
             IntegrityError: `plan` isn't the oldest one in flight, or `out` doesn't fit it.
         """
@@ -363,6 +374,9 @@ class Scheduler:
             raise IntegrityError(misfit)
         rows = self._in_flight.popleft()[1]
         out, kept = settled(plan, out, rows)
+        unwell: set[int] = set()
+        if out.nonfinite or self._in_doubt:
+            kept, unwell = self._doubt(plan, out, rows, kept)
         moment, refused = self._clock(), dict(out.refused)
         reports: list[tuple[int, Progress]] = []
         lengths, samples = plan.lengths.tolist(), plan.sample.tolist()
@@ -375,18 +389,20 @@ class Scheduler:
                     sequence.hold.release()
             elif not kept[row]:
                 continue
-            elif row in out.nonfinite:
-                self.prefix.withdraw(sequence.hold)  # the cause may lie in any block that it read
+            elif sequence.handle in unwell:
                 reports.append((row, self._fail(sequence, moment, "the model's logits are not finite")))
             elif row in refused:
                 reports.append((row, self._fail(sequence, moment, refused[row])._replace(refused=True)))
             else:
                 reports.append((row, self._advance(sequence, lengths[row], token, moment)))
         if self.prefix.sides:
-            self._snapshots.settle({rows[row].handle for row in out.nonfinite})
+            doubtful = [sequence.handle for sequence in rows if sequence.hold.doubtful]
+            self._snapshots.settle({rows[row].handle for row in out.nonfinite}.union(doubtful))
         if self.speculation is not None:
             self.speculation.settle(plan, kept, rows, out.states)
-        return with_output(plan, out, reports)
+        handed = [one for one in self._running if one.handoff and one.hold.doubtful] if self._in_doubt else ()
+        failed = [self._fail(one, moment, IN_DOUBT)._replace(again=True) for one in handed]
+        return with_output(plan, out, reports) + failed
 
     # Sequences start.
 
@@ -460,6 +476,38 @@ class Scheduler:
         return not any(wanted) or self._pool.can_allocate((), sum(wanted) + kept)
 
     # What a step did.
+
+    def _doubt(
+        self, plan: StepPlan, out: StepOutput, rows: list[Sequence], kept: list[bool]
+    ) -> tuple[list[bool], set[int]]:
+        """Doubts all that the sequences whose logits aren't finite have read.
+
+        Returns:
+            `kept` without the rows of other sequences that have read some of it, now or before, and the handles of the
+            sequences whose logits aren't finite. A token of these may come before such a draft: it counts no more.
+        """
+        unwell = {
+            rows[row].handle
+            for row in out.nonfinite
+            if kept[row] and rows[row].status is Status.RUNNING and not rows[row].hold.doubtful
+        }
+        self._in_doubt |= bool(unwell)
+        for sequence in rows:
+            if sequence.handle in unwell and not sequence.hold.doubtful:
+                self.prefix.doubt(sequence.hold)
+        doubtful = [sequence.hold.doubtful and sequence.handle not in unwell for sequence in rows]
+        for part in plan.prompt_parts:
+            if doubtful[part.row]:
+                sequence = rows[part.row]
+                sequence.unscored = min(part.first, sequence.unscored or part.first)
+        return [has and not doubts for has, doubts in zip(kept, doubtful, strict=True)], unwell
+
+    def _compute_again(self) -> None:
+        """Preempts the sequences whose blocks are in doubt. No plan is in flight."""
+        for sequence in (*self._running, *self._ready):
+            if sequence.hold.doubtful:
+                self._preempt(sequence)
+        self._in_doubt = False
 
     def _fail(self, sequence: Sequence, moment: float, why: str) -> Progress:
         self._end(sequence, Status.FAILED, moment)

@@ -24,6 +24,8 @@ class Snapshot(NamedTuple):
     side: SidePool
     hold: Hold
     digest: bytes
+    first: bytes
+    """As for `Contents.add`."""
     handle: int
     """Number of the sequence whose state it is."""
 
@@ -62,9 +64,9 @@ class Snapshots:
 
     def settle(self, failed: set[int]) -> None:
         """Notes the snapshots of an ended step, but for the sequences with these handles, which failed."""
-        for side, hold, digest, handle in self._coming:
+        for side, hold, digest, first, handle in self._coming:
             if handle not in failed:
-                side.contents.add(digest, hold.blocks[0], hold.owner)
+                side.contents.add(digest, hold.blocks[0], hold.owner, first)
             hold.release()
         self._coming.clear()
 
@@ -78,5 +80,5 @@ class Snapshots:
         hold = side.pool.allocate(1, f"snapshot of {request}")
         if hold is None:
             return []
-        self._coming.append(Snapshot(side, hold, chain[count - 1], sequence.handle))
+        self._coming.append(Snapshot(side, hold, chain[count - 1], chain[0], sequence.handle))
         return [SlotCopy(group, slot, hold.blocks[0], False)]

@@ -206,8 +206,7 @@ def mtp_proposer(options: EngineConfig, folder: Path, runner: GeneralRunner) -> 
     served = served_by(runner)
     config, dtype = read_general_config(folder), TORCH_DTYPES[runner.spec.dtype]
     base = config.model_class.base_model_prefix
-    names = APART if config.text.model_type in APART_TYPES else LAST
-    prefix = names.own or f"{base}.layers.{int(config.text.num_hidden_layers)}."
+    names, prefix = _names_of(config)
     tensors = _read(folder, prefix)
     own = {name: tensors.pop(f"{name}.weight", None) for name in names.parts}
     missing = [name for name, tensor in own.items() if tensor is None]
@@ -259,6 +258,19 @@ def mtp_proposer(options: EngineConfig, folder: Path, runner: GeneralRunner) -> 
     weight = join.to(dtype).to(served.model.device)
     made: Any = MtpModel(served.model, way, given, norms, weight, normed=names.normed)
     return EagleProposer(made, pools[0], parts, options.max_batch_tokens, options.speculation.max_tokens)
+
+
+def brings_layer(folder: Path) -> bool:
+    """Whether the checkpoint in `folder` has a layer for multi-token prediction."""
+    names, prefix = _names_of(read_general_config(folder))
+    return f"{prefix}{names.join}.weight" in Checkpoint(folder).tensors
+
+
+def _names_of(config: GeneralConfig) -> tuple[Published, str]:
+    """How a model's checkpoint names the parts of the layer, and the beginning of all these names."""
+    names = APART if config.text.model_type in APART_TYPES else LAST
+    base = config.model_class.base_model_prefix
+    return names, names.own or f"{base}.layers.{int(config.text.num_hidden_layers)}."
 
 
 def _read(folder: Path, prefix: str) -> dict[str, Tensor]:

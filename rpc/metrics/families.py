@@ -201,7 +201,8 @@ DRAFT_SECONDS = _family(
 EXPERT_TOKENS = _family(
     "worker_expert_tokens_total",
     "Tokens that chose an expert, by its number, added up over the layers. Counted on CPUs, where "
-    "ranks have whole experts every 32 steps, and on GPUs where experts are quantized.",
+    "ranks have whole experts every 32 steps, and on GPUs where experts are quantized. The experts of the last layer "
+    "mostly compute only the tokens behind which one is chosen.",
     Label("expert", bound="experts of a layer, from 0 to 511; later ones are left out"),
 )
 EXPERT_IMBALANCE = _family(

@@ -33,6 +33,7 @@ def event_of(progress: Progress) -> RequestEvent | PlainToken:
     event = RequestEvent(request_id=request.request_id, attempt=request.attempt, finish_reason=finish_reason)
     if progress.error is not None:
         code = Failure.CODE_INVALID if progress.refused else Failure.CODE_INTERNAL
+        code = Failure.CODE_RETRY if progress.again else code
         event.failure.CopyFrom(Failure(code=code, message=progress.error))
         return event
     if progress.prompt_logprobs:

@@ -100,6 +100,12 @@ class KernelSteps:
             self.update = rows_of(arena, capacity, config.hidden_size)
         self.workspace = arena.take(workspace_bytes)
 
+    @property
+    def behind_attention(self) -> tuple[Tensor, ...]:
+        """Buffers that a layer reads behind its attention, of a row for each token."""
+        both = self.residual, self.heads
+        return (*both, self.normed) if self.config.traits.parallel else both
+
     def run(self, programs: list[tuple[Program, Pause | None]], count: int) -> Iterator[Tap | Move]:
         """Runs programs for `count` rows, with the sums between them; gives the other pauses as they come."""
         for program, pause in programs:

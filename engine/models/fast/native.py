@@ -22,7 +22,8 @@ In a layer with experts, these are in the place of the last two:
 Few models have layer norms, or norms behind projections: these are instructions of their own (`native/norm.h`).
 
 Behind the layers, a step that only chooses tokens has the last norm, the head, the choice and, if it goes on with what
-it has chosen, the beginning of the next pass (`native/passes.h`).
+it has chosen, the beginning of the next pass (`native/passes.h`). Behind the last layer's attention, such a step
+computes only the tokens behind which one is chosen: for a chunk of a prompt that isn't the last one, none.
 
 `kernel_steps.py` has the instructions and their buffers, `native_experts.py` the layers with experts.
 """
@@ -56,7 +57,7 @@ from kvrelay.kernels.cpu.packed import (
     Epilogue,
     PackedLinear,
 )
-from kvrelay.kernels.cpu.passes import FOLLOW, GATHER, PassArgs
+from kvrelay.kernels.cpu.passes import FOLLOW, GATHER, PassArgs, TokenRows
 from kvrelay.kernels.cpu.program import Buffer, Program, Team
 from kvrelay.kernels.cpu.sample import SAMPLE, SampleArgs, workspace_floats
 
@@ -123,8 +124,9 @@ class NativeDecoder:
             tokens=ctypes.addressof(self._tokens),
             passes=ctypes.addressof(self._passes),
             step=attention.step,
-            width=config.hidden_size,
         )
+        self._attended = 0
+        """Kernels of the layers up to the last one's attention."""
         self._choosing: Program | None = None
         """Layers and all that is behind them; None until it is recorded anew, with new buffers."""
         self._head_input: Tensor | None = None
@@ -220,7 +222,7 @@ class NativeDecoder:
 
         Args:
             plan: its block tables have room for `count` - 1 tokens more of each row.
-            rows: [R] of the plan, ascending; all of them if `count` is above 1.
+            rows: [R] of the plan, ascending; all of them if `count` is above 1, and none if only KV is wanted.
             draws: [R] how their first tokens are chosen; those that follow alike.
             count: tokens of each row, 1 or more; 1 unless all layers have one pool.
 
@@ -243,7 +245,7 @@ class NativeDecoder:
         self._tokens.value = address = self._numbers.address
         args, sample = self._pass_args, self._sample_args
         args.last, args.chosen = address + 8 * tokens, each
-        args.draws = sample.draws = pack_draws(draws, self._packed)
+        args.draws = sample.draws = pack_draws(draws, self._packed) if draws else 0
         sample.tokens, sample.largest = address + 8 * (tokens + each), self._largest.address
         self._steps.team.run(self._choosing, self._passes)
         if self._passes.value < 0:
@@ -254,11 +256,12 @@ class NativeDecoder:
     def _record_choosing(self, linear: PackedLinear) -> Program:
         """Layers, the head and all that is behind it, with the present buffers."""
         args, sample = self._pass_args, self._sample_args
-        args.hidden, args.hidden_stride = self._steps.residual.data_ptr(), self._steps.residual.stride(0)
+        args.gathered = tuple(map(TokenRows.of, self._steps.behind_attention))
         sample.input, sample.input_stride = self._logits.data_ptr(), self._logits.stride(0)
         head = self._steps.project(linear, Epilogue.STORE, self._steps.residual, self._logits, self._last_norm)
-        behind = (GATHER, args), *head, (SAMPLE, sample), (FOLLOW, args)
-        return Program(self._steps.team.library, *self._layer_steps, *behind)
+        before, rest = self._layer_steps[: self._attended], self._layer_steps[self._attended :]
+        behind = *rest, *head, (SAMPLE, sample), (FOLLOW, args)
+        return Program(self._steps.team.library, *before, (GATHER, args), *behind)
 
     def _make_room(self, tokens: int, logits: int = 0) -> None:
         """Makes larger buffers if a step has more tokens, or chooses more of them, than any before."""
@@ -299,6 +302,7 @@ class NativeDecoder:
         if self._head is not None:
             summed = [(EMBED, self._embed(self._head)), *steps.sum(steps.residual, steps.residual)]
         sent = summed.copy()
+        attended = 0
         for index, layer in enumerate(layers):
             before: list[Step | Pause] = []
             if config.first_layer + index in self._cuts:
@@ -315,6 +319,7 @@ class NativeDecoder:
                 self._rotations[index],
                 layer.sinks,
             )
+            attended = len(summed) + len(before)
             if layer.router is not None:
                 summed += [*before, *self.experts.layer_steps(layer)]
                 sent += [*before, *self.experts.dispatched_steps(layer)]
@@ -326,6 +331,7 @@ class NativeDecoder:
             summed += before
             sent += before
         self._layer_steps = [step for step in summed if isinstance(step, tuple)]
+        self._attended = sum([isinstance(step, tuple) for step in summed[:attended]])
         self._programs = {"all_reduce": steps.cut(summed)}
         if self.experts.dispatches:
             self._programs["all_to_all"] = steps.cut(sent)

@@ -18,6 +18,7 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 
 from kvrelay.engine.models.fast.loader import MakeLinear
 from kvrelay.engine.models.general.mxfp4 import STORED, StoredExperts
+from kvrelay.engine.models.general.narrow import rows_of
 from kvrelay.engine.models.loads import ExpertLoads
 from kvrelay.engine.quant.schemes import Quantize
 from kvrelay.engine.ranks.collective import Collective
@@ -275,7 +276,11 @@ def _forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_
     if call is None:
         found: Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return found
-    return call(hidden_states, top_k_index, top_k_weights)
+    rows = rows_of(len(hidden_states))
+    if rows is None:
+        return call(hidden_states, top_k_index, top_k_weights)
+    wanted = call(hidden_states[rows], top_k_index[rows], top_k_weights[rows])
+    return torch.zeros_like(hidden_states).index_copy_(0, rows, wanted)
 
 
 ExpertsInterface.register(NAME, _forward)

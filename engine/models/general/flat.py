@@ -31,6 +31,7 @@ from kvrelay.engine.models.general.attend import attend
 from kvrelay.engine.models.general.inputs import Inputs
 from kvrelay.engine.models.general.latents.absorbed import intercept
 from kvrelay.engine.models.general.latents.layers import Latents
+from kvrelay.engine.models.general.narrow import Narrowing, mix
 from kvrelay.engine.models.general.native import Call, NativeFlat
 from kvrelay.engine.models.general.observe import cache_argument
 from kvrelay.engine.models.general.places import LayerPlaces
@@ -165,6 +166,7 @@ class FlatWay:
         self._running: Running | None = None
         self._states: Tensor | None = None
         self._keeps_states = False
+        self._narrowing = Narrowing()
         self._attended: set[int] = set()
         self.calls: dict[int, Call] = {}
         """The latest call of attention of each cache layer."""
@@ -189,8 +191,10 @@ class FlatWay:
             self._latents.plan(step)
         tokens = host(step.tokens, device)[None]
         cache = {} if self._argument is None else {self._argument: self._cache}
-        with nullcontext() if self._recurrent is None else self._recurrent.running(step):
-            out = self._inputs.call(tokens, positions[None], None, host(wanted, device), cache)
+        places = host(wanted, device)
+        states = nullcontext() if self._recurrent is None else self._recurrent.running(step)
+        with states, self._narrowing.running(len(step.tokens), None if self._keeps_states else places):
+            out = self._inputs.call(tokens, positions[None], None, places, cache)
         if self._attended != self._kept:
             raise UnfitError("it takes no other attention function")
         return out[0]
@@ -228,6 +232,14 @@ class FlatWay:
         latents = self._latents is not None and self._latents.use_native()
         return latents or self._native is not None
 
+    @property
+    def native(self) -> list[str]:
+        """Names of what kernels compute so far of attention and states."""
+        found = ["attention"] if self._native is not None else []
+        if self._latents is not None and self._latents.native:
+            found.append("attention over latents")
+        return found if self._recurrent is None else [*found, *self._recurrent.kinds]
+
     def write(self, layer: FlatLayer, keys: Tensor, values: Tensor) -> None:
         """Writes a layer's new keys and values [1, heads, T, dim]."""
         running, places = self._at_work(), layer.places
@@ -252,6 +264,7 @@ class FlatWay:
         scaling: float,
     ) -> Tensor:
         """[1, T, H, Dv]; see `Latents.run`."""
+        mix()
         self._attended.add(layer.number)
         if self._latents is None or mask.window != 0:
             raise UnfitError("latents are seen through another mask than a causal one")
@@ -269,6 +282,7 @@ class FlatWay:
         sinks: Tensor | None,
     ) -> Tensor:
         """[1, T, H, Dv]."""
+        mix()
         self._attended.add(layer.number)
         self.calls[layer.number] = Call(query.shape[1], mask.window, softcap or 0.0, sinks)
         if self._native is not None and self._native.serves(layer.number):

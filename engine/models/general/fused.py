@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvrelay.engine.models.general.experts import GATED, UNGATED, gate_of
+from kvrelay.engine.models.general.experts import ATTRIBUTE, GATED, UNGATED, gate_of
 from kvrelay.engine.models.general.linears import JoinedPart, Product
+from kvrelay.engine.models.general.narrow import narrowed
 from kvrelay.engine.models.general.norms import Norm
 from kvrelay.engine.models.general.states import running_step
 from kvrelay.kernels import reference
+from kvrelay.kernels.cpu.experts import ExpertsCall
 from kvrelay.kernels.cpu.packed import BLOCK, PackedLinear, PackedMlp, PackedNorm, ResidualBlocks
 from kvrelay.kernels.cpu.program import Buffer, Team
 from kvrelay.kernels.cpu.states import GatedConv
@@ -47,6 +49,16 @@ class StandIn(nn.Module):
         return self.result
 
 
+class NativeMlp:
+    """The forward pass of an MLP."""
+
+    def __init__(self, native: PackedMlp) -> None:
+        self.native = native
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return narrowed(self.native, x)
+
+
 class NativeConv:
     """The forward pass of a convolution between gates."""
 
@@ -70,7 +82,7 @@ class NativeLayer:
     """The forward pass of a layer."""
 
     def __init__(
-        self, team: Team, parts: list[tuple[PackedNorm, PackedMlp | NativeConv]], original: Callable[..., Tensor]
+        self, team: Team, parts: list[tuple[PackedNorm, NativeMlp | NativeConv]], original: Callable[..., Tensor]
     ) -> None:
         """
         Args:
@@ -86,7 +98,7 @@ class NativeLayer:
                 self._convs.append((conv, part.layer))
                 blocks.append(conv)
             else:
-                blocks.append(part.behind(norm))
+                blocks.append(part.native.behind(norm))
         self._native = ResidualBlocks(team, blocks)
 
     def __call__(self, hidden_states: Tensor, *others: Any, **named: Any) -> Tensor:
@@ -121,6 +133,20 @@ def fuse(model: nn.Module, team: Team) -> int:
                 module.forward = native
                 fused += 1
     return fused
+
+
+def native_modules(model: nn.Module) -> list[str]:
+    """Names of the kinds of modules that native kernels compute."""
+    modules = list(model.modules())
+    forwards = [module.__dict__.get("forward") for module in modules]
+    has = {
+        "experts": any(isinstance(module.__dict__.get(ATTRIBUTE), ExpertsCall) for module in modules),
+        "MLPs": any(isinstance(forward, NativeMlp) for forward in forwards),
+        "whole layers": any(isinstance(forward, NativeLayer) for forward in forwards),
+        "norms": any(isinstance(module, Norm) and module.native is not None for module in modules),
+        "products": any(isinstance(module, (Product, JoinedPart)) for module in modules),
+    }
+    return [name for name, found in has.items() if found]
 
 
 def _called(module: nn.Module, results: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -172,7 +198,7 @@ def _normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _mlp(module: nn.Module, team: Team, inner: "Buffer[np.float32]") -> Callable[[Tensor], Tensor] | None:
+def _mlp(module: nn.Module, team: Team, inner: "Buffer[np.float32]") -> NativeMlp | None:
     """The native MLP that computes what a module does; None if there is none.
 
     Args:
@@ -209,7 +235,7 @@ def _mlp(module: nn.Module, team: Team, inner: "Buffer[np.float32]") -> Callable
         gate = gate_of(operation, up.outputs, GATED if up.outputs == 2 * width else UNGATED)
     except ValueError:
         return None
-    return None if gate is None else PackedMlp(team, up, gate.epilogue, down.run, inner)
+    return None if gate is None else NativeMlp(PackedMlp(team, up, gate.epilogue, down.run, inner))
 
 
 def _conv(module: Any, team: Team) -> Callable[..., Tensor] | None:
@@ -245,19 +271,19 @@ def _layer(module: nn.Module, team: Team) -> NativeLayer | None:
     """The native form of a layer; None if a module isn't one."""
     norms: dict[str, PackedNorm] = {}
     like = torch.empty(0)
-    parts: dict[str, PackedMlp | NativeConv] = {}
+    parts: dict[str, NativeMlp | NativeConv] = {}
     for name, child in module.named_children():
         native = child.__dict__.get("forward")
         if isinstance(child, Norm) and child.native is not None:
             norms[name], like = child.native, child.weight
-        elif isinstance(native, (PackedMlp, NativeConv)):
+        elif isinstance(native, (NativeMlp, NativeConv)):
             parts[name] = native
         else:
             return None
     widths = {len(norm.weight) for norm in norms.values()}
     if len(norms) != len(parts) or len(widths) != 1 or any(True for _ in module.parameters(recurse=False)):
         return None
-    if sum(isinstance(part, PackedMlp) for part in parts.values()) > 1:
+    if sum(isinstance(part, NativeMlp) for part in parts.values()) > 1:
         return None
     x = _normal(1, ROWS, len(like)).to(like.dtype)
     results = {name: _normal(*x.shape, seed=seed).to(x.dtype) for seed, name in enumerate((*norms, *parts), 1)}
@@ -266,7 +292,7 @@ def _layer(module: nn.Module, team: Team) -> NativeLayer | None:
     except ValueError:
         return None
     order = list(inputs)
-    found: list[tuple[PackedNorm, PackedMlp | NativeConv]] = []
+    found: list[tuple[PackedNorm, NativeMlp | NativeConv]] = []
     for norm, part in zip(order[::2], order[1::2], strict=True):
         if norm not in norms or part not in parts or not torch.equal(inputs[norm], x):
             return None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvrelay.engine.models.fast.loader import MakeLinear
+from kvrelay.engine.models.general.narrow import narrowed
 from kvrelay.kernels.ops import Linear
 
 
@@ -85,7 +86,10 @@ class Product(nn.Module):
         self.run = run
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.run(input.reshape(-1, self.in_features)).view(*input.shape[:-1], self.out_features)
+        return narrowed(self._product, input)
+
+    def _product(self, x: Tensor) -> Tensor:
+        return self.run(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
 
 class Joined:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
+from kvrelay.engine.models.general.narrow import mix
 from kvrelay.engine.models.general.places import LayerCache, LayerPlaces, StatePlace, StateShape
 from kvrelay.engine.models.general.step import Step, UnfitError
 from kvrelay.engine.models.general.store import Store
@@ -59,6 +60,8 @@ class StateStep:
         self._current: tuple[int, int] | None = None
         """Layer, and number of the state in it, whose convolution was updated last."""
         self._rows: StateRows | None = None
+        self.kinds: dict[str, None] = {}
+        """Recurrences that were computed so far, by name."""
 
     @contextmanager
     def running(self, step: Step) -> Iterator[None]:
@@ -91,6 +94,7 @@ class StateStep:
         if self._current is None or x.dim() != 3 or len(x) != 1 or activation not in (None, *SILU):
             raise UnfitError("a convolution isn't that of a state")
         tokens, width = x[0].T, weight.shape[1]
+        self.kinds["short convolutions"] = None
         state, rows = self._state("conv_states", (width, weight.shape[0]), x.dtype)
         out = self._ops.conv(tokens, weight, bias, state, rows, silu=activation is not None)
         return out.T[None]
@@ -98,6 +102,7 @@ class StateStep:
     def gated_conv(self, native: GatedConv, layer: int, dtype: torch.dtype) -> tuple[Tensor, StateRows]:
         """The states of a layer's convolution, of the type of its inputs, and the step's rows."""
         self.take(layer, 0)
+        self.kinds["short convolutions"] = None
         return self._state("conv_states", (native.width, native.channels), dtype)
 
     def ssd(
@@ -105,6 +110,7 @@ class StateStep:
     ) -> tuple[Tensor, Tensor]:
         """[1, T, H, P] and a stand-in for the state; inputs as `StateOps.ssd`, with 1 in front."""
         state, rows = self._state("recurrent_states", (x.shape[2], b.shape[3], x.shape[3]), torch.float32)
+        self.kinds["Mamba-2"] = None
         out = self._ops.ssd(x[0], dt[0], a, b[0], c[0], d, time_step, state, rows)
         return out[None], self._stand_in()
 
@@ -115,6 +121,7 @@ class StateStep:
         if g.dim() == 4 and not self._ops.decays_channels:
             raise UnfitError("its states decay channel by channel, for which there are no kernels here")
         state, rows = self._state("recurrent_states", (v.shape[2], k.shape[3], v.shape[3]), torch.float32)
+        self.kinds["Kimi Delta Attention" if g.dim() == 4 else "Gated DeltaNet"] = None
         out = self._ops.delta(q[0], k[0], v[0], g[0], beta[0], state, rows, normalized=normalized)
         return out[None], self._stand_in()
 
@@ -127,6 +134,7 @@ class StateStep:
     def wkv(self, decay: Tensor, first: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[1, T, C]; inputs as `StateOps.wkv`, with 1 in front."""
         state, rows = self._state("recurrent_states", (3, k.shape[2]), torch.float32)
+        self.kinds["RWKV-4"] = None
         return self._ops.wkv(k[0], v[0], decay, first, state, rows)[None]
 
     def _stand_in(self) -> Tensor:
@@ -136,6 +144,7 @@ class StateStep:
 
     def _state(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, StateRows]:
         """[slots, *shape] of the current layer."""
+        mix()
         if self._current is None or self._rows is None:
             raise UnfitError("a recurrence isn't that of a state")
         key = self._current[0], name, self._current[1]

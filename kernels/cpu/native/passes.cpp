@@ -5,10 +5,12 @@
 void kvrelay_gather(const void* raw, int thread, int) {
     const PassArgs& args = *static_cast<const PassArgs*>(raw);
     if (thread != 0 || *args.rows == args.chosen) return;
-    // No row is overwritten before it is read: the last token of row i is token i or one after it.
-    for (int64_t row = 0; row < args.chosen; row++) {
-        const float* from = args.hidden + args.last[row] * args.hidden_stride;
-        memmove(args.hidden + row * args.hidden_stride, from, args.width * sizeof(float));
+    for (const TokenRows& buffer : args.gathered) {
+        // No row is overwritten before it is read: the last token of row i is token i or one after it.
+        for (int64_t row = 0; buffer.rows != nullptr && row < args.chosen; row++) {
+            const float* from = buffer.rows + args.last[row] * buffer.stride;
+            memmove(buffer.rows + row * buffer.stride, from, buffer.width * sizeof(float));
+        }
     }
     *args.rows = args.chosen;
 }

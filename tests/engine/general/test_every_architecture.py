@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.kernels.cpu.library import library
 from support.general import Driver, greedy
-from support.general_table import build, line, lines
+from support.general_table import DEPLOYED, build, deployed_line, deployed_lines, line, lines
 from support.tiny_models import classes, save, tiny_model
 
 PROMPTS = [[5, 9, 7, 11, 200], list(range(3, 26)), [3 + (7 * n) % 251 for n in range(41)]]
@@ -64,6 +65,15 @@ def test_sequences_served_together_are_those_of_whole_passes(name: str, tmp_path
         for scores, logprobs in zip(served.logprobs, expected, strict=False):
             for token, found in zip(scores.top_ids, scores.top_logprobs, strict=True):
                 assert found == pytest.approx(float(logprobs[token]), abs=1e-3)
+
+
+@pytest.mark.parametrize("name", [case(name) for name in DEPLOYED])
+@pytest.mark.some(4)
+def test_what_computes_the_classes_that_are_deployed_most(name: str, tmp_path: Path) -> None:
+    if library() is None:
+        pytest.skip("no native kernels here")
+    assert deployed_line(name, save(classes()[name], tmp_path)) == deployed_lines()[name]
+    assert deployed_lines().keys() == set(DEPLOYED)
 
 
 def test_nearly_all_architectures_are_served() -> None:

@@ -142,12 +142,15 @@ def test_a_draft_of_another_architecture_changes_no_token(tmp_path: Path) -> Non
     "model_type",
     ["mamba2", *(pytest.param(name, marks=pytest.mark.more) for name in ("qwen3_next", "falcon_h1", "lfm2", "rwkv"))],
 )
-def test_a_state_goes_back_to_the_last_right_guess(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["ngram", pytest.param("draft", marks=pytest.mark.more)])
+def test_a_state_goes_back_to_the_last_right_guess(
+    model_type: str, method: Literal["ngram", "draft"], tmp_path: Path
+) -> None:
     """Prompts that repeat themselves have guesses, some of which are right; behind one with most tokens there are
     some. Snapshots of prefixes are made beside."""
     prompts = [[(n % period) * 7 % (SMALL_VOCAB - 3) + 3 for n in range(40)] for period in (3, 5)]
     prompts.append(random.Random(0).sample(range(3, SMALL_VOCAB), 230))
-    folder = save(model_type, tmp_path)
+    folder, draft = save(model_type, tmp_path / "target"), save("llama", tmp_path / "draft")
     options = EngineConfig(
         kv_memory_bytes=2**24,
         threads=1,
@@ -155,7 +158,9 @@ def test_a_state_goes_back_to_the_last_right_guess(model_type: str, tmp_path: Pa
         max_sequences=12,
         block_size=8,
         device="cpu",
-        speculation=SpeculationConfig(method="ngram", max_tokens=3, shortest_match=1, adaptive=False),
+        speculation=SpeculationConfig(
+            method, str(draft) if method == "draft" else "", max_tokens=3, shortest_match=1, adaptive=False
+        ),
     )
     engine, runner = build_engine(folder, "float32", options)
     assert runner.spec.way.startswith("flat, transformers ")

@@ -1,5 +1,6 @@
 """Modules of products with operations between them compute natively what transformers' own code does."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,13 +8,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvrelay.engine.models.general.fused import fuse
+from kvrelay.engine.models.general.fused import NativeMlp, fuse
 from kvrelay.engine.models.general.linears import swap, watching
 from kvrelay.engine.models.general.norms import swap_norms
 from kvrelay.kernels.cpu.library import library
 from kvrelay.kernels.cpu.packed import Epilogue, PackedMlp, packer
 from kvrelay.kernels.cpu.program import Team
-from support.tiny_models import LAYERS, tiny_model
+from support.general import Driver
+from support.general_table import build
+from support.tiny_models import LAYERS, save, tiny_model
 
 TOKENS = torch.arange(3, 40)[None]
 MLPS: dict[str, tuple[Epilogue | None, dict[str, Any]]] = {
@@ -54,10 +57,28 @@ def test_logits_are_those_of_transformers(model_type: str, team: Team) -> None:
     swap_norms(model, team)
     swap(model, uses, pack, pack, ())
     fused = fuse(model, team)
-    mlps = [each for module in model.modules() if isinstance(each := module.__dict__.get("forward"), PackedMlp)]
-    assert {mlp.gate for mlp in mlps} == ({gate} if gate is not None else set())
+    mlps = [each for module in model.modules() if isinstance(each := module.__dict__.get("forward"), NativeMlp)]
+    assert {mlp.native.gate for mlp in mlps} == ({gate} if gate is not None else set())
     assert len(mlps) == (LAYERS if gate is not None else 0)
     # A layer with a convolution, which is native too, is native as a whole.
     convs = model.config.layer_types.count("conv") if model_type == "lfm2" else 0
     assert fused == len(mlps) + 2 * convs
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_behind_the_last_attention_only_wanted_tokens_are_computed(
+    team: Team, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second layer with attention is the last one. What the steps yield, `test_every_architecture.py` compares."""
+    runner = build(save("lfm2", tmp_path))
+    seen: list[int] = []
+    run = PackedMlp.__call__
+    monkeypatch.setattr(PackedMlp, "__call__", lambda mlp, x: (seen.append(x.shape[1]), run(mlp, x))[1])
+    runner.warm_up()
+    driver = Driver(runner, [list(range(3, 40)), list(range(5, 18))], 1)
+    found = []
+    for _ in range(4):
+        seen.clear()
+        driver.step(16)
+        found.append(list(seen))
+    assert found == [[29, 1], [17, 1], [6, 2], [2, 2]]

@@ -72,10 +72,16 @@ def by_steps(runner: CpuRunner, plan: StepPlan, count: int) -> list[list[int]]:
         ("llama", {"quantization": "int4", "kv_dtype": "int8"}, {}),
         ("llama", {"quantization": "w8a8"}, {}),
         ("mistral", {"block_size": 8}, {"sliding_window": 11}),
+        ("cohere", {}, {}),
+        ("mixtral", {"threads": 2}, {}),
+        ("glm4_moe", {}, {}),
     ],
-    ids=["bf16", "tied, two threads", "8-bit KV, norms", "int8, two threads", "int4, 8-bit KV", "w8a8", "window"],
+    ids=[
+        *["bf16", "tied, two threads", "8-bit KV, norms", "int8, two threads", "int4, 8-bit KV", "w8a8", "window"],
+        *["an MLP beside attention", "experts, two threads", "a dense layer and experts"],
+    ],
 )
-@pytest.mark.some(2)
+@pytest.mark.some(3)
 def test_a_chain_has_the_tokens_of_its_steps(
     model_of: Callable[..., Path], architecture: str, options: dict[str, Any], config: dict[str, Any]
 ) -> None:
@@ -99,6 +105,17 @@ def test_a_step_has_the_same_tokens_in_one_call(model_of: Callable[..., Path]) -
         out = runner.launch(plan).result()
         assert [[token] for token in out.tokens if token is not None] == by_steps(runner, plan, 1)
         assert [token is not None for token in out.tokens] == sampled
+
+
+def test_the_last_layer_computes_only_what_a_token_is_chosen_behind(model_of: Callable[..., Path]) -> None:
+    runner = build_cpu_runner(model_of("mixtral"), "auto", OPTIONS)
+    assert runner.expert_loads is not None
+    for sampled in ([False, True, False], [True] * 3, [False] * 3):
+        before = runner.expert_loads.totals.sum(1)
+        runner.launch(plan_of([5, 33, 1], sample=sampled)).result()
+        *others, last = (runner.expert_loads.totals.sum(1) - before).tolist()
+        assert others == [2 * 39] * len(others)
+        assert last == 2 * sum(sampled)
 
 
 @pytest.mark.parametrize("native", [True, False])

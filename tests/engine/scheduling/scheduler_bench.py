@@ -86,6 +86,7 @@ class Bench:
         step_cost: tuple[float, float] | None = None,
         step_seconds: float = 0.0,
         sides: Tokens[LayerGroup] = (),
+        runner: type[HashRunner] = HashRunner,
     ) -> None:
         """
         Args:
@@ -109,7 +110,7 @@ class Bench:
         self.prefix = PrefixIndex(self.pool, SIZE, b"hash", enabled=prefix_cache, sides=pools)
         # Computes as late as a device may, whatever the lag.
         found = list(zip(sides, counts, strict=True))
-        self.runner = HashRunner(blocks, spec=hash_spec(self.max_context), lag=1, sides=found)
+        self.runner = runner(blocks, spec=hash_spec(self.max_context), lag=1, sides=found)
         speculation = None
         if drafts:
             options = SpeculationConfig("ngram", max_tokens=drafts, adaptive=False)

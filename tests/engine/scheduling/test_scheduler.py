@@ -1,17 +1,21 @@
 """The scheduler: tokens of a step, the prefix cache, preemption, refusals, and steps planned ahead."""
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from scheduler_bench import SIZE, Bench, numbers, spans, steps_until
 
 from kvrelay.engine.kv.blocks import IntegrityError
+from kvrelay.engine.kv.layout import LayerGroup
 from kvrelay.engine.plan import StepOutput
 from kvrelay.engine.scheduling.progress import Progress
 from kvrelay.engine.sequence import Status
-from support.hash_runner import STATE, expected_tokens
+from support.hash_runner import STATE, HashRunner, expected_tokens, window_of
 
 # What a step computes.
 
@@ -128,6 +132,111 @@ def test_a_failed_row_leaves_nothing_to_the_cache() -> None:
     bench.drain()
     assert again.cached_tokens == 0
     assert good.status is again.status is Status.FINISHED
+    bench.check_over()
+
+
+class SpreadingRunner(HashRunner):
+    """What is computed behind wrong KV is wrong, too, in all layer groups."""
+
+    def __init__(self, num_blocks: int, **options: Any) -> None:
+        super().__init__(num_blocks, **options)
+        self.wrong = np.zeros((num_blocks, SIZE), np.bool_)
+        """Slots whose KV is wrong."""
+        self._spreads = False
+
+    def spoil(self, block: int) -> None:
+        self.pool.bytes.numpy()[block] ^= 1
+        self.wrong[block] = True
+
+    def fill(self, blocks: Any, tokens: Any, first_position: int, side_tables: Any = ()) -> None:
+        before, own = (
+            (np.asarray(blocks)[places // SIZE], places % SIZE)
+            for places in (np.arange(first_position), np.arange(first_position, first_position + len(tokens)))
+        )
+        self._spreads = bool(self.wrong[before].any())
+        super().fill(blocks, tokens, first_position, side_tables)
+        self.wrong[own] = self._spreads
+
+    def _kv_of(self, tokens: Any, first_position: int) -> NDArray[np.uint8]:
+        return super()._kv_of(tokens, first_position) ^ np.uint8(self._spreads)
+
+
+@pytest.mark.parametrize("sides", [(), (window_of(12),), (STATE,)], ids=["full", "window", "state"])
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), lag=st.integers(0, 1), drafts=st.sampled_from([0, 3]))
+def test_what_was_computed_from_a_block_in_doubt_is_computed_again(
+    sides: tuple[LayerGroup, ...], data: st.DataObject, lag: int, drafts: int
+) -> None:
+    """A block goes bad, some time passes, and one of its readers yields numbers that aren't finite. From then on, each
+    token is right behind the tokens before it, in sequences that live and in those that find something in the cache.
+    """
+    lag = 0 if sides else lag
+    bench = Bench(60, max_batch_tokens=24, lag=lag, drafts=drafts, sides=sides, runner=SpreadingRunner)
+    runner, scheduler = bench.runner, bench.scheduler
+    assert isinstance(runner, SpreadingRunner)
+    prompts = st.builds(
+        lambda shared, rest: (1,) * shared + tuple(rest),
+        st.sampled_from([SIZE, 3 * SIZE]),
+        st.lists(st.integers(2, 3), min_size=1, max_size=2 * SIZE),
+    )
+
+    def add() -> None:
+        request = bench.request(data.draw(prompts), data.draw(st.integers(1, 30)))
+        bench.sequences.append(scheduler.add(request, handoff=data.draw(st.sampled_from([False, False, True]))))
+
+    def land(judged: bool, nonfinite: tuple[int, ...] = ()) -> None:
+        plan, launched = bench.flight.popleft()
+        for report in scheduler.commit(plan, replace(launched.result(), nonfinite=nonfinite)):
+            if report.hold is not None:
+                report.hold.release()
+            if judged and report.token is not None:
+                end = report.sequence.request.prompt_tokens + report.token_index
+                assert expected_tokens(report.sequence.tokens[:end], 1) == [report.token]
+
+    def advance(steps: int, *, judged: bool) -> None:
+        for _ in range(steps):
+            while len(bench.flight) <= lag and bench.launch() is not None:
+                pass
+            if bench.flight:
+                land(judged)
+
+    for _ in range(data.draw(st.integers(1, 4))):
+        add()
+        advance(data.draw(st.integers(0, 3)), judged=True)
+    read = [one for one in bench.sequences if one.status is Status.RUNNING and one.num_computed]
+    assume(read)
+    sequence = data.draw(st.sampled_from(read))
+    block = sequence.hold.blocks[data.draw(st.integers(0, sequence.num_computed - 1)) // SIZE]
+    runner.spoil(block)
+    for _ in range(data.draw(st.integers(0, 3))):
+        add()
+        advance(data.draw(st.integers(0, 3)), judged=False)
+    while len(bench.flight) <= lag and bench.launch() is not None:
+        pass
+    assume(bench.flight)
+    handles = bench.flight[0][0].handles
+    # The first row of a sequence counts, whatever becomes of drafts.
+    readers = [
+        handles.index(one.handle)
+        for one in bench.sequences
+        if one.handle in handles and one.status is Status.RUNNING and block in one.hold.blocks
+    ]
+    assume(readers)
+    land(True, (data.draw(st.sampled_from(readers)),))
+    for _ in range(data.draw(st.integers(0, 2))):
+        add()
+    for _ in range(2000):
+        if not scheduler.has_work and not bench.flight:
+            break
+        advance(1, judged=True)
+        for one in bench.sequences:
+            if not one.ended and not one.hold.doubtful:
+                assert runner.holds_kv_of(one.hold.blocks, one.tokens[: one.num_computed])
+        scheduler.check_integrity()
+    assert not scheduler.has_work
+    for one in tuple(bench.sequences):
+        bench.add(bench.request((*one.tokens, 0), 2))
+        bench.drain()
     bench.check_over()
 
 

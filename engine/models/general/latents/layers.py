@@ -37,6 +37,11 @@ class Latents:
         self._tokens: Tensor | None = None
         self._planned: set[int] = set()
 
+    @property
+    def native(self) -> bool:
+        """Whether kernels attend."""
+        return self._native
+
     def use_native(self) -> bool:
         """Uses kernels for attention from now on, if they can read the pools of all layers."""
         layers = [places for places in self._store.placing.layers if places.cache.latent]
