@@ -521,9 +521,9 @@ class Scheduler:
     def _schedule_chunks(self, rows: list[Row], budget: int, shares: StepShares | None, cost: StepCost | None) -> int:
         """Shares the budget among the sequences that lack more than one token, in order. Returns the rest.
 
-        The step's time is bounded (`EngineConfig.step_seconds`) while others decode, or are there, that are no less
-        urgent, but for the block with which the first chunk advances at least. A chunk that isn't the last ends at a
-        block's border if it reaches one, so that whole blocks can be sent.
+        The step's time is bounded (`EngineConfig.step_seconds`) while others that are no less urgent decode, will do so
+        when their KV has come, or are there, but for the block with which the first chunk advances at least. A chunk
+        that isn't the last ends at a block's border if it reaches one, so that whole blocks can be sent.
         """
         if len(rows) == len(self._running):
             return budget
@@ -564,11 +564,13 @@ class Scheduler:
         return budget
 
     def _decoding(self, rows: list[Row]) -> int | None:
-        """The smallest rank of the sequences that decode in this step, which has these rows so far, or in the next one;
-        None if none does."""
+        """The smallest rank of the sequences that decode in this step, which has these rows so far, or in the next one,
+        or whose KV is on its way; None if there are none."""
         ranks = [row.sequence.rank for row in rows] or [
             one.rank for one in self._running if one.generated + one.yields and one.expected - one.reach == 1
         ]
+        if (coming := self._allocator.least_reserved_rank) is not None:
+            ranks.append(coming)
         return min(ranks, default=None)
 
     # What a step did.
