@@ -52,6 +52,11 @@ class Allocator:
         """Number of reservations for requests of this rank or a smaller one."""
         return sum([request.urgency.rank <= rank for _, request in self._reserved])
 
+    @property
+    def least_reserved_rank(self) -> int | None:
+        """The smallest rank of requests with reservations; None without any."""
+        return min([request.urgency.rank for _, request in self._reserved], default=None)
+
     def lacking(self, sequence: EngineSequence) -> int:
         """Blocks that others would have to give up, so that a waiting sequence gets its own."""
         needed = self._limits.blocks_for(len(sequence.tokens)) + self._spare_for(sequence, self.use())

@@ -94,21 +94,24 @@ class StepFilling:
             self.rows = [row for row in self.rows if row.sequence.status is Status.RUNNING]
         self.budget -= len(self.rows)
 
-    def add_chunks(self, guesses: int, end_of_chunk: Callable[[int, int, int], int], *, may_extend: bool) -> None:
+    def add_chunks(
+        self, guesses: int, coming: int | None, end_of_chunk: Callable[[int, int, int], int], *, may_extend: bool
+    ) -> None:
         """Shares the budget among the sequences that lack more than one token, in order.
 
-        The step's time is bounded (`EngineConfig.step_seconds`) while others decode, or are there, that are no less
-        urgent, but for the block with which the first chunk advances at least. A chunk that isn't the last ends at a
-        block's border if it reaches one, so that whole blocks can be sent.
+        The step's time is bounded (`EngineConfig.step_seconds`) while others that are no less urgent decode, will do so
+        when their KV has come, or are there, but for the block with which the first chunk advances at least. A chunk
+        that isn't the last ends at a block's border if it reaches one, so that whole blocks can be sent.
 
         Args:
             guesses: guessed tokens of the step before, for the prediction of this step's time.
+            coming: smallest rank of the requests whose KV is on its way; None without any.
             end_of_chunk: as `Snapshots.end_of_chunk`.
             may_extend: whether a step without rows may take another sequence's blocks for a chunk.
         """
         if len(self.rows) == len(self._running):
             return
-        cost, shares, limit, decoding = self._cost, self._shares, self._config.step_seconds, self._decoding()
+        cost, shares, limit, decoding = self._cost, self._shares, self._config.step_seconds, self._decoding(coming)
         block_size = self._config.block_size
         work = StepWork(0, 0.0, len(self.rows), sum([row.sequence.expected for row in self.rows]), guesses)
         for sequence in tuple(self._running):
@@ -150,9 +153,12 @@ class StepFilling:
         blocks = len(sequence.hold.blocks) * self._config.block_size
         return sequence.expected <= blocks and sequence.hold.cover(sequence.expected)
 
-    def _decoding(self) -> int | None:
-        """The smallest rank of the sequences that decode in this step, or else in the next one; None if none does."""
+    def _decoding(self, coming: int | None) -> int | None:
+        """The smallest rank of the sequences that decode in this step, or else in the next one, and of those whose KV
+        is on its way; None if there are none."""
         ranks = [row.sequence.rank for row in self.rows] or [
             one.rank for one in self._running if one.generated + one.yields and one.expected - one.reach == 1
         ]
+        if coming is not None:
+            ranks.append(coming)
         return min(ranks, default=None)

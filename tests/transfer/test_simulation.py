@@ -27,7 +27,7 @@ SEEDS, MORE_SEEDS, MANY_SEEDS = 250, 1000, 100_000
 NOISY_SEEDS, MORE_NOISY_SEEDS, MANY_NOISY_SEEDS = 150, 500, 3000
 NOISE = 0.3
 """Share of the frames that are damaged in a noisy world."""
-RANKED_SEEDS, MORE_RANKED_SEEDS, MANY_RANKED_SEEDS = 80, 300, 10_000
+RANKED_SEEDS, MORE_RANKED_SEEDS, MANY_RANKED_SEEDS = 100, 300, 10_000
 OVERTAKEN = 8254
 """A world in which a frame could overtake one of the same hand-off and link that waited for its step."""
 SLICE = 500
