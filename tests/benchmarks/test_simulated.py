@@ -306,7 +306,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_the_benchmark_of_routing_finds_the_highest_rate_and_draws_it(
     measurements: Path, traces: Path, tmp_path: Path
 ) -> None:

@@ -35,9 +35,12 @@ class Narrowing:
         """Within it, a step of so many tokens is computed.
 
         Args:
-            wanted: int64 [N] those whose results are read; None for all.
+            wanted: int64 [N] those whose results are read; None for all. Where there are none, the first is computed:
+                kernels and the model's own code expect a row.
         """
         self._count, self._tokens, self._narrowed = 0, tokens, False
+        if wanted is not None and not len(wanted):
+            wanted = wanted.new_zeros(1)
         self._wanted = None if wanted is None or len(wanted) == tokens else wanted
         token = _current.set(self)
         try:
