@@ -178,7 +178,7 @@ def checkpoint(folder: Path, name: str, positions: int = 8192) -> int:
 
 
 def general_ways(*names: str) -> AbstractContextManager[object]:
-    """Within it, the general path runs models in one of these ways."""
+    """Context in which the general path runs models in one of these ways."""
     return patch.object(choose, "WAYS", tuple(way for way in choose.WAYS if way[0] in names))
 
 

@@ -68,4 +68,4 @@ def wait_answers(router: str, cluster: Supervised, api_key: str | None = None) -
             except KvrelayError:
                 return False
 
-    wait_until(answers, lambda: f"the router answers: {cluster.log()[-4000:]}", START_SECONDS, 0.1)
+    wait_until(answers, lambda: f"the router answers: {cluster.log()[-4000:]}", START_SECONDS)

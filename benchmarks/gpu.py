@@ -106,14 +106,14 @@ class Machine:
     """The device's best rates, measured with simple code; 1 in a dry run."""
 
     def __init__(self) -> None:
-        # What is written between two runs: more than any L2 holds.
+        # Written between two runs: more bytes than any L2 holds.
         self._flush = torch.empty(1 if DRY else 256 * 2**20, dtype=torch.uint8, device=DEVICE)
         self.bytes_per_second = self.flops_per_second = 1.0
         self.processors = 132 if DRY else torch.cuda.get_device_properties(0).multi_processor_count
         if not DRY:
             source = torch.empty(2**30, dtype=torch.uint8, device=DEVICE).random_()
             a, b, target = normal(8192, 8192), normal(8192, 8192), torch.empty_like(source)
-            # Not from a graph, in which a copy is left to slower units.
+            # Launched without a graph: in a graph, slower units make the copy.
             self.bytes_per_second = 2 * 2**30 / self.time(lambda: target.copy_(source), graph=False)["median_s"]
             self.flops_per_second = 2 * 8192**3 / self.time(lambda: a @ b)["median_s"]
 
@@ -341,7 +341,7 @@ def attending(prefill: Prefill, rows: int, start: int, length: int) -> Case:
     contexts = torch.full((rows,), start + length, dtype=torch.int32, device=DEVICE)
     planned = prefill.plan(AttentionInputs(contexts, contexts, paged.tables, contexts, starts, lengths), 0)
     run = filling(out, planned.launch, query, paged.kv, 0, out)
-    # Of a long prompt, the last queries are checked, which see the most keys.
+    # Only the last queries of a long prompt are checked, because they see the most keys.
     exact = partial(paged.exact, query[-min(64, length) :], rows - 1)
     work = flops(starts.tolist(), lengths.tolist(), HEADS, DIM)
     return Case(prefill.name, {"rows": rows, "start": start, "length": length}, run, exact, flops=work)

@@ -56,7 +56,7 @@ class PacedRunner(HashRunner):
 
 
 class SteadyRunner(HashRunner):
-    """Takes a step every `pace` seconds, whatever else the worker has to do meanwhile; one that is late is made up."""
+    """Runner that takes a step every `pace` seconds, whatever else the worker does; late steps are made up."""
 
     pace = float(os.environ.get(PACE, "0"))
     due = 0.0
@@ -68,7 +68,7 @@ class SteadyRunner(HashRunner):
 
 
 def build(folder: Path, dtype: Dtype, config: EngineConfig, loaded: Callable[[float], None]) -> tuple[Engine, Runner]:
-    """Takes the place of the engine that a checkpoint would have."""
+    """Makes the paced engine, in place of a checkpoint's."""
     blocks = config.kv_memory_bytes // LAYOUT.block_bytes if config.kv_memory_bytes else TABLE.kv_tokens // BLOCK
     runner = (SteadyRunner if SteadyRunner.pace else PacedRunner)(blocks, LAYOUT, hash_spec(MAX_CONTEXT))
     loaded(1.0)

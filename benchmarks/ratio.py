@@ -1,4 +1,5 @@
-"""Does the ratio of prefill to decode workers follow the traffic? Eight workers, traffic that flips and flips back.
+"""Measures whether the ratio of prefill to decode workers follows the traffic: eight workers, traffic that flips and
+flips back.
 
     python benchmarks/ratio.py [--seconds 50] [--splits 2] [--simulate] [--out FILE]
 

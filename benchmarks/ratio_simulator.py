@@ -132,7 +132,7 @@ class Job:
         return (self.last - self.first) / max(1, self.completion - 1)
 
     def good(self, config: ScalingConfig) -> bool:
-        """Whether it has ended within both targets."""
+        """Whether the request has ended within both targets."""
         return self.ttft <= config.ttft_target_seconds and self.tpot <= config.tpot_target_seconds
 
 
@@ -224,7 +224,7 @@ class Simulation:
     # Scaling.
 
     async def _beat(self) -> None:
-        """Lets the policy see what a supervisor sees, and follows it."""
+        """Gives the policy the reports that a supervisor gets, and carries out its decision."""
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             now = self._cluster.now - self._began

@@ -491,8 +491,11 @@ def measure_engines(args: argparse.Namespace) -> None:
 
     half = args.workers // 2
     pair, all_alike = ("prefill", "decode") * half, ("colocated",) * (2 * half)
-    kinds = {"predicted": Kind(pair, options("predicted"), {}), "pair": Kind(pair, options("least_work"), {})}
-    kinds["colocated bounded"] = Kind(all_alike, options("least_work"), {})
+    kinds = {"pair": Kind(pair, options("least_work"), {})}
+    for bound in args.step_ms:
+        limit = {"step_seconds": bound / 1000}
+        kinds[f"predicted {bound:g} ms"] = Kind(pair, options("predicted"), limit)
+        kinds[f"colocated {bound:g} ms"] = Kind(all_alike, options("least_work"), limit)
     for tokens in args.batch_tokens:
         limit = {"max_batch_tokens": tokens}
         kinds[f"pair {tokens}"] = Kind(pair, options("least_work"), limit)
@@ -602,6 +605,13 @@ def main() -> None:
     engines.add_argument("--batch", type=int, default=0, help="requests of batch that are always under way besides")
     engines.add_argument(
         "--batch-tokens", type=int, nargs="+", default=[128, 512], help="tokens of a step: which suits best is shown"
+    )
+    engines.add_argument(
+        "--step-ms",
+        type=float,
+        nargs="+",
+        default=[5, 20, 100],
+        help="bounds of a step's time (`engine.step_seconds`): which suits best is shown",
     )
     engines.add_argument("--out", type=Path, help="file for the results, which keeps what other runs have found")
     engines.set_defaults(do=measure_engines)

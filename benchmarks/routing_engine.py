@@ -11,6 +11,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,13 +58,13 @@ class Idle:
     ttft: tuple[float, ...]
     tpot: tuple[float, ...]
 
-    def met(self, stream: Stream) -> bool:
-        """Whether a request met both targets."""
+    def met(self, stream: Stream) -> tuple[bool, bool]:
+        """Whether a request met its targets of TTFT and of TPOT."""
         first = stream.first_token
         if stream.error or first is None or len(stream.tokens) < stream.count:
-            return False
+            return False, False
         ttft, tpot = (float(np.interp(len(stream.prompt), IDLE_LENGTHS, each)) for each in (self.ttft, self.tpot))
-        return first <= TTFT_FACTOR * ttft and tpot_of(stream) <= TPOT_FACTOR * tpot
+        return first <= TTFT_FACTOR * ttft, tpot_of(stream) <= TPOT_FACTOR * tpot
 
 
 def tpot_of(stream: Stream) -> float:
@@ -82,9 +83,13 @@ def scaled(arrival: Arrival, tag: str) -> tuple[tuple[int, ...], int]:
     return tuple(tokens[:length]), max(2, arrival.answer_tokens // ANSWER_SCALE)
 
 
-async def ask(client: AsyncClient, stream: Stream, service_class: str = "") -> dict[str, float]:
-    """Runs a request to its end; returns the relative errors of what the router had predicted of it, if it says so."""
-    found: dict[str, float] = {}
+async def ask(client: AsyncClient, stream: Stream, service_class: str = "") -> tuple[str, dict[str, float]]:
+    """Runs a request to its end.
+
+    Returns:
+        The way in which it was served, and the relative errors of what the router had predicted of it, if it says so.
+    """
+    way, found = "", dict[str, float]()
     try:
         async for chunk in client.generate(
             stream.prompt,
@@ -99,13 +104,14 @@ async def ask(client: AsyncClient, stream: Stream, service_class: str = "") -> d
             stream.times += [time.monotonic()] * len(chunk.token_ids)
             if chunk.timeline is not None:
                 timeline = chunk.timeline
+                way = timeline.way
                 came = timeline.first_token_seconds - timeline.route_seconds, tpot_of(stream)
                 for name, seconds in zip(("first_token", "token"), came, strict=True):
                     if seconds > 0 and (told := getattr(timeline, f"predicted_{name}_seconds", 0.0)):
                         found[name] = abs(told / seconds - 1)
     except KvrelayError as error:
         stream.error = f"{error.code.name}: {error}"
-    return found
+    return way, found
 
 
 @contextmanager
@@ -168,7 +174,7 @@ def load(
     """
     arrivals = at_rate(trace, rate, seconds)
 
-    async def main() -> list[tuple[Stream, dict[str, float]]]:
+    async def main() -> list[tuple[Stream, tuple[str, dict[str, float]]]]:
         streams = []
         began = time.monotonic()
         async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
@@ -192,8 +198,10 @@ def load(
     found: dict[str, Any] = {
         "rate": rate,
         "requests": len(streams),
-        "met": round(statistics.fmean(met), 4),
-        "goodput": round(rate * statistics.fmean(met), 4),
+        "met": round(statistics.fmean(map(all, met)), 4),
+        "met_ttft": round(statistics.fmean(ttft for ttft, _ in met), 4),
+        "met_tpot": round(statistics.fmean(tpot for _, tpot in met), 4),
+        "goodput": round(rate * statistics.fmean(map(all, met)), 4),
         **({"batch": batch} if batch else {}),
         "ttft_p99": round(float(np.quantile([stream.first_token or 0.0 for stream in served], 0.99)), 4),
         "ttft_p50": round(statistics.median(stream.first_token or 0.0 for stream in served), 4),
@@ -201,7 +209,9 @@ def load(
         "worst_gap_p99": round(float(gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))]), 4),
         "errors": sorted({stream.error for stream in streams if stream.error})[:3],
     }
-    told = [each for _, each in counted if each]
+    ways = Counter(way for _, (way, _) in counted)
+    found["ways"] = {way: round(count / len(counted), 3) for way, count in sorted(ways.items()) if way}
+    told = [each for _, (_, each) in counted if each]
     if told:
         for name in ("first_token", "token"):
             found[f"{name}_error_p50"] = round(statistics.median(each[name] for each in told if name in each), 3)

@@ -40,14 +40,11 @@ class Cell(NamedTuple):
 
 def plan_of(runner: Any, tokens: NDArray[np.int32], rows: int, start: int) -> StepPlan:
     """A step of rows of equal length with the same context, for a runner with layers of any kind."""
-    layout = getattr(runner, "cache_layout", None)
-    size = runner.layout.block_size if layout is None else layout.block_size
-    length = len(tokens) // rows
-    blocks = -(-(start + length) // size)
+    layout, length = runner.cache_layout, len(tokens) // rows
+    blocks = -(-(start + length) // layout.block_size)
     table = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
     slots = np.arange(rows, dtype=np.int32)[:, None]
-    groups = () if layout is None else layout.groups
-    tables = [slots if group.kind == "state" else table for group in groups] or [table]
+    tables = [slots if group.kind == "state" else table for group in layout.groups]
     return StepPlan(
         step=0,
         handles=tuple(range(rows)),

@@ -30,7 +30,7 @@ COMMANDS = {name: name for name in ("bench", "chat", "doctor", "logs", "model", 
 
 
 class OneLineErrors(click.Group):
-    """A group whose errors are single lines on stderr. It has those of COMMANDS, too."""
+    """A group whose errors are single lines on stderr, and whose commands include COMMANDS."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *COMMANDS})
@@ -155,7 +155,7 @@ def generate(prompt: str, target: str | None, as_json: bool, timeline: bool, **s
 
 
 def _utf8(prompt: str) -> str:
-    """The prompt; it isn't taken if it wasn't UTF-8, whose wrong bytes Python decodes to lone surrogates."""
+    """Refuses a prompt that wasn't UTF-8: Python decodes its wrong bytes to lone surrogates."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:

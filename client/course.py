@@ -106,11 +106,11 @@ class Course:
         self.router = routers.first()
         """Index of the router for the present call."""
         self._begun = False
-        """Whether a message has come, in any call."""
+        """Whether any call has received a message."""
         self._failures = 0
         """Failed calls in a row since the latest message."""
         self._lost_at = 0.0
-        """Time of the first of them."""
+        """Time of the first of these failures."""
 
     def call(self) -> pb.GenerateRequest:
         """The message of the next call."""
@@ -135,7 +135,7 @@ class Course:
         return True
 
     def _tokens(self, index: int) -> MutableSequence[int]:
-        """The tokens that have come of a completion."""
+        """Tokens of one completion that were received."""
         resume = self._request.resume
         if index == 0:
             return resume.token_ids
@@ -173,7 +173,7 @@ class Course:
         return asked + random.uniform(0.0, longest)
 
     def _left(self, error: KvrelayError, now: float) -> float:
-        """Seconds within which another call may begin; none if not positive."""
+        """Seconds left in which another call may begin; none may if this isn't positive."""
         if self._begun:
             return self._lost_at + self._resume_seconds - now
         known = len(self._routers.addresses)

@@ -21,7 +21,7 @@ from kvrelay.rpc.security import PARTS
 AUTHORITY = "ca"
 AUTHORITY_DAYS = 3650
 BACKDATED = timedelta(minutes=5)
-"""The clocks of two machines differ."""
+"""How far back a certificate's start is dated, because machines' clocks differ."""
 
 
 def make(folder: Path, days: int, keep_authority: bool) -> None:

@@ -85,7 +85,7 @@ class IncomingStream(Outbox):
             async for batch in self.batches():
                 await asyncio.wait_for(context.write(batch), WRITE_TIMEOUT_SECONDS)
         except (TimeoutError, grpc.RpcError, grpc.aio.BaseError) as error:
-            # A sender that dies during a write shows as one of these, not as a cancellation.
+            # A sender that dies during a write raises one of these errors, not a cancellation.
             self._ended(Code.CLOSED, f"control stream from {self.peer.name}: {type(error).__name__}")
         finally:
             code, message = self._ended(Code.CLOSED, f"control stream from {self.peer.name} was cut")
@@ -109,7 +109,7 @@ class IncomingStream(Outbox):
             self.close()
 
     def _ended(self, code: Code, message: str) -> tuple[Code, str]:
-        """The reason of the end: the first one that was found."""
+        """Reason of the stream's end: the first one that was found."""
         self._over = self._over or (code, message)
         return self._over
 

@@ -142,7 +142,7 @@ class KVReceiver(Endpoint[Receiving]):
             super().cancel(key, code)
 
     def blocks_freed(self) -> None:
-        """Blocks may be free now: asks again for the first of the offers that wait."""
+        """Asks again for blocks for the first waiting offer, since some may be free now."""
         first = self._waiting.first
         if first is not None:
             self._feed(self._transfers[first], BlocksFreed())

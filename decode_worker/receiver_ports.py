@@ -25,13 +25,13 @@ class ReceiverHost(Protocol):
         """
 
     def waits(self, key: Key) -> None:
-        """The attempt waits for free blocks. May be told again."""
+        """Notes that the attempt waits for free blocks. May be called again."""
 
     def release(self, reservation: Any) -> None:
-        """The receiver gives the reservation up: release it, on the thread that owns the block pool."""
+        """Releases a reservation that the receiver gives up, on the thread that owns the block pool."""
 
     def imported(self, key: Key, reservation: Any, first_token: int, stats: TransferStats, states: Any) -> None:
-        """The KV of all tokens is in the reserved blocks; the host owns the reservation from here on.
+        """Takes over the reservation, whose blocks have the KV of all tokens.
 
         Args:
             states: [n, layers, hidden] hidden states of the last n tokens, in memory of `ReceiveJobs.make_states`;
@@ -39,7 +39,7 @@ class ReceiverHost(Protocol):
         """
 
     def import_failed(self, key: Key, code: Code, message: str) -> None:
-        """The hand-off of an expected attempt failed."""
+        """Notes that the hand-off of an expected attempt failed."""
 
 
 class ReceiveJobs(Protocol):

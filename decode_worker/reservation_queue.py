@@ -32,7 +32,7 @@ class ReservationQueue:
         return first[-1] != key and (key in self._places or first[0] <= urgency)
 
     def wait(self, key: Key, urgency: Urgency) -> None:
-        """`key` was told that there is no room; it keeps its place if it has one."""
+        """Puts `key` into the queue, unless it is there already: there was no room for it."""
         if key not in self._places:
             self._places[key] = place = urgency, next(self._arrivals), key
             insort(self._waiting, place)

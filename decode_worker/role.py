@@ -126,12 +126,12 @@ class DecodeRole(HandoffRole):
         except EngineEndedError as error:
             outcome = error
         failpoint("decode.after_reserve", key)
-        # Behind the load that shows the blocks as taken.
+        # Posted after the load that shows the blocks as taken.
         post(self._has_come, key, isinstance(outcome, Reservation))
         post(answer, outcome)
 
     def _has_come(self, key: Key, settled: bool) -> None:
-        """The request has asked for blocks; with `settled`, it needs no further ones."""
+        """Notes that the request has asked for blocks; with `settled`, it needs no further ones."""
         if settled:
             self._promised.pop(key, None)
         if self._coming.pop(key, None) is not None:

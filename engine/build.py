@@ -81,7 +81,7 @@ def build_engine(
         logger.info("the engine computes on %s", torch.cuda.get_device_name())
     proposer = proposer_of(options.speculation)
     if options.speculation.method == "draft":
-        # First, because the served model's KV takes what is left of the memory.
+        # The proposer comes first, because the served model's KV takes the rest of the memory.
         layout = read_config(folder).kv_layout("float32", options.kv_dtype, options.block_size, "NHD")
         proposer = draft_proposer(dtype, options, options.kv_memory_bytes // layout.block_bytes)
     if ranks is None:
@@ -169,7 +169,7 @@ def _general_runner(
 
 def draft_options(options: EngineConfig) -> EngineConfig:
     """The options of a draft model."""
-    # What is asked for may not take its shapes; triton takes all.
+    # The option's kernel may not support the draft model's shapes; triton supports all.
     return replace(options, prefill_attention="triton", memory_share=max(0.01, 0.1 * options.memory_share))
 
 

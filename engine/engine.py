@@ -50,14 +50,14 @@ class Engine:
         """Time when the step before was committed."""
 
     def warm_up(self) -> None:
-        """Runs what would make the first steps slow. Call it before there are sequences."""
+        """Runs everything that would make the first steps slow. Call it before there are sequences."""
         guesses = self.scheduler.speculation
         self.runner.warm_up(() if guesses is None else guesses.layers)
         if guesses is not None:
             guesses.warm_up()
 
     def forget_steps(self) -> None:
-        """Begins the counts of steps and tokens anew: those so far computed nobody's request."""
+        """Resets the counts of steps and tokens: the steps so far computed nobody's request."""
         self._computed_tokens = self.prompt_tokens = self.steps = 0
         self.step_seconds = 0.0
 

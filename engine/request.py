@@ -14,7 +14,7 @@ MIN_REPETITION_PENALTY = 2.0**-7
 
 
 class FinishReason(enum.IntEnum):
-    """Why a sequence ended by itself (a cancel or a failure is not a finish).
+    """Reason why a sequence ended by itself (a cancel or a failure is not a finish).
 
     The numbers are those of `kvrelay.v1.FinishReason` in `proto/kvrelay/v1/inference.proto`, so that one number means
     the same from the engine to the client.
@@ -46,7 +46,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token ids and what is added to their logits."""
+    """Token ids, each with the number that is added to its logit."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the completion never has."""
     logprobs: int | None = None

@@ -11,7 +11,7 @@ from kvrelay.engine.states import StatesLayout
 
 
 class Status(enum.IntEnum):
-    """Where a sequence is. The order matters: every status after PREEMPTED means that it has left the scheduler."""
+    """Status of a sequence. The order matters: every status after PREEMPTED means that it has left the scheduler."""
 
     WAITING = 0
     """Waiting for a row, and for blocks unless its KV came from another worker."""
@@ -138,7 +138,7 @@ class Sequence:
 
     @property
     def expected(self) -> int:
-        """Tokens that it has once the plans in flight are committed."""
+        """Tokens of the sequence once the plans in flight are committed."""
         return len(self.tokens) + self.yields
 
     @property

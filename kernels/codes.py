@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 GROUP_MULTIPLE = 32
-"""Groups are a multiple of this many inputs, or all inputs."""
+"""Divisor of the number of inputs in a group, unless a group has all inputs."""
 SMALLEST_GROUP = 16
-"""Number of inputs of another group that int8 may have."""
+"""Smallest number of inputs in a group of int8."""
 PAGED_BYTES = 2**18
 """Tensors of this many bytes or more get pages of their own."""
 
@@ -231,7 +231,7 @@ def outputs_or_zeros(weight: Tensor | CodedWeight, rows: Tensor) -> Tensor | Cod
 
 
 def outputs_or_zeros(weight: Tensor | CodedWeight, rows: Tensor) -> Tensor | CodedWeight:
-    """The weight [out, in], or the bias [out], of other outputs.
+    """The weight [out, in], or the bias [out], with reordered outputs.
 
     Args:
         rows: int64 [outputs], of which -1 stands for zeros.

@@ -1,4 +1,4 @@
-"""The operations that a model consists of. A module that has them is a backend: `cpu.ops`, `gpu_ops`."""
+"""The operations that a model consists of. A backend is a module that has all of them: `cpu.ops`, `gpu_ops`."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol

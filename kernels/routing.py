@@ -1,4 +1,4 @@
-"""How rows of a step choose their experts. No torch."""
+"""The routing of a step's rows to experts. No torch."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -15,7 +15,7 @@ class Scoring(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How each row's experts are chosen; see `reference.route`."""
+    """Options of the choice of each row's experts; see `reference.route`."""
 
     experts: int
     top: int
@@ -24,7 +24,7 @@ class Routing:
     normalized: bool = True
     """Whether shares are divided by their sum."""
     least: float = 0.0
-    """Number that is added to that sum."""
+    """Number that is added to the sum of shares before they are divided by it."""
     scale: float = 1.0
     """Factor of shares."""
     groups: int = 1

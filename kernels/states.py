@@ -49,18 +49,18 @@ class StateRows(NamedTuple):
 
 
 def token_rows(x: Tensor) -> Tensor:
-    """The same numbers [T, ...], with those of a token behind each other."""
+    """The same numbers [T, ...], contiguous within each token."""
     return x if x[0].is_contiguous() else x.contiguous()
 
 
 class TimeStep(NamedTuple):
-    """How Mamba-2 makes its time steps."""
+    """Parameters of Mamba-2's time steps."""
 
     bias: Tensor | None
-    """[H], which is added first."""
+    """[H] numbers that are added first; None for none."""
     softplus: bool
     least: float
-    """Bounds, applied last."""
+    """Bounds of the time steps, applied last."""
     most: float
 
 

@@ -1,4 +1,4 @@
-"""The user's folder for what can be made again."""
+"""The user's cache folder."""
 
 import os
 from pathlib import Path

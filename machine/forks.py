@@ -25,7 +25,7 @@ import psutil
 
 Message = dict[str, Any]
 Work = Callable[[Message, bytes], tuple[Message, bytes]]
-"""Does a job: takes its message and bytes, and returns those of its answer."""
+"""Does a job: takes its message and bytes, and returns the answer's message and bytes."""
 HEADER = struct.Struct("<II")
 START_SECONDS = 120.0
 """Longest time, in seconds, for a template to read what it needs."""

@@ -1,4 +1,4 @@
-"""Facts of GGUF files that both the readers of their headers and those of their weights need."""
+"""Facts of GGUF files that the readers of headers and the readers of weights share."""
 
 from typing import NamedTuple
 

@@ -89,7 +89,7 @@ _PLAIN = {
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
 }
-"""Words of pydantic's messages, with those of kvrelay's."""
+"""Words of pydantic's messages, and the words that replace them."""
 
 Accepts = Callable[[Any], bool]
 

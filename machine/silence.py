@@ -9,7 +9,7 @@ from psutil import NoSuchProcess, Process
 SILENT_SECONDS = 3.0
 """Seconds without an answer after which a process that doesn't compute is frozen."""
 QUIET_SECONDS = 1.5
-"""Seconds without computing after which it counts as one that doesn't compute."""
+"""Seconds without computing after which a process counts as idle."""
 HUNG_SECONDS = 30.0
 """Seconds without an answer after which it is hung, whatever it computes."""
 PAUSE_SECONDS = 1.0
@@ -34,7 +34,7 @@ class Silence:
         self._used = -1.0
 
     def answered(self, process: Process | None) -> None:
-        """The process has answered."""
+        """Notes that the process has answered."""
         self.process, self._answered = process, time.monotonic()
         self._known = process is not None or self._remote
 

@@ -112,7 +112,7 @@ def _bar(name: str) -> Iterator[type]:
             made.append(self)
 
         def set_description(self, desc: str | None = None, refresh: bool | None = True) -> None:
-            """Keeps the model's name in front."""
+            """Does nothing, so that the model's name stays in front."""
 
         set_description_str = set_description
 

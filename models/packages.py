@@ -23,7 +23,7 @@ class PackagedModel:
     distribution: str
     version: str
     sha256: str
-    """Hash of the wheel, in hexadecimal."""
+    """SHA-256 of the wheel, in hexadecimal."""
     member: str
     """The file's path in the wheel."""
     size: int

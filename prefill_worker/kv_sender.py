@@ -74,13 +74,14 @@ class SenderHost(Protocol):
     """The prefill worker, as its `KVSender` calls it on the event loop."""
 
     def release(self, hold: Hold) -> None:
-        """The sender gives the hold up: release it, on the thread that owns the block pool."""
+        """Releases a hold that the sender gives up, on the thread that owns the block pool."""
 
     def exported(self, key: Key, stats: TransferStats) -> None:
-        """The decode worker has the KV."""
+        """Notes that the decode worker has the KV."""
 
     def export_failed(self, key: Key, code: Code, message: str) -> None:
-        """The hand-off failed, or its outcome is unknown here; then the decode worker's report counts."""
+        """Notes that the hand-off failed, or that its outcome is unknown here; then the decode worker's report
+        counts."""
 
 
 class SendJobs(Protocol):
@@ -112,7 +113,7 @@ class Sending(Transfer[SendAttempt]):
     """Steps whose end isn't known, oldest first: the tokens before those whose KV each computes, and its writes."""
 
     def written(self, tokens: int) -> KVWrites:
-        """The writes that end when the KV of the first `tokens` tokens is computed."""
+        """The writes whose end means that the KV of the first `tokens` tokens is computed."""
         while self.steps and self.steps[0][1].ended:
             self.steps.popleft()
         return next((writes for before, writes in reversed(self.steps) if before < tokens), WRITTEN)

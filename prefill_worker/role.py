@@ -61,7 +61,7 @@ class PrefillRole(HandoffRole):
         self._fetched = 0
         """Number of copies of hidden states that were asked for; the engine thread's."""
         self._came = 0
-        """Number of these copies that came to the event loop."""
+        """Number of these copies that have arrived on the event loop."""
         self._client = HandoffClient(self.setup, self)
         self._sender = self._client.sender
         worker.watch_engine(self._on_start, self._on_launch)

@@ -18,7 +18,7 @@ class RouterProcess(RouterServer):
 
     async def start(self) -> int:
         port = await super().start()
-        # What is here now, a tokenizer among it, stays to the end: the collector need not look at it again.
+        # All present objects, such as the tokenizer, stay until the end, so the collector needn't look at them again.
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)

@@ -1,4 +1,4 @@
-"""Who a client is by its network address, also behind proxies that the operator trusts.
+"""Identifies clients by their network address, also behind proxies that the operator trusts.
 
 Limits by address count an IPv6 network of 64 bits as one client: whoever has one of its addresses has all of them.
 """

@@ -147,7 +147,7 @@ class RouterOptions(Options):
     prefill memory."""
 
     prefill_ahead_tokens: Annotated[int, Interval(ge=1, le=2**40)] = 8192
-    """Tokens that a worker has to compute from which on further prompts for it wait in the router, where each tenant
+    """When a worker has this many prompt tokens pending, further prompts for it wait in the router, where each tenant
     gets its share. Too few let the worker wait for a prompt."""
 
     prefix_index_tokens: Annotated[int, Interval(ge=0, le=2**40)] = 8 * 2**20

@@ -62,7 +62,7 @@ class PromptTooLong(InvalidRequest):
 
 
 class BadField(InvalidArgument):
-    """A field of a JSON body is not as it should be."""
+    """A field of a JSON body has a wrong type or form."""
 
     def __init__(self, text: str, field: str, code: str | None) -> None:
         """
@@ -181,6 +181,6 @@ def brief(text: str, most: int = MAX_TEXT_BYTES) -> str:
 
 def shorten(value: object) -> str:
     """`repr(value)`, cut to a length that fits in an error message."""
-    # A slice first: the `repr` of some megabytes takes milliseconds.
+    # The value is cut first, because the `repr` of some megabytes takes milliseconds.
     text = repr(value[: MAX_VALUE_CHARACTERS + 1] if isinstance(value, (str, bytes)) else value)
     return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[:MAX_VALUE_CHARACTERS]}..."

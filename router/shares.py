@@ -36,18 +36,18 @@ class Shares(Generic[KeyT]):
         return max(self._now, self._at.get(key, 0.0)) if key not in self._joined else self._at[key]
 
     def join(self, key: KeyT) -> None:
-        """The key wants something from now on."""
+        """Adds a key that waits for something from now on."""
         self._at[key] = self[key]
         self._joined.add(key)
 
     def leave(self, key: KeyT) -> None:
-        """Notes that the key wants nothing more."""
+        """Removes a key that waits for nothing any more."""
         self._joined.discard(key)
         if len(self._at) > 2 * len(self._joined) + _KEPT:
             self._at = {key: at for key, at in self._at.items() if key in self._joined or at > self._now}
 
     def charge(self, key: KeyT, amount: float) -> None:
-        """The key gets so much, divided by its weight."""
+        """Charges a key for an amount, divided by its weight."""
         at = self[key]
         self._now = max(self._now, min((self._at[other] for other in self._joined), default=at))
         self._at[key] = at + amount
@@ -131,10 +131,10 @@ class Places:
         return self._counts.get(holder, 0)
 
     def free(self, holder: str) -> bool:
-        """Whether the holder may take one that is free."""
+        """Whether the holder may take a free place."""
         if self.taken < self.most - self._reserve:
             return True
-        # Counts one holder more than there are: somebody else may come.
+        # Counts one holder more than there are, because another one may come.
         holders = len(self._counts) + (holder not in self._counts) + 1
         return self.taken < self.most and (not self._reserve or self[holder] < self.most // holders)
 

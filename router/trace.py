@@ -16,7 +16,8 @@ Outcome = Literal["stop", "length", "cancelled", "invalid", "exhausted", "unavai
 ReportT = TypeVar("ReportT", PrefillReport, TransferReport, DecodeReport)
 
 IncidentKind = Literal["wait", "failed", "moved", "ended"]
-"""It had to wait for workers; an attempt failed; it left workers that were stopped on purpose; it ended by an error."""
+"""Kind of an incident: the request had to wait for workers; an attempt failed; it left workers that were stopped on
+purpose; it ended by an error."""
 
 
 class Incident(NamedTuple):
@@ -71,7 +72,7 @@ class AttemptTrace:
 
     @property
     def handoff(self) -> Handoff | None:
-        """The KV that it has sent from one worker to another; None if that has not ended."""
+        """The hand-off of the attempt's KV; None before its end."""
         if self.transfer is None:
             return None
         return Handoff(self.prefill_worker, self.decode_worker, self.transfer.transfer_bytes)
@@ -119,9 +120,9 @@ class RequestTrace:
     longest_gap: tuple[float, float] = (0.0, 0.0)
     """The longest time between two messages with tokens: seconds, and when it ended."""
     outcome: Outcome | None = None
-    """How it ended; None while it runs."""
+    """Outcome of the request; None while it runs."""
     ended: float | None = None
-    """When it ended."""
+    """Time of the request's end."""
     failure: str = ""
     """Reason why it has no end of its own, as the client was told; empty if it has one."""
     clock: Callable[[], float] = field(default=time.monotonic, repr=False, compare=False)
@@ -194,7 +195,7 @@ class RequestTrace:
 
     @property
     def transfer_bytes(self) -> int:
-        """The KV that all attempts have sent from one worker to another."""
+        """Bytes of KV that all attempts have handed over."""
         return sum(each.nbytes for each in self.handoffs)
 
     @property
@@ -283,13 +284,13 @@ class RequestTrace:
         self.asked = latest.ended
 
     def end(self, outcome: Outcome, failure: str = "") -> None:
-        """Notes how it ended; `failure` as there."""
+        """Notes the request's end; `failure` as the attribute."""
         self.outcome, self.failure, self.ended = outcome, failure, self.clock()
         if failure:
             self.delayed("ended", failure)
 
     def sent(self, now: float) -> float | None:
-        """Notes that tokens were sent to the client; returns the seconds since others were, if any."""
+        """Notes that tokens were sent to the client; returns the seconds since the tokens before them, if any."""
         latest, before = self.tries[-1], self.last_sent
         latest.first_sent, latest.last_sent = latest.first_sent or now, now
         if before is not None:

@@ -6,6 +6,7 @@ internal connection check the other's: a client the part that it wants to reach,
 
 import logging
 import ssl
+import threading
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -15,7 +16,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from kvrelay.rpc.security import PARTS, Part
-from kvrelay.rpc.watched import Watched
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class KeyPair:
 
 
 class CertificateFiles:
-    """A key pair in files. Any thread."""
+    """A key pair in files, read again when they change. Thread-safe."""
 
     def __init__(self, certificate: Path, key: Path, ca: Path | None = None, part: Part | None = None) -> None:
         """`part`: the certificate must name it.
@@ -48,12 +48,14 @@ class CertificateFiles:
             ValueError: a file can't be used now; the text says which and why.
         """
         self._certificate, self._key, self._ca, self._part = certificate, key, ca, part
-        files = [path for path in (certificate, key, ca) if path is not None]
-        self._watched = Watched("certificate", files, self._read)
+        self._files = [path for path in (certificate, key, ca) if path is not None]
+        self._lock = threading.Lock()
+        # Before the files are read: a change in between is noticed by the next look.
+        self._seen = self._refused = [file_state(path) for path in self._files]
+        self._pair = self._warned = self._read()
         self._checked_at = time.monotonic()
-        self._warned = self._watched.current()
         self._warned_at = -WARN_SECONDS
-        self._warn(self._warned)
+        self._warn(self._pair)
 
     @property
     def paths(self) -> tuple[Path, Path]:
@@ -61,9 +63,25 @@ class CertificateFiles:
         return self._certificate, self._key
 
     def current(self) -> KeyPair:
-        """The certificate and key in the files; if they can't be used now, the last ones that could."""
+        """The certificate and key in the files; if they can't be used now, the last ones that could.
+
+        Files that can't be used are logged once, and tried again by the next look.
+        """
         self._checked_at = time.monotonic()
-        pair = self._watched.current()
+        with self._lock:
+            state = [file_state(path) for path in self._files]
+            if state != self._seen:
+                fields = {"files": [str(path) for path in self._files]}
+                try:
+                    self._pair = self._read()
+                    self._seen = state
+                    logger.info("certificate read again", extra=fields)
+                except ValueError as error:
+                    if state != self._refused:
+                        self._refused = state
+                        text = "certificate not read again; the last one stays in use"
+                        logger.error(text, extra={**fields, "reason": str(error)})
+            pair = self._pair
         self._warn(pair)
         return pair
 
@@ -168,3 +186,12 @@ def _certificates(path: Path, pem: bytes) -> list[x509.Certificate]:
         return x509.load_pem_x509_certificates(pem)
     except ValueError as error:
         raise ValueError(f"{path}: not certificates in PEM: {error}") from None
+
+
+def file_state(path: Path) -> tuple[int, int, int] | None:
+    """Modification state of a file, to be compared with an earlier one; None if the file is missing."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_ino, stat.st_size

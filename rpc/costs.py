@@ -10,7 +10,7 @@ _OWN = ("chunk", "step_seconds", "decode_error", "prompt_error")
 
 
 def costs_message(costs: WorkerCosts) -> Costs:
-    """The message that says these costs."""
+    """The message with these costs."""
     return Costs(
         **{name: getattr(costs.step, name) for name in _STEP},
         **{name: getattr(costs, name) for name in _OWN},
@@ -22,7 +22,7 @@ def costs_message(costs: WorkerCosts) -> Costs:
 
 
 def read_costs(message: Costs) -> WorkerCosts:
-    """The costs that a message says."""
+    """The costs in a message."""
     return WorkerCosts(
         StepCost(**{name: getattr(message, name) for name in _STEP}),
         **{name: getattr(message, name) for name in _OWN},

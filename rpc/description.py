@@ -49,16 +49,15 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 def amounts() -> list[Amount]:
     """The limits of this process, such as open files and memory, and how much of each is used."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = psutil.Process().num_fds()
-    found = [Amount(name="open files", used=files, limit=_limit(soft), hard_limit=_limit(hard))]
-    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    found.append(Amount(name="locked memory", used=UNKNOWN, limit=_limit(soft), hard_limit=_limit(hard)))
+    found = [
+        Amount(name="open files", used=psutil.Process().num_fds(), limit=_limit(resource.RLIMIT_NOFILE)),
+        Amount(name="locked memory", used=UNKNOWN, limit=_limit(resource.RLIMIT_MEMLOCK)),
+    ]
     limits = memory_limits()
     if limits:
-        # The one that is reached first.
+        # The limit that is reached first.
         memory = min(limits, key=lambda group: group.limit - group.used)
-        found.append(Amount(name="memory", used=memory.used, limit=memory.limit, hard_limit=memory.limit))
+        found.append(Amount(name="memory", used=memory.used, limit=memory.limit))
     places = {"shared memory": SHARED_MEMORY, "disk /": Path("/")}
     places[f"disk {tempfile.gettempdir()}"] = Path(tempfile.gettempdir())
     for name, path in places.items():
@@ -66,9 +65,10 @@ def amounts() -> list[Amount]:
             space = shutil.disk_usage(path)
         except OSError:
             continue  # a machine may have no /dev/shm
-        found.append(Amount(name=name, used=space.total - space.free, limit=space.total, hard_limit=space.total))
+        found.append(Amount(name=name, used=space.total - space.free, limit=space.total))
     return found
 
 
-def _limit(value: int) -> float:
+def _limit(resource_number: int) -> float:
+    value = resource.getrlimit(resource_number)[0]
     return UNLIMITED if value == resource.RLIM_INFINITY else float(value)

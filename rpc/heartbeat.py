@@ -201,7 +201,7 @@ class Substitute:
     def __init__(self, supervisor: str, credentials: Credentials, interval: float) -> None:
         """Begins to watch the running event loop."""
         self.heartbeat: AttendRequest | None = None
-        """The latest, which is not changed any more."""
+        """The latest heartbeat, which is never changed afterwards."""
         self._supervisor = supervisor
         self._credentials = credentials
         self._interval = interval

@@ -148,7 +148,7 @@ class ExitDeadline:
         self._timer.start()
 
     def cancel(self) -> None:
-        """The process goes on without a deadline."""
+        """Cancels the deadline."""
         if self._timer is not None:
             self._timer.cancel()
 

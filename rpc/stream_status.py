@@ -42,7 +42,7 @@ def _status_of(ended: StreamCall) -> grpc.aio.AioRpcError:
 
 
 def _result(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that has nothing to wait for."""
+    """The result of a coroutine that never suspends."""
     try:
         coroutine.send(None)
     except StopIteration as returned:

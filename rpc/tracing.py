@@ -51,7 +51,7 @@ class TraceContext:
 
 
 def _is_state(state: str) -> bool:
-    """Whether it is a valid `tracestate`. OpenTelemetry writes into the log what is wrong with another one."""
+    """Whether a text is a valid `tracestate`. OpenTelemetry logs an invalid one."""
     if len(state) > _MAX_STATE:
         return False
     members = [found for member in state.split(",") if (found := member.strip(" \t"))]

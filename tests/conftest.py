@@ -6,7 +6,9 @@ import gc
 import glob
 import os
 import random
+import re
 import signal
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -14,13 +16,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
+from support.forks import share
+
 # Triton decides as a kernel's module is imported whether the kernel will be interpreted. Without a GPU all are, in this
 # process and its children; what needs the compiler asks `tests/kernels/triton_compile.py`.
 if not glob.glob("/dev/nvidia[0-9]*"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # OpenMP's threads would spin for work on cores that other test processes need.
-if "PYTEST_XDIST_WORKER" in os.environ:
+if "PYTEST_XDIST_WORKER" in os.environ or any(word.startswith("-n") for word in sys.argv):
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
@@ -48,9 +52,16 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Has the processes of a whole suite share a server of forks."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if whole and config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        share()
+
+
 LONGEST = (
+    "tests/faults/test_kills.py",
     "tests/cluster/ray/test_ray_cluster.py",
-    "tests/faults/test_supervised.py",
     "tests/kernels/test_paged_attention.py",
     "tests/kernels/test_sample_kernel.py",
     "tests/router/request/test_held_loop.py",
@@ -58,57 +69,61 @@ LONGEST = (
     "tests/engine/runner/test_gpu_heads.py",
     "tests/router/request/test_special.py",
     "tests/engine/general/test_every_architecture.py",
-    "tests/faults/test_kills.py",
-    "tests/benchmarks/test_siege.py",
+    "tests/benchmarks/test_benchmarks.py",
     "tests/faults/test_launched_chunks.py",
     "tests/engine/runner/test_gpu_runner.py",
     "tests/router/entry/test_shares.py",
     "tests/engine/models/test_quantized_models.py",
-    "tests/cluster/fleet/test_nodes.py",
     "tests/transfer/test_simulation.py",
-    "tests/faults/test_router_faults.py",
     "tests/faults/test_broken_links.py",
-    "tests/engine/speculate/test_speculation.py",
-    "tests/models/test_hub.py",
-    "tests/helm/test_chart.py",
-    "tests/benchmarks/test_benchmarks.py",
+    "tests/faults/test_rank_faults.py",
+    "tests/engine/general/test_general_cluster.py",
+    "tests/kernels/test_cpu_attention.py",
+    "tests/kernels/test_state_kernels.py",
     "tests/guided/test_guided.py",
     "tests/nemesis/test_nemesis.py",
     "tests/engine/runner/test_gpu_engine.py",
-    "tests/faults/test_hostile_clients.py",
-    "tests/faults/test_fuzz.py",
-    "tests/engine/general/test_general_cluster.py",
-    "tests/engine/test_compiler.py",
-    "tests/faults/test_drains.py",
-    "tests/transfer/test_transports.py",
-    "tests/e2e/test_road.py",
-    "tests/engine/sampling/test_sampler.py",
-    "tests/faults/test_corruption.py",
-    "tests/faults/test_router_streams.py",
-    "tests/kernels/test_elementwise_kernels.py",
-    "tests/kernels/test_cpu_attention.py",
     "tests/engine/runner/test_step_pieces.py",
-    "tests/faults/test_pair_cycles.py",
+    "tests/faults/test_hostile_clients.py",
+    "tests/e2e/test_road.py",
+    "tests/helm/test_chart.py",
+    "tests/faults/test_router_streams.py",
     "tests/e2e/test_structured.py",
 )
 """Files that take longest in `make test` or `make test-all`: begun first, so that none is left for the end."""
 
-CLUSTERS = {
-    "tests/benchmarks/test_siege.py",
-    "tests/cluster/fleet/test_nodes.py",
-    "tests/cluster/ray/test_ray_cluster.py",
-    "tests/faults/test_supervised.py",
+TOGETHER = {
+    "clusters": (
+        "tests/benchmarks/test_siege.py",
+        "tests/cluster/fleet/test_nodes.py",
+        "tests/cluster/ray/test_ray_cluster.py",
+        "tests/faults/test_supervised.py",
+    ),
+    "pair": ("tests/e2e/test_http_pair.py", "tests/e2e/test_sampling.py"),
+    "pairs": (
+        "tests/faults/test_corruption.py",
+        "tests/faults/test_drains.py",
+        "tests/faults/test_fuzz.py",
+        "tests/faults/test_kills.py",
+        "tests/faults/test_near_cache.py",
+        "tests/faults/test_replacement.py",
+        "tests/faults/test_router_faults.py",
+        "tests/faults/test_routers.py",
+        "tests/faults/test_supervisor_kills.py",
+    ),
 }
-"""Files that keep whole clusters of a dozen processes: run one after another, since Ray gives up if its own processes
-don't start within 30 s."""
+"""Files whose tests run one after another, by the group: `clusters` keep a dozen processes each, and Ray gives up if
+its own processes don't start within 30 s; the others share the fixture of that name."""
+GROUPS = {file: group for group, files in TOGETHER.items() for file in files}
 
 
 class FileScheduling(LoadScopeScheduling):
-    """The tests of a file run in one process, and so do all of `CLUSTERS`."""
+    """A process runs the tests of a file, or of a group of files; of `pairs`, those over one kind of links."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return "clusters" if file in CLUSTERS else file
+        file, _, test = nodeid.partition("::")
+        group = GROUPS.get(file, file)
+        return group + "".join(re.findall(r"\[\w+", test)[:1]) if group == "pairs" else group
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FileScheduling:
@@ -160,6 +175,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid in reasons:
             item.add_marker(pytest.mark.xfail(reason=reasons[item.nodeid], strict=False))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Function, nextitem: pytest.Function | None) -> None:
+    """Ends a cluster that many files share behind the last test that uses it: an idle one takes CPU time, too."""
+    for name in ("pair", "pairs"):
+        if name in item.fixturenames and (nextitem is None or name not in nextitem.fixturenames):
+            for definition in item._fixtureinfo.name2fixturedefs.get(name, ()):
+                definition.finish(item._request)
 
 
 def pytest_collection_finish() -> None:

@@ -67,7 +67,7 @@ class FailpointError(ValueError):
 
 
 class Injected(RuntimeError):
-    """Raised by a failpoint."""
+    """Raised by a failpoint with the action `raise`."""
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ def _rule(text: str) -> Rule:
     try:
         number = default or 0.0 if argument is None else float(argument)
         share, times = float(conditions.pop("share", "1")), int(conditions.pop("times", str(2**31)))
-        # Rules of one seed draw apart from each other.
+        # Rules with the same seed draw independently of each other.
         chance = random.Random(f"{int(conditions.pop('seed', '0'))} {text}")
     except ValueError as error:
         raise FailpointError(f"{VARIABLE}: {text!r}: {error}") from None
@@ -149,7 +149,7 @@ _armed: Sequence[Rule] = parse(os.environ.get(VARIABLE, ""))
 
 
 def arm(rules: Sequence[Rule]) -> None:
-    """Puts these rules in the place of those that were armed."""
+    """Replaces the armed rules."""
     global _armed
     _armed = rules
 

@@ -57,7 +57,7 @@ class HandoffRole(Role, ABC):
         self.setup = self.make_setup()
         self.transports = entries(self.setup.transports)
         self._early: dict[Key, asyncio.Task[None]] = {}
-        """Requests whose peer is unknown here yet: the router may know a new worker first."""
+        """Requests whose peer this worker doesn't know yet: the router may learn of a new worker first."""
 
     def make_setup(self) -> HandoffSetup:
         """Everything that this worker hands KV over with."""

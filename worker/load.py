@@ -31,7 +31,7 @@ SOON_SECONDS = 0.5
 COSTS_SECONDS = 1.0
 """Least time in seconds between two messages of costs."""
 CHANGED = 0.05
-"""Relative change of a coefficient that is told."""
+"""Relative change of a coefficient from which on routers are told."""
 MOST_LINKS = 256
 """Number of senders whose hand-offs are remembered."""
 PACE_DECAY = 0.9
@@ -74,7 +74,7 @@ class LoadReports:
         self._report: asyncio.TimerHandle | None = None
 
     def attach(self, stream: RelayStream) -> None:
-        """Tells this stream each change from now on."""
+        """Adds a stream that is told each change from now on."""
         self._streams.add(stream)
 
     def detach(self, stream: RelayStream) -> None:

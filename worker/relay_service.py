@@ -51,7 +51,7 @@ class RelayService(WorkerServiceServicer):
             async for message in stream.messages():
                 await asyncio.wait_for(context.write(message), WRITE_TIMEOUT_SECONDS)
         except (TimeoutError, grpc.RpcError, grpc.aio.BaseError) as error:
-            # A client that dies during a write shows as one of these, not as a cancellation.
+            # A client that dies during a write raises one of these errors, not a cancellation.
             logger.warning("router lost", extra={"router": stream.router, "reason": type(error).__name__})
         finally:
             reader.cancel()

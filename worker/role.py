@@ -67,8 +67,8 @@ class Role:
         return 0 if self.endpoint is None else self.endpoint.active
 
     def on_step(self, progress: Sequence[Progress]) -> None:
-        """A step has ended, and its tokens are queued for the routers; or, without progress, a sequence was cancelled
-        between two steps. Blocks may be free.
+        """Called when a step has ended, with its tokens queued for the routers; or, without progress, when a sequence
+        was cancelled between two steps. Blocks may be free.
         """
 
     def tell(self, found: Description) -> None:

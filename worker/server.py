@@ -443,7 +443,7 @@ def _log_context(spec: ModelSpec) -> None:
 
 
 class Fenced(RuntimeError):
-    """The supervisor has declared this incarnation dead."""
+    """Raised when the supervisor has declared this incarnation dead."""
 
     def __init__(self, identity: WorkerId) -> None:
         super().__init__(f"{identity} was declared dead by the supervisor")

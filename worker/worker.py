@@ -255,7 +255,7 @@ class Worker:
                 self._hooks.failed(error)
                 raise EngineEndedError("the engine has failed") from error
             finally:
-                # Behind the loads that the engine thread has read before.
+                # Posted after the loads that the engine thread has read before.
                 self.post_to_loop(self._set_load, self._loads.read())
 
     def resume(
@@ -311,7 +311,7 @@ class Worker:
         return self._engine.scheduler.prefix.pool.total
 
     def share(self, sequence: EngineSequence, first: int, end: int) -> Hold:
-        """Another hold on the blocks [first, end) of a sequence. On the engine thread."""
+        """A further hold on the blocks [first, end) of a sequence. On the engine thread."""
         return self._engine.scheduler.share(sequence, first, end)
 
     def watch_engine(self, on_start: OnStart | None, on_launch: OnLaunch | None) -> None:
@@ -477,7 +477,7 @@ class Worker:
             self._forget(key)
 
     def abandon(self, stream: RelayStream) -> None:
-        """The stream is over: cancels every request that was submitted on it."""
+        """Cancels every request that was submitted on a stream that has ended."""
         self._loads.detach(stream)
         self._foreign.detach(stream)
         for key in [key for key, live in self._live.items() if live.stream is stream]:
@@ -597,4 +597,4 @@ class ColocatedRole(Role):
 
 
 def _nothing() -> None:
-    """Does nothing: a command that waits for those before it, or wakes the engine's thread."""
+    """Does nothing. As a command it waits for earlier commands, or wakes the engine's thread."""

@@ -36,7 +36,7 @@ ROWS: dict[str, Callable[[Given], list[Measure]]] = {
 
 
 def shown(row: str, measures: Sequence[Measure]) -> str:
-    """A table of what was asked and measured."""
+    """A table of the limits and the measured values."""
     width = max(len(each.what) for each in measures)
     wide = max(len(each.asked) for each in measures)
     lines = [

@@ -120,7 +120,7 @@ def bodies(given: Given) -> list[Measure]:
 
 
 def defects(said: dict[str, Any]) -> list[str]:
-    """Outcomes of requests that only a defect has."""
+    """Outcomes that only a defect can have."""
     bad = ("HTTP 500", "HTTP 501", "HTTP 502", "AioRpcError StatusCode.INTERNAL", "AioRpcError StatusCode.UNKNOWN")
     return [
         f"{number} of {kind}: {said['examples'].get(kind)}" for kind, number in said["outcomes"].items() if kind in bad

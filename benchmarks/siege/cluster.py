@@ -75,7 +75,7 @@ class Besieged:
             }
 
         with suppress(AssertionError):
-            wait_until(lambda: not held(), "no block is held", IDLE_SECONDS, 0.2)
+            wait_until(lambda: not held(), "no block is held", IDLE_SECONDS)
         return held()
 
 
@@ -120,7 +120,7 @@ def besieged(
 
 
 def send(place: Besieged, path: str, data: bytes, key: str = ATTACKER) -> str:
-    """Sends one request; its status."""
+    """Sends one request; returns its status."""
     if "Service/" not in path:
         return str(web(place, path, data, key)[0])
     with grpc.insecure_channel(place.grpc) as channel:

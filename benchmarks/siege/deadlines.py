@@ -1,5 +1,5 @@
-"""Requests with random deadlines; what is a defect's answer is kept. `load.py` runs them, with the options that the
-function names."""
+"""Requests with random deadlines; answers that only a defect gives are kept. `load.py` runs them, with the options that
+the function names."""
 
 import asyncio
 import json
@@ -77,7 +77,7 @@ async def run_all(stop: asyncio.Event, sends: Iterator[Send], count: int) -> dic
 
 
 async def call(calling: grpc.aio.Channel, method: str, data: bytes, seconds: float, metadata: Any) -> str:
-    """Sends a message of gRPC; what came of it."""
+    """Sends a gRPC message; returns the outcome."""
     answer = calling.unary_stream(method)(data, timeout=seconds, metadata=metadata)
     try:
         async for _ in answer:

@@ -43,7 +43,7 @@ def client(options: Options) -> AsyncClient:
 
 
 def noted(stream: Stream) -> dict[str, Any]:
-    """A record of a stream that has ended."""
+    """Record of an ended stream."""
     return {
         "name": stream.name,
         "first_token": stream.first_token,
@@ -216,7 +216,7 @@ async def grammars(options: Options, stop: asyncio.Event) -> dict[str, Any]:
 
 
 async def partial_requests(options: Options, stop: asyncio.Event) -> dict[str, Any]:
-    """Clients that begin what they don't finish, once each.
+    """Clients that begin a request or handshake and never finish it, once each.
 
     Options: `what`: `Generate`, a message, or `handshake`; `count`; `source`, their address.
     """

@@ -85,7 +85,7 @@ def kv(given: Given) -> list[Measure]:
 
 
 def attacks(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
-    """The ways in which one tenant is at its worst: the kind of load, and its options."""
+    """The attacks of one tenant: kind of load, and its options."""
     prompts = folder / "prompts"
     prompts.write_text(json.dumps({"prompt": [[5]] * 1024, "max_tokens": 64}))
     streams = {"name": "many", "prompts": (16, 16), "counts": (1000, 1000), "at_once": 300, "distinct": 0}

@@ -67,13 +67,13 @@ def at_least(what: str, value: float, limit: float, **more: Any) -> Measure:
 
 
 def none_of(what: str, found: Sequence[str], **more: Any) -> Measure:
-    """A measure that asks that `found` is empty."""
+    """A measure that requires `found` to be empty."""
     text = f"{len(found)}" + (f", e.g. {found[0][:200]}" if found else "")
     return Measure(what, "none", text, not found, {"found": [each[:600] for each in found[:10]], **more})
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """NaN without values, which no limit allows."""
+    """Quantile of the values; NaN without values, which no limit allows."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
@@ -90,7 +90,7 @@ class Loading:
             raise RuntimeError(f"the process of {kind} did not begin")
 
     def finish(self, seconds: float = 0.0) -> dict[str, Any]:
-        """Tells it to end, unless it does so by itself within so many seconds; returns what it saw.
+        """Tells the process to end, unless it ends by itself within `seconds`; returns its output.
 
         Raises:
             RuntimeError: it failed.

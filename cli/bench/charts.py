@@ -29,7 +29,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One request in a picture of all: when it was due, sent, had its first message, and its last; in seconds."""
+    """Times of one request in the timeline chart, in seconds: due, sent, first message, last message."""
 
     due: float
     sent: float
@@ -50,7 +50,7 @@ class Axis:
         self._start, self._end = start, end
 
     def at(self, value: float) -> float:
-        """The pixel of a value."""
+        """Pixel at which a value is drawn."""
         value = math.log10(max(value, 1e-12)) if self._log else value
         return self._start + (self._end - self._start) * (value - self._low) / (self._high - self._low)
 
@@ -217,7 +217,7 @@ def _steps(points: Sequence[tuple[float, float]], x_axis: Axis, y_axis: Axis) ->
 
 
 def _thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most MOST_POINTS of them, the first and the last among them."""
+    """At most MOST_POINTS of the points, the first and the last included."""
     if len(points) <= MOST_POINTS:
         return points
     return [points[round(at * (len(points) - 1) / (MOST_POINTS - 1))] for at in range(MOST_POINTS)]

@@ -101,7 +101,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Driven:
+class LoadResult:
     """The measurements of one schedule."""
 
     requests: list[Request]
@@ -112,7 +112,7 @@ class Driven:
     """Whether it was cancelled: requests that weren't done then are missing."""
 
 
-async def drive(face: Face, schedule: Schedule, watch: Watch) -> Driven:
+async def drive(face: Face, schedule: Schedule, watch: Watch) -> LoadResult:
     """Sends all requests, and waits for all answers. If the calling task is cancelled, what is done by then counts.
 
     Args:
@@ -156,4 +156,4 @@ async def drive(face: Face, schedule: Schedule, watch: Watch) -> Driven:
         task.uncancel()
         interrupted = True
     requests = [each.result() for each in tasks if not each.cancelled()]
-    return Driven(requests, time.perf_counter() - began, interrupted)
+    return LoadResult(requests, time.perf_counter() - began, interrupted)

@@ -57,7 +57,7 @@ class Lengths:
 
     @property
     def valid(self) -> bool:
-        """Whether the numbers make sense together."""
+        """Whether the distribution's numbers are consistent."""
         if not 1 <= self.first <= MAX_TOKENS:
             return False
         if self.kind == "uniform":

@@ -83,7 +83,7 @@ def name_of(run: Run) -> str:
 
 
 def summary(run: Run, goodput: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The figures that are no latencies: name and value."""
+    """Name and value of each figure that isn't a latency."""
     found = run.figures
     lines = [
         ("requests", f"{found['completed']:g} completed, {found['failed']:g} failed"),

@@ -151,7 +151,7 @@ def _table(result: Result, run: Run) -> str:
 
 
 def _stages(done: Sequence[Request]) -> str:
-    """The mean time of each stage, where the server tells them."""
+    """Mean time of each stage of the server's timelines; empty if the server reports none."""
     known = [request.stages for request in done if request.stages]
     if not known:
         return ""

@@ -34,7 +34,7 @@ class Bench:
 
 
 async def measure(bench: Bench, face: Face, watch: WatchRun) -> results.Result:
-    """Runs it. If the task is cancelled while requests are measured, what is done by then is the result.
+    """Runs the benchmark. If the task is cancelled while requests are measured, what is done by then is the result.
 
     Raises:
         ClusterError: the server can't be used, or a file of the workload; or no request of the warm-up was completed.
@@ -124,7 +124,7 @@ def _sampling(options: BenchOptions) -> Sampling:
 
 
 def _plain(value: Any) -> Any:
-    """The options as JSON knows them: no infinity, and paths as texts."""
+    """The options as JSON values: text for infinity and paths."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -14,7 +14,7 @@ from kvrelay.cli.bench.options import ArrivalOptions, WorkloadOptions
 from kvrelay.cluster.errors import UsageError
 
 TRACE_BLOCK_TOKENS = 512
-"""Tokens that one of a trace's `hash_ids` stands for."""
+"""Tokens of the block that each of a trace's `hash_ids` names."""
 SHAREGPT_LEAST_TOKENS, SHAREGPT_MOST_INPUT, SHAREGPT_MOST_TOKENS = 4, 1024, 2048
 """Conversations that are used: as `vllm bench serve` chooses them."""
 TOKENIZERS = 16

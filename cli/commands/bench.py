@@ -86,7 +86,7 @@ def bench(schema: bool, json_path: Path | None, html_path: Path | None, **flags:
             measure(Bench(options, sweep, flags["face"], target.address), _face(flags["face"], target), bars.watch)
         )
     try:
-        # First: nobody may read the output to its end.
+        # Written first, because the reader of the output may close it before its end.
         if json_path is not None:
             result.write(found, json_path)
         if html_path is not None:

@@ -117,7 +117,7 @@ def restart(members: tuple[str, ...], in_place: bool, **following: Any) -> None:
 
 
 def _follow(give: Callable[["Control"], int], *, no_wait: bool, timeout: float) -> None:
-    """Gives a command, and shows what becomes of it."""
+    """Sends a command to the supervisor, and shows its progress."""
     from kvrelay.cluster import state
     from kvrelay.cluster.asking.control import Control
 

@@ -36,7 +36,7 @@ class Conversation:
     said: list[dict[str, str]] = field(default_factory=list)
     """The user's messages and the answers, by turns."""
     session: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Sends the turns to the same workers, which have the KV of those before."""
+    """Session key of all turns, so that they go to the same workers, which have the KV of earlier turns."""
 
     def reset(self) -> None:
         """Forgets what was said."""
@@ -137,7 +137,7 @@ def _talk(conversation: Conversation, router: "Router") -> None:
 
 
 def _take(conversation: Conversation, router: "Router", line: str) -> str:
-    """Obeys a command, or prints the answer to a message; returns what the user has to know of it.
+    """Obeys a command, or prints the answer to a message; returns a note for the user.
 
     Raises:
         ClusterError: there is no such command, or the request failed.

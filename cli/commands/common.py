@@ -50,7 +50,7 @@ def connection(command: CommandT) -> CommandT:
 
 
 def console() -> "Console":
-    """The console of stdout; a file or a pipe gets a fixed width."""
+    """Console on stdout; of fixed width if stdout is a file or a pipe."""
     from rich.console import Console
 
     return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvrelay.cli.commands.common import console
-from kvrelay.cli.logs.entry import LEVELS, Wanted, parse_since
+from kvrelay.cli.logs.entry import LEVELS, EntryFilter, parse_since
 from kvrelay.cluster.errors import ERROR_PREFIX, NO_CLUSTER, RunError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def logs(
     dashboard.
     """
     name = request.removeprefix("chatcmpl-").removeprefix("cmpl-")
-    wanted = Wanted(member, level or "", name, parse_since(since) if since else "")
+    wanted = EntryFilter(member, level or "", name, parse_since(since) if since else "")
     source = _source(folder, member)
     out = console()
 
@@ -72,7 +72,7 @@ def _missing(there: "Sequence[Entry]", names: Collection[str], member: str, requ
     they have."""
     if member and member not in names:
         return f"no log is of {member!r}; there are those of {', '.join(sorted(names)) or 'nobody'}"
-    about = Wanted(member, request=request)
+    about = EntryFilter(member, request=request)
     if request and not any(about(entry) for entry in there):
         whose = f"of {member} " if member else ""
         return f"no line {whose}is about request {request!r}; routers may know it: `kvrelay doctor {request}`"

@@ -1,4 +1,4 @@
-"""`kvrelay model`: what a model will run as."""
+"""`kvrelay model`: reports how a model will run."""
 
 import json
 from dataclasses import asdict

@@ -27,7 +27,7 @@ FAST_TRANSPORTS = ("nccl", "nixl")
 
 
 def members(cluster: Examined) -> Iterator[Finding]:
-    """Whether everybody is there."""
+    """Checks that every expected member is present and ready."""
     state = cluster.state
     if state.missing:
         advice = "`kvrelay down` and `kvrelay up` bring it back; nothing else does"
@@ -69,7 +69,7 @@ def members(cluster: Examined) -> Iterator[Finding]:
 
 
 def versions(cluster: Examined) -> Iterator[Finding]:
-    """Whether all run the same software."""
+    """Checks that all members run the same versions."""
     seen: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name, description in cluster.descriptions.items():
         for package, version in description.versions.items():
@@ -84,7 +84,7 @@ def versions(cluster: Examined) -> Iterator[Finding]:
 
 
 def pairs(cluster: Examined) -> Iterator[Finding]:
-    """Whether all workers can hand KV over with one another."""
+    """Checks that all workers can be paired for hand-offs."""
     sentences = unpaired(cluster.members.values())
     for sentence in sentences:
         yield Finding("error", "digest", sentence, "give all workers one version, model and transfer section")
@@ -174,7 +174,7 @@ def protection(cluster: Examined) -> Iterator[Finding]:
 
 
 def pools(cluster: Examined) -> Iterator[Finding]:
-    """KV pools, and how long a context may be."""
+    """Checks the KV pools, and how long a context may be."""
     loads = {} if cluster.status is None else {entry.member.name: entry.load for entry in cluster.status.members}
     contexts: dict[int, list[str]] = defaultdict(list)
     for name, description in sorted(cluster.descriptions.items()):
@@ -207,7 +207,7 @@ def _contexts(contexts: Mapping[int, list[str]]) -> Iterator[Finding]:
 
 
 def reachable(cluster: Examined) -> Iterator[Finding]:
-    """Routers and dashboards, from here."""
+    """Checks that routers and dashboards can be reached from this machine."""
     for each in cluster.reached:
         if each.error:
             yield Finding("warning", each.name, f"does not answer from here: {each.error}")

@@ -51,7 +51,7 @@ def diagnose(cluster: Examined) -> dict[str, list[Finding]]:
 
 
 def well(findings: dict[str, list[Finding]]) -> bool:
-    """Whether nothing is wrong."""
+    """Whether no finding is an error or a warning."""
     return not any(finding.severity in WRONG for each in findings.values() for finding in each)
 
 
@@ -76,7 +76,7 @@ def _reach(state: ClusterState) -> list[Reached]:
 
 
 def _connect(address: str) -> str:
-    """The reason why nobody listens there; empty if somebody does."""
+    """Reason why a connection fails; empty if it succeeds."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()

@@ -9,11 +9,11 @@ from kvrelay.internal.v1.describe_pb2 import Description
 from kvrelay.internal.v1.supervisor_pb2 import DescribeResponse, GetStatusResponse, Member
 
 Severity = Literal["ok", "note", "warning", "error"]
-"""An error keeps requests from being served, or makes answers doubtful; a warning may soon, or costs speed; a note is
-good to know."""
+"""An error keeps requests from being served or makes answers doubtful; a warning may become an error or costs speed; a
+note is information."""
 
 WRONG: tuple[Severity, ...] = ("warning", "error")
-"""Severities of findings with which a cluster is not well."""
+"""Severities with which `kvrelay doctor` exits with code 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Finding:
 
     severity: Severity
     subject: str
-    """A member, a pair, or what else it is about."""
+    """Member, pair or other thing that the finding is about."""
     found: str
     advice: str = ""
     """Advice on what to do about the finding; empty if nothing has to be done."""
@@ -30,7 +30,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Whether something answered."""
+    """Result of the attempt to reach one address."""
 
     name: str
     """Kind and address of a router, page or dashboard."""
@@ -67,11 +67,11 @@ class Examined:
 
 
 Check = Callable[[Examined], Iterator[Finding]]
-"""Looks at one side of a cluster: gives its findings, good ones included, and none if there is nothing to look at."""
+"""Checks one aspect of a cluster: yields its findings, good ones included; none if the aspect doesn't apply."""
 
 
 def size(nbytes: float) -> str:
-    """Bytes in words."""
+    """A number of bytes with a unit, for people."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if nbytes >= unit:
             return f"{nbytes / unit:.1f} {name}"

@@ -11,7 +11,7 @@ from kvrelay.rpc.certificates import WARN_DAYS
 LEAST_FILES = 4096
 """Open files that a member may need: connections of clients, peers and links."""
 FULL_SHARE = 0.9
-"""Share of an amount above which it is nearly used up."""
+"""Used share of a limited resource from which on it counts as nearly exhausted."""
 LEAST_DISK_BYTES = 2**30
 LEAST_SHARED_BYTES = 64 * 2**20
 """Shared memory that a few links take."""
@@ -83,7 +83,7 @@ def _locked(name: str, locked: Amount | None, rdma: bool) -> Finding | None:
 
 
 def disks(cluster: Examined) -> Iterator[Finding]:
-    """Room for records, logs and Ray's files, on each host."""
+    """Checks the free space for records, logs and Ray's files, on each host."""
     seen = set()
     for description in cluster.descriptions.values():
         for amount in description.amounts:
@@ -114,7 +114,7 @@ def certificates(cluster: Examined) -> Iterator[Finding]:
 
 
 def gpus(cluster: Examined) -> Iterator[Finding]:
-    """The workers' GPUs."""
+    """Checks the workers' GPUs."""
     drivers = set()
     for name, description in sorted(cluster.descriptions.items()):
         for gpu in description.gpus:
@@ -145,7 +145,7 @@ def gpus(cluster: Examined) -> Iterator[Finding]:
 
 
 def kernels(cluster: Examined) -> Iterator[Finding]:
-    """Whether models on CPUs are computed by the native kernels."""
+    """Checks that models on CPUs are computed by the native kernels."""
     for name, description in sorted(cluster.descriptions.items()):
         if description.device == "cpu" and description.kernels_missing:
             text = f"computes with torch, which is slower; no native kernels: {description.kernels_missing}"
@@ -153,7 +153,7 @@ def kernels(cluster: Examined) -> Iterator[Finding]:
 
 
 def rdma(cluster: Examined) -> Iterator[Finding]:
-    """RDMA devices."""
+    """Checks the RDMA devices."""
     hosts = set()
     for _, description in sorted(cluster.descriptions.items()):
         if description.host in hosts or not description.rdma_ports:

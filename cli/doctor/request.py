@@ -12,7 +12,7 @@ from kvrelay.cluster.errors import RunError
 NOTABLE_SHARE = 0.2
 """Share of prefill's time from which on its longest step is named."""
 LONG_GAP = 5.0
-"""A gap between two messages is notable from so many times the mean on."""
+"""Multiple of the mean gap between two messages from which on a gap is notable."""
 LONG_GAP_SECONDS = 0.2
 
 
@@ -39,7 +39,7 @@ class Story:
 
 
 async def find(routers: Routers, request_id: str) -> list[dict[str, Any]]:
-    """The lives of a request's completions, from whichever router had it; the later calls of one last.
+    """The lives of a request's completions, from every router that had the request; later calls come last.
 
     Raises:
         RunError: no router knows it; or none answers.

@@ -26,12 +26,12 @@ class Entry:
     """One line."""
 
     time: str
-    """UTC in ISO's form; of a line that isn't kvrelay's, that of the line before it."""
+    """Time in UTC in ISO's form; a line that isn't kvrelay's has the time of the line before it."""
     name: str
     """The member that wrote it; empty if it isn't known."""
     level: str
     fields: Mapping[str, Any]
-    """All of a JSON line; of another one, its text as `message`."""
+    """Fields of a JSON line; a line that isn't JSON has its text as `message`."""
 
     @property
     def request(self) -> str:
@@ -39,7 +39,7 @@ class Entry:
         return str(self.fields.get("request", ""))
 
     def as_json(self) -> str:
-        """The line as it was written; one that was no JSON, as JSON."""
+        """The line as JSON, also if it wasn't JSON."""
         return json.dumps(self.fields)
 
     def as_text(self) -> "Text":
@@ -72,14 +72,14 @@ class Parser:
     _rest: str = field(default="", repr=False)
 
     def take(self, text: str) -> Iterator[Entry]:
-        """The entries of the whole lines in what follows in the file."""
+        """Entries of the complete lines in the next part of the file."""
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
             if line.strip() and not line.startswith(RAY_MARKS):
                 yield self._entry(line.rstrip("\r"))
 
     def end(self) -> Iterator[Entry]:
-        """The entry of a last line without an end."""
+        """Entry of a last line without a newline."""
         return self.take("\n")
 
     def _entry(self, line: str) -> Entry:
@@ -96,7 +96,7 @@ class Parser:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class EntryFilter:
     """A filter that says which entries are shown."""
 
     member: str = ""

@@ -15,7 +15,7 @@ from kvrelay.cli.logs.entry import Entry, Parser
 from kvrelay.cluster.errors import RunError
 
 RAY_PATTERN, PLAIN_PATTERN = "worker-*.err", "*.log"
-"""Standard error of Ray's actors; logs of plain processes, in a folder without the former."""
+"""File patterns of the standard error of Ray's actors, and of plain processes' logs in a folder without Ray's."""
 RAY_TIMEOUT_SECONDS = 30
 MOST_ACTORS = 1000
 LIST_SECONDS = 5.0
@@ -100,7 +100,7 @@ class _ActorLog:
     """Whether the last attempt to read it has failed."""
 
     def take(self, data: bytes) -> list[Entry]:
-        """The entries of what comes next in the file."""
+        """Entries of the next part of the log."""
         self.nbytes += len(data)
         return list(self.parser.take(self.decoder.decode(data)))
 
@@ -209,7 +209,7 @@ class RayActors:
                 threading.Thread(target=self._pump, args=(log,), name=f"log of {log.name}", daemon=True).start()
 
     def _pump(self, log: _ActorLog) -> None:
-        """Reads on until that fails."""
+        """Reads the log until reading fails."""
         known = log.nbytes  # the service sends the file from its beginning
         try:
             for data in self._data(log, follow=True):

@@ -24,7 +24,7 @@ class Rate:
     points: deque[tuple[float, float]] = field(default_factory=deque)
 
     def add(self, now: float, value: float) -> None:
-        """Takes the counter at `now`. One that has fallen was begun again."""
+        """Takes the counter's value at `now`. A smaller value than before means that the counter was reset."""
         if self.points and value < self.points[-1][1]:
             self.points.clear()
         self.points.append((now, value))
@@ -33,7 +33,7 @@ class Rate:
 
     @property
     def value(self) -> float | None:
-        """Per second; None before the second point."""
+        """Growth per second; None before the second point."""
         if not self.points:
             return None
         (first, low), (last, high) = self.points[0], self.points[-1]
@@ -42,7 +42,7 @@ class Rate:
 
 @dataclass(slots=True)
 class RouterView:
-    """One router as it was last heard."""
+    """The latest report of one router."""
 
     url: str
     name: str = ""
@@ -51,7 +51,7 @@ class RouterView:
     ready: bool = False
     running: int = 0
     error: str = ""
-    """Reason why nothing is heard of it; empty while something is."""
+    """Reason why the router doesn't answer; empty while it does."""
 
 
 class Model:
@@ -74,7 +74,7 @@ class Model:
         view.name, view.model, view.version = about["router"], about["model"], about["version"]
 
     def lost(self, url: str, error: str) -> None:
-        """A router isn't heard any more."""
+        """Notes that a router has stopped answering."""
         self.routers[url].error = error
         self._fleets.pop(url, None)
 
@@ -102,7 +102,7 @@ class Model:
                 self._rate("link", url, link["prefill"], link["decode"]).add(now, link["nbytes"])
 
     def frame(self) -> dict[str, Any]:
-        """All that is shown, as JSON; times are in seconds."""
+        """The frame's data as JSON; times are in seconds."""
         workers = self._workers()
         return {
             "time": time.time(),
@@ -125,7 +125,7 @@ class Model:
         }
 
     def _keep(self, url: str, lives: Iterable[dict[str, Any]]) -> None:
-        """Keeps those of the window, and the latest MOST_DECISIONS of the router."""
+        """Adds a router's ended requests; drops those before the window, but for the latest MOST_DECISIONS."""
         ended = self.ended[url]
         router = self.routers[url].name or url
         ended.update(((life["id"], life["received"]), {**life, "router": router}) for life in lives)
@@ -137,7 +137,8 @@ class Model:
         return self._rates.setdefault(key, Rate())
 
     def _workers(self) -> list[dict[str, Any]]:
-        """Each worker by the report that has counted furthest: routers hear of it at different moments."""
+        """Each worker by its newest report, which has the largest token count: routers get reports at different
+        moments."""
         found: dict[str, dict[str, Any]] = {}
         for url, fleet in self._fleets.items():
             for worker in fleet["workers"]:
@@ -166,7 +167,7 @@ class Model:
     def _requests(self, now: float) -> dict[str, Any]:
         """Figures of the caller's requests that ended within the window."""
         lives = [life for ended in self.ended.values() for life in ended.values() if _end(life) >= now - WINDOW_SECONDS]
-        # The routers keep so many; with more traffic the window is shorter.
+        # The routers keep a fixed number of requests, so with more traffic the window is shorter.
         seconds = min(WINDOW_SECONDS, now - min((_end(life) for life in lives), default=now)) or 1.0
         seconds = max(seconds, 1.0)
         done = [life for life in lives if life["outcome"] in GOOD]

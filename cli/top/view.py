@@ -61,7 +61,7 @@ def _head(shown: Mapping[str, Any]) -> Text:
 
 
 def _requests(found: Mapping[str, Any], width: int) -> list[RenderableType]:
-    """A caption, and as many lines of names and values as they need."""
+    """A caption, followed by lines of names and values."""
     limits = ", ".join(f"{name} {limit:g} ms" for name, limit in found["goodput_limits"].items())
     cached = "-" if found["cached_share"] is None else f"{found['cached_share']:.0%}"
     cells = (
@@ -123,14 +123,14 @@ def _workers(workers: Sequence[Mapping[str, Any]], sort: str, wide: bool) -> Tab
 
 
 def _state(worker: Mapping[str, Any]) -> Text:
-    """The state; of a worker that is ready, but that routers avoid, the latter."""
+    """State of a worker; `avoided` if it is ready but routers avoid it."""
     if worker["avoided"] and worker["state"] == "ready":
         return Text("avoided", style="yellow")
     return Text(worker["state"], style=STATES.get(worker["state"], ""))
 
 
 def _bar(worker: Mapping[str, Any]) -> Text:
-    """The pool: held blocks, cached ones, free ones; the share of the held ones."""
+    """Bar of a pool's held, cached and free blocks, with the share of the held blocks."""
     total = worker["total"] or 1
     held = min(BAR_CELLS, -(-BAR_CELLS * worker["held"] // total))
     cached = min(BAR_CELLS - held, round(BAR_CELLS * worker["cached"] / total))

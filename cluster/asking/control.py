@@ -1,4 +1,4 @@
-"""The command line's side of commands: gives one to the supervisor, and follows what becomes of it."""
+"""Sends the operator's commands to the supervisor, and follows their progress."""
 
 import time
 import uuid

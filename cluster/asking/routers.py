@@ -17,7 +17,7 @@ from kvrelay.cluster.errors import NO_CLUSTER, RunError, UsageError
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 30.0
-"""Without an event, after which a router is given up: it sends one every ten seconds."""
+"""Seconds without an event after which a router counts as lost; it sends an event every ten seconds."""
 NO_PAGE = "it has no page; the router's options http_port and page turn it on"
 
 
@@ -26,7 +26,7 @@ class Access:
     """The addresses of routers, and the credentials for calls to them."""
 
     urls: tuple[str, ...]
-    """Base URL of the HTTP of each."""
+    """Base URL of each router's HTTP."""
     ca: Path | None = None
     """File with the authorities of their certificates; None takes the usual ones."""
     api_key: str | None = None
@@ -122,7 +122,7 @@ class Routers(AbstractAsyncContextManager["Routers"]):
         return self._session
 
     async def _json(self, url: str, path: str, missing: object = None) -> object:
-        """The answer; `missing`, if it is given, where there is nothing of this name."""
+        """The JSON answer; `missing`, if it is given, where the router answers 404."""
         try:
             async with self._open.get(url + path, timeout=aiohttp.ClientTimeout(total=CONNECT_SECONDS)) as answer:
                 if answer.status == 404 and missing is not None and await _known(answer):

@@ -176,7 +176,7 @@ def as_table(status: GetStatusResponse, *, wide: bool) -> Table:
 
 
 def _desired(status: GetStatusResponse) -> dict[str, Any]:
-    """The desired state, and whether the cluster has it."""
+    """The desired state, and whether the cluster has reached it, as JSON."""
     desired = status.desired
     return {
         "revision": desired.revision,

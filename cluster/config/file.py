@@ -95,7 +95,8 @@ def _read(path: Path) -> tuple[dict[str, Any], yaml.Node | None]:
 
 
 def _with(values: dict[str, Any], path: Sequence[str], value: object) -> dict[str, Any]:
-    """These values with another one at `path`. Sections above it are made; one that is no mapping stays as it is."""
+    """A copy of `values` with another value at `path`. Sections above it are made; one that is no mapping stays as it
+    is."""
     key, *rest = path
     if rest:
         section = values.get(key, {})

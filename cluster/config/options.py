@@ -40,7 +40,7 @@ from kvrelay.worker.config import WorkerConfig
 MEMBER = "kvrelay_member"
 """Resource of this machine's own Ray: each worker and router takes 1."""
 MEMBERS = 10_000
-"""Amount of it; above what one machine can run."""
+"""Amount of MEMBER on the local Ray's node: more members than one machine can run."""
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -172,7 +172,7 @@ class ClusterConfig(Section):
         self._require_metrics_port("worker_port", self._count(WORKER_ROLES))
 
     def _require_metrics_port(self, name: str, count: int) -> None:
-        """Refuses one port for so many processes on one machine."""
+        """Refuses one metrics port for several processes on one machine."""
         port = getattr(self.metrics, name)
         one = not port or count < 2 or not self.local
         require(one, f"metrics.{name}", port, f"0 or null, since {count} processes on one machine would share it")
@@ -233,7 +233,7 @@ class ClusterConfig(Section):
             role for role in WORKER_ROLES if self.role(role).gpus == AUTO and self.engine_of(role).device != "cpu"
         ]
         workers = self._ranks(takers)
-        # Rounded down to what Ray counts in, so that the parts of one GPU fit on it.
+        # Rounded down to Ray's unit of 1e-4, so that the parts of one GPU fit on it.
         part = math.floor(1e4 / math.ceil(workers / offered)) / 1e4 if workers and offered else 0.0
         given = [
             self.role(role).gpus for role in WORKER_ROLES if self.role(role).replicas and self.role(role).gpus != AUTO
@@ -317,10 +317,6 @@ class ClusterConfig(Section):
             switch_seconds=self.switch_seconds,
             security=self.security,
         )
-
-    def worker_configs(self, cores: int | None = None) -> list[WorkerConfig]:
-        """The options of each worker that the cluster begins with, as `worker_config`."""
-        return [self.worker_config(name, role, cores) for name, role in self.members().items() if role != "router"]
 
     def _placed(self, role: WorkerRole, threads: int) -> EngineConfig:
         """The options of a role's engines, with the device that its workers have and their part of its memory.

@@ -1,4 +1,4 @@
-"""The sections of a cluster's options that are no other process's own options."""
+"""The sections of a cluster's options that aren't the option class of another process."""
 
 from typing import Annotated, Any, Final, Literal, get_type_hints
 

@@ -319,7 +319,7 @@ def spared(desired: Desired, seen: Mapping[str, Seen], name: str) -> bool:
 def _check_spared(desired: Desired, seen: Mapping[str, Seen], name: str, instead: str) -> None:
     planned = [wanted.role for other, wanted in desired.members.items() if _stays(wanted) and other != name]
     role = desired.members[name].role
-    # Now, and when all that was asked for before is done: nothing may serve at this moment.
+    # Checked for now, and for the time when all earlier changes are done: nothing may serve at this moment.
     later = serving((each, "") for each in planned) or not serving((each, "") for each in (*planned, role))
     if not spared(desired, seen, name) or not (later or role == "router"):
         raise Refused(
@@ -348,21 +348,21 @@ def _check_not_halted(desired: Desired) -> None:
 
 
 def _rolled(wanted: Wanted, how: Rolling) -> Wanted:
-    """A member that is to have another process."""
+    """The member marked to get another process."""
     if wanted.stage.ends:
         return wanted
     return replace(wanted, stage=Stage.CYCLE if wanted.role in how.cycled else Stage.REPLACE)
 
 
 def _reconfigured(wanted: Wanted, present: int, config: int, how: Rolling) -> Wanted:
-    """A member that is to have another configuration than the `present` one."""
+    """The member with a configuration other than the `present` one, in the same process where its role allows that."""
     if wanted.role in how.kept and wanted.config == present and wanted.stage is Stage.SERVE:
         return replace(wanted, config=config)
     return _rolled(wanted, how)
 
 
 def _without_gap(desired: Desired, how: Rolling) -> Desired:
-    """Itself, if something serves all the time."""
+    """Returns `desired` if it never leaves a role without a serving member; else raises Refused."""
     for name, wanted in desired.members.items():
         if wanted.stage is Stage.CYCLE and desired.count(wanted.role) == 1 and not how.gaps:
             raise Refused(
@@ -380,6 +380,6 @@ def _known(desired: Desired, name: str) -> Wanted:
 
 
 def _worth(name: str, wanted: Wanted, now: Seen) -> tuple[bool, bool, int, int, str]:
-    """The order in which members leave a role that shrinks."""
+    """Sort key by which members leave a role that shrinks, the first to leave first."""
     number = name.rpartition("-")[2]
     return now.ready, wanted.stage is Stage.SERVE, now.requests, -int(number) if number.isdecimal() else 0, name

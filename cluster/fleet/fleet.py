@@ -144,7 +144,7 @@ class Fleet:
     async def upgrade(self, config: str, *, in_place: bool = False) -> int:
         """Replaces every member by one with another configuration, one after another."""
         try:
-            # What it takes from the present configuration is the same in all that the cluster has had.
+            # The keys that are taken from the present configuration are equal in all of the cluster's configurations.
             text = await self._launcher.upgrade(self._text(self.desired), config)
         except ValueError as error:
             raise Refused(Refusal.CODE_INVALID, str(error)) from None

@@ -18,9 +18,9 @@ MOST_FAILURES = 3
 STALL_SECONDS = 180.0
 """Longest time in seconds that a start may go on without progress."""
 RESOURCE_SECONDS = 600.0
-"""Longest time in seconds that it may wait for resources: Ray's autoscaler may have to bring a machine."""
+"""Longest time in seconds that a start may wait for resources: Ray's autoscaler may have to add a machine."""
 END_SECONDS = 1.0
-"""Longest time in seconds until an ended process is noticed, before it is ended again."""
+"""Longest time in seconds to notice that a process has ended, before it is ended again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class MemberStart:
     failures: int = 0
     """Processes of this member that ended so far without a request to stop."""
     reason: str = ""
-    """Reason why the last of them ended."""
+    """Reason why the last of these processes ended."""
     hopeless: bool = False
     """Whether it isn't started again, since its configuration is the reason."""
     waits_for: str = ""

@@ -25,7 +25,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PlacementRequest:
     """Needs of a member that its place depends on."""
 
     role: MemberRole
@@ -46,26 +46,26 @@ class Wish:
         return {self.role_label: self.role} if self.role_label else {}
 
 
-def preferred(wish: Wish, nodes: Sequence[Node], places: Mapping[str, str]) -> str | None:
+def preferred(request: PlacementRequest, nodes: Sequence[Node], places: Mapping[str, str]) -> str | None:
     """The node where the member is to run; None if its resources are free on none.
 
     Args:
         places: ids of the members' nodes, by name.
     """
-    fitting = [node for node in nodes if all(node.free.get(name, 0.0) >= need for name, need in wish.bundle.items())]
+    fitting = [node for node in nodes if all(node.free.get(name, 0.0) >= need for name, need in request.bundle.items())]
     known = {node.id: node for node in nodes}
     residents = [
         (known[place], role)
         for name, place in places.items()
-        if place in known and (role := wish.roles.get(name)) is not None
+        if place in known and (role := request.roles.get(name)) is not None
     ]
 
     def order(node: Node) -> tuple[int, list[int], str]:
         here = Counter(role for other, role in residents if other.id == node.id)
-        near = [here, *(_within(node, label, residents) for label in wish.domains)]
-        partner = PARTNERS.get(wish.role)
-        lack = [count[wish.role] - (count[partner] if partner else 0) for count in near]
-        return here[wish.role], lack, node.id
+        near = [here, *(_within(node, label, residents) for label in request.domains)]
+        partner = PARTNERS.get(request.role)
+        lack = [count[request.role] - (count[partner] if partner else 0) for count in near]
+        return here[request.role], lack, node.id
 
     best = min(fitting, key=order, default=None)
     return None if best is None else best.id

@@ -58,7 +58,7 @@ def settled(desired: Desired, seen: Mapping[str, Seen]) -> bool:
 
 
 def advance(desired: Desired, seen: Mapping[str, Seen]) -> Desired:
-    """The desired state after what has happened."""
+    """The desired state, updated by what the members have done."""
     members = dict(_without_ended(desired, seen))
     desired = desired.having(members)
     if failed := _failed(desired, seen):

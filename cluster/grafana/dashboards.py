@@ -55,7 +55,7 @@ class Dashboard:
 
 
 def dashboards(prefix: str = "") -> list[Dashboard]:
-    """All of them.
+    """All dashboards.
 
     Args:
         prefix: of the metrics' names; RAY_PREFIX where Prometheus scrapes Ray's agents and keeps their names.
@@ -65,7 +65,7 @@ def dashboards(prefix: str = "") -> list[Dashboard]:
 
 
 def write(folder: Path, prefix: str = "") -> None:
-    """Writes each to a file of the folder."""
+    """Writes each dashboard to a file in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     for dashboard in dashboards(prefix):
         text = json.dumps(dashboard.json(prefix), indent=1)

@@ -51,11 +51,11 @@ class Inquiry:
             return DescribeResponse(members=found)
 
     def passed_on(self, member: WorkerId) -> None:
-        """The latest question is sent to a member now."""
+        """Notes that the latest question is sent to a member."""
         self._asked[member] = time.time()
 
     def answered(self, member: WorkerId, description: Description) -> None:
-        """A member's answer has come; one to an earlier question is dropped."""
+        """Takes a member's answer; drops an answer to an earlier question."""
         asked = self._asked.get(member)
         if asked is not None and description.ask == self.number:
             self._answers[member] = MemberDescription(

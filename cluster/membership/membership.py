@@ -170,7 +170,7 @@ class Membership:
         self.version = 0
         self.counts = Counts()
         self.complete = False
-        """Every member that lives is known: one that hasn't been heard since the start would be dead by now."""
+        """Whether every living member is known: a member that was silent since the start would count as dead by now."""
 
     # The record.
 
@@ -196,7 +196,8 @@ class Membership:
         for name in record.names:
             self._names[name.name] = _Name(name.generation, set(name.fenced))
             if name.HasField("member"):
-                # Not heard yet: its silence counts when it had dead_seconds to find this supervisor.
+                # The member hasn't been heard yet: its silence counts from the time on when it had dead_seconds to find
+                # this supervisor.
                 entry = _Entry(name.member, Load(), self._now + self._timeouts.dead_seconds, Member())
                 entry.report.CopyFrom(name.member)
                 entry.acknowledged, entry.restored = name.acknowledged, True
@@ -241,23 +242,24 @@ class Membership:
         return True
 
     def connected(self, worker: WorkerId) -> None:
-        """An incarnation that has sent a heartbeat has a further stream for them, whose connection is watched."""
+        """Notes that an incarnation has opened another stream of heartbeats, whose connection is watched."""
         if (entry := self._entries.get(worker.name)) is not None and entry.id == worker:
             entry.connections += 1
 
     def disconnected(self, worker: WorkerId) -> None:
-        """Such a stream has ended."""
+        """Notes that a stream of heartbeats has ended."""
         if (entry := self._entries.get(worker.name)) is not None and entry.id == worker and entry.connections:
             entry.connections -= 1
 
     def gone(self, worker: WorkerId) -> bool:
-        """The process of this incarnation has ended; False if it isn't the present one, or is dead already."""
+        """Notes that the process of this incarnation has ended; False if it isn't the present one, or is dead
+        already."""
         self._advance()
         entry = self._entries.get(worker.name)
         return entry is not None and entry.id == worker and self._enter(entry, MEMBER_STATE_DEAD)
 
     def leave(self, name: str) -> None:
-        """A member is asked to end: it may take its time to drain."""
+        """Notes that a member was asked to end, so that it isn't killed while it drains."""
         entry = self._entries.get(name)
         if entry is not None:
             entry.asked = True
@@ -316,12 +318,12 @@ class Membership:
 
     @property
     def ready(self) -> bool:
-        """A router, and a prefill and a decode worker or a co-located one, are READY."""
+        """Whether a router is READY, and so are a prefill and a decode worker or a co-located one."""
         return ROLE_ROUTER in self._ready_roles() and self.paired
 
     @property
     def paired(self) -> bool:
-        """A prefill and a decode worker, or a co-located one, are READY."""
+        """Whether a prefill and a decode worker, or a co-located one, are READY."""
         roles = self._ready_roles()
         return ROLE_COLOCATED in roles or {ROLE_PREFILL, ROLE_DECODE} <= roles
 

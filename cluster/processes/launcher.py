@@ -159,7 +159,7 @@ class ProcessLauncher:
         return frozenset() if template is None or _shared(template) else frozenset({"router"})
 
     def unchanged(self, present: str, config: str) -> frozenset[MemberRole]:
-        """None: each member's options stand for themselves."""
+        """No role: each member has its own options."""
         return frozenset()
 
     async def adopt(self, name: str) -> bool:
@@ -179,7 +179,7 @@ class ProcessLauncher:
         return self._ended(name)
 
     def waits_for(self, name: str) -> str:
-        """Nothing: a process starts at once."""
+        """An empty text: a process starts at once."""
         return ""
 
     async def stop(self, name: str, grace: float) -> None:
@@ -201,7 +201,8 @@ class ProcessLauncher:
         options, log = self._options(name), self._folder / f"{name}.log"
         given = {"security": self._security, **member.options, "name": name, "supervisor": supervisor}
         options.write_text(json.dumps(given, indent=2))
-        # Its record has its room on the disk before the process starts, which nobody would find without one.
+        # The record's room on the disk is reserved before the process starts: nobody would find a process without a
+        # record.
         fresh = self._folder / f"{name}.pid.new"
         fresh.write_text(" " * RECORD_BYTES)
         with log.open("ab") as output:

@@ -87,7 +87,7 @@ class ServerActor(Generic[ServerT]):
             self._started.set_exception(RuntimeError(ended.reason or "it was stopped"))
         self._ended.set_result(ended)
         if ended.reason:
-            # Nobody else may end a process that was cut off.
+            # If this process is cut off from the cluster, nobody else can end it.
             self._deadline.set(REPORT_SECONDS, FAILED_CODE)
 
     async def _serve(self) -> ProcessEnd:

@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from kvrelay.cluster.config.options import ClusterConfig
-from kvrelay.cluster.fleet.nodes import Wish
+from kvrelay.cluster.fleet.nodes import PlacementRequest
 from kvrelay.cluster.fleet.replacement import Plan, ProcessEnd
 from kvrelay.cluster.fleet.room import ROUTER_BYTES, fitting, lacks_memory, worker_bytes
 from kvrelay.cluster.processes import processes
@@ -133,8 +133,8 @@ class RayLauncher:
             bundle = config.bundle(None if plan.role == "router" else plan.role)
             nodes = config.ray
             hosts = config.hosts(None if plan.role == "router" else plan.role)
-            wish = Wish(plan.role, bundle, plan.roles, nodes.topology_labels, nodes.role_label, hosts)
-            group = await self._groups.reserve(name, wish, lambda: name not in self._stopped)
+            request = PlacementRequest(plan.role, bundle, plan.roles, nodes.topology_labels, nodes.role_label, hosts)
+            group = await self._groups.reserve(name, request, lambda: name not in self._stopped)
             if group is None:
                 return ProcessEnd()
             self._actors[name] = self._create(name, plan, supervisor, group)
@@ -144,7 +144,7 @@ class RayLauncher:
         ended = await _watch(self._actors[name])
         if joining is not None:
             joining.cancel()
-        # Not if this task is cancelled: members outlive the supervisor.
+        # The actor isn't ended if this task is cancelled: members outlive the supervisor.
         await asyncio.to_thread(self._end, name)
         return ended
 

@@ -47,7 +47,7 @@ class Registration:
             await asyncio.sleep(POLL_SECONDS)
 
     def done(self) -> None:
-        """The member has drained."""
+        """Notes that the member has drained."""
         if self._folder is not None:
             (self._folder / self._name).unlink(missing_ok=True)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from kvrelay.cluster.fleet.nodes import Node, Wish, preferred
+from kvrelay.cluster.fleet.nodes import Node, PlacementRequest, preferred
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +40,10 @@ class PlacementGroups:
         """The resources that a member waits for; empty if for none."""
         return self._waits.get(name, "")
 
-    async def reserve(self, name: str, wish: Wish, wanted: Callable[[], bool]) -> PlacementGroup | None:
+    async def reserve(self, name: str, request: PlacementRequest, wanted: Callable[[], bool]) -> PlacementGroup | None:
         """The member's reservation, when it has its resources; None if it isn't wanted any more before."""
-        own, begun = wish.selector, time.monotonic()
-        group = await self._asked(name, wish, own)
+        own, begun = request.selector, time.monotonic()
+        group = await self._asked(name, request, own)
         try:
             # Asks Ray's GCS; `group.ready()` would start a process for that.
             while not await asyncio.to_thread(group.wait, WAIT_SECONDS):
@@ -52,11 +52,11 @@ class PlacementGroups:
                 if own and time.monotonic() - begun > OWN_SECONDS:
                     own = {}
                     await asyncio.to_thread(self.release, name)
-                    group = await self._asked(name, wish, own)
+                    group = await self._asked(name, request, own)
                 if name not in self._waits:
-                    logger.warning("waiting for resources", extra={"member": name, "resources": wish.bundle})
-                    needed = ", ".join(f"{amount:g} {resource}" for resource, amount in wish.bundle.items())
-                    several = "" if wish.hosts == 1 else f" {wish.hosts} times"
+                    logger.warning("waiting for resources", extra={"member": name, "resources": request.bundle})
+                    needed = ", ".join(f"{amount:g} {resource}" for resource, amount in request.bundle.items())
+                    several = "" if request.hosts == 1 else f" {request.hosts} times"
                     self._waits[name] = f"a node of the Ray cluster with {needed} free{several}"
         finally:
             self._waits.pop(name, None)
@@ -70,28 +70,28 @@ class PlacementGroups:
             remove_placement_group(group)
             time.sleep(0.05)
 
-    async def _asked(self, name: str, wish: Wish, own: dict[str, str]) -> PlacementGroup:
+    async def _asked(self, name: str, request: PlacementRequest, own: dict[str, str]) -> PlacementGroup:
         async with self._lock:
-            return await asyncio.to_thread(self._made, name, wish, own)
+            return await asyncio.to_thread(self._made, name, request, own)
 
-    def _made(self, name: str, wish: Wish, own: dict[str, str]) -> PlacementGroup:
+    def _made(self, name: str, request: PlacementRequest, own: dict[str, str]) -> PlacementGroup:
         """The member's reservation, on a node with the labels `own`."""
         group = self._find(name)
         if group is not None:
             bundles: list[dict[str, float]] = group.bundle_specs
-            if bundles == [wish.bundle] * wish.hosts:
+            if bundles == [request.bundle] * request.hosts:
                 return group
             self.release(name)  # it is of an earlier role or configuration
-        node = self._place(wish, own) if wish.hosts == 1 else None
+        node = self._place(request, own) if request.hosts == 1 else None
         if node is not None:
             self._chosen[name] = node
         made: PlacementGroup = placement_group(
-            [dict(wish.bundle) for _ in range(wish.hosts)],
-            strategy="STRICT_PACK" if wish.hosts == 1 else "PACK",
+            [dict(request.bundle) for _ in range(request.hosts)],
+            strategy="STRICT_PACK" if request.hosts == 1 else "PACK",
             name=self._prefix + name,
             lifetime="detached",
             _soft_target_node_id=node,
-            bundle_label_selector=[own] * wish.hosts if own else None,
+            bundle_label_selector=[own] * request.hosts if own else None,
         )
         return made
 
@@ -99,12 +99,12 @@ class PlacementGroups:
         """The resources of each node that no reservation has. Asks Ray, and blocks meanwhile."""
         return [dict(node.free) for node in self._nodes()[0]]
 
-    def _place(self, wish: Wish, own: dict[str, str]) -> str | None:
+    def _place(self, request: PlacementRequest, own: dict[str, str]) -> str | None:
         """The node to ask for; None to leave it to Ray."""
         nodes, places = self._nodes()
         if len(nodes) < 2:
             return None
-        return preferred(wish, [node for node in nodes if own.items() <= node.labels.items()], places)
+        return preferred(request, [node for node in nodes if own.items() <= node.labels.items()], places)
 
     def _nodes(self) -> tuple[list[Node], dict[str, str]]:
         """The nodes that live, and the members' nodes by name."""

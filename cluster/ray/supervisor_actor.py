@@ -96,7 +96,7 @@ def create(config: ClusterConfig, token: str, record: str) -> Any:
         token: the join token, unless `config` names a file with it.
         record: file on the head node that keeps the supervisor's record; empty keeps it in Ray's internal KV.
     """
-    # Its calls only ask, or may be repeated, so Ray repeats those that a restart interrupts.
+    # All calls are queries or can be repeated, so Ray repeats calls that a restart interrupts.
     options = actor_options(config.ray.namespace, SUPERVISOR) | {"max_restarts": -1, "max_task_retries": -1}
     options["resources"] = {HEAD: 0.001}
     return ray.remote(SupervisorActor).options(num_cpus=0, **options).remote(config, token, record)

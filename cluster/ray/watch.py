@@ -149,11 +149,11 @@ class JoinedWatch:
         return f"Ray at {address} does not answer, and no router serves" if self._failures >= MOST_FAILURES else ""
 
     def missing(self) -> str:
-        """Nothing that this process knows of."""
+        """An empty result: this process doesn't know the other machines' processes."""
         return ""
 
     def mend(self) -> str:
-        """Nothing: the supervisor may be on another machine."""
+        """Does nothing: the supervisor may be on another machine."""
         return ""
 
     def close(self) -> None:

@@ -85,7 +85,7 @@ def forecast(signals: Signals, split: Split, config: ScalingConfig) -> Forecast:
     if step is None or token_step is None or length is None:
         raise ValueError("a forecast needs the cost of both roles' steps and the length of requests")
     rate, prompt, young_length = _rate(step, signals), max(1.0, signals.prompt_tokens), signals.young_tokens
-    # One standard deviation fewer: what is no more than chance is no reason for a change.
+    # One standard deviation fewer, so that chance alone is no reason for a change.
     arrivals = signals.arrivals * (1 - 1 / math.sqrt(max(1, signals.arrivals_counted)))
     backlog, old, young = signals.backlog_tokens, signals.streams, 0.0
     prefill_sum = decode_sum = cost_sum = prefill_pressure = decode_pressure = 0.0

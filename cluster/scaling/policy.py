@@ -108,7 +108,7 @@ class Policy:
         for other in others:
             if other != split:
                 expected = forecast(signals, other, self.config)
-                # Of equally good ones, the one with fewer moves.
+                # Among equally good splits, the one with the fewest moves wins.
                 if (expected.cost, _distance(other, split)) < (then.cost, _distance(best, split)):
                     best, then = other, expected
         return Outlook(split, present, best, then)
@@ -131,7 +131,7 @@ class Policy:
         return False
 
     def _moved(self, outlook: Outlook, statuses: Sequence[MemberStatus], now: float) -> Decision | None:
-        """Roles are changed if a target will be missed and that helps."""
+        """The change of roles that is due: if a target will be missed and the change helps."""
         missed = outlook.now.missed
         better = outlook.then.cost < (1 - GAIN) * outlook.now.cost
         direction = _direction(outlook.split, outlook.best)
@@ -166,7 +166,8 @@ class Policy:
         return float(self.config.reversal_seconds * 2 ** len(self._reversals))
 
     def _resized(self, signals: Signals, outlook: Outlook, now: float) -> Decision | None:
-        """Workers are added if no split is enough, and removed if fewer have been for long."""
+        """The change of numbers that is due: workers are added if no split is enough, and removed if fewer have long
+        been enough."""
         total = outlook.split.total
         if outlook.then.cost <= 1.0 or total >= self.config.max_workers:
             self._short = None

@@ -59,7 +59,7 @@ class Signals:
     arrivals: float
     """Rate of arrivals, in requests per second."""
     arrivals_counted: int
-    """Requests of which that is the mean."""
+    """Number of arrivals that the rate was computed from."""
     prompt_tokens: float
     """Tokens of one prompt that prefill workers compute, those in prefix caches excluded."""
     cached_tokens: float
@@ -89,7 +89,7 @@ class Signals:
     unqueued_seconds: float
     """Seconds of a request's time to its first token that aren't queueing."""
     ttft_attained: float | None = None
-    """Share of the last first tokens; None without any."""
+    """Share of the latest first tokens that met their target; None if there were none."""
     tpot_attained: float | None = None
 
     @property
@@ -209,7 +209,8 @@ class Meter:
         )
 
     def _young_tokens(self, routers: list[Traffic], total: Mapping[str, float]) -> float:
-        """The old ones tell little: long requests that began before a change of the traffic end long after it."""
+        """Expected tokens of requests that begin now. Old requests tell little: long ones that began before a change of
+        the traffic end long after it."""
         if total["streams"]:
             self._ended_tokens = total["completion_tokens"] / total["streams"]
         tokens, ended = sum(each.young_tokens for each in routers), sum(each.young_ended for each in routers)

@@ -30,7 +30,7 @@ class Published:
     """Roles that members are to have, by name."""
 
     def generation(self, worker: WorkerId) -> int:
-        """The generation of a member in it; 0 if it isn't."""
+        """Generation of a member in this version; 0 if the member isn't in it."""
         for member in self.members:
             if (member.name, member.incarnation) == worker:
                 return member.generation
@@ -113,7 +113,7 @@ class Recorder:
         self._well = True
 
     async def save(self, record: SupervisorRecord) -> bool:
-        """Whether the record is saved; to be tried again otherwise."""
+        """Saves the record; False if it has to be tried again."""
         if record == self._saved:
             return True
         try:

@@ -267,7 +267,7 @@ class SupervisorServer(Commands):
         return record
 
     async def _save(self) -> bool:
-        """Writes the record; whether it is written, or there is none to write."""
+        """Writes the record; True if it is written, or there is none to write."""
         return self._recorder is None or await self._recorder.save(self._record())
 
     async def _tick(self) -> None:
@@ -287,7 +287,7 @@ class SupervisorServer(Commands):
 
     @property
     def _version(self) -> int:
-        """Grows with each change that members must learn of."""
+        """Number of the membership's version, which grows with each change that members must learn of."""
         return self.membership.version + (0 if self.fleet is None else self.fleet.desired.revision)
 
     async def _publish(self) -> None:
@@ -308,7 +308,7 @@ class SupervisorServer(Commands):
             self._wake_streams()
 
     def _wake_streams(self) -> None:
-        """There is something to send to the members."""
+        """Wakes the members' streams, which have something to send."""
         self._news.set()
         self._news = asyncio.Event()
 
@@ -337,7 +337,7 @@ class SupervisorServer(Commands):
         asked = self._inquiry.number
 
         async def write(response: AttendResponse) -> None:
-            # In time: a frozen member must not hold its stream's memory for ever.
+            # With a time limit: a frozen member must not hold its stream's memory for ever.
             await asyncio.wait_for(context.write(response), self.config.dead_seconds)
 
         try:

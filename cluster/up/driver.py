@@ -61,7 +61,7 @@ class Event:
     """The exit code of such an error."""
 
 
-class Told:
+class EventWriter:
     """Tells the owner what happens. Any thread may call it."""
 
     def __init__(self, out: TextIO) -> None:
@@ -83,7 +83,7 @@ class Told:
         self.tell(Event(progress=[asdict(member) for member in members]))
 
     def save(self, state: ClusterState) -> None:
-        """The cluster's addresses have changed."""
+        """Tells the owner that the cluster's addresses have changed."""
         self.tell(Event(state=asdict(state)))
 
 
@@ -93,12 +93,12 @@ def main() -> int:
     if not line:
         return RunError.code  # the owner has ended
     # Ray's processes get another stdout, whose readers are others.
-    told = Told(os.fdopen(os.dup(sys.stdout.fileno()), "w"))
+    events = EventWriter(os.fdopen(os.dup(sys.stdout.fileno()), "w"))
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     orders = Orders(**json.loads(line))
     threading.Thread(target=_end_with_owner, name="owner", daemon=True).start()
-    threading.Thread(target=_beat, args=(told,), name="beats", daemon=True).start()
+    threading.Thread(target=_beat, args=(events,), name="beats", daemon=True).start()
     secured = orders.secured
     rayenv.prepare(local=secured.config.local)
     from kvrelay.cluster.up import launch  # imports Ray
@@ -106,13 +106,13 @@ def main() -> int:
     signals = Signals()
     signals.install()
     with launch.quiet():
-        cluster = launch.Cluster(secured, told, signals, told.save, resume=orders.resume)
+        cluster = launch.Cluster(secured, events, signals, events.save, resume=orders.resume)
         try:
             cluster.start()
-            told.tell(Event(ready=asdict(cluster.addresses)))
+            events.tell(Event(ready=asdict(cluster.addresses)))
             cluster.wait()
         except ClusterError as error:
-            told.tell(Event(error=error.lines, code=error.code))
+            events.tell(Event(error=error.lines, code=error.code))
             cluster.stop()
             return error.code
         except Interrupted as interrupted:
@@ -122,9 +122,9 @@ def main() -> int:
     return 0
 
 
-def _beat(told: Told) -> None:
+def _beat(events: EventWriter) -> None:
     while True:
-        told.tell(Event())
+        events.tell(Event())
         time.sleep(BEAT_SECONDS)
 
 

@@ -119,7 +119,7 @@ class Driver:
             return None
 
     def lost(self) -> str:
-        """The reason why it has ended, or can't go on; empty if it runs."""
+        """Reason why the driver has ended, or can't go on; empty if it runs."""
         code = self._popen.poll()
         if code is None:
             verdict = self._silence.verdict()
@@ -132,7 +132,7 @@ class Driver:
         return said[-1] if said else f"the driver (pid {self.pid}) ended with exit code {code}; see {self.log}"
 
     def stop(self, seconds: float) -> None:
-        """Lets it end its cluster in `seconds`, and ends it in any case."""
+        """Gives the driver `seconds` to end its cluster; kills it after that."""
         self._popen.terminate()
         try:
             self._popen.wait(seconds)
@@ -141,7 +141,7 @@ class Driver:
         self.kill()
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Kills the driver."""
         self._popen.kill()
         self._popen.wait()
         if self._popen.stdin is not None:

@@ -178,7 +178,7 @@ def check_port(name: str, host: str, port: int) -> None:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
-            # As a server does: a port whose old connections are in TIME_WAIT is free.
+            # SO_REUSEADDR, as servers set it: a port whose old connections are in TIME_WAIT is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             probe.listen(1)

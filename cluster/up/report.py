@@ -15,7 +15,7 @@ FRAMES_PER_SECOND = 12.5
 
 
 class Reporting(Protocol):
-    """Takes how a cluster comes up: shows it, or tells it to the process that does."""
+    """Receiver of a cluster's progress while it starts: shows it, or passes it to the process that does."""
 
     def phase(self, text: str) -> None:
         """The present step of the whole cluster."""

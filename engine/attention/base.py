@@ -1,4 +1,4 @@
-"""The seam between models, runners and attention backends.
+"""The interface between models, runners and attention backends.
 
 A runner calls `Attention.plan` once a step, then the model calls `run` once per layer.
 """

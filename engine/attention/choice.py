@@ -31,7 +31,7 @@ _MAKERS: Mapping[PrefillKernel, Callable[[Shapes], Prefill]] = {
 
 
 def choose_prefill(wanted: PrefillAttention, shapes: Shapes) -> Sequence[Prefill]:
-    """The wanted one; for auto all that can be had, triton first.
+    """The kernel that is asked for; for auto all available ones, triton first.
 
     Raises:
         ValueError: the wanted one can't be had; the text says why.

@@ -63,7 +63,8 @@ class FlashInferPrefill:
         check_parameters(wrapper.plan, PARAMETERS, PACKAGE, "0.6.18")
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=shapes.device)
         self._shapes = shapes
-        # Two sets, as a wrapper plans in a host buffer, whose copy of the step before may not have begun.
+        # Two sets, because a wrapper plans in a host buffer, and the copy of the previous step's plan may not have
+        # begun.
         self._sets = cycle([{window: wrapper(workspace, "HND") for window in shapes.windows} for _ in "ab"])
 
     def plan(self, inputs: AttentionInputs, first: int) -> PlannedPrefill:

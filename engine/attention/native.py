@@ -47,15 +47,15 @@ class NativeAttention:
             self._kernels[pool] = PagedAttention(team.library, pool.tensor, heads, windows, team.threads)
         self._windows = sorted({layer.window for layer in layers} - {0})
         self._tables = [{layer.pool: layer.window for layer in layers}[pool] for pool in self._kernels]
-        """A window of each pool's layers, which says whose block table it has."""
+        """A window of each pool's layers, by which its block table is found."""
         self._norms: dict[int, Tensor] = {}
         self._rotation: Rotation | None = None
         self._rotary: Tensor | None = None
         self._turned = 0
-        """Positions that have rotations."""
+        """Number of positions whose rotations are computed."""
 
     def turn_by(self, rotary: Tensor) -> None:
-        """From now on tokens are rotated by their positions; `run` isn't called.
+        """Makes the kernels rotate tokens by their positions from now on; `run` isn't called then.
 
         Args:
             rotary: float32 [R, 2, D / 2]; see `reference.rotations`.

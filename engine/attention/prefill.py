@@ -1,4 +1,4 @@
-"""The seam between attention on a GPU and what attends for its rows of several tokens."""
+"""The interface between attention on a GPU and the kernels for rows of several tokens."""
 
 from dataclasses import dataclass
 from typing import Protocol

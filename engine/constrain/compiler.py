@@ -231,7 +231,7 @@ class LlMatcher:
         self.number = next(following.numbers)
         self._parent = -1 if parent is None else parent.number
         self._known = 0 if parent is None else len(tokens) - 1
-        """Tokens that the lane's matcher has taken."""
+        """Tokens that the lane's matcher has followed."""
         self._sent = 0
         """Tokens that the lane's matcher will have taken when its job is done."""
         self._seen: list[Lane] = []
@@ -318,7 +318,7 @@ class LlMatcher:
                 lanes.fast.dropped.append(self.number)
                 self._lane, self._known = lanes.slow, 0
                 if answer["error"]:
-                    # Perhaps it was only too much for this lane.
+                    # The work may only have been too much for this lane.
                     self._submit()
                     return
             if answer["error"]:

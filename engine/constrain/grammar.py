@@ -56,7 +56,8 @@ class Matcher(Protocol):
         ...
 
     def after(self, token: int) -> "Matcher | None":
-        """Another matcher, which has taken one token more. None if that may not come next, or the mask isn't there."""
+        """A copy of the matcher that has followed one token more. None if the token isn't allowed next, or the mask
+        isn't there."""
         ...
 
 

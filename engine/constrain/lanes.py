@@ -107,9 +107,9 @@ class Lane:
     def __init__(self, name: str, template: Template, limits: dict[str, Any], nice: int, lock: threading.Lock) -> None:
         self.name = name
         self.held_bytes = 0
-        """Bytes that the process kept after its last job."""
+        """Memory in bytes of the process's constraints and matchers after its last job."""
         self.dropped: deque[int] = deque()
-        """Matchers that nobody needs any more."""
+        """Matchers that the process should drop."""
         self._template, self._limits, self._nice = template, limits, nice
         self._work = threading.Condition(lock)
         self._jobs: list[tuple[float, int, float, Callable[[], Job | None]]] = []

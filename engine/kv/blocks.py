@@ -89,7 +89,7 @@ class Hold:
         self.blocks.append(block)
 
     def pass_to(self, owner: str) -> None:
-        """Names another owner."""
+        """Changes the owner's name."""
         self.owner = owner
         for side in self.sides:
             side.hold.owner = owner
@@ -227,7 +227,7 @@ class BlockPool:
         return self._register(list(blocks), owner)
 
     def remember(self, block: int) -> None:
-        """The prefix index knows the content of `block` now: its last release will make it cached.
+        """Notes that the prefix index knows the content of `block`: its last release will make it cached.
 
         Raises:
             IntegrityError: nobody holds it, or it is known already.
@@ -237,7 +237,7 @@ class BlockPool:
         self._indexed.add(block)
 
     def forget(self, block: int) -> None:
-        """The prefix index no longer knows `block`: it is free now, or with its last release."""
+        """Notes that the prefix index no longer knows `block`: it is free now, or with its last release."""
         self._indexed.discard(block)
         if block in self._cached:
             del self._cached[block]

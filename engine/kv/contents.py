@@ -180,6 +180,6 @@ class Partials:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of leading tokens that two lists share."""
+    """Length of the common beginning of two lists of tokens."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (token, same) in pairs if token != same), min(len(one), len(other)))

@@ -120,7 +120,7 @@ class KVLayout:
         return blocks, self.layers, self.planes, *self.inner
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold `tokens` tokens."""
+        """Number of blocks for `tokens` tokens."""
         return math.ceil(tokens / self.block_size)
 
     def sent_to(self, receiver: "KVLayout") -> "KVLayout":
@@ -254,12 +254,12 @@ class CacheLayout:
 
     @property
     def kinds(self) -> str:
-        """The groups' kinds, for people."""
+        """The groups' kinds as text, for messages."""
         return ", ".join(group.kind for group in self.groups)
 
     @property
     def dtype(self) -> KVDtype:
-        """The dtype of the first track, for people and for comparisons."""
+        """The dtype of the first track, for messages and comparisons."""
         return self.tracks[0][1].dtype
 
     def with_block_size(self, block_size: int) -> "CacheLayout":

@@ -1,4 +1,4 @@
-"""How large a KV pool becomes whose `kv_memory_bytes` is `auto`.
+"""Size of a KV pool whose `kv_memory_bytes` is `auto`.
 
     left  = min(memory_part * the device's memory - what this process uses of it, what is free)
     pool  = memory_share * left, at most DeviceDefaults.pool_contexts contexts of the greatest length

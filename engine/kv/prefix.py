@@ -136,7 +136,7 @@ class PrefixIndex:
         if not hold.extend(fresh):
             raise IntegrityError(f"the pool has no {fresh} blocks beside {len(hold.blocks)} known ones, as it said")
         hold.chain = chain
-        # A window may know fewer blocks than the first group. What comes of it is published, too.
+        # A window may know fewer blocks than the first group. Blocks of it that are imported are published, too.
         hold.published = min([len(shared), *[side.known for side in hold.sides if imports and not side.side.is_state]])
         self.queried_tokens += limit
         self.hit_tokens += len(shared) * self.block_size + hold.partial

@@ -83,7 +83,7 @@ class SidePool:
         return self.group.first_needed(count * self.block_size) // self.block_size
 
     def knows(self, digest: bytes) -> bool:
-        """Whether the content of this logical block, or the state at its end, is there."""
+        """Whether the group has the content of this logical block, or the state at its end."""
         return self.contents.get(digest) is not None
 
     def can_begin(self, blocks: int) -> bool:
@@ -202,7 +202,7 @@ class SideHold:
         self.wanted = max(self.wanted, self.first + len(self.hold.blocks) + 1)
 
     def room(self) -> int:
-        """Tokens of the sequence that it has room for."""
+        """Number of the sequence's tokens for which there is room."""
         if self.side.is_state:
             return 2**62
         return (self.first + len(self.hold.blocks)) * self.side.block_size
@@ -242,8 +242,8 @@ class SideHold:
             self.side.contents.add(digest, self.hold.blocks[index - self.first], self.hold.owner, first)
 
     def leave(self, index: int, digest: bytes, first: bytes) -> None:
-        """Notes what its owner leaves, who writes to it no more: the content of logical block `index`, or the state, if
-        the slot has it already."""
+        """Notes the content that the owner leaves behind, who writes to it no more: logical block `index`, or the state
+        if it is in the slot already."""
         if not self.side.is_state:
             self.publish(index, digest, first)
         elif self.snapshot is None:

@@ -48,7 +48,7 @@ class Written:
     begun = ended = True
 
     def follow(self) -> None:
-        """Nothing is left to wait for."""
+        """Does nothing: the writes have ended."""
 
     def then(self, call: Callable[[], object]) -> None:
         call()
@@ -95,7 +95,7 @@ class StepWrites:
             known.then(call)
 
     def become(self, writes: KVWrites) -> None:
-        """They are these, from now on. Any thread; called once."""
+        """Sets the actual writes, once they are known. Any thread; called once."""
         with self._lock:
             self._known = writes
             calls, self._calls = self._calls, []
@@ -123,7 +123,7 @@ class RankWrites:
         launched.become(writes)
 
     def of(self, step: int) -> KVWrites:
-        """The writes of a step, which have ended if nothing is known of it any more."""
+        """The writes of a step; of a forgotten step, writes that have ended."""
         with self._lock:
             if step > self._newest:
                 return self._steps.setdefault(step, StepWrites(step))

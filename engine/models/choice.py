@@ -37,7 +37,7 @@ def is_fast(folder: Path, path: ModelPath, options: EngineConfig | None = None, 
         try:
             read_general_config(folder)
         except ValueError as other:
-            # The one that says most: a family's own config is read more strictly.
+            # The more helpful error: a family's own config is read more strictly.
             raise (error if is_of_family(folder) else other) from None
         return False
     return options is None or not _unfit(model, options, dtype)

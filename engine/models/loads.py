@@ -1,4 +1,4 @@
-"""How many tokens each expert of a model has computed."""
+"""Counts of the tokens that each expert of a model has computed."""
 
 import numpy as np
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 from kvrelay.engine.ranks.collective import NO_GROUP, Collective
 
 STEPS = 32
-"""Steps from one time that ranks tell each other the loads of their experts to the next."""
+"""Number of steps between two exchanges of the experts' loads among the ranks."""
 Counts = NDArray[np.int64]
 
 
@@ -68,7 +68,7 @@ class ExpertLoads:
         self._steps += 1
         if self.ranks == 1 or self._steps % STEPS:
             return False
-        # As numbers that every collective carries.
+        # Converted to a type that every collective carries.
         found = self._group.gather(self._counts.cpu().view(torch.int32)).numpy().view(np.int64)
         counts = found[:: self._copies].swapaxes(0, 1)
         self._clear()
@@ -85,7 +85,7 @@ class ExpertLoads:
             self._counts.zero_()
 
     def forget(self) -> None:
-        """Begins anew. All ranks make this call between the same two steps."""
+        """Resets the counts. All ranks make this call between the same two steps."""
         self._clear()
         self._steps = 0
         self._begin()

@@ -1,4 +1,4 @@
-"""Facts about a model that the rest of the system knows. No torch."""
+"""Facts about a model that the other rooms use. No torch."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -102,7 +102,7 @@ class ModelSpec:
         return "the option engine.max_context" if self.context_limit == "option" else "the model's own limit"
 
     def within(self, pool_tokens: int) -> "ModelSpec":
-        """This spec with a KV pool that holds so many tokens."""
+        """This spec, limited by a KV pool for so many tokens."""
         if pool_tokens >= self.max_context:
             return self
         return replace(self, max_context=pool_tokens, context_limit="pool")

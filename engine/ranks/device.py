@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 ONE_SHOT_BYTES = 256 * 1024
 """Size of the largest part that one kernel sums. It reads all parts on each GPU, which takes longer above that."""
 ONE_SHOT_DTYPES = (torch.float32, torch.bfloat16)
-"""Types of parts that it can sum."""
+"""Types of parts that one kernel can sum."""
 ALIGNMENT = 16
-"""Divisor of the bytes of parts that it sums."""
+"""Divisor of the bytes of parts that one kernel sums."""
 SWITCH = "KVRELAY_ONE_SHOT_SUMS"
 """Environment variable that leaves all sums to NCCL if it is 0."""
 PAUSE_SECONDS = 2e-5
@@ -78,7 +78,7 @@ class OneShot:
         self._memory = _SymmetricMemory.rendezvous(self._buffer, GROUP)
 
     def takes(self, part: Tensor) -> bool:
-        """Whether it sums such parts."""
+        """Whether the kernel sums such parts."""
         return part.dtype == self._buffer.dtype and part.nbytes <= ONE_SHOT_BYTES and part.nbytes % ALIGNMENT == 0
 
     def sum(self, part: Tensor) -> Tensor:
@@ -127,7 +127,8 @@ class GpuCollective:
         return self._host.ring(to, source, message_bytes, depth)
 
     def sum_at_once(self, make: Callable[[], OneShot], device: torch.device | str) -> bool:
-        """Has small parts summed by one kernel, if all ranks can and it computes what NCCL does. All ranks call it.
+        """Uses one kernel for the sums of small parts, if all ranks can and its results equal NCCL's. All ranks call
+        it.
 
         Args:
             make: makes this rank's `OneShot`.
@@ -154,7 +155,7 @@ class GpuCollective:
         return self._one_shot is not None
 
     def _try(self, one_shot: OneShot, device: torch.device | str) -> str:
-        """Why its sums can't be used; empty if they can."""
+        """Reason why the sums of `OneShot` can't be used; empty if they can."""
         try:
             one_shot.meet()
         except RuntimeError as error:
@@ -163,12 +164,12 @@ class GpuCollective:
         part = (torch.arange(ALIGNMENT * 8, device=device) % 7 + self.place).to(torch.float32)
         part = part.to(next(dtype for dtype in ONE_SHOT_DTYPES if one_shot.takes(part.to(dtype))))
         expected = self._nccl.sum(part.clone())
-        # All of them, also after a wrong one: the other ranks make as many.
+        # All cases run, also after a wrong result, because the other ranks run as many.
         found = [one_shot.sum(part.clone()) for _ in range(3)]
         return "" if all(torch.equal(each, expected) for each in found) else "it sums wrongly"
 
     def _all(self, yes: bool) -> bool:
-        """Whether all ranks say so."""
+        """Whether the condition holds on all ranks."""
         return bool(self._host.gather(torch.tensor([int(yes)])).all())
 
     def wait(self, ended: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""How the ranks of a worker find each other."""
+"""The meeting of a worker's ranks."""
 
 import logging
 import os
@@ -36,7 +36,7 @@ class Meeting(NamedTuple):
 
     @classmethod
     def in_memory(cls) -> "Meeting":
-        """A new one for ranks of this machine, which are of the same user.
+        """A new meeting for ranks of this machine, which belong to the same user.
 
         Raises:
             OSError: there is no memory.
@@ -48,7 +48,7 @@ class Meeting(NamedTuple):
 
     @classmethod
     def of_hosts(cls, host: str) -> "Meeting":
-        """A new one for ranks of several machines.
+        """A new meeting for ranks of several machines.
 
         Args:
             host: address of this machine that the others reach.
@@ -62,7 +62,7 @@ class Meeting(NamedTuple):
 
     @classmethod
     def named(cls, name: str, host: str = "") -> "Meeting":
-        """The one that another rank has made.
+        """The meeting that another rank has made.
 
         Args:
             host: address of this machine that the others reach, for ranks of several machines.

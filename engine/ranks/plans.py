@@ -28,7 +28,7 @@ _STOPS = _FIELDS.index("stop_token_ids")
 
 
 class PlanWriter:
-    """Rank 0's end."""
+    """Rank 0's writing end."""
 
     def __init__(self) -> None:
         self._known: dict[SamplingParams, int] = {}
@@ -71,7 +71,7 @@ class PlanWriter:
 
 
 class PlanReader:
-    """The end of another rank."""
+    """The reading end of a rank other than 0."""
 
     def __init__(self) -> None:
         self._known: list[SamplingParams] = []

@@ -129,7 +129,7 @@ class GlooCollective:
         try:
             work.wait()
         except RuntimeError:
-            # The ends of its connections have nothing in common any more.
+            # The two ends of its connections are out of step.
             self._aborted = True
             raise
 

@@ -110,7 +110,8 @@ class Runner(Protocol):
         """
 
     def warm_up(self, keep: tuple[int, ...] = ()) -> None:
-        """Runs what would make the first steps slow. May overwrite KV blocks: call it before there are sequences.
+        """Runs everything that would make the first steps slow. May overwrite KV blocks: call it before there are
+        sequences.
 
         Args:
             keep: what the plans of an engine with its own proposer begin with (`StepPlan.keep`).

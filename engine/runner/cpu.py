@@ -105,7 +105,7 @@ class CpuRunner:
         self.spec = spec
         self.parts = parts
         self.cache_layout = cache_layout
-        self.pools = pools
+        self.pools, self.pool, self.layout = pools, pools[0], pools[0].layout
         self.model = model
         self.attention = attention
         self._threads = TorchThreads(threads)
@@ -113,14 +113,6 @@ class CpuRunner:
         self._sample = sample
         self._vocabulary: Vocabulary = sample if isinstance(sample, Shard) else ALL_TOKENS
         self._tokens = even_span(spec.vocab_size, model.place).count
-
-    @property
-    def layout(self) -> KVLayout:
-        return self.pool.layout
-
-    @property
-    def pool(self) -> KVPool:
-        return self.pools[0]
 
     @property
     def whole_cache_layout(self) -> CacheLayout:

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvrelay.engine.config import Dtype, EngineConfig
-from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout
+from kvrelay.engine.kv.layout import FloatDtype
 from kvrelay.engine.kv.memory import DeviceMemory, make_pools, memory_of, tokens_within
-from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
+from kvrelay.engine.kv.pool import TORCH_DTYPES
 from kvrelay.engine.models.fast.loader import OnLoaded
 from kvrelay.engine.models.fast.slices import share_hashes
 from kvrelay.engine.models.general.check import Prompts
@@ -88,32 +88,11 @@ class GeneralRunner:
         self.way = way
         self.store = store
         self.choice = choice
+        self.pools, self.pool, self.layout = store.pools, store.pools[0], store.pools[0].layout
+        self.cache_layout, self.whole_cache_layout = choice.layout, choice.placing.whole
         self._threads = TorchThreads(threads)
         self.sample = sample
         self.expert_loads = expert_loads
-
-    @property
-    def cache_layout(self) -> CacheLayout:
-        """All that the model keeps of a sequence."""
-        return self.choice.layout
-
-    @property
-    def whole_cache_layout(self) -> CacheLayout:
-        """See `Runner.whole_cache_layout`."""
-        return self.choice.placing.whole
-
-    @property
-    def pools(self) -> tuple[KVPool, ...]:
-        """Pools of the tracks, in order."""
-        return self.store.pools
-
-    @property
-    def layout(self) -> KVLayout:
-        return self.pool.layout
-
-    @property
-    def pool(self) -> KVPool:
-        return self.pools[0]
 
     @property
     def states_shape(self) -> StatesShape | None:
@@ -155,7 +134,8 @@ class GeneralRunner:
                 states = self.way.states()[:, None].clone()
 
             def at(tokens: Tensor) -> Tensor:
-                # Both ascend, so as many are the same ones: rows of logits are long.
+                # Both lists ascend, so lists of one length are equal. This saves a copy of rows of logits, which are
+                # long.
                 if len(tokens) == len(wanted):
                     return logits
                 return logits[torch.from_numpy(np.searchsorted(wanted, tokens.numpy()))]
@@ -334,7 +314,7 @@ def _prepare(
     team: Team | None,
     place: Place,
 ) -> tuple[tuple[LayerCache, ...] | None, str, Prompts, float]:
-    """Finds out what a loaded model keeps and yields, and puts our layers in the place of its own.
+    """Observes what a loaded model keeps and yields, and replaces its layers with ours.
 
     Returns:
         What each layer of its cache keeps, or None and why its cache can't be used; prompts with its logits; the share
@@ -401,7 +381,7 @@ def _prompts(model: PreTrainedModel, config: GeneralConfig, windows: tuple[int, 
 
 
 def run_dtype_of(dtype: Dtype, config: GeneralConfig, device: torch.device) -> FloatDtype:
-    """The dtype that weights run in."""
+    """Dtype in which the weights are used."""
     if dtype != "auto":
         return dtype
     return "float32" if config.dtype == "float16" and device.type == "cpu" else config.dtype

@@ -32,7 +32,7 @@ from kvrelay.engine.attention.choice import fastest
 from kvrelay.engine.attention.prefill import Prefill
 from kvrelay.engine.attention.triton import TritonAttention, architecture_of
 from kvrelay.engine.config import Dtype, EngineConfig
-from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout
+from kvrelay.engine.kv.layout import CacheLayout, FloatDtype
 from kvrelay.engine.kv.memory import DeviceMemory, asking, make_pools, memory_of, tokens_within
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.kv.writes import WRITTEN, EventWaiter, KVWrites
@@ -106,7 +106,7 @@ class GpuRunner:
         """
         self.spec = spec
         self.cache_layout = cache_layout
-        self.pools = pools
+        self.pools, self.pool, self.layout = pools, pools[0], pools[0].layout
         self.model = model
         self.device = pools[0].tensor.device
         kv_bytes = sum([pool.nbytes for pool in pools])
@@ -161,14 +161,6 @@ class GpuRunner:
         if self._cuda:
             # The buffers above, the weights and the pool were made on other streams than the runner's own.
             torch.cuda.synchronize(self.device)
-
-    @property
-    def layout(self) -> KVLayout:
-        return self.pool.layout
-
-    @property
-    def pool(self) -> KVPool:
-        return self.pools[0]
 
     @property
     def whole_cache_layout(self) -> CacheLayout:

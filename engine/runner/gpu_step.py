@@ -1,4 +1,4 @@
-"""A step that runs on a GPU, and what it yields."""
+"""A step that runs on a GPU, and its results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

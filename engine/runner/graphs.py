@@ -20,7 +20,7 @@ class Graph(Protocol):
 
 
 Capture = Callable[[], AbstractContextManager[Graph]]
-"""Makes a graph of the kernels that are launched within the context."""
+"""Captures a graph of the kernels that are launched within the context."""
 
 
 def cuda_capture(stream: torch.cuda.Stream) -> Capture:

@@ -29,7 +29,7 @@ class KeptStates:
         self._keep, self._captured = keep, self.make(tokens, keep)
 
     def suits(self, keep: tuple[int, ...]) -> bool:
-        """Whether the graphs do for a plan that keeps these layers."""
+        """Whether the graphs can be used for a plan that keeps these layers."""
         return not keep or keep == self._keep
 
     def taps(self, tokens: int) -> Taps:

@@ -1,4 +1,4 @@
-"""How several ranks run one step: rank 0's engine has a `LeadingRunner`, every other rank runs `follow`.
+"""One step on several ranks: rank 0's engine has a `LeadingRunner`, every other rank runs `follow`.
 
     rank 0       plan -> write -> send to all -> launch its own part -> result: the tokens
     other ranks  read -> launch their part -> result, which nobody needs
@@ -13,45 +13,39 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgpack  # type: ignore[import-untyped]  # it ships no types
 
-from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout
+from kvrelay.engine.kv.layout import FloatDtype
 from kvrelay.engine.kv.writes import WRITTEN, KVWrites, StepWrites
-from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.ranks.collective import Place
 from kvrelay.engine.ranks.plans import PlanReader, PlanWriter
 from kvrelay.engine.runner.base import ModelRunner, Runner, StepHandle, chain_of_steps
-from kvrelay.engine.states import StatesShape
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvrelay.engine.kv.pool import KVPool
-    from kvrelay.engine.models.fast.decoder import Model
-    from kvrelay.engine.models.fast.parts import Parts
-    from kvrelay.engine.models.loads import ExpertLoads
 
 STEP, RESULT, WARM_UP = b"s", b"r", b"w"
 """First byte of a message to the other ranks."""
 
 
 class Ranks(Protocol):
-    """The ranks of this worker, as rank 0's engine knows them."""
+    """The ranks of this worker, as rank 0's engine sees them."""
 
     @property
     def place(self) -> Place:
-        """Rank 0's own."""
+        """Rank 0's own place."""
         ...
 
     def send(self, message: bytes) -> None:
-        """Sends a message to all of them, in order.
+        """Sends a message to all other ranks, in order.
 
         Raises:
             CollectiveError: a rank is lost, or doesn't take it in time.
         """
 
     def committed(self, step: int) -> None:
-        """Rank 0 has the result of the step with this number. The others may still compute it; what rank 0 asks of them
-        from now on may depend on it."""
+        """Notes that rank 0 has the result of the step with this number. Other ranks may still compute the step; later
+        commands of rank 0 may depend on it."""
 
 
 class LeadingStep:
@@ -81,46 +75,14 @@ class LeadingRunner:
         self._own = own
         self._ranks = ranks
         self._writer = PlanWriter()
-
-    @property
-    def lag(self) -> int:
-        return self._own.lag
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._own.spec
-
-    @property
-    def layout(self) -> KVLayout:
-        return self._own.layout
-
-    @property
-    def pool(self) -> "KVPool":
-        return self._own.pool
-
-    @property
-    def cache_layout(self) -> CacheLayout:
-        return self._own.cache_layout
-
-    @property
-    def whole_cache_layout(self) -> CacheLayout:
-        return self._own.whole_cache_layout
-
-    @property
-    def pools(self) -> "tuple[KVPool, ...]":
-        return self._own.pools
-
-    @property
-    def states_shape(self) -> StatesShape | None:
-        return self._own.states_shape
+        self.lag, self.spec = own.lag, own.spec
+        self.states_shape, self.expert_loads = own.states_shape, own.expert_loads
+        self.layout, self.pool, self.pools = own.layout, own.pool, own.pools
+        self.cache_layout, self.whole_cache_layout = own.cache_layout, own.whole_cache_layout
 
     @property
     def prefill_attention(self) -> str:
         return self._own.prefill_attention
-
-    @property
-    def expert_loads(self) -> "ExpertLoads | None":
-        return self._own.expert_loads
 
     def fetch(
         self, states: "Tensor", places: tuple[int, ...], dtype: FloatDtype, then: "Callable[[Tensor], object]"
@@ -148,15 +110,7 @@ class LeadingModelRunner(LeadingRunner):
 
     def __init__(self, own: ModelRunner, ranks: Ranks) -> None:
         super().__init__(own, ranks)
-        self._model_runner = own
-
-    @property
-    def model(self) -> "Model":
-        return self._model_runner.model
-
-    @property
-    def parts(self) -> "Parts":
-        return self._model_runner.parts
+        self.model, self.parts = own.model, own.parts
 
     def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
         """See `ChainRunner.chain`."""

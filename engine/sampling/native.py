@@ -44,7 +44,7 @@ class NativeSampler:
 
 
 def pack_draws(draws: Sequence[Draw], into: Buffer[np.uint8]) -> int:
-    """Writes them, [R] as `kernels.cpu.sample.ROW`, and returns their address."""
+    """Writes the draws as [R] `kernels.cpu.sample.ROW`, and returns their address."""
     packed = b"".join([
         pack_row(params.seed & SEED_MASK, position, params.temperature, params.top_k, params.top_p, params.min_p)
         for params, position, *_ in draws

@@ -153,7 +153,7 @@ class Shard:
         hidden = []
         for index, row in enumerate(rows):
             each = found[:, index]
-            # No rank has hidden anything above this.
+            # All numbers above this bound are known.
             bound = max((ranks[CANDIDATES - 1] for ranks in each if ranks[-1]), default=-np.inf)
             known = np.sort(each[:, :CANDIDATES].ravel().astype(np.float32))[::-1]
             limit = _threshold_of(known, each[:, CANDIDATES].sum(), bound, params[row], self._vocab_size)

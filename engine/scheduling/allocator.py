@@ -32,13 +32,14 @@ class Allocator:
         self._live, self._running, self._ready, self._waiting = live, running, ready, waiting
         self._room = Room(limits.total_blocks, limits.block_size)
         self._ever_reserved: list[tuple[Hold, Request]] = []
-        """Reservations that were not resumed; those that were released are still among them, see `_reserved`."""
+        """Reservations that were not resumed, also released ones until the next `_reserved`."""
         self.starved: EngineSequence | None = None
-        """The sequence that found too few free blocks last."""
+        """The last sequence for which there were too few free blocks."""
 
     @property
     def _reserved(self) -> list[tuple[Hold, Request]]:
-        """Reservations that were neither resumed nor released; whoever has one releases it without a word."""
+        """Reservations that were neither resumed nor released. A reservation's owner releases it without telling the
+        allocator."""
         self._ever_reserved = [(hold, request) for hold, request in self._ever_reserved if not hold.released]
         return self._ever_reserved
 
@@ -48,8 +49,13 @@ class Allocator:
         return len(self._reserved)
 
     def reservations_within(self, rank: int) -> int:
-        """Number of these for requests of this rank or a smaller one."""
+        """Number of reservations for requests of this rank or a smaller one."""
         return sum([request.urgency.rank <= rank for _, request in self._reserved])
+
+    @property
+    def least_reserved_rank(self) -> int | None:
+        """The smallest rank of requests with reservations; None without any."""
+        return min([request.urgency.rank for _, request in self._reserved], default=None)
 
     def lacking(self, sequence: EngineSequence) -> int:
         """Blocks that others would have to give up, so that a waiting sequence gets its own."""
@@ -116,7 +122,7 @@ class Allocator:
     def _may_pass(self, use: Use, request: Request, first: EngineSequence | None) -> bool:
         """Whether a request, which `use` counts, may get blocks before those that have waited for longer."""
         room = self._room
-        # What needs more than the pool without the reserve waits for all of the others, so nobody passes it.
+        # A request that needs more than the pool without the reserve waits for all others, so nobody passes it.
         beside = first is None or room.wanted(first.request, len(first.tokens)) <= room.total - room.reserve
         return beside and room.small(use, request) and room.within_reserve(use)
 
@@ -132,7 +138,7 @@ class Allocator:
         """`_spare` for a waiting sequence."""
         spare = self._spare(use, sequence.request)
         if sequence.status is Status.PREEMPTED and spare:
-            # It would be computed again for nothing if the growth of the others soon took its blocks.
+            # It would be recomputed in vain if the growth of the others soon took its blocks.
             spare = max(spare, self._room.use([*self._running, *self._ready], self._reserved).growth)
         return spare
 

@@ -86,7 +86,8 @@ def shares_of_step(
         total = _tokens_within(cost, allowed, rows.total(), each, prompts=bool(prompts))
         total = min(most.tokens, max(len(wanted) * min(wanted.values()), total))
     for holder, share in max_min(wanted, total).items():
-        # If it has too little for all, prompts have half, and neither side waits for ever where that is one token.
+        # If the share is too small for all, prompts get half of it. Where the share is one token, prompts and decodes
+        # take turns.
         half = (share + step % 2) // 2
         chunks[holder] = min(chunks[holder], max(share - rows[holder], half))
         rows[holder] = share - chunks[holder]

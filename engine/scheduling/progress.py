@@ -68,8 +68,8 @@ class Reservation:
     already, which are read-only, or outside of the window."""
 
     def comes_from(self, first: abc.Sequence[int]) -> None:
-        """Notes the first token of each layer group whose KV comes, or is here. A block that begins before it is of no
-        use to other sequences."""
+        """Notes the first token of each layer group whose KV is transferred, or is here. A block that begins before it
+        is of no use to other sequences."""
         for side, token in zip(self.hold.sides, first[1:], strict=True):
             side.complete = -(-token // side.side.block_size)
 

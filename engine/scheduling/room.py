@@ -62,7 +62,7 @@ class Use:
         self.wanted[holder] += wanted
 
     def largest(self) -> list[tuple[int, int]]:
-        """(holder, blocks) of those who take most, the largest first; without the unknown one."""
+        """(holder, blocks) of the holders that take most, the largest first; without the unknown holder 0."""
         known = ((holder, blocks) for holder, blocks in self.wanted.items() if holder)
         return sorted(known, key=lambda each: -each[1])[:REPORTED]
 

@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.costs.step import StepCost, StepFit, StepWork, pairs
+from kvrelay.costs.step import StepFit
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.blocks import Hold, IntegrityError
 from kvrelay.engine.kv.prefix import PrefixIndex
@@ -56,14 +56,11 @@ from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import SlotCopy, StepOutput, StepPlan
 from kvrelay.engine.request import Request
 from kvrelay.engine.scheduling.allocator import Allocator
-from kvrelay.engine.scheduling.fairness import Most, StepShares, shares_of_step
+from kvrelay.engine.scheduling.fairness import Most, shares_of_step
 from kvrelay.engine.scheduling.limits import SequenceLimits
 from kvrelay.engine.scheduling.planning import (
-    Row,
     add_drafts,
     build_plan,
-    continues_unseen,
-    has_mask,
     settled,
     side_tables_of,
     tables_of,
@@ -72,6 +69,7 @@ from kvrelay.engine.scheduling.planning import (
 from kvrelay.engine.scheduling.progress import OnStart, Progress, Reservation
 from kvrelay.engine.scheduling.room import LACKING_STEPS, Lacking, Use, dispensable, victim
 from kvrelay.engine.scheduling.snapshots import Snapshots
+from kvrelay.engine.scheduling.step import StepFilling, ready_to_decode
 from kvrelay.engine.sequence import Sequence, Status
 from kvrelay.engine.speculate.speculation import Speculation
 from kvrelay.engine.states import StatesLayout
@@ -115,7 +113,7 @@ class Scheduler:
         self.config, self._block_size = config, config.block_size
         self._pool = prefix.pool
         self.prefix = prefix
-        """Prefix index with the block pool; as all of the scheduler, the engine thread's."""
+        """Prefix index with the block pool; only the engine thread uses it."""
         self._limits = SequenceLimits(config.block_size, self._pool.total, spec.max_context, spec.vocab_size)
         self._waiting: deque[Sequence] = deque()
         self._ready: deque[Sequence] = deque()
@@ -130,7 +128,8 @@ class Scheduler:
         self._step = 0
         """Number of the next plan."""
         self.fit = StepFit()
-        """Costs of steps, as whoever runs them measures them: then their time is shared among holders, and bounded."""
+        """Costs of steps, fitted by the engine's measurements; once known, a step's time is shared among holders, and
+        bounded."""
         self._lacking: Lacking | None = None
         self._making_way = False
         """Whether the plan in flight must be committed before the next one, which preempts a sequence."""
@@ -324,25 +323,21 @@ class Scheduler:
         self._admit()
         if self._in_flight and not self._can_extend_all():
             return None  # a request of a holder of little has taken the last blocks
-        rows: list[Row] = []
-        decodes, budget = self._ready_to_decode(), self.config.max_batch_tokens
-        coming = self.coming | self._allocator.reserving
-        cost = self.fit.cost()
+        decodes = ready_to_decode(self._running, self.config.pipeline_parallel, self.speculation)
+        coming, cost = self.coming | self._allocator.reserving, self.fit.cost()
         shares = shares_of_step(cost, self._running, decodes, coming, self._most, self._step)
-        if shares is not None:
-            decodes.sort(key=_turn)
-            budget = shares.total
-        if self._running and self._running[-1].rank > self._running[0].rank:
-            decodes.sort(key=lambda one: (one.rank, one.turn))
-        budget = self._schedule_decodes(rows, decodes, budget, shares, cost)
-        budget = self._schedule_chunks(rows, budget, shares, cost)
+        step = StepFilling(self.config, self._running, self._rows, cost, shares, self._extend)
+        step.add_decodes(decodes)
+        waits = self._allocator.least_reserved_rank
+        step.add_chunks(self._guesses, waits, self._snapshots.end_of_chunk, may_extend=not self._in_flight)
+        rows = step.rows
         if not rows:
             return None
         keep: tuple[int, ...] = ()
         if self.speculation is not None:
             keep = self.speculation.layers
             spares = [len(side.spare) for side in self.prefix.sides if side.is_state]
-            room, spare = min(budget, self._rows - len(rows), *spares), len(self._running)
+            room, spare = min(step.budget, self._rows - len(rows), *spares), len(self._running)
             add_drafts(self.speculation, rows, room, partial(self.prefix.make_room, spare=spare))
             self._guesses = sum([len(row.chain.drafts) for row in rows])
         block_tables = tables_of(rows, self._tables, self._limits)
@@ -410,7 +405,7 @@ class Scheduler:
         failed = [self._fail(one, moment, IN_DOUBT)._replace(again=True) for one in handed]
         return with_output(plan, out, reports) + failed
 
-    # What a step computes.
+    # Sequences start.
 
     def _admit(self) -> None:
         """Starts sequences, in order, as long as there are rows, blocks and budget for them.
@@ -480,112 +475,6 @@ class Scheduler:
             return True
         wanted = [len(sequence.hold.blocks) * self._block_size <= sequence.reach for sequence in running]
         return not any(wanted) or self._pool.can_allocate((), sum(wanted) + kept)
-
-    def _ready_to_decode(self) -> list[Sequence]:
-        """The sequences that lack one token and can compute it now, oldest first.
-
-        The first of several pipeline stages can't compute a token that isn't known yet. So each plan in flight has its
-        part of the sequences, and those that were planned least recently come first.
-        """
-        stages = self.config.pipeline_parallel
-        ready = [
-            sequence
-            for sequence in self._running
-            if sequence.expected - sequence.reach == 1
-            and (
-                not sequence.yields or (stages == 1 and continues_unseen(sequence, sequence.expected, self.speculation))
-            )
-            and has_mask(sequence)
-        ]
-        if stages == 1:
-            return ready
-        ready.sort(key=_turn)
-        return ready[: -(-sum([sequence.generated > 0 for sequence in self._running]) // stages) or 1]
-
-    def _schedule_decodes(
-        self, rows: list[Row], decodes: list[Sequence], budget: int, shares: StepShares | None, cost: StepCost | None
-    ) -> int:
-        """One token for each of these sequences, in their order. Returns the rest of the budget.
-
-        Beside sequences of a smaller rank, others have a row as long as the step keeps `step_seconds`, and one at
-        least.
-        """
-        preemptions, least = self.preemptions, self._running[0].rank if self._running else 0
-        seconds, filling = 0.0 if cost is None else cost.fixed, False
-        for sequence in decodes:
-            if len(rows) == self._rows:
-                break
-            if cost is not None and self.config.step_seconds and sequence.rank > least:
-                if filling and seconds > self.config.step_seconds:
-                    break
-                filling = True
-            # `_extend` may have preempted it for one before it.
-            if sequence.status is not Status.RUNNING or (shares is not None and not shares.decodes[sequence.holder]):
-                continue
-            if self._covers(sequence, sequence.expected) or self._extend(sequence):
-                rows.append(Row(sequence, 1))
-                budget -= 1
-                seconds += 0.0 if cost is None else cost.sequence + cost.context * sequence.expected
-                if shares is not None:
-                    shares.decodes[sequence.holder] -= 1
-        if self.preemptions > preemptions:
-            left = [row for row in rows if row.sequence.status is Status.RUNNING]
-            budget += len(rows) - len(left)
-            rows[:] = left
-        return budget
-
-    def _schedule_chunks(self, rows: list[Row], budget: int, shares: StepShares | None, cost: StepCost | None) -> int:
-        """Shares the budget among the sequences that lack more than one token, in order. Returns the rest.
-
-        The step's time is bounded (`EngineConfig.step_seconds`) while others decode, or are there, that are no less
-        urgent, but for the block with which the first chunk advances at least. A chunk that isn't the last ends at a
-        block's border if it reaches one, so that whole blocks can be sent.
-        """
-        if len(rows) == len(self._running):
-            return budget
-        seconds, decoding = self.config.step_seconds, self._decoding(rows)
-        work = StepWork(0, 0.0, len(rows), sum([row.sequence.expected for row in rows]), self._guesses)
-        for sequence in tuple(self._running):
-            if not budget or len(rows) == self._rows:
-                break
-            if sequence.status is not Status.RUNNING:
-                continue  # `_extend` has preempted it for one before it
-            start, end = sequence.reach, sequence.expected
-            most = budget if shares is None else min(budget, shares.chunks[sequence.holder])
-            if end - start == 1 or not most:
-                continue
-            bounded = decoding is not None and decoding <= sequence.rank
-            if seconds and cost is not None and (bounded or sequence.rank > self._running[0].rank):
-                within = cost.tokens_within(seconds, start, work)
-                most = min(most, within if work.prompt_tokens else max(within, self._block_size))
-                if not most:
-                    break
-            if end - start <= most and not has_mask(sequence):
-                continue
-            if end - start > most:
-                end = start + most
-                border = end - end % self._block_size
-                end = border if border > start else end
-            end = self._snapshots.end_of_chunk(start, end, sequence.expected)
-            if not sequence.hold.cover(end) and (rows or self._in_flight or not self._extend(sequence, end)):
-                continue
-            length = end - start
-            rows.append(Row(sequence, length))
-            work = work._replace(
-                prompt_tokens=work.prompt_tokens + length, prompt_pairs=work.prompt_pairs + pairs(start, length)
-            )
-            budget -= length
-            if shares is not None:
-                shares.chunks[sequence.holder] -= length
-        return budget
-
-    def _decoding(self, rows: list[Row]) -> int | None:
-        """The smallest rank of the sequences that decode in this step, which has these rows so far, or in the next one;
-        None if none does."""
-        ranks = [row.sequence.rank for row in rows] or [
-            one.rank for one in self._running if one.generated + one.yields and one.expected - one.reach == 1
-        ]
-        return min(ranks, default=None)
 
     # What a step did.
 
@@ -689,21 +578,15 @@ class Scheduler:
                 sequence.hold.release()
 
     def _leave(self, sequence: Sequence, *, states: bool) -> None:
-        """Lets the prefix index know all that a sequence has computed, which computes no more. `states`: whether no
-        step in flight has gone on with its states."""
+        """Adds all that a sequence has computed to the prefix index; the sequence computes no more. `states`: whether
+        no step in flight has changed its states."""
         if sequence.status is not Status.FAILED:
             tenant = sequence.request.tenant
             self.prefix.leave(sequence.tokens, tenant, sequence.hold, sequence.num_computed, states=states)
 
-    def _covers(self, sequence: Sequence, tokens: int) -> bool:
-        """Whether a sequence has blocks of all groups for so many tokens; those behind the first take what they lack
-        if it is free."""
-        return tokens <= len(sequence.hold.blocks) * self._block_size and sequence.hold.cover(tokens)
-
-    def _extend(self, sequence: Sequence, tokens: int | None = None) -> bool:
-        """Takes blocks for so many tokens of a running sequence, one token more unless given, from another one if none
-        is free; False if it must wait. In the first group, it lacks one block at most."""
-        tokens = sequence.expected if tokens is None else tokens
+    def _extend(self, sequence: Sequence, tokens: int) -> bool:
+        """Takes blocks for so many tokens of a running sequence, from another one if none is free; False if it must
+        wait. In the first group, it lacks one block at most."""
 
         def grow() -> bool:
             enough = tokens <= len(sequence.hold.blocks) * self._block_size
@@ -802,4 +685,4 @@ class Scheduler:
         return sequence
 
 
-_order, _turn = attrgetter("order"), attrgetter("turn")
+_order = attrgetter("order")

@@ -63,7 +63,7 @@ class Snapshots:
         return tuple(copies)
 
     def settle(self, failed: set[int]) -> None:
-        """The step has ended: what it has copied is known from now on, but not of the sequences with these handles."""
+        """Notes the snapshots of an ended step, but for the sequences with these handles, which failed."""
         for side, hold, digest, first, handle in self._coming:
             if handle not in failed:
                 side.contents.add(digest, hold.blocks[0], hold.owner, first)

@@ -53,7 +53,7 @@ class Proposer(Protocol):
         ...
 
     def warm_up(self) -> None:
-        """Runs what would make the first guesses slow."""
+        """Runs everything that would make the first guesses slow."""
 
     def observe(self, computed: Sequence[Computed]) -> bool:
         """Takes what a step has computed. Called for every step if it guesses from hidden states, and otherwise never;

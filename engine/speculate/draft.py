@@ -173,7 +173,8 @@ class DraftProposer:
 
 
 def undisturbed(asked: SamplingParams) -> SamplingParams:
-    """How guesses are sampled for a request: what follows from other tokens than the last one is the model's to add."""
+    """Sampling parameters of guesses for a request, without what depends on more than the last token: the model adds
+    that."""
     return SamplingParams(
         temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, min_p=asked.min_p, seed=asked.seed
     )

@@ -53,7 +53,7 @@ class Context:
 
     @property
     def end(self) -> int:
-        """The first position whose states aren't known."""
+        """First position whose states aren't known."""
         return self.done + sum(map(len, self.waiting))
 
     def take(self, count: int) -> list[Tensor]:
@@ -108,7 +108,7 @@ class EagleProposer:
                 self.forget(handle)
                 hold = self._pool.share((), f"context of sequence {handle}")
                 context = self._contexts[handle] = Context(hold, start, start, start + len(states))
-            # A preempted sequence computes what is known here once more.
+            # A preempted sequence computes tokens again that are known here.
             if len(fresh := states[context.end - start :]):
                 context.waiting.append(fresh)
                 places.append((context.waiting, len(context.waiting) - 1))
@@ -155,7 +155,7 @@ class EagleProposer:
                     waiting[place] = states[None]
 
     def _read(self) -> bool:
-        """Computes what waits of the sequences that are behind, in the order in which they came.
+        """Computes the waiting states of the sequences that are behind, in the order in which they came.
 
         Returns:
             Whether there were prompts among it.

@@ -1,4 +1,4 @@
-"""Guesses by looking up what the sequence itself had before."""
+"""Guesses by looking up earlier parts of the sequence itself."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -6,17 +6,17 @@ from typing import Protocol
 from kvrelay.engine.speculate.base import Computed, Want
 
 FACTOR = 2
-"""Number of tokens that a suffix match guesses for each of its own."""
+"""Number of guessed tokens for each token of a suffix match."""
 MOST_LINKS = 32
 """Number of suffixes of one place whose last occurrence is noted: the longest ones, which are those that are looked
 up."""
 
 
 class Index(Protocol):
-    """Finds in one sequence what its end repeats."""
+    """Finds earlier occurrences of the end of one sequence."""
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Takes the tokens that came since, of the whole sequence."""
+        """Takes the whole sequence, and adds its new tokens to the index."""
 
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
         """Guesses how the sequence goes on, up to `most` tokens; perhaps nothing."""
@@ -159,7 +159,7 @@ class SuffixIndex:
 
 
 def _copied(tokens: Sequence[int], begin: int, count: int) -> list[int]:
-    """`count` tokens from `begin` on; behind the end of `tokens` what was copied is copied again: text that repeats."""
+    """`count` tokens from `begin` on; behind the end of `tokens` the copied tokens repeat."""
     period = len(tokens) - begin
     found = list(tokens[begin : begin + count])
     while len(found) < count:

@@ -53,7 +53,7 @@ from kvrelay.kernels.reference import linear
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """How checkpoints name the parts of the layer, and what sets its kind apart."""
+    """Names of the layer's parts in checkpoints of one kind, and the kind's peculiarities."""
 
     token_norm: str
     feature_norm: str
@@ -79,7 +79,7 @@ APART = Published(
 APART_TYPES = ("qwen3_next",)
 """Types of models whose layer is named as APART says."""
 SHARED = ("shared_head.head.", "embed_tokens.")
-"""Beginnings of the names of what the model has, too."""
+"""Beginnings of the names of tensors that the model has, too."""
 KINDS = ("layer_types", "mlp_layer_types", "indexer_types")
 """Fields that list the kinds of layers; the layer's kind is full attention, or that of the last one."""
 
@@ -114,13 +114,13 @@ class Plans:
 
     @property
     def step(self) -> Step:
-        """The step that was planned last."""
+        """The step of the latest plan."""
         if self._step is None:
             raise RuntimeError("no step is planned")
         return self._step
 
     def run(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
-        """Isn't called."""
+        """Is never called."""
         raise NotImplementedError
 
 

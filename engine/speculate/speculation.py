@@ -96,11 +96,11 @@ class Account:
     balance: float = FIRST
     """Plain steps that may be lost."""
     open: bool = True
-    """Whether there may be guesses."""
+    """Whether guesses are allowed."""
     plain: float = 0.0
     """Average seconds per token of plain steps; 0 until one was measured."""
     turn: int = 0
-    """Place in a turn of PLAIN_STEPS without guesses, which are measured, and then PLAIN_EVERY with guesses."""
+    """Position in a cycle of PLAIN_STEPS measured steps without guesses, followed by PLAIN_EVERY steps with guesses."""
     debt: float = 0.0
     """Plain steps that were lost and aren't in the balance yet."""
 
@@ -171,14 +171,15 @@ class Speculation:
         return self.proposer.layers
 
     def states(self, runner: Runner) -> StatesLayout | None:
-        """The hidden states of a prompt that it guesses from, as `runner` yields them; None if it needs none."""
+        """The hidden states of a prompt that the proposer guesses from, as `runner` yields them; None if it needs
+        none."""
         if not self.proposer.layers or runner.states_shape is None:
             return None
         width = runner.states_shape.hidden_size
         return StatesLayout(self.proposer.layers, width, runner.spec.dtype, self.proposer.last_state)
 
     def take_states(self, sequence: Sequence, states: "Tensor") -> None:
-        """A sequence has come whose KV another worker computed, and with it hidden states of its last tokens.
+        """Takes the hidden states of a sequence's last tokens, whose KV another worker computed.
 
         Args:
             states: [n, layers, hidden] as `states` says.
@@ -187,7 +188,7 @@ class Speculation:
         self.proposer.observe([Computed(sequence.handle, sequence.tokens, start, states)])
 
     def warm_up(self) -> None:
-        """Runs what would make the first guesses slow. Call it before there are sequences."""
+        """Runs everything that would make the first guesses slow. Call it before there are sequences."""
         self.proposer.warm_up()
         self.proposer.forget(WARM_UP.handle)
 
@@ -230,7 +231,7 @@ class Speculation:
     def settle(
         self, plan: StepPlan, kept: Items[bool], sequences: Items[Sequence], states: "Tensor | None" = None
     ) -> None:
-        """A step has ended.
+        """Takes the result of a step.
 
         Args:
             kept: [R] as `kept_rows`.
@@ -242,7 +243,7 @@ class Speculation:
         if states is not None and self.layers:
             read_prompts = self._observe(plan, kept, sequences, states)
             self._ended = self._clock()
-            # What a prompt takes to be read is spent whether guesses pay or not, so it isn't held against them.
+            # The time to read a prompt is spent whether guesses pay or not, so it isn't counted against them.
             ended = ended if read_prompts else self._ended
         if plan.drafts is not None:
             self._learn(plan.drafts.tolist(), kept, sequences)
@@ -251,7 +252,8 @@ class Speculation:
             self._account(plan, sum(kept), flight, ended - max(flight.began, last), before)
 
     def _account(self, plan: StepPlan, tokens: int, flight: Flight, seconds: float, before: Account | None) -> None:
-        """Learns from what a decode step took; `before` is the account of the step before, if that was a plain one."""
+        """Updates the account by the time of a decode step; `before` is the account of the step before, if that was a
+        plain one."""
         account, count = flight.account, plan.num_sequences
         alone = account.plain * count
         if plan.drafts is not None:

@@ -61,7 +61,7 @@ class Launch:
 
 
 class Repeat:
-    """A launch that is repeated with another grid, and with other values of some parameters. Not thread-safe."""
+    """A launch that can be repeated with another grid and other values of some parameters. Not thread-safe."""
 
     def __init__(self, launched: Launch, names: tuple[str, ...]) -> None:
         """
@@ -161,7 +161,7 @@ def _takes_all(compiled: Any, parameters: tuple[str, ...]) -> bool:
 
 @cache
 def _tell_slow() -> None:
-    """Logs once a process that launches aren't repeated, and so are slow."""
+    """Logs once per process that launches aren't repeated, and so are slow."""
     logger.warning("this version of Triton has no launch that can be repeated; the host takes longer for each kernel")
 
 

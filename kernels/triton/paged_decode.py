@@ -80,7 +80,7 @@ def _sum_parts(
     for start in range(0, count, SUMMED):
         present = (start + some < count)[:, None] & (g < GROUP)[None, :]
         part_head = (start + some)[:, None] * heads + g[None, :]
-        # Past L1, which may have what these places held before.
+        # Loads bypass L1, which may have old values of these addresses.
         logarithm = tl.load(weights + part_head, mask=present, other=float("-inf"), cache_modifier=".cg")
         inside = present[:, :, None] & (d < DIM)[None, None, :]
         place = part_head[:, :, None] * DIM + d[None, None, :]

@@ -18,7 +18,8 @@ CLASSES: Mapping[ModelType, str] = {
     "qwen3": "Qwen3ForCausalLM",
 }
 ARCHITECTURES: Mapping[str, ModelType] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""The `model_type` of each architecture that kvrelay's own code runs. Mistral's models are of `llama`, too."""
+"""The `model_type` of each architecture that kvrelay's own code runs. Mistral's models have the architecture `llama`,
+too."""
 GENERAL = ("gemma2", "gemma3", "gpt2", "mamba", "nemotron", "phi3", "stablelm", "starcoder2")
 """Architectures whose models transformers' code runs, with weights that its rules make of the file's."""
 INTERLEAVED = ("llama", "mistral")

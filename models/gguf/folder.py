@@ -155,7 +155,7 @@ def _place(tensor: TensorInfo, interleaved_heads: int = 0) -> dict[str, Any]:
 
 
 def _write(folder: Path, contents: Mapping[str, str]) -> None:
-    """Writes a folder whole, or leaves that of another process in its place."""
+    """Writes a folder atomically; leaves a folder that another process has written first."""
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=folder.parent))
     try:

@@ -51,7 +51,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The part of a file before its tensors' data."""
+    """Header of a file: everything before the tensors' data."""
 
     path: Path
     metadata: Mapping[str, Any]

@@ -28,13 +28,13 @@ _TEKKEN = (
 GPT2 = ("default", "gpt-2", "phi-2", "mellum")
 """Names of GPT-2's way to split a text into words, as `tokenizer.ggml.pre` has them."""
 DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-"""Names of the same with each digit apart."""
+"""Names of GPT-2's way with each digit as a word of its own."""
 SPLITS: Mapping[str, str] = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
     "tekken": _TEKKEN,
 }
-"""Regular expressions of the others."""
+"""Regular expressions of the other ways."""
 
 
 def tokenizer_of(header: Header) -> tuple[Tokenizer, dict[str, Any]]:
@@ -149,7 +149,7 @@ def _add_around(
     vocabulary: Mapping[str, int],
     adds_bos: bool,
 ) -> None:
-    """Puts the tokens around texts that the model expects there."""
+    """Adds the tokens that the model expects around texts."""
     bos = named["bos_token"] if header.boolean(f"{PREFIX}.add_bos_token", adds_bos) else None
     eos = named["eos_token"] if header.boolean(f"{PREFIX}.add_eos_token", False) else None
     around = [token for token in (bos, eos) if token is not None]

@@ -75,12 +75,12 @@ class Connection:
         return self.calls > 0 and not self.arriving
 
     def received(self) -> None:
-        """Bytes have come."""
+        """Notes that bytes have arrived."""
         if self.served and not self.calls and not self.heading:
             self.heading, self.since = True, time.monotonic()
 
     def begin(self, arrived: Callable[[], bool] | None = None) -> None:
-        """A request has come, to be followed by `end`.
+        """Notes the begin of a request; `end` must follow.
 
         Args:
             arrived: whether its body is there; None if it is.
@@ -90,7 +90,7 @@ class Connection:
         self.served |= not self.arriving
 
     def end(self) -> None:
-        """A request was answered, or given up."""
+        """Notes the end of a request, answered or given up."""
         self.calls -= 1
         if not self.arriving:
             self.served, self.since = True, time.monotonic()
@@ -146,7 +146,7 @@ class Connections:
         return self._connections.get(peer)
 
     def check(self, peer: Peer) -> None:
-        """A request has begun to come on the connection with this other end."""
+        """Notes that a request begins on the connection with this peer."""
         if peer not in self._connections:
             self.stranger()
 
@@ -176,7 +176,7 @@ class Connections:
         return connection
 
     def remove(self, peer: Peer, connection: Connection) -> None:
-        """A connection has ended. Its client may already have another one with the same address and port."""
+        """Forgets an ended connection. Its client may already have another one with the same address and port."""
         if self._connections.get(peer) is connection:
             del self._connections[peer]
         if not connection.closing:

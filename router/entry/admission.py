@@ -85,7 +85,7 @@ class Ticket:
         self.arrived = False
         """Whether the whole request is there."""
         self.displaced = False
-        """Whether it has had to give way, and has no share any more."""
+        """Whether the call had to give way, and has lost its share."""
         self.places: dict[Place, None] = {}
         """Places that it has, the oldest first; one at least."""
         self.waiting: deque[tuple[Place, asyncio.Future[None]]] = deque()
@@ -101,12 +101,12 @@ class Ticket:
         self._set(CHARGE * size)
 
     def hold(self, nbytes: int) -> None:
-        """A prompt of the request is known, and packed into `nbytes`."""
+        """Counts the `nbytes` of a packed prompt of the request."""
         self._prompts += nbytes
         self._set(self._size + self._prompts)
 
     def resize(self, size: int) -> None:
-        """The request has arrived, and has `size` bytes.
+        """Sets the size of the request, which has arrived, to `size` bytes.
 
         Raises:
             Exhausted: too many bytes.
@@ -143,7 +143,7 @@ class Ticket:
             await self._admission.wait(place, again=True)
 
     def lend_own(self, place: Place) -> None:
-        """The last place is not used by a completion any more: the next one can have it."""
+        """Keeps the call's last place, which no completion uses any more, for the next completion."""
         self._own = place
 
     def give_way(self) -> None:
@@ -154,7 +154,7 @@ class Ticket:
         end()
 
     def close(self) -> None:
-        """The call has ended. Forgets how to end it: that has a reference to all that the call is."""
+        """Drops the function that ends the call, because it refers to all of the call's objects."""
         self._end = lambda: None
 
     def _set(self, nbytes: int) -> None:
@@ -280,12 +280,12 @@ class Admission:
             ticket.lend_own(place)
 
     def drop(self, place: Place) -> None:
-        """The call has one place less."""
+        """Takes a place from its call."""
         self._uncount(place)
         self._pass_on()
 
     def remove(self, ticket: Ticket) -> None:
-        """The call has nothing more."""
+        """Frees all places and bytes of a call."""
         for place in list(ticket.places):
             self._uncount(place)
         self.add_bytes(ticket.holder, -ticket.nbytes)

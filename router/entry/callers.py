@@ -27,8 +27,7 @@ from kvrelay.router.config import DEFAULT_CLASS, RouterOptions, Service
 from kvrelay.router.entry.limits import NO_LIMITS, Limits
 from kvrelay.router.errors import Forbidden, InvalidRequest, Unauthenticated, shorten
 from kvrelay.router.placing.queue import Claim
-from kvrelay.rpc.certificates import CertificateFiles
-from kvrelay.rpc.watched import file_state
+from kvrelay.rpc.certificates import CertificateFiles, file_state
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +184,7 @@ class Identity:
 
 
 class Callers:
-    """Tells who calls."""
+    """Identifies callers."""
 
     def __init__(self, options: RouterOptions) -> None:
         """

@@ -31,7 +31,7 @@ from kvrelay.router.errors import (
     Unavailable,
 )
 from kvrelay.router.records.requests import Requests
-from kvrelay.router.records.spans import Asked, SpanExport
+from kvrelay.router.records.spans import RequestFacts, SpanExport
 from kvrelay.router.records.traffic import TrafficMeter
 from kvrelay.router.request.reading import Asking, PackedRequest, Plan, Reading
 from kvrelay.router.request.validation import CheckedRequest, completions
@@ -116,7 +116,7 @@ class Front:
         return model
 
     def tenant(self, caller: Caller) -> str:
-        """The tenant of a caller that costs no more than an answer.
+        """The tenant of a caller whose request needs no place, because it is answered at once.
 
         Raises:
             Unauthenticated: it has not shown who it is.
@@ -124,7 +124,8 @@ class Front:
         return self.callers.grant(caller.identity).tenant
 
     def holder(self, caller: Caller) -> str:
-        """Who has a share of what is scarce: the caller's tenant, or its address where nobody is authenticated.
+        """The holder that the caller counts as for all limits: its tenant, or its address where nobody is
+        authenticated.
 
         Raises:
             Unauthenticated: it has not shown who it is.
@@ -209,8 +210,8 @@ class Front:
             raise
         finally:
             if self._spans is not None:
-                asked = None if call is None else call.asked
-                self._spans.add(caller.context, received, asked, ended)
+                facts = None if call is None else call.facts
+                self._spans.add(caller.context, received, facts, ended)
 
     def note_end(self, trace: RequestTrace, outcome: Outcome, failure: str = "") -> None:
         """Notes how a completion ended, as `RequestTrace.end` says; in log and metrics, too."""
@@ -241,7 +242,7 @@ class Call:
         """The completions that have ended, in that order."""
         self.chat = False
         """Whether the prompt was made of a chat's messages."""
-        self.asked: Asked | None = None
+        self.facts: RequestFacts | None = None
         """Model and options that the call asked for; None until they are known."""
         self._context = context
         self._front = front
@@ -307,7 +308,7 @@ class Call:
             checked = replace(checked, claim=claim, first_token_seconds=seconds, shown=shown)
             _describe(checked, trace)
             chat = self.chat or request.HasField("messages")
-            self.asked = Asked(front.asking().served_names[0], chat, checked.sampling, request.n or 1)
+            self.facts = RequestFacts(front.asking().served_names[0], chat, checked.sampling, request.n or 1)
             meter.prompt(len(checked.prompt))
             if begin is not None:
                 begin(checked)

@@ -1,4 +1,4 @@
-"""How much each API key may ask of one router: requests and tokens a minute. `Admission` counts its requests at once.
+"""Limits of each API key on one router: requests and tokens a minute. `Admission` counts its requests at once.
 
 A minute's amount is a bucket that fills steadily and holds a minute's worth. A request starts if the buckets hold one
 request and its prompt, or if that of tokens is full: a prompt larger than a minute's tokens is not refused for ever.

@@ -125,7 +125,7 @@ class GrpcFace:
         # None if there is no deadline; the type stubs don't say so.
         remaining = cast("float | None", context.time_remaining())
         deadline = math.inf if remaining is None else front.dispatch.clock() + remaining
-        # A client that dies during a write shows as a BaseError, not as a cancellation.
+        # A client that dies during a write raises a BaseError, not a cancellation.
         writer = Writer(context.write, front.config.idle_timeout_seconds, (grpc.aio.BaseError,))
         try:
             with front.generation(self._caller(context), 0, deadline) as call:
@@ -185,7 +185,7 @@ class GrpcFace:
         return data
 
     def _served(self, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
-        """A connection has sent a whole request, which it has until the end of the call."""
+        """Counts a whole request on its connection until the end of the call."""
         peer = _peer(context)
         if peer is None:
             return

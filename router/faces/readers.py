@@ -1,4 +1,4 @@
-"""All that a router reads; and the program of the processes in which it reads what is large.
+"""The readers of all requests; and the program of the processes that read large requests.
 
 python -m kvrelay.router.faces.readers DESCRIPTOR OPTIONS     as `machine/forks.py` says
 """
@@ -34,7 +34,7 @@ def chats_of(tokenizer: Tokenizer, tool_parser: ToolParserName, reasoning_parser
 
 
 def reading(folder: Path, tokenizer: Tokenizer, chats: Chats, lanes: Lanes | None) -> Reading:
-    """How requests for the model in `folder` are read.
+    """The readers of requests for the model in `folder`.
 
     Args:
         lanes: for what is large; None in a lane itself.

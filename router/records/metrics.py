@@ -78,31 +78,31 @@ class RouterMetrics:
         metrics.before_scrape(update)
 
     def attempted(self) -> None:
-        """A request was placed."""
+        """Counts a placement of a request."""
         self._attempts.inc()
 
     def attempt_failed(self, reason: str) -> None:
-        """A placement has failed, because of one of `family.ATTEMPT_REASON`."""
+        """Counts a failed placement; the reason is one of `family.ATTEMPT_REASON`."""
         self.metrics.counter(families.ATTEMPT_FAILURES, reason).inc()
 
     def connection_closed(self, face: str, reason: str) -> None:
-        """The router has closed a client's connection, or refused it."""
+        """Counts a client's connection that the router has closed or refused."""
         self.metrics.counter(families.CLOSED_CONNECTIONS, face, reason).inc()
 
     def refused(self, service: str) -> None:
-        """A request of this class was refused, since it could not have met the targets."""
+        """Counts a request of this class that was refused, since it could not have met the targets."""
         self.metrics.counter(families.REFUSED, service).inc()
 
     def superseded(self) -> None:
-        """A call has ended because a later one continues its request."""
+        """Counts a call that ended because a later one continues its request."""
         self._fences.inc()
 
     def gap(self, seconds: float) -> None:
-        """The time between two messages with tokens of a completion."""
+        """Records the time between two messages with tokens of a completion."""
         self._itl.observe(seconds)
 
     def ended(self, trace: RequestTrace) -> None:
-        """A completion has ended."""
+        """Records the figures of an ended completion."""
         metrics, service, tenant = self.metrics, trace.service or NO_CLASS, self._tenant(trace.tenant)
         usage = trace.usage()
         metrics.counter(families.REQUESTS, str(trace.outcome), service).inc()

@@ -25,7 +25,8 @@ class EndedRequest:
 
     @cached_property
     def life(self) -> Life:
-        """Made when somebody asks: that takes longer than all else at a request's end, and mostly nobody does."""
+        """Life of the request, computed on demand: it takes longer than everything else at a request's end, and is
+        rarely asked for."""
         return life(self.trace)
 
     @cached_property
@@ -52,11 +53,11 @@ class Requests:
         self._links: dict[tuple[str, str], LinkUse] = {}
 
     def begin(self, trace: RequestTrace) -> None:
-        """A request was checked, and runs from now on."""
+        """Adds a checked request, which runs from now on."""
         self._running[id(trace)] = trace
 
     def end(self, trace: RequestTrace) -> None:
-        """A request has ended; one that has not begun here is not kept."""
+        """Moves a request to the ended ones; ignores one that `begin` has not added."""
         if self._running.pop(id(trace), None) is None:
             return
         self._recent.append(EndedRequest(next(self._numbers), trace))

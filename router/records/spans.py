@@ -44,7 +44,7 @@ Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestFacts:
     """The facts about a call's request that its span shows."""
 
     model: str
@@ -108,26 +108,28 @@ class SpanExport:
 
     async def close(self) -> None:
         """Sends what waits, as far as there is time."""
-        # A daemon, so that no exit waits for a collector that is gone.
+        # The thread is a daemon, so that no exit waits for an unreachable collector.
         closing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, CLOSE_SECONDS)
 
-    def add(self, context: TraceContext, received: float, asked: Asked | None, ended: Sequence[RequestTrace]) -> None:
+    def add(
+        self, context: TraceContext, received: float, facts: RequestFacts | None, ended: Sequence[RequestTrace]
+    ) -> None:
         """Makes the spans of a call that has ended.
 
         Args:
             received: when it came, on the monotonic clock.
-            asked: None if it failed before that was known.
+            facts: None if it failed before that was known.
         """
         from opentelemetry.trace import SpanKind, set_span_in_context
 
         now = self._clock()
         clock = _Clock(now)
         self._ids.trace_id = int(context.trace_id, 16)
-        operation = "chat" if asked is not None and asked.chat else "text_completion"
+        operation = "chat" if facts is not None and facts.chat else "text_completion"
         root = self._tracer.start_span(
-            operation if asked is None else f"{operation} {asked.model}",
+            operation if facts is None else f"{operation} {facts.model}",
             _parent(context),
             SpanKind.SERVER,
             start_time=clock.at(received),
@@ -135,8 +137,8 @@ class SpanExport:
         if not root.is_recording():
             return
         root.set_attributes({"gen_ai.operation.name": operation, "gen_ai.provider.name": "kvrelay"})
-        if asked is not None:
-            root.set_attributes(_asked(asked))
+        if facts is not None:
+            root.set_attributes(_request_attributes(facts))
         root.set_attributes(_ended(ended, received))
         failed = [each for each in ended if each.outcome not in SERVED]
         if failed:
@@ -205,11 +207,11 @@ def _parent(context: TraceContext) -> Any:
     return set_span_in_context(NonRecordingSpan(caller), Context())
 
 
-def _asked(asked: Asked) -> Attributes:
-    sampling = asked.sampling
+def _request_attributes(facts: RequestFacts) -> Attributes:
+    sampling = facts.sampling
     attributes: dict[str, str | int | float] = {
-        "gen_ai.request.model": asked.model,
-        "gen_ai.response.model": asked.model,
+        "gen_ai.request.model": facts.model,
+        "gen_ai.response.model": facts.model,
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
@@ -217,8 +219,8 @@ def _asked(asked: Asked) -> Attributes:
     }
     if sampling.top_k:
         attributes["gen_ai.request.top_k"] = sampling.top_k
-    if asked.completions > 1:
-        attributes["gen_ai.request.choice.count"] = asked.completions
+    if facts.completions > 1:
+        attributes["gen_ai.request.choice.count"] = facts.completions
     return attributes
 
 

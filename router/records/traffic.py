@@ -45,7 +45,7 @@ class TrafficMeter:
         return service if service.has_targets else self._interactive
 
     def begin(self, trace: RequestTrace) -> None:
-        """A request was accepted; every other call is about one that has begun."""
+        """Counts an accepted request. Call it before any other method with the same request."""
         if self._targets(trace) is None:
             return
         self._totals.requests += 1
@@ -53,7 +53,7 @@ class TrafficMeter:
         self._waiting[id(trace)] = trace
 
     def end(self, trace: RequestTrace) -> None:
-        """A request has ended. One that never began is not counted."""
+        """Counts an ended request, if `begin` has counted it."""
         totals, targets = self._totals, self._targets(trace)
         if targets is None:
             return
@@ -87,7 +87,7 @@ class TrafficMeter:
         for trace in list(self._young.values()):
             if (trace.first_sent or 0.0) < now - YOUNG_SECONDS:
                 del self._young[id(trace)]
-        # All wait for what the next one waits for: it goes first.
+        # All queued requests wait for the role that the next one waits for, because it goes first.
         for_decode = bool(queued) and waits_for(queued[0]) == "decode"
         prompts, streams = (0, len(queued)) if for_decode else (len(queued), 0)
         self._totals.prefill_queue_seconds += elapsed * prompts

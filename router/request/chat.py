@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 RENDER_SECONDS = 2.0
-"""Time limit of a template in seconds."""
+"""Time limit for rendering a template, in seconds."""
 MAX_CHARACTERS = 64 * 2**20
 """Size limit of a rendered prompt in characters, where nothing else limits it."""
 MAX_REPEATED = 2**20
@@ -91,7 +91,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def check_time(self) -> None:
         if time.monotonic() > self._limits.until:
-            raise _TooLong(f"the template took more than {RENDER_SECONDS:g} s")
+            raise _Refused(f"the template took more than {RENDER_SECONDS:g} s")
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         self.check_time()
@@ -108,9 +108,9 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         sizes = [len(value) if isinstance(value, Sized) else abs(value) for value in (left, right)]
         if operator == "**" and sizes[1] > MAX_EXPONENT:
-            raise _TooLong(f"the template takes a power above {MAX_EXPONENT}")
+            raise _Refused(f"the template takes a power above {MAX_EXPONENT}")
         if isinstance(left, Sized) != isinstance(right, Sized) and sizes[0] * sizes[1] > MAX_REPEATED:
-            raise _TooLong(f"the template repeats a text up to more than {MAX_REPEATED} characters")
+            raise _Refused(f"the template repeats a text up to more than {MAX_REPEATED} characters")
         return super().call_binop(context, operator, left, right)
 
 
@@ -157,8 +157,8 @@ class ChatTemplate:
                     parts.append(part)
                     length += len(part)
                     if length > max_characters:
-                        raise _TooLong(f"the template renders more than {max_characters} characters")
-        except _RaisedByTemplate as error:
+                        raise _Refused(f"the template renders more than {max_characters} characters")
+        except _Refused as error:
             raise TemplateFailed(str(error)) from error
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
             raise TemplateFailed(f"{type(error).__name__} in the template") from error
@@ -218,16 +218,12 @@ def token_text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-class _RaisedByTemplate(jinja2.TemplateError):
-    """Raised by the template's `raise_exception`."""
-
-
-class _TooLong(_RaisedByTemplate):
-    """The template takes more time or memory than it may."""
+class _Refused(jinja2.TemplateError):
+    """The template has called `raise_exception`, or takes more time or memory than it may."""
 
 
 def _raise_exception(message: str) -> None:
-    raise _RaisedByTemplate(message)
+    raise _Refused(message)
 
 
 def _strftime_now(pattern: str) -> str:

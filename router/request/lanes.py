@@ -29,7 +29,7 @@ LIMIT_SECONDS = 10.0
 SECONDS_PER_MIB = 5.0
 """CPU time for each further MiB, in seconds."""
 BUSY = 5.0
-"""A lane that answers so many times later than the CPU time allows is given up."""
+"""Multiple of the allowed CPU time after which a lane without an answer is given up."""
 DEFECT = "defect"
 """Field of an answer with the text of an exception that is a defect."""
 
@@ -192,7 +192,7 @@ class _Lane:
         raise InvalidArgument("the request ends the process that reads it")
 
     def hang_up(self) -> None:
-        """The process ends when it has nobody to answer to."""
+        """Closes the socket, so that the process ends: it has nobody to answer to."""
         if self._connection is not None:
             self._connection.close()
         self._connection = None

@@ -23,7 +23,7 @@ from kvrelay.v1.inference_pb2 import Constraint, SamplingParams, TokenIds
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Values that a number may have, from `least` to `most`."""
+    """Range of a number, from `least` to `most`."""
 
     least: float
     most: float
@@ -37,7 +37,7 @@ class Range:
 
     def check(self, field: str, value: float) -> None:
         """Raises InvalidRequest, naming field, value and range, unless the value is within."""
-        # A limit that no 32-bit float equals still allows the one beside it.
+        # A limit that isn't a 32-bit float still allows the nearest one.
         shown = value if isinstance(value, int) else _number(value)
         if not self.least <= shown <= self.most or (self.above and shown == self.least):
             allowed = f"{self.least:g} to {self.most:g}"

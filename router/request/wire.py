@@ -39,12 +39,12 @@ class _TooManyFields(BadOutline):
 
 
 def is_light_json(data: bytes) -> bool:
-    """Whether it takes at most some milliseconds to parse and check this body."""
+    """Whether this JSON body can be parsed and checked within some milliseconds."""
     return len(data) <= INLINE_BYTES and data.count(b",") <= FEW_VALUES
 
 
 def is_light_message(data: bytes, kind: Any) -> bool:
-    """Whether it takes at most some milliseconds to parse and check this serialized message.
+    """Whether this serialized message can be parsed and checked within some milliseconds.
 
     Args:
         kind: its Descriptor.

@@ -174,7 +174,7 @@ class AttemptTokens:
         """Takes tokens by their indices.
 
         Returns:
-            Which of them differs from one that was here before; empty if none does.
+            Description of a token that differs from an earlier one at its index; empty if none does.
         """
         before = len(self._seen)
         for offset, token in enumerate(token_ids):
@@ -201,7 +201,7 @@ class AttemptTokens:
         self.end, self.finish_reason = end, reason
 
     def _gather(self, now: float) -> None:
-        """A token has come in a pause."""
+        """Starts the wait of a pause's first token."""
         if now >= self._until:
             self._let_go(self._pauses)
         elif not self._held and self._turn is not None:
@@ -320,15 +320,15 @@ class Part:
         return self.stream.heard if self.waits else self.computed_at
 
     def waiting(self, why: Wait) -> None:
-        """The worker says that the request waits there."""
+        """Notes that the request waits on the worker."""
         self.waits, self._plain = why, False
 
     def computing(self, now: float) -> None:
-        """The worker says that it computes the prompt."""
+        """Notes that the worker computes the prompt."""
         self.waits, self.computed_at = WAIT_UNSPECIFIED, now
 
     def sent(self, end: int) -> None:
-        """The worker has sent all of its tokens before index `end`."""
+        """Notes that the worker has sent all of its tokens before index `end`."""
         if self.suspect_tokens:
             self.suspect_tokens = max(0, self.suspect_tokens - max(0, end - self.next_index))
             if not self.suspect_tokens:
@@ -339,12 +339,12 @@ class Part:
         self._plain = not self.suspect_tokens
 
     def computed(self) -> None:
-        """The worker computes nothing more for this part. Safe to call again."""
+        """Notes that the worker computes nothing more for this part. Idempotent."""
         self.stream.requests -= self._counted
         self._counted = False
 
     def clear(self) -> None:
-        """The worker has no suspect in this part any more. Safe to call again."""
+        """Notes that the part isn't a suspect on its worker any more. Idempotent."""
         if self._suspect:
             self._suspect = False
             self.stream.suspect_gone()
@@ -552,7 +552,7 @@ class Attempt:
         return self._decode is not None and self._decode.delivered and self._prefill.open
 
     async def loss_shows(self, seconds: float) -> None:
-        """Waits for so long for the loss of a worker that another one has reported: until then, it doesn't count."""
+        """Waits up to `seconds` until this router, too, sees the loss of a worker that another worker has reported."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not self.lost_worker:
@@ -616,7 +616,7 @@ class Attempt:
     # From the workers' streams.
 
     def on_event(self, part: Part, event: RequestEvent) -> None:
-        """The worker of a part has sent something."""
+        """Handles an event from the worker of a part."""
         tokens, trace = self.tokens, self._trace
         trace.note(event)
         if event.taken:
@@ -651,7 +651,7 @@ class Attempt:
             tokens.wake()
 
     def _note_taken(self, part: Part) -> None:
-        """A worker has taken a suspect; when all of them have, they may begin."""
+        """Notes that a worker has accepted the suspect; lets all workers begin once each has."""
         part.taken = True
         if not self._begun and self.failure is None and all(each.taken for each in self._parts):
             self._begun = True
@@ -659,12 +659,12 @@ class Attempt:
                 each.stream.begin(self._key)
 
     def _over(self, part: Part) -> None:
-        """The worker has nothing of a part any more."""
+        """Closes a part that its worker has finished."""
         part.open = False
         part.clear()
 
     def on_lost(self, part: Part) -> None:
-        """The stream of a part is lost."""
+        """Handles the loss of the stream of a part."""
         was_open, part.open = part.open, False
         if was_open and not self._outlived(part):
             if part is self._prefill and self._decode is not None and part.delivered:
@@ -694,7 +694,7 @@ class Attempt:
         return part is self._prefill and self._decode is not None and self._decode.delivered and part.delivered
 
     def _note_cached(self, cached: int) -> None:
-        """The prefill worker had so many tokens of the prompt cached."""
+        """Notes how many of the prompt's tokens the prefill worker had cached."""
         for expectation, part in zip(self._expected, self._parts, strict=False):
             # The KV is on its way to the decode worker, which will have as much of it.
             tokens = cached if part is self._prefill else expectation.tokens

@@ -55,7 +55,7 @@ class Needs:
             self._degrees = degrees
 
     def expected_tokens(self) -> int:
-        """Tokens that the whole completion is expected to have. One that has passed that may go on to the last."""
+        """Tokens that the whole completion is expected to have; `max_tokens` once it has passed the expectation."""
         most = self._request.sampling.max_tokens
         expected = self._dispatch.placing.lengths.expected(self._request.claim.holder, most)
         return expected if expected > self._trace.completion_tokens else most
@@ -73,16 +73,15 @@ class Needs:
             rank=service.rank,
             priority=claim.priority,
             first_token_seconds=0.0 if due == math.inf else due - now or -LEAST_SECONDS,
-            token_seconds=0.0 if service.tpot_seconds == math.inf else service.tpot_seconds,
             yields=self._yields,
         )
 
     def queued(self, demand: Demand) -> None:
-        """The request waits for its first place, with which the queue charges the tokens that are expected of it."""
+        """Notes that the request waits for its first place, for which the queue charges the expected tokens."""
         self._charged = 0 if demand.begun else demand.expected_tokens
 
     def ended(self) -> None:
-        """The request has ended, and its room is free again."""
+        """Notes the request's end: corrects its charge to the tokens that it had, and learns its length."""
         claim, trace, dispatch = self._request.claim, self._trace, self._dispatch
         dispatch.placing.queue.used(claim, trace.generated_tokens - self._charged)
         dispatch.placing.rate.ended()

@@ -287,7 +287,7 @@ class Output:
         return True
 
     def _gather_behind(self, attempt: Attempt) -> None:
-        """A message is about to be sent: the tokens that follow it gather."""
+        """Lets the tokens behind the message that is about to be sent gather."""
         if self._trace.completion_tokens >= UNPACED_TOKENS:
             pacer, tenant = self._dispatch.pacer, self._request.claim.tenant
             if seconds := pacer.seconds(tenant):

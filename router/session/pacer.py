@@ -53,7 +53,7 @@ class Pacer:
         self.streams[holder] += 1
 
     def end(self, holder: str) -> None:
-        """One of them has ended."""
+        """A stream of a holder has ended."""
         self.streams[holder] -= 1
         if not self.streams[holder]:
             del self.streams[holder]
@@ -63,13 +63,13 @@ class Pacer:
         return min(self._longest, STREAM_SECONDS * self.streams[holder] * len(self.streams))
 
     def hold(self, waited: OnPause, pause: int) -> None:
-        """The first token has come in a pause: calls `waited(pause)` when it has waited for long enough."""
+        """Starts the wait of a pause's first token: calls `waited(pause)` when it has waited for long enough."""
         self._held.append((self._clock() + self._longest, waited, pause))
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._longest, self._on_timer)
 
     def due(self, holder: str, release: OnPause, pause: int) -> None:
-        """The tokens of a pause go out when it is their turn: calls `release(pause)`."""
+        """Queues a pause whose tokens are due: calls `release(pause)` when it is their turn."""
         if not self._due:
             asyncio.get_running_loop().call_soon(self._let_go)
         self._due.setdefault(holder, deque()).append((release, pause))

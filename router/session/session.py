@@ -148,7 +148,8 @@ class Session:
             self._needs.ended()
 
     def _learn_answer(self, attempt: Attempt) -> None:
-        """The next turn of the conversation begins with the prompt and the answer, which the last worker has."""
+        """Adds prompt and answer to the prefix index of the last worker: the next turn of the conversation begins with
+        them."""
         request, known = self._request, len(self._request.chain)
         # The last token has no KV.
         answer = self._output.tokens[:-1]
@@ -161,7 +162,7 @@ class Session:
             attempt.answered(chain)
 
     def _wake_attempt(self) -> None:
-        """A limit may have passed: the waiting session checks."""
+        """Wakes the waiting session, because one of its limits may have passed."""
         if self._following is not None:
             self._following.tokens.wake()
 
@@ -401,7 +402,8 @@ class Session:
         self._trace.turned_away += 1
         logger.info("request waits for a trial", extra=self._trace.log_fields | {"reason": failure.message})
         self._trace.delayed("wait", failure.message)
-        # Not the same for all: two that hold one worker each, and want both, would go on refusing each other.
+        # The pause is random: two suspects that hold one worker each, and want both, would otherwise refuse each other
+        # again and again.
         await asyncio.sleep(BACKOFF_SECONDS * random.uniform(0.5, 1.5))
         self._check_deadline()
         if self._dispatch.clock() >= self._suspicion.failed + self._dispatch.config.idle_timeout_seconds:
@@ -447,7 +449,7 @@ class Session:
         """Waits for workers if there are none: a replacement of the lost one may be starting."""
         now, begun = self._dispatch.clock(), self._output.begun
         limit = min(self._token_limit(), now + self._dispatch.config.idle_timeout_seconds, self._deadline)
-        # What has begun waits for room as long as what has not.
+        # A stream that has begun waits for room as long as a new request.
         room_by = min(now + self._request.first_token_seconds, self._deadline) if begun else limit
 
         def start(placement: Placement, *, on_trial: bool = False) -> Attempt:

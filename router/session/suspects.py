@@ -39,7 +39,8 @@ from kvrelay.internal.v1.worker_pb2 import Sampling
 from kvrelay.router.trace import RequestTrace
 
 TRIAL_TOKENS = 4
-"""More than an engine can have computed and not yet sent when its worker was lost."""
+"""Number of tokens for which a trial lasts: more than an engine can have computed and not yet sent when its worker is
+lost."""
 TRIAL_SECONDS = 5.0
 """Longest time in seconds that a suspect that has lost one worker waits for workers without another suspect."""
 CLEAN_TOKENS = 64
@@ -57,7 +58,7 @@ class Suspicion:
     _tokens: int = 0
 
     def lost(self, tokens: int, *, tried: bool) -> bool:
-        """A worker has ended while it computed the request; returns whether the request is convicted.
+        """Notes that a worker was lost while it computed the request; returns whether the request is convicted.
 
         Args:
             tried: whether the request was on trial there.

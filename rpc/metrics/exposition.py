@@ -14,7 +14,7 @@ CLOSE_SECONDS = 0.5
 
 
 class MetricsPort:
-    """Serves GET /metrics, and what else a process has to say to Prometheus."""
+    """Serves GET /metrics, and further pages for Prometheus."""
 
     def __init__(self, metrics: MetricSet, targets: Callable[[], list[dict[str, Any]]] | None = None) -> None:
         """

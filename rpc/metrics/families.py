@@ -25,7 +25,7 @@ from kvrelay.rpc.metrics.family import (
 PARTS: dict[str, Part] = {"router": "router", "worker": "worker", "transfer": "worker", "supervisor": "supervisor"}
 """The part whose processes record a metric, by the first word of its name."""
 FAMILIES: list[Family] = []
-"""All of them, in the order of the page."""
+"""All families, in the order of docs/metrics.md."""
 
 
 def _family(name: str, help: str, *labels: Label, unit: str = "", buckets: tuple[float, ...] = ()) -> Family:

@@ -31,7 +31,7 @@ class Label:
 
     name: str
     values: tuple[str, ...] = ()
-    """All that it can have, each of which is exported from the start; empty if they are known only at run time."""
+    """All possible values, each exported from the start; empty if they are known only at run time."""
     bound: str = ""
     """Bound on the number of its values, in words, if they are known only at run time."""
 

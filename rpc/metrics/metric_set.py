@@ -30,7 +30,7 @@ class MetricSet:
         self._updates = _Updates()
         self.registry.register(self._updates)
         self._found: dict[tuple[Family, tuple[str, ...]], Any] = {}
-        """Series that were asked for before."""
+        """Cache of the series that were looked up."""
         self._metrics = {family: self._make(family) for family in FAMILIES if family.part == part}
         build = Gauge(BUILD_NAME, BUILD_HELP, BUILD_LABELS, registry=self.registry)
         build.labels(VERSION, part, next(iter(common.values()), part)).set(1)
@@ -113,14 +113,14 @@ class Total:
         return self
 
     def set(self, count: float) -> None:
-        """The count is `count` now."""
+        """Sets the count."""
         if count > self._seen:
             self._counter.inc(count - self._seen)
             self._seen = count
 
 
 class _Updates(Collector):
-    """Has no metrics: it makes calls."""
+    """Collector without metrics of its own, which calls the updates before each scrape."""
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], None]] = []

@@ -76,10 +76,10 @@ def described(device: str = "cpu", **more: object) -> Description:
         told_unix=NOW + 0.02,
         versions={"kvrelay": "0.1.0", "torch": "2.13.0"},
         amounts=[
-            Amount(name="open files", used=50, limit=65536, hard_limit=65536),
-            Amount(name="locked memory", used=-1, limit=-1, hard_limit=-1),
-            Amount(name="shared memory", used=0, limit=2**33, hard_limit=2**33),
-            Amount(name="disk /", used=2**30, limit=2**36, hard_limit=2**36),
+            Amount(name="open files", used=50, limit=65536),
+            Amount(name="locked memory", used=-1, limit=-1),
+            Amount(name="shared memory", used=0, limit=2**33),
+            Amount(name="disk /", used=2**30, limit=2**36),
         ],
     )
     for name, value in more.items():
@@ -118,7 +118,7 @@ def gpu(**more: object) -> list[Gpu]:
 
 
 def amount(name: str, used: float, limit: float) -> list[Amount]:
-    return [Amount(name=name, used=used, limit=limit, hard_limit=limit)]
+    return [Amount(name=name, used=used, limit=limit)]
 
 
 def ports(state: str = "ACTIVE", gid: str = "fe80::1") -> list[RdmaPort]:

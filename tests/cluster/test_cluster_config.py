@@ -14,9 +14,15 @@ from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.engine.config import EngineConfig
 from kvrelay.router.config import RouterConfig, ServiceClass
 from kvrelay.rpc.identity import WORKER_ROLES
+from kvrelay.worker.config import WorkerConfig
 
 JOINED = {"ray": {"address": "auto"}}
 """A Ray cluster that others started."""
+
+
+def worker_configs(config: ClusterConfig, cores: int | None = None) -> list[WorkerConfig]:
+    """The options of each worker that the cluster begins with."""
+    return [config.worker_config(name, role, cores) for name, role in config.members().items() if role != "router"]
 
 
 def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = None) -> list[str]:
@@ -218,7 +224,7 @@ def test_workers_get_the_options_of_their_role() -> None:
             "scaling": {"enabled": True},
         }
     )
-    workers = {worker.name: worker for worker in config.worker_configs(cores=9)}
+    workers = {worker.name: worker for worker in worker_configs(config, 9)}
     assert list(workers) == ["worker-0", "worker-1", "worker-2"]
     assert [worker.role for worker in workers.values()] == ["prefill", "prefill", "decode"]
     for worker in workers.values():
@@ -240,7 +246,7 @@ def test_memory_is_given_in_bytes_or_as_text_or_left_to_the_worker(tmp_path: Pat
     path = tmp_path / "kvrelay.yaml"
     path.write_text(f"engine: {{kv_memory_bytes: {text}}}\ndecode: {{engine: {{kv_memory_bytes: {text}}}}}\n")
     config = load(path)
-    assert [worker.engine.kv_memory_bytes for worker in config.worker_configs()] == [size, size]
+    assert [worker.engine.kv_memory_bytes for worker in worker_configs(config)] == [size, size]
     path.write_text(dump(config))
     assert load(path) == config
 
@@ -282,7 +288,7 @@ def test_gpus_and_memory_of_a_machine_are_shared_out(
     assert config == fitted
     assert (config.prefill.gpus, config.decode.gpus) == gpus
     assert config.total_resources().get("GPU", 0.0) <= present
-    workers = config.worker_configs()
+    workers = worker_configs(config)
     assert [worker.engine.memory_part for worker in workers] == parts
     for worker in workers:
         reserved = config.bundle(worker.role).get("GPU", 0.0)
@@ -373,7 +379,7 @@ def test_routers_on_one_machine_share_their_ports_or_have_their_own() -> None:
 def test_workers_share_the_machines_cores_or_take_the_cpus_that_they_reserve(
     cores: int, given: dict[str, Any], threads: list[int]
 ) -> None:
-    workers = ClusterConfig.model_validate(given).worker_configs(cores=cores)
+    workers = worker_configs(ClusterConfig.model_validate(given), cores)
     assert [worker.engine.threads for worker in workers] == threads
 
 

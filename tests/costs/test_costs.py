@@ -113,7 +113,7 @@ def test_the_largest_chunk_within_a_time_fits_and_the_next_one_doesnt(
     sequences=st.integers(0, 32),
     smallest=st.integers(1, 64),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_bounded_steps_keep_their_time_and_grow_no_faster_than_they_are_measured(
     seed: int, budget: float, sequences: int, smallest: int
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 from support.checkpoints import make_checkpoint
 from support.processes import ProcessCluster, process_cluster
 
-ENGINE = {"max_batch_tokens": 64, "kv_memory_bytes": 4 * 2**20, "threads": 1}
+ENGINE = {"max_batch_tokens": 64, "kv_memory_bytes": 16 * 2**20, "threads": 1, "block_size": 16}
 
 
 @pytest.fixture(scope="session")
@@ -18,5 +18,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
-    with process_cluster(tmp_path_factory.mktemp("pair"), checkpoint, worker={"engine": ENGINE}) as cluster:
+    folder, router = tmp_path_factory.mktemp("pair"), {"http_port": 0}
+    with process_cluster(folder, checkpoint, worker={"engine": ENGINE}, router=router) as cluster:
         yield cluster

@@ -69,7 +69,7 @@ class Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._over.wait(0.01):
+        while not self._over.wait(0.03):
             loads = {status.member.name: status.load for status in self._cluster.status().members}
             self.held = max(self.held, loads["prefill-0"].blocks.held)
             self.waited = max(self.waited, loads["router-0"].requests.waiting)

@@ -182,22 +182,32 @@ def test_ranks_answer_as_one_process_does(road: Road, case: Case) -> None:
         assert mine.timeline.transfer_bytes == len(prompt) * held * 2 * HEAD_DIM * 4, "every rank has got its part"
 
 
+EXCHANGE = {"expert_exchange": "all_to_all"}
+APART: dict[str, tuple[Case, dict[str, Any], dict[str, Any]]] = {
+    "heads over two hosts": (Case("dense", 4, Degree(1), Degree(2)), {}, {"hosts": 2}),
+    "a stage on each host": (Case("dense", 4, Degree(1, 2), Degree(2, 2)), {"hosts": 2}, {"hosts": 2}),
+    # From ranks that send rows to the experts of others to more of them, with room for copies.
+    "whole experts": (
+        Case("moe", 4, Degree(2), Degree(4)),
+        {"expert_parallel": 2, "spare_experts": 1, **EXCHANGE},
+        {"expert_parallel": 4, **EXCHANGE},
+    ),
+}
+"""Cases with further options of both engines. A host is an agent here, whose ranks share no memory with others."""
+
+
 @pytest.mark.more
-def test_ranks_with_whole_experts_answer_as_one_process_does(road: Road, tmp_path: Path) -> None:
-    """From ranks that send rows to the experts of others to more of them, with room for copies."""
-    case = Case("moe", 4, Degree(2), Degree(4))
+@pytest.mark.parametrize("name", APART)
+def test_ranks_apart_answer_as_one_process_does(road: Road, tmp_path: Path, name: str) -> None:
+    case, *options = APART[name]
     prompts = [random.Random(length).choices(range(2, VOCAB_SIZE), k=length) for length in LENGTHS]
-    expected = road.expected(case, prompts)
-    folder = road.model(case.kind, case.kv_heads)[0]
     roles = {
-        role: {"engine": {**ENGINE, "tensor_parallel": size, "expert_parallel": size, **options}}
-        for role, size, options in (
-            ("prefill", 2, {"expert_exchange": "all_to_all", "spare_experts": 1}),
-            ("decode", 4, {"expert_exchange": "all_to_all"}),
-        )
+        role: {"engine": {**ENGINE, "tensor_parallel": degree.tensor, "pipeline_parallel": degree.pipeline, **further}}
+        for role, degree, further in zip(("prefill", "decode"), (case.prefill, case.decode), options, strict=True)
     }
+    folder = road.model(case.kind, case.kv_heads)[0]
     with process_cluster(tmp_path, folder, roles=roles) as cluster, Client(cluster.router) as client:
-        for prompt, other in zip(prompts, expected, strict=True):
+        for prompt, other in zip(prompts, road.expected(case, prompts), strict=True):
             compare(client.complete(prompt, max_tokens=OUT, temperature=0, ignore_eos=True, logprobs=TOP), other)
 
 

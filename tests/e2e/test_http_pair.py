@@ -4,37 +4,24 @@ import http.client
 import json
 import re
 import socket
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
 from kvrelay.client import Client
-from support.checkpoints import make_checkpoint
-from support.processes import ProcessCluster, free_port, process_cluster, wait_until
+from support.processes import ProcessCluster, wait_until
 
-ENGINE = {"max_batch_tokens": 64, "kv_memory_bytes": 16 * 2**20, "threads": 1, "block_size": 16}
 PROMPT = [7, 11, 300, 5, 42, 8, 9, 120] * 5
 OUT = 24
-ENDLESS = 12_000
-"""Tokens that take seconds on a fast machine, too. A worker reports what it has every half a second."""
 CLOSE = 1e-4
 GREEDY = {"prompt": PROMPT, "max_tokens": OUT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "llama", "llama", max_position_embeddings=2**14)
-
-
-@pytest.fixture(scope="module")
-def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ProcessCluster, int]]:
-    """A pair, and the port of its HTTP."""
-    port, folder = free_port(), tmp_path_factory.mktemp("http")
-    with process_cluster(folder, checkpoint, worker={"engine": ENGINE}, router={"http_port": port}) as cluster:
-        yield cluster, port
+def port(pair: ProcessCluster) -> int:
+    """Of the pair's HTTP."""
+    return int(pair.member("router-0").member.http_address.rpartition(":")[2])
 
 
 def post(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -49,10 +36,9 @@ def post(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
         connection.close()
 
 
-def test_greedy_tokens_equal_grpcs(served: tuple[ProcessCluster, int]) -> None:
+def test_greedy_tokens_equal_grpcs(pair: ProcessCluster, port: int) -> None:
     """`test_road.py` has those of gRPC and of transformers."""
-    cluster, port = served
-    with Client(cluster.router) as client:
+    with Client(pair.router) as client:
         ours = client.complete(PROMPT, max_tokens=OUT, temperature=0, ignore_eos=True, timeout=60)
     answer = post(port, "/v1/completions", GREEDY)
     choice = answer["choices"][0]
@@ -63,15 +49,14 @@ def test_greedy_tokens_equal_grpcs(served: tuple[ProcessCluster, int]) -> None:
     assert usage["prompt_tokens"] == len(PROMPT)
     assert usage["completion_tokens"] == OUT
     assert usage["prompt_tokens_details"]["cached_tokens"] == len(PROMPT) - 1
-    cluster.wait_idle()
+    pair.wait_idle()
 
 
-def test_several_completions_compute_and_ship_their_prompt_once(served: tuple[ProcessCluster, int]) -> None:
-    cluster, port = served
-    cluster.wait_idle()
+def test_several_completions_compute_and_ship_their_prompt_once(pair: ProcessCluster, port: int) -> None:
+    pair.wait_idle()
     # The last block has two tokens. The last one is always computed, and one of two is too little to take a block over.
     prompt = [token + 1 for token in PROMPT[:34]]
-    computed = {name: cluster.member(name).load.computed_tokens for name in ("prefill-0", "decode-0")}
+    computed = {name: pair.member(name).load.computed_tokens for name in ("prefill-0", "decode-0")}
     body = {**GREEDY, "prompt": prompt, "temperature": 1.0, "seed": 3, "n": 4, "timeline": True}
     answer = post(port, "/v1/completions", body)
     tokens = [tuple(choice["token_ids"]) for choice in answer["choices"]]
@@ -83,22 +68,21 @@ def test_several_completions_compute_and_ship_their_prompt_once(served: tuple[Pr
     sent = [int(bytes_) for bytes_ in sent]
     per_token = sent[0] // len(prompt)
     assert sent == [len(prompt) * per_token] + [len(prompt) % 16 * per_token] * 3
-    cluster.wait_idle()
+    pair.wait_idle()
     left = len(prompt) + 3 * (len(prompt) % 16)
     wait_until(
-        lambda: cluster.member("prefill-0").load.computed_tokens - computed["prefill-0"] == left,
+        lambda: pair.member("prefill-0").load.computed_tokens - computed["prefill-0"] == left,
         "prefill computed the full blocks once",
     )
     # A completion alone with its seed has the same tokens.
     assert tuple(post(port, "/v1/completions", {**body, "n": 1})["choices"][0]["token_ids"]) == tokens[0]
-    cluster.wait_idle()
+    pair.wait_idle()
 
 
-def test_log_probabilities_are_those_of_grpc(served: tuple[ProcessCluster, int]) -> None:
+def test_log_probabilities_are_those_of_grpc(pair: ProcessCluster, port: int) -> None:
     """Log probabilities of the completion and, with `echo`, of the prompt, as lm-eval's loglikelihood tasks ask for
     them. `test_sampling.py` compares gRPC's with those of transformers."""
-    cluster, port = served
-    with Client(cluster.router, timeout=60) as ours:
+    with Client(pair.router, timeout=60) as ours:
         asked: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
         done = ours.complete(PROMPT, logprobs=2, prompt_logprobs=2, **asked)
     expected = [*done.prompt_logprobs, *done.logprobs]
@@ -118,9 +102,8 @@ def test_log_probabilities_are_those_of_grpc(served: tuple[ProcessCluster, int])
             assert max(top.values()) == pytest.approx(each.top_logprobs[0], abs=CLOSE)
 
 
-def test_a_routers_log_has_short_lines_of_json(served: tuple[ProcessCluster, int]) -> None:
+def test_a_routers_log_has_short_lines_of_json(pair: ProcessCluster, port: int) -> None:
     """The lines are short whatever a client sends; aiohttp would write the whole of a field's name, as text."""
-    cluster, port = served
     for request in (
         b"\x16\x03\x01" * 100,
         b"GET / HTTP/1.1\r\n" + b"x" * 4_000_000 + b": a\r\n\r\n",
@@ -137,7 +120,7 @@ def test_a_routers_log_has_short_lines_of_json(served: tuple[ProcessCluster, int
             while part := connection.recv(2**16):
                 answer += part
             assert re.search(rb"^HTTP/1.[01] 400 ", answer, re.MULTILINE)
-    lines = cluster.processes["router-0"].log.read_bytes().splitlines()
+    lines = pair.processes["router-0"].log.read_bytes().splitlines()
     assert len(lines) > 1
     for line in lines:
         assert len(line) <= 4096

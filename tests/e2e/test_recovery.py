@@ -16,8 +16,8 @@ from kvrelay.client import Chunk, Client, Completion
 from kvrelay.client.messages import completion
 from support.processes import ProcessCluster, process_cluster, wait_until
 
-OUT = 300
-REQUESTS, AT_ONCE = 24, 8
+OUT = 150
+REQUESTS, AT_ONCE = 16, 8
 DEVICES = [
     "cpu",
     pytest.param(

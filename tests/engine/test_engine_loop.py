@@ -143,7 +143,7 @@ class Ascending:
         return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), min_size=2, max_size=4))
 def test_constrained_requests_obey_planned_ahead_preempted_or_not(lengths: list[int]) -> None:
     regex = Constraint("regex", "ascending")
@@ -298,6 +298,7 @@ def test_a_long_context_holds_the_blocks_of_its_window_only() -> None:
     ids=["full", "ahead", "windows", "states", "states and a window"],
 )
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.some(4)
 def test_the_next_turn_computes_no_token_of_an_answer_again(
     dtype: CacheDtype, groups: tuple[LayerGroup, ...], ahead: bool
 ) -> None:

@@ -38,7 +38,7 @@ from support.hash_worker import MAX_CONTEXT, WORKER_LAYOUT
 
 ANSWER_SECONDS = 2.0
 FEW = settings(
-    max_examples=40,
+    max_examples=25,
     deadline=None,
     database=None,
     phases=(Phase.explicit, Phase.generate),

@@ -56,6 +56,7 @@ def test_a_flipped_bit_costs_a_retry_and_no_token(it: Scene) -> None:
 
 
 @pytest.mark.parametrize("place", KILLS)
+@pytest.mark.some(1)
 def test_a_death_changes_no_token(it: Scene, place: str) -> None:
     it.order(f"{place},request=dies,attempt=1:kill")
     completion = it.ask_in_company("dies")

@@ -108,18 +108,19 @@ def test_a_rank_that_is_lost_in_decode_takes_its_worker_along(it: Scene, rank: i
 
 @ranks("1 to 2 hosts", "1 to 2 x 2 on 2 hosts")
 @pytest.mark.parametrize("number", [KILL, STOP])
-@pytest.mark.parametrize("agent", [True, False], ids=["agent", "rank"])
-def test_a_rank_of_another_machine_that_is_lost_takes_its_worker_along(
-    it: Scene, agent: bool, number: signal.Signals
+@pytest.mark.parametrize("lost", ["agent", "rank", "rank 0"])
+def test_a_process_that_is_lost_takes_its_worker_along_on_both_machines(
+    it: Scene, lost: str, number: signal.Signals
 ) -> None:
-    """Also if the machine's agent is lost."""
+    """The process is the agent of the other machine, a rank there, or rank 0."""
     request, serving = decoding(it, "mid-stream")
-    (host,) = it.cluster.agents[serving]
-    rank = left_of(host.pid)[-1]
-    os.kill(host.pid if agent else rank, number)
-    assert wait_for_end(it, serving) == 1
+    (host,), process = it.cluster.agents[serving], it.cluster.processes[serving]
+    os.kill({"agent": host.pid, "rank": left_of(host.pid)[-1], "rank 0": process.pid}[lost], number)
+    wait_until(lambda: not left_of(host.pid) and not left_of(process.pid), "other ranks have ended", ENDED_SECONDS)
     assert request.result().timeline.retries == 1
-    wait_until(lambda: not left_of(host.pid), "its ranks have ended", ENDED_SECONDS)
+    if lost == "rank 0":
+        process.popen.kill()
+    assert wait_for_end(it, serving) == (-KILL if lost == "rank 0" else 1)
     host.popen.kill()
     host.popen.communicate(ENDED_SECONDS)
     settle(it, serving)

@@ -31,7 +31,6 @@ from support.processes import START_SECONDS, free_port, wait_until
 from support.supervised import Supervised, all_ready, hash_members, supervised
 
 PORTS = [free_port(), free_port()]
-SMALL_PORT = free_port()
 ROUTERS = ",".join(f"127.0.0.1:{port}" for port in PORTS)
 SWITCH_SECONDS, REPLACED_SECONDS = 3.0, 5.0
 LOST_SECONDS = 10.0
@@ -81,7 +80,7 @@ def running(folder: Path, ports: Sequence[int], degree: Mapping[str, int] = ONE_
     """A cluster of `members` that is ready, and ends by SIGTERM."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(STEP_SECONDS, "0.005")
-        with supervised(folder, members(ports, degree=degree), drain_seconds=1.0) as cluster:
+        with supervised(folder, members(ports, degree=degree), True, drain_seconds=1.0) as cluster:
             all_ready(cluster)
             yield cluster
             stop(cluster)
@@ -109,9 +108,17 @@ def cluster(degree: Mapping[str, int], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
-    """The cluster of `make test`: each member is an interpreter of its own, which costs seconds to start."""
-    with running(tmp_path_factory.mktemp("small"), [SMALL_PORT]) as cluster:
+    """The cluster of `make test`: a member that only sends heartbeats, which takes no second to start and ignores
+    SIGTERM, and a decode worker that can't start."""
+    folder = tmp_path_factory.mktemp("small")
+    members = hash_members(0, 1, engine=ENGINE, transfer=TRANSFER)
+    members["decode-0"]["module"] = "no.such.module"
+    members["prefill-0"] = {"module": SICK, "options": {"sickness": "", "marker": str(folder / "ill")}}
+    del members["router-0"]
+    with supervised(folder, members, drain_seconds=0.5) as cluster:
+        wait_until(lambda: "prefill-0" in ready(cluster), cluster.log, START_SECONDS)
         yield cluster
+        stop(cluster)
 
 
 def ready(cluster: Supervised) -> dict[str, Member]:
@@ -390,7 +397,7 @@ def test_sigterm_ends_ranks_that_load(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv(LOAD_SECONDS, "20")
     options: dict[str, Any] = {"engine": {**ENGINE, "tensor_parallel": 2}, "drain_seconds": 1.0}
     only = {name: each for name, each in hash_members(1, 0, **options).items() if name == "prefill-0"}
-    with supervised(tmp_path, only, drain_seconds=1.0) as cluster:
+    with supervised(tmp_path, only, True, drain_seconds=1.0) as cluster:
         wait_until(lambda: (tmp_path / "prefill-0.pid").exists(), "it is started")
         pid = cluster.pid("prefill-0")
         wait_until(lambda: left_of(pid), "its other rank runs", START_SECONDS)
@@ -414,7 +421,7 @@ def test_the_role_that_is_short_gets_workers_while_streams_run(tmp_path: Path, m
     monkeypatch.setenv(STEP_SECONDS, "0.01")
     options: dict[str, Any] = {"engine": ENGINE | {"max_sequences": 2}, "transfer": TRANSFER, "drain_seconds": 1.0}
     scaling = {"enabled": True, "ttft_target_seconds": 30.0, "tpot_target_seconds": 0.02}
-    with supervised(tmp_path, hash_members(3, 1, **options), drain_seconds=1.0, scaling=scaling) as cluster:
+    with supervised(tmp_path, hash_members(3, 1, **options), True, drain_seconds=1.0, scaling=scaling) as cluster:
         all_ready(cluster)
         with Load(cluster.member("router-0").member.address) as load:
             status = cluster.status
@@ -432,18 +439,15 @@ def test_the_role_that_is_short_gets_workers_while_streams_run(tmp_path: Path, m
         stop(cluster)
 
 
-def test_a_member_that_cannot_start_leaves_the_others_alone(tmp_path: Path) -> None:
-    options = {"sickness": "", "marker": str(tmp_path / "ill")}
-    two = {"prefill-0": {"module": SICK, "options": options}, "prefill-1": {"module": "no.such.module"}}
-    with supervised(tmp_path, two) as cluster:
-        wait_until(lambda: "prefill-0" in ready(cluster), lambda: cluster.log()[-4000:], START_SECONDS)
+def test_a_member_that_cannot_start_leaves_the_others_alone(small: Supervised) -> None:
+    def reasons() -> list[str]:
+        lines = small.log().splitlines()
+        return [
+            str(json.loads(line).get("reason", "")) for line in lines if '"reason"' in line and '"decode-0"' in line
+        ]
 
-        def reasons() -> list[str]:
-            lines = (tmp_path / "supervisor-1.log").read_text().splitlines()
-            return [str(json.loads(line).get("reason", "")) for line in lines if '"prefill-1"' in line]
-
-        wait_until(lambda: any("exit code 1" in reason for reason in reasons()), lambda: str(reasons()), START_SECONDS)
-        assert "prefill-0" in ready(cluster)
+    wait_until(lambda: any("exit code 1" in reason for reason in reasons()), lambda: str(reasons()), START_SECONDS)
+    assert "prefill-0" in ready(small)
 
 
 @pytest.mark.more

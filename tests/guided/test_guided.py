@@ -15,8 +15,13 @@ MEMORY_MIB = 2048
 pytest.importorskip("atheris", reason="atheris has no wheel for this platform or Python")
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("target", ["control", "outline", "public", "submit", "heartbeat"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        *(pytest.param(name, marks=pytest.mark.more) for name in ("control", "outline")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("public", "submit", "heartbeat")),
+    ],
+)
 def test_no_bytes_break_a_reader(target: str, tmp_path: Path) -> None:
     limits = [f"-max_total_time={SECONDS}", f"-rss_limit_mb={MEMORY_MIB}", "-max_len=2048"]
     options = [*limits, f"-artifact_prefix={tmp_path}/"]

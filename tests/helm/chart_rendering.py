@@ -11,6 +11,7 @@ import yaml
 
 from kvrelay.cluster.config.file import load
 from kvrelay.cluster.config.options import ClusterConfig
+from kvrelay.worker.config import WorkerConfig
 
 HELM = Path(__file__).parents[2] / "helm"
 CHART = HELM / "kvrelay"
@@ -80,6 +81,11 @@ IN_TURN = ("defaults", "everything", "gpu-rdma")
 EVERY_SHAPE = [pytest.param(name, marks=() if name in IN_TURN else pytest.mark.more) for name in SHAPES]
 
 Object = dict[str, Any]
+
+
+def worker_configs(config: ClusterConfig) -> list[WorkerConfig]:
+    """The options of each worker that the cluster begins with."""
+    return [config.worker_config(name, role) for name, role in config.members().items() if role != "router"]
 
 
 class Rendered:

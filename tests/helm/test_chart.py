@@ -19,6 +19,7 @@ from chart_rendering import (
     environment,
     preparing,
     ray_containers,
+    worker_configs,
 )
 from kuberay_fields import unknown
 
@@ -103,7 +104,7 @@ def test_the_configuration_is_what_the_values_say(rendered: Rendered, config: Cl
     for router in config.router_configs():
         assert router.host == given["router"]["host"] != "127.0.0.1"
         assert (router.grpc_port, router.http_port) == (given["router"]["grpcPort"], given["router"]["httpPort"])
-    for worker in config.worker_configs():
+    for worker in worker_configs(config):
         options = {**given["engine"], **given[worker.role]["engine"]}
         read = ClusterConfig.model_validate({"engine": options}).worker_config("any", worker.role).engine
         assert all(getattr(worker.engine, name) == getattr(read, name) for name in options)

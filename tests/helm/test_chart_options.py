@@ -20,6 +20,7 @@ from chart_rendering import (
     custom_resources,
     environment,
     preparing,
+    worker_configs,
 )
 from kuberay_fields import unknown
 
@@ -70,13 +71,13 @@ def test_workers_gpus_cpus_and_threads_of_each_role(
     """A pod has a worker for each GPU, or as many as share its GPUs and whole CPUs."""
     rendered = render(**values)
     config = rendered.config(tmp_path)
-    assert rendered.groups.keys() == {"router", *(item.role for item in config.worker_configs())}
+    assert rendered.groups.keys() == {"router", *(item.role for item in worker_configs(config))}
     for role, (replicas, gpus, cpus, threads) in expected.items():
         section, pod = config.role(role), rendered.given[role]
         assert section.replicas == replicas
         if replicas:
             assert (section.gpus, section.cpus) == (gpus, cpus)
-            assert {item.engine.threads for item in config.worker_configs() if item.role == role} == {threads}
+            assert {item.engine.threads for item in worker_configs(config) if item.role == role} == {threads}
             assert custom_resources(rendered.groups[role]) == {"kvrelay_worker": replicas // pod["replicas"]}
             limits = worker(rendered, role)["resources"]["limits"]
             assert limits["cpu"] == str(pod["resources"]["cpu"])

@@ -2,7 +2,7 @@
 
 `make test` has each property once, and compiles one launch of each kernel of attention for one architecture. The marker
 `more` is for other shapes, kernels and architectures. Tests of the native CPU kernels that use `kernels` or
-`team_of` run on each instruction set that the CPU has.
+`team_of` run on the best instruction set that the CPU has, with `more` on each.
 """
 
 import ctypes
@@ -61,9 +61,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def instruction_sets() -> list[object]:
-    """All sets, marked but for the best one that this CPU has and the oldest, which differs most from it."""
+    """All sets, marked but for the best one that this CPU has."""
     best = next((each for each in INSTRUCTION_SETS if each.needed <= cpu_features()), None)
-    marks = [() if each in (best, INSTRUCTION_SETS[-1]) else pytest.mark.more for each in INSTRUCTION_SETS]
+    marks = [() if each is best else pytest.mark.more for each in INSTRUCTION_SETS]
     return [pytest.param(each, id=each.name, marks=mark) for each, mark in zip(INSTRUCTION_SETS, marks, strict=True)]
 
 

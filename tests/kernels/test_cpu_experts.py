@@ -132,7 +132,7 @@ def layer_of(
     return layer, lambda x, chosen, shares: reference.experts(x, chosen, shares, products[0], function, products[1])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     rows=st.one_of(st.integers(1, 9), st.sampled_from([40, 150])),
     sizes=st.sampled_from([(4, 64, 32), (8, 72, 48), (5, 100, 20), (3, 33, 7), (16, 576, 96)]),

@@ -157,6 +157,7 @@ def test_a_product_with_all_that_is_fused(
 @pytest.mark.parametrize("half", [BLOCK, 3 * BLOCK, 11 * BLOCK])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("gate", [Epilogue.SILU_MUL, Epilogue.GELU_MUL])
+@pytest.mark.some(40)
 def test_a_gated_product(
     team_of: Callable[[int], Team], dtype: torch.dtype, rows: int, half: int, bias: bool, gate: Epilogue
 ) -> None:

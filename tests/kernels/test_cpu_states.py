@@ -18,6 +18,7 @@ from kvrelay.kernels.states import StateRows, TimeStep
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", STEPS)
 @pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.some(6)
 class TestEqual:
     def test_conv(self, team_of: Callable[[int], Team], rows: list[tuple[int, int]], dtype: str, threads: int) -> None:
         for channels, width in ((48, 4), (37, 3), (5, 1)):
@@ -41,6 +42,7 @@ class TestEqual:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", STEPS)
 @pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.some(6)
 def test_gated_conv(team_of: Callable[[int], Team], rows: list[tuple[int, int]], dtype: str, threads: int) -> None:
     team = team_of(threads)
     for channels, width, biased in ((48, 3, False), (37, 4, True)):

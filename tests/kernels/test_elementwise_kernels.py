@@ -68,6 +68,7 @@ def test_norms(columns: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("inner", [112, 1500, *(pytest.param(inner, marks=more) for inner in (1, 2048))])
 @pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.some(3)
 def test_gate(inner: int, dtype: torch.dtype, gelu: bool) -> None:
     """Repeated launches are among these, and keep nothing alive."""
     gate, expected = SiluMul(gelu), reference.gelu_mul if gelu else reference.silu_mul
@@ -94,6 +95,7 @@ def embed_inputs(tokens: int, columns: int, half_dim: int, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("columns", "half_dim"), [(64, 8), (2500, 40)])
+@pytest.mark.some(2)
 def test_embed(columns: int, half_dim: int, dtype: torch.dtype) -> None:
     """Tokens of the step, tokens that the step before has sampled, and one that it couldn't sample; repeated launches,
     too."""

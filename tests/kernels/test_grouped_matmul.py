@@ -110,9 +110,3 @@ def test_compiled(compiler: Compiler, architecture: int, name: str, block: int) 
     (kernel,) = compiler.compile(architecture, multiply, name, block)
     kernel.check_fits()
     assert kernel.tensor_cores
-
-
-def test_compiled_once(compiler: Compiler) -> None:
-    (kernel,) = compiler.compile(90, multiply, "dense", MANY)
-    kernel.check_fits()
-    assert kernel.tensor_cores == "wgmma"

@@ -1,4 +1,5 @@
-"""Products of integers and drawn tokens are the same on each instruction set that kernels are compiled for."""
+"""Products of integers and drawn tokens are the same on each instruction set that kernels are compiled for as on the
+best one that the CPU has."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,9 +12,18 @@ from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.sampling.native import NativeSampler
 from kvrelay.engine.sampling.sampler import Draw
 from kvrelay.kernels.codes import CodeType
-from kvrelay.kernels.cpu.library import library
+from kvrelay.kernels.cpu.library import INSTRUCTION_SETS, cpu_features, library
 from kvrelay.kernels.cpu.packed import Arena, PackedLinear
 from kvrelay.kernels.cpu.program import Team
+
+BEST = next((each for each in INSTRUCTION_SETS if each.needed <= cpu_features()), None)
+OTHERS = [
+    # The oldest one differs most from the best.
+    pytest.param(each, id=each.name, marks=() if each is INSTRUCTION_SETS[-1] else pytest.mark.more)
+    for each in INSTRUCTION_SETS
+    if each is not BEST
+]
+pytestmark = pytest.mark.parametrize("kernels", OTHERS, indirect=True)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ def on_device(data: bytes, device: torch.device) -> int:
 @pytest.mark.parametrize(
     "length", [0, 1, 7, 8, 9, 15, 16, 24, 31, 64, 4095, 8 * kernel.BLOCK, 8 * kernel.SPAN, 8 * kernel.SPAN + 21]
 )
+@pytest.mark.some(6)
 def test_the_kernel_equals_its_definition(device: torch.device, length: int) -> None:
     data = random.Random(length).randbytes(length)
     assert on_device(data, device) == kv_checksum(data)

@@ -66,7 +66,7 @@ SHAPES = [
     [(8, 0), (4, 64), (4, -32), *(pytest.param(4, group, marks=pytest.mark.slow) for group in (32, 128, 256, -64))],
 )
 @pytest.mark.parametrize(("outputs", "inputs", "bias", "dtype"), SHAPES, ids=str)
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 def test_product(bits: int, group: int, outputs: int, inputs: int, dtype: torch.dtype, bias: bool) -> None:
     weight = coded(bits, group, outputs, inputs, dtype)
     offset = normal(outputs, dtype=dtype) if bias else None

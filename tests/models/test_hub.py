@@ -26,10 +26,11 @@ SECONDS = 60
 RESOLVE = """
 import sys
 from kvrelay.models import resolve
-try:
-    print(resolve(sys.argv[1], weights=sys.argv[2] == "True"))
-except ValueError as error:
-    sys.exit(f"refused: {error}")
+for model in sys.argv[2:]:
+    try:
+        print(resolve(model, weights=sys.argv[1] == "True"))
+    except ValueError as error:
+        print(f"refused: {error}")
 """
 
 
@@ -131,27 +132,30 @@ def variables_of(cache: Path, endpoint: str) -> dict[str, str]:
     return os.environ | {"HF_HOME": str(cache), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1"}
 
 
-def resolved(cache: Path, endpoint: str, model: str, *, weights: bool = True, **variables: str) -> str:
-    """The folder, or "refused: " and why, as a process sees it in the folder of the cache."""
+def resolved(cache: Path, endpoint: str, *models: str, weights: bool = True, **variables: str) -> list[str]:
+    """The folder of each model, or "refused: " and why, as a process sees them in the folder of the cache."""
     environment = variables_of(cache, endpoint) | variables
-    command = [sys.executable, "-c", RESOLVE, model, str(weights)]
+    command = [sys.executable, "-c", RESOLVE, str(weights), *models]
     done = subprocess.run(command, env=environment, timeout=SECONDS, capture_output=True, text=True, cwd=cache)
-    return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("prefix", ["hf:", ""])
 @pytest.mark.some(1)
 def test_a_model_is_downloaded_once_and_used_without_the_hub(hub: Hub, tmp_path: Path, prefix: str) -> None:
     model = prefix + NAME
-    tokenizer = Path(resolved(tmp_path, hub.address, model, weights=False))
+    (found,) = resolved(tmp_path, hub.address, model, weights=False)
+    tokenizer = Path(found)
     assert (tokenizer / "tokenizer.json").read_bytes() == hub.files["tokenizer.json"]
     assert not (tokenizer / "model.safetensors").exists()
-    folder = Path(resolved(tmp_path, hub.address, f"{model}@main"))
+    (found,) = resolved(tmp_path, hub.address, f"{model}@main")
+    folder = Path(found)
     assert (folder / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
     assert len(hub.sent) == len(set(hub.sent)), "a file was downloaded twice"
     assert {name.rpartition(".")[2] for name in hub.sent} <= {"json", "jinja", "safetensors"}, "no code, no pickle"
-    assert resolved(tmp_path, hub.address, model, HF_HUB_OFFLINE="1") == str(folder)
-    assert resolved(tmp_path, "http://127.0.0.1:9", model) == str(folder)
+    assert resolved(tmp_path, hub.address, model, HF_HUB_OFFLINE="1") == [found]
+    assert resolved(tmp_path, "http://127.0.0.1:9", model) == [found]
 
 
 def test_a_folder_takes_precedence_over_a_model_of_the_hub_without_the_prefix(hub: Hub, tmp_path: Path) -> None:
@@ -159,9 +163,10 @@ def test_a_folder_takes_precedence_over_a_model_of_the_hub_without_the_prefix(hu
     assert folder is not None
     (tmp_path / NAME).parent.mkdir()
     (tmp_path / NAME).symlink_to(folder)
-    assert resolved(tmp_path, hub.address, NAME) == NAME
+    assert resolved(tmp_path, hub.address, NAME) == [NAME]
     assert hub.sent == []
-    assert f"models--{NAME.replace('/', '--')}" in resolved(tmp_path, hub.address, f"hf:{NAME}")
+    (found,) = resolved(tmp_path, hub.address, f"hf:{NAME}")
+    assert f"models--{NAME.replace('/', '--')}" in found
 
 
 @pytest.mark.more
@@ -182,42 +187,41 @@ def test_a_download_shows_one_bar_on_a_terminal_and_one_that_is_not_needed_shows
 
 
 @pytest.mark.parametrize(
-    ("model", "offline", "said"),
+    ("offline", "reasons"),
     [
-        ("hf:someone/other", "", "model: 'hf:someone/other' can't be had: the hub has no such model"),
-        (f"hf:{NAME}@v9", "", "it has no revision 'v9'"),
-        (f"hf:{NAME}", "1", "it is not in the cache, and the hub can't be reached or HF_HUB_OFFLINE is set"),
+        ("", {"someone/other": "the hub has no such model", f"{NAME}@v9": "it has no revision 'v9'"}),
+        ("1", {NAME: "it is not in the cache, and the hub can't be reached or HF_HUB_OFFLINE is set"}),
     ],
 )
 def test_what_the_hub_does_not_give_is_refused_with_the_reason(
-    hub: Hub, tmp_path: Path, model: str, offline: str, said: str
+    hub: Hub, tmp_path: Path, offline: str, reasons: dict[str, str]
 ) -> None:
-    answer = resolved(tmp_path, hub.address, model, HF_HUB_OFFLINE=offline)
-    assert answer.startswith("refused: ")
-    assert said in answer
-    if model.startswith("hf:"):
-        bare = resolved(tmp_path, hub.address, model.removeprefix("hf:"), HF_HUB_OFFLINE=offline)
-        assert bare.startswith(
-            f"refused: model: {model.removeprefix('hf:')!r} is no folder here, and as a model of the"
-        )
-        assert bare.partition("can't be had: ")[2] == answer.partition("can't be had: ")[2]
+    models = [f"{prefix}{model}" for model in reasons for prefix in ("hf:", "")]
+    answers = resolved(tmp_path, hub.address, *models, HF_HUB_OFFLINE=offline)
+    for model, named, bare in zip(reasons, answers[::2], answers[1::2], strict=True):
+        assert named.startswith(f"refused: model: 'hf:{model}' can't be had: ")
+        assert bare.startswith(f"refused: model: {model!r} is no folder here, and as a model of the")
+        reason = named.partition("can't be had: ")[2]
+        assert reasons[model] in reason
+        assert reason == bare.partition("can't be had: ")[2]
 
 
 @pytest.mark.parametrize("model", [f"hf:{NAME}", NAME])
 @pytest.mark.some(1)
 def test_a_broken_download_is_one_line_and_can_be_tried_again(hub: Hub, tmp_path: Path, model: str) -> None:
     hub.breaks_off = True
-    answer = resolved(tmp_path, hub.address, model)
+    (answer,) = resolved(tmp_path, hub.address, model)
     assert answer.startswith(f"refused: model: {model!r} ")
     assert "the download broke off (" in answer
     assert answer.endswith("; what has come is kept, so try again")
     hub.breaks_off = False
-    assert Path(resolved(tmp_path, hub.address, model)).is_dir()
+    (folder,) = resolved(tmp_path, hub.address, model)
+    assert Path(folder).is_dir()
 
 
 def test_a_model_that_has_pickled_weights_only_is_refused(hub: Hub, tmp_path: Path) -> None:
     del hub.files["model.safetensors"]
-    answer = resolved(tmp_path, hub.address, NAME)
+    (answer,) = resolved(tmp_path, hub.address, NAME)
     assert "can't be had: it has no weights in safetensors; pickled ones are never read, so convert them" in answer
     assert "pytorch_model.bin" not in hub.sent
 
@@ -244,8 +248,8 @@ def test_what_has_not_the_form_of_a_name_is_a_path(monkeypatch: pytest.MonkeyPat
 
 def test_medusa_heads_come_by_the_name_that_they_are_published_by(hub: Hub, tmp_path: Path) -> None:
     hub.files["medusa_lm_head.safetensors"] = hub.files.pop("model.safetensors")
-    folder = Path(resolved(tmp_path, hub.address, NAME))
-    assert {"config.json", "medusa_lm_head.safetensors"} <= {path.name for path in folder.iterdir()}
+    (folder,) = resolved(tmp_path, hub.address, NAME)
+    assert {"config.json", "medusa_lm_head.safetensors"} <= {path.name for path in Path(folder).iterdir()}
 
 
 @pytest.mark.parametrize(

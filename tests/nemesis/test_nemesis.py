@@ -34,7 +34,7 @@ def test_faults_break_no_promise(tmp_path: Path, seconds: int) -> None:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.more)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_ends_the_cluster_too(tmp_path: Path, number: signal.Signals) -> None:
     """Also where a shell has started the run in the background, with SIGINT ignored."""
 
@@ -53,7 +53,7 @@ def test_a_signal_ends_the_cluster_too(tmp_path: Path, number: signal.Signals) -
         signal.signal(signal.SIGINT, ignored)
     pids: list[int] = []
     try:
-        pids = wait_until(started, "all members have been started", START_SECONDS, 0.1)
+        pids = wait_until(started, "all members have been started", START_SECONDS)
         process.send_signal(number)
         assert process.wait(STOP_SECONDS) == 128 + number
     finally:

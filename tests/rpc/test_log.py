@@ -24,7 +24,7 @@ def written(formatter: JsonFormatter, record: logging.LogRecord) -> dict[str, An
     return found
 
 
-@settings(max_examples=100, database=None)
+@settings(max_examples=50, database=None)
 @given(long, extras, st.none() | long)
 def test_a_line_is_short_json(message: str, fields: dict[str, Any], reason: str | None) -> None:
     formatter = JsonFormatter({"part": "router", "name": "router-0"})

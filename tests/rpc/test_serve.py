@@ -63,6 +63,7 @@ def test_a_process_ends_in_time(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.some(1)
 def test_a_process_ends_in_time_while_its_model_loads(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path, load_seconds=FOR_EVER)
     code, seconds = ended(process, number)

@@ -38,19 +38,18 @@ STATUS_SECONDS, STATUS_TRIES = 10.0, 4
 MODULES = {"prefill": "kvrelay.prefill_worker", "decode": "kvrelay.decode_worker", "colocated": "kvrelay.worker"}
 
 
-def wait_until(
-    condition: Callable[[], Any], what: str | Callable[[], str], seconds: float = 10.0, every: float = 0.005
-) -> Any:
+def wait_until(condition: Callable[[], Any], what: str | Callable[[], str], seconds: float = 10.0) -> Any:
     """Polls until `condition()` is true and returns its value; fails naming `what` after `seconds`.
 
-    Args:
-        every: seconds between two polls; more where a poll takes time that what is waited for needs.
+    A poll takes time that what is waited for needs: the first ones come 5 ms after each other, later ones after a
+    twentieth of the time waited, at most 50 ms.
     """
-    deadline = time.monotonic() + seconds
+    started = time.monotonic()
     while not (value := condition()):
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - started
+        if waited > seconds:
             raise AssertionError(f"not within {seconds} s: {what if isinstance(what, str) else what()}")
-        time.sleep(every)
+        time.sleep(min(max(waited / 20, 0.005), 0.05))
     return value
 
 

@@ -24,7 +24,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from support.access import METADATA
-from support.forks import left_of
+from support.forks import MEMBERS, left_of
 from support.hash_worker import MODULE
 from support.processes import START_SECONDS, Process, wait_until
 
@@ -35,6 +35,8 @@ class Supervised:
 
     folder: Path
     config: dict[str, Any]
+    forked: bool
+    """Whether its members are forked; otherwise, each is an interpreter of its own, which takes seconds to start."""
     process: Process | None = None
     address: str = ""
     lives: int = 0
@@ -52,6 +54,7 @@ class Supervised:
             "kvrelay.cluster.supervisor",
             ["--config", str(path)],
             self.folder / f"supervisor-{self.lives}.log",
+            {MEMBERS: "1"} if self.forked else {},
             forked=True,
         )
         self.address = self.process.address()
@@ -113,7 +116,9 @@ class Supervised:
 
 
 @contextmanager
-def supervised(folder: Path, members: dict[str, dict[str, Any]], **options: Any) -> Iterator[Supervised]:
+def supervised(
+    folder: Path, members: dict[str, dict[str, Any]], forked: bool = False, **options: Any
+) -> Iterator[Supervised]:
     """A supervisor of these members (`MemberProcess` each), on a free port; nothing of it is left at the end."""
     # Members inherit it: the modules of the tests.
     os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -122,7 +127,7 @@ def supervised(folder: Path, members: dict[str, dict[str, Any]], **options: Any)
         )
     )
     config = {"state_path": str(folder / "record.json"), "members": members, **options}
-    cluster = Supervised(folder, config)
+    cluster = Supervised(folder, config, forked)
     try:
         cluster.start()
         yield cluster

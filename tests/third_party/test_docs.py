@@ -13,7 +13,7 @@ from support.processes import free_port, process_cluster
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/start.md", "docs/clients.md", "docs/api.md", "packaging/client/README.md")
-ENGINE = {"max_batch_tokens": 256, "kv_memory_bytes": 16 * 2**20, "threads": 1}
+ENGINE = {"max_batch_tokens": 256, "max_context": 256, "kv_memory_bytes": 16 * 2**20, "threads": 1}
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 PROGRAMS = ("curl", "buf", "grpcurl")
 """Programs: a snippet of a shell is run if it calls one of these."""

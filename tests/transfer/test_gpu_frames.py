@@ -297,7 +297,7 @@ def test_a_frame_whose_copy_cannot_be_queued_can_be_stopped_until_its_step_ends(
 @pytest.mark.parametrize("part", [ALL_LAYERS, LayerPart(1, 2)])
 @pytest.mark.parametrize("table", [[2, 3, 4], [4, 1, 6], [5, 6, 1]])
 @pytest.mark.parametrize("tokens", [16, 21, 24])
-@pytest.mark.some(18)
+@pytest.mark.some(6)
 def test_lent_parts_are_the_bytes_of_the_frame(
     table: list[int], tokens: int, part: LayerPart, kind: ChecksumKind
 ) -> None:

@@ -140,7 +140,7 @@ MESSAGES = st.one_of(
 
 
 @given(st.lists(MESSAGES, min_size=1, max_size=8))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_messages_arrive_as_they_were_sent(messages: list[Message]) -> None:
     """In one batch, unless they are too long for that."""
     assert [message for batch in batches(messages) for message in decode(batch)] == messages

@@ -206,7 +206,7 @@ def by_token(pool: KVPool, table: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["fake", *(pytest.param(kind, marks=pytest.mark.more) for kind in ("tcp", "shm"))])
 @pytest.mark.parametrize("change", [{}, {"block_size": 8}, {"block_size": 24, "order": "HND"}], ids=str)
 @pytest.mark.parametrize(("sender", "receiver"), PAIRS, ids=str)
-@pytest.mark.some(10)
+@pytest.mark.some(4)
 async def test_every_rank_gets_its_part_of_the_kv(
     sender: Degree, receiver: Degree, change: dict[str, Any], kind: str
 ) -> None:
@@ -230,6 +230,7 @@ async def test_every_rank_gets_its_part_of_the_kv(
 @pytest.mark.anyio
 @pytest.mark.parametrize("number", range(0, 12, 3))
 @pytest.mark.parametrize(("sender", "receiver"), [PAIRS[2], PAIRS[7], PAIRS[6]], ids=str)
+@pytest.mark.some(4)
 async def test_when_one_link_is_lost_the_next_epoch_of_all_takes_over(
     sender: Degree, receiver: Degree, number: int
 ) -> None:

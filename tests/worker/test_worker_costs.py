@@ -55,6 +55,7 @@ def test_a_worker_begins_with_measured_costs_and_the_next_one_with_those(
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"decode": [[1]], "prompt": []}', '{"decode": 7, "prompt": 8}'])
+@pytest.mark.some(2)
 def test_a_damaged_file_is_measured_anew(
     text: str, built: tuple[Engine, Runner], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -100,14 +100,14 @@ class FrameCheck:
 
 
 def trailer_bytes(kind: ChecksumKind, mac_key: bytes | None) -> int:
-    """How many bytes follow a frame's own."""
+    """Number of bytes of the trailer behind a frame."""
     if mac_key is not None:
         return MAC_BYTES
     return 0 if kind is ChecksumKind.OFF else CHECKSUM_BYTES
 
 
 def announcement(key: Key, frame: Frame) -> bytes:
-    """The facts of a frame that an announcement tells, as bytes."""
+    """The fields of a frame's announcement, as bytes."""
     place = frame.epoch, frame.index, frame.first, frame.tokens, *frame.part, frame.states, frame.track
     return struct.pack("<9Q", key[1], *place) + key[0].encode()
 
@@ -119,7 +119,7 @@ def trailer(checksum: int, announced: bytes) -> bytes:
 
 class _Nothing:
     def update(self, data: memoryview) -> None:
-        """Checks nothing."""
+        """Does nothing: the frame carries no checksum."""
 
     def trailer(self) -> bytes:
         return b""

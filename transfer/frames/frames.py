@@ -130,7 +130,7 @@ class SendJob(FrameJob):
         super().__init__(key, frame, claim, place, kind, lambda _: on_read())
         self._announce = announce
         self._prepared = False
-        """Whether what `_ready` does is queued on the thread's second stream."""
+        """Whether `_ready` queues its work on the thread's second stream."""
         self._lent: list[Tensor] | None = None
         """Memory of the pool that is sent in the buffer's place."""
 
@@ -200,7 +200,7 @@ class SendJob(FrameJob):
             data[nbytes:] = torch.frombuffer(bytearray(check.of(data[:nbytes])), dtype=torch.uint8)
 
     def _settle(self) -> None:
-        """Waits for what `_ready` has queued."""
+        """Waits for the work that `_ready` has queued."""
         with beside() if self._prepared else nullcontext():
             self._place.settle()
         self._prepared = False

@@ -416,7 +416,7 @@ class LinkManager:
             await asyncio.sleep(0.005)
 
     def _of(self, peer: str, epoch: int) -> dict[RankPair, LinkThread]:
-        """The links to a peer; none if they are of another epoch."""
+        """The links to a peer; empty if they are of another epoch."""
         links = self._links.get(peer)
         return links.threads if links is not None and links.spec.epoch == epoch else {}
 
@@ -426,7 +426,7 @@ class LinkManager:
             links.spec.on_up()
 
     def _ended(self, links: EpochLinks, link: LinkThread, reason: str, stuck: Key | None) -> None:
-        """One of the links has ended: so do the others, and the first one's report is that of all."""
+        """Ends all links of an epoch after the first one has ended, and reports that one's reason."""
         if links.ended:
             return
         links.ended = True

@@ -75,19 +75,19 @@ class RankJob:
     on_stop: Callable[[], object] | None = None
 
     def stop(self) -> None:
-        """The frame isn't wanted any more."""
+        """Stops the frame, which isn't wanted any more."""
         if self.on_stop is not None:
             self.on_stop()
 
     def end(self, outcome: Outcome) -> None:
-        """The rank is done with the frame."""
+        """Notes that the rank is done with the frame."""
         ended, self.ended = self.ended, None
         self.on_stop = None
         if ended is not None:
             ended(outcome)
 
     def fail(self, message: str) -> None:
-        """The link has ended before the frame's command was sent."""
+        """Fails the frame, because the link ended before its command was sent."""
         self.end(Outcome.LOST)
 
 
@@ -268,7 +268,7 @@ class RankLinks:
         self._ended(links, dataclasses.replace(end, up=end.up or links.up))
 
     def _ended(self, links: _Epoch, end: LinkEnd) -> None:
-        """A link has ended, of this or another rank: so do all of its epoch."""
+        """Ends all links of an epoch, because a link of this or another rank has ended."""
         if links.over:
             return
         links.over = True
@@ -301,7 +301,7 @@ class RankLinks:
                 logger.error("a rank reports what nobody knows", extra={"report": str(report)[:200]})
 
     def _on_lost(self, rank: int, reason: str) -> None:
-        """The process of a rank is lost, or can't be reached: no link of it can be used."""
+        """Ends all links, because the process of a rank is lost or can't be reached."""
         logger.error("a rank is lost", extra={"rank": rank, "reason": reason})
         for links in [each for each in self._epochs.values() if rank in each.ranks]:
             self._ended(links, LinkEnd(links.spec.epoch, f"rank {rank} is lost: {reason}", False, None))

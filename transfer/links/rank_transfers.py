@@ -41,7 +41,7 @@ class RankTransfers:
 
     @property
     def active(self) -> int:
-        """Frames whose blocks are in use, or may be yet."""
+        """Frames whose blocks are in use, or may still be."""
         return len(self._claims)
 
     def _on_command(self, command: Command) -> None:
@@ -120,7 +120,7 @@ class RankTransfers:
         self._channel.send({"do": what} | facts)
 
     def _on_lost(self, reason: str) -> None:
-        """Rank 0 is lost, and with it the worker: frames that nobody waits for must not go on."""
+        """Ends all links: rank 0 is lost, and with it the worker."""
         for claim in self._claims.values():
             claim.close()
         for peer in self._links.peers:

@@ -163,14 +163,14 @@ class Endpoint(ABC, Generic[TransferT]):
             self._feed(transfer, Cancel(code, self._reason(code)))
 
     def peers_changed(self) -> None:
-        """The membership changed: ends the pairs with workers that are no longer members."""
+        """Ends the pairs with workers that are no longer members, after a change of the membership."""
         for pair in list(self._pairs.values()):
             if pair.peer not in self.peers:
                 pair.stream.end(Code.UNKNOWN_PEER, f"{pair.peer.name} is no longer a member")
 
     @property
     def tick_seconds(self) -> float:
-        """How often `tick` must run: a quarter of the shortest timeout, between 5 ms and 0.25 s."""
+        """Seconds between two calls of `tick`: a quarter of the shortest timeout, between 5 ms and 0.25 s."""
         timeouts = self.timeouts
         return min(0.25, max(0.005, min(timeouts.lease, timeouts.grant, timeouts.transfer) / 4))
 
@@ -201,7 +201,7 @@ class Endpoint(ABC, Generic[TransferT]):
             self._on_message(pair, message)
 
     def stream_ended(self, stream: ControlStream, code: Code, message: str) -> None:
-        """The stream is over: ends its link, and fails what was in progress on it."""
+        """Ends the link of an ended stream, and fails the attempts that were in progress on it."""
         pair = self._pair_of(stream)
         if pair is None:
             return

@@ -186,7 +186,7 @@ Rank = Annotated[int, Number(0, MAX_RANKS - 1)]
 
 
 class Code(enum.Enum):
-    """Why a hand-off was given up."""
+    """Reason why a hand-off was given up."""
 
     CANCELLED = "cancelled"
     CLOSED = "closed"

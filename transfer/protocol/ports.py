@@ -58,7 +58,7 @@ class ControlStream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinkEnd:
-    """Report of how the links of one epoch have ended: the first one that ends, ends all."""
+    """Report of the end of one epoch's links. The first link that ends, ends all."""
 
     epoch: int
     reason: str

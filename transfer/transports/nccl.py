@@ -227,7 +227,7 @@ class NcclLink:
             work.wait()
 
     def _over(self, number: int, seconds: float) -> bool:
-        """Whether the operation has ended, or the link is aborted, within some seconds."""
+        """Waits some seconds for the operation's end or the link's abort; returns whether either came."""
         with self._changed:
             return self._changed.wait_for(lambda: self._ended >= number or self._aborted.is_set(), seconds)
 

@@ -199,9 +199,7 @@ class NixlLink:
         return Pending(partial(self._wait, lambda: number in self._came))
 
     def abort(self) -> None:
-        """Makes the link end: its thread notices that at its next poll, and tells the other end when it closes the
-        link.
-        """
+        """Ends the link: its thread notices at its next poll, and tells the other end when it closes the link."""
         self._closed = True
 
     def close(self) -> None:
@@ -296,7 +294,7 @@ class NixlLink:
                     raise WireError(f"frame {values[0]} came twice or unrequested; {self._received} were requested")
                 self._came.add(values[0])
             case "bye":
-                # What it sent before is here too.
+                # Everything that it sent before has arrived, too.
                 self._other_closed = True
             case _:
                 number, address, nbytes, device, metadata = values

@@ -158,7 +158,7 @@ class RankGroup:
         return self._closing or self._failure is not None
 
     def _meet(self, meeting: Meeting) -> None:
-        """Meets the other ranks. If one of them is lost before, this thread waits on, and nobody waits for it."""
+        """Meets the other ranks. If one of them is lost before, this thread stays blocked, and nobody waits for it."""
         try:
             self.place = meet(meeting, self.degree, 0, self.options.threads, self._hosts)
         except (CollectiveError, OSError) as error:
@@ -220,11 +220,11 @@ class RankGroup:
             self._links[rank].take(message)
 
     def _lose(self, rank: int, lost: Lost) -> None:
-        """The worker can't go on without this rank. Any thread."""
+        """Ends the worker, which can't go on without this rank. Any thread."""
         self._fail(ValueError(lost.text) if lost.mistake else CollectiveError(lost.text))
 
     def _fail(self, error: BaseException) -> None:
-        """The worker can't go on. Any thread; the first call counts."""
+        """Notes why the worker can't go on. Any thread; the first call counts."""
         with self._lock:
             if self._over:
                 return

@@ -50,21 +50,21 @@ CONTROL, STEPS = KINDS = "control", "steps"
 
 
 class OtherRanks(Protocol):
-    """Some of the ranks of a worker but rank 0, as rank 0 knows them."""
+    """Several ranks of a worker other than rank 0, as rank 0 sees them."""
 
     numbers: range
 
     def pids(self) -> tuple[int, ...]:
-        """Process ids of those on this machine."""
+        """Process ids of the ranks on this machine."""
 
     def look(self) -> None:
-        """Sends signs of life, and looks for those of the others."""
+        """Sends signs of life, and checks for those of the ranks."""
 
     def send(self, message: bytes) -> Lost | None:
-        """Sends a plan to all of them; the loss if one doesn't take it."""
+        """Sends a plan to all of the ranks; returns the loss of a rank that doesn't take it."""
 
     def tell(self, number: int, message: Any) -> None:
-        """Sends a message about links to one of them."""
+        """Sends a message about links to a rank."""
 
     def kill(self) -> None:
         """Ends them at once."""
@@ -382,7 +382,7 @@ class _WrongTokenError(ConnectionError):
 
 
 def _introduce(connection: socket.socket, number: int, kind: str, key: bytes) -> None:
-    """An agent's part of what begins a connection.
+    """Introduces an agent on a new connection.
 
     Raises:
         OSError: rank 0 doesn't prove in time that it has the token.
@@ -398,5 +398,5 @@ def _introduce(connection: socket.socket, number: int, kind: str, key: bytes) ->
 
 
 def _proof(key: bytes, part: bytes, *said: bytes) -> bytes:
-    """A proof that one part has the token, for what both have said."""
+    """Proof that one end has the token, bound to what both ends have sent."""
     return hmac.digest(key, b"".join([part, b":", *said]), "sha256")

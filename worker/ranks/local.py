@@ -87,14 +87,14 @@ class LocalRanks:
         return tuple(rank.process.pid for rank in self._ranks)
 
     def look(self) -> None:
-        """Sends signs of life, and looks for those of the ranks."""
+        """Sends signs of life, and checks for those of the ranks."""
         for rank in self._ranks:
             rank.control.send({"alive": True})
             if verdict := rank.control.silence.verdict():
                 self._end(rank, f"it {verdict}")
 
     def send(self, message: bytes) -> Lost | None:
-        """Sends a plan to all of the ranks; the loss if one doesn't take it."""
+        """Sends a plan to all of the ranks; returns the loss of a rank that doesn't take it."""
         for rank in self._ranks:
             try:
                 send_bytes(rank.steps, message)

@@ -1,11 +1,11 @@
-"""The latest call of each client's request that was continued by another call."""
+"""The latest call of each request that its client has continued by another call."""
 
 from collections import OrderedDict
 
 from kvrelay.internal.v1.worker_pb2 import ClientCall
 
 MAX_FENCES = 65536
-"""Number of requests past which the oldest are forgotten. Then a request may be computed twice; the client reads one of
+"""Limit of remembered requests; the oldest are forgotten. Then a request may be computed twice; the client reads one of
 the two."""
 
 
@@ -18,11 +18,11 @@ class Fences:
         self._latest: OrderedDict[bytes, int] = OrderedDict()
 
     def add(self, fence: ClientCall) -> None:
-        """Notes that the calls before this one are over."""
+        """Fences the calls before this one."""
         self._latest[fence.key] = max(fence.call, self._latest.pop(fence.key, 0))
         if len(self._latest) > MAX_FENCES:
             self._latest.popitem(last=False)
 
     def passed(self, call: ClientCall) -> bool:
-        """Whether a later call is known."""
+        """Whether this call is fenced, because a later one is known."""
         return call.call < self._latest.get(call.key, 0)

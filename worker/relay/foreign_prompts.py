@@ -7,13 +7,13 @@ from kvrelay.worker.relay.stream import RelayStream
 
 
 class ForeignPrompts:
-    """Sender of such prompts to the routers. Used on the event loop."""
+    """Tells routers of each other's prompts. Used on the event loop."""
 
     def __init__(self) -> None:
         self._streams: set[RelayStream] = set()
 
     def attach(self, stream: RelayStream) -> None:
-        """Tells this stream's router from now on."""
+        """Adds a stream, whose router is told from now on."""
         self._streams.add(stream)
 
     def detach(self, stream: RelayStream) -> None:
@@ -32,7 +32,7 @@ class ForeignPrompts:
         self._tell(prompt, live.stream)
 
     def answered(self, answered: Answered, stream: RelayStream) -> None:
-        """The router of this stream says what its prompt and the answer from here are, whose KV is here."""
+        """Takes the chain of a prompt with its answer, whose KV is here, from the router of this stream."""
         self._tell(ForeignPrompt(chain=answered.chain), stream)
 
     def _tell(self, prompt: ForeignPrompt, known_to: RelayStream) -> None:

@@ -1,4 +1,4 @@
-"""A request that a worker has, and what it knows of it."""
+"""A live request of a worker, and its state."""
 
 import asyncio
 from array import array

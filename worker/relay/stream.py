@@ -35,9 +35,9 @@ class RelayStream:
         self._load, self._costs = load, costs
         self._costs_told: Costs | None = None
         self._told: tuple[Load, int] | None = None
-        """Load and `submits_seen` that the router was told last."""
+        """Load and `submits_seen` of the last report."""
         self._pending: deque[RelayResponse] = deque((RelayResponse(),))
-        """Messages to be written; what comes goes into the last one."""
+        """Messages to be written; new events are merged into the last one."""
         self._count = 0
         """Number of events and tokens in them."""
         self._with_events: set[tuple[str, int]] = set()
@@ -80,7 +80,8 @@ class RelayStream:
         return True
 
     def report(self) -> None:
-        """Sends the load even without an event, unless the router knows it: it may wait for it."""
+        """Sends the load even without an event, unless the router knows it already: the router may be waiting for
+        it."""
         if (self._load(), self.submits_seen) != self._told:
             self._ready.set()
 

@@ -1,4 +1,4 @@
-"""Attention as transformers' models ask for it, in plain torch: scaling, soft caps, sinks, grouped heads."""
+"""Attention with the options of transformers' models, in plain torch: scaling, soft caps, sinks, grouped heads."""
 
 import torch
 from torch import Tensor

@@ -106,7 +106,7 @@ def difference(way: Way, prompts: Prompts, placing: Placing) -> tuple[float, flo
 
 
 def agrees(found: tuple[float, float], dtype: torch.dtype) -> bool:
-    """Whether such differences are those of roundings alone."""
+    """Whether such differences can be rounding errors alone."""
     worst, mean = found
     return worst <= EXACT if dtype == torch.float32 else mean <= ROUNDED
 

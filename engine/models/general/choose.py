@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 MakeWay = Callable[[PreTrainedModel, Store, Team | None], Way]
 Kept = Literal["cache", "cache and tokens", "tokens"]
 PlaceWay = Callable[[Kept], Placing]
-"""Places what a model keeps."""
+"""Makes the layout of a model's cache and its places in the pools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Choice:
     difference: tuple[float, float]
     """See `check.difference`."""
     refused: tuple[tuple[str, str], ...]
-    """Faster ways, and why the model can't be run in them."""
+    """Faster ways, each with the reason why the model can't be run in it."""
 
     @property
     def layout(self) -> CacheLayout:
@@ -98,7 +98,7 @@ def choose(
 
 
 def all_agree(group: Collective, agrees: bool) -> bool:
-    """Whether it is so on all ranks."""
+    """Whether the condition holds on all ranks."""
     return bool(group.gather(torch.tensor([agrees])).all())
 
 
@@ -123,4 +123,4 @@ WAYS: tuple[tuple[str, MakeWay, Kept], ...] = (
     ("gather, row by row", partial(GatherWay, single=True), "cache"),
     ("again", AgainWay, "tokens"),
 )
-"""Name and class of each way, and what of a sequence it keeps, fastest first."""
+"""Name and class of each way, and what it keeps of a sequence; fastest first."""

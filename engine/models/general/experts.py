@@ -55,7 +55,7 @@ class Layer:
     up: Tensor | CodedWeight
     """[experts * outputs, hidden] all experts' first weights, one below the other."""
     down: Tensor | CodedWeight
-    """[experts * hidden, inner] their second ones."""
+    """[experts * hidden, inner] all experts' second weights, one below the other."""
     up_bias: Tensor | None
     down_bias: Tensor | None
     gated: bool
@@ -64,9 +64,9 @@ class Layer:
     operation: Operation
     """The module's operation between the products."""
     gates: tuple[tuple[Gate, Operation], ...]
-    """The kernels' gates that this may be, and their definitions."""
+    """The kernels' gates that may compute the module's operation, and their definitions."""
     norm: Operation | None
-    """The module's norm of what its products give."""
+    """The norm that the module applies to its products' result."""
 
     @property
     def outputs(self) -> int:

@@ -56,7 +56,7 @@ WINDOWED = ["sliding_window_overlay.<locals>.inner_mask", "causal_mask_function"
 HARMLESS = frozenset(
     {"position_ids", "sliding_window", "use_cache", "is_causal", "output_attentions", "cache_position"}
 )
-"""Arguments of an attention function that say nothing that the mask doesn't."""
+"""Arguments of an attention function that add nothing to what the mask says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ CAUSAL = FlatMask(causal_mask_function, 0)
 
 @dataclass(eq=False)
 class Running:
-    """The step that is being computed."""
+    """State of the step that is being computed."""
 
     step: Step
     positions: Tensor
@@ -116,7 +116,7 @@ class FlatLayer(DynamicLayer):
 
 
 class FlatWindowLayer(FlatLayer, DynamicSlidingWindowLayer):
-    """The same, for transformers to find the layers that have a window."""
+    """As `FlatLayer`, in a class by which transformers finds the layers that have a window."""
 
     is_sliding = True
 
@@ -134,7 +134,7 @@ class FlatHybridLayer(StateLayer, FlatLayer, LinearAttentionAndFullAttentionLaye
 
 
 class FlatHybridWindowLayer(StateLayer, FlatWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer):
-    """The same with a window."""
+    """As `FlatHybridLayer`, with a window."""
 
     def __init__(self, way: "FlatWay", number: int, places: LayerPlaces, states: StateStep) -> None:
         LinearAttentionAndSlidingWindowAttentionLayer.__init__(self, places.cache.window, number_of_states(places))
@@ -169,7 +169,7 @@ class FlatWay:
         self._narrowing = Narrowing()
         self._attended: set[int] = set()
         self.calls: dict[int, Call] = {}
-        """How each cache layer was attended to last."""
+        """The latest call of attention of each cache layer."""
         self._native: NativeFlat | None = None
         self._latents: Latents | None = None
         if any(layer.cache.latent for layer in store.placing.layers):
@@ -206,7 +206,7 @@ class FlatWay:
         return self._states
 
     def keep_states(self) -> None:
-        """Has each step from now on keep its last hidden states."""
+        """Makes each step from now on keep its last hidden states."""
         if not self._keeps_states:
             self._keeps_states = True
             body: Any = self.model.base_model
@@ -226,7 +226,7 @@ class FlatWay:
         return (FlatWindowLayer if places.cache.window else FlatLayer)(self, number, places)
 
     def use_native(self) -> bool:
-        """Has the native kernels attend from now on, if they can do what the model asked for so far."""
+        """Uses the native kernels for attention from now on, if they support what the model has asked for so far."""
         if self.team is not None:
             self._native = NativeFlat.fitting(self.store, self.calls, self.team)
         latents = self._latents is not None and self._latents.use_native()

@@ -112,7 +112,7 @@ class NativeLayer:
 
 
 def fuse(model: nn.Module, team: Team) -> int:
-    """Has the model's modules of these kinds compute natively; returns how many.
+    """Makes the model's modules of these kinds compute natively; returns their number.
 
     Args:
         model: whose norms and linear layers have been swapped.
@@ -150,7 +150,8 @@ def native_modules(model: nn.Module) -> list[str]:
 
 
 def _called(module: nn.Module, results: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a module gives for x, and the inputs of its parts, in the order of their calls, if these have such results.
+    """Result of a module for x, and the inputs of its parts, in the order of their calls, if the parts give these
+    results.
 
     Raises:
         ValueError: the module needs more than x, or calls a part twice.

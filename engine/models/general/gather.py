@@ -101,7 +101,7 @@ class Batch:
 
 
 class Gathered:
-    """State that all layers here share: their place, and the batch of the forward pass."""
+    """State that all gathering layers share: their places, and the batch of the forward pass."""
 
     places: LayerPlaces
     batch: Batch
@@ -140,7 +140,7 @@ class GatherLayer(DynamicLayer, Gathered):
 
 
 class GatherIndexedLayer(DynamicIndexedLayer, Gathered):
-    """A layer that keeps keys of an indexer, too."""
+    """A layer that also keeps keys of an indexer."""
 
     def __init__(self, places: LayerPlaces, batch: Batch) -> None:
         DynamicIndexedLayer.__init__(self)
@@ -184,7 +184,7 @@ class GatherWindowLayer(DynamicSlidingWindowLayer, Gathered):
 
 
 class GatherHybridLayer(LinearAttentionAndFullAttentionLayer, Gathered):
-    """A layer with states that sees all tokens, too."""
+    """A layer with states whose attention sees all tokens."""
 
     def __init__(self, places: LayerPlaces, batch: Batch, number_of_states: int) -> None:
         LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states)
@@ -196,7 +196,7 @@ class GatherHybridLayer(LinearAttentionAndFullAttentionLayer, Gathered):
 
 
 class GatherHybridWindowLayer(LinearAttentionAndSlidingWindowAttentionLayer, Gathered):
-    """A layer with states that sees the tokens of its window, too."""
+    """A layer with states whose attention sees the tokens of its window."""
 
     def __init__(self, places: LayerPlaces, batch: Batch, number_of_states: int) -> None:
         LinearAttentionAndSlidingWindowAttentionLayer.__init__(self, places.cache.window, number_of_states)

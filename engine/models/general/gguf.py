@@ -36,7 +36,7 @@ SCALED_BY_HEADS = {"gemma2": 46, "gemma3": 62}
 sqrt(hidden size / heads), 144 and 168 in their published configurations; those of others by the root of the size of a
 head."""
 NO_TENSORS = ("rope_freqs.weight",)
-"""Tensors that have other values only where a key of the metadata says so."""
+"""Tensors that aren't read: their values follow from the metadata."""
 
 
 def architecture_of(fields: Fields) -> str:
@@ -78,7 +78,7 @@ def read_gguf_config(checkpoint: Checkpoint, fields: Fields) -> PreTrainedConfig
 
 
 def _set_rotation(config: PreTrainedConfig, values: Mapping[str, Any], where: str) -> None:
-    """Sets what the metadata say of rotary positions.
+    """Sets the rotary positions that the metadata describe.
 
     Raises:
         ValueError: they can't be set; the text names the key.

@@ -15,11 +15,11 @@ from kvrelay.engine.models.general.step import UnfitError
 POSITIONS = "_kvrelay_positions"
 """Attribute of a model: the positions int64 [B, T] that it computes, or None."""
 OFFSET = "_kvrelay_offset"
-"""Attribute of a model: what it calls the first position, which isn't 0 for all."""
+"""Attribute of a model: the number of its first position, which isn't 0 for all models."""
 
 
 class Inputs:
-    """Calls a model with those of our arguments that it has."""
+    """Calls a model with those of our arguments that its `forward` takes."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -67,7 +67,7 @@ class Inputs:
 
 
 def _give_positions(module: torch.nn.Module, model: PreTrainedModel) -> None:
-    """Has an embedding of positions that counts from the cache's length take the true ones."""
+    """Makes an embedding of positions that counts from the cache's length take the true positions."""
     original = module.forward
 
     @wraps(original)
@@ -75,7 +75,7 @@ def _give_positions(module: torch.nn.Module, model: PreTrainedModel) -> None:
         positions: Tensor | None = getattr(model, POSITIONS)
         if positions is None or not args:
             return original(*args, **kwargs)  # type: ignore[no-any-return]  # transformers' code
-        # Some take positions of one sequence only, so they get all as one.
+        # Some models take the positions of one sequence only, so they get all rows as one sequence.
         embedded: Tensor = original(args[0], position_ids=positions.flatten())
         if embedded.dim() == 2 and len(positions) > 1:
             raise UnfitError("positions are the same for all rows")

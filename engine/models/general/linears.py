@@ -43,7 +43,7 @@ class Uses:
     def __init__(self) -> None:
         self.inside = False
         self.read: set[int] = set()
-        """Layers whose weight was read by others."""
+        """Layers whose weight was read outside of their own `forward`."""
         self.called: dict[int, nn.Linear] = {}
         """Layers that were called."""
         self.together: list[list[nn.Linear]] = []
@@ -63,7 +63,7 @@ class Uses:
 
 @contextmanager
 def watching(model: nn.Module) -> Iterator[Uses]:
-    """Within it, uses of the model's linear layers are noted."""
+    """Context in which the uses of the model's linear layers are noted."""
     uses = Uses()
     layers = [module for module in model.modules() if type(module) is nn.Linear]
     for layer in layers:
@@ -78,7 +78,7 @@ def watching(model: nn.Module) -> Iterator[Uses]:
 
 
 class Product(nn.Module):
-    """`nn.Linear` by another product."""
+    """Replacement of `nn.Linear` with another product."""
 
     def __init__(self, run: Linear, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Product(nn.Module):
 
 
 class Joined:
-    """The product of layers that get the same input."""
+    """One product for several layers that get the same input."""
 
     def __init__(self, run: Linear, inputs: int, outputs: list[int]) -> None:
         self.run, self._inputs, self.outputs = run, inputs, outputs

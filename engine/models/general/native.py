@@ -16,11 +16,11 @@ LEAST_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How a cache layer is attended to."""
+    """Options of one cache layer's attention."""
 
     heads: int
     window: int | None
-    """The window, or 0; None if the mask is no causal one with a window."""
+    """Window in tokens, 0 for none; None if the mask isn't causal with such a window."""
     softcap: float = 0.0
     """See `reference.paged_attention`; 0 for none."""
     sinks: Tensor | None = None

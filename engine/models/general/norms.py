@@ -38,13 +38,14 @@ class Norm(nn.Module):
         return self._native
 
     def use(self, team: Team) -> None:
-        """Has native kernels compute inputs of the weight's type from now on."""
+        """Uses native kernels for inputs of the weight's type from now on."""
         if self._scale.dtype in (torch.float32, torch.bfloat16):
             self._native = PackedNorm(team, self._scale, self.variance_epsilon)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if hidden_states.shape[-1:] != self._shape:
-            # Some normalize a part of what their weight is for, by which they don't multiply then.
+            # Some modules normalize a part of the numbers that their weight covers, and don't multiply by the weight
+            # then.
             other: Tensor = self._original[0](hidden_states)
             return other
         if self._native is not None and hidden_states.dtype == self._scale.dtype:
@@ -71,7 +72,7 @@ def swap_norms(model: nn.Module, team: Team | None = None) -> int:
 
 
 def _same(module: nn.Module) -> Norm | None:
-    """The norm that gives the same numbers as the module; None if there is none."""
+    """The `Norm` that gives the same numbers as the module; None if there is none."""
     weight = getattr(module, "weight", None)
     eps = next((getattr(module, name) for name in EPSILONS if hasattr(module, name)), None)
     if not type(module).__name__.endswith(CLASS_END) or not isinstance(weight, Tensor) or not isinstance(eps, float):

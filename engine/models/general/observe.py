@@ -117,7 +117,7 @@ def _inner(numbers: torch.Tensor, group: Collective, divided: bool) -> tuple[int
 
 
 def copies(numbers: torch.Tensor, group: Collective) -> int:
-    """How many neighbouring ranks have the same numbers.
+    """Number of neighbouring ranks that have the same numbers.
 
     Raises:
         UnfitError: not as many each.

@@ -49,7 +49,7 @@ class LayerCache:
 
 
 class Place(NamedTuple):
-    """Where a layer's numbers of a kind are in the pools."""
+    """Place of one kind of a layer's numbers in the pools."""
 
     track: int
     """Index in `CacheLayout.tracks`."""
@@ -59,7 +59,7 @@ class Place(NamedTuple):
 
 
 class StatePlace(NamedTuple):
-    """Where a tensor of a layer's state is in the bytes of a slot."""
+    """Place of a tensor of a layer's state in the bytes of a slot."""
 
     state: StateShape
     track: int
@@ -69,7 +69,7 @@ class StatePlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerPlaces:
-    """Where a cache layer's tensors are."""
+    """Places of a cache layer's tensors."""
 
     cache: LayerCache
     keys: Place | None = None
@@ -80,7 +80,7 @@ class LayerPlaces:
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """All that a model keeps, and where."""
+    """Everything that a model keeps of a sequence, with its places in the pools."""
 
     layout: CacheLayout
     """The layout of this rank's pools."""

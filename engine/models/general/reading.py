@@ -41,7 +41,7 @@ ATTENTION = "_kvrelay_attention"
 ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
 """Environment variable of transformers."""
 _LOADING = threading.Lock()
-"""Held while a model is loaded, during which transformers changes what all threads share."""
+"""Lock that is held while a model is loaded, because transformers then changes global state."""
 MODEL_TYPES = "a model type of transformers " + VERSION
 
 
@@ -198,8 +198,8 @@ def load_model(
 
 @contextmanager
 def _one_by_one(wanted: bool) -> Iterator[None]:
-    """Within it, transformers loads one model at a time, and if that is `wanted`, one tensor after the other: a tensor
-    of which a rank keeps a part is then not in memory for longer than that takes.
+    """Context in which transformers loads one model at a time, and if that is `wanted`, one tensor after the other: a
+    tensor of which a rank keeps a part is then not in memory for longer than that takes.
     """
     with _LOADING:
         before = os.environ.get(ONE_BY_ONE)
@@ -278,7 +278,7 @@ def parameters_of(model: PreTrainedModel) -> frozenset[str]:
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Has all of the model's parts attend by a function that is registered with transformers."""
+    """Sets the attention function of all of the model's parts to one that is registered with transformers."""
     if getattr(model, ATTENTION, None) == name:
         return
     setattr(model, ATTENTION, name)

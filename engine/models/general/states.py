@@ -65,7 +65,7 @@ class StateStep:
 
     @contextmanager
     def running(self, step: Step) -> Iterator[None]:
-        """Within it, the model's functions compute this step.
+        """Context in which the model's functions compute this step.
 
         Raises:
             UnfitError: the model computes some states by functions of its own.
@@ -86,7 +86,7 @@ class StateStep:
             raise UnfitError("it computes states by functions of its own")
 
     def take(self, layer: int, number: int) -> None:
-        """Notes whose convolution comes next."""
+        """Notes the layer whose convolution comes next."""
         self._current = layer, number
 
     def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -180,7 +180,7 @@ class StateLayer(LinearAttentionLayer):
 
 
 def number_of_states(places: LayerPlaces) -> int:
-    """Number of states that a cache layer is made for."""
+    """Number of states in a cache layer."""
     return 1 + max((place.state.number for place in places.states), default=0)
 
 
@@ -312,7 +312,7 @@ _TAKEN = "_kvrelay_taken"
 
 
 def take_functions(model: PreTrainedModel) -> None:
-    """Has the functions of the model's modules compute on our kernels while a way runs."""
+    """Replaces the functions of the model's modules with ones that use our kernels while a way runs."""
     numbers: dict[int, int] = {}
     for module in _shifting(model):
         number = numbers.get(module.layer_id, 0)

@@ -1,4 +1,4 @@
-"""One step as the general path computes it."""
+"""The general path's form of a step."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -73,7 +73,7 @@ class Way(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the way, for people and for the comparison of two workers."""
+        """Name of the way, for messages and for the comparison of two workers."""
         ...
 
     def run(self, step: Step, wanted: NDArray[np.int64]) -> Tensor:

@@ -75,13 +75,13 @@ class ModelConfig:
 
     @property
     def form(self) -> str:
-        """A name for rotations that aren't the config's own, so that keys differ (`for_context`); else empty."""
+        """Name of rotations other than the config's own (`for_context`), which give other keys; else empty."""
         return (
             "stretched" if any(rope.long_factors and rope.factors == rope.long_factors for rope in self.ropes) else ""
         )
 
     def for_context(self, max_context: int) -> "ModelConfig":
-        """This for contexts of up to `max_context` tokens, an option; 0 leaves the choice to the model.
+        """This config for contexts of up to `max_context` tokens, an option; 0 leaves the choice to the model.
 
         longrope has other frequencies for contexts longer than the original ones, which change all keys. So they are
         chosen once, for all contexts, and only if longer ones are asked for.

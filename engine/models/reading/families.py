@@ -1,4 +1,4 @@
-"""The model families that the fast path serves, and how they differ. A family is one `model_type` of config.json.
+"""The model families that the fast path serves, and their differences. A family is one `model_type` of config.json.
 
 All are decoders whose layers have grouped queries, rotary positions on some layers at least, and an MLP.
 """
@@ -56,7 +56,7 @@ class Traits:
     qk_norm: bool = False
     """Whether each head's query and key get an RMS norm before the rotation."""
     joint_qk_norm: bool = False
-    """Whether all queries together get one, and all keys."""
+    """Whether all queries together get one RMS norm, and all keys together another one."""
     norms: NormNames = field(default_factory=NormNames)
     layer_norm: bool = False
     """Whether norms are layer norms; RMS norms if not."""

@@ -39,7 +39,7 @@ class Fields:
 
     @property
     def names(self) -> set[str]:
-        """The fields that are there, those that are null too."""
+        """Names of the present fields, null ones included."""
         return set(self._values)
 
     def get(self, name: str) -> Any:
@@ -101,7 +101,7 @@ class Fields:
         return tuple(ids)
 
     def merged(self, others: "Fields | None") -> "Fields":
-        """These and those of `others`, which win."""
+        """These fields with those of `others`, which take precedence."""
         if others is None:
             return self
         return Fields(others.source, {**self._values, **{name: others.get(name) for name in others.names}})

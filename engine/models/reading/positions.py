@@ -47,7 +47,7 @@ class RopeConfig:
         return int(head_dim * self.share)
 
     def stretched(self) -> "RopeConfig":
-        """This for contexts longer than `original_max_positions`, as longrope has it."""
+        """longrope's rotations for contexts longer than `original_max_positions`."""
         return replace(self, factors=self.long_factors)
 
 
@@ -124,7 +124,7 @@ def read_scaling(
         scaling.refuse(unknown, ", ".join(sorted(_ROPE_FIELDS["default"] | _ROPE_FIELDS[kind])))
     rope = RopeConfig(theta, kind, share=_share(fields, scaling, head_dim, partial, kind))
     if kind in ("default", "dynamic"):
-        # What dynamic changes begins behind `max_position_embeddings`, and no context goes there.
+        # Dynamic scaling begins behind `max_position_embeddings`, and no context is that long.
         if kind == "dynamic":
             scaling.number("factor")
         return replace(rope, kind="default")

@@ -59,7 +59,7 @@ def _yarn(rope: RopeConfig, plain: Tensor, width: int) -> Tensor:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
-    # The paper's code avoids a division by 0 so, too.
+    # The paper's code also avoids a division by 0 in this way.
     high += 0.001 if low == high else 0
     stretched = ((torch.arange(width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     return plain / rope.factor * stretched + plain * (1 - stretched)

@@ -44,7 +44,7 @@ HEAD = "lm_head"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Forms in which a checkpoint may hold a tensor that must be there."""
+    """Allowed dtypes and shapes of a required tensor in a checkpoint."""
 
     dtypes: tuple[str, ...]
     """Dtypes, any of which will do, as safetensors names them."""
@@ -55,7 +55,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredFormat:
-    """How a checkpoint's linear layers are quantized."""
+    """Quantized format of a checkpoint's linear layers."""
 
     method: str
     """Method's name in config.json, for messages."""
@@ -150,7 +150,7 @@ class StoredFormat:
             # Blocks of outputs may be torn apart, so all of them are read.
             return None, self._stored_span(columns, self.group)
         sides = (columns, rows) if self.layout in ("awq", "gptq") else (rows, columns)
-        # A single number is that of all.
+        # A single number applies to all outputs and inputs.
         found = [
             None if number == 1 else self._stored_span(span, -(-span.of // number))
             for number, span in zip(shape, sides, strict=False)
@@ -159,7 +159,7 @@ class StoredFormat:
         return first, second
 
     def _stored_span(self, span: Span, unit: int) -> Span | None:
-        """The numbers of which each stands for `unit` of a span's."""
+        """Indices of the stored numbers, each of which stands for `unit` numbers of a span."""
         if span.is_whole:
             return None
         if span.begin % unit or (span.end % unit and span.end != span.of):
@@ -172,7 +172,7 @@ class StoredFormat:
 
 
 MXFP4 = StoredFormat("mxfp4", "mxfp4", 4, 32, 1, zeros=False, round_inputs=False, ignored=())
-"""How gpt-oss's experts are quantized."""
+"""Quantized format of gpt-oss's experts."""
 
 
 def joined_tensors(

@@ -135,5 +135,5 @@ def _side(numbers: int, most: int = 2**31) -> int:
 
 
 def _precision(x: Tensor) -> str:
-    """How tensor cores multiply float32: in one product of 10 bits, or three, where inputs have more."""
+    """Precision of tensor cores for float32: one TF32 product where inputs have 10 bits at most, else three."""
     return "tf32x3" if x.dtype == torch.float32 else "tf32"

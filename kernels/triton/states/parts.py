@@ -30,7 +30,7 @@ def load_state(place, start, size, dim, column, SIZE: tl.constexpr, PART: tl.con
 
 @triton.jit
 def store_state(place, s, size, dim, column, SIZE: tl.constexpr, PART: tl.constexpr):
-    """Writes a state that `load_state` gave, or one that followed from it."""
+    """Writes a state in the form of `load_state`."""
     for part in tl.static_range(SIZE // PART):
         places, held = _places(place, part * PART + tl.arange(0, PART), size, dim, column)
         tl.store(places, s[part], mask=held)

@@ -9,8 +9,8 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from kvrelay.router.errors import MAX_VALUE_CHARACTERS, BadField, InvalidArgument, shorten
-from kvrelay.router.faces.http.errors import SlowBody, TooLarge
+from kvrelay.router.errors import MAX_VALUE_CHARACTERS, BadField, InvalidArgument, SlowRequest, shorten
+from kvrelay.router.faces.http.errors import TooLarge
 from kvrelay.router.request.wire import BadOutline, check_json
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
@@ -62,7 +62,7 @@ async def read(request: web.Request, most: int, seconds: float) -> bytes:
         async with asyncio.timeout(seconds):
             return await request.read()
     except TimeoutError:
-        raise SlowBody(f"the body did not come within {seconds:g} s") from None
+        raise SlowRequest(f"the body did not come within {seconds:g} s") from None
     except web.RequestPayloadError:
         raise InvalidArgument("body: it ended early, or its transfer encoding is malformed") from None
     except web.HTTPRequestEntityTooLarge:
@@ -96,7 +96,7 @@ def parse(kind: type[BodyT], data: bytes, max_numbers: int = 0) -> BodyT:
 
 
 def _extras(value: Any, where: tuple[int | str, ...]) -> Iterator[tuple[int | str, ...]]:
-    """The places of the unknown fields in a request that was taken with them."""
+    """The paths of the unknown fields in a request that was accepted with them."""
     if isinstance(value, BaseModel):
         for name in value.model_extra or ():
             yield (*where, name)

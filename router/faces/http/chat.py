@@ -202,7 +202,7 @@ class ChatChoice:
         return self._tokens, 0 if self._reasoning is None else self._reasoning.tokens
 
     async def begin(self, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
-        """There is nothing of the prompt in an answer."""
+        """Does nothing: an answer shows nothing of the prompt."""
 
     def add(self, message: GenerateResponse) -> str | dict[str, Any] | None:
         """The part of a chunk that a message adds, as a text if it is only text; None if it adds nothing."""

@@ -112,7 +112,7 @@ def _check_prompt(value: Any) -> Any:
     value = whole_list(value)
     single = isinstance(value, str) or _is_ids(value)
     prompts = [value] if single or not isinstance(value, list) else value
-    # The length first: a list of 65,536 lists isn't looked at any further.
+    # The length is checked first, so that a list of 65,536 lists isn't looked at any further.
     if 1 <= len(prompts) <= MAX_PROMPTS:
         prompts = list(map(whole_list, prompts))
     if not 1 <= len(prompts) <= MAX_PROMPTS or not all(isinstance(each, str) or _is_ids(each) for each in prompts):
@@ -192,7 +192,7 @@ class TextChoice:
         self._token_ids: list[int] = []
 
     async def begin(self, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
-        """The first message will show the prompt, and its log-probabilities, if that was asked for."""
+        """Prepares the prompt and its log-probabilities for the first message, if they were asked for."""
         if not self._form.echo:
             return
         await asyncio.sleep(0)

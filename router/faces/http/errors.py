@@ -17,6 +17,7 @@ from kvrelay.router.errors import (
     NotKept,
     PromptTooLong,
     RequestError,
+    SlowRequest,
     brief,
 )
 
@@ -25,11 +26,7 @@ class TooLarge(InvalidArgument):
     """The body has more bytes than the router takes."""
 
 
-class SlowBody(InvalidArgument):
-    """The body did not come in time."""
-
-
-SPECIAL: dict[type[RequestError], int] = {TooLarge: 413, SlowBody: 408}
+SPECIAL: dict[type[RequestError], int] = {TooLarge: 413, SlowRequest: 408}
 STATUSES = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.UNAUTHENTICATED: 401,

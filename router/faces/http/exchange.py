@@ -72,7 +72,7 @@ class Events:
 
 
 def caller_of(request: web.Request) -> Caller:
-    """Who has sent a request."""
+    """The caller that sent a request."""
     transport = request.transport
     shown = transport.get_extra_info("peercert") if transport is not None else None
     names = [value for part in (shown or {}).get("subject", ()) for key, value in part if key == "commonName"]

@@ -28,11 +28,11 @@ class Total:
         self._cached_tokens = 0
 
     def begin(self, prompt: int, tokens: int) -> None:
-        """Prompt number `prompt` has `tokens` tokens."""
+        """Sets the number of tokens of prompt number `prompt`."""
         self._prompts[prompt] = tokens
 
     def end(self, usage: Usage) -> None:
-        """A completion has ended. Only the first one of a prompt counts cached tokens."""
+        """Adds the cached tokens of an ended completion; only the first completion of a prompt has any."""
         self._cached_tokens += usage.cached_tokens
 
     def json(self, completions: Iterable[tuple[int, int]]) -> dict[str, Any]:
@@ -233,7 +233,7 @@ class Reply:
         self._total = Total()
 
     def begin(self, prompt: int, request: CheckedRequest) -> None:
-        """Prompt number `prompt` was checked."""
+        """Notes prompt number `prompt`, which was checked."""
         self._prompts[prompt] = request
         self._total.begin(prompt, len(request.prompt))
 

@@ -147,7 +147,7 @@ class Page:
 
 
 async def _jsons(requests: list[EndedRequest]) -> AsyncIterator[bytes]:
-    """The JSON of each request. Others have the event loop after every few that nobody has asked for before."""
+    """The JSON of each request. Yields to the event loop after every few that had to be made."""
     for number, ended in enumerate(requests, 1):
         yield ended.json
         if number % JSONS_A_TURN == 0:

@@ -30,6 +30,6 @@ class Marker:
         return held
 
     def _beginning(self, text: str) -> int:
-        """Characters at the end of the text with which the marker begins."""
+        """Length of the longest end of the text that is a beginning of the marker."""
         longest = min(len(text), len(self._marker) - 1)
         return next((size for size in range(longest, 0, -1) if self._marker.startswith(text[-size:])), 0)

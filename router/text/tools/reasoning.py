@@ -1,4 +1,4 @@
-"""Splits what a model thinks, <think>...</think> at the beginning of its text, from what it answers."""
+"""Splits a model's reasoning, <think>...</think> at the beginning of its text, from its answer."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ class Reasoning:
         self._fresh = True
 
     def push(self, text: str, token_ids: Sequence[int]) -> tuple[str, str]:
-        """Adds text and its tokens; returns what of it is reasoning, and what is the answer."""
+        """Adds text and its tokens; returns the parts of the text that are reasoning and answer."""
         self._count(token_ids)
         if not self._begun:
             return self._push_lead(self._lead + text)

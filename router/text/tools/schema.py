@@ -1,4 +1,4 @@
-"""JSON Schemas of what a model writes that has to call a function."""
+"""JSON Schemas for the output of a model that has to call a function."""
 
 import json
 from collections.abc import Mapping

@@ -152,7 +152,7 @@ def command(it: World, draw: random.Random) -> bool:
     return kind == "role" and it.desired is not desired
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
 def test_no_command_ever_leaves_requests_without_workers_and_all_are_followed(seed: int) -> None:
     it, draw, switched = world(), random.Random(seed), 0

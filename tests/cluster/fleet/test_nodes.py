@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.cluster.fleet.nodes import Node, Wish, preferred
+from kvrelay.cluster.fleet.nodes import Node, PlacementRequest, preferred
 from kvrelay.rpc.identity import MemberRole
 from support.ray_commands import ENVIRONMENT, KVRELAY
 
@@ -31,7 +31,7 @@ def placed(order: list[MemberRole], nodes: Mapping[str, Mapping[str, str]], gpus
         taken = Counter(places.values())
         present = [Node(node, labels, {"GPU": gpus - taken[node]}) for node, labels in nodes.items()]
         known = {other: node for other, node in places.items() if node is not None}
-        places[name] = preferred(Wish(role, GPU, roles, (RACK,)), present, known)
+        places[name] = preferred(PlacementRequest(role, GPU, roles, (RACK,)), present, known)
     return places
 
 
@@ -64,7 +64,7 @@ rayenv.prepare()
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
-from kvrelay.cluster.fleet.nodes import Wish
+from kvrelay.cluster.fleet.nodes import PlacementRequest
 from kvrelay.cluster.ray import placement_groups as module
 from kvrelay.cluster.ray.placement_groups import PlacementGroups
 
@@ -78,18 +78,19 @@ roles = {"worker-0": "prefill", "worker-1": "prefill", "worker-2": "decode", "wo
 
 async def main():
     groups = PlacementGroups("test")
-    wishes = {name: Wish(role, {"CPU": 1.0}, roles, (RACK,)) for name, role in roles.items()}
+    requests = {name: PlacementRequest(role, {"CPU": 1.0}, roles, (RACK,)) for name, role in roles.items()}
     four = [name for name in roles if name != "worker-4"]
-    await asyncio.gather(*(groups.reserve(name, wishes[name], lambda: True) for name in four))
+    await asyncio.gather(*(groups.reserve(name, requests[name], lambda: True) for name in four))
     tables = placement_group_table().values()
     found = {table["name"].removeprefix("test/"): racks[table["bundles_to_node_id"][0]] for table in tables}
-    waiting = asyncio.create_task(groups.reserve("worker-4", wishes["worker-4"], lambda: True))
+    waiting = asyncio.create_task(groups.reserve("worker-4", requests["worker-4"], lambda: True))
     while not (waits := groups.waits_for("worker-4")):
         await asyncio.sleep(0.1)
     await asyncio.to_thread(groups.release, "worker-3")
     await waiting
     after = groups.waits_for("worker-4")
-    other = Wish("prefill", {"CPU": 1.0}, roles, (), RACK)  # no rack is named as the role: after a while it takes any
+    # No rack is named as the role: after a while it takes any.
+    other = PlacementRequest("prefill", {"CPU": 1.0}, roles, (), RACK)
     await asyncio.to_thread(groups.release, "worker-0")
     taken = await groups.reserve("worker-0", other, lambda: True)
     print(json.dumps({"racks": found, "waits": waits, "after": after, "taken": taken is not None}))

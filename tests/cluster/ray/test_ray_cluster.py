@@ -45,7 +45,6 @@ from support.terminal import CTRL_C, Terminal
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
-POLL_SECONDS = 0.2
 STREAM_TOKENS = 900
 """Tokens of a stream that goes on while the supervisor is killed."""
 NOTICED_SECONDS = 10.0
@@ -84,7 +83,7 @@ class Shared(World):
         return False
 
     def wait_whole(self) -> None:
-        wait_until(self.whole, "it is whole", START_SECONDS, POLL_SECONDS)
+        wait_until(self.whole, "it is whole", START_SECONDS)
 
 
 def configured(world: World, text: str) -> Path:
@@ -149,7 +148,7 @@ def replaced(world: World, lost: list[dict[str, Any]]) -> None:
         pairs = zip(present, lost, strict=True)
         return all(now.get("state") == "ready" and now["incarnation"] != was["incarnation"] for now, was in pairs)
 
-    wait_until(fresh, "all are replaced", START_SECONDS, POLL_SECONDS)
+    wait_until(fresh, "all are replaced", START_SECONDS)
 
 
 def strike(world: Shared, kind: str, number: signal.Signals, answer: tuple[int, ...]) -> float:
@@ -160,15 +159,13 @@ def strike(world: Shared, kind: str, number: signal.Signals, answer: tuple[int, 
     os.kill(pid, number)
     try:
         if kind in ENDING:
-            trouble = wait_until(
-                lambda: world.remembered()["trouble"], f"{kind}: noticed", NOTICED_SECONDS, POLL_SECONDS
-            )
+            trouble = wait_until(lambda: world.remembered()["trouble"], f"{kind}: noticed", NOTICED_SECONDS)
             assert f"pid {pid}" in trouble or number == signal.SIGSTOP
             said = world.call("status").stdout
             assert said.startswith("the cluster is lost and being started anew: ") or world.whole()
         elif kind in MEMBERS:
-            wait_until(lambda: not psutil.pid_exists(pid), f"{kind}: it has ended", world.again_seconds, POLL_SECONDS)
-        wait_until(world.whole, f"{kind}: serves again", world.again_seconds, POLL_SECONDS)
+            wait_until(lambda: not psutil.pid_exists(pid), f"{kind}: it has ended", world.again_seconds)
+        wait_until(world.whole, f"{kind}: serves again", world.again_seconds)
         seconds = time.monotonic() - begun
         assert world.generate() == answer
     finally:
@@ -251,12 +248,12 @@ def test_a_killed_supervisor_is_restarted_and_finds_its_members_while_streams_go
     reader = threading.Thread(target=read)
     reader.start()
     for _ in range(2):
-        (killed,) = wait_until(supervisors, "the supervisor's process", SECONDS, POLL_SECONDS)
+        (killed,) = wait_until(supervisors, "the supervisor's process", SECONDS)
         os.kill(killed.pid, signal.SIGKILL)
-        wait_until(lambda killed=killed: killed not in supervisors(), "it has ended", SECONDS, POLL_SECONDS)
+        wait_until(lambda killed=killed: killed not in supervisors(), "it has ended", SECONDS)
         assert shared.call("status").returncode in (0, 3)
         assert shared.generate() == answer, "served without it"
-        wait_until(lambda: shared.status()["ready"], "it is back", START_SECONDS, POLL_SECONDS)
+        wait_until(lambda: shared.status()["ready"], "it is back", START_SECONDS)
     after = shared.status()
     for kind in ("workers", "routers"):
         known = [(member["pid"], member["incarnation"], member["generation"]) for member in before[kind]]
@@ -303,7 +300,6 @@ def test_ray_shows_the_members_and_their_metrics(shared: World, answer: tuple[in
         lambda: visible(says["metrics"]) >= METRICS,
         lambda: f"metrics: {METRICS - visible(says['metrics'])}",
         SECONDS,
-        POLL_SECONDS,
     )
 
 
@@ -328,7 +324,7 @@ def test_a_killed_agent_of_ray_ends_in_a_new_start_that_keeps_the_desired_state(
 def test_each_process_may_be_killed_or_frozen(shared: Shared, answer: tuple[int, ...], kind: str) -> None:
     killed = strike(shared, kind, signal.SIGKILL, answer)
     if kind in SPARED:
-        wait_until(lambda: shared.remembered()["missing"], "its end is told", NOTICED_SECONDS, POLL_SECONDS)
+        wait_until(lambda: shared.remembered()["missing"], "its end is told", NOTICED_SECONDS)
         strike(shared, "driver", signal.SIGKILL, answer)  # a new start brings it back
     if kind not in AGENTS:
         frozen = strike(shared, kind, signal.SIGSTOP, answer)
@@ -414,7 +410,7 @@ def test_a_cluster_is_upgraded_while_it_serves_and_ends_with_up(world: World) ->
     assert "accepted" in back.stdout
 
     os.kill(world.remembered()["pid"], signal.SIGKILL)
-    wait_until(lambda: world.processes() == [], "all have ended", NOTICED_SECONDS, POLL_SECONDS)
+    wait_until(lambda: world.processes() == [], "all have ended", NOTICED_SECONDS)
     assert world.call("status").stdout == "no cluster is running; `kvrelay up` starts one\n"
 
 
@@ -435,10 +431,10 @@ def test_a_lost_host_of_a_worker_costs_no_token_and_the_worker_is_replaced(world
         stream = client.generate(PROMPT, **options)
         tokens = list(next(stream).token_ids)
         os.kill(host.pid, signal.SIGKILL)
-        wait_until(lambda: not rank.is_running(), "its rank ends with it", NOTICED_SECONDS, POLL_SECONDS)
+        wait_until(lambda: not rank.is_running(), "its rank ends with it", NOTICED_SECONDS)
         tokens += [token for chunk in stream for token in chunk.token_ids]
     assert tuple(tokens) == tuple(expected)
-    wait_until(lambda: world.status()["ready"] and hosts(), "it is replaced", START_SECONDS, POLL_SECONDS)
+    wait_until(lambda: world.status()["ready"] and hosts(), "it is replaced", START_SECONDS)
     known = {each["incarnation"] for each in before["workers"]}
     assert [each["role"] for each in world.status()["workers"] if each["incarnation"] not in known] == ["decode"]
 
@@ -478,7 +474,7 @@ def shared_ray() -> Iterator[str]:
             start_new_session=True,
         )
         try:
-            wait_until(lambda: connects(ports[0]), "Ray is there", START_SECONDS, POLL_SECONDS)
+            wait_until(lambda: connects(ports[0]), "Ray is there", START_SECONDS)
             yield f"127.0.0.1:{ports[0]}"
         finally:
             process.terminate()

@@ -45,7 +45,7 @@ def test_draft_models_are_found_before_the_start(checkpoint: Path, monkeypatch: 
     monkeypatch.chdir(checkpoint.parent)
     own = {"engine": {"speculation": {"method": "eagle3", "draft_model": "model"}}}
     checked = check(config(engine={"speculation": {"method": "draft", "draft_model": "pico-draft"}}, decode=own))
-    prefill, decode = checked.worker_configs()
+    prefill, decode = checked.worker_config("worker-0", "prefill"), checked.worker_config("worker-1", "decode")
     assert prefill.engine.speculation.draft_model == str(resolve("pico-draft"))
     assert decode.engine.speculation == SpeculationConfig("eagle3", str(checkpoint))
     for sections, key in (

@@ -45,7 +45,7 @@ def case(name: str) -> object:
 
 
 @pytest.mark.parametrize("name", [case(name) for name in classes()])
-@pytest.mark.some(12)
+@pytest.mark.some(5)
 def test_sequences_served_together_are_those_of_whole_passes(name: str, tmp_path: Path) -> None:
     folder = save(classes()[name], tmp_path)
     assert line(name, folder) == lines()[name]

@@ -44,6 +44,7 @@ def requests(prompts: Sequence[list[int]] = PROMPTS, **sampling: object) -> list
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])
+@pytest.mark.some(1)
 def test_prompts_served_together_get_the_tokens_of_whole_passes(architecture: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, architecture)
     options = EngineConfig(model_path="general", kv_memory_bytes=2**22, threads=1, max_batch_tokens=16, device="cpu")
@@ -56,7 +57,7 @@ def test_prompts_served_together_get_the_tokens_of_whole_passes(architecture: st
 @pytest.mark.parametrize("kv_memory_bytes", [2**18, 2**22], ids=["little memory", "enough"])
 @pytest.mark.parametrize("method", ["off", "ngram"])
 @pytest.mark.parametrize("architecture", ["mistral", "gemma3_text", "cohere2"])
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 def test_the_fast_path_frees_what_falls_out_of_a_window(
     architecture: str, method: Literal["off", "ngram"], kv_memory_bytes: int, tmp_path: Path
 ) -> None:

@@ -129,7 +129,7 @@ def test_bfloat16(team: Team) -> None:
 
 @pytest.mark.parametrize("quantization", ["int4", "fp8"])
 @pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "GptOssForCausalLM"])
-@pytest.mark.some(1)
+@pytest.mark.more
 def test_quantized_experts_on_a_gpu(name: str, quantization: Quantization, team: Team) -> None:
     """They are those of the CPU, but for how inputs are rounded."""
     model, on_gpus = model_of(name), model_of(name).to(DEVICE, torch.float16)

@@ -196,6 +196,7 @@ def test_logits_are_those_of_the_original(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mamba"])
+@pytest.mark.some(1)
 def test_quantized_weights_are_those_that_transformers_reads(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -40,6 +40,7 @@ def served(runner: GeneralRunner, chunk: int) -> Driver:
 
 @pytest.mark.parametrize("chunk", [64, 7])
 @pytest.mark.parametrize("model_type", ["deepseek_v3", pytest.param("deepseek_v2", marks=pytest.mark.more)])
+@pytest.mark.some(1)
 def test_rows_of_any_length_get_the_tokens_of_whole_passes(
     model_type: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

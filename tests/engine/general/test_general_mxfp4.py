@@ -37,6 +37,7 @@ def build(folder: Path, quantization: Quantization = "none") -> GeneralRunner:
 
 
 @pytest.mark.parametrize("quantization", ["none", "dense"])
+@pytest.mark.some(1)
 def test_tokens_are_those_of_the_dequantized_weights(folders: tuple[Path, Path], quantization: Quantization) -> None:
     """Exactly with `dense`; in 4 bits, products round their inputs to 8."""
     coded, plain = folders

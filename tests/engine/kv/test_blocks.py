@@ -99,7 +99,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 
 
 def cache(pool: BlockPool, count: int) -> list[int]:

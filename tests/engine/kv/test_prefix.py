@@ -37,7 +37,7 @@ def publish(pool: BlockPool, index: PrefixIndex, tokens: tuple[int, ...], tenant
     return hold
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     past=st.lists(st.tuples(token_lists, tenants, st.booleans()), max_size=8),
     tokens=token_lists,
@@ -350,4 +350,4 @@ class PartialMachine(RuleBasedStateMachine):
 
 
 TestPartials = PartialMachine.TestCase
-TestPartials.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPartials.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)

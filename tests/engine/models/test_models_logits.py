@@ -127,7 +127,7 @@ PACES = (1, 1, 2, BLOCK - 1, BLOCK, BLOCK + 1, TILE, 90, 2 * TILE + 2, LENGTH)
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.some(26, more=80)
+@pytest.mark.some(12, more=90)
 def test_mixed_batches(case: Case, seed: int) -> None:
     """Sequences come and go, each at its own pace: decode rows, chunks and whole prompts in one step."""
     choose = random.Random(seed)
@@ -156,7 +156,7 @@ def test_mixed_batches(case: Case, seed: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.some(6)
+@pytest.mark.some(3)
 def test_without_the_native_kernels(
     family: str, case_of: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,7 +210,7 @@ def test_on_a_gpu(family: str, case_of: Callable[[str], Case]) -> None:
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-@pytest.mark.some(6)
+@pytest.mark.some(3)
 def test_bfloat16_is_close_to_float32(architecture: str, model_of: Callable[..., Path]) -> None:
     """bfloat16 carries 8 bits: logits agree to a few percent of their spread, in chunks and decode as well."""
     folder = model_of(architecture, dtype="bfloat16")

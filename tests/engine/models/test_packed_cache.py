@@ -49,6 +49,7 @@ def weights_of(folder: Path, options: EngineConfig) -> tuple[list[bytes], list[f
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8", "w8a8"])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.some(4)
 def test_weights_from_the_disk_are_those_that_were_packed(
     models: dict[str, Path], cache: Path, monkeypatch: pytest.MonkeyPatch, name: str, quantization: Quantization
 ) -> None:

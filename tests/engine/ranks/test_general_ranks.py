@@ -100,15 +100,15 @@ def check_same(folder: Path, cases: list[Place], **options: Any) -> list[General
 
 
 def divided() -> Iterator[object]:
-    """Classes that docs/models.md says can be divided: two in `make test`, every third one in `make test-all`."""
+    """Classes that docs/models.md says can be divided: one in `make test`, every third one in `make test-all`."""
     for number, name in enumerate(name for name, text in lines().items() if text.endswith("| yes |")):
         beyond = pytest.mark.slow if number % 3 else pytest.mark.more
         if name in COVERING:
             beyond = pytest.mark.more
-        yield pytest.param(name, marks=[] if name in COVERING[:2] else [beyond])
+        yield pytest.param(name, marks=[] if name == COVERING[0] else [beyond])
 
 
-@pytest.mark.parametrize("name", divided())
+@pytest.mark.parametrize("name", list(divided()))
 def test_two_ranks_serve_what_one_process_serves(name: str, tmp_path: Path) -> None:
     check_same(save(classes()[name], tmp_path), places(Degree(2)))
 

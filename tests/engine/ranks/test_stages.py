@@ -143,7 +143,7 @@ def check_same(found: dict[str, list[Progress]], expected: dict[str, list[Progre
 
 @pytest.mark.parametrize("degree", [Degree(1, 2), Degree(2, 2), Degree(1, 3)], ids=str)
 @pytest.mark.parametrize("decoder", ["torch", "native", "native with shared memory"])
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 def test_stages_yield_what_one_process_yields(
     model_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, degree: Degree, decoder: str
 ) -> None:

@@ -81,7 +81,7 @@ def by_steps(runner: CpuRunner, plan: StepPlan, count: int) -> list[list[int]]:
         *["an MLP beside attention", "experts, two threads", "a dense layer and experts"],
     ],
 )
-@pytest.mark.some(6)
+@pytest.mark.some(3)
 def test_a_chain_has_the_tokens_of_its_steps(
     model_of: Callable[..., Path], architecture: str, options: dict[str, Any], config: dict[str, Any]
 ) -> None:

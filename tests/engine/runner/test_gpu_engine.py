@@ -72,9 +72,10 @@ def loads_by_tma(runner: GpuRunner, dtype: torch.dtype) -> bool:
     return choose_tile(layout.head_dim, dtype, layout.block_size, architecture_of(runner.pool.tensor.device)).tma
 
 
-@pytest.mark.more
 @interpreted
-@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize(
+    "block_size", [pytest.param(64, marks=pytest.mark.more), pytest.param(128, marks=pytest.mark.slow)]
+)
 def test_pages_that_the_copy_engine_takes_in_16_bits(folder: Path, block_size: int) -> None:
     """The prompts come in chunks, and decode steps run as recorded graphs."""
     runner = gpu_runner(folder, replace(options(block_size), graph_tokens=0), "float16", RecordedGraphs())

@@ -127,7 +127,7 @@ params_strategy = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     params_strategy,
     st.lists(st.sampled_from([-math.inf, -3.0, 0.0, 0.5, 0.5000001, 2.0, 5.0]), min_size=2, max_size=70).filter(

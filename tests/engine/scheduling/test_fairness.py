@@ -44,7 +44,7 @@ def of_holders(bench: Bench, plan: StepPlan) -> Counter[int]:
     return tokens
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(
     counts=st.dictionaries(st.integers(1, 3), st.integers(1, 7), min_size=1, max_size=3),
     fixed=st.floats(0.0, 20.0),

@@ -204,7 +204,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=20, stateful_step_count=50, deadline=None)
+TestScheduler.settings = settings(max_examples=12, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.more

@@ -148,7 +148,7 @@ def test_waiting_requests_start_by_class_priority_deadline_and_arrival(
     bench.check_over()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(
     urgent=st.integers(1, 4),
     batch=st.integers(1, 6),
@@ -192,6 +192,22 @@ def test_a_prompt_waits_for_no_decodes_of_a_less_urgent_class() -> None:
         bench.land()
     assert plan.work.prompt_tokens >= 7 * SIZE, "the bound is for those who decode and are no less urgent"
     bench.land()
+    bench.drain()
+    bench.check_over()
+
+
+@pytest.mark.parametrize("coming", [URGENT, BATCH])
+def test_a_sequence_whose_kv_is_on_its_way_bounds_a_prompts_step(coming: Urgency) -> None:
+    """Its next token would wait for the whole step that has begun when its KV comes."""
+    bench = Bench(100, max_batch_tokens=64, max_sequences=4, step_cost=(1.0, 1.0), step_seconds=1.0 + 2 * SIZE)
+    reservation = bench.scheduler.reserve(replace(bench.request(numbers(SIZE), 4), urgency=coming))
+    add(bench, URGENT, 8 * SIZE, 2, 90)
+    plan = bench.launch()
+    assert plan is not None
+    assert plan.work.prompt_tokens == (2 * SIZE if coming is URGENT else 8 * SIZE)
+    bench.land()
+    assert reservation is not None
+    reservation.hold.release()
     bench.drain()
     bench.check_over()
 
@@ -250,7 +266,7 @@ class Decoding:
             pass
 
 
-@settings(deadline=None, max_examples=4)
+@settings(deadline=None, max_examples=2)
 @given(seed=st.integers(0, 2**16))
 def test_offers_wait_for_blocks_by_class_and_deadline_and_none_for_ever(seed: int) -> None:
     """Interactive requests alone are more than the worker can take; those of the same rank without a target get their

@@ -278,7 +278,7 @@ def straightforward(
     return sorted(options, key=itemgetter(0))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.integers(0, 2**32),
     st.sampled_from([["prefill", "decode"], ["colocated"], ["prefill", "decode", "colocated"]]),

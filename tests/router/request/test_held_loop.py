@@ -103,7 +103,7 @@ def chosen(number: int, whole: list[tuple[str, Callable[[], bytes]]]) -> list[tu
 
 @AMOUNTS
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 async def test_no_body_holds_the_loop(serve: Serve, path: str, size: int, examples: int) -> None:
     kind, base, numbers = PATHS[path]
     bodies = Bodies(kind, base).of(size, numbers)
@@ -122,7 +122,7 @@ async def test_no_body_holds_the_loop(serve: Serve, path: str, size: int, exampl
 
 @AMOUNTS
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 async def test_no_message_holds_the_loop(serve: Serve, method: str, size: int, examples: int) -> None:
     sent = METHODS[method]
     whole = messages(type(sent), sent, size)

@@ -86,6 +86,7 @@ def refusing_handoffs(cause: Failure.Cause, bad: list[FakeWorker], named: bool =
 
 
 @pytest.mark.parametrize("cause", [Failure.CAUSE_LINK, Failure.CAUSE_PEER_LOST, Failure.CAUSE_REFUSED])
+@pytest.mark.some(1)
 async def test_a_broken_way_costs_no_error_and_is_learnt(serve: Serve, cause: Any) -> None:
     bad: list[FakeWorker] = []
     gate = Gate()

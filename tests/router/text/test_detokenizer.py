@@ -51,7 +51,7 @@ def incremental(table: TokenBytes, ids: list[int]) -> list[str]:
     return [detokenizer.push([token]) for token in ids] + [detokenizer.flush()]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 5), max_size=60))
 def test_any_byte_level_ids_decode_to_the_same_text(ids: list[int]) -> None:
     assert "".join(incremental(BYTE_LEVEL_BYTES, ids)) == BYTE_LEVEL.decode(ids)
@@ -118,7 +118,7 @@ def expected_end(pieces: list[str], stops: list[str], armed_from: int) -> int | 
     return None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.text(LETTERS, max_size=4), max_size=20), STOPS, st.just(0) | st.integers(0, 20))
 def test_text_ends_before_the_first_match_however_it_is_cut(
     pieces: list[str], stops: list[str], armed_from: int

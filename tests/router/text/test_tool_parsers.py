@@ -140,7 +140,7 @@ def test_any_text_is_read_without_an_error(kind: str, pieces: list[str]) -> None
     assert found.names or found.content == "".join(pieces)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(
         st.tuples(

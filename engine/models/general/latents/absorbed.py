@@ -1,4 +1,4 @@
-"""Absorbed attention: a layer's weights, what attends by them, and that in plain torch.
+"""Absorbed attention: a layer's weights, the interface of the attention by them, and that attention in plain torch.
 
 transformers' modules have a function `expand_kv` that makes the keys and values of all heads from what is kept. It is a
 linear map, which its results for unit vectors show. Its weights are absorbed into queries and results, so attention is
@@ -24,14 +24,14 @@ Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def intercept(model: nn.Module, keeps: Callable[[Tensor], bool]) -> None:
-    """Has modules leave those latents as they are for which `keeps` is true."""
+    """Makes modules leave latents for which `keeps` is true as they are."""
     for module in model.modules():
         if callable(getattr(type(module), EXPAND, None)) and not isinstance(getattr(module, EXPAND), Kept):
             setattr(module, EXPAND, Kept(getattr(module, EXPAND), keeps))
 
 
 class Kept:
-    """`expand_kv` of a module, but for latents that stay as they are."""
+    """`expand_kv` of a module, which leaves some latents as they are."""
 
     def __init__(self, expand: Expand, keeps: Callable[[Tensor], bool]) -> None:
         self.expand, self.keeps = expand, keeps

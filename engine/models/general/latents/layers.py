@@ -43,7 +43,7 @@ class Latents:
         return self._native
 
     def use_native(self) -> bool:
-        """Has kernels attend from now on, if there are some that can read the pools of all layers."""
+        """Uses kernels for attention from now on, if they can read the pools of all layers."""
         layers = [places for places in self._store.placing.layers if places.cache.latent]
         if self._store.device.type == "cuda":
             self._native = True

@@ -75,7 +75,7 @@ class NativeLatents:
         return out[:tokens].to(queries.dtype)
 
     def _buffer(self, name: str, heads: int, width: int) -> Tensor:
-        """float32 [tokens, heads, width] that is kept."""
+        """float32 [tokens, heads, width]; reused by later calls."""
         key = name, self._tokens, heads, width
         if key not in self._buffers:
             self._buffers[key] = torch.zeros(self._tokens, heads, width)

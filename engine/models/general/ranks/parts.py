@@ -69,7 +69,7 @@ def _cutting(module: nn.Module, cuts: Mapping[str, tuple[Cut, ...]]) -> type[nn.
 
 
 def put_together(model: PreTrainedModel, place: Place) -> None:
-    """Has the modules of a model of `class_of_part`, whose parameters are loaded, exchange what they compute."""
+    """Makes the modules of a model of `class_of_part`, whose parameters are loaded, exchange their results."""
     division: Division = model.__dict__.pop(DIVISION)
     model.__class__ = type(model).__bases__[0]
     for name in division.cuts:
@@ -87,7 +87,7 @@ def put_together(model: PreTrainedModel, place: Place) -> None:
 
 
 def _exchange(model: PreTrainedModel, name: str, exchange: Exchange, group: Collective, held: range | None) -> None:
-    """Has one module exchange what it computes.
+    """Makes one module exchange its results.
 
     Args:
         held: the rank's experts, if it has whole ones.
@@ -156,7 +156,7 @@ def gathered(group: Collective, part: Tensor, size: int) -> Tensor:
 
 
 def _around(module: Any, before: Callable[[Tensor], Tensor], after: Callable[[Tensor], Tensor]) -> None:
-    """Has a module's `forward` change its first argument, and its result."""
+    """Wraps a module's `forward` in functions that change its first argument and its result."""
     original = module.forward
 
     def forward(given: Tensor, *others: Any, **named: Any) -> Tensor:
@@ -166,7 +166,7 @@ def _around(module: Any, before: Callable[[Tensor], Tensor], after: Callable[[Te
 
 
 def _look_up_part(module: Any, group: Collective) -> None:
-    """Has an embedding look up the tokens of its part of the vocabulary; the sum has those of all parts."""
+    """Makes an embedding look up the tokens of its part of the vocabulary; the ranks' sum has all tokens."""
     original, part = module.forward, part_of(module.num_embeddings, group.size, group.place)
     module.padding_idx = None
 
@@ -179,7 +179,7 @@ def _look_up_part(module: Any, group: Collective) -> None:
 
 
 def _sum_experts(module: Any, group: Collective, held: range | None) -> None:
-    """Has the ranks add up what their experts, or their parts of all experts, compute for all tokens."""
+    """Makes the ranks add up the results of their experts, or of their parts of all experts, for all tokens."""
     original = module.forward
 
     def forward(hidden: Tensor, *others: Any, **named: Any) -> Tensor:
@@ -192,7 +192,7 @@ def _sum_experts(module: Any, group: Collective, held: range | None) -> None:
         return total(group, original(hidden, *others, **named))
 
     if held is not None:
-        # Numbers of other ranks' experts become that of none, which transformers' code leaves out.
+        # Numbers of other ranks' experts become a number without an expert, which transformers' code leaves out.
         module.num_experts = len(held)
         setattr(module, HAS_SOME, True)
     module.forward = forward

@@ -34,7 +34,7 @@ COLUMNS = frozenset({"colwise", "packed_colwise", "colwise_gather_output", "colw
 ROWS = frozenset({"rowwise", "packed_rowwise", "rowwise_split_input", "rowwise_rep"})
 PACKED = frozenset({"packed_colwise", "packed_rowwise"})
 WHOLE = frozenset({"replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate", "local_params"})
-"""Styles that change nothing here: they are of training, or of transformers' own kind of parts."""
+"""Styles that change nothing here: they are for training, or for transformers' own distributed tensors."""
 Exchange = Literal["sum", "split", "gather", "vocabulary", "experts", "share"]
 EXCHANGES: Mapping[str, Exchange] = {
     "rowwise": "sum",

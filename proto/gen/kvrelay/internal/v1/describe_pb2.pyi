@@ -58,16 +58,14 @@ class Description(_message.Message):
     def __init__(self, ask: _Optional[int] = ..., heard_unix: _Optional[float] = ..., told_unix: _Optional[float] = ..., host: _Optional[str] = ..., versions: _Optional[_Mapping[str, str]] = ..., amounts: _Optional[_Iterable[_Union[Amount, _Mapping]]] = ..., certificates: _Optional[_Iterable[_Union[CertificateEnd, _Mapping]]] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., rdma_ports: _Optional[_Iterable[_Union[RdmaPort, _Mapping]]] = ..., nvidia_peermem: _Optional[bool] = ..., transports: _Optional[_Iterable[_Union[TransportState, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[PairState, _Mapping]]] = ..., checksum: _Optional[bool] = ..., encrypt: _Optional[str] = ..., tls: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., max_context: _Optional[int] = ..., context_limit: _Optional[int] = ..., device: _Optional[str] = ..., kernels_missing: _Optional[str] = ...) -> None: ...
 
 class Amount(_message.Message):
-    __slots__ = ("name", "used", "limit", "hard_limit")
+    __slots__ = ("name", "used", "limit")
     NAME_FIELD_NUMBER: _ClassVar[int]
     USED_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
-    HARD_LIMIT_FIELD_NUMBER: _ClassVar[int]
     name: str
     used: float
     limit: float
-    hard_limit: float
-    def __init__(self, name: _Optional[str] = ..., used: _Optional[float] = ..., limit: _Optional[float] = ..., hard_limit: _Optional[float] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., used: _Optional[float] = ..., limit: _Optional[float] = ...) -> None: ...
 
 class CertificateEnd(_message.Message):
     __slots__ = ("file", "expires_unix")

@@ -169,18 +169,16 @@ class Submit(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tenant: _Optional[str] = ..., peer: _Optional[_Union[PeerRef, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., client_call: _Optional[_Union[ClientCall, _Mapping]] = ..., suspect_tokens: _Optional[int] = ..., on_trial: _Optional[bool] = ..., slot: _Optional[int] = ..., holder: _Optional[int] = ..., expected_tokens: _Optional[int] = ..., chain: _Optional[_Iterable[int]] = ..., trace_id: _Optional[str] = ..., urgency: _Optional[_Union[Urgency, _Mapping]] = ...) -> None: ...
 
 class Urgency(_message.Message):
-    __slots__ = ("rank", "priority", "first_token_seconds", "token_seconds", "yields")
+    __slots__ = ("rank", "priority", "first_token_seconds", "yields")
     RANK_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     YIELDS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     priority: int
     first_token_seconds: float
-    token_seconds: float
     yields: bool
-    def __init__(self, rank: _Optional[int] = ..., priority: _Optional[int] = ..., first_token_seconds: _Optional[float] = ..., token_seconds: _Optional[float] = ..., yields: _Optional[bool] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., priority: _Optional[int] = ..., first_token_seconds: _Optional[float] = ..., yields: _Optional[bool] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("request_id", "attempt")
