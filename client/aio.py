@@ -75,7 +75,8 @@ class AsyncChunkStream(AsyncIterator[Chunk], AbstractAsyncContextManager["AsyncC
             KvrelayError: the request is over.
         """
         if self._closed.is_set():
-            raise error
+            # The connection may have been lost just before.
+            raise Cancelled("the call was cancelled", grpc.StatusCode.CANCELLED) from error
         pause = self._course.failed(error)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._closed.wait(), pause)

@@ -71,7 +71,8 @@ class ChunkStream(Iterator[Chunk], AbstractContextManager["ChunkStream"]):
             KvrelayError: the request is over.
         """
         if self._closed.is_set():
-            raise error
+            # The connection may have been lost just before.
+            raise Cancelled("the call was cancelled", grpc.StatusCode.CANCELLED) from error
         if self._closed.wait(self._course.failed(error)):
             raise Cancelled("the call was cancelled", grpc.StatusCode.CANCELLED)
         self._call = self._begin(self._course)
