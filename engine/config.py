@@ -115,8 +115,9 @@ class EngineConfig(Options):
     GPU, 8192 on a GPU with 70 GiB or more."""
 
     step_seconds: Annotated[float, Interval(ge=0, le=60)] = 0.1
-    """Longest time of a step that computes a part of a prompt beside tokens of other requests. The part is as large as
-    fits by what the worker has measured, and a block at least. 0: no bound."""
+    """Longest time of a step that computes a part of a prompt beside tokens of other requests, or while the KV of
+    another request is on its way to the worker. The part is as large as fits by what the worker has measured, and a
+    block at least. 0: no bound."""
 
     max_sequences: Annotated[int, Automatic("auto, or 1 to 4096", 1, 4096)] = AUTO
     """Sequences in one step at most. auto: 64 on CPU, 256 on GPU."""

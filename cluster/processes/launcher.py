@@ -174,7 +174,7 @@ class ProcessLauncher:
         """Returns when the member's process has ended; starts one first, unless one was just adopted."""
         process = self._running.get(name)
         if process is None or not processes.alive(process):
-            process = self._running[name] = await asyncio.to_thread(self._start, name, plan, supervisor)
+            process = await asyncio.to_thread(self._start, name, plan, supervisor)
         await _end_of(process)
         return self._ended(name)
 
@@ -216,6 +216,7 @@ class ProcessLauncher:
         process = processes.find(child.pid)
         if process is None:
             raise RuntimeError(f"pid {child.pid} was reaped by somebody else")
+        self._running[name] = process  # before its record: a member that has one can be stopped
         record = json.dumps({"pid": process.pid})
         try:
             with fresh.open("r+") as file:

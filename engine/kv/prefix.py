@@ -216,10 +216,10 @@ class PrefixIndex:
             side.withdraw()
 
     def doubt(self, hold: Hold) -> None:
-        """The content of any block of `hold` may be wrong, and then that of all blocks which were computed from it.
+        """Forgets all blocks whose content may be wrong because a block of `hold` may be, and marks their holds.
 
-        Forgets them all: what is known behind the same first block, and every block of each hold that has a block in
-        doubt. These holds are `doubtful`: whoever computes with one has to compute its tokens again.
+        These are the blocks whose prefix begins with the same first block, and every block of each hold that has one of
+        them. Whoever computes with a `doubtful` hold has to compute its tokens again.
         """
         doubtful = set(hold.blocks)
         for first in hold.chain[:1]:

@@ -328,8 +328,8 @@ class Scheduler:
         shares = shares_of_step(cost, self._running, decodes, coming, self._most, self._step)
         step = StepFilling(self.config, self._running, self._rows, cost, shares, self._extend)
         step.add_decodes(decodes)
-        waits = self._allocator.least_reserved_rank
-        step.add_chunks(self._guesses, waits, self._snapshots.end_of_chunk, may_extend=not self._in_flight)
+        reserved_rank = self._allocator.least_reserved_rank
+        step.add_chunks(self._guesses, reserved_rank, self._snapshots.end_of_chunk, may_extend=not self._in_flight)
         rows = step.rows
         if not rows:
             return None

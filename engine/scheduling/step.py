@@ -95,7 +95,7 @@ class StepFilling:
         self.budget -= len(self.rows)
 
     def add_chunks(
-        self, guesses: int, coming: int | None, end_of_chunk: Callable[[int, int, int], int], *, may_extend: bool
+        self, guesses: int, reserved_rank: int | None, end_of_chunk: Callable[[int, int, int], int], *, may_extend: bool
     ) -> None:
         """Shares the budget among the sequences that lack more than one token, in order.
 
@@ -105,13 +105,18 @@ class StepFilling:
 
         Args:
             guesses: guessed tokens of the step before, for the prediction of this step's time.
-            coming: smallest rank of the requests whose KV is on its way; None without any.
+            reserved_rank: smallest rank of the requests whose KV is on its way; None without any.
             end_of_chunk: as `Snapshots.end_of_chunk`.
             may_extend: whether a step without rows may take another sequence's blocks for a chunk.
         """
         if len(self.rows) == len(self._running):
             return
-        cost, shares, limit, decoding = self._cost, self._shares, self._config.step_seconds, self._decoding(coming)
+        cost, shares, limit, decoding = (
+            self._cost,
+            self._shares,
+            self._config.step_seconds,
+            self._decoding(reserved_rank),
+        )
         block_size = self._config.block_size
         work = StepWork(0, 0.0, len(self.rows), sum([row.sequence.expected for row in self.rows]), guesses)
         for sequence in tuple(self._running):
@@ -153,12 +158,12 @@ class StepFilling:
         blocks = len(sequence.hold.blocks) * self._config.block_size
         return sequence.expected <= blocks and sequence.hold.cover(sequence.expected)
 
-    def _decoding(self, coming: int | None) -> int | None:
+    def _decoding(self, reserved_rank: int | None) -> int | None:
         """The smallest rank of the sequences that decode in this step, or else in the next one, and of those whose KV
         is on its way; None if there are none."""
         ranks = [row.sequence.rank for row in self.rows] or [
             one.rank for one in self._running if one.generated + one.yields and one.expected - one.reach == 1
         ]
-        if coming is not None:
-            ranks.append(coming)
+        if reserved_rank is not None:
+            ranks.append(reserved_rank)
         return min(ranks, default=None)

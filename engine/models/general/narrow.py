@@ -1,8 +1,8 @@
-"""What is left of a step behind its last attention and its last state: nobody reads most of its rows.
+"""Leaves out rows that nobody reads, behind the last layer's attention or state.
 
-A chunk of a prompt yields a token behind its last one, or none. Behind the last attention and the last state, each
-token is computed by itself. So products, MLPs and experts compute there only the tokens that are wanted, and have zeros
-for the others.
+A chunk of a prompt yields one token, behind its last row, or none. Behind the last attention and the last state of a
+step, each row is computed by itself. So products, MLPs and experts compute only the wanted rows there; the results of
+other rows are zeros.
 
     layer 0 .. n - 2        layer n - 1
     all tokens              norm, queries, keys, values, attention | output, norm, MLP or experts, last norm, head
@@ -21,7 +21,7 @@ _current: ContextVar["Narrowing | None"] = ContextVar("narrowing", default=None)
 
 
 class Narrowing:
-    """The steps of one way, which mix tokens equally often."""
+    """Rows that the steps of one model may leave out. All its steps have equally many attentions and states."""
 
     def __init__(self) -> None:
         self._most = 0
@@ -35,8 +35,8 @@ class Narrowing:
         """Within it, a step of so many tokens is computed.
 
         Args:
-            wanted: int64 [N] those whose results are read; None for all. Where there are none, the first is computed:
-                kernels and the model's own code expect a row.
+            wanted: int64 [N] rows whose results are read; None for all. If there are none, the first row is computed,
+                since kernels and the model's own code expect one.
         """
         self._count, self._tokens, self._narrowed = 0, tokens, False
         if wanted is not None and not len(wanted):

@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 
 from kvrelay.engine.models.general.fused import NativeMlp, fuse
 from kvrelay.engine.models.general.linears import swap, watching
+from kvrelay.engine.models.general.narrow import Narrowing, mix, narrowed
 from kvrelay.engine.models.general.norms import swap_norms
+from kvrelay.engine.models.general.step import UnfitError
 from kvrelay.kernels.cpu.library import library
 from kvrelay.kernels.cpu.packed import Epilogue, PackedMlp, packer
 from kvrelay.kernels.cpu.program import Team
@@ -82,3 +84,32 @@ def test_behind_the_last_attention_only_wanted_tokens_are_computed(
         driver.step(16)
         found.append(list(seen))
     assert found == [[29, 1], [17, 1], [6, 2], [2, 2]]
+
+
+@pytest.mark.parametrize("wanted", [[], [5], [0, 2, 5], None])
+def test_only_rows_that_are_read_are_computed_behind_the_last_attention(wanted: list[int] | None) -> None:
+    narrowing, x, computed = Narrowing(), torch.rand(1, 6, 4), []
+
+    def double(part: Tensor) -> Tensor:
+        computed.append(part.shape[1])
+        return 2 * part
+
+    def step(attentions: int) -> list[Tensor]:
+        rows = None if wanted is None else torch.tensor(wanted, dtype=torch.long)
+        found = []
+        with narrowing.running(x.shape[1], rows):
+            for _ in range(attentions):
+                mix()
+                found.append(narrowed(double, x))
+        return found
+
+    assert all(each.equal(2 * x) for each in step(2)), "the first step shows how many attentions there are"
+    computed.clear()
+    first, last = step(2)
+    assert first.equal(2 * x)
+    rows = list(range(6)) if wanted is None else wanted
+    assert last[:, rows].equal(2 * x[:, rows])
+    assert computed == [6, max(1, len(rows))]
+    if wanted is not None:
+        with pytest.raises(UnfitError, match="more than 2 times"):
+            step(3)
