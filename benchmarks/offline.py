@@ -185,7 +185,10 @@ def in_turns(args: argparse.Namespace, cells: list[str]) -> Iterator[dict[str, A
         one, several = zip(*pairs, strict=True)
         ratios = [there / here for here, there in pairs]
         found = {"one_process": one, "ranks": several, "ratio": ratios}
-        figures = {name: [round(each, 3) for each in statistics.quantiles(of, n=4)] for name, of in found.items()}
+        figures = {
+            name: [round(each, 3) for each in statistics.quantiles(of, n=4, method="inclusive")]
+            for name, of in found.items()
+        }
         yield {"engine": "kvrelay", "cell": cell, "degree": args.ranks} | figures
 
 

@@ -15,7 +15,7 @@ import psutil
 from kvrelay.cluster.asking.control import Control
 from kvrelay.cluster.errors import RunError
 from nemesis.ground import Ground, Inject
-from nemesis.hostile import LONG, attacked
+from nemesis.hostile import LONG, attacked, errors, fuzzed
 from nemesis.member import CLOCK_LIBRARY, POISON, REMOTE, give, set_clock
 from support.chaos import CLEAR, HELD
 
@@ -227,8 +227,8 @@ FAULTS = (
     Fault("oversubscription", attacked("streams", **LONG), 40.0),
     Fault("slow bodies", attacked("slow bodies", connections=100), 10.0),
     Fault("grammars", attacked("grammars", connections=8), 20.0),
-    Fault("huge errors", attacked("bodies", connections=4), 10.0),
-    Fault("fuzzed requests", attacked("fuzz", count=300, stride=23), 10.0),
+    Fault("huge errors", attacked("bodies", errors, connections=4), 10.0),
+    Fault("fuzzed requests", attacked("bodies", fuzzed, connections=16), 10.0),
     Fault("random deadlines", attacked("deadlines", count=300), 10.0),
     Fault("abandoned handshakes", attacked("partial", what="handshake", count=200, source="127.0.0.9"), 10.0),
     Fault("unfinished messages", attacked("partial", what="Generate", count=200, source="127.0.0.9"), 10.0),

@@ -198,13 +198,15 @@ subprocess.run([kvrelay, "down"], check=True, stdout=sys.stderr)
 ray.shutdown()
 cluster.shutdown()
 """
-TWO_NODES = """
-model: {dtype: float32}
-prefill: {gpus: 0}
-decode: {gpus: 1, cpus: 0, engine: {tensor_parallel: 2, device: cpu, kv_memory_bytes: 16777216}}
+TWO_NODES = f"""
+model: {{dtype: float32}}
+router: {{worker_wait_seconds: {MOVED_SECONDS}}}
+prefill: {{gpus: 0}}
+decode: {{gpus: 1, cpus: 0, engine: {{tensor_parallel: 2, device: cpu, kv_memory_bytes: 16777216}}}}
 drain_seconds: 1
 """
-"""No node has the two GPUs of the decode worker's ranks, so they are divided over two nodes."""
+"""No node has the two GPUs of the decode worker's ranks, so they are divided over two nodes. The stream of the lost
+worker waits for the one that replaces it as long as the test does."""
 
 
 @pytest.mark.more
