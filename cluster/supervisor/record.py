@@ -120,6 +120,7 @@ class Recorder:
             async with asyncio.timeout(SAVE_SECONDS):
                 if self._writing is not None:  # one that took too long, and may have failed since
                     await asyncio.gather(asyncio.shield(asyncio.wrap_future(self._writing)), return_exceptions=True)
+                self._saved = None  # a write that fails or is given up may still have changed the record
                 self._writing = self._thread.submit(self._store.save, record)
                 await asyncio.shield(asyncio.wrap_future(self._writing))
         except (OSError, TimeoutError) as error:
