@@ -61,6 +61,8 @@ class Fleet:
         else:
             self.desired = of_record(record)
         self._keepers = Keepers(launcher, membership, self._plan, self._on_change)
+        self._proposed: Desired | None = None
+        """Desired state that is being recorded, and counts when that is done."""
         self._lock = asyncio.Lock()
         self._wake = asyncio.Event()
 
@@ -234,8 +236,9 @@ class Fleet:
 
     def add_to(self, record: SupervisorRecord) -> None:
         """Adds the desired state to a supervisor's record."""
-        record.desired.CopyFrom(to_record(self.desired))
-        for generation, text in self.desired.configs.items():
+        desired = self._proposed or self.desired
+        record.desired.CopyFrom(to_record(desired))
+        for generation, text in desired.configs.items():
             record.configs.append(ConfigRecord(generation=generation, text=text))
 
     async def _step(self) -> None:
@@ -257,18 +260,21 @@ class Fleet:
     async def _change(self, command: str, change: Callable[[Desired], Desired]) -> int:
         """Changes the desired state if the change can be recorded."""
         async with self._lock:
-            before = self.desired
-            self.desired = change(before)
-            if self.desired is before:
+            before, after = self.desired, change(self.desired)
+            if after is before:
                 return before.revision
-            if not await self._save():
-                self.desired = before
+            self._proposed, recorded = after, False
+            try:
+                recorded = await self._save()
+            finally:
+                # A change that isn't recorded in time may be written later. The next revision replaces it there.
+                self._proposed = None
+                self.desired = after if recorded else replace(before, revision=after.revision)
+                self._on_change()
+            if not recorded:
                 raise Refused(Refusal.CODE_NOT_RECORDED, "the supervisor's record can't be written now; see its log")
-            logger.info("desired state changed", extra={"command": command, "revision": self.desired.revision})
-            revision = self.desired.revision
-        self._changed()
-        self._wake.set()
-        return revision
+            logger.info("desired state changed", extra={"command": command, "revision": after.revision})
+        return after.revision
 
     def _plan(self, name: str) -> Plan:
         wanted = self.desired.members[name]

@@ -1,6 +1,7 @@
 """The supervisor over real gRPC, with members that only send heartbeats."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,15 +11,20 @@ import pytest
 
 from kvrelay.cluster.asking.status import as_json, get_status
 from kvrelay.cluster.fleet import replacement
+from kvrelay.cluster.fleet.desired import Refused
+from kvrelay.cluster.fleet.fleet import to_record
 from kvrelay.cluster.fleet.member_progress import progress
 from kvrelay.cluster.fleet.replacement import Plan, ProcessEnd
 from kvrelay.cluster.state import ClusterState
+from kvrelay.cluster.supervisor import record as record_module
+from kvrelay.cluster.supervisor.record import Store
 from kvrelay.cluster.supervisor.supervisor import SupervisorConfig, SupervisorServer
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
     MEMBER_STATE_READY,
     MEMBER_STATE_SUSPECT,
     MEMBER_STATE_UNSPECIFIED,
+    ROLE_COLOCATED,
     ROLE_DECODE,
     ROLE_PREFILL,
     ROLE_ROUTER,
@@ -26,6 +32,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     GetStatusRequest,
     Member,
     Role,
+    SupervisorRecord,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Requests
@@ -47,9 +54,17 @@ class FakeMember:
         )
         self.load = Load(blocks=Blocks(total=9, free=4, cached=3, held=2), requests=Requests(waiting=1, running=2))
         self.seen: dict[str, Member] = {}
+        self.roles: list[Role] = []
+        """Roles that it was given, in order."""
         self.fenced = asyncio.Event()
         self.attendance = HeartbeatClient(
-            supervisor, credentials("worker"), self._describe, self._learn, self.fenced.set, interval=0.1
+            supervisor,
+            credentials("worker"),
+            self._describe,
+            self._learn,
+            self.fenced.set,
+            self.roles.append,
+            interval=0.1,
         )
 
     def _describe(self) -> tuple[Member, Load]:
@@ -63,8 +78,10 @@ class FakeMember:
 
 
 @asynccontextmanager
-async def supervisor(launcher: "FakeLauncher | None" = None, **options: float) -> AsyncIterator[SupervisorServer]:
-    server = SupervisorServer(SupervisorConfig(**options), launcher)
+async def supervisor(
+    launcher: "FakeLauncher | None" = None, store: Store | None = None, **options: float
+) -> AsyncIterator[SupervisorServer]:
+    server = SupervisorServer(SupervisorConfig(**options), launcher, store)
     await server.start()
     try:
         yield server
@@ -188,6 +205,7 @@ class FakeLauncher:
         self.hopeless = hopeless
         self.calls: list[str] = []
         self.lives: dict[str, asyncio.Future[ProcessEnd]] = {}
+        self.fakes: dict[str, FakeMember] = {}
         self.count = 0
         self.waits: dict[str, str] = {}
         self.broken = ""
@@ -226,7 +244,7 @@ class FakeLauncher:
             return ProcessEnd("model /nope: no such folder", mistake=True)
         assert name not in self.lives, "two processes of one name"
         life = self.lives[name] = asyncio.get_running_loop().create_future()
-        fake = FakeMember(supervisor, name, ROLES[plan.role], f"{name}#{self.count}")
+        fake = self.fakes[name] = FakeMember(supervisor, name, ROLES[plan.role], f"{name}#{self.count}")
         fake.attendance.start()
         try:
             return await life
@@ -331,3 +349,47 @@ async def test_the_failure_of_one_members_keeper_is_that_members(monkeypatch: py
         launcher.broken = ""
         await until(lambda: server.membership.ready, "the member is back")
         assert [launcher.calls.count(f"run {name}") for name in ("router-0", "decode-0")] == [1, 1]
+
+
+class Disk:
+    """A store whose writes wait while `free` is not set."""
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+        self.free.set()
+        self.saved = SupervisorRecord()
+
+    def load(self) -> SupervisorRecord | None:
+        return None
+
+    def save(self, record: SupervisorRecord) -> None:
+        assert self.free.wait(30)
+        self.saved = record
+
+
+async def test_a_command_that_cannot_be_recorded_changes_nothing_and_holds_up_no_news(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(record_module, "SAVE_SECONDS", 0.5)
+    launcher, disk = FakeLauncher(), Disk()
+    async with supervisor(launcher, disk) as server:
+        fleet = server.fleet
+        assert fleet is not None
+        await until(lambda: server.membership.ready and fleet.settled, "ready")
+        router, prefill = launcher.fakes["router-0"], launcher.fakes["prefill-0"]
+        disk.free.clear()
+        with pytest.raises(Refused, match="can't be written"):
+            await fleet.set_role("prefill-0", "colocated", force=True)
+        assert fleet.desired.members["prefill-0"].role == "prefill"
+        given_up = asyncio.create_task(fleet.set_role("prefill-0", "colocated", force=True))
+        await asyncio.sleep(0.2)
+        given_up.cancel()  # as gRPC does when the caller has gone
+        await asyncio.wait([given_up])
+        await asyncio.sleep(1.0)  # the membership was sent without a record
+        disk.free.set()
+        prefill.member.address = "127.0.0.1:5"
+        prefill.attendance.beat()
+        await until(lambda: router.seen["prefill-0"].address == "127.0.0.1:5", "the change is known")
+        assert ROLE_COLOCATED not in prefill.roles
+        await until(lambda: disk.saved.desired == to_record(fleet.desired), "the present state is recorded")
+        assert fleet.desired.members["prefill-0"].role == "prefill"
