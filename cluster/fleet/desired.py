@@ -117,8 +117,14 @@ class Desired:
 
     @property
     def fresh_config(self) -> int:
-        """Generation for a member that is added: not that of a change that has failed."""
-        return self.previous if self.halted and self.previous else self.config
+        """Generation for a member that is added: not that of an upgrade that has failed.
+
+        Members with the configuration before are left then; after a restart that has failed there are none.
+        """
+        left = any(
+            wanted.config == self.previous for wanted in self.members.values() if wanted.stage is not Stage.LEAVE
+        )
+        return self.previous if self.halted and left else self.config
 
     def having(self, members: Mapping[str, Wanted], **fields: object) -> "Desired":
         """This state with other members, and the next revision; itself if nothing differs."""

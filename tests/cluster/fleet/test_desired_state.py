@@ -231,6 +231,21 @@ def test_a_successor_that_does_not_come_up_halts_the_upgrade_and_a_rollback_undo
     assert changes.upgraded(it.desired, "three", {}, Rolling()).config == 3, "a number is never given twice"
 
 
+def test_a_restart_that_is_halted_leaves_the_present_configuration_in_force() -> None:
+    it = world()
+    up(it)
+    it.settle()
+    it.desired = changes.restarted(it.desired, [], Rolling({"router"}), "first")
+    it.broken.add(2)  # such as a full disk
+    it.settle()
+    assert it.desired.halted
+    assert it.desired.fresh_config == it.desired.config == 2
+    it.broken.clear()
+    up(it)
+    it.settle()
+    assert it.desired.previous == 2, "what a rollback goes back to"
+
+
 def test_members_that_are_started_as_before_stay() -> None:
     it = world()
     it.settle()
