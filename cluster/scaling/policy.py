@@ -188,18 +188,25 @@ class Policy:
 
     def _grown(self, signals: Signals, outlook: Outlook, now: float) -> Decision | None:
         """The decision for the fewest further workers that are enough, or for all that are allowed."""
-        for total in range(outlook.split.total + 1, self.config.max_workers + 1):
-            more = self._best(signals, total)
-            if more is not None and (more[1].cost <= 1.0 or total == self.config.max_workers):
-                target, then = more
-                if then.cost >= outlook.now.cost:
-                    return None
-                reason = (
-                    f"no split of {outlook.split.total} workers is enough: the best would be at "
-                    f"{outlook.then.worst:.2f} of a target, {target} at {then.worst:.2f}"
-                )
-                return self._scaled(outlook.split, target, reason, now)
-        return None
+        config, low = self.config, outlook.split.total + 1
+        high = min(config.max_workers, config.max_prefill + config.max_decode)
+        more = self._best(signals, high) if low <= high else None
+        if more is None or more[1].cost >= outlook.now.cost:
+            return None
+        # By halves: a thousand sizes with a thousand splits each would hold the event loop for a minute.
+        while low < high and more[1].cost <= 1.0:
+            middle = (low + high) // 2
+            fewer = self._best(signals, middle)
+            if fewer is not None and fewer[1].cost <= 1.0:
+                high, more = middle, fewer
+            else:
+                low = middle + 1
+        target, then = more
+        reason = (
+            f"no split of {outlook.split.total} workers is enough: the best would be at "
+            f"{outlook.then.worst:.2f} of a target, {target} at {then.worst:.2f}"
+        )
+        return self._scaled(outlook.split, target, reason, now)
 
     def _best(self, signals: Signals, total: int) -> tuple[Split, Forecast] | None:
         found = [(split, forecast(signals, split, self.config)) for split in self._splits(total)]

@@ -224,6 +224,32 @@ def test_workers_are_added_only_if_no_split_is_enough_and_removed_only_after_lon
     assert len(removed) <= 300 / config.calm_seconds
 
 
+@pytest.mark.parametrize("arrivals", [200.0, 2000.0])
+def test_workers_are_added_up_to_the_bounds_of_the_roles(arrivals: float) -> None:
+    config = replace(CONFIG, max_workers=24, max_prefill=9, max_decode=9)
+    cluster = Cluster(config)
+    full = replace(FULL, arrivals=arrivals, arrivals_counted=round(4 * arrivals))
+    grown = next(decision for decision in cluster.run(full, 60) if decision.scale)
+    assert 8 < sum(grown.scale.values()) <= 18
+    assert max(grown.scale.values()) <= 9
+
+
+def test_the_fewest_workers_that_are_enough_are_added() -> None:
+    config = replace(CONFIG, max_workers=64)
+    cluster = Cluster(config)
+    grown = None
+    while grown is None or not grown.scale:
+        seen = replace(FULL, prefill=cluster.split.prefill, decode=cluster.split.decode)
+        grown = cluster.tick(FULL)
+    total = sum(grown.scale.values())
+    costs = [
+        min(forecast(seen, Split(prefill, size - prefill), config).cost for prefill in range(1, size))
+        for size in (total - 1, total)
+    ]
+    assert costs[0] > 1.0 >= costs[1]
+    assert total < config.max_workers
+
+
 def test_the_number_of_workers_stays_unless_it_is_allowed_to_change() -> None:
     cluster = Cluster()
     cluster.run(FULL, 3 * GROW_SECONDS)
