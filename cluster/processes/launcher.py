@@ -185,10 +185,16 @@ class ProcessLauncher:
     async def stop(self, name: str, grace: float) -> None:
         """SIGTERM, then SIGKILL if it doesn't end in time."""
         process = self._running.get(name)
-        if process is not None:
-            processes.send(signal.SIGTERM, [process])
-            for killed in await asyncio.to_thread(processes.end, [process], grace + STOP_SECONDS + EXIT_SECONDS):
-                logger.error("did not end in time and was killed", extra={"member": name, "pid": killed.pid})
+        if process is None:
+            return
+        processes.send(signal.SIGTERM, [process])
+        try:
+            # In no thread, of which there are few: others are started meanwhile.
+            async with asyncio.timeout(grace + STOP_SECONDS + EXIT_SECONDS):
+                await _end_of(process)
+        except TimeoutError:
+            processes.send(signal.SIGKILL, [process])
+            logger.error("did not end in time and was killed", extra={"member": name, "pid": process.pid})
 
     async def kill(self, name: str) -> None:
         """SIGKILL."""

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from kvrelay.cluster.fleet.replacement import Plan
+from kvrelay.cluster.processes import launcher as launcher_module
 from kvrelay.cluster.processes.launcher import MemberProcess, Processes, ProcessLauncher
 from kvrelay.cluster.processes.processes import alive, descendants, end, find, send, title
 from kvrelay.machine.silence import HUNG_SECONDS, SILENT_SECONDS, Silence
@@ -51,6 +53,32 @@ async def test_the_record_of_a_process_is_found_again(tmp_path: Path, monkeypatc
     assert not await other.adopt("prefill-1"), "the pid is another member's by now"
     await launcher.kill("prefill-0")
     assert (await running).reason == "killed by SIGKILL"
+
+
+async def test_members_that_take_long_to_end_hold_up_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print('deaf', flush=True)\ntime.sleep(600)\n"
+    )
+    (tmp_path / "deaf.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(sys.path)}")
+    monkeypatch.setattr(launcher_module, "STOP_SECONDS", 0.0)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    names = ("prefill-0", "prefill-1")
+    members = Processes({name: MemberProcess("deaf", {"role": "prefill"}) for name in names})
+    launcher = ProcessLauncher(tmp_path, members, SecurityConfig())
+    plan = Plan("prefill", launcher.config)
+    first = asyncio.create_task(launcher.run("prefill-0", plan, "127.0.0.1:1"))
+    await until((tmp_path / "prefill-0.pid").exists, "the first one runs", 30.0)
+    await until(lambda: "deaf" in (tmp_path / "prefill-0.log").read_text(), "it is deaf", 30.0)
+    stopping = asyncio.create_task(launcher.stop("prefill-0", 2.0))
+    second = asyncio.create_task(launcher.run("prefill-1", plan, "127.0.0.1:1"))
+    await until((tmp_path / "prefill-1.pid").exists, "the second one runs", 30.0)
+    assert not stopping.done()
+    assert (await first).reason == "killed by SIGKILL"
+    await stopping
+    await launcher.kill("prefill-1")
+    await second
 
 
 TREE = """
