@@ -36,10 +36,13 @@ WATCH_SECONDS = 2.0
 """Longest time of one call of `watch`."""
 REPORT_SECONDS = 10.0
 """Seconds for the result of `watch` to leave a process whose server has failed."""
+LOOP_SECONDS = 60.0
+"""Longest time in seconds of a call on the server's event loop."""
 LOOPBACK = "127.0.0.1"
 LEAVING = "its node is about to stop"
 WILDCARDS = ("0.0.0.0", "::", "[::]")
 ServerT = TypeVar("ServerT", bound=Server)
+ResultT = TypeVar("ResultT")
 
 
 class ServerActor(Generic[ServerT]):
@@ -68,6 +71,8 @@ class ServerActor(Generic[ServerT]):
         self._make = make
         self._node = Registration(name)
         self._started: Future[ServerT] = Future()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Event loop of the server; None before it has one."""
         self._stopping: Future[float] = Future()
         self._ended: Future[ProcessEnd] = Future()
         self._deadline = self.deadline_type()
@@ -92,6 +97,7 @@ class ServerActor(Generic[ServerT]):
 
     async def _serve(self) -> ProcessEnd:
         """Runs the server until it is asked to stop, fails, or its node is about to stop (`node_drain`)."""
+        self._loop = asyncio.get_running_loop()
         if self._node.requested:
             return ProcessEnd(LEAVING)
         try:
@@ -128,6 +134,22 @@ class ServerActor(Generic[ServerT]):
     def address(self) -> str:
         """host:port of the server; waits until it has started."""
         return self._started.result().address
+
+    def _ask(self, question: Callable[[ServerT], ResultT]) -> ResultT:
+        """The answer of the server, when it has started, on its event loop: another thread could see half a change.
+
+        Raises:
+            RuntimeError: the server has ended.
+            TimeoutError: the event loop doesn't turn within LOOP_SECONDS.
+        """
+        server, loop = self._started.result(), self._loop
+        if loop is None:
+            raise RuntimeError("the server has no event loop")
+
+        async def answer() -> ResultT:
+            return question(server)
+
+        return asyncio.run_coroutine_threadsafe(answer(), loop).result(LOOP_SECONDS)
 
     def leave(self) -> None:
         """Drains the server as if its own node were about to stop."""

@@ -38,7 +38,7 @@ class SupervisorActor(ServerActor[SupervisorServer]):
 
     def startup(self) -> Startup:
         """The progress of every member, for `kvrelay up`."""
-        return self._started.result().startup()
+        return self._ask(SupervisorServer.startup)
 
 
 def _supervisor(config: ClusterConfig, token: str, record: str) -> SupervisorServer:

@@ -58,7 +58,7 @@ async def test_the_record_of_a_process_is_found_again(tmp_path: Path, monkeypatc
 async def test_members_that_take_long_to_end_hold_up_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "print('deaf', flush=True)\ntime.sleep(600)\n"
+        "print('deaf', flush=True)\ntime.sleep(60)\n"
     )
     (tmp_path / "deaf.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(sys.path)}")

@@ -7,12 +7,15 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvrelay.cluster.ray import metrics as ray_metrics
 from kvrelay.cluster.ray.actors import LEAVING, RankHostActor, ServerActor, reachable
 from kvrelay.cluster.ray.node_drain import VARIABLE, Registration, drain
+from kvrelay.cluster.ray.supervisor_actor import SupervisorActor
+from kvrelay.cluster.supervisor.supervisor import Startup, SupervisorServer
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.server import RouterServer
 from kvrelay.rpc.metrics import families
@@ -50,6 +53,15 @@ class NoDeadline(ExitDeadline):
 
     def set(self, seconds: float, code: int, message: str = "") -> None:
         """Nothing."""
+
+
+class Supervising(SupervisorActor):
+    """The supervisor's actor with another server, in this process, without Ray."""
+
+    deadline_type = NoDeadline
+
+    def __init__(self, server: Any) -> None:
+        ServerActor.__init__(self, "supervisor", "supervisor", "supervisor", lambda: server, "")
 
 
 class Member(ServerActor[Serving]):
@@ -131,6 +143,23 @@ def test_a_worker_drains_when_the_node_of_its_further_ranks_is_to_stop(
     ended = member.watch(SECONDS)
     assert ended is not None
     assert ended.reason == LEAVING
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_supervisor_is_asked_on_its_event_loop_which_changes_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def startup(server: Serving) -> Startup:
+        assert asyncio.get_running_loop().is_running()
+        return Startup(ready=server.grace is None, routers=(), http=(), members=[])
+
+    monkeypatch.setattr(SupervisorServer, "startup", startup)
+    monkeypatch.setattr(Serving, "startup", startup, raising=False)
+    server = Serving()
+    server.finish.set()
+    actor = Supervising(server)
+    assert actor.startup() == Startup(True, (), (), [])
+    actor.stop(0.0)
+    with pytest.raises(RuntimeError):
+        actor.startup()
 
 
 def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
