@@ -39,14 +39,14 @@ class Fleet:
         launcher: Launcher,
         membership: Membership,
         record: SupervisorRecord | None,
-        drain_seconds: float,
+        drain_seconds: Callable[[], float],
         save: Callable[[], Awaitable[bool]],
         changed: Callable[[], None],
     ) -> None:
         """
         Args:
             record: what an earlier supervisor has left.
-            drain_seconds: for a member that leaves to finish its requests.
+            drain_seconds: present time for a member that leaves to finish its requests.
             save: writes the record of supervisor and fleet; whether it is written.
             changed: called when the membership or the desired state may have changed.
         """
@@ -254,7 +254,7 @@ class Fleet:
                 case Start(name):
                     self._keepers.keep(name)
                 case Drain(name):
-                    self._keepers.end(name, self._drain_seconds)
+                    self._keepers.end(name, self._drain_seconds())
                 # The membership that every member gets carries its role.
 
     async def _change(self, command: str, change: Callable[[Desired], Desired]) -> int:

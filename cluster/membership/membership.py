@@ -157,7 +157,7 @@ class Membership:
         self,
         timeouts: HeartbeatConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
-        drain_seconds: float = 30.0,
+        drain_seconds: Callable[[], float] = lambda: 30.0,
     ) -> None:
         self._timeouts = timeouts or HeartbeatConfig()
         self._clock = clock
@@ -378,7 +378,7 @@ class Membership:
             stay = self._now - entry.leaving
             if report.failed and stay >= FAILED_SECONDS:
                 return f"its engine failed {stay:.1f} s ago, and it hasn't ended"
-            if stay >= self._drain_seconds + DRAIN_MARGIN_SECONDS:
+            if stay >= self._drain_seconds() + DRAIN_MARGIN_SECONDS:
                 return f"it has been draining for {stay:.1f} s"
         return ""
 

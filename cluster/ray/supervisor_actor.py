@@ -50,7 +50,10 @@ def _supervisor(config: ClusterConfig, token: str, record: str) -> SupervisorSer
         metrics_port=config.metrics.supervisor_port,
     )
     store = FileStore(Path(record)) if record else RayStore(config.ray.namespace)
-    return SupervisorServer(options, RayLauncher(config, token), store, lambda text: parsed(text).scaling_config())
+    launcher = RayLauncher(config, token)
+    return SupervisorServer(
+        options, launcher, store, lambda text: parsed(text).scaling_config(), lambda text: parsed(text).drain_seconds
+    )
 
 
 class RayStore:

@@ -129,6 +129,7 @@ class SupervisorServer(Commands):
         launcher: Launcher | None = None,
         store: Store | None = None,
         scaling: Callable[[str], ScalingConfig] | None = None,
+        drain_seconds: Callable[[str], float] | None = None,
     ) -> None:
         """
         Args:
@@ -136,6 +137,7 @@ class SupervisorServer(Commands):
             launcher: starts other processes than those of `config.members`.
             store: keeps the record elsewhere than in `config.state_path`.
             scaling: reads what counts instead of `config.scaling` in a configuration of the launcher.
+            drain_seconds: reads what counts instead of `config.drain_seconds` there.
 
         Raises:
             ValueError: the record can't be read, there is no join token, or a certificate or a member can't be used.
@@ -143,7 +145,8 @@ class SupervisorServer(Commands):
         super().__init__()
         self.config = config
         self._credentials = Credentials.of("supervisor", config.security)
-        self.membership = Membership(config, drain_seconds=config.drain_seconds)
+        self._drain_of = drain_seconds
+        self.membership = Membership(config, drain_seconds=self._drain_seconds)
         if store is None and config.state_path:
             store = FileStore(Path(config.state_path))
         if launcher is None and config.members:
@@ -156,7 +159,7 @@ class SupervisorServer(Commands):
             self._last_address = record.address
         self._recorder = None if store is None else Recorder(store)
         if launcher is not None:
-            self.fleet = Fleet(launcher, self.membership, record, config.drain_seconds, self._save, self._on_change)
+            self.fleet = Fleet(launcher, self.membership, record, self._drain_seconds, self._save, self._on_change)
         fleet = self.fleet
         self._scaler = Scaler(
             lambda: config.scaling if fleet is None or scaling is None else scaling(fleet.config),
@@ -259,6 +262,11 @@ class SupervisorServer(Commands):
                 if asyncio.get_running_loop().time() >= deadline:
                     raise
             await asyncio.sleep(TICK_SECONDS)
+
+    def _drain_seconds(self) -> float:
+        """Time that members are given to finish their requests, by the present configuration."""
+        of, fleet = self._drain_of, self.fleet
+        return self.config.drain_seconds if of is None or fleet is None else of(fleet.config)
 
     def _record(self) -> SupervisorRecord:
         record = SupervisorRecord(membership=self.membership.snapshot(), address=self.address)

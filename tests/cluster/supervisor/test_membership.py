@@ -224,7 +224,7 @@ def test_a_failed_engine_is_given_two_seconds(membership: Membership, clock: Clo
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_drain_that_nobody_asked_for_has_a_deadline(clock: Clock, asked: bool) -> None:
-    membership = Membership(clock=clock, drain_seconds=7)
+    membership = Membership(clock=clock, drain_seconds=lambda: 7)
     membership.attend(member(), Load())
     if asked:
         membership.leave("prefill-0")

@@ -15,12 +15,14 @@ from kvrelay.cluster.fleet.desired import Refused
 from kvrelay.cluster.fleet.fleet import to_record
 from kvrelay.cluster.fleet.member_progress import progress
 from kvrelay.cluster.fleet.replacement import Plan, ProcessEnd
+from kvrelay.cluster.membership.membership import DRAIN_MARGIN_SECONDS
 from kvrelay.cluster.state import ClusterState
 from kvrelay.cluster.supervisor import record as record_module
 from kvrelay.cluster.supervisor.record import Store
 from kvrelay.cluster.supervisor.supervisor import SupervisorConfig, SupervisorServer
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
+    MEMBER_STATE_DRAINING,
     MEMBER_STATE_READY,
     MEMBER_STATE_SUSPECT,
     MEMBER_STATE_UNSPECIFIED,
@@ -208,6 +210,7 @@ class FakeLauncher:
         self.fakes: dict[str, FakeMember] = {}
         self.count = 0
         self.waits: dict[str, str] = {}
+        self.graces: list[float] = []
         self.broken = ""
         """The member whose process can't be started."""
 
@@ -257,6 +260,7 @@ class FakeLauncher:
 
     async def stop(self, name: str, grace: float) -> None:
         self.calls.append(f"stop {name}")
+        self.graces.append(grace)
         await self._end(name, ProcessEnd())
 
     async def kill(self, name: str) -> None:
@@ -393,3 +397,27 @@ async def test_a_command_that_cannot_be_recorded_changes_nothing_and_holds_up_no
         assert ROLE_COLOCATED not in prefill.roles
         await until(lambda: disk.saved.desired == to_record(fleet.desired), "the present state is recorded")
         assert fleet.desired.members["prefill-0"].role == "prefill"
+
+
+async def test_an_upgrade_changes_the_time_that_members_get_to_finish_their_requests() -> None:
+    launcher = FakeLauncher()
+    launcher.config = "5"
+    server = SupervisorServer(SupervisorConfig(drain_seconds=5.0), launcher, drain_seconds=float)
+    await server.start()
+    try:
+        fleet = server.fleet
+        assert fleet is not None
+        await until(lambda: server.membership.ready and fleet.settled, "ready")
+        await fleet.upgrade("70", in_place=True)
+        await until(lambda: fleet.settled and launcher.count == 2 * len(NAMES), "upgraded")
+        assert launcher.graces == [70.0] * len(NAMES)
+        router = launcher.fakes["router-0"]
+        router.member.state = MEMBER_STATE_DRAINING
+        router.attendance.beat()
+        await until(lambda: server.membership.counts.drains.total() == 1, "it drains by itself")
+        server.membership._now += 5.0 + DRAIN_MARGIN_SECONDS  # nobody waits so long
+        server.membership.tick()
+        (present,) = [each for each in server.membership.members() if each.name == "router-0"]
+        assert (present.incarnation, present.state) != (router.member.incarnation, MEMBER_STATE_DEAD)
+    finally:
+        await server.stop(0.5)
