@@ -20,6 +20,8 @@ MARKS = (b":job_id:", b":actor_name:", b":task_name:")
 SCAN_SECONDS = 0.5
 MOST_BYTES = 2**20
 """Read of one file at a time, and of one line at most."""
+MOST_OPEN = 64
+"""Files that stay open while they don't grow. Each start of an actor makes one more, which Ray keeps."""
 
 
 class Follower:
@@ -27,30 +29,44 @@ class Follower:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._offsets: dict[Path, int] = {}
+        """Bytes read of each file."""
         self._files: dict[Path, BinaryIO] = {}
+        """Open files, the one that was opened last at the end."""
         self._rests: dict[Path, bytes] = {}
 
     def read(self) -> list[bytes]:
         """The lines since the last call, each with its end."""
         lines: list[bytes] = []
         for path in sorted(self._folder.glob(PATTERN)):
-            if path not in self._files:
-                self._files[path] = path.open("rb", buffering=0)
-            lines += self._lines_of(path)
-        for path in [path for path in self._files if not path.exists()]:
-            lines += self._lines_of(path) or self._close(path)
+            if path not in self._files and path.stat().st_size > self._offsets.setdefault(path, 0):
+                self._open(path)
+            if path in self._files:
+                lines += self._lines_of(path)
+        for path in [path for path in self._offsets if not path.exists()]:
+            lines += (self._lines_of(path) if path in self._files else []) or self._close(path)
         return lines
 
     def close(self) -> list[bytes]:
         """Last lines without an end, which get one."""
-        return [line for path in list(self._files) for line in self._close(path)]
+        return [line for path in list(self._offsets) for line in self._close(path)]
+
+    def _open(self, path: Path) -> None:
+        if len(self._files) >= MOST_OPEN:
+            self._files.pop(next(iter(self._files))).close()
+        self._files[path] = path.open("rb", buffering=0)
+        self._files[path].seek(self._offsets[path])
 
     def _close(self, path: Path) -> list[bytes]:
-        self._files.pop(path).close()
+        del self._offsets[path]
+        if path in self._files:
+            self._files.pop(path).close()
         return _lines(self._rests.pop(path, b""))
 
     def _lines_of(self, path: Path) -> list[bytes]:
-        data = self._rests.get(path, b"") + self._files[path].read(MOST_BYTES)
+        fresh = self._files[path].read(MOST_BYTES)
+        self._offsets[path] += len(fresh)
+        data = self._rests.get(path, b"") + fresh
         whole, _, rest = data.rpartition(b"\n") if b"\n" in data else (b"", b"", data)
         if len(rest) >= MOST_BYTES:
             whole, rest = data, b""

@@ -48,6 +48,20 @@ def test_a_file_that_is_removed_is_read_to_its_end_and_closed(tmp_path: Path) ->
     assert str(path) not in str([os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()])
 
 
+def test_actors_that_end_again_and_again_take_no_further_descriptors(tmp_path: Path) -> None:
+    follower, before = Follower(tmp_path), len(os.listdir("/proc/self/fd"))
+    paths = [log(tmp_path, f"worker-{number:03d}.err") for number in range(3 * follow.MOST_OPEN)]
+    for path in paths:
+        append(path, f"{path.name}\nbegun ")
+        assert follower.read() == [f"{path.name}\n".encode()]
+        assert len(os.listdir("/proc/self/fd")) <= before + follow.MOST_OPEN
+    append(paths[0], "and ended\n")
+    append(paths[-1], "too\n")
+    assert follower.read() == [b"begun and ended\n", b"begun too\n"]
+    assert follower.close() == [b"begun \n"] * (len(paths) - 2)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_line_without_an_end_takes_no_more_memory_than_allowed(tmp_path: Path) -> None:
     follower = Follower(tmp_path)
     append(log(tmp_path, "worker-a.err"), "x" * (3 * follow.MOST_BYTES) + "\n")
