@@ -31,7 +31,8 @@ def down(report: "Report") -> bool:
         _end_detached(current)
         return True
     owner = processes.find(current.pid)
-    if owner is None or state.current() != current:
+    again = state.current()  # with other routers perhaps
+    if owner is None or again is None or again.pid != current.pid:
         return False  # it has ended just now
     os.kill(owner.pid, signal.SIGTERM)
     # A killed owner takes Ray's local processes with it.

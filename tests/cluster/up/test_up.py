@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from kvrelay.cluster.errors import UsageError
 from kvrelay.cluster.processes.processes import alive, find
+from kvrelay.cluster.state import ClusterState
 from kvrelay.cluster.supervisor.supervisor import MemberStart, Startup
+from kvrelay.cluster.up.down import down
 from kvrelay.cluster.up.launch import check_failures
+from kvrelay.cluster.up.report import Report
 from kvrelay.machine.silence import SILENT_SECONDS
 from support.processes import wait_until
 
@@ -209,3 +213,14 @@ def test_a_hopeless_member_ends_the_start_with_its_reason() -> None:
         check_failures(Startup(False, (), (), members))
     assert caught.value.lines == ["prefill-0: kv_memory_bytes is 1000"]
     check_failures(Startup(False, (), (), [MemberStart("prefill-0", failures=2, reason="killed")]))
+
+
+def test_a_cluster_whose_router_is_replaced_meanwhile_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as owner:
+        records = [ClusterState(owner.pid, "kvrelay", router=router) for router in ("127.0.0.1:5", "127.0.0.1:6")]
+        monkeypatch.setattr("kvrelay.cluster.state.current", lambda: records.pop(0))
+        try:
+            assert down(Report(Console(quiet=True)))
+            assert owner.wait(SECONDS) == -signal.SIGTERM
+        finally:
+            owner.kill()
