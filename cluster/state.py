@@ -56,10 +56,20 @@ class ClusterState:
 
 
 def folder() -> Path:
-    """$KVRELAY_STATE_DIR, or kvrelay in $XDG_STATE_HOME, or ~/.local/state/kvrelay; created if missing."""
+    """$KVRELAY_STATE_DIR, or kvrelay in $XDG_STATE_HOME, or ~/.local/state/kvrelay; created if missing.
+
+    Raises:
+        RunError: it can't be created, or used by this user.
+    """
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     path = Path(os.environ.get("KVRELAY_STATE_DIR") or Path(base) / "kvrelay")
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    advice = "KVRELAY_STATE_DIR names the folder for the record of this machine's cluster"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{path}: {error.strerror}; {advice}") from None
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise RunError(f"{path}: not this user's to write; {advice}")
     return path
 
 

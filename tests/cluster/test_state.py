@@ -54,6 +54,19 @@ def test_the_folder_is_chosen_by_the_environment(monkeypatch: pytest.MonkeyPatch
     assert state.folder() == tmp_path / "home" / ".local" / "state" / "kvrelay"
 
 
+def test_a_folder_that_cannot_be_used_is_one_line_that_names_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KVRELAY_STATE_DIR", str(tmp_path / "file" / "state"))
+    with pytest.raises(RunError, match=r"file/state: Not a directory; KVRELAY_STATE_DIR names"):
+        state.current()
+    monkeypatch.setenv("KVRELAY_STATE_DIR", str(folder))
+    monkeypatch.setattr("os.access", lambda path, mode: path != folder)  # as for another user's
+    with pytest.raises(RunError, match="state: not this user's to write; KVRELAY_STATE_DIR names"):
+        state.current()
+
+
 def test_only_the_user_can_read_the_record(folder: Path) -> None:
     state.save(ClusterState(pid=None, namespace="n", router="127.0.0.1:5"))
     assert stat.S_IMODE((folder / "cluster.json").stat().st_mode) == 0o600
