@@ -322,13 +322,13 @@ def _other(pair: str) -> "dict[str, Override]":
     Raises:
         UsageError: it has another form.
     """
-    from kvrelay.cluster.config.file import Override
+    from kvrelay.cluster.config.file import Override, parsed
 
     key, equals, value = pair.partition("=")
     if not (key and equals):
         raise UsageError(f"--set is {pair!r}; allowed: KEY=VALUE, e.g. engine.max_sequences=64")
     try:
-        return {key: Override(f"--set {key}", yaml.safe_load(value))}
+        return {key: Override(f"--set {key}", parsed(value))}
     except yaml.YAMLError:
         raise UsageError(f"--set {key} is {value!r}; allowed: a value in YAML") from None
 

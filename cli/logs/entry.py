@@ -132,13 +132,14 @@ def parse_since(text: str) -> str:
     Raises:
         UsageError: it is something else.
     """
-    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):
-        moment = datetime.fromtimestamp(time.time() - float(match[1]) * UNITS[match[2]], UTC)
-    else:
-        try:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    try:
+        if match:
+            moment = datetime.fromtimestamp(time.time() - float(match[1]) * UNITS[match[2]], UTC)
+        else:
             moment = datetime.fromisoformat(text).astimezone(UTC)
-        except ValueError:
-            raise UsageError(
-                f"--since is {text!r}; allowed: a number with s, m, h or d, or a time such as 2026-01-31T12:00"
-            ) from None
+    except (ValueError, OverflowError):
+        raise UsageError(
+            f"--since is {text!r}; allowed: a number with s, m, h or d, or a time such as 2026-01-31T12:00"
+        ) from None
     return moment.strftime("%Y-%m-%dT%H:%M:%S.") + f"{moment.microsecond // 1000:03d}Z"

@@ -31,6 +31,12 @@ class Override:
 class _Loader(yaml.SafeLoader):
     """YAML's safe subset, where a duplicate key is an error."""
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:  # what looks like a date or a number, such as 2024-13-45 and 0x_
+            raise yaml.MarkedYAMLError(problem=f"{node.value}: {error}", problem_mark=node.start_mark) from None
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[object] = set()
         for key_node, _ in node.value:
@@ -69,6 +75,25 @@ def dump(config: ClusterConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
+def parsed(text: str) -> Any:
+    """The value of a text in YAML.
+
+    Raises:
+        yaml.YAMLError: it isn't YAML, or nested too deeply.
+    """
+    return _parsed(text)[0]
+
+
+def _parsed(text: str) -> tuple[Any, yaml.Node | None]:
+    """The value, and the node that it is from."""
+    loader = _Loader(text)
+    try:
+        root = loader.get_single_node()
+        return (None if root is None else loader.construct_document(root)), root
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+
+
 def _read(path: Path) -> tuple[dict[str, Any], yaml.Node | None]:
     """The values of a file, and the node of YAML that they are from."""
     try:
@@ -76,9 +101,7 @@ def _read(path: Path) -> tuple[dict[str, Any], yaml.Node | None]:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise UsageError(f"{path}: more than {MAX_FILE_BYTES} bytes")
-        loader = _Loader(data.decode())
-        root = loader.get_single_node()
-        values = None if root is None else loader.construct_document(root)
+        values, root = _parsed(data.decode())
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

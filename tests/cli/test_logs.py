@@ -251,7 +251,7 @@ def test_a_reader_that_leaves_ends_the_command(folder: Path) -> None:
 
 
 def test_mistakes_are_one_line(folder: Path, tmp_path: Path) -> None:
-    for text in ("yesterday", "5x", ""):
+    for text in ("yesterday", "5x", "", "999999d", "9" * 30 + "s"):
         with pytest.raises(UsageError, match="--since is"):
             parse_since(text)
     state.keep_logs(tmp_path / "gone")

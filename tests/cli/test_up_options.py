@@ -193,9 +193,9 @@ def test_a_value_is_refused_in_the_words_that_a_file_is_refused_in(
     assert list(of_option.value.lines) == [flag + line.removeprefix(key)]
 
 
-@pytest.mark.parametrize("pair", ["x", "=1", ""])
-def test_what_set_sets_has_a_key_and_a_value(pair: str) -> None:
-    fails(2, r"--set is .*; allowed: KEY=VALUE", "up", "--set", pair)
+@pytest.mark.parametrize("pair", ["x", "=1", "", "model.path=2024-13-45", "model.path=" + "[" * 5000])
+def test_what_set_sets_has_a_key_and_a_value_in_yaml(pair: str) -> None:
+    fails(2, r"--set( model.path)? is .*; allowed: (KEY=VALUE|a value in YAML)", "up", "--set", pair)
 
 
 def test_what_set_sets_is_yaml() -> None:

@@ -128,6 +128,9 @@ def test_a_mistake_is_one_line_with_key_value_and_what_is_allowed(tmp_path: Path
         ("ray: {address: auto}\ndecode: {cpus: 0}", ["line 2: decode.cpus is 0.0; allowed: more than 0, unless gpus "]),
         ("- a\n- b", ["holds a list; allowed: a mapping of sections"]),
         ("engine: {}\nengine: {}", ["line 2: key 'engine' is given twice"]),
+        ("model:\n  path: 2024-13-45", ["line 2: 2024-13-45: month must be in 1..12"]),
+        ("engine: {threads: 0x_}", ["line 1: 0x_: invalid literal for int()"]),
+        ("engine: " + "[" * 5000, ["not YAML: it is nested too deeply"]),
         ("model: {dtype: x}\nprefill: {replicas: -1}\nengines: {}", ["line 1: ", "line 2: ", "line 3: "]),
         ("ray:\n  topology_labels:\n    - a\n    - 3", ["line 4: ray.topology_labels.1 is 3; allowed: a valid string"]),
         (
