@@ -177,7 +177,7 @@ def drained(desired: Desired, seen: Mapping[str, Seen], name: str, *, replaced: 
     """
     wanted = _known(desired, name)
     _check_no_successor(name, wanted)
-    if wanted.stage is Stage.LEAVE or (replaced and wanted.stage is Stage.REPLACE):
+    if wanted.stage is Stage.LEAVE or (replaced and wanted.stage in (Stage.REPLACE, Stage.RETURN)):
         return desired
     members = dict(desired.members)
     if replaced:

@@ -293,6 +293,19 @@ def test_commands_that_are_repeated_change_nothing_more() -> None:
         assert command(once) is once
 
 
+def test_a_member_that_is_about_to_return_is_not_started_as_before_by_another_command() -> None:
+    it = world()
+    up(it, in_place=True)
+    it.step()
+    (name,) = [name for name, wanted in it.desired.members.items() if wanted.stage is Stage.RETURN]
+    it.desired = changes.drained(it.desired, it.seen(), name, replaced=True, force=False)
+    it.live(name)
+    it.step()
+    assert it.processes[name].config == 2
+    it.settle()
+    assert {process.config for process in it.processes.values()} == {2}
+
+
 @pytest.mark.parametrize(
     ("change", "code"),
     [
