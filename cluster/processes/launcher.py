@@ -260,10 +260,13 @@ class ProcessLauncher:
         return ProcessEnd(f"exit code {code}: {self._last_line(name)}", mistake=code == USAGE_CODE)
 
     def _last_line(self, name: str) -> str:
-        """The last line of the process's log."""
-        with (self._folder / f"{name}.log").open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 2000))
-            lines = log.read().decode(errors="replace").strip().splitlines()
+        """The last line of the process's log, or the reason why it can't be read, such as a log that was removed."""
+        try:
+            with (self._folder / f"{name}.log").open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - 2000))
+                lines = log.read().decode(errors="replace").strip().splitlines()
+        except OSError as error:
+            return f"its log can't be read: {error}"
         return lines[-1] if lines else "no output"
 
 

@@ -55,6 +55,18 @@ async def test_the_record_of_a_process_is_found_again(tmp_path: Path, monkeypatc
     assert (await running).reason == "killed by SIGKILL"
 
 
+async def test_a_mistake_is_told_though_the_log_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mistaken.py").write_text(
+        "import pathlib, sys\npathlib.Path(sys.argv[2]).with_suffix('.log').unlink()\nsys.exit(2)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(sys.path)}")
+    members = Processes({"prefill-0": MemberProcess("mistaken", {"role": "prefill"})})
+    launcher = ProcessLauncher(tmp_path, members, SecurityConfig())
+    ended = await launcher.run("prefill-0", Plan("prefill", launcher.config), "127.0.0.1:1")
+    assert ended.mistake
+    assert ended.reason.startswith("exit code 2: its log can't be read: ")
+
+
 async def test_members_that_take_long_to_end_hold_up_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
