@@ -75,6 +75,8 @@ class HeartbeatClient:
         self._interval = interval
         self._tell = tell or self._tell_process
         self._telling: asyncio.Task[None] | None = None
+        self._asked = 0, 0.0
+        """Number of the supervisor's latest question, and the time at which it came."""
         self._answer: Description | None = None
         """Description of this process that the next heartbeat carries."""
         self._generation = 0
@@ -167,12 +169,12 @@ class HeartbeatClient:
                     await self._now.wait()
 
     def _take_question(self, number: int) -> None:
-        """Answers the latest question; one at a time."""
-        heard = time.time()
+        """Answers the latest question; one that comes while an answer is collected gets that answer."""
+        self._asked = number, time.time()
 
         async def answer() -> None:
             found = await self._tell()
-            found.ask, found.heard_unix = number, heard
+            found.ask, found.heard_unix = self._asked
             self._answer = found
             self.beat()
 

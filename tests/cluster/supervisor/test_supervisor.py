@@ -15,11 +15,13 @@ from kvrelay.cluster.fleet.desired import Refused
 from kvrelay.cluster.fleet.fleet import to_record
 from kvrelay.cluster.fleet.member_progress import progress
 from kvrelay.cluster.fleet.replacement import Plan, ProcessEnd
+from kvrelay.cluster.membership import inquiry
 from kvrelay.cluster.membership.membership import DRAIN_MARGIN_SECONDS
 from kvrelay.cluster.state import ClusterState
 from kvrelay.cluster.supervisor import record as record_module
 from kvrelay.cluster.supervisor.record import Store
 from kvrelay.cluster.supervisor.supervisor import SupervisorConfig, SupervisorServer
+from kvrelay.internal.v1.describe_pb2 import Description
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
     MEMBER_STATE_DRAINING,
@@ -31,6 +33,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_PREFILL,
     ROLE_ROUTER,
     AttendRequest,
+    DescribeRequest,
     GetStatusRequest,
     Member,
     Role,
@@ -421,3 +424,24 @@ async def test_an_upgrade_changes_the_time_that_members_get_to_finish_their_requ
         assert (present.incarnation, present.state) != (router.member.incarnation, MEMBER_STATE_DEAD)
     finally:
         await server.stop(0.5)
+
+
+async def test_a_member_that_describes_itself_slowly_answers_the_next_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inquiry, "ANSWER_SECONDS", 1.0)
+    slow = asyncio.Event()
+
+    async def tell() -> Description:
+        await slow.wait()
+        return Description(host="here")
+
+    async with supervisor() as server:
+        fake = FakeMember(server.address, "decode-0", ROLE_DECODE, "decode-0#1")
+        fake.attendance._tell = tell  # as a worker's, which asks its GPU's driver
+        fake.attendance.start()
+        await until(lambda: fake.seen.keys() == {"decode-0"}, "it is known")
+        first = await server.Describe(DescribeRequest(), None)  # type: ignore[arg-type]  # its context isn't used
+        assert not first.members[0].HasField("description")
+        asyncio.get_running_loop().call_later(0.5, slow.set)
+        second = await server.Describe(DescribeRequest(), None)  # type: ignore[arg-type]
+        assert second.members[0].description.host == "here"
+        await fake.attendance.stop()
