@@ -386,12 +386,13 @@ def test_policies_let_the_pods_talk_and_those_call_who_are_named(rendered: Rende
 def test_budgets_let_a_node_drain(rendered: Rendered) -> None:
     for budget in rendered.all("PodDisruptionBudget"):
         (group,) = rendered.selected(budget["spec"]["selector"]["matchLabels"])
-        replicas = 1 if group == "headgroup" else rendered.groups[group]["replicas"]
+        spec = rendered.groups.get(group, {"replicas": 1})
+        pods = spec["replicas"] * spec.get("numOfHosts", 1)
         minimum = budget["spec"]["minAvailable"]
         assert isinstance(minimum, int)  # the only form that counts for pods of a custom resource
         assert "maxUnavailable" not in budget["spec"]
         # Single ones only with holdSinglePods.
-        assert minimum == (1 if replicas == 1 and group in ("headgroup", "router") else replicas - 1) > 0
+        assert minimum == (1 if pods == 1 and group in ("headgroup", "router") else pods - 1) > 0
 
 
 def test_prometheus_scrapes_every_pod_and_takes_no_series_twice(rendered: Rendered, config: ClusterConfig) -> None:
