@@ -242,13 +242,16 @@ def upgraded(desired: Desired, text: str, counts: Mapping[MemberRole, int], how:
 
 
 def rolled_back(desired: Desired, how: Rolling) -> Desired:
-    """The desired state with the configuration before the present one.
+    """The desired state with the configuration before the present one; unchanged if a rollback has made it the present
+    one already, unless that has stopped.
 
     Raises:
         Refused: there is none, or nothing would be served for a while.
     """
     if not desired.previous:
         raise Refused(Refusal.CODE_INVALID, "there is no configuration before the present one")
+    if desired.previous > desired.config and not desired.halted:
+        return desired
     target = desired.previous
     members = {}
     for name, wanted in desired.members.items():

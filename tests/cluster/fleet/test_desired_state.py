@@ -291,6 +291,9 @@ def test_commands_that_are_repeated_change_nothing_more() -> None:
         once = command(it.desired)
         assert once is not it.desired
         assert command(once) is once
+    back = changes.rolled_back(changes.upgraded(it.desired, "two", {}, Rolling()), Rolling())
+    assert back.config == 1
+    assert changes.rolled_back(back, Rolling()) is back
 
 
 def test_a_member_that_is_about_to_return_is_not_started_as_before_by_another_command() -> None:
