@@ -75,13 +75,6 @@ class RouterSection(RouterOptions):
     resources: dict[str, Amount] = field(default_factory=dict)
     """Custom Ray resources that each router takes; they select the nodes of a Ray cluster that was joined."""
 
-    def __post_init__(self) -> None:
-        RouterOptions.__post_init__(self)
-        most = 65535 - (self.replicas - 1) * self.port_step
-        for name in ("grpc_port", "http_port"):
-            port = getattr(self, name) or 0
-            require(port <= most, name, port, f"up to {most} for {self.replicas} routers")
-
 
 class ClusterConfig(Section):
     """Everything that `kvrelay up` needs, by section."""
@@ -168,8 +161,19 @@ class ClusterConfig(Section):
         allowed = "1 or more, since the routers would share ports that are not chosen"
         shared = self.share_ports and self.router.replicas > 1
         require(not shared or chosen, "router.port_step", self.router.port_step, allowed)
-        self._require_metrics_port("router_port", self.router.replicas)
+        self._require_router_ports(self.router.replicas)
         self._require_metrics_port("worker_port", self._count(WORKER_ROLES))
+
+    def _require_router_ports(self, count: int) -> None:
+        """Refuses ports that so many routers can't have beside each other."""
+        self._require_metrics_port("router_port", count)
+        step, grpc_port, http_port = self.router.port_step, self.router.grpc_port, self.router.http_port or 0
+        last, apart = (count - 1) * step, abs(http_port - grpc_port)
+        for name, port in (("grpc_port", grpc_port), ("http_port", http_port)):
+            require(port + last <= 65535, f"router.{name}", port, f"up to {65535 - last} for {count} routers")
+        twice = self.local and grpc_port and http_port and 0 < apart <= last and apart % step == 0
+        ranges = f"{grpc_port} to {grpc_port + last} for gRPC and {http_port} to {http_port + last} for HTTP"
+        require(not twice, "router.http_port", http_port, f"another one: {count} routers would have the ports {ranges}")
 
     def _require_metrics_port(self, name: str, count: int) -> None:
         """Refuses one metrics port for several processes on one machine."""
@@ -279,7 +283,7 @@ class ClusterConfig(Section):
         """
         try:
             if role == "router":
-                self._require_metrics_port("router_port", others + 1)
+                self._require_router_ports(others + 1)
             else:
                 self._require_metrics_port("worker_port", others + 1)
                 self.require_device(role, replicas=1)

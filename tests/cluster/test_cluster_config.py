@@ -104,6 +104,11 @@ def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = 
             "router: {replicas: 2, port_step: 0, http_port: 0}",
             "router.port_step is 0; allowed: 1 or more, since the routers would share ports that are not chosen",
         ),
+        (
+            "router: {replicas: 3, grpc_port: 8004, http_port: 8000, port_step: 2}",
+            "router.http_port is 8000; allowed: another one: 3 routers would have the ports 8004 to 8008 for gRPC and "
+            "8000 to 8004 for HTTP",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_with_key_value_and_what_is_allowed(tmp_path: Path, text: str, line: str) -> None:
@@ -326,7 +331,7 @@ def test_a_worker_can_be_added_on_cpus_but_not_without_the_gpu_that_it_asks_for(
     assert "colocated.engine.device is 'cuda'; allowed: auto or cpu" in config.startable("colocated", 2)
 
 
-def test_one_port_of_metrics_is_for_one_process_on_a_machine() -> None:
+def test_processes_on_one_machine_have_ports_of_their_own() -> None:
     ports = {"worker_port": 9400, "router_port": 9500}
     given = {"colocated": {"replicas": 1}, "metrics": ports, "router": {"port_step": 0}}
     here = ClusterConfig.model_validate(given)
@@ -336,6 +341,12 @@ def test_one_port_of_metrics_is_for_one_process_on_a_machine() -> None:
         "metrics.worker_port is 9400; allowed: 0 or null, since 2 processes on one machine would share it"
     )
     assert "metrics.router_port is 9500; allowed: 0 or null" in here.startable("router", 1)
+    last, next_ones = (
+        ClusterConfig.model_validate({"router": {"grpc_port": 8001, "http_port": port}}) for port in (65534, 8000)
+    )
+    assert last.startable("router", 1) == next_ones.startable("router", 0) == ""
+    assert last.startable("router", 2) == "router.http_port is 65534; allowed: up to 65533 for 3 routers"
+    assert "router.http_port is 8000; allowed: another one" in next_ones.startable("router", 1)
     assert joined.startable("decode", 1) == joined.startable("router", 1) == ""
     assert here.cycled() == {*WORKER_ROLES, "router"}, "a successor would find the port in use"
     assert joined.cycled() == {"router"}
