@@ -14,6 +14,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc
@@ -25,6 +26,7 @@ from kvrelay.cluster.errors import RunError
 from kvrelay.cluster.membership.membership import ready_http, ready_routers
 from kvrelay.cluster.processes import processes
 from kvrelay.cluster.state import ClusterState
+from kvrelay.internal.v1.supervisor_pb2 import GetStatusResponse
 from kvrelay.machine.silence import Silence
 
 NEEDED = {
@@ -44,8 +46,8 @@ SUPERVISOR = r"^ray::(SupervisorActor|kvrelay-supervisor)"
 ASK_SECONDS = 1.0
 EVERY_SECONDS = 0.5
 MOST_FAILURES = 5
-"""Looks in a row, each 0.5 to 3 s after the one before, at which neither the GCS nor a router of a cluster on a joined
-Ray answers."""
+"""Looks in a row, each 0.5 to 4 s after the one before, at which neither the supervisor, nor the GCS, nor a router of a
+cluster on a joined Ray answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +129,7 @@ class LocalWatch:
             return
         if status is not None:
             self._supervisor.answered(process)
-            members = [entry.member for entry in status.members]
-            if routers := ready_routers(members):
-                self.routers = {"router": ",".join(routers), "http": ",".join(ready_http(members))}
+            self.routers = _routers(status) or self.routers
 
 
 class JoinedWatch:
@@ -138,7 +138,7 @@ class JoinedWatch:
     def __init__(self, state: ClusterState) -> None:
         self._state = state
         self.routers: dict[str, str] = {}
-        """Addresses of routers; empty, as they are not asked for here."""
+        """Addresses of the routers that are ready, as in the ClusterState: a replaced one may be on another node."""
         self._failures = 0
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="ask Ray", daemon=True).start()
@@ -163,7 +163,13 @@ class JoinedWatch:
     def _run(self) -> None:
         state = self._state
         while not self._closed.wait(EVERY_SECONDS):
-            well = answers(state.ray_address) or serves(state.router, state.router_tls, ASK_SECONDS)
+            status = None
+            with suppress(RunError):  # it refuses this caller, or the token can't be read
+                status = get_status(state, ASK_SECONDS)
+            if status is not None:
+                self.routers = _routers(status) or self.routers
+            routers = self.routers.get("router", state.router)
+            well = status is not None or answers(state.ray_address) or serves(routers, state.router_tls, ASK_SECONDS)
             self._failures = 0 if well else self._failures + 1
 
 
@@ -175,6 +181,13 @@ def answers(address: str) -> bool:
         except grpc.RpcError as error:
             return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
     return True
+
+
+def _routers(status: GetStatusResponse) -> dict[str, str]:
+    """Addresses of the routers that are ready, as in the ClusterState; empty if none is."""
+    members = [entry.member for entry in status.members]
+    routers = ready_routers(members)
+    return {"router": ",".join(routers), "http": ",".join(ready_http(members))} if routers else {}
 
 
 def _find(pattern: str) -> Process | None:

@@ -17,11 +17,19 @@ from rich.console import Console
 
 from kvrelay.cluster.errors import UsageError
 from kvrelay.cluster.processes.processes import alive, find
+from kvrelay.cluster.ray import watch
 from kvrelay.cluster.state import ClusterState
 from kvrelay.cluster.supervisor.supervisor import MemberStart, Startup
 from kvrelay.cluster.up.down import down
 from kvrelay.cluster.up.launch import check_failures
 from kvrelay.cluster.up.report import Report
+from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_READY,
+    ROLE_ROUTER,
+    GetStatusResponse,
+    Member,
+    MemberStatus,
+)
 from kvrelay.machine.silence import SILENT_SECONDS
 from support.processes import wait_until
 
@@ -224,3 +232,29 @@ def test_a_cluster_whose_router_is_replaced_meanwhile_is_ended_too(monkeypatch: 
             assert owner.wait(SECONDS) == -signal.SIGTERM
         finally:
             owner.kill()
+
+
+def test_a_joined_cluster_is_not_lost_while_a_router_on_another_node_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "EVERY_SECONDS", 0.01)
+    router = Member(name="router-0", role=ROLE_ROUTER, state=MEMBER_STATE_READY, address="10.0.0.2:5")
+    status: GetStatusResponse | None = GetStatusResponse(members=[MemberStatus(member=router)])
+    serving = {"10.0.0.2:5"}
+    asked: list[str] = []
+
+    def serves(routers: str, tls: bool, timeout: float) -> bool:
+        asked.append(routers)
+        return routers in serving
+
+    monkeypatch.setattr(watch, "get_status", lambda state, timeout: status)
+    monkeypatch.setattr(watch, "answers", lambda address: False)
+    monkeypatch.setattr(watch, "serves", serves)
+    joined = watch.JoinedWatch(ClusterState(1, "kvrelay", ray_address="10.0.0.1:6379", router="10.0.0.1:5"))
+    try:
+        wait_until(lambda: joined.routers == {"router": "10.0.0.2:5", "http": ""}, "its router is known", SECONDS)
+        status = None
+        wait_until(lambda: len(asked) > 2 * watch.MOST_FAILURES, "asked often", SECONDS)
+        assert joined.lost() == ""
+        serving.clear()
+        wait_until(lambda: joined.lost() != "", "it is lost", SECONDS)
+    finally:
+        joined.close()
