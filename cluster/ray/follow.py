@@ -8,6 +8,7 @@ imports nothing of Ray or kvrelay, to stay small.
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
@@ -39,8 +40,9 @@ class Follower:
         """The lines since the last call, each with its end."""
         lines: list[bytes] = []
         for path in sorted(self._folder.glob(PATTERN)):
-            if path not in self._files and path.stat().st_size > self._offsets.setdefault(path, 0):
-                self._open(path)
+            with suppress(FileNotFoundError):  # it was removed since
+                if path not in self._files and path.stat().st_size > self._offsets.setdefault(path, 0):
+                    self._open(path)
             if path in self._files:
                 lines += self._lines_of(path)
         for path in [path for path in self._offsets if not path.exists()]:

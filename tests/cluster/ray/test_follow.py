@@ -30,6 +30,7 @@ def test_whole_lines_of_every_actor_in_every_session(tmp_path: Path) -> None:
     append(first, ": 2}\n")
     append(log(tmp_path, "worker-b.err"), "Traceback\n\n")
     append(log(tmp_path, "worker-b.out"), "not for us\n")
+    log(tmp_path, "worker-b-.err").symlink_to(tmp_path / "removed")
     append(log(tmp_path, "raylet.err"), "not for us either\n")
     append(log(tmp_path, "worker-c.err", "session_2026-01-02"), "another start of Ray\n")
     assert follower.read() == [b'{"b": 2}\n', b"Traceback\n", b"another start of Ray\n"]
