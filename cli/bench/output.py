@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from kvrelay.cli.bench import load
 from kvrelay.cli.bench.figures import LATENCIES
@@ -61,7 +62,7 @@ def show(result: Result, percentiles: Sequence[float], console: Console) -> None
         console.print(_table(run, percentiles, result.options.get("goodput") or {}))
         console.print()
         for line in errors(run):
-            console.print(f"[red]failed[/]  {line}", soft_wrap=True)
+            console.print(Text.assemble(("failed", "red"), f"  {line}"), soft_wrap=True)
 
 
 def errors(run: Run) -> list[str]:

@@ -69,6 +69,7 @@ def _explain(request_id: str, access: "Access", as_json: bool) -> None:
     import asyncio
 
     from rich.table import Table
+    from rich.text import Text
 
     from kvrelay.cli.doctor import request
     from kvrelay.cluster.asking.routers import Routers
@@ -85,14 +86,14 @@ def _explain(request_id: str, access: "Access", as_json: bool) -> None:
         return
     out = console()
     for story in stories:
-        out.print(f"[bold]{story.id}[/]  {story.headline}", soft_wrap=True)
-        out.print(f"{story.verdict}.", soft_wrap=True)
+        out.print(Text.assemble((story.id, "bold"), f"  {story.headline}"), soft_wrap=True)
+        out.print(f"{story.verdict}.", soft_wrap=True, markup=False)
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         table.add_column(justify="right")
         table.add_column()
         table.add_column(overflow="fold")
         for part in story.parts:
-            table.add_row(f"{1e3 * part.seconds:.1f} ms", part.stage, part.text)
+            table.add_row(f"{1e3 * part.seconds:.1f} ms", part.stage, Text(part.text))
         out.print(table)
         for line in story.incidents:
-            out.print(f"  {line}", soft_wrap=True)
+            out.print(f"  {line}", soft_wrap=True, markup=False)

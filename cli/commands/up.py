@@ -354,13 +354,14 @@ def _refuse_second() -> None:
 
 def _print_ready(out: "Console", state: "ClusterState", stop: str) -> None:
     out.print("[bold green]kvrelay is ready[/]")
-    out.print(f"  router     {state.router}")
+    out.print(f"  router     {state.router}", markup=False)  # an IPv6 address has brackets
     if state.http:
         bases = [f"{'https' if state.router_tls else 'http'}://{address}" for address in state.http.split(",")]
-        out.print(f"  http       {'  '.join(f'{base}/v1' for base in bases)}", soft_wrap=True)
+        out.print(f"  http       {'  '.join(f'{base}/v1' for base in bases)}", soft_wrap=True, markup=False)
         if state.page:
-            out.print(f"  page       {bases[0]}/", soft_wrap=True)
+            out.print(f"  page       {bases[0]}/", soft_wrap=True, markup=False)
     if state.dashboard:
-        out.print(f"  dashboard  {state.dashboard}   (asks for what `ray get-auth-token` prints)", soft_wrap=True)
+        asked = "(asks for what `ray get-auth-token` prints)"
+        out.print(f"  dashboard  {state.dashboard}   {asked}", soft_wrap=True, markup=False)
     out.print("  try        kvrelay generate 'def __init__(self, '")
     out.print(f"  stop       {stop}")

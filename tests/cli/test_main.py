@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 import yaml
 from command import LISTENING_TO_CTRL_C, call, fails, run
+from rich.console import Console
 
+from kvrelay.cli.bench.figures import figures
+from kvrelay.cli.bench.load import Request
+from kvrelay.cli.bench.output import show
+from kvrelay.cli.bench.result import Result, Run, this_machine
+from kvrelay.cli.commands.up import _print_ready
+from kvrelay.cli.doctor import request as stories
 from kvrelay.cluster.state import ClusterState, owned, save
 
 SECONDS = 30.0
@@ -193,3 +200,30 @@ def test_commands_start_at_once() -> None:
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=SECONDS, cwd="/", text=True)
     assert loaded.stdout == "[]\n"
+
+
+def test_brackets_in_addresses_and_reasons_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An IPv6 address and a part of a reason look like the marks by which rich styles text."""
+    out = Console(record=True, width=120)
+    state = ClusterState(
+        1, "kvrelay", router="[fd00::1]:5", http="[fd00::1]:6", page=True, dashboard="http://[fd00::1]:7"
+    )
+    _print_ready(out, state, "Ctrl-C")
+    assert out.export_text().count("[fd00::1]:") == 4
+    request = Request(0, 0, 1, None, None, [], 0, 0, 0, 1, ok=False, error="400: no [/INST] here", stages=None)
+    found = Run(None, 0, figures([request], 1.0, {}, ()), [request])
+    shown = Result("", "", "", "", {}, {}, this_machine(), {}, [found])
+    show(shown, (), out)
+    assert "1 x 400: no [/INST] here" in out.export_text()
+
+    async def find(routers: object, request_id: str) -> list[dict[str, object]]:
+        return [{}]
+
+    text = "[worker-0] [/a]"
+    told = stories.Story("[/id]", text, text, (stories.Part("queue", 1.0, text),), (text,))
+    monkeypatch.setattr(stories, "find", find)
+    monkeypatch.setattr(stories, "story", lambda life: told)
+    answer = call("doctor", "[/id]", "--target", "http://127.0.0.1:1")
+    assert answer.exit_code == 0
+    assert answer.stdout.count(text) == 4
+    assert "[/id]" in answer.stdout
