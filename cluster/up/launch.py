@@ -152,14 +152,15 @@ class Cluster:
 
         A supervisor that Ray has given up is replaced from here; the new one finds the members running.
         """
-        watch = self._supervisor.watch.remote(WATCH_SECONDS)
+        watch, told = self._supervisor.watch.remote(WATCH_SECONDS), None
         while not self._signals.wait(1.0):
             if not ray.wait([watch], timeout=0)[0]:
                 continue
             try:
                 ended = ray.get(watch)
-                if ended is not None:
+                if ended not in (None, told):  # its process says so until it has ended, too
                     self._report.phase(f"the supervisor has ended and is started again: {ended.reason}")
+                told = ended
             except RayError as error:
                 reason = " ".join(str(error).split())
                 self._report.phase(f"the supervisor is lost and replaced; requests are served meanwhile: {reason}")

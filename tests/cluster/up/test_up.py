@@ -10,18 +10,20 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from kvrelay.cluster.errors import UsageError
+from kvrelay.cluster.fleet.replacement import ProcessEnd
 from kvrelay.cluster.processes.processes import alive, find
 from kvrelay.cluster.ray import watch
 from kvrelay.cluster.state import ClusterState
 from kvrelay.cluster.supervisor.supervisor import MemberStart, Startup
 from kvrelay.cluster.up.down import down
-from kvrelay.cluster.up.launch import check_failures
+from kvrelay.cluster.up.launch import Cluster, check_failures
 from kvrelay.cluster.up.report import Report
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_READY,
@@ -232,6 +234,21 @@ def test_a_cluster_whose_router_is_replaced_meanwhile_is_ended_too(monkeypatch: 
             assert owner.wait(SECONDS) == -signal.SIGTERM
         finally:
             owner.kill()
+
+
+def test_each_end_of_a_supervisor_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    full, none = ProcessEnd("the disk is full"), None
+    answers = [none, full, full, full, none, full, full]
+    told: list[str] = []
+    cluster = object.__new__(Cluster)
+    watched = SimpleNamespace(remote=lambda seconds: answers.pop(0))
+    monkeypatch.setattr(cluster, "_supervisor", SimpleNamespace(watch=watched), raising=False)
+    monkeypatch.setattr(cluster, "_signals", SimpleNamespace(wait=lambda seconds: not answers), raising=False)
+    monkeypatch.setattr(cluster, "_report", SimpleNamespace(phase=told.append), raising=False)
+    monkeypatch.setattr("ray.wait", lambda calls, timeout: (calls, []))
+    monkeypatch.setattr("ray.get", lambda call: call)
+    cluster.wait()
+    assert told == ["the supervisor has ended and is started again: the disk is full"] * 2
 
 
 def test_a_joined_cluster_is_not_lost_while_a_router_on_another_node_serves(monkeypatch: pytest.MonkeyPatch) -> None:
