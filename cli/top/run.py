@@ -88,6 +88,9 @@ async def _follow(routers: Routers, url: str, model: Model, heard: asyncio.Event
         except RunError as error:
             model.lost(url, str(error))
             heard.set()
+        except (KeyError, TypeError) as error:
+            model.lost(url, f"router {url}: its answer is not that of a router of this version: {error!r}")
+            heard.set()
         await asyncio.sleep(RETRY_SECONDS)
 
 

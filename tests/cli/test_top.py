@@ -1,11 +1,13 @@
 """`kvrelay top`: what it shows of several routers, and what it does when it can't."""
 
+import asyncio
 import json
 import os
 import re
 import socket
 import sys
 import time
+from collections.abc import AsyncIterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from kvrelay.cli.top.model import MOST_DECISIONS, SORTS, Model
 from kvrelay.cli.top.view import BAR_CELLS, frame
 from kvrelay.client import Client
 from support.background import Background
+from support.router_fakes import until
 from support.terminal import Terminal
 
 
@@ -218,3 +221,24 @@ def test_mistakes_are_one_line(tmp_path: Path, nobody: str) -> None:
             (2, "--goodput has", ("--once", "--goodput", "x")),
         ):
             fails(code, words, "top", *arguments)
+
+
+async def test_a_router_that_answers_otherwise_is_named_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[dict[str, str]] = [{}, {"router": "router-0", "model": "pico", "version": "1"}]
+
+    class Answering:
+        async def about(self, url: str) -> dict[str, str]:
+            return answers.pop(0)
+
+        async def events(self, url: str) -> AsyncIterator[tuple[str, Any]]:
+            yield "fleet", fleet(worker("w"))
+            await asyncio.Event().wait()
+
+    model, heard = Model(("a",), {}), asyncio.Event()
+    told: list[str] = []
+    monkeypatch.setattr(model, "lost", lambda url, error: told.append(error))
+    following = asyncio.create_task(top_run._follow(Answering(), "a", model, heard))  # type: ignore[arg-type]
+    await asyncio.wait_for(heard.wait(), 10)
+    await until(lambda: model.routers["a"].ready, "it is asked again")
+    assert told == ["router a: its answer is not that of a router of this version: KeyError('router')"]
+    following.cancel()
