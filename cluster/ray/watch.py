@@ -163,7 +163,7 @@ class JoinedWatch:
     def _run(self) -> None:
         state = self._state
         while not self._closed.wait(EVERY_SECONDS):
-            status = None
+            status: GetStatusResponse | None = None
             with suppress(RunError):  # it refuses this caller, or the token can't be read
                 status = get_status(state, ASK_SECONDS)
             if status is not None:
