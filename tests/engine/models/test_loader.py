@@ -1,6 +1,7 @@
 """Checkpoints on disk: what loads, what is refused with which words, and what tells two of them apart."""
 
 import json
+import math
 import shutil
 import struct
 from collections.abc import Callable
@@ -108,6 +109,12 @@ def with_content(content: bytes) -> Damage:
     return lambda folder: (folder / "model.safetensors").write_bytes(content)
 
 
+def with_header(fields: dict[str, object]) -> Damage:
+    """One tensor of 4 bytes."""
+    header = json.dumps({GATE: {"dtype": "F32"} | fields}).encode()
+    return with_content(struct.pack("<Q", len(header)) + header + bytes(4))
+
+
 def with_index(weight_map: object) -> Damage:
     return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
@@ -163,6 +170,11 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "long header": (with_content(struct.pack("<Q", 2**40) + b"{}"), NO_FILE),
     "list as header": (with_content(struct.pack("<Q", 2) + b"[]"), NO_FILE),
     "header of no text": (with_content(struct.pack("<Q", 4) + b"\xff\xff\xff\xff"), NO_FILE),
+    "deep header": (with_content(struct.pack("<Q", 10**6) + b"[" * 10**6), NO_FILE),
+    "endless shape": (with_header({"shape": [math.inf], "data_offsets": [0, 4]}), NO_FILE),
+    "endless offset": (with_header({"shape": [1], "data_offsets": [0, math.inf]}), NO_FILE),
+    "negative shape": (with_header({"shape": [-1, -1], "data_offsets": [0, 4]}), NO_FILE),
+    "many dimensions": (with_header({"shape": [10**4000] * 1000, "data_offsets": [0, 4]}), NO_FILE),
     "tensor without fields": (with_content(struct.pack("<Q", 9) + b'{"a": {}}'), NO_FILE),
     "cut short": (cut_short, NO_FILE + ", or cut short"),
     "overlap": (with_overlapping_tensors, NO_FILE),
