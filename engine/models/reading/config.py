@@ -17,6 +17,7 @@ from kvrelay.engine.ranks.spans import WIDTH, even_span
 from kvrelay.machine.options import require
 
 DTYPES: tuple[FloatDtype, ...] = get_args(FloatDtype)
+MOST_LAYERS = 4096
 INT4_GROUP = 64
 """Number of inputs that share a scale in weights that are converted to int4 at load."""
 
@@ -262,6 +263,8 @@ def read_config(folder: Path) -> ModelConfig:
     allowed = (architecture.activation,)
     activation = fields.choice(architecture.activation_field, allowed, default=architecture.activation)
     layers = fields.integer("num_hidden_layers")
+    if layers > MOST_LAYERS:
+        fields.refuse("num_hidden_layers", f"up to {MOST_LAYERS}")
     hidden_size = fields.integer("hidden_size")
     vocab_size = fields.integer("vocab_size")
     heads = fields.integer("num_attention_heads")
