@@ -21,7 +21,6 @@ from kvrelay.engine.config import (
 )
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import BlockPool
-from kvrelay.engine.kv.layout import FloatDtype
 from kvrelay.engine.kv.memory import asking, memory_of
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.kv.prefix import PrefixIndex
@@ -199,8 +198,8 @@ def draft_proposer(dtype: Dtype, options: EngineConfig, blocks: int) -> DraftPro
         return DraftProposer(runner, options.max_batch_tokens)
     if options.kv_memory_bytes:
         config = read_config(folder)
-        auto: FloatDtype = "float32" if config.dtype == "float16" and options.device == "cpu" else config.dtype
-        layout = config.kv_layout(auto if dtype == "auto" else dtype, options.kv_dtype, options.block_size, "NHD")
+        run_dtype = config.run_dtype(dtype, options.device)
+        layout = config.kv_layout(run_dtype, options.kv_dtype, options.block_size, "NHD")
         own = replace(own, kv_memory_bytes=max(1, blocks) * layout.block_bytes)
     return DraftProposer(_builder(options)(folder, dtype, own, slides=False), options.max_batch_tokens)
 

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.models.fast.native import NativeDecoder
 from kvrelay.engine.models.reading import checkpoint, hashes
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
+from kvrelay.engine.report import report_on
 from kvrelay.engine.runner.cpu import build_cpu_runner
 from support.checkpoints import make_checkpoint
 from support.paged import logits_by, logits_of
@@ -63,6 +66,15 @@ def test_every_weight_type_loads_into_every_run_type(model_of: Callable[..., Pat
             found = logits_by(runner, TOKENS)
             expected = found if expected is None else expected
             assert (found - expected).std() < 0.05 * expected.std()
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "float16"}, {"dtype": "bfloat16"}, {"intermediate_size": 40}])
+def test_a_model_is_reported_as_it_runs(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """A width of 40 is none that the native kernels take."""
+    folder = make_checkpoint(tmp_path, "llama", **changes)
+    report, runner = report_on(folder, "auto", EngineConfig()), build_cpu_runner(folder, "auto", OPTIONS)
+    assert (report.dtype, report.token_bytes) == (runner.spec.dtype, runner.layout.token_bytes)
+    assert bool(report.native) == isinstance(runner.model, NativeDecoder)
 
 
 def test_longrope_is_stretched_for_longer_contexts_only(model_of: Callable[..., Path]) -> None:
