@@ -143,8 +143,8 @@ class ServerActor(Generic[ServerT]):
             TimeoutError: the event loop doesn't turn within LOOP_SECONDS.
         """
         server, loop = self._started.result(), self._loop
-        if loop is None:
-            raise RuntimeError("the server has no event loop")
+        if loop is None or loop.is_closed():
+            raise RuntimeError("the server has ended")
 
         async def answer() -> ResultT:
             return question(server)
