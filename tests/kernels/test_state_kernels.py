@@ -40,7 +40,8 @@ def test_ssd(device: torch.device, step: list[tuple[int, int]], dtype: str) -> N
 @shapes
 def test_delta(device: torch.device, step: list[tuple[int, int]], dtype: str) -> None:
     for heads, key_heads, dim, key_dim in ((4, 2, 20, 9), (1, 1, 64, 32)):
-        Scene(step, dtype, device).check_delta(OPS, heads, key_heads, dim, key_dim)
+        for channels in (False, True):
+            Scene(step, dtype, device).check_delta(OPS, heads, key_heads, dim, key_dim, channels=channels)
 
 
 @shapes

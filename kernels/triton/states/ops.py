@@ -24,8 +24,6 @@ CHUNKS = {"num_warps": 8, "num_stages": 1}
 class TritonStateOps:
     """Implements `StateOps` on GPU, and in Triton's interpreter."""
 
-    decays_channels = False
-
     def conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: StateRows, *, silu: bool
     ) -> Tensor:
@@ -107,7 +105,7 @@ class TritonStateOps:
             q.stride(0), k.stride(0), v.stride(0), state.stride(0), heads, heads // key_heads, dim, key_dim,
             key_dim**-0.5,
         )  # fmt: skip
-        sides = {"NORMALIZED": normalized, "DIM": _side(dim, DIM), "KEYS": _side(key_dim)}
+        sides = {"NORMALIZED": normalized, "CHANNELS": g.dim() == 3, "DIM": _side(dim, DIM), "KEYS": _side(key_dim)}
         grid = len(rows.starts), heads, triton.cdiv(dim, sides["DIM"])
         delta_file.delta_token_kernel[grid](*given, **sides)
         if rows.longest > 1:
