@@ -20,10 +20,12 @@ to i. Both are at most 1.
     v, out   [T, H, D]
     g        float32 [T, H] or, with CHANNELS, [T, H, K] contiguous
     beta     float32 [T, H]
+    pairs    float32 [T, H, 2, Q], with CHANNELS: K K' * E and Q K' * E of a token and those of its chunk up to it
     state    float32 [S, H, K, D]; slots are `slot_stride` numbers apart
 
 Grid: (R, H, ceil(D / DIM)), in either form. Limit: for one token memory, 8 K D bytes of state a head; for a chunk
-2 Q (2 K + 2 D) + 6 K D FLOPs a token and head, and with CHANNELS 2 Q 2 K more for each time that a chunk is halved.
+2 Q (2 K + 2 D) + 6 K D FLOPs a token and head. Pairs are computed first, in a grid (R, H, ceil(longest / Q)); limit:
+4 Q K FLOPs a token and head for each time that a chunk is halved.
 """
 
 import triton
@@ -38,66 +40,68 @@ LEAST = tl.constexpr(1e-6)
 
 
 @triton.jit
-def _decay(rate, spans):
-    """Decays [CHUNK, PART]: of the rates [CHUNK, PART], each row's exponent sums those that it spans [CHUNK, CHUNK].
-
-    All rates have one sign, so a sum of few of them is exact where a difference of two sums from the chunk's begin on
-    is not.
-    """
-    return tl.exp(tl.dot(spans.to(tl.float32), rate, input_precision="tf32x3"))
-
-
-@triton.jit
-def _channel_weights(
-    q, k, g, at, there, q_stride, k_stride, g_stride, size,
-    CHUNK: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr,
+def channel_pairs_kernel(
+    q, k, g, pairs, firsts, q_stride, k_stride, heads, shared, key_dim,
+    CHUNK: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Products [CHUNK, CHUNK] of keys with the keys of earlier tokens, and of queries with those of earlier tokens and
-    of their own, with the decays of the channels between the two.
-    """
+    """The pairs of one chunk; only those of queries with their own token's key are computed on the diagonal."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    first = tl.load(firsts + row)
+    end = tl.load(firsts + row + 1)
+    begin = first + tl.program_id(2) * CHUNK
+    if (end - first <= 1) | (begin >= end):
+        return
+    q += head // shared * key_dim
+    k += head // shared * key_dim
+    g += head * key_dim
     token = tl.arange(0, CHUNK)
+    at = begin + token
+    there = at < end
     i, j = token[:, None], token[None]
-    triangle = tl.zeros((CHUNK, CHUNK), tl.float32)
-    weights = tl.zeros((CHUNK, CHUNK), tl.float32)
-    for first in tl.range(0, KEYS, PART):
-        of_q = load_rows(q, at, there, q_stride, first, size, PART).to(tl.float32)
-        of_k = load_rows(k, at, there, k_stride, first, size, PART).to(tl.float32)
-        rate = load_rows(g, at, there, g_stride, first, size, PART)
-        weights += tl.where(i == j, tl.sum(of_q * of_k, 1)[:, None], 0.0)
+    of_keys = tl.zeros((CHUNK, CHUNK), tl.float32)
+    of_queries = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for channel in tl.range(0, key_dim, PART, disable_licm=True):
+        of_q = load_rows(q, at, there, q_stride, channel, key_dim, PART).to(tl.float32)
+        of_k = load_rows(k, at, there, k_stride, channel, key_dim, PART).to(tl.float32)
+        rate = load_rows(g, at, there, heads * key_dim, channel, key_dim, PART)
+        of_queries += tl.where(i == j, tl.sum(of_q * of_k, 1)[:, None], 0.0)
         for halving in tl.static_range(HALVINGS):
-            # i is behind the middle of its block of 2 << halving tokens, j before it.
+            # Each token's decay is that between it and the middle of its block of 2 << halving tokens.
             block = i >> (halving + 1)
             middle = (2 * block + 1) << halving
-            behind = i >= middle
-            decay = _decay(rate, tl.where(behind, (j >= middle) & (j <= i), (j > i) & (j < middle)))
-            keys = tl.trans(tl.where(behind, 0.0, of_k * decay))
+            second = i >= middle
+            between = tl.where(second, (j >= middle) & (j <= i), (j > i) & (j < middle))
+            decay = tl.exp(tl.dot(between.to(tl.float32), rate, input_precision="tf32x3"))
+            keys = tl.trans(tl.where(second, 0.0, of_k * decay))
             own = block == j >> (halving + 1)
-            of_both = tl.where(behind, of_k * decay, 0.0), tl.where(behind, of_q * decay, 0.0)
-            triangle += tl.where(own, tl.dot(of_both[0], keys, input_precision=PRECISION), 0.0)
-            weights += tl.where(own, tl.dot(of_both[1], keys, input_precision=PRECISION), 0.0)
-    return triangle, weights
+            later = tl.where(second, of_k * decay, 0.0)
+            of_keys += tl.where(own, tl.dot(later, keys, input_precision=PRECISION), 0.0)
+            later = tl.where(second, of_q * decay, 0.0)
+            of_queries += tl.where(own, tl.dot(later, keys, input_precision=PRECISION), 0.0)
+    place = pairs + 2 * CHUNK * (at * heads + head)[:, None] + j
+    tl.store(place, of_keys, mask=there[:, None])
+    tl.store(place + CHUNK, of_queries, mask=there[:, None])
 
 
 @triton.jit
 def _next_channel_state(
     s, k, g, at, there, k_stride, g_stride, size, later,
-    CHUNK: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`next_state` with a decay for each channel; `later` isn't decayed yet."""
-    token = tl.arange(0, CHUNK)
     new = ()
     for part in tl.static_range(KEYS // PART):
         of_k = load_rows(k, at, there, k_stride, part * PART, size, PART).to(tl.float32)
         rate = load_rows(g, at, there, g_stride, part * PART, size, PART)
-        of_k *= _decay(rate, token[None] > token[:, None])
-        over = s[part] * tl.exp(tl.sum(rate, 0))[:, None]
-        new += (tl.dot(tl.trans(of_k), later, over, input_precision=PRECISION),)  # type: ignore[assignment]
+        last = tl.sum(rate, 0)
+        of_k *= tl.exp(last[None] - tl.cumsum(rate, 0))
+        new += (tl.dot(tl.trans(of_k), later, s[part] * tl.exp(last)[:, None], input_precision=PRECISION),)  # type: ignore[assignment]
     return new
 
 
 @triton.jit
 def delta_kernel(
-    q, k, v, g, beta, state, out, firsts, starts, slots,
+    q, k, v, g, beta, pairs, state, out, firsts, starts, slots,
     q_stride, k_stride, v_stride, slot_stride, heads, shared, dim, key_dim, scaling,
     NORMALIZED: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr,
     KEYS: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr,
@@ -124,17 +128,16 @@ def delta_kernel(
     for begin in tl.range(first, end, CHUNK, disable_licm=True):
         at = begin + token
         there = at < end
-        # Decays of channels are in all else that a chunk multiplies.
+        # Channels decay in the pairs, and in what is multiplied with the state.
         rate = tl.zeros((CHUNK,), tl.float32) if CHANNELS else tl.load(g + at * heads + head, mask=there, other=0.0)
         strength = tl.load(beta + at * heads + head, mask=there, other=0.0)
         sums = tl.cumsum(rate, 0)
         last = tl.sum(rate, 0)
         decay = tl.exp(tl.where(visible, sums[:, None] - sums[None], float("-inf")))
         if CHANNELS:
-            triangle, weights = _channel_weights(
-                q, k, g, at, there, q_stride, k_stride, heads * key_dim, key_dim,
-                CHUNK, KEYS, PART, PRECISION,
-            )  # fmt: skip
+            place_of_pairs = pairs + 2 * CHUNK * (at * heads + head)[:, None] + token[None]
+            triangle = tl.load(place_of_pairs, mask=there[:, None], other=0.0)
+            weights = tl.load(place_of_pairs + CHUNK, mask=there[:, None], other=0.0)
         else:
             triangle = tl.zeros((CHUNK, CHUNK), tl.float32)
             weights = tl.zeros((CHUNK, CHUNK), tl.float32)
@@ -153,7 +156,7 @@ def delta_kernel(
             k_squares += tl.sum(of_k * of_k, 1)
             if CHANNELS:
                 rates = load_rows(g, at, there, heads * key_dim, part * PART, key_dim, PART)
-                decays = _decay(rates, visible)
+                decays = tl.exp(tl.cumsum(rates, 0))
                 of_q *= decays
                 of_k *= decays
             known = tl.dot(of_k, s[part], known, input_precision=PRECISION)
@@ -183,7 +186,7 @@ def delta_kernel(
         later = u * (tl.exp(last - sums) * k_scale)[:, None]
         if CHANNELS:
             s = _next_channel_state(
-                s, k, g, at, there, k_stride, heads * key_dim, key_dim, later, CHUNK, KEYS, PART, PRECISION
+                s, k, g, at, there, k_stride, heads * key_dim, key_dim, later, KEYS, PART, PRECISION
             )
         else:
             s = next_state(s, k, at, there, k_stride, key_dim, later, last, KEYS, PART, PRECISION)
