@@ -358,7 +358,7 @@ def _prepare(
     elif options.device == "cuda" and options.quantization in LAYERS:
         swap_experts(model, on_gpu(LAYERS[options.quantization], TORCH_DTYPES[run_dtype], model.device))
         prompts = _prompts(model, config, windows, place)
-    elif options.expert_kernel != "builtin":
+    elif options.device != "cpu" and options.expert_kernel != "builtin":
         take_flashinfer(model, options.expert_kernel)
         prompts = _prompts(model, config, windows, place)
     return layers, why, prompts, packed / max(1, total)

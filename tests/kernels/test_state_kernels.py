@@ -55,7 +55,7 @@ def test_wkv(device: torch.device, step: list[tuple[int, int]], dtype: str) -> N
     Scene(step, dtype, device).check_wkv(OPS, 150)
 
 
-def launch_all(float32: bool) -> None:
+def launch_others(float32: bool) -> None:
     """Launches each other kernel as a layer of a published model would: a prompt, and a token."""
     rows = StateRows.of(np.array([300, 1]), np.array([0, 5]), np.array([0, 1]), torch.device("cpu"))
     dtype = torch.float32 if float32 else DTYPE
@@ -80,7 +80,7 @@ def launch_channels(float32: bool) -> None:
     OPS.delta(q, q, q, q.float(), heads, torch.zeros((2, 32, 128, 128)), rows, normalized=True)
 
 
-@pytest.mark.parametrize(("launch", "count"), [(launch_all, 7), (launch_channels, 3)])
+@pytest.mark.parametrize(("launch", "count"), [(launch_others, 7), (launch_channels, 3)])
 @pytest.mark.parametrize("float32", [False, True])
 @each_architecture
 def test_compiled(

@@ -238,7 +238,7 @@ class FlashInferExperts:
             "fc1_expert_biases": by_expert(layer.up_bias, first=True),
             "fc2_expert_weights": by_expert(down, first=False),
             "fc2_expert_biases": by_expert(layer.down_bias, first=False),
-            # Sums in the order of the experts. Fused into the second product, they'd come in any order.
+            # A sum that is fused into the second product adds a token's experts in any order.
             "use_fused_finalize": False,
             "quant_scales": None,
         }
