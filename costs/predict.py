@@ -135,8 +135,9 @@ class Pace:
         return Prefill(steps * self.decodes + alone, steps, tokens - (steps - 1) * chunk, delay)
 
     def tpot(self, context: float) -> float:
-        """Seconds of a step of decodes with a newcomer of `context` tokens among them."""
-        return self.costs.step.fixed + self.decodes + self.added(context)
+        """Mean seconds between two tokens of a newcomer of `context` tokens: of a step of decodes with it among them,
+        and of what has lengthened the latest steps."""
+        return self.costs.step.fixed + self.decodes + self.added(context) + self.costs.extra
 
     def added(self, context: float) -> float:
         """Seconds that a newcomer of `context` tokens adds to each step of decodes."""

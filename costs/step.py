@@ -20,6 +20,10 @@ from kvrelay.costs.fit import ERROR_SAMPLES, STRATUM_SAMPLES, LinearFit
 
 GATHERED = 8
 """Number of steps of about the same work that become one sample."""
+INTERVALS = 2048
+"""Number of the latest steps with decodes whose mean `StepFit.extra` is, about: half a minute of a busy worker."""
+LONGEST_EXTRA = 1.0
+"""Seconds beyond which an interval was a pause of the process, or its sequences had been put off."""
 PAUSE = 3.0
 """Multiple of the others' mean time from which a step is left out of such a sample."""
 
@@ -131,6 +135,10 @@ class StepFit:
         self.prompt_error = 0.0
         """Mean relative error of predictions of the latest steps with chunks."""
         self._predicted_decodes = self._predicted_prompts = 0
+        self.extra = 0.0
+        """Seconds from one token of a sequence to its next one beyond those of the decodes in the step: chunks of
+        prompts in it, and the time between two steps. A mean over the latest steps with decodes."""
+        self._intervals = 0
 
     def add(self, work: StepWork, seconds: float) -> None:
         """Takes a step that took `seconds`; one that took no time is left out."""
@@ -159,6 +167,20 @@ class StepFit:
         if len(gathered) == GATHERED:
             del self._gathered[stratum]
             self._take_mean(gathered, stratum)
+
+    def add_interval(self, work: StepWork, seconds: float, count: int = 1) -> None:
+        """Takes the time from the end of the step before a step with this work to its own end: the time between two
+        tokens of the sequences that decode in it.
+
+        Args:
+            count: number of steps with this work; `seconds` is their mean.
+        """
+        if work.sequences and (cost := self.cost()) is not None:
+            decodes = cost.seconds(work._replace(prompt_tokens=0, prompt_pairs=0.0))
+            self._intervals += count
+            self.extra += (min(LONGEST_EXTRA, seconds - decodes) - self.extra) * min(
+                1.0, count / min(self._intervals, INTERVALS)
+            )
 
     def _take_mean(self, steps: list[tuple[StepWork, float]], stratum: int) -> None:
         """Takes steps of one stratum. One that took far longer than the others was a pause of the process."""

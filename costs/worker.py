@@ -24,6 +24,8 @@ class WorkerCosts:
     """Bytes of a sequence's cache."""
     links: Mapping[str, LinkCost] = field(default_factory=dict)
     """Hand-offs to this worker, by the sending worker's name."""
+    extra: float = 0.0
+    """Mean seconds from one token of a sequence to its next one beyond those of a step's decodes (`StepFit.extra`)."""
     typical_link: LinkCost = field(default_factory=LinkCost, init=False, repr=False, compare=False)
     """Stands for links that aren't known yet."""
     least_exposed: float = field(default=0.0, init=False, repr=False, compare=False)

@@ -48,6 +48,8 @@ class Engine:
         """Plans in flight, each with its step's handle and the time when it was begun."""
         self._committed = 0.0
         """Time when the step before was committed."""
+        self._continues = False
+        """Whether work was left then."""
 
     def warm_up(self) -> None:
         """Runs everything that would make the first steps slow. Call it before there are sequences."""
@@ -108,7 +110,8 @@ class Engine:
                 ended = now()
                 # Two steps overlap: a step's own time begins when the one before it has ended.
                 self.scheduler.fit.add(work, ended - max(planned, self._committed))
-            self._committed = ended
+                self.scheduler.fit.add_interval(work, ended - (self._committed if self._continues else planned))
+            self._committed, self._continues = ended, self.has_work
             self.steps += 1
             self.step_seconds += ended - began
             if self.on_step is not None:

@@ -6,7 +6,7 @@ from kvrelay.costs.worker import WorkerCosts
 from kvrelay.internal.v1.worker_pb2 import Costs, KvWindow, Link
 
 _STEP = ("fixed", "sequence", "context", "guess", "prompt_fixed", "token", "pair")
-_OWN = ("chunk", "step_seconds", "decode_error", "prompt_error")
+_OWN = ("chunk", "step_seconds", "decode_error", "prompt_error", "extra")
 
 
 def costs_message(costs: WorkerCosts) -> Costs:

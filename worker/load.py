@@ -207,6 +207,7 @@ class CostReports:
             fit.prompt_error,
             self._kv,
             links,
+            max(0.0, fit.extra),
         )
 
     def errors(self) -> dict[str, float]:
@@ -234,7 +235,7 @@ def kv_bytes(cache: CacheLayout) -> KvBytes:
 
 def _figures(costs: WorkerCosts) -> dict[str, float]:
     """The coefficients by name."""
-    found = asdict(costs.step)
+    found = asdict(costs.step) | {"extra": costs.extra}
     for sender, link in costs.links.items():
         found |= {f"fixed {sender}": link.fixed, f"byte {sender}": link.byte}
     return found

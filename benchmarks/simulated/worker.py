@@ -394,6 +394,7 @@ class SimulatedWorker:
         self.computed_tokens += plan.num_tokens * count
         self.prompt_tokens += int(work.prompt_tokens)
         self.scheduler.fit.add(work, seconds / count)
+        self.scheduler.fit.add_interval(work, seconds / count, count)
         told = self._take(progress)
         self._gathered += count
         if self._offers:

@@ -65,6 +65,28 @@ def test_large_steps_are_remembered_through_many_small_ones_and_a_slower_machine
     assert cost.seconds(small) == pytest.approx(2 * COST.seconds(small), rel=0.05)
 
 
+@given(st.integers(0, 2**32), st.integers(1, 40), st.floats(0, 0.01))
+@settings(max_examples=10, deadline=None)
+def test_the_interval_between_two_tokens_is_predicted_with_what_chunks_and_pauses_add(
+    seed: int, every: int, pause: float
+) -> None:
+    """Each step of a chunk and decodes is followed by `every` - 1 steps of decodes alone."""
+    rng, fit = random.Random(seed), StepFit()
+    intervals = []
+    for step in range(1000):
+        sequences = rng.randint(1, 16)
+        chunk = rng.randint(1, 256) if step % every == 0 else 0
+        work = StepWork(chunk, pairs(0, chunk), sequences, 300 * sequences)
+        fit.add(work, COST.seconds(work))
+        interval = COST.seconds(work) + pause
+        fit.add_interval(work, interval)
+        intervals.append((interval, COST.seconds(StepWork(0, 0, sequences, 300 * sequences))))
+    cost = fit.cost()
+    assert cost is not None
+    mean, decodes = (sum(column) / len(column) for column in zip(*intervals, strict=True))
+    assert fit.extra == pytest.approx(mean - decodes, rel=0.3, abs=0.1 * mean)
+
+
 @given(
     samples=st.lists(st.tuples(st.integers(0, 600), st.integers(0, 64), st.floats(1e-6, 10)), min_size=1, max_size=60),
     work=st.tuples(st.integers(0, 1000), st.integers(0, 100), st.integers(0, 100000), st.integers(0, 9)),
@@ -207,5 +229,7 @@ def test_a_hand_off_is_exposed_where_the_link_is_slower_than_the_computing() -> 
 
 
 def test_costs_are_read_as_they_were_said() -> None:
-    costs = WorkerCosts(COST, 512, 0.05, 0.1, 0.2, KvBytes(4.0, ((2.0, 8),), 16.0), {"prefill-0": LinkCost(1e-3, 1e-9)})
+    costs = WorkerCosts(
+        COST, 512, 0.05, 0.1, 0.2, KvBytes(4.0, ((2.0, 8),), 16.0), {"prefill-0": LinkCost(1e-3, 1e-9)}, 0.01
+    )
     assert read_costs(costs_message(costs)) == costs

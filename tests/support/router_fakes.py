@@ -44,7 +44,7 @@ from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECI
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 from support.tokenizers import model_folder
 
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 TURN_SECONDS = 0.01
 
 

@@ -200,7 +200,7 @@ cluster.shutdown()
 """
 TWO_NODES = f"""
 model: {{dtype: float32}}
-router: {{worker_wait_seconds: {MOVED_SECONDS}}}
+router: {{idle_timeout_seconds: {MOVED_SECONDS}}}
 prefill: {{gpus: 0}}
 decode: {{gpus: 1, cpus: 0, engine: {{tensor_parallel: 2, device: cpu, kv_memory_bytes: 16777216}}}}
 drain_seconds: 1

@@ -435,7 +435,7 @@ class Load(_message.Message):
     def __init__(self, blocks: _Optional[_Union[Blocks, _Mapping]] = ..., requests: _Optional[_Union[Requests, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., promised: _Optional[_Union[Promised, _Mapping]] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., growth_blocks: _Optional[int] = ..., ending: _Optional[_Union[Promised, _Mapping]] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., costs: _Optional[_Union[Costs, _Mapping]] = ..., yielding_tokens: _Optional[int] = ...) -> None: ...
 
 class Costs(_message.Message):
-    __slots__ = ("fixed", "sequence", "context", "guess", "prompt_fixed", "token", "pair", "chunk", "step_seconds", "decode_error", "prompt_error", "kv_token", "kv_fixed", "kv_windows", "links")
+    __slots__ = ("fixed", "sequence", "context", "guess", "prompt_fixed", "token", "pair", "chunk", "step_seconds", "decode_error", "prompt_error", "kv_token", "kv_fixed", "kv_windows", "links", "extra")
     FIXED_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
@@ -451,6 +451,7 @@ class Costs(_message.Message):
     KV_FIXED_FIELD_NUMBER: _ClassVar[int]
     KV_WINDOWS_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_FIELD_NUMBER: _ClassVar[int]
     fixed: float
     sequence: float
     context: float
@@ -466,7 +467,8 @@ class Costs(_message.Message):
     kv_fixed: float
     kv_windows: _containers.RepeatedCompositeFieldContainer[KvWindow]
     links: _containers.RepeatedCompositeFieldContainer[Link]
-    def __init__(self, fixed: _Optional[float] = ..., sequence: _Optional[float] = ..., context: _Optional[float] = ..., guess: _Optional[float] = ..., prompt_fixed: _Optional[float] = ..., token: _Optional[float] = ..., pair: _Optional[float] = ..., chunk: _Optional[int] = ..., step_seconds: _Optional[float] = ..., decode_error: _Optional[float] = ..., prompt_error: _Optional[float] = ..., kv_token: _Optional[float] = ..., kv_fixed: _Optional[float] = ..., kv_windows: _Optional[_Iterable[_Union[KvWindow, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ...) -> None: ...
+    extra: float
+    def __init__(self, fixed: _Optional[float] = ..., sequence: _Optional[float] = ..., context: _Optional[float] = ..., guess: _Optional[float] = ..., prompt_fixed: _Optional[float] = ..., token: _Optional[float] = ..., pair: _Optional[float] = ..., chunk: _Optional[int] = ..., step_seconds: _Optional[float] = ..., decode_error: _Optional[float] = ..., prompt_error: _Optional[float] = ..., kv_token: _Optional[float] = ..., kv_fixed: _Optional[float] = ..., kv_windows: _Optional[_Iterable[_Union[KvWindow, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., extra: _Optional[float] = ...) -> None: ...
 
 class KvWindow(_message.Message):
     __slots__ = ("token", "tokens")
