@@ -7,7 +7,7 @@ of their products.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -314,7 +314,7 @@ def _defined(layer: Layer, weights: tuple[Tensor, Tensor], x: Tensor, chosen: Te
     """A layer's result by definition, of its first and second weights."""
 
     def products(weight: Tensor, bias: Tensor | None) -> list[Operation]:
-        biases = [None] * layer.experts if bias is None else bias.chunk(layer.experts)
+        biases: Sequence[Tensor | None] = [None] * layer.experts if bias is None else bias.chunk(layer.experts)
         both = zip(weight.chunk(layer.experts), biases, strict=True)
         return [partial(nn.functional.linear, weight=own, bias=of) for own, of in both]
 
