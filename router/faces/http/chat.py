@@ -166,7 +166,7 @@ class Chats:
         reasoning = None
         if self.reasons and not form.forced:
             begun = self.tokenizer.names(request.tail).rstrip().endswith(OPEN)
-            reasoning = Reasoning(begun, self.tokenizer.id_of(OPEN), self.tokenizer.id_of(CLOSE))
+            reasoning = Reasoning(begun, self.tokenizer.id_of(CLOSE))
         return ChatChoice(form, self.tokenizer, self._parser(form), reasoning)
 
     def _parser(self, form: Form) -> ToolParser | None:

@@ -195,22 +195,38 @@ def test_a_call_is_given_on_before_it_is_complete() -> None:
 )
 def test_reasoning_is_split_however_the_text_is_cut(begun: bool, text: str, thought: str, answer: str) -> None:
     for seed in range(30):
-        splitter = Reasoning(begun, None, None)
+        splitter = Reasoning(begun, None)
         parts = [splitter.push(piece, [1]) for piece in ([text] if not seed else cuts(text, seed))]
         parts.append(splitter.finish())
         assert ("".join(part[0] for part in parts), "".join(part[1] for part in parts)) == (thought, answer)
 
 
 def test_reasoning_tokens_are_counted_by_the_tags_tokens() -> None:
-    splitter = Reasoning(False, 7, 8)
+    splitter = Reasoning(False, 8)
     splitter.push("<think>", [7])
     splitter.push("a b", [1, 2])
     splitter.push("c</think>d", [3, 8, 4])
     splitter.push("e", [5])
     assert splitter.tokens == 5
-    plain = Reasoning(False, 7, 8)
-    plain.push("abc", [1, 2, 3])
-    assert plain.tokens == 0
+
+
+@pytest.mark.parametrize("text", ["abc", "\n\nYes.", "<table> of it", "  <thin", "\n", "No </think>"])
+def test_an_answer_without_reasoning_has_no_reasoning_tokens(text: str) -> None:
+    for seed in range(30):
+        splitter = Reasoning(False, 8)
+        for piece in [text] if not seed else cuts(text, seed):
+            splitter.push(piece, [8] if "</think>" in piece else [1])
+        splitter.finish()
+        assert splitter.tokens == 0
+
+
+def test_tokens_behind_the_closing_tag_are_no_reasoning_while_its_text_is_held_back() -> None:
+    splitter = Reasoning(True, 8)
+    splitter.push("a", [1])
+    splitter.push("", [8])  # a stop string may begin with the tag
+    splitter.push("", [2])
+    splitter.push("</think>b c", [3])
+    assert splitter.tokens == 2
 
 
 def test_a_template_tells_the_format() -> None:
