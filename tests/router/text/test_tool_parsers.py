@@ -182,6 +182,14 @@ def test_a_call_is_given_on_before_it_is_complete() -> None:
 
 
 @pytest.mark.parametrize(
+    "call", [r'{"name": "add\ud83d", "arguments": {}}', r'{"name": "add", "arguments": "{\"a\": \"\ud83d\"}"}']
+)
+def test_a_call_with_half_of_a_surrogate_pair_can_be_encoded(call: str) -> None:
+    found = read(HermesParser(), [f"<tool_call>{call}</tool_call>"])
+    assert "\ufffd" in f"{found.names[0]}{found.arguments[0]}".encode().decode()
+
+
+@pytest.mark.parametrize(
     ("begun", "text", "thought", "answer"),
     [
         (False, "<think>\nI see.\n</think>\n\nYes.", "I see.", "Yes."),
