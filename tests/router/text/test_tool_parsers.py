@@ -85,6 +85,19 @@ CALLS = [
     ),
     ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{W}[TOOL_CALLS]add[ARGS]{{}}", "", ["get_weather", "add"]),
     ("mistral", f"[TOOL_CALLS]get_weather[CALL_ID]abc123456[ARGS]{W}", "", ["get_weather"]),
+    # Closing tags may be missing, or come behind stray characters.
+    (
+        "hermes",
+        f'<tool_call>{{"name": "get_weather", "arguments": {W}}}\nI called it.',
+        "\nI called it.",
+        ["get_weather"],
+    ),
+    (
+        "hermes",
+        f'<tool_call>{{"name": "get_weather", "arguments": {W}}}\n<tool_call>{{"name": "add"}}}}\n</tool_call> So.',
+        " So.",
+        ["get_weather", "add"],
+    ),
     ("array", f'[ {{"name": "get_weather", "parameters": {W}}} , {{"name":"add"}}]', "", ["get_weather", "add"]),
     ("named", W, "", ["add"]),
 ]
@@ -114,7 +127,10 @@ CONTENTS = [
     ("llama3", "a text with {braces}"),
     ("llama3", '{"name": "get_weath'),
     ("llama3", "<|python_"),
+    ("hermes", "no call <tool_call>here"),
     ("mistral", "no call [TOOL_CALL"),
+    ("mistral", 'no name [TOOL_CALLS] {"name": "add", "arguments": {}} [TOOL_CALLS] [1, 2]'),
+    ("mistral", "no call [TOOL_CALLS] here"),
     ("mistral", "  two spaces  "),
     ("array", "no array"),
     ("array", '[{"title": 1}]'),
