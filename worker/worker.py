@@ -274,6 +274,7 @@ class Worker:
                 self._engine.scheduler.resume(request, first_token, reservation.hold, states)
             except ValueError as error:
                 reservation.release()
+                self.role.on_step(())  # no step may follow that would tell of these blocks
                 self.post_to_loop(self.fail, request.key, Failure(code=Failure.CODE_INTERNAL, message=str(error)))
             else:
                 done()
