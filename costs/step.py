@@ -20,8 +20,8 @@ from kvrelay.costs.fit import ERROR_SAMPLES, STRATUM_SAMPLES, LinearFit
 
 GATHERED = 8
 """Number of steps of about the same work that become one sample."""
-INTERVALS = 512
-"""Number of the latest steps with decodes whose mean `StepFit.extra` is, about: some seconds of a busy worker."""
+INTERVALS = 2048
+"""Number of the latest steps with decodes whose mean `StepFit.extra` is, about: half a minute of a busy worker."""
 LONGEST_EXTRA = 1.0
 """Seconds beyond which an interval was a pause of the process, or its sequences had been put off."""
 PAUSE = 3.0
