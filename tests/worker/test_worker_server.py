@@ -136,6 +136,15 @@ async def test_a_full_worker_refuses_and_a_request_without_a_token_in_time_fails
         await free_again(server)
 
 
+async def test_a_request_that_runs_takes_no_place_of_those_that_wait(checkpoint: Path) -> None:
+    async with worker(checkpoint, max_waiting=1) as server, relay(server) as router:
+        await router.send(submit=submit("runs", **LONG))
+        await until(lambda: server.worker.load().requests.running == 1)
+        await router.send(submit=submit("second"))
+        last = await router.last()
+        assert (last.request_id, last.finish_reason) == ("second", FINISH_REASON_LENGTH)
+
+
 @pytest.mark.parametrize(("role", "phase"), [("prefill", PHASE_PREFILL), ("decode", PHASE_DECODE)])
 async def test_a_cancel_by_the_peer_is_not_told_as_a_failure(checkpoint: Path, role: WorkerRole, phase: int) -> None:
     """The peer tells the router why it ended the request. This word must not come first and have it retried."""
@@ -173,7 +182,7 @@ async def test_an_offer_gets_the_blocks_that_another_one_gives_back(checkpoint: 
         assert isinstance(role, DecodeRole)
         receiver = role.endpoint
         assert isinstance(receiver, KVReceiver)
-        ready = {"role": ROLE_PREFILL, "state": MEMBER_STATE_READY, "address": "127.0.0.1:1"}
+        ready: dict[str, Any] = {"role": ROLE_PREFILL, "state": MEMBER_STATE_READY, "address": "127.0.0.1:1"}
         role.members_changed([Member(name=peer.name, incarnation=peer.incarnation, **ready)])
         known = receiver.peers.get(peer)
         assert known is not None
