@@ -304,7 +304,7 @@ async def test_each_rank_sends_a_chunk_when_its_own_step_has_ended() -> None:
 @pytest.mark.anyio
 async def test_a_lost_rank_fails_its_hand_offs_at_once_and_keeps_its_blocks() -> None:
     """Nobody knows whether the rank's threads still touch them: the worker as a whole has to be replaced."""
-    fake = {"fake": FakeTransport(lambda number: Fault("delay", 0.5))}
+    fake = {"fake": FakeTransport(lambda number: Fault("delay", 2.0))}
     degrees = Degree(2), ONE
     async with pair(CONFIG, layout=MODEL, transports=(fake, fake), blocks=64, degrees=degrees) as world:
         begin(world)
