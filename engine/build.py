@@ -82,14 +82,16 @@ def build_engine(
     if device == "cuda":
         logger.info("the engine computes on %s", torch.cuda.get_device_name())
     proposer = proposer_of(options.speculation)
-    if options.speculation.method == "draft":
+    drafts = options.speculation.method == "draft"
+    if drafts and not options.kv_memory_bytes:
         # The proposer comes first, because the served model's KV takes the rest of the memory.
-        layout = read_config(folder).kv_layout("float32", options.kv_dtype, options.block_size, "NHD")
-        proposer = draft_proposer(dtype, options, options.kv_memory_bytes // layout.block_bytes)
+        proposer = draft_proposer(dtype, options, 0)
     if ranks is None:
         runner = build(folder, dtype, options, on_loaded)
     else:
         runner = LeadingModelRunner(build(folder, dtype, options, on_loaded, place=ranks.place), ranks)
+    if drafts and proposer is None:
+        proposer = draft_proposer(dtype, options, draft_blocks(runner, options))
     if isinstance(proposer, DraftProposer):
         proposer.check(runner.spec)
     if options.speculation.method in STATE_METHODS:
@@ -144,10 +146,7 @@ def _build_general(
         proposer = draft_proposer(dtype, options, 0)
     general = _general_runner(folder, dtype, options, on_loaded, place)
     if method == "draft" and proposer is None:
-        groups = [group for group in general.cache_layout.groups if group.kind != "state"]
-        each = sum([track.block_bytes for group in groups for track in group.tracks])
-        without = blocks_without_kv(options, general.spec.max_context)
-        proposer = draft_proposer(dtype, options, options.kv_memory_bytes // each if each else without)
+        proposer = draft_proposer(dtype, options, draft_blocks(general, options))
     if isinstance(proposer, DraftProposer):
         proposer.check(general.spec)
     if method == "mtp":
@@ -176,6 +175,16 @@ def draft_options(options: EngineConfig) -> EngineConfig:
     return replace(options, prefill_attention="triton", expert_kernel="builtin", memory_share=share)
 
 
+def draft_blocks(runner: Runner, options: EngineConfig) -> int:
+    """Blocks of a draft model's pool, if `kv_memory_bytes` is given: as many as the served model has for all tokens of
+    sequences. If it keeps none of these, as many as its windows would have if they kept all."""
+    groups = runner.cache_layout.groups
+    if groups[0].tracks:
+        return runner.pools[0].num_blocks
+    each = sum([track.block_bytes for group in groups if group.kind == "window" for track in group.tracks])
+    return options.kv_memory_bytes // each if each else blocks_without_kv(options, runner.spec.max_context)
+
+
 def draft_proposer(dtype: Dtype, options: EngineConfig, blocks: int) -> DraftProposer:
     """The draft model that the options name. Its rejected guesses are overwritten, also where they had filled a window.
 
@@ -191,7 +200,9 @@ def draft_proposer(dtype: Dtype, options: EngineConfig, blocks: int) -> DraftPro
         runner: ChainRunner = _general_runner(folder, dtype, own, None, ALONE, guesses=True, blocks=given)
         return DraftProposer(runner, options.max_batch_tokens)
     if options.kv_memory_bytes:
-        layout = read_config(folder).kv_layout("float32", options.kv_dtype, options.block_size, "NHD")
+        config = read_config(folder)
+        run_dtype = config.run_dtype(dtype, options.device)
+        layout = config.kv_layout(run_dtype, options.kv_dtype, options.block_size, "NHD")
         own = replace(own, kv_memory_bytes=max(1, blocks) * layout.block_bytes)
     return DraftProposer(_builder(options)(folder, dtype, own, slides=False), options.max_batch_tokens)
 

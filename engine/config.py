@@ -164,7 +164,7 @@ class EngineConfig(Options):
     padding fills a step up to the next. Larger steps keep the GPU busy for longer than the host takes to launch each
     kernel. 0 captures none, which takes less memory and a shorter start. Decode steps are captured in any case."""
 
-    constraint_seconds: Annotated[float, Interval(gt=0)] = 2.0
+    constraint_seconds: Annotated[float, Interval(ge=0.01, le=86400)] = 2.0
     """CPU seconds that following the constraint of one request (a schema, a regular expression, a grammar) may take,
     beside 5 ms a token; then the request ends as `INVALID_ARGUMENT`. The work is done in processes of its own."""
 

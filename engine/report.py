@@ -59,14 +59,17 @@ def report_on(folder: Path, dtype: Dtype, options: EngineConfig) -> ModelReport:
         ValueError: it can't be served; the text says why.
     """
     if is_fast(folder, options.model_path, options.on("cpu"), dtype):
+        # Imported here because torch takes seconds.
+        from kvrelay.engine.models.fast.native import fits
+
         config = read_config(folder).for_context(options.max_context)
-        run_dtype = config.dtype if dtype == "auto" else dtype
+        run_dtype = config.run_dtype(dtype)
         whole = config.kv_layout(run_dtype, options.kv_dtype, options.on("cpu").block_size, "NHD")
         layout = config.cache_layout(whole, min(config.max_positions, options.max_context or config.max_positions))
         block = Checkpoint(folder).block_of("self_attn.o_proj")
         degrees = tuple(allowed_degrees(config, options.quantization, block)), min(config.layers, MAX_RANKS)
         guesses = "ngram", "suffix", "draft", "medusa", "eagle3"
-        native = ("all layers",) if run_dtype != "float16" and library() is not None else ()
+        native = ("all layers",) if run_dtype != "float16" and fits(config) and library() is not None else ()
         unavailable = (("mtp", "it needs model_path general, and a checkpoint that brings the layer along"),)
         return ModelReport(
             config.architecture, run_dtype, "fast", "", (), _groups(layout), unavailable, *degrees, guesses, native

@@ -83,7 +83,9 @@ class CodedWeight:
         return self.codes.numel() * self.type.bits // 8 + groups
 
     def is_finite(self) -> bool:
-        """Whether all scales and minima are finite."""
+        """Whether all weights are: scales, minima and, in fp8, codes."""
+        if self.type is CodeType.FP8 and bool(((self.codes & 0x7F) == 0x7F).any()):
+            return False
         return all(part is None or bool(torch.isfinite(part).all()) for part in (self.scales, self.minima))
 
     def outputs(self, rows: Tensor) -> "CodedWeight":

@@ -182,7 +182,8 @@ def grammar_text(kind: str, text: str) -> str:
         case "regex":
             return LLMatcher.grammar_from_regex(text)
         case "choice":
-            texts = [json.dumps(text, ensure_ascii=False) for text in json.loads(text)]
+            # Of all characters, the library's lexer takes this one only as an escape.
+            texts = [json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f") for text in json.loads(text)]
             return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
         case _:
             return LLMatcher.grammar_from_lark(text)

@@ -236,10 +236,19 @@ def asking(what: str, memory: DeviceMemory) -> Iterator[None]:
 @contextmanager
 def _turn() -> Iterator[None]:
     """Takes a lock that one of this user's workers on this machine holds at a time. A worker that waited for too long
-    goes on anyway: a frozen one must not keep others from starting.
+    goes on anyway, as does one that can't open the lock's file: neither a frozen one nor another user must keep it from
+    starting.
     """
     path = Path(tempfile.gettempdir()) / f"kvrelay-memory-{os.getuid()}.lock"
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "w") as lock:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:  # such as another user's file
+        logger.warning(
+            "%s can't be opened, so other workers of this machine may count the same memory: %s", path, error
+        )
+        yield
+        return
+    with os.fdopen(descriptor, "w") as lock:
         deadline = time.monotonic() + TURN_SECONDS
         while True:
             try:

@@ -312,7 +312,7 @@ def build_cpu_runner(
     whole_experts, spares = options.expert_parallel > 1, options.spare_experts
     slices = Slices.of(whole, place, options.quantization, whole_experts=whole_experts, spares=spares)
     config = slices.own
-    run_dtype = _run_dtype(dtype, config)
+    run_dtype = config.run_dtype(dtype)
     own_layout = config.kv_layout(run_dtype, options.kv_dtype, options.block_size, "NHD")
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
@@ -428,9 +428,3 @@ def _parts(dtype: torch.dtype, team: Team | None, quantization: Quantization, ch
     )
     activations = dtype if team is None else torch.float32
     return Parts(linear, head, ops, attention, guessing(choice), dtype, activations, CPU, torch.inference_mode)
-
-
-def _run_dtype(dtype: Dtype, config: ModelConfig) -> FloatDtype:
-    if dtype != "auto":
-        return dtype
-    return "float32" if config.dtype == "float16" else config.dtype

@@ -403,7 +403,7 @@ def build_gpu_runner(
     options = options.on("cuda", memory.total())
     coded = options.kv_dtype != "fp8" or architecture_of(torch.device(device)) >= FP8_ARCHITECTURE
     require(coded, "kv_dtype", options.kv_dtype, "auto, or int8 on a GPU of compute capability below 8.9")
-    run_dtype, quantization = config.dtype if dtype == "auto" else dtype, options.quantization
+    run_dtype, quantization = config.run_dtype(dtype, "cuda"), options.quantization
     whole = config.kv_layout(run_dtype, options.kv_dtype, options.block_size, "HND")
 
     def lay_out(weight: Tensor | CodedWeight, bias: Tensor | None) -> Linear:

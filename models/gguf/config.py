@@ -207,6 +207,8 @@ def _rope_scaling(header: Header, architecture: str, theta: float, head_dim: int
     with header.path.open("rb") as file:
         file.seek(tensor.begin)
         found = struct.unpack(f"<{count}f", file.read(4 * count))
+    if not all(0 < factor < math.inf for factor in found):
+        raise GGUFError(header.path, f"tensor {ROPE_FACTORS} has other factors than numbers above 0")
     scaling = {"rope_type": "llama3", "factor": max(found), **_LLAMA3}
     positions = header.integer(original, 8192)
     waves = [2 * math.pi * theta ** (2 * index / head_dim) for index in range(count)]

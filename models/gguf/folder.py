@@ -42,9 +42,8 @@ def files_in(path: Path) -> list[Path]:
             raise ValueError(f"model: {path} holds several GGUF models; give one of them: {names}")
         return files_in(found[0]) if found else []
     match = _SPLIT.fullmatch(path.name)
-    if match is None:
+    if match is None or not (count := int(match["count"])):
         return [path]
-    count = int(match["count"])
     parts = [path.with_name(f"{match['stem']}-{part + 1:05}-of-{match['count']}{SUFFIX}") for part in range(count)]
     for part in parts:
         if not part.is_file():

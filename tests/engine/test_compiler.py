@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.constrain.compiler import (
     DEFAULT_LIMITS,
     MAX_GRAMMARS,
@@ -124,6 +126,21 @@ def test_tokens_may_come_before_the_masks_between_them_are_there(scene: Scene) -
         assert np.array_equal(matcher.mask(60), expected)
     with pytest.raises(ConstraintError, match="doesn't obey"):
         grammar.matcher([EOS, 7]).mask(60)
+
+
+def test_a_choice_may_have_any_character(scene: Scene) -> None:
+    text = "".join(map(chr, range(1, 0x180)))
+    (grammar,) = scene.compile(Constraint("choice", json.dumps([text, f"{text}."])))
+    tokens = Tokenizer.from_file(str(resolve("pico") / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    assert EOS in allowed(grammar.matcher(tokens).mask(60))
+
+
+def test_the_longest_time_that_the_option_allows_is_no_hindrance() -> None:
+    with compiling(limits=ConstraintLimits(seconds=86400.0)) as scene:
+        assert allowed(scene.matcher(REGEX).mask(60))
+    for seconds in (86401.0, math.inf):
+        with pytest.raises(ValueError, match=rf"constraint_seconds is {seconds}; allowed: 0\.01 to 86400"):
+            EngineConfig(constraint_seconds=seconds)
 
 
 def test_a_grammar_that_ends_the_library_is_refused_and_ends_nobody(scene: Scene) -> None:

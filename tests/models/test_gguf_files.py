@@ -114,6 +114,10 @@ EDITS: dict[str, tuple[Edit, tuple[str, ...]]] = {
         lambda writer: writer.add_tensor("blk.0.ssm_a.weight", np.zeros((8, 32), np.float32)),
         ("tensor blk.0.ssm_a.weight", "LlamaForCausalLM"),
     ),
+    "rope factors of 0": (
+        lambda writer: writer.add_tensor("rope_freqs.weight", np.zeros(8, np.float32)),
+        ("rope_freqs.weight", "numbers above 0"),
+    ),
     "other rope factors": (
         lambda writer: writer.add_tensor("rope_freqs.weight", np.linspace(1, 9, 8).astype(np.float32)),
         ("rope_freqs.weight", "Llama 3"),
@@ -219,6 +223,11 @@ def test_no_damage_of_a_header_crashes_or_takes_memory(whole: Path, seed: int, b
         tracemalloc.stop()
     assert str(file) in refused
     assert peak < 30 * 2**20
+
+
+def test_a_name_of_none_of_no_splits_is_that_of_one_file(whole: Path, tmp_path: Path) -> None:
+    os.link(whole, odd := tmp_path / "tiny-00001-of-00000.gguf")
+    read(odd)
 
 
 def test_a_missing_split_is_named(checkpoint: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from kvrelay.engine.models.reading.checkpoint import (
 )
 from kvrelay.engine.models.reading.config import ModelConfig
 from kvrelay.engine.models.reading.gguf import KEPT, coded, dequantized, in_order
-from kvrelay.engine.models.reading.quantized import mxfp4, read_layer
+from kvrelay.engine.models.reading.quantized import finite, mxfp4, read_layer
 from kvrelay.engine.models.reading.rope import rotary
 from kvrelay.engine.models.reading.stored import HEAD
 from kvrelay.engine.ranks.spans import Span, whole
@@ -518,7 +518,7 @@ def _weight(
             shape = files.shape(name)
             return None if shape is None else files.stored(name, *form.cut(end, shape, layer.rows, inputs))
 
-        found = read_layer(form, read, layer.name, layer.rows, inputs.count)
+        found = finite(read_layer(form, read, layer.name, layer.rows, inputs.count), layer.name)
         return found.padded(layer.rows.size, inputs.size)
 
     return join([weight_of(layer) for layer in layers])
@@ -555,7 +555,8 @@ def _joined_experts(
         bias = outputs_or_zeros(files.take(Part(f"{name}_bias", read), dtype=torch.float32).flatten(), every)
     if config.stored is not None:
         blocks, scales = files.stored(f"{name}_blocks", read), files.stored(f"{name}_scales", read)
-        weight = outputs_or_zeros(mxfp4(blocks.flatten(0, 1).flatten(1), scales.flatten(0, 1)), every)
+        stored = finite(mxfp4(blocks.flatten(0, 1).flatten(1), scales.flatten(0, 1)), name)
+        weight = outputs_or_zeros(stored, every)
         return weight.inputs(columns.begin, columns.end).padded(len(every), columns.size), bias
     tensor = files.take(Part(name, read))
     made = allocate((len(slots), len(rows), columns.size), tensor.dtype)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from kvrelay.engine.models.fast.loader import TensorFiles
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
-from kvrelay.engine.models.reading.quantized import mxfp4
+from kvrelay.engine.models.reading.quantized import finite, mxfp4
 from kvrelay.engine.models.reading.stored import MXFP4
 from kvrelay.kernels.codes import CodedWeight
 
@@ -39,9 +39,13 @@ class StoredExperts:
     """Reads blocks and scales of one of WEIGHTS."""
 
     def weight(self, name: str) -> CodedWeight:
-        """All experts' weights [experts * outputs, inputs], one below the other."""
+        """All experts' weights [experts * outputs, inputs], one below the other.
+
+        Raises:
+            ValueError: they aren't finite.
+        """
         blocks, scales = self.read(name)
-        return mxfp4(blocks.flatten(0, 1).flatten(1), scales.flatten(0, 1))
+        return finite(mxfp4(blocks.flatten(0, 1).flatten(1), scales.flatten(0, 1)), name)
 
 
 def class_without_experts(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:

@@ -23,7 +23,7 @@ from kvrelay.engine.models.general.mxfp4 import class_without_experts, give_stor
 from kvrelay.engine.models.general.ranks.parts import WHOLE, Part, class_of_part, put_together
 from kvrelay.engine.models.general.ranks.plan import allowed_degrees, check
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
-from kvrelay.engine.models.reading.config import DTYPES, eos_token_ids
+from kvrelay.engine.models.reading.config import DTYPES, MOST_LAYERS, eos_token_ids
 from kvrelay.engine.models.reading.fields import Fields, read_json
 from kvrelay.engine.models.reading.stored import MXFP4, StoredFormat
 
@@ -31,7 +31,6 @@ VERSION: str = transformers.__version__
 CONFIG = "config.json"
 CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 """Fields that hold the longest context, in the order in which they are asked."""
-MOST_LAYERS = 4096
 MOST_WEIGHTS_A_BYTE = 16
 """Largest number of weights for each byte of the files: tied ones are held once there."""
 UNLIMITED_CONTEXT = 2**17

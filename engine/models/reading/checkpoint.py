@@ -26,6 +26,7 @@ Expected = tuple[int, ...] | StoredTensor
 PICKLED = (".bin", ".pt", ".pth")
 """Ends of the names of pickled weights."""
 MAX_HEADER_BYTES = 100 * 2**20
+MAX_DIMENSIONS = 8
 # Written by old exporters; their values follow from the config.
 HARMLESS = (".rotary_emb.inv_freq", ".attention.masked_bias")
 SHOWN = 4
@@ -338,7 +339,7 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
             entries = {name: _entry(path, start, fields) for name, fields in header.items() if name != "__metadata__"}
             _check_gapless(entries.values(), start)
             return entries
-        except (UnicodeDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path}: not a safetensors file, or cut short: {error}") from error
 
 
@@ -351,10 +352,11 @@ def _check_gapless(entries: Iterable[TensorEntry], start: int) -> None:
 
 
 def _entry(path: Path, start: int, fields: Mapping[str, Any]) -> TensorEntry:
-    begin, end = fields["data_offsets"]
-    entry = TensorEntry(
-        path, str(fields["dtype"]), tuple(map(int, fields["shape"])), start + int(begin), start + int(end)
-    )
+    (begin, end), shape = fields["data_offsets"], tuple(fields["shape"])
+    # Products of many large numbers would take hours.
+    if len(shape) > MAX_DIMENSIONS or not all(type(each) is int and 0 <= each < 2**63 for each in (*shape, begin, end)):
+        raise ValueError(f"a shape or an offset isn't of up to {MAX_DIMENSIONS} integers from 0 to 2**63 - 1")
+    entry = TensorEntry(path, str(fields["dtype"]), shape, start + begin, start + end)
     if not start <= entry.begin <= entry.end <= path.stat().st_size:
         raise ValueError(f"a tensor's bytes end at {entry.end}, the file at {path.stat().st_size}")
     if entry.dtype in SIZES and entry.end - entry.begin != math.prod(entry.shape) * SIZES[entry.dtype]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from kvrelay.engine.config import CacheDtype, Quantization
+from kvrelay.engine.config import CacheDtype, Device, Dtype, Quantization
 from kvrelay.engine.degree import MAX_RANKS, Degree
 from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout, LayerGroup, Order
 from kvrelay.engine.models.reading.families import ACTIVATIONS, ARCHITECTURES, Activation, Architecture, Traits
@@ -17,6 +17,7 @@ from kvrelay.engine.ranks.spans import WIDTH, even_span
 from kvrelay.machine.options import require
 
 DTYPES: tuple[FloatDtype, ...] = get_args(FloatDtype)
+MOST_LAYERS = 4096
 INT4_GROUP = 64
 """Number of inputs that share a scale in weights that are converted to int4 at load."""
 
@@ -79,6 +80,13 @@ class ModelConfig:
         return (
             "stretched" if any(rope.long_factors and rope.factors == rope.long_factors for rope in self.ropes) else ""
         )
+
+    def run_dtype(self, dtype: Dtype, device: Device = "cpu") -> FloatDtype:
+        """The dtype in which the weights are used: with `auto` that of the files, or float32 in place of float16, which
+        is slow on CPUs."""
+        if dtype != "auto":
+            return dtype
+        return "float32" if self.dtype == "float16" and device == "cpu" else self.dtype
 
     def for_context(self, max_context: int) -> "ModelConfig":
         """This config for contexts of up to `max_context` tokens, an option; 0 leaves the choice to the model.
@@ -262,6 +270,8 @@ def read_config(folder: Path) -> ModelConfig:
     allowed = (architecture.activation,)
     activation = fields.choice(architecture.activation_field, allowed, default=architecture.activation)
     layers = fields.integer("num_hidden_layers")
+    if layers > MOST_LAYERS:
+        fields.refuse("num_hidden_layers", f"up to {MOST_LAYERS}")
     hidden_size = fields.integer("hidden_size")
     vocab_size = fields.integer("vocab_size")
     heads = fields.integer("num_attention_heads")

@@ -1,12 +1,14 @@
 """Strict reading of a checkpoint's JSON files."""
 
 import json
-import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
 T = TypeVar("T")
+LARGEST = sys.float_info.max
+"""Largest finite number; integers may be larger."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -19,7 +21,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; a model is a Hugging Face checkpoint folder") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds a JSON {type(value).__name__}; allowed: an object")
@@ -60,7 +62,7 @@ class Fields:
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number above 0."""
         valid = self._checked(
-            name, default, lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number above 0"
+            name, default, lambda value: type(value) in (int, float) and 0 < value <= LARGEST, "a number above 0"
         )
         return float(valid)
 
@@ -70,7 +72,7 @@ class Fields:
         if (
             not isinstance(found, list)
             or len(found) != count
-            or not all(type(each) in (int, float) and 0 < each < math.inf for each in found)
+            or not all(type(each) in (int, float) and 0 < each <= LARGEST for each in found)
         ):
             self.refuse(name, f"a list of {count} numbers above 0")
         return tuple(map(float, found))

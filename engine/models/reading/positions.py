@@ -132,15 +132,15 @@ def read_scaling(
         return replace(rope, factor=scaling.number("factor"))
     beside = fields.get("original_max_position_embeddings") is not None
     positions = fields.integer("max_position_embeddings")
-    original = (fields if beside else scaling).integer("original_max_position_embeddings", default=positions)
+    original = (fields if beside else scaling).integer("original_max_position_embeddings", default=positions, minimum=2)
     rope = replace(rope, original_max_positions=original)
     if kind == "llama3":
-        return replace(
-            rope,
-            factor=scaling.number("factor"),
-            low_freq_factor=scaling.number("low_freq_factor"),
-            high_freq_factor=scaling.number("high_freq_factor"),
-        )
+        low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+        if high <= low:
+            scaling.refuse("high_freq_factor", f"a number above low_freq_factor ({low})")
+        return replace(rope, factor=scaling.number("factor"), low_freq_factor=low, high_freq_factor=high)
+    if kind == "yarn" and theta == 1:
+        (scaling if scaling.get("rope_theta") is not None else fields).refuse("rope_theta", "another number than 1")
     if kind == "yarn" and "factor" not in scaling.names:
         scaling.refuse("factor", "a number above 0, or null")
     factor = scaling.number("factor", default=positions / original)

@@ -61,6 +61,17 @@ def read_layer(form: StoredFormat, read: Read, layer: str, rows: Span, inputs: i
     return CodedWeight(CodeType.INT8, codes ^ 128, scales, None, group)
 
 
+def finite(weight: CodedWeight, layer: str) -> CodedWeight:
+    """The weight of a layer.
+
+    Raises:
+        ValueError: it isn't finite; the text names the layer.
+    """
+    if not weight.is_finite():
+        raise ValueError(f"{layer}: its weight has a number or a scale that is infinite or NaN")
+    return weight
+
+
 def mxfp4(packed: Tensor, exponents: Tensor, group: int = 32) -> CodedWeight:
     """A weight in MXFP4 (Open Compute's MX specification): float4 (E2M1) in groups that share a power of two.
 

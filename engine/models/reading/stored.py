@@ -268,6 +268,11 @@ def _compressed(fields: Fields) -> StoredFormat:
     if fields.get("kv_cache_scheme") is not None:
         fields.refuse("kv_cache_scheme", "null")
     ignored = _names(fields, "ignore")
+    try:
+        for name in ignored:
+            re.compile(name[3:] if name.startswith("re:") else "")
+    except re.error as error:
+        fields.refuse("ignore", f"names, and regular expressions behind re: ({error})")
     method = f"compressed-tensors {name}"
     if layout == "mxfp4":
         weights.choice("group_size", (32,), default=32)

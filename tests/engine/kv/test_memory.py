@@ -1,6 +1,7 @@
 """The memory that a KV pool of `auto` takes: never more than is there, and never what another worker counts on."""
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -113,6 +114,19 @@ def test_workers_of_one_machine_take_memory_in_turn(tmp_path: Path, monkeypatch:
     for thread in threads:
         thread.join(30)
     assert sorted(taken, reverse=True) == [free // 2, free // 4, free // 8, free // 16]
+
+
+def test_what_lies_in_the_place_of_the_lock_keeps_no_worker_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever may write to the folder of temporary files can put something there."""
+    monkeypatch.setattr(of_device.tempfile, "gettempdir", lambda: str(tmp_path))
+    lock = tmp_path / f"kvrelay-memory-{os.getuid()}.lock"
+    lock.mkdir()
+    small = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+    (pool,) = make_pools(CacheLayout.of(small), CPU, 64, FakeMemory(2**20, 2**20, 0))
+    assert pool.num_blocks
+    assert str(lock) in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """Checkpoints on disk: what loads, what is refused with which words, and what tells two of them apart."""
 
 import json
+import math
 import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.models.fast.native import NativeDecoder
 from kvrelay.engine.models.reading import checkpoint, hashes
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
+from kvrelay.engine.report import report_on
 from kvrelay.engine.runner.cpu import build_cpu_runner
 from support.checkpoints import make_checkpoint
 from support.paged import logits_by, logits_of
@@ -64,6 +68,15 @@ def test_every_weight_type_loads_into_every_run_type(model_of: Callable[..., Pat
             assert (found - expected).std() < 0.05 * expected.std()
 
 
+@pytest.mark.parametrize("changes", [{"dtype": "float16"}, {"dtype": "bfloat16"}, {"intermediate_size": 40}])
+def test_a_model_is_reported_as_it_runs(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """A width of 40 is none that the native kernels take."""
+    folder = make_checkpoint(tmp_path, "llama", **changes)
+    report, runner = report_on(folder, "auto", EngineConfig()), build_cpu_runner(folder, "auto", OPTIONS)
+    assert (report.dtype, report.token_bytes) == (runner.spec.dtype, runner.layout.token_bytes)
+    assert bool(report.native) == isinstance(runner.model, NativeDecoder)
+
+
 def test_longrope_is_stretched_for_longer_contexts_only(model_of: Callable[..., Path]) -> None:
     """All sequences of a worker have the same frequencies, and workers with others don't pair."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
@@ -106,6 +119,12 @@ def changed(change: Callable[[dict[str, Tensor]], object]) -> Damage:
 
 def with_content(content: bytes) -> Damage:
     return lambda folder: (folder / "model.safetensors").write_bytes(content)
+
+
+def with_header(fields: dict[str, object]) -> Damage:
+    """One tensor of 4 bytes."""
+    header = json.dumps({GATE: {"dtype": "F32"} | fields}).encode()
+    return with_content(struct.pack("<Q", len(header)) + header + bytes(4))
 
 
 def with_index(weight_map: object) -> Damage:
@@ -163,6 +182,11 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "long header": (with_content(struct.pack("<Q", 2**40) + b"{}"), NO_FILE),
     "list as header": (with_content(struct.pack("<Q", 2) + b"[]"), NO_FILE),
     "header of no text": (with_content(struct.pack("<Q", 4) + b"\xff\xff\xff\xff"), NO_FILE),
+    "deep header": (with_content(struct.pack("<Q", 10**6) + b"[" * 10**6), NO_FILE),
+    "endless shape": (with_header({"shape": [math.inf], "data_offsets": [0, 4]}), NO_FILE),
+    "endless offset": (with_header({"shape": [1], "data_offsets": [0, math.inf]}), NO_FILE),
+    "negative shape": (with_header({"shape": [-1, -1], "data_offsets": [0, 4]}), NO_FILE),
+    "many dimensions": (with_header({"shape": [10**4000] * 1000, "data_offsets": [0, 4]}), NO_FILE),
     "tensor without fields": (with_content(struct.pack("<Q", 9) + b'{"a": {}}'), NO_FILE),
     "cut short": (cut_short, NO_FILE + ", or cut short"),
     "overlap": (with_overlapping_tensors, NO_FILE),

@@ -190,11 +190,13 @@ def test_a_missing_field_is_named(tmp_path: Path) -> None:
         ({"hidden_size": "64"}, "hidden_size is '64'; allowed: an integer of at least 1"),
         ({"hidden_size": True}, "hidden_size is True"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers is 2147483647; allowed: up to 4096"),
         ({"vocab_size": 2**31}, "vocab_size is 2147483648"),
         ({"num_attention_heads": 5, "num_key_value_heads": 5}, "num_attention_heads is 5; allowed: a divisor of"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3; allowed: a divisor of num_attention_heads"),
         ({"head_dim": 15}, "head_dim is 15; allowed: an even number"),
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0; allowed: a number above 0"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 10+; allowed: a number above 0"),
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps is 'tiny'"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; allowed: true, false"),
         ({"torch_dtype": "int8"}, "torch_dtype is 'int8'; allowed: float32, bfloat16, float16"),
@@ -218,6 +220,15 @@ def test_a_missing_field_is_named(tmp_path: Path) -> None:
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [0.0] * 8}},
             r"long_factor is \[0.*\]; allowed: a list of 8 numbers above 0",
         ),
+        (
+            {
+                "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8},
+                "original_max_position_embeddings": 1,
+            },
+            "original_max_position_embeddings is 1; allowed: an integer of at least 2",
+        ),
+        ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_theta is 1; allowed: another"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, r"high_freq_factor is 4.0; allowed: .* above .* \(4.0\)"),
         (PHI3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "type is 'linear'; allowed: default, longrope"),
         (PHI3 | {"partial_rotary_factor": 0.2}, "partial_rotary_factor is 0.2; allowed: 0.125, 0.25, "),
         (
@@ -246,7 +257,7 @@ def test_a_field_that_cannot_be_served_is_named_with_what_is_allowed(
 def test_a_file_that_is_no_json_object_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json: no such file"):
         read_config(tmp_path)
-    for content in (b"", b"[]", b"{", b"\xff"):
+    for content in (b"", b"[]", b"{", b"\xff", b"[" * 10**6, b"9" * 5000):
         (tmp_path / "config.json").write_bytes(content)
         with pytest.raises(ValueError, match=r"config\.json: "):
             read_config(tmp_path)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from support.paged import logits_of
@@ -39,6 +40,7 @@ def test_a_quantized_checkpoint_computes_with_its_numbers(
         ("awq", {"group_size": 48}, "group_size is 48; allowed: a multiple of 32"),
         ("awq", {"version": "gemv"}, "version is 'gemv'; allowed: gemm"),
         ("w8a8", {"format": "marlin-24"}, "format is 'marlin-24'; allowed: int-quantized"),
+        ("w8a8", {"ignore": ["re:("]}, r"ignore is \['re:\('\]; allowed: names, and regular expressions"),
         ("w8a8", {"ignore": []}, r"tensor lm_head.weight has dtype F32; allowed: I8"),
         ("fp8 in blocks", {"weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\]; allowed"),
         ("fp8", {"ignored_layers": ["layers.0.self_attn.q_proj"]}, r"q_proj.weight has dtype F8_E4M3; allowed: F32"),
@@ -49,6 +51,27 @@ def test_what_cannot_be_read_is_refused_by_name(
 ) -> None:
     stored, _ = quantized(plain, tmp_path, layout, **changes)
     with pytest.raises(ValueError, match=text):
+        logits_of(stored, TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("layout", "end", "number"),
+    [
+        ("awq", "scales", torch.inf),
+        ("w8a8", "weight_scale", torch.nan),
+        ("mxfp4", "weight_scale", 255),
+        ("fp8 in blocks", "weight_scale_inv", torch.nan),
+        ("fp8", "weight", torch.nan),
+    ],
+)
+def test_a_weight_that_is_not_finite_is_refused(
+    plain: Path, tmp_path: Path, layout: str, end: str, number: float
+) -> None:
+    stored, _ = quantized(plain, tmp_path, layout)
+    tensors, layer = load_file(stored / "model.safetensors"), "model.layers.1.mlp.down_proj"
+    tensors[f"{layer}.{end}"].view(-1)[-1] = number
+    save_file(tensors, stored / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{layer}: its weight has a number or a scale that is infinite or NaN"):
         logits_of(stored, TOKENS)
 
 

@@ -13,6 +13,7 @@ import pytest
 from hash_scene import FIXED, SAMPLINGS, hash_engine, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvrelay.engine.build import build_engine, engine_on
 from kvrelay.engine.config import EngineConfig, SpeculationConfig
@@ -21,9 +22,10 @@ from kvrelay.engine.constrain.grammar import Constraint, Grammar
 from kvrelay.engine.plan import StepPlan, kept_rows
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.speculate.base import Want
+from kvrelay.engine.speculate.draft import DraftProposer
 from kvrelay.engine.speculate.lookup import LookupProposer, NgramIndex, SuffixIndex
 from kvrelay.engine.speculate.speculation import Speculation
-from support.checkpoints import VOCAB_SIZE
+from support.checkpoints import VOCAB_SIZE, make_checkpoint
 from support.guesses import HashGuesses
 from support.hash_runner import HashRunner
 from support.serving import run, token_reports, tokens_of
@@ -46,6 +48,24 @@ class Truth(HashGuesses):
     def _known(self, want: Want) -> list[int]:
         known = len(want.tokens) - want.request.prompt_tokens
         return self._streams[want.request.request_id][known : known + want.most]
+
+
+def test_a_draft_model_has_kv_for_as_many_tokens_as_the_served_one(tmp_path: Path) -> None:
+    """Whichever of both run as transformers' code, and whatever their windows."""
+    llama, gemma, gpt2 = tmp_path / "llama", tmp_path / "gemma", tmp_path / "gpt2"
+    make_checkpoint(llama, "llama", dtype="bfloat16")
+    make_checkpoint(gemma, "gemma3_text", dtype="bfloat16")
+    sizes = {"n_positions": 128, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    config = GPT2Config(vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=EOS_ID, **sizes)
+    GPT2LMHeadModel(config).bfloat16().save_pretrained(gpt2)
+    for served, draft in ((llama, llama), (llama, gpt2), (gpt2, llama), (gemma, llama)):
+        guesses = SpeculationConfig("draft", draft_model=str(draft))
+        options = EngineConfig(kv_memory_bytes=2**20, threads=1, max_sequences=4, speculation=guesses)
+        engine, runner = build_engine(served, "auto", options)
+        assert engine.scheduler.speculation is not None
+        proposer = engine.scheduler.speculation.proposer
+        assert isinstance(proposer, DraftProposer)
+        assert proposer._pool.total == runner.pool.num_blocks
 
 
 @settings(max_examples=60, deadline=None)
