@@ -227,7 +227,7 @@ class FlashInferExperts:
             """[experts, outputs, ...]; of the first product, ups come before gates."""
             if numbers is None:
                 return None
-            own = numbers.unflatten(0, (layer.experts, -1))
+            own = numbers.reshape(layer.experts, -1, *numbers.shape[1:])
             if first:
                 gates, ups = (own[:, ::2], own[:, 1::2]) if layer.interleaved else own.chunk(2, 1)
                 own = torch.cat((ups, gates), 1)
