@@ -391,6 +391,9 @@ def _set(message: Message, name: str, value: Any, where: str = "") -> None:
     try:
         if message.DESCRIPTOR.fields_by_name[name].is_repeated:
             target = getattr(message, name)
+            if isinstance(value, str | bytes):
+                # Python would take it for the list of its characters.
+                raise TypeError(f"it is {type(value).__name__}; allowed: a list")
             if isinstance(value, Mapping):
                 target.update(value)
             else:

@@ -142,7 +142,8 @@ class DecodeRole(HandoffRole):
 
     def release(self, reservation: Reservation) -> None:
         self.worker.release(reservation)
-        self._receiver.blocks_freed()
+        # Those that wait ask when the engine's thread has released the blocks: no step may follow that would tell.
+        self.worker.post_to_engine(lambda: self.on_step(()))
 
     def imported(
         self, key: Key, reservation: Reservation, first_token: int, stats: TransferStats, states: "Tensor | None"

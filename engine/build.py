@@ -74,6 +74,8 @@ def build_engine(
     check_ranks(folder, options)
     if not is_fast(folder, options.model_path, options, dtype):
         return _build_general(folder, dtype, options, on_loaded, ranks)
+    kernel = options.expert_kernel
+    require(kernel != "flashinfer", "expert_kernel", kernel, "auto, builtin for a model without experts")
     if options.speculation.method == "mtp":
         raise ValueError("speculation.method is 'mtp'; allowed with engine.model_path 'general' for this model")
     build = _builder(options)
@@ -168,8 +170,9 @@ def _general_runner(
 
 def draft_options(options: EngineConfig) -> EngineConfig:
     """The options of a draft model."""
-    # The option's kernel may not support the draft model's shapes; triton supports all.
-    return replace(options, prefill_attention="triton", memory_share=max(0.01, 0.1 * options.memory_share))
+    # The options' kernels may not support the draft model's shapes; these support all.
+    share = max(0.01, 0.1 * options.memory_share)
+    return replace(options, prefill_attention="triton", expert_kernel="builtin", memory_share=share)
 
 
 def draft_blocks(runner: Runner, options: EngineConfig) -> int:

@@ -20,6 +20,7 @@ PrefillKernel = Literal["triton", "varlen_attn", "flashinfer"]
 PrefillAttention = Literal["auto", "triton", "varlen_attn", "flashinfer"]
 ModelPath = Literal["auto", "fast", "general"]
 ExpertExchange = Literal["auto", "all_reduce", "all_to_all"]
+ExpertKernel = Literal["auto", "builtin", "flashinfer"]
 
 MODEL_METHODS: tuple[SpeculationMethod, ...] = ("draft", "medusa", "eagle3")
 """Methods with a checkpoint of their own."""
@@ -151,6 +152,12 @@ class EngineConfig(Options):
     extra kvrelay[flashinfer]. Both take KV of 16 bits. auto: times those that can be had when the worker starts, and
     takes the fastest."""
 
+    expert_kernel: ExpertKernel = "builtin"
+    """Kernels that compute layers of experts on a GPU. builtin: PyTorch's, or for quantized weights kvrelay's in
+    Triton. flashinfer: FlashInfer's, the extra kvrelay[flashinfer], for weights of 16 bits and experts with SwiGLU or
+    gpt-oss's form of it; each layer is compared with its definition when the worker starts. auto: flashinfer where it
+    is installed and computes the model's experts, else builtin."""
+
     graph_tokens: Annotated[int, Interval(ge=0, le=8192)] = 512
     """Size in tokens of the largest step with chunks of prompts that a GPU runs as captured graphs, in pieces with
     attention between them: the host then takes a fraction of the time for it. There are graphs for a few sizes, and
@@ -224,6 +231,10 @@ class EngineConfig(Options):
         whole = not self.spare_experts or 1 < self.expert_parallel == self.tensor_parallel
         allowed = f"0, because expert_parallel isn't tensor_parallel ({self.tensor_parallel}), above 1"
         require(whole, "spare_experts", self.spare_experts, allowed)
+        kernel, other = self.expert_kernel, "auto, builtin"
+        require(kernel != "flashinfer" or self.device != "cpu", "expert_kernel", kernel, f"{other} on a CPU")
+        whole = kernel != "flashinfer" or self.quantization in ("none", "dense")
+        require(whole, "expert_kernel", kernel, f"{other}, because quantization is {self.quantization!r}")
         stages = self.pipeline_parallel
         require(self.device != "cuda" or stages == 1, "pipeline_parallel", stages, "1 on a GPU")
         ranks = self.tensor_parallel * stages

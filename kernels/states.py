@@ -67,9 +67,6 @@ class TimeStep(NamedTuple):
 class StateOps(Protocol):
     """Kernels that compute these operations. The last dimension of each tensor of a step is contiguous."""
 
-    decays_channels: bool
-    """Whether `delta` takes a decay for each channel."""
-
     def conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: StateRows, *, silu: bool
     ) -> Tensor:
@@ -116,7 +113,7 @@ class StateOps(Protocol):
         """See `reference.gated_delta`.
 
         Args:
-            g: [T, H], or, with `decays_channels`, [T, H, K].
+            g: [T, H], or a decay for each channel of the key, [T, H, K].
             state: float32 [S, H, K, D].
         """
         ...

@@ -80,6 +80,11 @@ class LoadReports:
     def detach(self, stream: RelayStream) -> None:
         self._streams.discard(stream)
 
+    @property
+    def running(self) -> int:
+        """Requests that the engine computes, by the latest reading."""
+        return self._latest.load.requests.running
+
     def now(self) -> Load:
         """The current load."""
         load = Load()

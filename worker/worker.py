@@ -274,6 +274,7 @@ class Worker:
                 self._engine.scheduler.resume(request, first_token, reservation.hold, states)
             except ValueError as error:
                 reservation.release()
+                self.role.on_step(())  # no step may follow that would tell of these blocks
                 self.post_to_loop(self.fail, request.key, Failure(code=Failure.CODE_INTERNAL, message=str(error)))
             else:
                 done()
@@ -493,8 +494,9 @@ class Worker:
             return _FENCED
         if self._draining:
             return Failure(**self._moving)
-        if len(self._live) >= most:
-            message = f"worker {name} has {len(self._live)} requests; max_waiting is {most}"
+        # Up to engine.max_sequences run, which may be more than may wait.
+        if (waiting := len(self._live) - self._loads.running) >= most:
+            message = f"worker {name} has {waiting} requests that wait; max_waiting is {most}"
             return Failure(code=Failure.CODE_FULL, message=message)
         if suspects := refused_suspect(submit, self._live.values()):
             return Failure(code=Failure.CODE_RETRY, cause=Failure.CAUSE_TRIAL, message=f"{name} has {suspects}")

@@ -13,7 +13,7 @@ from kvrelay.kernels.triton.paged import PagedKV
 
 
 class Unavailable(Exception):
-    """Attention of some shapes can't be computed in some way; the text says why, as a sentence without a full stop."""
+    """Some shapes can't be computed in some way; the text says why, as a sentence without a full stop."""
 
 
 @dataclass(frozen=True, slots=True)

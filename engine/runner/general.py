@@ -19,7 +19,7 @@ from kvrelay.engine.models.fast.loader import OnLoaded
 from kvrelay.engine.models.fast.slices import share_hashes
 from kvrelay.engine.models.general.check import Prompts
 from kvrelay.engine.models.general.choose import Choice, Kept, choose
-from kvrelay.engine.models.general.experts import count_loads, on_cpu, on_gpu, swap_experts
+from kvrelay.engine.models.general.experts import count_loads, on_cpu, on_gpu, swap_experts, take_flashinfer
 from kvrelay.engine.models.general.flat import FlatWay
 from kvrelay.engine.models.general.fused import fuse, native_modules
 from kvrelay.engine.models.general.linears import swap, watching
@@ -357,6 +357,9 @@ def _prepare(
             prompts = _prompts(model, config, windows, place)
     elif options.device == "cuda" and options.quantization in LAYERS:
         swap_experts(model, on_gpu(LAYERS[options.quantization], TORCH_DTYPES[run_dtype], model.device))
+        prompts = _prompts(model, config, windows, place)
+    elif options.device != "cpu" and options.expert_kernel != "builtin":
+        take_flashinfer(model, options.expert_kernel)
         prompts = _prompts(model, config, windows, place)
     return layers, why, prompts, packed / max(1, total)
 

@@ -175,8 +175,6 @@ class GatedConv:
 class NativeStateOps:
     """Implements `StateOps` for float32 and bfloat16. Not thread-safe."""
 
-    decays_channels = True
-
     def __init__(self, team: Team) -> None:
         self._team = team
         self._layers: dict[tuple[str, int], _Layer] = {}

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 from kvrelay.internal.v1.worker_pb2 import ModelInfo
 from kvrelay.router.addresses import Addresses
-from kvrelay.router.config import RouterOptions
+from kvrelay.router.config import DEFAULT_CLASS, RouterOptions
 from kvrelay.router.entry.admission import Admission, Place, Ticket
 from kvrelay.router.entry.callers import Callers, Grant, Identity, claim_of
 from kvrelay.router.entry.limits import KeyLimits, Meter
@@ -250,6 +250,8 @@ class Call:
         self._deadline = deadline
         self._clock = front.dispatch.clock
         self._received = self._clock()
+        self._first_token_seconds = front.config.first_token_timeout_seconds
+        """Most seconds from receipt to a first token; those of the call's class, once that is known."""
 
     async def read(self, kind: str, data: bytes, name: str = "", session: str = "") -> Plan | bytes:
         """The plan of what the call's request generates; or the answer, if nothing has to be generated.
@@ -264,8 +266,12 @@ class Call:
         """
         front = self._front
         asking = front.asking(kind, self._grant.tenant, name, session)
-        reading = front.reading.read(data, asking, self.ticket.holder)
-        return await self._in_time(reading, front.config.first_token_timeout_seconds)
+        found = await self._in_time(front.reading.read(data, asking, self.ticket.holder), self._first_token_seconds)
+        if isinstance(found, Plan):
+            service = front.dispatch.services.get(found.slo_class or DEFAULT_CLASS)
+            if service is not None:  # `generate` refuses other names
+                self._first_token_seconds = service.first_token_timeout_seconds
+        return found
 
     async def generate(
         self,
@@ -326,7 +332,7 @@ class Call:
         Raises:
             DeadlineExceeded: that took longer than its first token may take.
         """
-        return await self._in_time(self.ticket.place(), self._front.config.first_token_timeout_seconds)
+        return await self._in_time(self.ticket.place(), self._first_token_seconds)
 
     async def _turn(self) -> None:
         """Returns when the event loop has time for the call: to check a prompt and begin a completion takes about a

@@ -12,7 +12,7 @@ takes one of a few places for that time; without a place nothing of it is read, 
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvrelay.router.errors import Exhausted, InvalidArgument, RequestError, SlowRequest
+from kvrelay.router.faces.writer import Writer
 
 EOF: Final[object] = grpc.aio.EOF  # type: ignore[attr-defined]  # not in the type stubs
 PATIENCE_SECONDS = 1.0
@@ -34,6 +35,7 @@ Handler = Any
 Read = Callable[[], Awaitable[Any]]
 Receive = Callable[["grpc.aio.ServicerContext[Any, Any]"], Awaitable[bytes]]
 Seat = Callable[["grpc.aio.ServicerContext[Any, Any]"], AbstractAsyncContextManager[None]]
+MakeWriter = Callable[["grpc.aio.ServicerContext[Any, Any]"], Writer[Any]]
 
 
 class NoRequest(InvalidArgument):
@@ -176,14 +178,16 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic
     iterator of a stream.
     """
 
-    def __init__(self, receive: Receive, spared: str, seat: Seat) -> None:
+    def __init__(self, receive: Receive, spared: str, seat: Seat, writer: MakeWriter) -> None:
         """
         Args:
             receive: the next message of a call.
             spared: the service whose handlers do so themselves.
             seat: the place of a call with a stream of requests or responses.
+            writer: makes the writer of a call's answers.
         """
         self._receive = receive
+        self._writer = writer
         self._spared = f"/{spared}/"
         self._seat = seat
 
@@ -213,15 +217,16 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic
         return grpc.stream_stream_rpc_method_handler(serve, None, handler.response_serializer)
 
     async def _answer(self, handler: Handler, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
-        if handler.stream_stream is not None:
-            async for answer in handler.stream_stream(self._requests(handler, context), context):
-                await context.write(answer)
-            return
-        request = self._parse(handler, await self._receive(context))
-        if handler.unary_stream is not None:
-            await handler.unary_stream(request, context)
-        else:
-            await context.write(await handler.unary_unary(request, context))
+        with closing(self._writer(context)) as writer:
+            if handler.stream_stream is not None:
+                async for answer in handler.stream_stream(self._requests(handler, context), context):
+                    await writer.write(answer)
+                return
+            request = self._parse(handler, await self._receive(context))
+            if handler.unary_stream is not None:
+                await handler.unary_stream(request, context)  # it writes itself, and may lose its seat
+            else:
+                await writer.write(await handler.unary_unary(request, context))
 
     async def _requests(self, handler: Handler, context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIterator[Any]:
         """The requests of a stream, which its client ends."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar, cast
 from urllib.parse import unquote
@@ -99,7 +100,7 @@ class GrpcFace:
             return data
 
         streams = Seats(self._front.config.max_requests, "health checks and reflections")
-        return Gate(receive, SERVICE, lambda context: streams.seat(self._caller(context).host))
+        return Gate(receive, SERVICE, lambda context: streams.seat(self._caller(context).host), self._writer)
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """The service's methods. Each gets its request unparsed, and reads it itself: a handler of a stream begins
@@ -125,8 +126,7 @@ class GrpcFace:
         # None if there is no deadline; the type stubs don't say so.
         remaining = cast("float | None", context.time_remaining())
         deadline = math.inf if remaining is None else front.dispatch.clock() + remaining
-        # A client that dies during a write raises a BaseError, not a cancellation.
-        writer = Writer(context.write, front.config.idle_timeout_seconds, (grpc.aio.BaseError,))
+        writer = self._writer(context)
         try:
             with front.generation(self._caller(context), 0, deadline) as call:
                 plan = cast(Plan, await call.read("Generate", await self._receive(call, context)))
@@ -159,17 +159,20 @@ class GrpcFace:
 
         async def handle(_: object, context: "grpc.aio.ServicerContext[bytes, bytes]") -> None:
             try:
-                with self._front.call(self._caller(context), 0) as call:
+                with closing(self._writer(context)) as writer, self._front.call(self._caller(context), 0) as call:
                     data = await self._receive(call, context)
                     call.ticket.begun = True
-                    response = await answer(call, data)
-                await context.write(response)
+                    await writer.write(await answer(call, data))
                 return
             except RequestError as error:
                 failure = error
             await context.abort(failure.code, str(failure), failure.metadata)
 
         return grpc.stream_stream_rpc_method_handler(handle, None, None)
+
+    def _writer(self, context: "grpc.aio.ServicerContext[Any, Any]") -> Writer[Any]:
+        # A client that dies during a write raises a BaseError, not a cancellation.
+        return Writer(context.write, self._front.config.idle_timeout_seconds, (grpc.aio.BaseError,))
 
     async def _receive(self, call: Call, context: "grpc.aio.ServicerContext[Any, Any]") -> bytes:
         """The request of a call that was admitted.

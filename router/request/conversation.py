@@ -1,12 +1,14 @@
 """Chat messages of the public contract, as templates of Hugging Face models take them."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from kvrelay.router.errors import InvalidArgument, InvalidRequest
 from kvrelay.router.request.chat import Conversation
 from kvrelay.router.request.wire import BadOutline, check_json
+from kvrelay.router.text.tools.calls import encodable
 from kvrelay.v1.inference_pb2 import ChatMessage, ChatMessages, ToolCall
 
 MAX_MESSAGES = 4096
@@ -18,6 +20,7 @@ RESERVED = {
     *("raise_exception", "strftime_now"),
 }
 """Variables of templates that no request sets; nor does it set those of special tokens, such as `bos_token`."""
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def conversation(chat: ChatMessages) -> Conversation:
@@ -102,10 +105,12 @@ def _call(where: str, call: ToolCall) -> dict[str, Any]:
 
 
 def _object(where: str, text: str) -> dict[str, Any]:
-    """A JSON object; its text isn't part of the error."""
+    """A JSON object; its text isn't part of the error. Halves of surrogate pairs in it become U+FFFD."""
     try:
         check_json(text.encode(), 0)
         value = json.loads(text)
+        if _SURROGATE.search(text) is not None:
+            value = json.loads(encodable(json.dumps(value, ensure_ascii=False)))
     except BadOutline as error:
         raise InvalidArgument(f"{where}: {error}") from None
     except (ValueError, RecursionError):

@@ -204,6 +204,12 @@ class Plan:
     """Name of the request."""
     form: Form = Form()
 
+    @property
+    def slo_class(self) -> str:
+        """Class of service of its requests; empty if they name none."""
+        first = self.requests[0]
+        return (first.open()[0] if isinstance(first, PackedRequest) else first).slo_class
+
 
 @dataclass(frozen=True, slots=True)
 class Reader:

@@ -73,7 +73,8 @@ REPORT_SECONDS = 0.25
 """Longest wait in seconds of the last message, which has no tokens then, for the transfer's report."""
 
 BACKOFF_SECONDS = 0.05
-"""Pause before an attempt that follows a refusal; doubles with each attempt."""
+"""Pause before an attempt that follows a refusal; doubles with each attempt, up to LONGEST_BACKOFF_SECONDS."""
+LONGEST_BACKOFF_SECONDS = 1.0
 
 LOSS_SECONDS = 1.0
 """Longest time in seconds until the loss of a worker shows here after another worker has reported it."""
@@ -379,7 +380,7 @@ class Session:
             return await self._place_again(failure)
         tries = failed.number - self._trace.migrations - self._trace.turned_away
         if not failure.lost:
-            await asyncio.sleep(BACKOFF_SECONDS * 2 ** (tries - 1))
+            await asyncio.sleep(self._backoff(tries))
             if failure.cause == Failure.CAUSE_PEER_LOST:
                 await failed.loss_shows(LOSS_SECONDS)
             self._check_deadline()
@@ -391,6 +392,11 @@ class Session:
         if not excused and not self._dispatch.budget.take():
             raise self._given_up(failure, "the router's retry budget is spent")
         return await self._place_again(failure)
+
+    def _backoff(self, tries: int) -> float:
+        """Seconds of the pause behind so many refused attempts, up to the earliest limit of the request."""
+        left = min(self._token_limit(), self._deadline) - self._dispatch.clock()
+        return min(BACKOFF_SECONDS * 2.0 ** (tries - 1), LONGEST_BACKOFF_SECONDS, max(0.0, left))
 
     async def _come_again(self, failure: AttemptFailure) -> Attempt:
         """Places a suspect again that has found another one on a worker.

@@ -186,6 +186,8 @@ async def test_a_reader_that_is_cancelled_as_its_request_is_sent_cancels_the_req
         ("x", {"temperature": "hot"}, r"sampling\.temperature"),
         ("x", {"stop": [1]}, r"sampling\.stop"),
         ("x", {"stop_token_ids": ["a"]}, r"sampling\.stop_token_ids"),
+        ("x", {"bad_words": "word"}, r"sampling\.bad_words: it is str; allowed: a list"),
+        ("x", {"choice": "yes"}, r"sampling\.constraint\.choice\.texts: it is str; allowed: a list"),
         ("secret \ud800", {}, r"text: not valid Unicode"),
         ([1, -1], {}, r"token_ids\.ids: .*-1"),
         ([1, "a"], {}, r"token_ids\.ids"),

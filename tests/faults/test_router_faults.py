@@ -1,10 +1,12 @@
 """Faults of workers that the router answers for: no client sees an error that its own request hasn't caused."""
 
 import signal
+import time
 
 import pytest
 
 from kvrelay.client import InternalError
+from kvrelay.router.session.suspects import TRIAL_SECONDS
 from support.faults import Scene, asking, until
 from support.hash_worker import STEP_SECONDS
 from support.processes import wait_until
@@ -34,6 +36,7 @@ def test_twenty_streams_at_a_time_while_a_worker_freezes(it: Scene, role: str) -
     ],
 )
 def test_a_request_that_ends_its_workers_ends_two_and_fails_alone(it: Scene, place: str) -> None:
+    """It ends three where the trials of others let it wait for its own for too long, as a busy machine may."""
     # Workers that get no CPU for a while are no part of this.
     it.restart("supervisor", suspect_seconds=30.0, dead_seconds=60.0)
     with it.cluster.more(place.partition(".")[0], 2):
@@ -42,11 +45,13 @@ def test_a_request_that_ends_its_workers_ends_two_and_fails_alone(it: Scene, pla
         with asking(it, "innocent", CLIENTS) as done:
             # Not by heartbeats: all may be over before one of them tells of a running request.
             until(lambda: any(event.kind == "token" for event in list(it.history.events)), "they work", 30)
+            begun = time.monotonic()
             with pytest.raises(InternalError, match="suspected of ending workers"):
                 it.ask("poison")
+            most = 2 if time.monotonic() - begun < TRIAL_SECONDS else 3
         assert len(done) == CLIENTS
         dead = wait_until(lambda: len(it.ended()) >= 2 and it.ended(), "workers have ended", seconds=20)
-        assert len(dead) == 2, dead
+        assert 2 <= len(dead) <= most, dead
         it.settle(10, but=dead)
         lines = [line for router in it.routers for line in it.log(router)]
         (line,) = [line for line in lines if line["message"] == "request suspected of ending workers"]

@@ -1,5 +1,7 @@
 """Triton's kernels of layers with a state: equal their definitions, and compile for GPUs that this machine lacks."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -40,7 +42,12 @@ def test_ssd(device: torch.device, step: list[tuple[int, int]], dtype: str) -> N
 @shapes
 def test_delta(device: torch.device, step: list[tuple[int, int]], dtype: str) -> None:
     for heads, key_heads, dim, key_dim in ((4, 2, 20, 9), (1, 1, 64, 32)):
-        Scene(step, dtype, device).check_delta(OPS, heads, key_heads, dim, key_dim)
+        for channels in (False, True):
+            Scene(step, dtype, device).check_delta(OPS, heads, key_heads, dim, key_dim, channels=channels)
+
+
+def test_channels_that_decay_are_carried_over_chunks(device: torch.device) -> None:
+    Scene([(5, 20), (0, 1)], "float32", device).check_delta(OPS, 2, 1, 20, 9, channels=True)
 
 
 @shapes
@@ -48,8 +55,8 @@ def test_wkv(device: torch.device, step: list[tuple[int, int]], dtype: str) -> N
     Scene(step, dtype, device).check_wkv(OPS, 150)
 
 
-def launch_all(float32: bool) -> None:
-    """Launches each kernel as a layer of a published model would: a prompt, and a token."""
+def launch_others(float32: bool) -> None:
+    """Launches each other kernel as a layer of a published model would: a prompt, and a token."""
     rows = StateRows.of(np.array([300, 1]), np.array([0, 5]), np.array([0, 1]), torch.device("cpu"))
     dtype = torch.float32 if float32 else DTYPE
 
@@ -66,14 +73,25 @@ def launch_all(float32: bool) -> None:
     OPS.wkv(made(301, 768), made(301, 768), made(768), made(768), made(2, 3, 768, of=exact), rows)
 
 
+def launch_channels(float32: bool) -> None:
+    """Launches the kernels of Kimi Delta Attention as a layer of Kimi-Linear would."""
+    rows = StateRows.of(np.array([300, 1]), np.array([0, 5]), np.array([0, 1]), torch.device("cpu"))
+    q, heads = torch.zeros((301, 32, 128), dtype=torch.float32 if float32 else DTYPE), torch.zeros((301, 32))
+    OPS.delta(q, q, q, q.float(), heads, torch.zeros((2, 32, 128, 128)), rows, normalized=True)
+
+
+@pytest.mark.parametrize(("launch", "count"), [(launch_others, 7), (launch_channels, 3)])
 @pytest.mark.parametrize("float32", [False, True])
 @each_architecture
-def test_compiled(compiler: Compiler, architecture: int, float32: bool) -> None:
+def test_compiled(
+    compiler: Compiler, architecture: int, float32: bool, launch: Callable[[bool], None], count: int
+) -> None:
     """The chunk-wise forms of 16-bit numbers multiply on tensor cores, and spill no register. Those of float32, which
     is for comparisons, hold each operand three times for their three products in tf32."""
-    kernels = compiler.compile(architecture, launch_all, float32)
-    assert len(kernels) == 7
+    kernels = compiler.compile(architecture, launch, float32)
+    assert len(kernels) == count
     for kernel in kernels:
-        kernel.check_fits(FLOAT32_STACK if float32 and kernel.name in ("ssd_kernel", "delta_kernel") else 0)
-        if kernel.name in ("ssd_kernel", "delta_kernel") and not float32:
+        of_chunks = kernel.name in ("ssd_kernel", "delta_kernel", "channel_pairs_kernel")
+        kernel.check_fits(FLOAT32_STACK if float32 and of_chunks else 0)
+        if of_chunks and not float32:
             assert kernel.tensor_cores, kernel.name

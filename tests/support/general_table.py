@@ -50,9 +50,8 @@ for a few tokens of a sequence, as in decode, else with its keys and values expa
 attends, and latents have a kernel that was compiled and interpreted only.
 Layers with states run flat where kvrelay has kernels of what they compute: short convolutions, Mamba-2, Gated DeltaNet,
 Kimi Delta Attention and RWKV-4, prompts in chunks and single tokens by the recurrence. On CPUs these are native; those
-for GPUs, in Triton, were compiled and interpreted only, and Kimi Delta Attention has none. The last column says whether
-a worker's layers can be divided over several ranks ([parallelism.md](parallelism.md)), by the class's own
-tensor-parallel plan.
+for GPUs, in Triton, were compiled and interpreted only. The last column says whether a worker's layers can be divided
+over several ranks ([parallelism.md](parallelism.md)), by the class's own tensor-parallel plan.
 
 ## Experts, latents and states
 
@@ -72,7 +71,8 @@ along: those of DeepSeek-V3, GLM-4 and Qwen3-Next have one, GLM-4's with `model_
 
 On GPUs, transformers' code runs all fourteen. Torch computes them, but for the Triton kernels that attend over latents,
 compute states and, where `quantization` is `int8`, `int4` or `fp8`, multiply experts. No class of this table has run on
-a GPU: these kernels were compiled for six architectures, and interpreted.
+a GPU: these kernels were compiled for six architectures, and interpreted. With `expert_kernel`, FlashInfer computes
+experts of 16 bits; kvrelay's calls of it have run with a stand-in for the package only.
 
 {ALL}
 

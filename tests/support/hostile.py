@@ -27,9 +27,9 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
 
 
-def hello() -> bytes:
-    """The first bytes that a client of HTTP/2 sends."""
-    return PREFACE + frame(_SETTINGS, 0, 0)
+def hello(options: bytes = b"") -> bytes:
+    """The first bytes that a client of HTTP/2 sends, with these settings."""
+    return PREFACE + frame(_SETTINGS, 0, 0, options)
 
 
 def client_tls(authority: str, protocol: str) -> ssl.SSLContext:
@@ -41,7 +41,7 @@ def client_tls(authority: str, protocol: str) -> ssl.SSLContext:
 
 
 class PartialCall:
-    """A gRPC call whose message never comes whole, on a connection of its own."""
+    """A gRPC call, on a connection of its own, whose message never comes whole, or whose answer is never read."""
 
     def __init__(
         self,
@@ -51,10 +51,12 @@ class PartialCall:
         tls: ssl.SSLContext | None = None,
         source: str = "127.0.0.1",
         fields: Sequence[tuple[str, str]] = (),
+        message: bytes | None = None,
     ) -> None:
         """
         Args:
             size: bytes of the message, all but the last of which are sent.
+            message: all of it, if it is sent whole; the client has no window for the answer then.
             source: the client's address.
             fields: further headers.
         """
@@ -63,6 +65,7 @@ class PartialCall:
         self._address = address
         self._path = path
         self._size = size
+        self._message = message
         self._tls = tls
         self._windows = [_FIRST_WINDOW, _FIRST_WINDOW]
         """Bytes that may still be sent, on the connection and on the call's stream."""
@@ -76,7 +79,8 @@ class PartialCall:
         self._reader, self._writer = await asyncio.open_connection(
             host, int(port), ssl=self._tls, local_addr=(self._source, 0)
         )
-        self._writer.write(hello() + frame(_HEADERS, _END_HEADERS, 1, call_fields(self._path, self._more)))
+        options = b"" if self._message is None else _INITIAL_WINDOW_SIZE.to_bytes(2, "big") + bytes(4)
+        self._writer.write(hello(options) + frame(_HEADERS, _END_HEADERS, 1, call_fields(self._path, self._more)))
         self._send(b"\x00" + self._size.to_bytes(4, "big"))
         self._reading = asyncio.create_task(self._read())
         return self
@@ -88,11 +92,11 @@ class PartialCall:
 
     async def push(self) -> int:
         """Sends as much as the server takes; returns the number of bytes."""
-        sent = 0
-        while sent < self._size - 1 and not self.closed.is_set():
-            room = min(CHUNK_BYTES, self._size - 1 - sent, *self._windows)
+        sent, size = 0, self._size - (self._message is None)
+        while sent < size and not self.closed.is_set():
+            room = min(CHUNK_BYTES, size - sent, *self._windows)
             if room > 0:
-                self._send(bytes(room))
+                self._send(bytes(room) if self._message is None else self._message[sent : sent + room])
                 sent += room
                 try:
                     await self._writer.drain()

@@ -16,6 +16,7 @@ from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.kv.writes import WRITTEN, StepWrites
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import TransferConfig
+from kvrelay.transfer.links.rank_links import RankLinks
 from kvrelay.transfer.protocol import routes as routing
 from kvrelay.transfer.protocol.handshake import LocalWorker, cuts_of, tracks_of
 from kvrelay.transfer.protocol.messages import Code, Key
@@ -225,6 +226,30 @@ async def test_every_rank_gets_its_part_of_the_kv(
                 pool.bytes.zero_()
         assert world.sender.epoch(RECEIVER.incarnation) == 1
         assert not any(ranks.active for side in world.ranks for ranks in side.transfers)
+        assert not kept_by_links(world)
+
+
+@pytest.mark.anyio
+async def test_a_cancelled_hand_off_leaves_nothing_at_a_link_that_stays_up() -> None:
+    fake = {"fake": FakeTransport(lambda number: Fault("delay", 0.2))}
+    async with pair(CONFIG, layout=MODEL, transports=(fake, fake), blocks=64, degrees=(Degree(2), ONE)) as world:
+        keys = [(f"r{number}", 1) for number in range(6)]
+        for key in keys:
+            begin(world, key, 4 * BLOCK)
+        ranks = world.ranks[0].transfers[0]
+        await world.ends.until(lambda: ranks.active > 3)
+        for key in keys:
+            world.sender.cancel(key)
+        await world.ends.until(lambda: not ranks.active and not world.sending.leaked)
+        assert world.sender.epoch(RECEIVER.incarnation) == 1
+        await world.ends.until(lambda: not kept_by_links(world))
+
+
+def kept_by_links(world: Pair) -> int:
+    """Calls that the sender's links to other ranks have yet to make."""
+    links = world.sender.links
+    epochs = links._epochs.values() if isinstance(links, RankLinks) else ()
+    return sum(len(each.behind) + len(each.announcing) for each in epochs)
 
 
 @pytest.mark.anyio

@@ -8,15 +8,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from typing import ClassVar
 
 import pytest
 import torch
 
 from kvrelay.machine.memory import return_free_memory
+from kvrelay.transfer.protocol.packing import pack
 from kvrelay.transfer.protocol.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.base import Link, LinkError, Rendezvous, Transport, poll
 from kvrelay.transfer.transports.nccl import OLDEST_SHARED_GPU, nccl_missing
-from kvrelay.transfer.transports.nixl import nixl_missing
+from kvrelay.transfer.transports.nixl import NixlLink, nixl_missing
 from support import link_process
 from support.fake_transport import FakeTransport
 from support.link_process import filled, linked_process, pattern, transport_named
@@ -137,6 +139,32 @@ def test_a_frame_of_another_size_is_an_error(name: str) -> None:
         timeout=2,
     )
     assert any("64" in error and "128" in error for error in errors), errors
+
+
+def test_a_nixl_link_keeps_nothing_of_frames_that_have_come_and_takes_none_twice() -> None:
+    class Agent:
+        came: ClassVar[list[int]] = []
+
+        def get_new_notifs(self) -> dict[str, list[bytes]]:
+            found = [pack(["came", number]) for number in self.came]
+            self.came.clear()
+            return {"peer": found}
+
+        def __getattr__(self, _: str) -> Callable[..., bytes]:
+            return lambda *arguments: b""
+
+    link = NixlLink(Agent(), "peer", torch.device("cpu"), None)
+    into = link.buffer(8)
+    for number in range(1, 200, 2):
+        pending = [link.recv(into), link.recv(into)]
+        Agent.came += [number + 1, number]  # one has overtaken the other
+        for each in pending:
+            each.wait(WAIT)
+    assert not link._came
+    for again in (1, 200, 201):
+        Agent.came.append(again)
+        with pytest.raises(LinkError, match=f"frame {again} came twice or unrequested; 200 were requested"):
+            link.greet(WAIT)
 
 
 @pytest.mark.parametrize("name", PROCESSES)

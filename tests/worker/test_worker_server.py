@@ -1,6 +1,8 @@
 """A worker as its routers see it: what it refuses, what it frees; no message of a router ends it."""
 
 import asyncio
+import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +11,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay.decode_worker.kv_receiver import KVReceiver
+from kvrelay.decode_worker.role import DecodeRole
 from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.request import Request
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY, ROLE_PREFILL, Member
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_DECODE,
     PHASE_PREFILL,
+    WAIT_BLOCKS,
     Cancel,
     ClientCall,
     Failure,
     PeerRef,
     Sampling,
 )
-from kvrelay.rpc.identity import WorkerRole
+from kvrelay.rpc.identity import WorkerId, WorkerRole
 from kvrelay.rpc.metrics import families
-from kvrelay.transfer.protocol.messages import Code
+from kvrelay.transfer.protocol.events import tokens_digest
+from kvrelay.transfer.protocol.messages import Code, Message, Offer
+from kvrelay.transfer.protocol.peers import Peer
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, Constraint
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.handoff import HandoffRole
@@ -127,6 +136,15 @@ async def test_a_full_worker_refuses_and_a_request_without_a_token_in_time_fails
         await free_again(server)
 
 
+async def test_a_request_that_runs_takes_no_place_of_those_that_wait(checkpoint: Path) -> None:
+    async with worker(checkpoint, max_waiting=1) as server, relay(server) as router:
+        await router.send(submit=submit("runs", **LONG))
+        await until(lambda: server.worker.load().requests.running == 1)
+        await router.send(submit=submit("second"))
+        last = await router.last()
+        assert (last.request_id, last.finish_reason) == ("second", FINISH_REASON_LENGTH)
+
+
 @pytest.mark.parametrize(("role", "phase"), [("prefill", PHASE_PREFILL), ("decode", PHASE_DECODE)])
 async def test_a_cancel_by_the_peer_is_not_told_as_a_failure(checkpoint: Path, role: WorkerRole, phase: int) -> None:
     """The peer tells the router why it ended the request. This word must not come first and have it retried."""
@@ -141,6 +159,59 @@ async def test_a_cancel_by_the_peer_is_not_told_as_a_failure(checkpoint: Path, r
         assert (await router.last()).request_id == "late"
         assert server.worker.request(("refused by the peer", 1)) is None
         await free_again(server)
+
+
+class Control:
+    """Control stream of a peer, which is told nothing."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+
+    def put(self, *messages: Message) -> None:
+        """Drops the messages."""
+
+    def end(self, code: Code, message: str) -> None:
+        """Stays as it is."""
+
+
+async def test_an_offer_gets_the_blocks_that_another_one_gives_back(checkpoint: Path) -> None:
+    """Nothing decodes, so no step tells of them."""
+    peer = WorkerId("prefill-0", "a")
+    async with worker(checkpoint, "decode") as server, relay(server) as router:
+        decode, role = server.worker, server.worker.role
+        assert isinstance(role, DecodeRole)
+        receiver = role.endpoint
+        assert isinstance(receiver, KVReceiver)
+        ready: dict[str, Any] = {"role": ROLE_PREFILL, "state": MEMBER_STATE_READY, "address": "127.0.0.1:1"}
+        role.members_changed([Member(name=peer.name, incarnation=peer.incarnation, **ready)])
+        known = receiver.peers.get(peer)
+        assert known is not None
+        control = Control(known)
+        receiver.accept(control, replace(role.local, id=peer).hello(decode.id, decode.config.transfer))
+        count = min(decode.spec.max_context, decode.num_blocks * decode.cache.block_size) * 2 // 3
+        ids, given = [1] * count, []
+        # Each has another first token, so that nothing of it is in the prefix cache.
+        for number in itertools.count(2):
+            found = decode.reserve(Request("other", number, (number, *ids[1:]), count), passing=False)
+            if found is None:
+                break
+            given.append(found)
+        await router.send(
+            submit=submit(
+                "waits",
+                phase=PHASE_DECODE,
+                token_ids=ids,
+                prompt_tokens=count,
+                peer=PeerRef(name=peer.name, incarnation=peer.incarnation),
+            )
+        )
+        await until(lambda: receiver.active, "the request has come")
+        receiver.on_message(control, Offer("waits", 1, count, tokens_digest(ids)))
+        assert (await router.event()).waits == WAIT_BLOCKS
+        assert role.promised().requests == 1
+        for each in given:
+            role.release(each)
+        await until(lambda: decode.load().blocks.held and not role.promised().requests, "it has its blocks")
 
 
 async def test_a_stream_that_ends_frees_what_was_submitted_on_it(server: WorkerServer) -> None:

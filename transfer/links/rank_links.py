@@ -228,10 +228,14 @@ class RankLinks:
         links = self._of(peer, epoch)
         if links is None:
             return
-        behind = countdown(1 + len(links.ranks), call)
-        self._own.after_frames(peer, epoch, key, behind)
         number = next(self._numbers)
-        links.behind[number] = behind
+
+        def last() -> None:
+            links.behind.pop(number, None)
+            call()
+
+        links.behind[number] = behind = countdown(1 + len(links.ranks), last)
+        self._own.after_frames(peer, epoch, key, behind)
         self._tell_all(links.ranks, {"do": "after", "peer": peer, "epoch": epoch, "key": list(key), "number": number})
 
     def close(self, peer: str, reason: str) -> None:
@@ -292,6 +296,8 @@ class RankLinks:
                     links.announcing.pop(number)()
             case {"do": "ended", "number": number, "outcome": outcome, "in_place": in_place}:
                 if (job := self._jobs.pop(number, None)) is not None:
+                    if Outcome(outcome) is Outcome.LOST:  # it isn't announced any more
+                        self._forget(job.command["peer"], job.command["epoch"], number)
                     job.claim.in_place = in_place
                     job.end(Outcome(outcome))
             case {"do": "after", "peer": peer, "epoch": epoch, "number": number}:
@@ -299,6 +305,11 @@ class RankLinks:
                     self._runtime.post(links.behind[number])  # as the announcements are
             case _:
                 logger.error("a rank reports what nobody knows", extra={"report": str(report)[:200]})
+
+    def _forget(self, peer: str, epoch: int, number: int) -> None:
+        """Drops the function that would announce a frame."""
+        if (links := self._of(peer, epoch)) is not None:
+            links.announcing.pop(number, None)
 
     def _on_lost(self, rank: int, reason: str) -> None:
         """Ends all links, because the process of a rank is lost or can't be reached."""

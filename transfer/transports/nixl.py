@@ -138,7 +138,10 @@ class NixlLink:
         self._sending: deque[NixlSend] = deque()
         """Sends in order; the writes of the first ones may be in progress."""
         self._came: set[int] = set()
-        """Frames that have arrived. The notifications of two writes may overtake each other."""
+        """Frames that have arrived, without the first `_all_came`. The notifications of two writes may overtake each
+        other."""
+        self._all_came = 0
+        """Number of frames of which each has arrived, from the first one on."""
         self._sent = self._received = 0
         self._lendable: bool | None = None
         """Whether the lent memory is registered; None before it was tried."""
@@ -196,7 +199,11 @@ class NixlLink:
         self._received += 1
         number = self._received
         self._notify(_TARGET, number, into.data_ptr(), into.numel(), max(0, into.get_device()), metadata)
-        return Pending(partial(self._wait, lambda: number in self._came))
+        return Pending(partial(self._wait, lambda: self._has_come(number)))
+
+    def _has_come(self, number: int) -> bool:
+        """Whether a frame has arrived."""
+        return number <= self._all_came or number in self._came
 
     def abort(self) -> None:
         """Ends the link: its thread notices at its next poll, and tells the other end when it closes the link."""
@@ -290,9 +297,12 @@ class NixlLink:
             case "hello":
                 self._greeted = True
             case "came":
-                if values[0] in self._came or values[0] > self._received:
+                if self._has_come(values[0]) or values[0] > self._received:
                     raise WireError(f"frame {values[0]} came twice or unrequested; {self._received} were requested")
                 self._came.add(values[0])
+                while self._all_came + 1 in self._came:
+                    self._all_came += 1
+                    self._came.remove(self._all_came)
             case "bye":
                 # Everything that it sent before has arrived, too.
                 self._other_closed = True

@@ -6,7 +6,8 @@ where that computes the same numbers as one of the kernels' gates, the kernels d
 of their products.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
+from kvrelay.engine.config import ExpertKernel
 from kvrelay.engine.models.fast.loader import MakeLinear
 from kvrelay.engine.models.general.mxfp4 import STORED, StoredExperts
 from kvrelay.engine.models.general.narrow import rows_of
@@ -29,6 +31,8 @@ from kvrelay.kernels.cpu.packed import Epilogue, PackedLinear
 from kvrelay.kernels.cpu.program import Team
 from kvrelay.kernels.ops import Linear
 
+logger = logging.getLogger(__name__)
+
 NAME = "kvrelay"
 """Name of the implementation with transformers."""
 ATTRIBUTE = "_kvrelay_experts"
@@ -38,6 +42,27 @@ LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_ga
 Operation = Callable[[Tensor], Tensor]
 EXACT = 1e-5
 """Largest difference of two gates that compute the same, relative to the largest number."""
+CLOSE = 2e-2
+"""Largest norm of a difference that rounding to 16 bits makes, relative to the result's."""
+FLASHINFER_PARAMETERS = {
+    "input",
+    "token_selected_experts",
+    "token_final_scales",
+    "fc1_expert_weights",
+    "fc2_expert_weights",
+    "output_dtype",
+    "quant_scales",
+    "fc1_expert_biases",
+    "fc2_expert_biases",
+    "swiglu_alpha",
+    "swiglu_beta",
+    "swiglu_limit",
+    "output",
+    "use_fused_finalize",
+}
+"""Parameters of FlashInfer's `cutlass_fused_moe` that are given."""
+FLASHINFER_MULTIPLE = 8
+"""Number of 16-bit numbers in 128 bits, the alignment that its kernels need."""
 
 
 def experts_of(model: nn.Module) -> Iterator[nn.Module]:
@@ -183,6 +208,139 @@ def on_gpu(quantize: Quantize, dtype: torch.dtype, device: torch.device) -> Make
         return GroupedExperts(up, layer.operation, down, layer.experts, layer.norm)
 
     return make
+
+
+class FlashInferExperts:
+    """Calls a layer of experts by FlashInfer's `cutlass_fused_moe`: `run(x, chosen, shares)`."""
+
+    def __init__(self, function: Callable[..., object], layer: Layer, up: Tensor, down: Tensor, gate: Gate) -> None:
+        """
+        Args:
+            up, down: the layer's weights.
+            gate: SILU_MUL or CLAMPED_GATE.
+        """
+        self.experts = layer.experts
+        self._function = function
+        self._load: Tensor | None = None
+
+        def by_expert(numbers: Tensor | None, *, first: bool) -> Tensor | None:
+            """[experts, outputs, ...]; of the first product, ups come before gates."""
+            if numbers is None:
+                return None
+            own = numbers.reshape(layer.experts, -1, *numbers.shape[1:])
+            if first:
+                gates, ups = (own[:, ::2], own[:, 1::2]) if layer.interleaved else own.chunk(2, 1)
+                own = torch.cat((ups, gates), 1)
+            return own.contiguous()
+
+        self._given: dict[str, object] = {
+            "fc1_expert_weights": by_expert(up, first=True),
+            "fc1_expert_biases": by_expert(layer.up_bias, first=True),
+            "fc2_expert_weights": by_expert(down, first=False),
+            "fc2_expert_biases": by_expert(layer.down_bias, first=False),
+            # A sum that is fused into the second product adds a token's experts in any order.
+            "use_fused_finalize": False,
+            "quant_scales": None,
+        }
+        if gate.epilogue is Epilogue.CLAMPED_GATE:
+            for name, number in (("alpha", gate.alpha), ("beta", 1.0), ("limit", gate.limit)):
+                self._given[f"swiglu_{name}"] = torch.full((layer.experts,), number, device=down.device)
+
+    def count(self, load: Tensor) -> None:
+        """Has the pairs of each expert added to `load`, int64 [experts], from now on."""
+        self._load = load
+
+    def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """[T, hidden] of x [T, hidden], chosen [T, top] and shares [T, top]; see `reference.experts`."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if self._load is not None:
+            counts = self._load.new_zeros(self.experts + 1)
+            own = chosen.flatten().clamp(max=self.experts).long()
+            self._load += counts.scatter_add_(0, own, torch.ones_like(own))[:-1]
+        self._function(
+            input=x.contiguous(),
+            token_selected_experts=chosen.int().contiguous(),
+            token_final_scales=shares.float().contiguous(),
+            output_dtype=x.dtype,
+            output=out,
+            **self._given,
+        )
+        return out
+
+
+def on_flashinfer() -> MakeCall:
+    """Makes calls of FlashInfer's kernel. Each is compared with the layer's definition when it is made.
+
+    Raises:
+        Unavailable: the package isn't there. What is returned raises it, too, for a layer that FlashInfer doesn't
+            compute.
+    """
+    # Imported here because the modules need Triton, which doesn't exist for every platform.
+    from kvrelay.engine.attention.packages import TYPES, check_parameters, imported
+    from kvrelay.engine.attention.prefill import Unavailable
+
+    function = imported("flashinfer.fused_moe", "cutlass_fused_moe", "FlashInfer")
+    check_parameters(function, FLASHINFER_PARAMETERS, "FlashInfer", "0.6.18")
+
+    def make(layer: Layer) -> Call:
+        up, down = layer.up, layer.down
+        if isinstance(up, CodedWeight) or isinstance(down, CodedWeight) or up.dtype not in TYPES:
+            kind = "quantized" if isinstance(up, CodedWeight) else up.dtype
+            raise Unavailable(f"its experts are {kind}; FlashInfer takes weights of float16 or bfloat16")
+        gate = gate_of(layer.operation, layer.outputs, layer.gates, interleaved=layer.interleaved)
+        if gate is None or gate.epilogue not in (Epilogue.SILU_MUL, Epilogue.CLAMPED_GATE) or layer.norm is not None:
+            raise Unavailable("its experts have another operation between or behind their products than SwiGLU")
+        hidden, inner = up.shape[1], down.shape[1]
+        if hidden % FLASHINFER_MULTIPLE or inner % FLASHINFER_MULTIPLE:
+            widths = f"{hidden} inputs and {inner} in between"
+            raise Unavailable(f"its experts have {widths}; FlashInfer takes multiples of {FLASHINFER_MULTIPLE}")
+        call = FlashInferExperts(function, layer, up, down, gate)
+        random = torch.Generator().manual_seed(0)
+        x, chosen = torch.randn((8, hidden), generator=random), torch.rand((8, layer.experts), generator=random)
+        given = x.to(up), chosen.argsort(1)[:, :2].to(up.device), torch.full((8, 2), 0.5).to(up)
+        try:
+            found = call(*given)
+        except Exception as error:  # FlashInfer builds its kernels in the first call, and has them for some GPUs only
+            raise Unavailable(f"FlashInfer failed ({error})") from error
+        expected = _defined(layer, (up, down), *given)
+        if not (found - expected).float().norm() <= CLOSE * expected.float().norm():
+            raise Unavailable("FlashInfer's result of a layer of its experts is another one than the definition's")
+        return call
+
+    return make
+
+
+def _defined(layer: Layer, weights: tuple[Tensor, Tensor], x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    """A layer's result by definition, of its first and second weights."""
+
+    def products(weight: Tensor, bias: Tensor | None) -> list[Operation]:
+        biases: Sequence[Tensor | None] = [None] * layer.experts if bias is None else bias.chunk(layer.experts)
+        both = zip(weight.chunk(layer.experts), biases, strict=True)
+        return [partial(nn.functional.linear, weight=own, bias=of) for own, of in both]
+
+    up, down = products(weights[0], layer.up_bias), products(weights[1], layer.down_bias)
+    return reference.experts(x, chosen, shares, up, layer.operation, down)
+
+
+def take_flashinfer(model: PreTrainedModel, wanted: ExpertKernel) -> None:
+    """Swaps all layers of experts for calls of FlashInfer's kernel.
+
+    Args:
+        wanted: flashinfer, or auto, which leaves layers that FlashInfer can't compute as they are.
+
+    Raises:
+        ValueError: flashinfer is wanted, and can't be had; the text says why.
+    """
+    from kvrelay.engine.attention.prefill import Unavailable
+
+    try:
+        make = on_flashinfer()
+        if not swap_experts(model, make):
+            raise Unavailable("the model has no layers of experts")
+    except Unavailable as reason:
+        if wanted == "flashinfer":
+            raise ValueError(f"expert_kernel is {wanted!r}, but {reason}; allowed: auto, builtin") from reason
+        logger.info("FlashInfer doesn't compute the model's experts: %s", reason)
 
 
 def _layer_of(module: Any) -> Layer | None:

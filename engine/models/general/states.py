@@ -118,8 +118,6 @@ class StateStep:
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalized: bool
     ) -> tuple[Tensor, Tensor]:
         """[1, T, H, D] and a stand-in for the state; inputs as `StateOps.delta`, with 1 in front."""
-        if g.dim() == 4 and not self._ops.decays_channels:
-            raise UnfitError("its states decay channel by channel, for which there are no kernels here")
         state, rows = self._state("recurrent_states", (v.shape[2], k.shape[3], v.shape[3]), torch.float32)
         self.kinds["Kimi Delta Attention" if g.dim() == 4 else "Gated DeltaNet"] = None
         out = self._ops.delta(q[0], k[0], v[0], g[0], beta[0], state, rows, normalized=normalized)

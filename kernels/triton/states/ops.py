@@ -24,8 +24,6 @@ CHUNKS = {"num_warps": 8, "num_stages": 1}
 class TritonStateOps:
     """Implements `StateOps` on GPU, and in Triton's interpreter."""
 
-    decays_channels = False
-
     def conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: StateRows, *, silu: bool
     ) -> Tensor:
@@ -102,19 +100,27 @@ class TritonStateOps:
             beta.float().contiguous(),
         )
         out = torch.empty((tokens, heads, dim), dtype=v.dtype, device=v.device)
+        shared, precision, part = heads // key_heads, _precision(v), _side(key_dim, PART)
         given = (
-            q, k, v, g, beta, state, out, rows.firsts, rows.starts, rows.slots,
-            q.stride(0), k.stride(0), v.stride(0), state.stride(0), heads, heads // key_heads, dim, key_dim,
-            key_dim**-0.5,
+            state, out, rows.firsts, rows.starts, rows.slots,
+            q.stride(0), k.stride(0), v.stride(0), state.stride(0), heads, shared, dim, key_dim, key_dim**-0.5,
         )  # fmt: skip
-        sides = {"NORMALIZED": normalized, "DIM": _side(dim, DIM), "KEYS": _side(key_dim)}
-        grid = len(rows.starts), heads, triton.cdiv(dim, sides["DIM"])
-        delta_file.delta_token_kernel[grid](*given, **sides)
+        channels = g.dim() == 3
+        sides = {"NORMALIZED": normalized, "CHANNELS": channels, "DIM": _side(dim, DIM), "KEYS": _side(key_dim)}
+        count = len(rows.starts)
+        grid = count, heads, triton.cdiv(dim, sides["DIM"])
+        delta_file.delta_token_kernel[grid](q, k, v, g, beta, *given, **sides)
         if rows.longest > 1:
+            chunk, pairs = delta_file.CHUNK, g
+            if channels:
+                pairs = torch.empty((tokens, heads, 2, chunk), dtype=torch.float32, device=v.device)
+                delta_file.channel_pairs_kernel[(count, heads, triton.cdiv(rows.longest, chunk))](
+                    q, k, g, pairs, rows.firsts, q.stride(0), k.stride(0), heads, shared, key_dim,
+                    CHUNK=chunk, PART=part, PRECISION=precision,
+                )  # fmt: skip
             delta_file.delta_kernel[grid](
-                *given, **sides, CHUNK=delta_file.CHUNK, PART=_side(key_dim, PART), PRECISION=_precision(v),
-                **CHUNKS,
-            )  # fmt: skip
+                q, k, v, g, beta, pairs, *given, **sides, CHUNK=chunk, PART=part, PRECISION=precision, **CHUNKS
+            )
         return out
 
     def wkv(self, k: Tensor, v: Tensor, decay: Tensor, first: Tensor, state: Tensor, rows: StateRows) -> Tensor:

@@ -164,9 +164,11 @@ class Chats:
     def choice(self, form: Form, request: CheckedRequest) -> "ChatChoice":
         """One completion of a request."""
         reasoning = None
-        if self.reasons and not form.forced:
+        # Such a constraint binds the text from its first token on, even where the prompt ends in the opening tag.
+        constrained = request.sampling.constraint.WhichOneof("kind") in ("json_schema", "json_object", "choice")
+        if self.reasons and not constrained:
             begun = self.tokenizer.names(request.tail).rstrip().endswith(OPEN)
-            reasoning = Reasoning(begun, self.tokenizer.id_of(OPEN), self.tokenizer.id_of(CLOSE))
+            reasoning = Reasoning(begun, self.tokenizer.id_of(CLOSE))
         return ChatChoice(form, self.tokenizer, self._parser(form), reasoning)
 
     def _parser(self, form: Form) -> ToolParser | None:

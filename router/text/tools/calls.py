@@ -260,7 +260,13 @@ def _string(text: str) -> str:
         value = json.loads(text)
     except ValueError:
         return ""
-    return value if isinstance(value, str) else ""
+    return encodable(value) if isinstance(value, str) else ""
+
+
+def encodable(text: str) -> str:
+    """A text in which U+FFFD stands for each half of a surrogate pair, as JSON may write it by `\\ud83d`. UTF-8 has no
+    such halves."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class NamedParser:

@@ -7,6 +7,7 @@ mistral   behind text and the token [TOOL_CALLS]: [TOOL_CALLS] [{"name": "f", "a
           tokenizers, [TOOL_CALLS]f[CALL_ID]0123abcde[ARGS]{...}[TOOL_CALLS]g ... by newer ones; the id may be missing
 """
 
+import re
 import secrets
 import string
 from collections.abc import Callable, Collection
@@ -27,6 +28,7 @@ from kvrelay.router.text.tools.marker import Marker
 from kvrelay.router.text.tools.reasoning import OPEN as THINK_TAG
 
 HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
+_HERMES_TAG = re.compile(f"{HERMES_OPEN}|{HERMES_CLOSE}")
 LLAMA3_TAG = "<|python_tag|>"
 MISTRAL_OPEN, MISTRAL_CALL_ID, MISTRAL_ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 MISTRAL_SPECIAL = (MISTRAL_OPEN, MISTRAL_CALL_ID, MISTRAL_ARGS)
@@ -64,11 +66,13 @@ class ArrayParser(CallSequence):
 
 
 class HermesParser:
-    """Reads the calls of one completion. What stands between the tags and is no call is content, with its tag."""
+    """Reads the calls of one completion. What stands between the tags and is no call is content, with its tag; so is
+    the text behind a call without a closing tag."""
 
     def __init__(self) -> None:
         self._open = Marker(HERMES_OPEN)
-        self._close: Marker | None = None
+        self._behind: str | None = None
+        """Text behind a call whose closing tag has not come; None outside of it."""
         self._call: CallObject | None = None
         self._raw = ""
         self._calls = 0
@@ -79,20 +83,20 @@ class HermesParser:
         while rest is not None:
             if self._call is not None:
                 rest = self._push_call(self._call, rest, parsed)
-            elif self._close is not None:
-                _, rest = self._close.push(rest)
-                if rest is not None:
-                    self._close = None
+            elif self._behind is not None:
+                rest = self._push_behind(self._behind, rest, parsed)
             else:
                 content, rest = self._open.push(rest)
                 parsed.content += content
                 if rest is not None:
-                    self._call, self._raw = CallObject(self._calls, long_id()), HERMES_OPEN
+                    self._call, self._raw = CallObject(self._calls, long_id()), f"{self._open.space}{HERMES_OPEN}"
         return parsed
 
     def finish(self) -> Parsed:
         if self._call is not None and not self._call.begun:
             return Parsed(self._raw)
+        if self._behind is not None:
+            return Parsed(self._behind if self._behind.strip() else "")
         return Parsed(self._open.flush())
 
     def _push_call(self, call: CallObject, text: str, parsed: Parsed) -> str | None:
@@ -105,10 +109,23 @@ class HermesParser:
             self._call = None
             return rest
         if call.ended or call.failed:
-            self._call, self._close = None, Marker(HERMES_CLOSE)
+            self._call, self._behind = None, ""
             self._calls += 1
             return rest
         return None
+
+    def _push_behind(self, behind: str, text: str, parsed: Parsed) -> str | None:
+        """Reads up to the closing tag of a call or, if it has none, up to the next call."""
+        known, behind = len(behind), behind + text
+        tag = _HERMES_TAG.search(behind, max(0, known - len(HERMES_CLOSE)))
+        if tag is None:
+            self._behind = behind
+            return None
+        self._behind = None
+        if tag[0] == HERMES_CLOSE:
+            return behind[tag.end() :]
+        parsed.content += behind[: tag.start()].rstrip()
+        return behind[tag.start() :]
 
 
 class Llama3Parser(CallSequence):
@@ -151,6 +168,8 @@ class MistralParser:
     def __init__(self) -> None:
         self._open = Marker(MISTRAL_OPEN)
         self._array: ArrayParser | None = None
+        self._lead = ""
+        """Marker of a list that may turn out to be none, and the space before it."""
         self._head: str | None = None
         """Text read before a call's arguments; None outside of it."""
         self._value: JsonValue | None = None
@@ -161,7 +180,7 @@ class MistralParser:
         rest: str | None = text
         while rest:
             if self._array is not None:
-                parsed += self._array.push(rest)
+                parsed += self._led(self._array.push(rest))
                 rest = None
             elif self._value is not None:
                 rest = self._push_arguments(self._value, rest, parsed)
@@ -175,20 +194,29 @@ class MistralParser:
 
     def finish(self) -> Parsed:
         if self._array is not None:
-            return self._array.finish()
-        return Parsed(self._open.flush() if self._head is None else f"{MISTRAL_OPEN}{self._head}")
+            return self._led(self._array.finish())
+        return Parsed(self._open.flush() if self._head is None else f"{self._open.space}{MISTRAL_OPEN}{self._head}")
+
+    def _led(self, found: Parsed) -> Parsed:
+        """What was found in a list, with the marker before it if that is no list of calls."""
+        if found.calls or found.content:
+            found.content, self._lead = found.content if found.calls else self._lead + found.content, ""
+        return found
 
     def _push_head(self, head: str, parsed: Parsed) -> str | None:
         if head.lstrip().startswith("["):
-            self._array = ArrayParser(short_id)
+            self._array, self._lead = ArrayParser(short_id), f"{self._open.space}{MISTRAL_OPEN}"
             return head
-        name, brace, _ = head.partition("{")
+        name, brace, rest = head.partition("{")
         if not brace:
             self._head = head
             return None
-        name = name.strip().removesuffix(MISTRAL_ARGS)
-        name, _, call_id = name.partition(MISTRAL_CALL_ID)
-        self._head, self._value = None, JsonValue()
+        self._head = None
+        if not (called := name.strip().removesuffix(MISTRAL_ARGS)):
+            parsed.content += f"{self._open.space}{MISTRAL_OPEN}{name}{brace}"
+            return rest
+        name, _, call_id = called.partition(MISTRAL_CALL_ID)
+        self._value = JsonValue()
         parsed.calls.append(CallDelta(self._calls, "", call_id or short_id(), name.strip()))
         return head[head.index("{") :]
 

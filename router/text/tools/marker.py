@@ -5,6 +5,8 @@ class Marker:
     """Searches for one string; holds back the end of the text that may be its beginning, and the space before it."""
 
     def __init__(self, marker: str) -> None:
+        self.space = ""
+        """White space before the marker that was found last, which `push` leaves out."""
         self._marker = marker
         self._held = ""
 
@@ -17,8 +19,9 @@ class Marker:
         text = self._held + text
         before, found, after = text.partition(self._marker)
         if found:
-            self._held = ""
-            return before.rstrip(), after
+            self._held, kept = "", before.rstrip()
+            self.space = before[len(kept) :]
+            return kept, after
         keep = len(text) - self._beginning(text)
         keep = len(text[:keep].rstrip())
         self._held = text[keep:]

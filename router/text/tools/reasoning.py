@@ -10,11 +10,11 @@ OPEN, CLOSE = "<think>", "</think>"
 class Reasoning:
     """Splits the text of one completion, and counts the tokens of the first part."""
 
-    def __init__(self, begun: bool, open_id: int | None, close_id: int | None) -> None:
+    def __init__(self, begun: bool, close_id: int | None) -> None:
         """
         Args:
             begun: whether the prompt has the opening tag already.
-            open_id: the token that is the opening tag; None if several tokens are.
+            close_id: the token that is the closing tag; None if several tokens are.
         """
         self.tokens = 0
         """Tokens of the reasoning so far, its tags included."""
@@ -23,7 +23,11 @@ class Reasoning:
         self._lead = ""
         """The beginning of the text, while it may become the opening tag."""
         self._close = Marker(CLOSE)
-        self._ids = (open_id, close_id)
+        self._close_id = close_id
+        self._lead_tokens = 0
+        """Tokens of the beginning of the text, while that may become the opening tag."""
+        self._closed = False
+        """Whether the token that is the closing tag has come. A search for stop strings may hold its text back."""
         self._fresh = True
 
     def push(self, text: str, token_ids: Sequence[int]) -> tuple[str, str]:
@@ -41,6 +45,7 @@ class Reasoning:
         lead = text.lstrip()
         if lead.startswith(OPEN):
             self._begun, self._inside, self._lead = True, True, ""
+            self.tokens = self._lead_tokens
             return self._push_inside(lead.removeprefix(OPEN))
         if OPEN.startswith(lead):
             self._lead = text
@@ -65,10 +70,12 @@ class Reasoning:
         return text
 
     def _count(self, token_ids: Sequence[int]) -> None:
-        open_id, close_id = self._ids
-        if self._begun and not self._inside:
+        if self._closed or (self._begun and not self._inside):
             return
-        if close_id in token_ids:
-            self.tokens += token_ids.index(close_id) + 1
-        elif self._inside or self._lead or open_id in token_ids:
-            self.tokens += len(token_ids)
+        count = len(token_ids)
+        if self._close_id in token_ids:
+            self._closed, count = True, token_ids.index(self._close_id) + 1
+        if self._begun:
+            self.tokens += count
+        else:
+            self._lead_tokens += count

@@ -1,5 +1,7 @@
 """Classes of service: how requests choose one, what the answer says of it, and what workers are told."""
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +10,17 @@ from kvrelay.client import KvrelayError
 from kvrelay.internal.v1.worker_pb2 import Failure, Load, Urgency
 from kvrelay.router.config import ServiceClass
 from support.http_calls import CHAT, HELLO
-from support.router_fakes import FakeWorker, Job, fake, first_attempt, pair, token_at, until
+from support.router_fakes import (
+    FakeWorker,
+    Job,
+    colocated_of,
+    fake,
+    first_attempt,
+    key_file,
+    pair,
+    token_at,
+    until,
+)
 from support.scenes import Serve
 
 CLASSES = {
@@ -121,3 +133,22 @@ async def test_a_stream_that_has_begun_is_as_urgent_as_its_next_token(serve: Ser
     check_urgency(first, "interactive", 0)
     assert second.first_token_seconds < 0.5, "the next token is due one TPOT after the latest one"
     assert second.rank == 0
+
+
+@pytest.mark.parametrize("form", [{"prompt": [[5, 6]] * 3}, {"prompt": [5, 6], "n": 3}], ids=["prompts", "n"])
+async def test_a_completion_waits_for_its_place_as_long_as_its_class_allows(
+    serve: Serve, tmp_path: Path, form: dict[str, Any]
+) -> None:
+    """The key may have one at once, so the last one begins after the router's own limit."""
+
+    async def slow(job: Job) -> None:
+        await asyncio.sleep(0.4)
+        await colocated_of()(job)
+
+    patient = {"batch": ServiceClass(first_token_timeout_seconds=60.0)}
+    keys = key_file(tmp_path, a="concurrent=1")
+    cluster = await serve(fake("colocated-0", slow), api_keys=keys, first_token_timeout_seconds=0.6, classes=patient)
+    body = {**form, "max_tokens": 2, "slo_class": "batch"}
+    status, answer = await cluster.http.post("/v1/completions", body, headers=[("authorization", "Bearer a")])
+    assert status == 200, answer
+    assert len(answer["choices"]) == 3

@@ -9,12 +9,14 @@ import grpc
 import pytest
 from google.protobuf.empty_pb2 import Empty
 from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.router.faces import arrivals
 from kvrelay.router.faces.arrivals import Arrivals
-from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams, TokenIds
+from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams, TokenIds, TokenizeRequest
+from support.hostile import PartialCall
 from support.router_fakes import key_file, pair, until
 from support.scenes import Serve
 
@@ -51,6 +53,29 @@ async def test_a_message_that_does_not_come_ends_its_call(serve: Serve, method: 
     assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "did not arrive within 0.3 s" in await call.details()
     assert cluster.calls == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("/kvrelay.v1.InferenceService/Tokenize", TokenizeRequest(text="a b").SerializeToString()),
+        (CHECK, b""),
+        (REFLECT, ServerReflectionRequest(list_services="*").SerializeToString()),
+    ],
+)
+async def test_an_answer_that_nobody_reads_ends_its_call(serve: Serve, method: str, message: bytes) -> None:
+    cluster = await serve(*pair(), idle_timeout_seconds=0.3)
+    async with PartialCall(cluster.router.address, method, len(message), message=message) as call:
+        await call.push()
+        connections = cluster.router._doors.grpc
+
+        def calls() -> int:
+            known = map(connections.of, connections.peers())
+            return sum(each.calls for each in known if each is not None)
+
+        await until(calls, "the call has come")
+        await until(lambda: not calls(), "the call has ended")
+        assert cluster.calls == 0
 
 
 async def test_a_call_without_a_message_is_told_so(serve: Serve) -> None:

@@ -11,7 +11,9 @@ from tokenizers.processors import TemplateProcessing
 
 from kvrelay.router.request import chat
 from kvrelay.router.request.chat import ChatTemplate, Conversation, TemplateFailed
+from kvrelay.router.request.conversation import conversation
 from kvrelay.router.request.tokenizer import INLINE_CHARACTERS, Tokenizer
+from kvrelay.v1.inference_pb2 import ChatMessage, ChatMessages, ToolCall
 from support.tokenizers import byte_level_tokenizer
 
 MESSAGES = [{"role": "user", "content": "<b>hi</b>"}]
@@ -39,6 +41,22 @@ async def test_a_prompt_gets_the_special_tokens_and_a_rendered_chat_does_not(tmp
         rendered = await tokenizer.encode_chat(partial(said, text), 100 + len(text))
         assert list(rendered) == [0, *plain.encode(text).ids, 1]
         assert await tokenizer.decode(plain.encode(text).ids) == text
+    tokenizer.close()
+
+
+@pytest.mark.parametrize("where", ["arguments", "tool", "variable"])
+async def test_half_of_a_surrogate_pair_in_a_chats_json_is_a_replacement_character(tmp_path: Path, where: str) -> None:
+    template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}{{ tools | tojson }}{{ x }}"
+    tokenizer = Tokenizer(folder_with(tmp_path, chat_template=template))
+    text = {where: r'{"x": "a\ud83d"}'}
+    call = ToolCall(name="f", arguments=text.get("arguments", "{}"))
+    asked = ChatMessages(
+        messages=[ChatMessage(role="assistant", tool_calls=[call])],
+        tools=[text.get("tool", "{}")],
+        template_kwargs=text.get("variable", "{}"),
+    )
+    tokens = await tokenizer.encode_chat(partial(conversation, asked), 1000)
+    assert "a\ufffd" in await tokenizer.decode(tokens)
     tokenizer.close()
 
 

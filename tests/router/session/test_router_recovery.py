@@ -9,6 +9,7 @@ from kvrelay.client import DeadlineExceeded, Exhausted, InternalError, InvalidRe
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, MEMBER_STATE_DRAINING, MEMBER_STATE_SUSPECT
 from kvrelay.internal.v1.worker_pb2 import WAIT_PREEMPTED, Failure, Load, RelayResponse
 from kvrelay.router.placing.usual import RATE_SECONDS
+from kvrelay.router.session import budget
 from support.router_fakes import (
     Job,
     Script,
@@ -235,3 +236,16 @@ async def test_silence_has_limits(serve: Serve) -> None:
     assert outcomes[1] in ("deadline", "cancelled")
     assert outcomes[2:] == ["length"]
     assert cluster.records[-1].retries == 1
+
+
+async def test_the_pause_before_an_attempt_ends_with_the_requests_time(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "AT_LEAST", 100)
+    worker = fake("colocated-0", failing(Failure.CODE_RETRY))
+    cluster = await serve(worker, max_attempts=100, first_token_timeout_seconds=0.8)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    with pytest.raises(DeadlineExceeded):
+        await cluster.ask()
+    assert loop.time() - began < 1.3, "the next pause would have ended after 1.5 s"

@@ -85,6 +85,19 @@ CALLS = [
     ),
     ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{W}[TOOL_CALLS]add[ARGS]{{}}", "", ["get_weather", "add"]),
     ("mistral", f"[TOOL_CALLS]get_weather[CALL_ID]abc123456[ARGS]{W}", "", ["get_weather"]),
+    # Closing tags may be missing, or come behind stray characters.
+    (
+        "hermes",
+        f'<tool_call>{{"name": "get_weather", "arguments": {W}}}\nI called it.',
+        "\nI called it.",
+        ["get_weather"],
+    ),
+    (
+        "hermes",
+        f'<tool_call>{{"name": "get_weather", "arguments": {W}}}\n<tool_call>{{"name": "add"}}}}\n</tool_call> So.',
+        " So.",
+        ["get_weather", "add"],
+    ),
     ("array", f'[ {{"name": "get_weather", "parameters": {W}}} , {{"name":"add"}}]', "", ["get_weather", "add"]),
     ("named", W, "", ["add"]),
 ]
@@ -114,7 +127,10 @@ CONTENTS = [
     ("llama3", "a text with {braces}"),
     ("llama3", '{"name": "get_weath'),
     ("llama3", "<|python_"),
+    ("hermes", "no call <tool_call>here"),
     ("mistral", "no call [TOOL_CALL"),
+    ("mistral", 'no name [TOOL_CALLS] {"name": "add", "arguments": {}} [TOOL_CALLS] [1, 2]'),
+    ("mistral", "no call [TOOL_CALLS] here"),
     ("mistral", "  two spaces  "),
     ("array", "no array"),
     ("array", '[{"title": 1}]'),
@@ -182,6 +198,14 @@ def test_a_call_is_given_on_before_it_is_complete() -> None:
 
 
 @pytest.mark.parametrize(
+    "call", [r'{"name": "add\ud83d", "arguments": {}}', r'{"name": "add", "arguments": "{\"a\": \"\ud83d\"}"}']
+)
+def test_a_call_with_half_of_a_surrogate_pair_can_be_encoded(call: str) -> None:
+    found = read(HermesParser(), [f"<tool_call>{call}</tool_call>"])
+    assert "\ufffd" in f"{found.names[0]}{found.arguments[0]}".encode().decode()
+
+
+@pytest.mark.parametrize(
     ("begun", "text", "thought", "answer"),
     [
         (False, "<think>\nI see.\n</think>\n\nYes.", "I see.", "Yes."),
@@ -195,22 +219,38 @@ def test_a_call_is_given_on_before_it_is_complete() -> None:
 )
 def test_reasoning_is_split_however_the_text_is_cut(begun: bool, text: str, thought: str, answer: str) -> None:
     for seed in range(30):
-        splitter = Reasoning(begun, None, None)
+        splitter = Reasoning(begun, None)
         parts = [splitter.push(piece, [1]) for piece in ([text] if not seed else cuts(text, seed))]
         parts.append(splitter.finish())
         assert ("".join(part[0] for part in parts), "".join(part[1] for part in parts)) == (thought, answer)
 
 
 def test_reasoning_tokens_are_counted_by_the_tags_tokens() -> None:
-    splitter = Reasoning(False, 7, 8)
+    splitter = Reasoning(False, 8)
     splitter.push("<think>", [7])
     splitter.push("a b", [1, 2])
     splitter.push("c</think>d", [3, 8, 4])
     splitter.push("e", [5])
     assert splitter.tokens == 5
-    plain = Reasoning(False, 7, 8)
-    plain.push("abc", [1, 2, 3])
-    assert plain.tokens == 0
+
+
+@pytest.mark.parametrize("text", ["abc", "\n\nYes.", "<table> of it", "  <thin", "\n", "No </think>"])
+def test_an_answer_without_reasoning_has_no_reasoning_tokens(text: str) -> None:
+    for seed in range(30):
+        splitter = Reasoning(False, 8)
+        for piece in [text] if not seed else cuts(text, seed):
+            splitter.push(piece, [8] if "</think>" in piece else [1])
+        splitter.finish()
+        assert splitter.tokens == 0
+
+
+def test_tokens_behind_the_closing_tag_are_no_reasoning_while_its_text_is_held_back() -> None:
+    splitter = Reasoning(True, 8)
+    splitter.push("a", [1])
+    splitter.push("", [8])  # a stop string may begin with the tag
+    splitter.push("", [2])
+    splitter.push("</think>b c", [3])
+    assert splitter.tokens == 2
 
 
 def test_a_template_tells_the_format() -> None:

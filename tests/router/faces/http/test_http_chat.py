@@ -134,6 +134,20 @@ async def test_reasoning_is_apart_and_counted(serve: Serve) -> None:
     assert begun["choices"][0]["message"]["content"] == answer
 
 
+@pytest.mark.parametrize("constraint", [{"response_format": {"type": "json_object"}}, {"guided_choice": ["[1]", "2"]}])
+async def test_a_constrained_answer_is_no_reasoning_where_the_prompt_has_the_opening_tag(
+    serve: Serve, constraint: dict[str, Any]
+) -> None:
+    http = (await serve(colocated('{"a": 1}'), reasoning_parser="think")).http
+    begun = [*MESSAGES, {"role": "assistant", "content": "<think>"}]
+    body = {"messages": begun, "continue_final_message": True, **constraint}
+    status, answer = await http.post("/v1/chat/completions", body)
+    assert status == 200, answer
+    assert answer["choices"][0]["message"]["content"] == '{"a": 1}'
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+    assert merged(await http.stream("/v1/chat/completions", body))["content"] == '{"a": 1}'
+
+
 async def test_the_template_of_the_configuration_gets_tools_and_variables(serve: Serve, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{{ tools | length if tools else 0 }}|{{ mood }}|{{ messages | tojson }}")
