@@ -54,7 +54,8 @@ from kvrelay.transfer.protocol.packing import WireError
 
 MUTATIONS = 12_000
 SEED = os.environ.get("KVRELAY_SEED")
-CPU_SECONDS = 1e-3
+LOOPS = 8_000
+"""Times that a plain loop of Python runs in the CPU time that a batch may take: about 1 ms."""
 PEAK_BYTES = 2 * 2**20
 """Bytes of memory for refusing a batch: a small multiple of the longest batch, whatever lengths it claims."""
 CACHE = CacheLayout.of(KVLayout(2, 2, 8, 16, "float32"))
@@ -293,10 +294,21 @@ def cpu_seconds(batch: bytes) -> float:
     return statistics.median(times)
 
 
+def most_seconds() -> float:
+    """CPU seconds that a batch may take on this machine, at its present speed."""
+    times = []
+    for _ in range(9):
+        started, total = time.thread_time(), 0
+        for number in range(LOOPS):
+            total += number
+        times.append(time.thread_time() - started)
+    return statistics.median(times)
+
+
 def test_every_invalid_batch_is_refused_in_little_time() -> None:
     costs = {name: cpu_seconds(batch) for name, (batch, _) in INVALID.items()}
     worst = max(costs, key=costs.__getitem__)
-    assert costs[worst] < CPU_SECONDS, worst
+    assert costs[worst] < most_seconds(), worst
 
 
 def test_nothing_is_allocated_by_a_claimed_length() -> None:
@@ -364,9 +376,10 @@ def test_mutated_batches_are_messages_or_wire_errors_in_little_time() -> None:
         assert decode(encode(messages)) == messages, f"KVRELAY_SEED={number}"
     if SEED is None:
         assert len(times) > MUTATIONS // 2
-        assert statistics.median(times) < CPU_SECONDS / 4
+        most = most_seconds()
+        assert statistics.median(times) < most / 4
         # One of thousands may include a garbage collection.
-        assert statistics.quantiles(times, n=1000)[-1] < CPU_SECONDS
+        assert statistics.quantiles(times, n=1000)[-1] < most
 
 
 @given(st.binary(max_size=300))
