@@ -57,6 +57,12 @@ FEW = ("one bit", "gap", "thread fails", "another in its place")
 """Faults in `make test`."""
 
 
+@pytest.fixture(autouse=True)
+def patient(it: Scene) -> None:
+    """Workers that get no CPU for a while are no part of this: their requests would be retried, too."""
+    it.restart("supervisor", suspect_seconds=30.0, dead_seconds=60.0)
+
+
 def named(faults: dict[str, str]) -> pytest.MarkDecorator:
     marks = {name: () if name in FEW else pytest.mark.more for name in faults}
     return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
