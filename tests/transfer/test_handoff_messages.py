@@ -54,7 +54,7 @@ from kvrelay.transfer.protocol.packing import WireError
 
 MUTATIONS = 12_000
 SEED = os.environ.get("KVRELAY_SEED")
-LOOPS = 8_000
+LOOPS = 25_000
 """Times that a plain loop of Python runs in the CPU time that a batch may take: about 1 ms."""
 PEAK_BYTES = 2 * 2**20
 """Bytes of memory for refusing a batch: a small multiple of the longest batch, whatever lengths it claims."""
