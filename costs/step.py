@@ -176,11 +176,9 @@ class StepFit:
             count: number of steps with this work; `seconds` is their mean.
         """
         if work.sequences and (cost := self.cost()) is not None:
-            decodes = cost.seconds(work._replace(prompt_tokens=0, prompt_pairs=0.0))
+            extra = min(LONGEST_EXTRA, seconds - cost.seconds(work._replace(prompt_tokens=0, prompt_pairs=0.0)))
             self._intervals += count
-            self.extra += (min(LONGEST_EXTRA, seconds - decodes) - self.extra) * min(
-                1.0, count / min(self._intervals, INTERVALS)
-            )
+            self.extra += (extra - self.extra) * min(1.0, count / min(self._intervals, INTERVALS))
 
     def _take_mean(self, steps: list[tuple[StepWork, float]], stratum: int) -> None:
         """Takes steps of one stratum. One that took far longer than the others was a pause of the process."""

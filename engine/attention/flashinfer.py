@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.engine.attention.base import AttentionInputs, to_device
-from kvrelay.engine.attention.packages import check_parameters, check_shapes, imported
-from kvrelay.engine.attention.prefill import PlannedPrefill, Shapes
+from kvrelay.engine.attention.prefill import PlannedPrefill, Shapes, check_shapes
 from kvrelay.engine.config import PrefillKernel
+from kvrelay.engine.packages import check_parameters, imported
 from kvrelay.kernels.triton.paged import PagedKV
 
 PACKAGE = "FlashInfer"

@@ -9,11 +9,8 @@ from torch import Tensor
 from kvrelay.engine.attention.base import AttentionInputs
 from kvrelay.engine.config import PrefillKernel
 from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.packages import TYPES, Unavailable
 from kvrelay.kernels.triton.paged import PagedKV
-
-
-class Unavailable(Exception):
-    """Some shapes can't be computed in some way; the text says why, as a sentence without a full stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +40,16 @@ class Shapes:
             f"{self.dtype} with KV of {layout.dtype}, blocks of {layout.block_size}, heads of {layout.head_dim} in"
             f" groups of {self.group}"
         )
+
+
+def check_shapes(shapes: Shapes, package: str, dims: range | tuple[int, ...]) -> None:
+    """Checks that a package takes numbers of 16 bits in heads of these sizes.
+
+    Raises:
+        Unavailable: it doesn't.
+    """
+    if shapes.dtype not in TYPES or shapes.layout.scaled or shapes.layout.head_dim not in dims:
+        raise Unavailable(f"{package} doesn't take {shapes}")
 
 
 class PlannedPrefill(Protocol):

@@ -22,6 +22,7 @@ from kvrelay.engine.models.fast.loader import MakeLinear
 from kvrelay.engine.models.general.mxfp4 import STORED, StoredExperts
 from kvrelay.engine.models.general.narrow import rows_of
 from kvrelay.engine.models.loads import ExpertLoads
+from kvrelay.engine.packages import TYPES, Unavailable, check_parameters, imported
 from kvrelay.engine.quant.schemes import Quantize
 from kvrelay.engine.ranks.collective import Collective
 from kvrelay.kernels import reference
@@ -275,10 +276,6 @@ def on_flashinfer() -> MakeCall:
         Unavailable: the package isn't there. What is returned raises it, too, for a layer that FlashInfer doesn't
             compute.
     """
-    # Imported here because the modules need Triton, which doesn't exist for every platform.
-    from kvrelay.engine.attention.packages import TYPES, check_parameters, imported
-    from kvrelay.engine.attention.prefill import Unavailable
-
     function = imported("flashinfer.fused_moe", "cutlass_fused_moe", "FlashInfer")
     check_parameters(function, FLASHINFER_PARAMETERS, "FlashInfer", "0.6.18")
 
@@ -331,8 +328,6 @@ def take_flashinfer(model: PreTrainedModel, wanted: ExpertKernel) -> None:
     Raises:
         ValueError: flashinfer is wanted, and can't be had; the text says why.
     """
-    from kvrelay.engine.attention.prefill import Unavailable
-
     try:
         make = on_flashinfer()
         if not swap_experts(model, make):

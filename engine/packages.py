@@ -1,4 +1,4 @@
-"""Attention by other packages: the checks that all of them need."""
+"""Checks of packages whose kernels compute a part of a model on GPUs."""
 
 import importlib
 import inspect
@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
-from kvrelay.engine.attention.prefill import Shapes, Unavailable
-
 TYPES = (torch.float16, torch.bfloat16)
+"""Types of the numbers that they take."""
+
+
+class Unavailable(Exception):
+    """A package can't compute what it is asked for; the text says why, as a sentence without a full stop."""
 
 
 def imported(module: str, name: str, package: str) -> Any:
@@ -38,13 +41,3 @@ def check_parameters(function: Callable[..., Any], needed: set[str], package: st
     missing = needed - set(inspect.signature(function).parameters)
     if missing:
         raise Unavailable(f"{package} has no {', '.join(sorted(missing))} in {function.__name__}; {version} has")
-
-
-def check_shapes(shapes: Shapes, package: str, dims: range | tuple[int, ...]) -> None:
-    """Checks that a package takes numbers of 16 bits in heads of these sizes.
-
-    Raises:
-        Unavailable: it doesn't.
-    """
-    if shapes.dtype not in TYPES or shapes.layout.scaled or shapes.layout.head_dim not in dims:
-        raise Unavailable(f"{package} doesn't take {shapes}")
