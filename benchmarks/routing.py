@@ -22,7 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from simulated.fleet import (
     highest_rate,
     refused_again,
     replay,
+    ttft_of,
 )
 from simulated.kernels import LLAMA_3_1_8B, Kernels, checked
 from simulated.traces import Arrival, TraceName, at_rate, begun_later, oracle_hits, read
@@ -166,10 +167,15 @@ class Rates:
         print(json.dumps({"policy": policy, **row}), flush=True)
         return row
 
-    def kept(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The figures of another run, which `make` makes unless they were kept; `name` has all that they depend on."""
-        parts = self._found.setdefault("others", {})
-        name = f"{name}, {self._setup.seconds:g} s, seed {next(iter(self._setup.traces))}"
+    def kept(self, name: str, make: Callable[[], dict[str, Any]], *, all_seeds: bool = False) -> dict[str, Any]:
+        """The figures of another run, which `make` makes unless they were kept; `name` has all that they depend on.
+
+        Args:
+            all_seeds: whether they are of all seeds, and not of the first one.
+        """
+        parts, seeds = self._found.setdefault("others", {}), list(self._setup.traces)
+        of = f"seeds {' '.join(map(str, seeds))}" if all_seeds else f"seed {seeds[0]}"
+        name = f"{name}, {self._setup.seconds:g} s, {of}"
         if name not in parts:
             parts[name] = make()
             self._keep()
@@ -269,29 +275,50 @@ def row_slow(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any
 
     for policy in apart(wanted)[-1:]:
         rate = 0.85 * rates.highest(policy)
-        whole = rates.run(policy, rate)["ttft_p99"]
         prefill, decode = list(setup.fleet), list(setup.fleet)
         prefill[0], decode[-1] = replace(prefill[0], slowdown=SLOW), replace(decode[-1], slowdown=SLOW)
         faults: dict[str, tuple[list[Place], float, Callable[[Cluster], None]]] = {
+            "without": (setup.fleet, 1.0, lambda cluster: None),
             "half_speed_prefill": (prefill, 1 - 0.5 / setup.prefills, lambda cluster: None),
             "half_speed_decode": (decode, 1 - 0.5 / setup.decodes, lambda cluster: None),
             "slow_link": (setup.fleet, 1.0, slow_link),
         }
-        found[policy] = {"rate": round(rate, 3), "ttft_p99": round(whole, 3)}
+        p99 = {}
         for name, (places, share, prepare) in faults.items():
-
-            def run_with(
-                places: list[Place] = places,
-                arrivals: list[Arrival] = setup.arrivals(share * rate),  # noqa: B008  # this iteration's
-                given: dict[str, object] = options(policy),  # noqa: B008
-                prepare: Callable[[Cluster], None] = prepare,
-            ) -> dict[str, Any]:
-                done = replay(places, arrivals, setup.seconds, given, prepare=prepare)
-                return {"ttft_p99": round(done.ttft(0.99), 4)}
-
-            fault = rates.kept(f"{policy} {name} at {share * rate:.3f}", run_with)
-            found[policy][name] = round(fault["ttft_p99"] / whole, 3)
+            run_with = partial(first_tokens, setup, places, share * rate, policy, prepare=prepare)
+            p99[name] = rates.kept(f"{policy} {name} at {share * rate:.3f}", run_with, all_seeds=True)["ttft_p99"]
+        found[policy] = {"rate": round(rate, 3), "ttft_p99": p99.pop("without")}
+        found[policy] |= {name: round(each / found[policy]["ttft_p99"], 3) for name, each in p99.items()}
     return found
+
+
+def first_tokens(
+    setup: Setup,
+    places: list[Place],
+    rate: float,
+    policy: str,
+    *,
+    prepare: Callable[[Cluster], None] = lambda cluster: None,
+    background: Background | None = None,
+    service_class: str = "",
+) -> dict[str, Any]:
+    """TTFT over the requests of all seeds, and how busy the workers were."""
+    runs = [
+        replay(
+            places,
+            setup.arrivals(rate, seed),
+            setup.seconds,
+            options(policy),
+            prepare=prepare,
+            background=background,
+            service_class=service_class,
+        )
+        for seed in setup.traces
+    ]
+    counts = [len(each.counted()) for each in runs]
+    shares = mean_row([{"requests": count, **busy(each.busy)} for count, each in zip(counts, runs, strict=True)])
+    ttft = {"ttft_p50": round(ttft_of(runs, 0.5), 4), "ttft_p99": round(ttft_of(runs, 0.99), 4)}
+    return {**shares, "requests": sum(counts), **ttft}
 
 
 def row_answers(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any]:
@@ -401,19 +428,10 @@ def row_batch(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, An
     for policy in apart(wanted)[-1:]:
         rate = 0.5 * rates.highest(policy)
 
-        def interactive(background: Background | None, policy: str = policy, rate: float = rate) -> dict[str, Any]:
-            done = replay(
-                setup.fleet,
-                setup.arrivals(rate),
-                setup.seconds,
-                options(policy),
-                service_class=INTERACTIVE,
-                background=background,
-            )
-            return {"ttft_p50": round(done.ttft(0.5), 4), "ttft_p99": round(done.ttft(0.99), 4), **busy(done.busy)}
-
-        alone = rates.kept(f"{policy} interactive alone at {rate:.3f}", lambda: interactive(None))
-        both = rates.kept(f"{policy} interactive with batch at {rate:.3f}", lambda: interactive(batch))
+        run_with = partial(first_tokens, setup, setup.fleet, rate, policy, service_class=INTERACTIVE)
+        alone = rates.kept(f"{policy} interactive alone at {rate:.3f}", run_with, all_seeds=True)
+        with_batch = partial(run_with, background=batch)
+        both = rates.kept(f"{policy} interactive with batch at {rate:.3f}", with_batch, all_seeds=True)
         found[policy] = {
             "rate": round(rate, 3),
             "ttft_p99": alone["ttft_p99"],
@@ -582,8 +600,8 @@ def main() -> None:
         nargs="+",
         choices=range(SEEDS),
         default=[0],
-        help="in eighths of the trace: where it begins; the rows `rate`, `curve` and `start` are means over them, the "
-        "others have the first one",
+        help="in eighths of the trace: where it begins; the rows `rate`, `curve` and `start` are means over them, "
+        "`slow` and `batch` take the requests of all together, the others have the first one",
     )
     simulated.add_argument("--start", type=float, help="requests a second at which the search for the highest begins")
     simulated.add_argument(

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import statistics
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from simulated.clock import run
@@ -60,8 +60,7 @@ class Run:
 
     def ttft(self, share: float) -> float:
         """Quantile of the time to the first token; requests without one count as the longest."""
-        found = sorted(each.ttft if each.ttft is not None else float("inf") for each in self.counted())
-        return found[min(len(found) - 1, int(share * len(found)))]
+        return ttft_of([self], share)
 
     def mean_ttft(self) -> float:
         """Mean time to the first token of those that got one, in seconds."""
@@ -76,6 +75,13 @@ class Run:
         complete = [each for each in self.counted() if each.complete]
         best = sum(oracle[int(each.question.name.rpartition("-")[2])] for each in complete)
         return sum(each.cached_tokens for each in complete) / max(1, best)
+
+
+def ttft_of(runs: Iterable[Run], share: float) -> float:
+    """Quantile of the time to the first token over the requests of several runs; those without one count as the
+    longest."""
+    found = sorted(each.ttft if each.ttft is not None else float("inf") for run in runs for each in run.counted())
+    return found[min(len(found) - 1, int(share * len(found)))]
 
 
 Prepare = Callable[[Cluster], None]
