@@ -59,7 +59,7 @@ class DecodeRole(HandoffRole):
         super().__init__(worker)
         self._promised: dict[Key, Holding] = {}
         """Blocks that requests without a reservation are expected to need in the end."""
-        self._coming: dict[Key, int] = {}
+        self._coming: dict[Key, tuple[int, int]] = {}
         """Holders of the requests that have not asked for blocks yet."""
         self._room = Room(worker.num_blocks, worker.cache.block_size)
         self._service = HandoffService(self.setup, self)
@@ -86,7 +86,7 @@ class DecodeRole(HandoffRole):
         if submit.phase == PHASE_DECODE:
             blocks = self._room.wanted(request, len(request.tokens))
             self._promised[request.key] = Holding(holder=request.holder, blocks=blocks)
-            self._coming[request.key] = request.holder
+            self._coming[request.key] = request.urgency.rank, request.holder
             self.worker.expect_holders(frozenset(self._coming.values()))
         super().submit(request, submit)
 

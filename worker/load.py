@@ -144,6 +144,8 @@ class LoadReports:
             step_seconds=self._engine.step_seconds,
             growth_blocks=use.growth,
             ending=Promised(requests=use.ending_requests, blocks=use.ending),
+            yielding=Promised(requests=use.yielding_requests, blocks=use.yielding),
+            yielding_growth_blocks=use.yielding_growth,
             holdings=[Holding(holder=holder, blocks=blocks) for holder, blocks in use.largest()],
         )
         return LoadReading(read, self._taken_tokens, self._taken_blocks)

@@ -288,8 +288,8 @@ class Worker:
         self._thread.post(hold.release)
         self._refresh_load()
 
-    def expect_holders(self, holders: frozenset[int]) -> None:
-        """Lets steps leave time for sequences of these holders, which will come soon."""
+    def expect_holders(self, holders: frozenset[tuple[int, int]]) -> None:
+        """Lets steps leave time for sequences of these holders, which will come soon; each is (rank, holder)."""
         self._engine.scheduler.coming = holders
 
     def post_to_engine(self, command: Callable[[], object]) -> None:

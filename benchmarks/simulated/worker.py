@@ -3,12 +3,12 @@
     router's session -> SimulatedStream -> SimulatedWorker -> Scheduler -> (a timer instead of a model) -> events back
 
 A hand-off goes as in the product: the prefill worker offers a prompt when it begins to compute it, the decode worker
-reserves blocks for it, first come first served, and the KV of each chunk follows over a link of limited bandwidth.
+reserves blocks for it, in the scheduler's order, and the KV of each chunk follows over a link of limited bandwidth.
 """
 
 import asyncio
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvrelay.costs.handoff import KvBytes
 from kvrelay.costs.step import StepWork, pairs
+from kvrelay.decode_worker.reservation_queue import ReservationQueue
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.blocks import BlockPool, Hold
 from kvrelay.engine.kv.prefix import PrefixIndex
@@ -224,7 +225,8 @@ class SimulatedWorker:
         self._room = Room(pool.total, engine.block_size)
         self._coming: dict[Key, Holding] = {}
         """Requests whose KV comes from elsewhere and that have no blocks yet, each with those that it needs."""
-        self._offers: deque[Handoff] = deque()
+        self._offers = ReservationQueue()
+        self._offered: dict[Key, Handoff] = {}
         """Hand-offs to this worker that wait for blocks."""
         self._link_free = 0.0
         """Time from which on the worker's network is free."""
@@ -359,6 +361,8 @@ class SimulatedWorker:
         if self._step is not None:
             return
         plan = self.scheduler.plan()
+        if plan is None and self._grant():
+            plan = self.scheduler.plan()
         if plan is None:
             return
         starts, lengths = plan.starts.tolist(), plan.lengths.tolist()
@@ -397,8 +401,7 @@ class SimulatedWorker:
         self.scheduler.fit.add_interval(work, seconds / count, count)
         told = self._take(progress)
         self._gathered += count
-        if self._offers:
-            self._grant()
+        self._grant()
         if told or self._gathered >= GATHERED_STEPS:
             self._loads.update(self._loads.read())
             self._flush()
@@ -443,21 +446,26 @@ class SimulatedWorker:
         """A prefill worker begins to compute a prompt for this worker."""
         if (live := self._live.get(handoff.request.key)) is not None:
             live.handoff = handoff
-        if not self._reserve(handoff, passing=bool(self._offers)):
-            self._offers.append(handoff)
-            request_id, attempt = handoff.request.key
+        request_id, attempt = key = handoff.request.key
+        self._offered[key] = handoff
+        if not self._reserve(handoff):
+            self._offers.wait(key, handoff.request.urgency)
             self._send(RequestEvent(request_id=request_id, attempt=attempt, waits=WAIT_BLOCKS))
 
-    def _grant(self) -> None:
-        """Reserves blocks for the offers that wait, first come first served."""
-        while self._offers and (self._offers[0].over or self._reserve(self._offers[0], passing=False)):
-            self._offers.popleft()
+    def _grant(self) -> bool:
+        """Reserves blocks for the offers that wait; returns whether one got some."""
+        granted = False
+        while (key := self._offers.first) is not None and self._reserve(self._offered[key]):
+            granted = True
+        return granted
 
-    def _reserve(self, handoff: Handoff, *, passing: bool) -> bool:
-        reservation = self.scheduler.reserve(handoff.request, passing=passing)
+    def _reserve(self, handoff: Handoff) -> bool:
+        key, urgency = handoff.request.key, handoff.request.urgency
+        reservation = self.scheduler.reserve(handoff.request, passing=self._offers.passing(key, urgency))
         if reservation is None:
             return False
-        self._coming.pop(handoff.request.key, None)
+        self._forget_offer(handoff)
+        self._coming.pop(key, None)
         self._loads.update(self._loads.read())
         handoff.reservation, handoff.sent = reservation, reservation.have[0]
         handoff.sender.push(handoff)
@@ -522,12 +530,17 @@ class SimulatedWorker:
         if handoff.over:
             return
         handoff.over = True
+        handoff.receiver._forget_offer(handoff)
         if handoff.reservation is not None:
             handoff.reservation.release()
         if handoff.hold is not None:
             handoff.hold.release()
         for worker in (handoff.sender, handoff.receiver):
             worker._blocks_freed()
+
+    def _forget_offer(self, handoff: Handoff) -> None:
+        self._offered.pop(handoff.request.key, None)
+        self._offers.leave(handoff.request.key)
 
     def _blocks_freed(self) -> None:
         self._loads.update(self._loads.read(), tell=True)

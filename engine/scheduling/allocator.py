@@ -69,9 +69,9 @@ class Allocator:
         return self._limits.blocks_for(length + 1) + self._spare(use, request)
 
     @property
-    def reserving(self) -> set[int]:
-        """Holders of reservations whose sequences are still to come."""
-        return {request.holder for _, request in self._reserved}
+    def reserving(self) -> set[tuple[int, int]]:
+        """(rank, holder) of reservations whose sequences are still to come."""
+        return {(request.urgency.rank, request.holder) for _, request in self._reserved}
 
     def use(self, soon_tokens: float = 0) -> Use:
         """The blocks that sequences and reservations take; `soon_tokens` as in `Room.use`."""

@@ -54,6 +54,11 @@ class Use:
     ending: int = 0
     """Blocks of the running requests that are expected to end soon."""
     ending_requests: int = 0
+    yielding: int = 0
+    """Blocks of the requests of classes less urgent than `interactive`, which give them up for more urgent ones."""
+    yielding_growth: int = 0
+    """Blocks among `growth` of these requests."""
+    yielding_requests: int = 0
 
     def add(self, held: int, wanted: int, holder: int) -> None:
         """Counts a request that holds so many blocks, and is expected to have `wanted` in the end."""
@@ -96,7 +101,11 @@ class Room:
         for sequence in sequences:
             request, length, held = sequence.request, len(sequence.tokens), len(sequence.hold.blocks)
             end = length if sequence.handoff else expected_length(request, length)
-            use.add(held, -(-end // block_size), request.holder)
+            use.add(held, wanted := -(-end // block_size), request.holder)
+            if request.urgency.yields:
+                use.yielding += held
+                use.yielding_growth += max(0, wanted - held)
+                use.yielding_requests += held > 0
             if end - length <= soon_tokens and sequence.status is Status.RUNNING:
                 use.ending += held
                 use.ending_requests += 1

@@ -137,8 +137,8 @@ class Scheduler:
         """Whether sequences may have blocks whose content may be wrong (`Hold.doubtful`)."""
         self._guesses = 0
         """Guessed tokens in the newest plan."""
-        self.coming: frozenset[int] = frozenset()
-        """Holders of requests that will soon ask for a reservation. Any thread may set it."""
+        self.coming: frozenset[tuple[int, int]] = frozenset()
+        """(rank, holder) of requests that will soon ask for a reservation. Any thread may set it."""
         self._snapshots = Snapshots(prefix)
         self._lag = lag
         self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
@@ -325,7 +325,17 @@ class Scheduler:
             return None  # a request of a holder of little has taken the last blocks
         decodes = ready_to_decode(self._running, self.config.pipeline_parallel, self.speculation)
         coming, cost = self.coming | self._allocator.reserving, self.fit.cost()
-        shares = shares_of_step(cost, self._running, decodes, coming, self._most, self._step)
+        shares = {
+            rank: shares_of_step(
+                cost,
+                [one for one in self._running if one.rank == rank],
+                [one for one in decodes if one.rank == rank],
+                {holder for other, holder in coming if other <= rank},
+                self._most,
+                self._step,
+            )
+            for rank in {one.rank for one in self._running}
+        }
         step = StepFilling(self.config, self._running, self._rows, cost, shares, self._extend)
         step.add_decodes(decodes)
         reserved_rank = self._allocator.least_reserved_rank

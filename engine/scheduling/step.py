@@ -1,6 +1,6 @@
 """Which sequences take part in a step, and with how many tokens: first those that decode, then chunks of prompts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from operator import attrgetter
 
@@ -42,20 +42,22 @@ class StepFilling:
         running: List[Sequence],
         most_rows: int,
         cost: StepCost | None,
-        shares: StepShares | None,
+        shares: Mapping[int, StepShares | None],
         extend: Callable[[Sequence, int], bool],
     ) -> None:
         """
         Args:
             running: in order (`Sequence.order`); shrinks when `extend` preempts one.
             cost: of this engine's steps; None before it is known.
-            shares: of the holders; None if there is one holder.
+            shares: of the holders of sequences of each rank that run; None if there is one holder.
             extend: takes blocks for so many tokens of a running sequence, from another one if none is free; False if
                 the sequence must wait.
         """
         self.rows: list[Row] = []
-        self.budget = config.max_batch_tokens if shares is None else shares.total
+        self.budget = config.max_batch_tokens
         """Tokens that may still be handed out."""
+        if len(shares) == 1:  # sequences of other ranks have what these leave
+            self.budget = min([self.budget, *[each.total for each in shares.values() if each is not None]])
         self._config, self._running, self._most_rows = config, running, most_rows
         self._cost, self._shares, self._extend = cost, shares, extend
 
@@ -65,11 +67,11 @@ class StepFilling:
         Beside sequences of a smaller rank, others have a row as long as the step keeps `step_seconds`, and one at
         least.
         """
-        running, cost, shares, limit = self._running, self._cost, self._shares, self._config.step_seconds
+        running, cost, limit = self._running, self._cost, self._config.step_seconds
         least = running[0].rank if running else 0
         if running and running[-1].rank > least:
             decodes.sort(key=lambda one: (one.rank, one.turn))
-        elif shares is not None:
+        elif any(self._shares.values()):
             decodes.sort(key=_turn)
         seconds, filling, extended = 0.0 if cost is None else cost.fixed, False, False
         for sequence in decodes:
@@ -79,6 +81,7 @@ class StepFilling:
                 if filling and seconds > limit:
                     break
                 filling = True
+            shares = self._shares[sequence.rank]
             # `extend` may have preempted it for one before it.
             if sequence.status is not Status.RUNNING or (shares is not None and not shares.decodes[sequence.holder]):
                 continue
@@ -111,12 +114,7 @@ class StepFilling:
         """
         if len(self.rows) == len(self._running):
             return
-        cost, shares, limit, decoding = (
-            self._cost,
-            self._shares,
-            self._config.step_seconds,
-            self._decoding(reserved_rank),
-        )
+        cost, limit, decoding = self._cost, self._config.step_seconds, self._decoding(reserved_rank)
         block_size = self._config.block_size
         work = StepWork(0, 0.0, len(self.rows), sum([row.sequence.expected for row in self.rows]), guesses)
         for sequence in tuple(self._running):
@@ -124,7 +122,7 @@ class StepFilling:
                 break
             if sequence.status is not Status.RUNNING:
                 continue  # `extend` has preempted it for one before it
-            start, end = sequence.reach, sequence.expected
+            start, end, shares = sequence.reach, sequence.expected, self._shares[sequence.rank]
             most = self.budget if shares is None else min(self.budget, shares.chunks[sequence.holder])
             if end - start == 1 or not most:
                 continue

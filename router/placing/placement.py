@@ -41,6 +41,12 @@ class DecodeCapacity:
     """Requests that are expected to end soon."""
     ending_blocks: int = 0
     """Blocks that these requests hold."""
+    yielding_requests: int = 0
+    """Requests of classes less urgent than `interactive`: the worker preempts them for more urgent ones."""
+    yielding_blocks: int = 0
+    """Blocks that these requests hold."""
+    yielding_growth_blocks: int = 0
+    """Blocks among `growth_blocks` of these requests."""
     holdings: Mapping[int, int] = field(default_factory=dict)
     """Blocks that the requests of each holder are expected to have in the end; without holders of few."""
 
@@ -62,7 +68,8 @@ class DecodeCapacity:
 
     def fits(self, demand: "Demand", *, soon: bool = False) -> bool:
         """Whether there is capacity for a request to its expected end, after all that was admitted, up to its own
-        expected end. A request whose client has tokens only needs room for what it has.
+        expected end. A request whose client has tokens only needs room for what it has. One that doesn't yield has the
+        room of those that do.
 
         Args:
             soon: when the requests that are expected to end soon have ended.
@@ -70,13 +77,18 @@ class DecodeCapacity:
         if self.free == self.total and not self.promised_requests:
             # An empty worker can't free more blocks: let it accept or refuse.
             return True
-        if self.promised_requests >= self.free_slots + soon * self.ending_requests:
+        # Requests that end soon may be among those that yield.
+        slots, more, growth = soon * self.ending_requests, soon * self.ending_blocks, self.growth_blocks
+        if not demand.yields:
+            slots, more = max(slots, self.yielding_requests), max(more, self.yielding_blocks)
+            growth = max(0, growth - self.yielding_growth_blocks)
+        if self.promised_requests >= self.free_slots + slots:
             return False
-        free = self.free - self.promised_blocks + soon * self.ending_blocks
+        free = self.free - self.promised_blocks + more
         if demand.begun:
             return self.blocks_for(demand.prompt_tokens) <= free
         need, kept = self.blocks_for(demand.most_expected), 0
-        if need + 2 * self.reserve <= free - self.growth_blocks:
+        if need + 2 * self.reserve <= free - growth:
             return True  # whoever asks
         if min(need, self.total - 2 * self.reserve) > free:
             return False  # whoever asks: the queue asks often while workers are full
@@ -89,7 +101,7 @@ class DecodeCapacity:
         if demand.yields:
             kept += self.reserve
             need = min(need, self.total - kept)
-        return need + kept <= free - self.growth_blocks
+        return need + kept <= free - growth
 
     def little(self, demand: "Demand") -> bool:
         """Whether the holder of a request takes little, with the request: it may use the reserve."""

@@ -402,6 +402,9 @@ def _capacity(stream: WorkerStream, role: WorkerRole) -> DecodeCapacity | None:
         growth_blocks=max(0, load.growth_blocks - running),
         ending_requests=load.ending.requests,
         ending_blocks=load.ending.blocks,
+        yielding_requests=load.yielding.requests,
+        yielding_blocks=load.yielding.blocks,
+        yielding_growth_blocks=load.yielding_growth_blocks,
         holdings=holdings,
     )
 

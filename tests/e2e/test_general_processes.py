@@ -52,7 +52,10 @@ def test_processes_yield_the_tokens_of_whole_passes_though_one_is_killed(name: s
         first = {one: pool.submit(ask, prompt, request_id=one) for one, prompt in PROMPTS.items()}
         assert {one: list(answer.result().token_ids) for one, answer in first.items()} == expected
         assert first["two"].result().timeline.retries == 1
-        (killed,) = [name for name, process in cluster.workers.items() if process.popen.poll() is not None]
+        (killed,) = wait_until(
+            lambda: [name for name, process in cluster.workers.items() if process.popen.poll() is not None],
+            "the process of a worker has ended",
+        )
         again = {one: ask(prompt) for one, prompt in PROMPTS.items()}
         assert {one: list(answer.token_ids) for one, answer in again.items()} == expected
         assert again["three"].usage.cached_tokens >= ROLES["prefill"]["engine"]["block_size"]

@@ -8,6 +8,7 @@ import pytest
 
 from kvrelay.client import Client
 from kvrelay.client.messages import PING_OTHERS_SECONDS
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
 from kvrelay.router.placing.placement import AHEAD_PROMPTS
 from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams, TokenIds
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
@@ -51,6 +52,8 @@ def test_one_of_two_routers_is_lost_under_load(it: Scene, how: signal.Signals, c
     assert silence < 2 * PING_OTHERS_SECONDS + BUSY_SECONDS
     assert not any(completion.timeline.retries for completion in done)
     it.settle(10)
+    if how == signal.SIGSTOP:
+        until(lambda: it.cluster.member("router-1").member.state == MEMBER_STATE_DEAD, "declared dead", 20)
     # One that wakes up finds that it was declared dead, and none of its requests.
     it.signal("router-1", signal.SIGCONT)
     assert it.cluster.processes["router-1"].popen.wait(START_SECONDS) == code

@@ -105,7 +105,7 @@ def test_what_comes_soon_is_expected_with_short_steps(mine: int) -> None:
     for sequence in [sequence for sequence in bench.sequences if sequence.holder == 2]:
         bench.scheduler.cancel(sequence.request.key)
     assert rows_of_next(bench) == 12
-    bench.scheduler.coming = frozenset({2})
+    bench.scheduler.coming = frozenset({(0, 2)})
     assert rows_of_next(bench) <= 3, "a request has said that it comes"
     bench.scheduler.coming = frozenset()
     requests = [replace(bench.request(numbers(3, 200 + number), 4), holder=2) for number in range(mine)]

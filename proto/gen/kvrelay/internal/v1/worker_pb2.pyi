@@ -403,7 +403,7 @@ class Promised(_message.Message):
     def __init__(self, requests: _Optional[int] = ..., blocks: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("blocks", "requests", "pending_tokens", "computed_tokens", "prompt_tokens", "promised", "steps", "step_seconds", "traffic", "growth_blocks", "ending", "holdings", "costs", "yielding_tokens")
+    __slots__ = ("blocks", "requests", "pending_tokens", "computed_tokens", "prompt_tokens", "promised", "steps", "step_seconds", "traffic", "growth_blocks", "ending", "holdings", "costs", "yielding_tokens", "yielding", "yielding_growth_blocks")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -418,6 +418,8 @@ class Load(_message.Message):
     HOLDINGS_FIELD_NUMBER: _ClassVar[int]
     COSTS_FIELD_NUMBER: _ClassVar[int]
     YIELDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    YIELDING_FIELD_NUMBER: _ClassVar[int]
+    YIELDING_GROWTH_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     blocks: Blocks
     requests: Requests
     pending_tokens: int
@@ -432,7 +434,9 @@ class Load(_message.Message):
     holdings: _containers.RepeatedCompositeFieldContainer[Holding]
     costs: Costs
     yielding_tokens: int
-    def __init__(self, blocks: _Optional[_Union[Blocks, _Mapping]] = ..., requests: _Optional[_Union[Requests, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., promised: _Optional[_Union[Promised, _Mapping]] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., growth_blocks: _Optional[int] = ..., ending: _Optional[_Union[Promised, _Mapping]] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., costs: _Optional[_Union[Costs, _Mapping]] = ..., yielding_tokens: _Optional[int] = ...) -> None: ...
+    yielding: Promised
+    yielding_growth_blocks: int
+    def __init__(self, blocks: _Optional[_Union[Blocks, _Mapping]] = ..., requests: _Optional[_Union[Requests, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., promised: _Optional[_Union[Promised, _Mapping]] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., growth_blocks: _Optional[int] = ..., ending: _Optional[_Union[Promised, _Mapping]] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., costs: _Optional[_Union[Costs, _Mapping]] = ..., yielding_tokens: _Optional[int] = ..., yielding: _Optional[_Union[Promised, _Mapping]] = ..., yielding_growth_blocks: _Optional[int] = ...) -> None: ...
 
 class Costs(_message.Message):
     __slots__ = ("fixed", "sequence", "context", "guess", "prompt_fixed", "token", "pair", "chunk", "step_seconds", "decode_error", "prompt_error", "kv_token", "kv_fixed", "kv_windows", "links", "extra")
