@@ -40,10 +40,12 @@ def test_ssd(device: torch.device, step: list[tuple[int, int]], dtype: str) -> N
 
 
 @shapes
-def test_delta(device: torch.device, step: list[tuple[int, int]], dtype: str) -> None:
-    for heads, key_heads, dim, key_dim in ((4, 2, 20, 9), (1, 1, 64, 32)):
-        for channels in (False, True):
-            Scene(step, dtype, device).check_delta(OPS, heads, key_heads, dim, key_dim, channels=channels)
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("shape", [(4, 2, 20, 9), (1, 1, 64, 32)])
+def test_delta(
+    device: torch.device, step: list[tuple[int, int]], dtype: str, shape: tuple[int, int, int, int], channels: bool
+) -> None:
+    Scene(step, dtype, device).check_delta(OPS, *shape, channels=channels)
 
 
 def test_channels_that_decay_are_carried_over_chunks(device: torch.device) -> None:

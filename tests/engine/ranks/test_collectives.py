@@ -34,7 +34,7 @@ DTYPES = torch.float32, torch.bfloat16
 NUMBERS = (0, 1, 3, 17, 1000, 2 * SLOT_BYTES // 4 + 5, 1_000_003)
 """Sizes of parts: up to several slots, and no multiples of anything."""
 TIMEOUT = 30.0
-SHORT = 1.0
+SHORT = 3.0
 """Timeout in seconds of groups that lose a rank."""
 LATE = 5.0
 """Longest time in seconds that a busy machine takes for what should take none."""
@@ -218,13 +218,13 @@ def test_a_lost_rank_is_noticed_within_the_timeout(ranks: Callable[..., Ranks], 
     errors = [group.result(place) for place in (0, 2)]
     assert time.monotonic() - began < SHORT + LATE
     if kind == "shared":
-        assert any("no exchange within 1 s" in error for error in errors)
+        assert any(f"no exchange within {SHORT:g} s" in error for error in errors)
         assert [error.partition("come to rank ")[2] for error in errors] == ["0: 1", "2: 1"]
 
 
 def test_a_rank_that_takes_no_message_is_noticed_within_the_timeout(ranks: Callable[..., Ranks]) -> None:
     group = ranks("shared", 2, SHORT, _waiting)
-    assert group.result(0, SHORT + LATE) == "the next stage takes nothing within 1 s"
+    assert group.result(0, SHORT + LATE) == f"the next stage takes nothing within {SHORT:g} s"
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -291,7 +291,7 @@ def test_an_abort_ends_a_wait_at_once_and_all_later_calls(kind: str) -> None:
     began = time.monotonic()
     with pytest.raises(CollectiveError, match="aborted"):
         waiting.sum(torch.ones(4))
-    assert 0.1 < time.monotonic() - began < (0.9 if kind == "gloo" else LATE)
+    assert 0.1 < time.monotonic() - began < (0.9 * SHORT if kind == "gloo" else LATE)
     with pytest.raises(CollectiveError, match="aborted"):
         waiting.gather(torch.ones(4))
     if kind == "shared":

@@ -18,7 +18,7 @@ from kvrelay.internal.v1.worker_pb2 import Urgency as WireUrgency
 from kvrelay.transfer.protocol.messages import Key
 from kvrelay.worker.relay.requests import request_of
 
-URGENT, BATCH = Urgency(0), Urgency(10)
+URGENT, BATCH = Urgency(0), Urgency(10, yields=True)
 
 
 def add(bench: Bench, urgency: Urgency, prompt: int, tokens: int, first: int = 0) -> Sequence:
@@ -209,6 +209,51 @@ def test_a_sequence_whose_kv_is_on_its_way_bounds_a_prompts_step(coming: Urgency
     assert reservation is not None
     reservation.hold.release()
     bench.drain()
+    bench.check_over()
+
+
+@pytest.mark.parametrize("others", [URGENT, BATCH])
+@pytest.mark.parametrize("running", [False, True])
+def test_only_holders_of_no_greater_rank_have_a_share_of_a_prompts_step(others: Urgency, running: bool) -> None:
+    """A prompt of holder 1 meets holder 2, who decodes, or whose KV is on its way."""
+    bench = Bench(100, max_batch_tokens=64, max_sequences=4, step_cost=(1.0, 1.0))
+    request = replace(bench.request(numbers(SIZE), 20), urgency=others, holder=2)
+    reservation = None if running else bench.scheduler.reserve(request)
+    if running:
+        other = bench.add(request)
+        while not other.generated:
+            bench.step()
+    bench.add(replace(bench.request(numbers(6 * SIZE, 90), 2), urgency=URGENT, holder=1))
+    plan = bench.launch()
+    assert plan is not None
+    if others is BATCH:
+        assert plan.work.prompt_tokens == 6 * SIZE
+    else:
+        assert plan.work.prompt_tokens < 6 * SIZE, "as much time as the other holder's token takes, and a part at least"
+    bench.land()
+    if reservation is not None:
+        reservation.hold.release()
+    bench.drain()
+    bench.check_over()
+
+
+@pytest.mark.parametrize("reserves", [False, True])
+def test_what_batch_has_is_told_as_room_for_others(reserves: bool) -> None:
+    bench, batch = batch_takes_all()
+    use = bench.scheduler.use(0.0)
+    held = sum(len(one.hold.blocks) for one in batch)
+    assert (use.yielding, use.yielding_requests) == (held, len(batch))
+    assert use.yielding_growth == use.growth > 0
+    request = replace(bench.request(numbers(12 * SIZE, 90), 4), urgency=URGENT)
+    if reserves:
+        assert bench.scheduler.reserve(request) is None, "what batch has is given up first"
+    else:
+        bench.add(request)
+    bench.step()
+    assert bench.scheduler.use(0.0).yielding < held
+    bench.drain()
+    use = bench.scheduler.use(0.0)
+    assert (use.yielding, use.yielding_growth, use.yielding_requests) == (0, 0, 0)
     bench.check_over()
 
 

@@ -133,6 +133,7 @@ def test_the_turn_of_a_worker_is_forgotten_with_it() -> None:
 @st.composite
 def capacities(draw: st.DrawFn) -> DecodeCapacity:
     total = draw(st.integers(1, 80))
+    growth = draw(st.integers(0, 20))
     return DecodeCapacity(
         block_size=4,
         total=total,
@@ -140,9 +141,12 @@ def capacities(draw: st.DrawFn) -> DecodeCapacity:
         free_slots=draw(st.integers(0, 4)),
         promised_requests=draw(st.integers(0, 4)),
         promised_blocks=draw(st.integers(0, 20)),
-        growth_blocks=draw(st.integers(0, 20)),
+        growth_blocks=growth,
         ending_requests=draw(st.integers(0, 2)),
         ending_blocks=draw(st.integers(0, 20)),
+        yielding_requests=draw(st.integers(0, 2)),
+        yielding_blocks=draw(st.integers(0, 20)),
+        yielding_growth_blocks=draw(st.integers(0, growth)),
         holdings=draw(st.dictionaries(st.sampled_from((SOMEBODY, 2, 3)), st.integers(0, 40))),
     )
 
@@ -174,14 +178,18 @@ def test_a_request_goes_only_where_its_growth_fits_or_soon_will_and_prefill_can_
     whole = prompt if demand.begun else -(-(demand.prompt_tokens + demand.expected_tokens) // 4)
 
     def fits(capacity: DecodeCapacity, ending: int, blocks: int) -> bool:
-        total, reserve = capacity.total, capacity.total // 8
+        total, reserve, growth = capacity.total, capacity.total // 8, capacity.growth_blocks
+        if not demand.yields:
+            # Those that yield are preempted for it; those that end soon may be the same.
+            ending, blocks = max(ending, capacity.yielding_requests), max(blocks, capacity.yielding_blocks)
+            growth -= capacity.yielding_growth_blocks
         free = capacity.free - capacity.promised_blocks + blocks
         need, own, kept = min(whole, total), capacity.holdings.get(demand.holder, 0), 0
         little = sum(held for held in capacity.holdings.values() if held <= reserve)
         few = demand.holder and own + need <= reserve and little + need <= reserve
         if not demand.begun and not (few and not demand.yields):
             # Only who takes a part of the reserve has what others will grow into.
-            free -= capacity.growth_blocks
+            free -= growth
         if demand.holder and not demand.begun and own + need > reserve:
             # Who takes much leaves the reserve to those who take little.
             need, kept = min(need, total - reserve), max(0, reserve - little)
