@@ -60,7 +60,7 @@ class DecodeRole(HandoffRole):
         self._promised: dict[Key, Holding] = {}
         """Blocks that requests without a reservation are expected to need in the end."""
         self._coming: dict[Key, tuple[int, int]] = {}
-        """Holders of the requests that have not asked for blocks yet."""
+        """(rank, holder) of the requests that have not asked for blocks yet."""
         self._room = Room(worker.num_blocks, worker.cache.block_size)
         self._service = HandoffService(self.setup, self)
         self._receiver = self._service.receiver
