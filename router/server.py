@@ -91,7 +91,7 @@ class RouterServer:
         template = Path(config.chat_template) if config.chat_template else None
         folder = resolve(config.model, weights=False)
         self._tokenizer = Tokenizer(folder, template)
-        self._placing = Placing(config, self.incarnation, credentials, self._on_change, clock, stream)
+        self._placing = Placing(config, credentials, self._on_change, clock, stream)
         self.registry = self._placing.registry
         """The workers that the router knows."""
         budget, token_bytes = RetryBudget(clock), self._tokenizer.token_bytes

@@ -34,7 +34,6 @@ class Placing:
     def __init__(
         self,
         config: RouterConfig,
-        incarnation: str,
         credentials: Credentials,
         on_change: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
@@ -43,7 +42,6 @@ class Placing:
         """Knows no workers yet: `registry.update` tells the membership.
 
         Args:
-            incarnation: the router's own, which workers learn.
             on_change: called when a worker comes, goes or changes its state.
             clock: time in seconds.
             stream: makes the streams to workers.
@@ -65,7 +63,7 @@ class Placing:
         self.trials = PlacementQueue(self._place, config.max_requests, clock)
         """Queue of suspects that wait for workers without another suspect (`router/session/suspects.py`)."""
         self.registry = WorkerRegistry(
-            config.name, incarnation, credentials, self.health, on_change, self.wake, self._learn, clock, stream
+            config.name, credentials, self.health, on_change, self.wake, self._learn, clock, stream
         )
         self.prospects = Prospects(self.queue, self.policy, self.registry.view, self.rate, clock)
         self._waking: asyncio.TimerHandle | None = None

@@ -83,7 +83,6 @@ class WorkerRegistry:
     def __init__(
         self,
         name: str,
-        incarnation: str,
         credentials: Credentials,
         health: FleetHealth,
         on_change: Callable[[], None],
@@ -95,7 +94,6 @@ class WorkerRegistry:
         """
         Args:
             name: the router's.
-            incarnation: the router's.
             credentials: the router's.
             health: what attempts have shown of the workers; this class forgets those that are gone.
             on_change: called whenever `complete` or `model` may have changed.
@@ -105,7 +103,6 @@ class WorkerRegistry:
             stream: makes a stream to a worker.
         """
         self._name = name
-        self._incarnation = incarnation
         self._credentials = credentials
         self._health = health
         self._on_change = on_change
@@ -241,7 +238,6 @@ class WorkerRegistry:
         while worker.wanted:
             hello = RouterHello(
                 router=self._name,
-                router_incarnation=self._incarnation,
                 worker_incarnation=worker.id.incarnation,
             )
             on_change = partial(self._on_stream, worker)

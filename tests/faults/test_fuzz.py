@@ -127,7 +127,7 @@ def test_the_public_api_answers_any_bytes(it: Scene, method: str, amount: settin
 @pytest.mark.some(1)
 def test_a_worker_survives_any_relay(it: Scene, worker: str, amount: settings) -> None:
     member = it.cluster.member(worker).member
-    hello = RouterHello(router="fuzz", router_incarnation="fuzz", worker_incarnation=member.incarnation)
+    hello = RouterHello(router="fuzz", worker_incarnation=member.incarnation)
     submits = protobufs(Submit).map(lambda submit: RelayRequest(submit=submit).SerializeToString())
     sampled = protobufs(Sampling).map(lambda sampling: RelayRequest(submit=changed(SUBMIT, sampling=sampling)))
     requests = st.lists(

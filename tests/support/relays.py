@@ -112,7 +112,7 @@ async def relay(server: WorkerServer, incarnation: str | None = None) -> AsyncIt
     async with grpc.aio.insecure_channel(server.address) as channel:
         router = Router(WorkerServiceStub(channel).Relay(metadata=METADATA))
         known = server.id.incarnation if incarnation is None else incarnation
-        await router.send(hello=RouterHello(router="router-0", router_incarnation="a", worker_incarnation=known))
+        await router.send(hello=RouterHello(router="router-0", worker_incarnation=known))
         yield router
 
 

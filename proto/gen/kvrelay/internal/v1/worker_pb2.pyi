@@ -66,14 +66,12 @@ class ClientCall(_message.Message):
     def __init__(self, key: _Optional[bytes] = ..., call: _Optional[int] = ...) -> None: ...
 
 class RouterHello(_message.Message):
-    __slots__ = ("router", "router_incarnation", "worker_incarnation")
+    __slots__ = ("router", "worker_incarnation")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
-    ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     WORKER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     router: str
-    router_incarnation: str
     worker_incarnation: str
-    def __init__(self, router: _Optional[str] = ..., router_incarnation: _Optional[str] = ..., worker_incarnation: _Optional[str] = ...) -> None: ...
+    def __init__(self, router: _Optional[str] = ..., worker_incarnation: _Optional[str] = ...) -> None: ...
 
 class PeerRef(_message.Message):
     __slots__ = ("name", "incarnation")
