@@ -23,6 +23,7 @@ from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.protocol.endpoint import Endpoint, EndpointContext, Pair, Transfer, TransferStats
 from kvrelay.transfer.protocol.events import (
     BlocksFreed,
+    Cancel,
     Commit,
     Expected,
     Failed,
@@ -407,8 +408,9 @@ class KVReceiver(Endpoint[Receiving]):
         if self._pairs.get(pair.incarnation) is not pair:
             return
         reason = clip(end.reason)
-        if end.up:
-            for transfer in self._of(pair):
-                if end.gives_up(transfer.key):
-                    self._feed(transfer, PeerLost(Code.LINK, reason))
+        for transfer in self._of(pair):
+            if end.worker_lost:
+                self._feed(transfer, Cancel(Code.CLOSED, reason))  # the worker itself tells the router
+            elif end.up and end.gives_up(transfer.key):
+                self._feed(transfer, PeerLost(Code.LINK, reason))
         pair.stream.put(CloseLink(end.epoch, reason))

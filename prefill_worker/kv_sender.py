@@ -23,6 +23,7 @@ from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import BETWEEN_GPUS
 from kvrelay.transfer.protocol.endpoint import Endpoint, EndpointContext, Pair, Transfer, TransferStats
 from kvrelay.transfer.protocol.events import (
+    Cancel,
     Committed,
     Computed,
     Failed,
@@ -379,7 +380,9 @@ class KVSender(Endpoint[Sending]):
         if transfers:
             logger.warning("link lost", extra={"peer": pair.peer.name, "epoch": end.epoch, "reason": reason})
         for transfer in transfers:
-            if end.gives_up(transfer.key):
+            if end.worker_lost:
+                self._feed(transfer, Cancel(Code.CLOSED, reason))  # the worker itself tells the router
+            elif end.gives_up(transfer.key):
                 self._feed(transfer, PeerLost(Code.LINK, reason))
             else:
                 self._feed(transfer, LinkLost(end.epoch))

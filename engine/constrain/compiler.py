@@ -90,12 +90,14 @@ class ConstraintCompiler:
             ConstraintError: it is malformed, uses what isn't supported, or is too large; or the library isn't there.
         """
         loop = asyncio.get_running_loop()
-        if self._starting is None or self._starting.done():
-            self._starting = loop.run_in_executor(None, self._start)
-            self._starting.add_done_callback(_retrieve)
-        # A shared future: a request that is cancelled must not cancel it.
-        await asyncio.wait((self._starting,))
-        self._starting.result()
+        starting = self._starting
+        if starting is None or starting.done():
+            starting = self._starting = loop.run_in_executor(None, self._start)
+            starting.add_done_callback(_retrieve)
+        # A shared future: a request that is cancelled must not cancel it. Another request may have begun the next one
+        # before this one goes on.
+        await asyncio.wait((starting,))
+        starting.result()
         future = self._grammars.get(constraint)
         if future is None:
             future = loop.create_future()

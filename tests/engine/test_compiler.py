@@ -114,6 +114,19 @@ def test_equal_constraints_are_compiled_once_and_the_oldest_are_forgotten(scene:
     assert scene.compile(REGEX)[0] is not first
 
 
+def test_requests_may_come_at_any_turn_of_the_loop(scene: Scene) -> None:
+    """One that comes just when the process of an earlier one has started looks at that process again."""
+
+    async def one_a_turn() -> None:
+        asked = []
+        while not asked or not all(each.done() for each in asked[:300]):
+            asked.append(asyncio.create_task(scene.compiler.compile(REGEX)))
+            await asyncio.sleep(0)
+        assert len(set(await asyncio.gather(*asked))) == 1
+
+    scene.run(one_a_turn())
+
+
 def test_tokens_may_come_before_the_masks_between_them_are_there(scene: Scene) -> None:
     """Tokens come so after a step that kept several guesses."""
     (grammar,) = scene.compile(schema_of(3))

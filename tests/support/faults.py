@@ -53,9 +53,9 @@ ENGINE = {
 TRANSFER = {
     "transport": "auto",
     "frame_bytes": CHUNK * WORKER_LAYOUT.token_bytes,
-    "frame_timeout_seconds": 1.0,
-    "lease_seconds": 2.0,
-    "transfer_timeout_seconds": 4.0,
+    "frame_timeout_seconds": 2.0,
+    "lease_seconds": 4.0,
+    "transfer_timeout_seconds": 8.0,
 }
 TENSOR_2 = {"tensor_parallel": 2}
 PIPELINE_2 = {"tensor_parallel": 1, "pipeline_parallel": 2, "block_size": 2 * WORKER_LAYOUT.block_size}

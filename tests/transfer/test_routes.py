@@ -303,7 +303,8 @@ async def test_each_rank_sends_a_chunk_when_its_own_step_has_ended() -> None:
 
 @pytest.mark.anyio
 async def test_a_lost_rank_fails_its_hand_offs_at_once_and_keeps_its_blocks() -> None:
-    """Nobody knows whether the rank's threads still touch them: the worker as a whole has to be replaced."""
+    """Nobody knows whether the rank's threads still touch them: the worker as a whole has to be replaced. The other
+    end learns that the worker is lost, and not only its link, so that nothing more is sent there."""
     fake = {"fake": FakeTransport(lambda number: Fault("delay", 2.0))}
     degrees = Degree(2), ONE
     async with pair(CONFIG, layout=MODEL, transports=(fake, fake), blocks=64, degrees=degrees) as world:
@@ -311,9 +312,10 @@ async def test_a_lost_rank_fails_its_hand_offs_at_once_and_keeps_its_blocks() ->
         await world.ends.until(lambda: KEY in world.receiving.reservations)
         await world.ends.until(lambda: world.ranks[0].transfers[0].active)
         world.ranks[0].channels[1].lose()
-        await world.ends.until(lambda: KEY in world.ends.export_failed and KEY in world.ends.import_failed)
-        assert world.ends.export_failed[KEY][0] is Code.LINK
-        assert "rank 1 is lost" in world.ends.export_failed[KEY][1]
+        await world.ends.until(lambda: KEY in world.ends.import_failed)
+        assert world.ends.import_failed[KEY][0] is Code.CLOSED
+        assert "rank 1 is lost" in world.ends.import_failed[KEY][1]
         await asyncio.sleep(0.1)
+        assert KEY not in world.ends.export_failed, "its worker ends, and says so itself"
         assert world.sending.leaked
         await world.ends.until(lambda: not world.receiving.leaked)

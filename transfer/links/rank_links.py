@@ -315,7 +315,8 @@ class RankLinks:
         """Ends all links, because the process of a rank is lost or can't be reached."""
         logger.error("a rank is lost", extra={"rank": rank, "reason": reason})
         for links in [each for each in self._epochs.values() if rank in each.ranks]:
-            self._ended(links, LinkEnd(links.spec.epoch, f"rank {rank} is lost: {reason}", False, None))
+            end = LinkEnd(links.spec.epoch, f"rank {rank} is lost: {reason}", up=False, stuck=None, worker_lost=True)
+            self._ended(links, end)
 
 
 def packed_frame(frame: Frame) -> list[Any]:

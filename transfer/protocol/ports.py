@@ -66,6 +66,8 @@ class LinkEnd:
     """Whether a link of the epoch had carried its first bytes. If not, opening the next ones at once makes no sense."""
     stuck: Key | None
     """Hand-off whose frame took longer than a frame may. Other frames that failed had not begun."""
+    worker_lost: bool = False
+    """Whether the link ended because this worker has lost a rank: then the worker itself is about to end."""
 
     def gives_up(self, key: Key) -> bool:
         """Whether the hand-off `key` should be retried elsewhere, and not over the next link of this pair."""
