@@ -53,8 +53,9 @@ PREFILL_WEIGHT = 4.0
 """Weight of the seconds in which a worker computes a prompt: requests that come later wait for them too."""
 QUEUE_WEIGHT = 1.0
 """Further weight of these seconds for each request that waits in the router, which waits for them too: divided by the
-number of workers of that role, and multiplied by the share of these that have enough to do. So if many requests wait
-for prefill workers, decode workers compute prompts as well."""
+number of workers of that role, and multiplied by the share of these that have enough to do, or no room for the request.
+So if many requests wait for prefill workers, decode workers compute prompts as well; and if many wait for room on
+decode workers, fewer prompts there delay the sequences that will make room."""
 DECODE_WEIGHT = 0.1
 """Weight of the seconds after a first token, of the newcomer and of those that it delays, against those before: by its
 usual targets, an interactive completion of 200 tokens may take ten times as long as its first token."""
@@ -395,9 +396,11 @@ class PredictedCost(LeastWork):
         """Weight of the seconds in which a worker of each side computes a prompt."""
         if not self._waiting:
             return PLAIN_WEIGHTS
-        backlog, found = self._backlog(demand), []
+        occupied, found = self._backlog(demand) >= self._ahead_tokens, []
+        if demand.decode_tokens:
+            occupied = occupied | (np.array(self._fleet.has_room) < demand.most_expected)
         for rows in group.rows:
-            busy = float((backlog[rows] >= self._ahead_tokens).mean()) / len(rows) if len(rows) else 0.0
+            busy = float(occupied[rows].mean()) / len(rows) if len(rows) else 0.0
             found.append(PREFILL_WEIGHT + QUEUE_WEIGHT * self._waiting * busy)
         return found
 

@@ -398,6 +398,23 @@ def test_the_next_turn_is_computed_where_the_answer_is_and_a_long_new_prompt_by_
     assert other.prefill.name == "prefill-0"
 
 
+def test_fewer_prompts_are_computed_in_place_while_requests_wait_for_room() -> None:
+    def in_place(free: int, waiting: int) -> int:
+        """Of prompts of growing length, how many decode-0 computes itself, if another one has so many blocks free."""
+        workers = [
+            replace(worker("prefill-0", "prefill"), pending_tokens=4000),
+            worker("decode-0", "decode", running=24),
+            worker("decode-1", "decode", running=200, free=free),
+        ]
+        demands = [Demand(tokens, 99, expected_tokens=200) for tokens in range(100, 6000, 100)]
+        found = [PredictedCost(PrefixIndex(0), 0.0, 8192).place(demand, workers, waiting) for demand in demands]
+        assert all(isinstance(each, Placement) and each.each[-1].name == "decode-0" for each in found)
+        return sum([isinstance(each, Placement) and len(each.each) == 1 for each in found])
+
+    assert 0 < in_place(free=0, waiting=20) < in_place(free=0, waiting=0)
+    assert in_place(free=4000, waiting=20) == in_place(free=4000, waiting=0), "both have room"
+
+
 def test_a_slow_link_and_a_slow_worker_are_left_to_others() -> None:
     slow = replace(COSTS, links={"prefill-0": LinkCost(2e-3, 1e-8), "prefill-1": LinkCost(2e-3, 1e-10)})
     workers = [worker("prefill-0", "prefill"), worker("prefill-1", "prefill"), worker("decode-0", "decode", slow, 20)]
