@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.costs.step import StepFit
+from kvrelay.costs.step import StepCost, StepFit
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.blocks import Hold, IntegrityError
 from kvrelay.engine.kv.prefix import PrefixIndex
@@ -56,7 +56,7 @@ from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import SlotCopy, StepOutput, StepPlan
 from kvrelay.engine.request import Request
 from kvrelay.engine.scheduling.allocator import Allocator
-from kvrelay.engine.scheduling.fairness import Most, shares_of_step
+from kvrelay.engine.scheduling.fairness import Most, StepShares, shares_of_step
 from kvrelay.engine.scheduling.limits import SequenceLimits
 from kvrelay.engine.scheduling.planning import (
     add_drafts,
@@ -324,18 +324,8 @@ class Scheduler:
         if self._in_flight and not self._can_extend_all():
             return None  # a request of a holder of little has taken the last blocks
         decodes = ready_to_decode(self._running, self.config.pipeline_parallel, self.speculation)
-        coming, cost = self.coming | self._allocator.reserving, self.fit.cost()
-        shares = {
-            rank: shares_of_step(
-                cost,
-                [one for one in self._running if one.rank == rank],
-                [one for one in decodes if one.rank == rank],
-                {holder for other, holder in coming if other <= rank},
-                self._most,
-                self._step,
-            )
-            for rank in {one.rank for one in self._running}
-        }
+        cost = self.fit.cost()
+        shares = self._shares(cost, decodes)
         step = StepFilling(self.config, self._running, self._rows, cost, shares, self._extend)
         step.add_decodes(decodes)
         reserved_rank = self._allocator.least_reserved_rank
@@ -363,6 +353,20 @@ class Scheduler:
         self._step += 1
         self._in_flight.append((plan, [row.sequence for row in rows for _ in range(row.rows)]))
         return plan
+
+    def _shares(self, cost: StepCost | None, decodes: list[Sequence]) -> dict[int, StepShares | None]:
+        """The shares of the holders of running sequences in the next step, by rank."""
+        running, coming = self._running, self.coming | self._allocator.reserving
+        found: dict[int, StepShares | None] = {}
+        ranks = {one.rank for one in running}
+        for rank in ranks:
+            own, deciding = running, decodes
+            if len(ranks) > 1:
+                own = [one for one in running if one.rank == rank]
+                deciding = [one for one in decodes if one.rank == rank]
+            holders = {holder for other, holder in coming if other <= rank}
+            found[rank] = shares_of_step(cost, own, deciding, holders, self._most, self._step)
+        return found
 
     def newest(self) -> list[Sequence]:
         """The sequence of each row of the newest plan, which must be in flight."""
