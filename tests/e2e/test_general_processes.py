@@ -84,7 +84,7 @@ def test_a_hybrid_goes_on_from_its_last_snapshot_through_sixty_kills_in_mid_stre
         Client(cluster.router, timeout=60) as client,
     ):
         decodes = [name for name in cluster.workers if name.startswith("decode")]
-        computed = cluster.member("prefill-0").load.computed_tokens
+        computed = cluster.load_now("prefill-0").computed_tokens
         for _ in range(KILLS):
             prompt = [draw.randrange(3, 250) for _ in range(draw.randrange(LONG + size, 150))]
             stream = client.generate(prompt, max_tokens=LONG, temperature=0, ignore_eos=True)
@@ -98,5 +98,5 @@ def test_a_hybrid_goes_on_from_its_last_snapshot_through_sixty_kills_in_mid_stre
             cluster.wait_idle(but=[killed])
             cluster.replace(killed)
             behind = len(prompt) - (len(prompt) - 1) // size * size
-            before, computed = computed, cluster.member("prefill-0").load.computed_tokens
+            before, computed = computed, cluster.load_now("prefill-0").computed_tokens
             assert len(prompt) < computed - before < len(prompt) + behind + LONG

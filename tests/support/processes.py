@@ -27,6 +27,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MemberStatus,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
+from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.rpc.credentials import Credentials
 from support.access import credentials
 from support.forks import Forked
@@ -34,6 +35,8 @@ from support.secrets import Secrets
 
 START_SECONDS = 90.0
 STOP_SECONDS = 30.0
+ON_ITS_WAY_SECONDS = 0.2
+"""Longest time in seconds from when a member reads its load until the supervisor has it."""
 STATUS_SECONDS, STATUS_TRIES = 10.0, 4
 MODULES = {"prefill": "kvrelay.prefill_worker", "decode": "kvrelay.decode_worker", "colocated": "kvrelay.worker"}
 
@@ -281,6 +284,17 @@ class ProcessCluster:
             return bool(workers) and all(map(idle, workers))
 
         wait_until(all_idle, lambda: f"no block held on any worker: {self.status()}", seconds)
+
+    def load_now(self, name: str) -> Load:
+        """A member's load, by a heartbeat that came so late after this call that it wasn't on its way before."""
+        began, found = time.monotonic(), list[MemberStatus]()
+
+        def heard() -> bool:
+            found[:] = [self.member(name)]
+            return found[0].heartbeat_age_seconds < time.monotonic() - began - ON_ITS_WAY_SECONDS
+
+        wait_until(heard, f"a heartbeat of {name}")
+        return found[0].load
 
     def stop(self) -> None:
         self._supervisor_channel.close()
