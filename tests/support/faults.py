@@ -50,10 +50,11 @@ ENGINE = {
     "threads": 1,
     "speculation": {"method": "ngram", "max_tokens": 2, "adaptive": False},
 }
+FRAME_SECONDS = 2.0
 TRANSFER = {
     "transport": "auto",
     "frame_bytes": CHUNK * WORKER_LAYOUT.token_bytes,
-    "frame_timeout_seconds": 2.0,
+    "frame_timeout_seconds": FRAME_SECONDS,
     "lease_seconds": 4.0,
     "transfer_timeout_seconds": 8.0,
 }
