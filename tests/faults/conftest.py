@@ -8,9 +8,6 @@ from support.faults import TRANSFER, Scene, over, scene
 
 KV_BYTES = 16 * 2**20
 DRAIN_SECONDS = 20.0
-PATIENCE = {"suspect_seconds": 3.0, "dead_seconds": 6.0}
-"""Twice the default limits of silence: a worker that gets no CPU on a busy machine is not frozen. `network` has the
-default limits, and its tests measure them."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -30,7 +27,7 @@ def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     options = over(request.param)
     options["engine"] = {"kv_memory_bytes": KV_BYTES, **options.get("engine", {})}
     worker = {"drain_seconds": DRAIN_SECONDS}
-    with scene(tmp_path_factory.mktemp("pairs"), routers=2, worker=worker, supervisor=PATIENCE, **options) as it:
+    with scene(tmp_path_factory.mktemp("pairs"), routers=2, worker=worker, **options) as it:
         yield it
 
 
@@ -48,6 +45,12 @@ def network(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     # Retries that a broken link causes are outside the router's budget, so the judge must not count them against it.
     engine = {"max_batch_tokens": "auto"}
     with scene(
-        tmp_path_factory.mktemp("network"), prefill=1, chaos=True, losses=True, engine=engine, transfer=transfer
+        tmp_path_factory.mktemp("network"),
+        prefill=1,
+        chaos=True,
+        losses=True,
+        engine=engine,
+        transfer=transfer,
+        supervisor={"suspect_seconds": 1.5, "dead_seconds": 3.0},
     ) as it:
         yield it

@@ -58,6 +58,8 @@ TRANSFER = {
     "lease_seconds": 4.0,
     "transfer_timeout_seconds": 8.0,
 }
+PATIENCE = {"suspect_seconds": 3.0, "dead_seconds": 6.0}
+"""Twice the default limits of silence: a worker that gets no CPU on a busy machine is not frozen."""
 TENSOR_2 = {"tensor_parallel": 2}
 PIPELINE_2 = {"tensor_parallel": 1, "pipeline_parallel": 2, "block_size": 2 * WORKER_LAYOUT.block_size}
 KV_DTYPE = os.environ.get("FAULTS_KV_DTYPE", "auto")
@@ -399,7 +401,8 @@ def scene(
         losses: whether workers or links are lost here, so that the router's retry budget doesn't bound the retries.
         variables: numbers by variable of `support.hash_worker`.
         options: `engine`, added to ENGINE; `decode_engine`, the same for decode workers only; `transfer`, in TRANSFER's
-            place; `worker`, other options of every worker; `router`, those of every router; `supervisor`, its own.
+            place; `worker`, other options of every worker; `router`, those of every router; `supervisor`, its own
+            beside PATIENCE.
     """
     if unknown := options.keys() - {"engine", "decode_engine", "transfer", "worker", "router", "supervisor"}:
         raise TypeError(f"scene has no options {', '.join(sorted(unknown))}")
@@ -432,7 +435,7 @@ def scene(
                 roles=roles,
                 modules={"prefill": MODULE, "decode": MODULE},
                 variables=environment,
-                supervisor=options.get("supervisor"),
+                supervisor={**PATIENCE, **options.get("supervisor", {})},
             )
         )
         client = stack.enter_context(Client(cluster.router))
