@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from kvrelay.client import Client, Completion
 from support.checkpoints import ARCHITECTURES, WITH_EXPERTS, make_checkpoint
-from support.processes import ProcessCluster, process_cluster, wait_until
+from support.processes import PATIENCE, ProcessCluster, process_cluster, wait_until
 from support.wrong_costs import COSTS, MODULE, TURNS
 
 BLOCK = 16
@@ -78,7 +78,8 @@ def road_of(folder: Path, architecture: str, **cluster: Any) -> Iterator[Road]:
     config = oracle.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     engine = {"block_size": BLOCK, "max_batch_tokens": CHUNK, "kv_memory_bytes": 24 * 2**20, "threads": 1}
-    with process_cluster(folder / "cluster", checkpoint, worker={"engine": engine}, **cluster) as running:
+    cluster = {"worker": {"engine": engine}, "supervisor": PATIENCE, **cluster}
+    with process_cluster(folder / "cluster", checkpoint, **cluster) as running:
         yield Road(
             running,
             oracle,

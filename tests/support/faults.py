@@ -36,7 +36,7 @@ from support.forks import left_of
 from support.hash_runner import VOCAB_SIZE, Case, tokens_of_all
 from support.hash_worker import BEAT_SECONDS, FRAME_BYTES, GROUPS, MODULE, STATES, STEP_SECONDS, WORKER_LAYOUT
 from support.history import Asked, History, violations
-from support.processes import START_SECONDS, ProcessCluster, process_cluster, wait_until
+from support.processes import PATIENCE, START_SECONDS, ProcessCluster, process_cluster, wait_until
 from support.wrong_costs import COSTS, PAIRS, TURNS
 
 CHUNK = 64
@@ -58,8 +58,6 @@ TRANSFER = {
     "lease_seconds": 4.0,
     "transfer_timeout_seconds": 8.0,
 }
-PATIENCE = {"suspect_seconds": 3.0, "dead_seconds": 6.0}
-"""Twice the default limits of silence: a worker that gets no CPU on a busy machine is not frozen."""
 TENSOR_2 = {"tensor_parallel": 2}
 PIPELINE_2 = {"tensor_parallel": 1, "pipeline_parallel": 2, "block_size": 2 * WORKER_LAYOUT.block_size}
 KV_DTYPE = os.environ.get("FAULTS_KV_DTYPE", "auto")

@@ -35,6 +35,8 @@ from support.secrets import Secrets
 
 START_SECONDS = 90.0
 STOP_SECONDS = 30.0
+PATIENCE = {"suspect_seconds": 3.0, "dead_seconds": 6.0}
+"""Twice the supervisor's default limits of silence: a worker that gets no CPU on a busy machine is not frozen."""
 ON_ITS_WAY_SECONDS = 0.2
 """Longest time in seconds from when a member reads its load until the supervisor has it."""
 STATUS_SECONDS, STATUS_TRIES = 10.0, 4
