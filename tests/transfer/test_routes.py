@@ -1,7 +1,6 @@
 """Routes: every rank of the receiver gets all that it holds, once, from a rank that has it."""
 
 import asyncio
-import threading
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -306,23 +305,19 @@ async def test_each_rank_sends_a_chunk_when_its_own_step_has_ended() -> None:
 async def test_a_lost_rank_fails_its_hand_offs_at_once_and_keeps_its_blocks() -> None:
     """Nobody knows whether the rank's threads still touch them: the worker as a whole has to be replaced. The other
     end learns that the worker is lost, and not only its link, so that nothing more is sent there."""
-    both = threading.Event()
-
-    def slow(number: int) -> Fault:
-        if number:
-            both.set()  # the first frame of each rank is on its way: a link sends one after the other
-        return Fault("delay", 2.0)
-
-    fake = {"fake": FakeTransport(slow)}
-    degrees = Degree(2), ONE
+    fake = {"fake": FakeTransport(lambda number: Fault("delay", 2.0))}
+    degrees, keys = (Degree(2), ONE), [(f"r{number}", 1) for number in range(6)]
     async with pair(CONFIG, layout=MODEL, transports=(fake, fake), blocks=64, degrees=degrees) as world:
-        begin(world)
-        await world.ends.until(both.is_set)
+        for key in keys:
+            begin(world, key, 4 * BLOCK)
+        # A link sends one frame after the other, so the others' blocks have yet to be read.
+        await world.ends.until(lambda: world.ranks[0].transfers[0].active > 3)
         world.ranks[0].channels[1].lose()
-        await world.ends.until(lambda: KEY in world.ends.import_failed)
-        assert world.ends.import_failed[KEY][0] is Code.CLOSED
-        assert "rank 1 is lost" in world.ends.import_failed[KEY][1]
+        await world.ends.until(lambda: world.ends.import_failed.keys() == set(keys))
+        for code, text in world.ends.import_failed.values():
+            assert code is Code.CLOSED
+            assert "rank 1 is lost" in text
         await asyncio.sleep(0.1)
-        assert KEY not in world.ends.export_failed, "its worker ends, and says so itself"
+        assert not world.ends.export_failed, "their worker ends, and says so itself"
         assert world.sending.leaked
         await world.ends.until(lambda: not world.receiving.leaked)
