@@ -7,7 +7,7 @@ run, a step has no more tokens than may cost k times the cheapest holder's own:
 
 Each holder gets as many tokens as it can use, up to the same share for all who can use more (max-min). A holder whose
 sequences are the only ones that run, or come soon, has no limit. Only sequences of one rank share so: those of greater
-ranks take what the others leave, and come no sooner for them. The costs are those that were fitted to the engine's
+ranks take what these leave, and don't shorten their steps. The costs are those that were fitted to the engine's
 steps (`costs/step.py`); where weights bound a step, as on GPUs, tokens cost so little that nobody is limited.
 """
 

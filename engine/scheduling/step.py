@@ -49,15 +49,16 @@ class StepFilling:
         Args:
             running: in order (`Sequence.order`); shrinks when `extend` preempts one.
             cost: of this engine's steps; None before it is known.
-            shares: of the holders of sequences of each rank that run; None if there is one holder.
+            shares: by rank, those of the holders of its running sequences; None if there is one holder.
             extend: takes blocks for so many tokens of a running sequence, from another one if none is free; False if
                 the sequence must wait.
         """
         self.rows: list[Row] = []
         self.budget = config.max_batch_tokens
         """Tokens that may still be handed out."""
-        if len(shares) == 1:  # sequences of other ranks have what these leave
-            self.budget = min([self.budget, *[each.total for each in shares.values() if each is not None]])
+        only = next(iter(shares.values())) if len(shares) == 1 else None
+        if only is not None:  # with several ranks, sequences of one have what those of another leave
+            self.budget = min(self.budget, only.total)
         self._config, self._running, self._most_rows = config, running, most_rows
         self._cost, self._shares, self._extend = cost, shares, extend
 

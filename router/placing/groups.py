@@ -120,8 +120,6 @@ class Fleet:
         """`numbers_of` each."""
         self.sides: list[int] = []
         """Index of each worker's role in `Group.sides`."""
-        self.has_room: list[float] = []
-        """Tokens up to which each worker surely has room for a request (`DecodeCapacity.sure_tokens`)."""
         self.known = False
         """Whether the costs of all workers that are ready are known."""
         self.suspects = 0
@@ -148,7 +146,6 @@ class Fleet:
         self._bytes = self.numbers.data.cast("B") if len(workers) else memoryview(b"")
         self.estimates = self.numbers.T[: CONTEXT + 1]
         self.sides = [SIDES[worker.role] for worker in workers]
-        self.has_room = [_room(worker) for worker in workers]
         return True
 
     def groups(self, demand: Demand) -> list[Group]:
@@ -168,7 +165,6 @@ class Fleet:
         self.workers[row] = worker
         self.figures[row] = found = numbers_of(worker)
         ROW.pack_into(self._bytes, row * ROW.size, *found)
-        self.has_room[row] = _room(worker)
         for side, at in self._places[row]:
             side[at] = worker
 
@@ -192,15 +188,15 @@ def _room(worker: WorkerView) -> float:
     return math.inf if worker.capacity is None else worker.capacity.sure_tokens
 
 
-COLUMNS = 12
+COLUMNS = 13
 ROW = Struct(f"{COLUMNS}d")
 WAIT, URGENT_WAIT, FIRST, TOKEN, PAIR, DELAY, STEP, CONTEXT = range(8)
-BACKLOG, URGENT_BACKLOG, FLOOR, DELAY_FLOOR = range(8, COLUMNS)
+BACKLOG, URGENT_BACKLOG, FLOOR, DELAY_FLOOR, ROOM = range(8, COLUMNS)
 
 
 def numbers_of(worker: WorkerView) -> tuple[float, ...]:
-    """Numbers by which a request's costs on a worker are estimated, in seconds but for the backlogs; all 0 if its costs
-    aren't known.
+    """Numbers by which a request's costs on a worker are estimated, in seconds but for the backlogs and the room; all 0
+    if its costs aren't known.
 
     WAIT     until a prompt's first step; URGENT_WAIT is the same for one that passes less urgent ones
     FIRST    for any prompt, besides its tokens
@@ -212,6 +208,7 @@ def numbers_of(worker: WorkerView) -> tuple[float, ...]:
     BACKLOG  tokens that it has yet to compute, as `WorkerView.busy` counts them for a request that yields: twice, as
              half of the bound holds for it; infinite if it has enough prompts. URGENT_BACKLOG is for other requests
     FLOOR    for one token of a prompt at least, in whatever chunks it is computed; DELAY_FLOOR is that bound for DELAY
+    ROOM     tokens up to which it surely has room for a request (`DecodeCapacity.sure_tokens`)
     """
     pace, urgent = worker.pace, worker.urgent_pace
     if pace is None or urgent is None:
@@ -229,7 +226,7 @@ def numbers_of(worker: WorkerView) -> tuple[float, ...]:
         backlogs = math.inf, math.inf if worker.running >= AHEAD_PROMPTS else backlogs[1]
     floor = step.token + (step.prompt_fixed + decodes) / pace.most
     floors = floor, count * step.token if step.prompt_fixed >= fixed else 0.0
-    return *waits, first, token, step.pair, delay, decode, context, *backlogs, *floors
+    return *waits, first, token, step.pair, delay, decode, context, *backlogs, *floors, _room(worker)
 
 
 def stall(seconds: float, steps: int, bounded: bool) -> float:

@@ -77,7 +77,7 @@ class DecodeCapacity:
         if self.free == self.total and not self.promised_requests:
             # An empty worker can't free more blocks: let it accept or refuse.
             return True
-        # Requests that end soon may be among those that yield.
+        # Requests that end soon may be among those that yield: the larger number counts, not the sum.
         slots, more, growth = soon * self.ending_requests, soon * self.ending_blocks, self.growth_blocks
         if not demand.yields:
             slots, more = max(slots, self.yielding_requests), max(more, self.yielding_blocks)

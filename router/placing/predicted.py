@@ -34,6 +34,7 @@ from kvrelay.router.placing.groups import (
     FLOOR,
     PAIR,
     PREFILLS,
+    ROOM,
     SIDES,
     URGENT_BACKLOG,
     URGENT_WAIT,
@@ -354,7 +355,7 @@ class PredictedCost(LeastWork):
         if demand.avoid or demand.on_trial or demand.degrees or fleet.suspects:
             extra = extra + self._cautions(demand)
         prices = _Prices(demand, fleet, self._index.cached(demand.chain), extra, self._weights(demand, group))
-        workers, has_room, tokens = fleet.workers, fleet.has_room, demand.most_expected if room else -math.inf
+        workers, tokens = fleet.workers, demand.most_expected if room else -math.inf
         figures, backlog = fleet.figures, BACKLOG if demand.yields else URGENT_BACKLOG
         if demand.on_trial:
             sides = tuple([rows[[not workers[row].suspects for row in rows]] if len(rows) else rows for rows in sides])
@@ -365,10 +366,10 @@ class PredictedCost(LeastWork):
             return not only_free or figures[row][backlog] < ahead_tokens
 
         def holds(row: int) -> bool:
-            return free(row) and (tokens <= has_room[row] or self._holds(demand, workers[row]))
+            return free(row) and (tokens <= figures[row][ROOM] or self._holds(demand, workers[row]))
 
         def accepts(row: int) -> bool:
-            return tokens <= has_room[row] or self._accepts(demand, workers[row], group)
+            return tokens <= figures[row][ROOM] or self._accepts(demand, workers[row], group)
 
         options: list[_Option] = []
         in_place = _cheapest(prices.costs[DECODES], sides[DECODES], holds, CANDIDATES - 1)
@@ -398,7 +399,7 @@ class PredictedCost(LeastWork):
             return PLAIN_WEIGHTS
         occupied, found = self._backlog(demand) >= self._ahead_tokens, []
         if demand.decode_tokens:
-            occupied = occupied | (np.array(self._fleet.has_room) < demand.most_expected)
+            occupied = occupied | (self._fleet.numbers[:, ROOM] < demand.most_expected)
         for rows in group.rows:
             busy = float(occupied[rows].mean()) / len(rows) if len(rows) else 0.0
             found.append(PREFILL_WEIGHT + QUEUE_WEIGHT * self._waiting * busy)

@@ -236,10 +236,7 @@ class WorkerRegistry:
         """Connects, and connects again for as long as the worker is wanted."""
         failures = 0
         while worker.wanted:
-            hello = RouterHello(
-                router=self._name,
-                worker_incarnation=worker.id.incarnation,
-            )
+            hello = RouterHello(router=self._name, worker_incarnation=worker.id.incarnation)
             on_change = partial(self._on_stream, worker)
             self._version += 1
             worker.stream = stream = self._stream(

@@ -51,6 +51,6 @@ def network(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         losses=True,
         engine=engine,
         transfer=transfer,
-        supervisor={"suspect_seconds": 1.5, "dead_seconds": 3.0},
+        supervisor={},
     ) as it:
         yield it

@@ -399,8 +399,8 @@ def scene(
         losses: whether workers or links are lost here, so that the router's retry budget doesn't bound the retries.
         variables: numbers by variable of `support.hash_worker`.
         options: `engine`, added to ENGINE; `decode_engine`, the same for decode workers only; `transfer`, in TRANSFER's
-            place; `worker`, other options of every worker; `router`, those of every router; `supervisor`, its own
-            beside PATIENCE.
+            place; `worker`, other options of every worker; `router`, those of every router; `supervisor`, its own,
+            in PATIENCE's place.
     """
     if unknown := options.keys() - {"engine", "decode_engine", "transfer", "worker", "router", "supervisor"}:
         raise TypeError(f"scene has no options {', '.join(sorted(unknown))}")
@@ -433,7 +433,7 @@ def scene(
                 roles=roles,
                 modules={"prefill": MODULE, "decode": MODULE},
                 variables=environment,
-                supervisor={**PATIENCE, **options.get("supervisor", {})},
+                supervisor=options.get("supervisor", PATIENCE),
             )
         )
         client = stack.enter_context(Client(cluster.router))
