@@ -89,7 +89,9 @@ def test_a_decode_worker_killed_under_load_costs_no_token(cluster: ProcessCluste
     chunks = itertools.count(1)
 
     def on_chunk() -> None:
-        if next(chunks) == 2 * AT_ONCE:  # no stream has more than a part of its tokens
+        if (
+            next(chunks) == 1
+        ):  # the other streams have just begun, or have yet to: one takes less than a tenth of a second
             cluster.processes["decode-0"].popen.kill()
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
