@@ -2,8 +2,6 @@
 
 import json
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,51 +12,62 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint
 from support.processes import MODULES, Process
 
+CONFIGS: dict[str, dict[str, Any]] = {
+    "kvrelay.router": {"model": "pico", "grpc_port": 0, "http_port": 0},
+    MODULES["colocated"]: {"name": "colocated-0", "role": "colocated", "model": "pico"},
+    "kvrelay.cluster.supervisor": {},
+}
+"""Options of each kind of server with which it starts."""
 
-@contextmanager
-def refused_start(tmp_path: Path, module: str, config: dict[str, Any]) -> Iterator[list[str]]:
-    """A server that must end with status 2; yields its log, whose last line has the reason."""
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    process = Process(module, ["--config", str(path)], tmp_path / "log", forked=True)
+
+def refusal(folder: Path, module: str, options: dict[str, Any], variables: dict[str, str] | None = None) -> str:
+    """The last line of the log of a server that must end with status 2, and say nothing on its standard output."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(CONFIGS[module] | options))
+    process = Process(module, ["--config", str(path)], folder / "log", variables, forked=True)
     try:
         assert process.popen.wait(60) == 2, process.log.read_text()
+        assert process.popen.stdout is not None
+        assert process.popen.stdout.read() == b""
     finally:
         process.stop()
-    yield process.log.read_text().splitlines()
+    return process.log.read_text().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "named"),
+    [
+        (MODULES["colocated"], {"engine": {"block_sizes": 16}}, ("engine.block_sizes",)),
+        (MODULES["colocated"], {"engine": {"block_size": 17}}, ("block_size", "17", "power of two")),
+        (MODULES["colocated"], {"role": "both"}, ("role",)),
+        (MODULES["colocated"], {"model": "nowhere"}, ("nowhere", "pico")),
+        ("kvrelay.router", {"grpc_prt": 1}, ("grpc_prt",)),
+        ("kvrelay.router", {"max_attempts": 0}, ("max_attempts is 0; allowed: at least 1",)),
+        ("kvrelay.router", {"model": "nowhere"}, ("nowhere",)),
+    ],
+    ids=str,
+)
+def test_a_bad_option_is_refused_at_start(
+    tmp_path: Path, module: str, options: dict[str, Any], named: tuple[str, ...]
+) -> None:
+    line = refusal(tmp_path, module, options)
+    assert all(part in line for part in named), line
 
 
 def test_a_bad_model_folder_is_refused_at_start(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "llama")
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {"model.norm.weight": torch.ones(7)}, folder / "model.safetensors")
-    config = {"name": "colocated-0", "role": "colocated", "model": str(folder)}
-    with refused_start(tmp_path, MODULES["colocated"], config) as lines:
-        for part in ("model.norm.weight", "7", "64"):
-            assert part in lines[-1]
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"engine": {"block_sizes": 16}}, ("engine.block_sizes",)),
-        ({"engine": {"block_size": 17}}, ("block_size", "17", "power of two")),
-        ({"role": "both"}, ("role",)),
-        ({"model": "nowhere"}, ("nowhere", "pico")),
-    ],
-    ids=str,
-)
-def test_a_bad_option_is_refused_at_start(tmp_path: Path, options: dict[str, Any], named: tuple[str, ...]) -> None:
-    config = {"name": "colocated-0", "role": "colocated", "model": "pico"}
-    with refused_start(tmp_path, MODULES["colocated"], config | options) as lines:
-        for part in named:
-            assert part in lines[-1]
+    line = refusal(tmp_path, MODULES["colocated"], {"model": str(folder)})
+    assert all(part in line for part in ("model.norm.weight", "7", "64")), line
 
 
 @pytest.mark.parametrize("name", ["grpc_port", "http_port"])
 def test_a_port_in_use_is_named(tmp_path: Path, name: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        config = {"model": "pico", "grpc_port": 0, "http_port": 0, name: port}
-        with refused_start(tmp_path, "kvrelay.router", config) as lines:
-            assert f"{name} {port}" in lines[-1]
+        assert f"{name} {port}" in refusal(tmp_path, "kvrelay.router", {name: port})
+
+
+def test_no_join_token_is_a_users_mistake(tmp_path: Path) -> None:
+    assert "KVRELAY_JOIN_TOKEN" in refusal(tmp_path, "kvrelay.cluster.supervisor", {}, {"KVRELAY_JOIN_TOKEN": ""})

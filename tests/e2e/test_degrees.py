@@ -4,10 +4,10 @@ Their tokens and log-probabilities are those of an engine in one process, which 
 """
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -222,12 +222,3 @@ def compare(found: Completion, expected: list[Progress]) -> None:
             likely = dict(zip(other.top_ids, other.top_logprobs, strict=True))
             assert other.top_logprobs[0] - likely[token] < CLOSE
             return
-
-
-def test_the_covering_set_has_all_pairs_of_values() -> None:
-    def pairs(sets: Iterable[Values]) -> set[Any]:
-        return {pair for values in sets for pair in combinations(enumerate(values), 2)}
-
-    assert pairs(COVERING) == pairs(ALL)
-    assert len(COVERING) <= 60
-    assert {*FEW} <= {*ALL}

@@ -74,17 +74,6 @@ def contents(done: list[Completion]) -> list[tuple[str, tuple[int, ...]]]:
 
 
 @pytest.mark.timeout(400)
-def test_tokens_under_load_are_the_co_located_engines_and_nothing_leaks(
-    cluster: ProcessCluster, expected: list[Completion]
-) -> None:
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        done = list(pool.map(lambda number: ask(cluster, number), range(REQUESTS)))
-    assert contents(done) == contents(expected)
-    assert all(each.timeline.transfer_bytes > 0 for each in done)
-    cluster.wait_idle(20)
-
-
-@pytest.mark.timeout(400)
 def test_a_decode_worker_killed_under_load_costs_no_token(cluster: ProcessCluster, expected: list[Completion]) -> None:
     chunks = itertools.count(1)
 

@@ -1,7 +1,6 @@
 """Metrics that Prometheus scrapes from the processes of a running cluster."""
 
 import json
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from kvrelay.cluster.asking.status import as_json
 from kvrelay.rpc.metrics.families import BUILD_NAME, FAMILIES
 from support.faults import OUT, PROMPT, Scene, prompt_of, scene
 from support.hash_worker import WORKER_LAYOUT
+from support.http_calls import fetched
 from support.processes import wait_until
 
 SECONDS = 30.0
@@ -33,9 +33,7 @@ class Watched:
     scene: Scene
 
     def get(self, address: str, path: str = "/metrics", accept: str = "") -> str:
-        request = urllib.request.Request(f"http://{address}{path}", headers={"Accept": accept} if accept else {})
-        with urllib.request.urlopen(request, timeout=SECONDS) as response:
-            return str(response.read().decode())
+        return fetched(f"http://{address}{path}", **({"Accept": accept} if accept else {}))
 
     @property
     def supervisor(self) -> str:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,7 +17,7 @@ from kvrelay.rpc.tracing import TraceContext
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 from support.faults import OUT, PROMPT, Scene, prompt_of, scene
-from support.http_calls import CHAT, HELLO
+from support.http_calls import CHAT, HELLO, fetched
 from support.processes import wait_until
 from support.router_fakes import fake
 from support.scenes import Serve
@@ -56,8 +55,7 @@ class Traced:
 
 def scraped(address: str) -> str:
     try:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=SECONDS) as response:
-            return str(response.read().decode())
+        return fetched(f"http://{address}/metrics")
     except urllib.error.URLError:
         return ""  # the killed one
 

@@ -1,9 +1,7 @@
 """The router as a process: health, reflection, limits, refusal of what it can't serve, start and stop."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +13,8 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, Serv
 from kvrelay.client import Unavailable
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, MEMBER_STATE_READY, MEMBER_STATE_STARTING, ROLE_ROUTER
 from kvrelay.internal.v1.worker_pb2 import RelayRequest
-from kvrelay.router.config import RouterConfig
-from kvrelay.router.server import RouterServer
-from support.processes import Process
 from support.router_fakes import FakeWorker, Script, colocated_of, fake, pair, prefill_of, silent, until
 from support.scenes import Serve
-from support.tokenizers import model_folder
 
 SERVICE = "kvrelay.v1.InferenceService"
 TIMEOUT = 30
@@ -162,17 +156,6 @@ async def test_a_worker_of_another_model_that_is_reached_first_doesnt_decide(ser
     await cluster.ask()
 
 
-async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
-    model = str(model_folder(tmp_path))
-    first = RouterServer(RouterConfig(model=model, grpc_port=0, http_port=None))
-    port = await first.start()
-    second = RouterServer(RouterConfig(model=model, grpc_port=port, http_port=None))
-    with pytest.raises(OSError, match=f"grpc_port {port}: .* 127.0.0.1"):
-        await second.start()
-    await second.stop(0)
-    await first.stop(0)
-
-
 @pytest.mark.both_loops
 async def test_a_drain_lets_running_streams_end(serve: Serve) -> None:
     cluster = await serve(*pair(pause=0.05))
@@ -182,20 +165,3 @@ async def test_a_drain_lets_running_streams_end(serve: Serve) -> None:
     await running
     with pytest.raises(Unavailable):
         await cluster.client.complete("hello")
-
-
-def test_a_router_that_can_not_start_says_why_in_a_line(tmp_path: Path) -> None:
-    model, config = model_folder(tmp_path / "model"), tmp_path / "router.json"
-    for options, problem in (
-        ({"grpc_prt": 1}, "grpc_prt"),
-        ({"max_attempts": 0}, "max_attempts is 0; allowed: at least 1"),
-        ({"model": str(tmp_path / "nowhere")}, "nowhere"),
-    ):
-        config.write_text(json.dumps({"model": str(model), "grpc_port": 0, "http_port": None, **options}))
-        process = Process("kvrelay.router", ["--config", str(config)], tmp_path / "log", forked=True)
-        assert process.popen.wait(TIMEOUT) == 2
-        (line,) = process.log.read_text().strip().splitlines()
-        assert problem in line
-        assert process.popen.stdout is not None
-        assert process.popen.stdout.read() == b""
-        process.stop()

@@ -243,13 +243,3 @@ def test_a_file_without_a_token_is_named_without_what_it_says(tmp_path: Path, to
     with pytest.raises(ValueError, match="token") as caught:
         SecurityConfig(join_token_path=str(path)).token()
     assert not token or token not in str(caught.value)
-
-
-def test_no_token_at_all_is_a_users_mistake(tmp_path: Path) -> None:
-    path = tmp_path / "supervisor.json"
-    path.write_text("{}")
-    variables = {"KVRELAY_JOIN_TOKEN": ""}
-    process = Process("kvrelay.cluster.supervisor", ["--config", str(path)], tmp_path / "log", variables, forked=True)
-    assert process.popen.wait(30) == 2
-    process.stop()
-    assert "KVRELAY_JOIN_TOKEN" in (tmp_path / "log").read_text()

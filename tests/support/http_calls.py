@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import ssl
+import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -15,6 +16,14 @@ from support.tokenizers import byte_level_tokenizer
 
 HELLO = {"prompt": "hello", "max_tokens": 4}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+
+
+def fetched(url: str, body: dict[str, Any] | None = None, seconds: float = 60.0, **headers: str) -> str:
+    """What a server in another process answers, to a POST if there is a body; an error is raised."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers})
+    with urllib.request.urlopen(request, timeout=seconds) as response:
+        return str(response.read().decode())
 
 
 def text_of(tokens: list[int]) -> str:

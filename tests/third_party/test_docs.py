@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import free_port, process_cluster
+from support.processes import process_cluster
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/start.md", "docs/clients.md", "docs/api.md", "packaging/client/README.md")
@@ -51,12 +51,13 @@ SNIPPETS = snippets()
 @pytest.fixture(scope="module")
 def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Addresses of the running router, by the addresses that the documentation writes instead."""
-    folder, port = tmp_path_factory.mktemp("documented"), free_port()
+    folder = tmp_path_factory.mktemp("documented")
     template = folder / "template.jinja"
     template.write_text(TEMPLATE)
-    router = {"http_port": port, "chat_template": str(template)}
+    router = {"http_port": 0, "chat_template": str(template)}
     with process_cluster(folder, "pico", worker={"engine": ENGINE}, router=router) as cluster:
-        yield {"127.0.0.1:50051": cluster.router, "127.0.0.1:8000": f"127.0.0.1:{port}"}
+        http = cluster.member("router-0").member.http_address
+        yield {"127.0.0.1:50051": cluster.router, "127.0.0.1:8000": http}
         cluster.wait_idle(20)
 
 

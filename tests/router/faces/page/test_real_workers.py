@@ -3,49 +3,40 @@
 import json
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from support.processes import free_port, process_cluster
+from support.http_calls import fetched
+from support.processes import process_cluster
 
 CHUNK = 64
 CHUNKS = 4
-SECONDS = 60
 
 
-def ask(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
-    """The JSON that the router answers."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=SECONDS) as response:
-        return json.load(response)
-
-
-def lives(port: int, name: str, running: "Future[Any]") -> Iterator[Any]:
+def lives(url: str, name: str, running: "Future[Any]") -> Iterator[Any]:
     """The life of a request again and again, the last time when it has ended."""
     ended = False
     while not ended:
         ended = running.done()
         with suppress(urllib.error.HTTPError):  # it has not begun
-            yield from ask(port, f"page/requests/{name}")
+            yield from json.loads(fetched(f"{url}/page/requests/{name}"))
         time.sleep(0.01)
 
 
 def test_chunks_and_kv_are_seen_while_the_prompt_computes(tmp_path: Path) -> None:
-    port = free_port()
     with process_cluster(
         tmp_path,
         "pico",
         worker={"engine": {"max_batch_tokens": CHUNK, "kv_memory_bytes": 32 * 2**20, "threads": 1}},
-        router={"http_port": port},
-    ):
+        router={"http_port": 0},
+    ) as cluster:
+        url = f"http://{cluster.member('router-0').member.http_address}"
         body = {"prompt": "x = 1\n" * 400, "max_tokens": 4, "temperature": 0, "request_id": "mine"}
         with ThreadPoolExecutor(1) as pool:
-            found = list(lives(port, "mine", pool.submit(ask, port, "v1/completions", body)))
+            found = list(lives(url, "mine", pool.submit(fetched, f"{url}/v1/completions", body)))
     shown = found[-1]
     tokens = shown["prompt_tokens"]
     assert tokens > CHUNKS * CHUNK
