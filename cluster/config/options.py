@@ -32,7 +32,7 @@ from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.degree import ONE
 from kvrelay.machine.options import Options, require
 from kvrelay.router.config import INTERACTIVE, RouterConfig, RouterOptions
-from kvrelay.rpc.identity import WORKER_ROLES, MemberRole, WorkerRole
+from kvrelay.rpc.identity import ROLES, WORKER_ROLES, MemberRole, WorkerRole
 from kvrelay.rpc.security import SecurityConfig
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.worker.config import WorkerConfig
@@ -123,11 +123,11 @@ class ClusterConfig(Section):
         self._require_pairs()
         full = self.transfer.encrypt == "full"
         require(not full or self.security.tls == "mutual", "transfer.encrypt", "full", "with security.tls mutual only")
-        self._require_resources(None)
+        for member in ROLES:
+            reserved = bool(self.bundle(member))
+            require(reserved, f"{member}.cpus", 0.0, "more than 0, unless gpus or resources are")
         self._require_ports()
         for role in WORKER_ROLES:
-            self.engine_of(role)
-            self._require_resources(role)
             self.require_device(role)
         ranks = self._ranks(WORKER_ROLES)
         allowed = f"auto, or at most {ranks}, the number of workers' ranks: each computes on one GPU"
@@ -162,7 +162,7 @@ class ClusterConfig(Section):
         shared = self.share_ports and self.router.replicas > 1
         require(not shared or chosen, "router.port_step", self.router.port_step, allowed)
         self._require_router_ports(self.router.replicas)
-        self._require_metrics_port("worker_port", self._count(WORKER_ROLES))
+        self._require_metrics_port("worker_port", sum(self.role(role).replicas for role in WORKER_ROLES))
 
     def _require_router_ports(self, count: int) -> None:
         """Refuses ports that so many routers can't have beside each other."""
@@ -186,10 +186,6 @@ class ClusterConfig(Section):
         """Whether routers on this machine serve the same ports."""
         return self.local and self.router.port_step == 0 and self.router.grpc_port > 0
 
-    def _require_resources(self, role: WorkerRole | None) -> None:
-        reserved = bool(self.bundle(role))
-        require(reserved, f"{role or 'router'}.cpus", 0.0, "more than 0, unless gpus or resources are")
-
     @property
     def local(self) -> bool:
         """Whether the Ray cluster is this machine's own."""
@@ -207,10 +203,6 @@ class ClusterConfig(Section):
             return replace(self.engine, **section.engine, threads=section.threads or self.engine.threads or threads)
         except ValueError as error:
             raise ValueError(f"{role}.engine.{error}") from None
-
-    def _count(self, roles: Iterable[WorkerRole]) -> int:
-        """Workers of these roles."""
-        return sum(self.role(role).replicas for role in roles)
 
     def _ranks(self, roles: Iterable[WorkerRole]) -> int:
         """Ranks of the workers of these roles: each worker's processes that compute."""
@@ -301,14 +293,14 @@ class ClusterConfig(Section):
             own.append("router")
         return frozenset(own)
 
-    def worker_config(self, name: str, role: WorkerRole, cores: int | None = None) -> WorkerConfig:
+    def worker_config(self, name: str, role: WorkerRole) -> WorkerConfig:
         """A worker's options, without the supervisor's address.
 
-        Default of `threads`: on one machine the workers that the cluster begins with share its `cores` (default: those
-        that this process may use); on a Ray cluster each takes the CPUs that are reserved for it.
+        Default of `threads`: on one machine the workers that the cluster begins with share the cores; on a Ray cluster
+        each takes the CPUs that are reserved for it.
         """
         ranks = self.engine_of(role).degree.ranks
-        share = max(1, (cores or available_cores()) * ranks // self._ranks(WORKER_ROLES))
+        share = max(1, available_cores() * ranks // self._ranks(WORKER_ROLES))
         return WorkerConfig(
             name=name,
             role=role,
@@ -373,34 +365,31 @@ class ClusterConfig(Section):
             tpot_target_seconds=targets.tpot_seconds,
         )
 
-    def bundle(self, role: WorkerRole | None) -> dict[str, float]:
-        """Ray resources that one worker of this role reserves on each of its `hosts`; those of one router for None.
+    def bundle(self, role: MemberRole) -> dict[str, float]:
+        """Ray resources that one member of this role reserves on each of its `hosts`.
 
         On this machine's own Ray only GPUs limit the number of members: cores are shared, so that a member can be added
         or replaced by a new one at any time.
         """
         section = self._section(role)
         gpus = getattr(section, "gpus", 0.0)
-        ranks = 1 if role is None else self.engine_of(role).degree.ranks // self.hosts(role)
+        ranks = 1 if role == "router" else self.engine_of(role).degree.ranks // self.hosts(role)
         amounts = {MEMBER: 1.0} if self.local else {"CPU": section.cpus, **section.resources}
         amounts["GPU"] = 0.0 if gpus == AUTO else gpus * ranks
         return {name: amount for name, amount in amounts.items() if amount > 0}
 
-    def hosts(self, role: WorkerRole | None) -> int:
-        """Machines of one worker of this role, each with its own reservation; 1 for None, a router."""
-        return 1 if role is None else self.engine_of(role).hosts
+    def hosts(self, role: MemberRole) -> int:
+        """Machines of one member of this role, each with its own reservation."""
+        return 1 if role == "router" else self.engine_of(role).hosts
 
-    def _section(self, role: WorkerRole | None) -> RoleSection | RouterSection:
-        return self.router if role is None else self.role(role)
+    def _section(self, role: MemberRole) -> RoleSection | RouterSection:
+        return self.router if role == "router" else self.role(role)
 
     def total_resources(self) -> dict[str, float]:
         """Ray resources of all workers and routers together."""
         total: Counter[str] = Counter()
-        for role, replicas in (
-            (None, self.router.replicas),
-            *((role, self.role(role).replicas) for role in WORKER_ROLES),
-        ):
-            count = replicas * self.hosts(role)
+        for role in ROLES:
+            count = self._section(role).replicas * self.hosts(role)
             total.update({name: amount * count for name, amount in self.bundle(role).items()})
         return dict(+total)
 

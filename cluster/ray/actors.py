@@ -36,13 +36,10 @@ WATCH_SECONDS = 2.0
 """Longest time of one call of `watch`."""
 REPORT_SECONDS = 10.0
 """Seconds for the result of `watch` to leave a process whose server has failed."""
-LOOP_SECONDS = 60.0
-"""Longest time in seconds of a call on the server's event loop."""
 LOOPBACK = "127.0.0.1"
 LEAVING = "its node is about to stop"
 WILDCARDS = ("0.0.0.0", "::", "[::]")
 ServerT = TypeVar("ServerT", bound=Server)
-ResultT = TypeVar("ResultT")
 
 
 class ServerActor(Generic[ServerT]):
@@ -52,9 +49,6 @@ class ServerActor(Generic[ServerT]):
     """Seconds for the server to stop, beyond the time for its requests."""
     drain_seconds = 0.0
     """Seconds for its requests to finish when its node is about to stop."""
-
-    deadline_type = ExitDeadline
-    """Class that ends the actor's process in time."""
 
     def __init__(self, part: str, name: str, title: str, make: Callable[[], ServerT], token: str) -> None:
         """
@@ -75,7 +69,7 @@ class ServerActor(Generic[ServerT]):
         """Event loop of the server; None before it has one."""
         self._stopping: Future[float] = Future()
         self._ended: Future[ProcessEnd] = Future()
-        self._deadline = self.deadline_type()
+        self._deadline = ExitDeadline()
         threading.Thread(target=self._run, name="server", daemon=True).start()
 
     def __repr__(self) -> str:
@@ -134,22 +128,6 @@ class ServerActor(Generic[ServerT]):
     def address(self) -> str:
         """host:port of the server; waits until it has started."""
         return self._started.result().address
-
-    def _ask(self, question: Callable[[ServerT], ResultT]) -> ResultT:
-        """The answer of the server, when it has started, on its event loop: another thread could see half a change.
-
-        Raises:
-            RuntimeError: the server has ended.
-            TimeoutError: the event loop doesn't turn within LOOP_SECONDS.
-        """
-        server, loop = self._started.result(), self._loop
-        if loop is None or loop.is_closed():
-            raise RuntimeError("the server has ended")
-
-        async def answer() -> ResultT:
-            return question(server)
-
-        return asyncio.run_coroutine_threadsafe(answer(), loop).result(LOOP_SECONDS)
 
     def leave(self) -> None:
         """Drains the server as if its own node were about to stop."""

@@ -92,10 +92,7 @@ class RayLauncher:
         elif options.ray.autoscaling:
             return ""
         for role in roles:
-            bundle = options.bundle(None if role == "router" else role)
-            if not bundle:
-                continue
-            hosts = options.hosts(None if role == "router" else role)
+            bundle, hosts = options.bundle(role), options.hosts(role)
             most = present[role] + fitting(bundle, self._groups.free()) // hosts
             if wanted[role] > most:
                 needed = ", ".join(f"{amount:g} {resource}" for resource, amount in bundle.items())
@@ -130,9 +127,7 @@ class RayLauncher:
         else:
             await asyncio.to_thread(self._end, name)
             config = parsed(plan.config)
-            bundle = config.bundle(None if plan.role == "router" else plan.role)
-            nodes = config.ray
-            hosts = config.hosts(None if plan.role == "router" else plan.role)
+            bundle, hosts, nodes = config.bundle(plan.role), config.hosts(plan.role), config.ray
             request = PlacementRequest(plan.role, bundle, plan.roles, nodes.topology_labels, nodes.role_label, hosts)
             group = await self._groups.reserve(name, request, lambda: name not in self._stopped)
             if group is None:
@@ -196,7 +191,7 @@ class RayLauncher:
 
     def _options(self, name: str, plan: Plan, group: PlacementGroup, host: int = 0) -> dict[str, Any]:
         """Options of the actor on one of a member's machines."""
-        bundle = parsed(plan.config).bundle(None if plan.role == "router" else plan.role)
+        bundle = parsed(plan.config).bundle(plan.role)
         return actor_options(self._namespace, name if host == 0 else _host_name(name, host)) | {
             "num_cpus": bundle.pop("CPU", 0),
             "num_gpus": bundle.pop("GPU", 0),
@@ -260,9 +255,8 @@ def upgraded(present: ClusterConfig, config: ClusterConfig) -> ClusterConfig:
 
 def _started_as(config: ClusterConfig, role: MemberRole) -> tuple[RouterConfig | WorkerConfig, dict[str, float]]:
     """The options and resources with which a member of a role is started, for an example name."""
-    if role == "router":
-        return config.router_config("router-0"), config.bundle(None)
-    return config.worker_config("worker-0", role), config.bundle(role)
+    options = config.router_config("router-0") if role == "router" else config.worker_config("worker-0", role)
+    return options, config.bundle(role)
 
 
 def actor_options(namespace: str, name: str) -> dict[str, Any]:

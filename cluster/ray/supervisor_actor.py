@@ -1,5 +1,6 @@
 """The supervisor's Ray actor, and what a driver does with a whole cluster: create, find and end it."""
 
+import asyncio
 import logging
 from dataclasses import asdict
 from functools import partial
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 SUPERVISOR = "kvrelay-supervisor"
 KV_NAMESPACE = "kvrelay"
+LOOP_SECONDS = 60.0
+"""Longest time in seconds of a call on the supervisor's event loop."""
 HEAD = "node:__internal_head__"
 """Ray's resource of the head node only: the members look for a restarted supervisor where it was."""
 
@@ -37,8 +40,21 @@ class SupervisorActor(ServerActor[SupervisorServer]):
         super().__init__("supervisor", "supervisor", SUPERVISOR, partial(_supervisor, config, token, record), token)
 
     def startup(self) -> Startup:
-        """The progress of every member, for `kvrelay up`."""
-        return self._ask(SupervisorServer.startup)
+        """The progress of every member, when the supervisor has started, for `kvrelay up`.
+
+        Raises:
+            RuntimeError: the supervisor has ended.
+            TimeoutError: its event loop doesn't turn within LOOP_SECONDS.
+        """
+        server, loop = self._started.result(), self._loop
+        if loop is None or loop.is_closed():
+            raise RuntimeError("the supervisor has ended")
+
+        async def answer() -> Startup:
+            return server.startup()
+
+        # On the server's event loop: this thread could see half a change.
+        return asyncio.run_coroutine_threadsafe(answer(), loop).result(LOOP_SECONDS)
 
 
 def _supervisor(config: ClusterConfig, token: str, record: str) -> SupervisorServer:

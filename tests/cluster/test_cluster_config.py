@@ -20,9 +20,9 @@ JOINED = {"ray": {"address": "auto"}}
 """A Ray cluster that others started."""
 
 
-def worker_configs(config: ClusterConfig, cores: int | None = None) -> list[WorkerConfig]:
+def worker_configs(config: ClusterConfig) -> list[WorkerConfig]:
     """The options of each worker that the cluster begins with."""
-    return [config.worker_config(name, role, cores) for name, role in config.members().items() if role != "router"]
+    return [config.worker_config(name, role) for name, role in config.members().items() if role != "router"]
 
 
 def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = None) -> list[str]:
@@ -220,7 +220,8 @@ def test_default_numbers_of_workers(given: dict[str, Any], expected: dict[str, i
     assert {role: getattr(config, role).replicas for role in expected} == expected
 
 
-def test_workers_get_the_options_of_their_role() -> None:
+def test_workers_get_the_options_of_their_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrelay.cluster.config.options.available_cores", lambda: 9)
     config = ClusterConfig.model_validate(
         {
             "model": {"path": "/m", "dtype": "float32"},
@@ -232,7 +233,7 @@ def test_workers_get_the_options_of_their_role() -> None:
             "scaling": {"enabled": True},
         }
     )
-    workers = {worker.name: worker for worker in worker_configs(config, 9)}
+    workers = {worker.name: worker for worker in worker_configs(config)}
     assert list(workers) == ["worker-0", "worker-1", "worker-2"]
     assert [worker.role for worker in workers.values()] == ["prefill", "prefill", "decode"]
     for worker in workers.values():
@@ -391,9 +392,10 @@ def test_routers_on_one_machine_share_their_ports_or_have_their_own() -> None:
     ],
 )
 def test_workers_share_the_machines_cores_or_take_the_cpus_that_they_reserve(
-    cores: int, given: dict[str, Any], threads: list[int]
+    monkeypatch: pytest.MonkeyPatch, cores: int, given: dict[str, Any], threads: list[int]
 ) -> None:
-    workers = worker_configs(ClusterConfig.model_validate(given), cores)
+    monkeypatch.setattr("kvrelay.cluster.config.options.available_cores", lambda: cores)
+    workers = worker_configs(ClusterConfig.model_validate(given))
     assert [worker.engine.threads for worker in workers] == threads
 
 
@@ -402,7 +404,7 @@ def test_resources_are_what_the_sections_reserve() -> None:
     config = ClusterConfig.model_validate({"prefill": prefill, "decode": {"cpus": 2}, **JOINED})
     assert config.bundle("prefill") == {"CPU": 4, "GPU": 1, "big": 0.5}
     assert config.bundle("decode") == {"CPU": 2}
-    assert config.bundle(None) == {"CPU": 1}
+    assert config.bundle("router") == {"CPU": 1}
     assert config.total_resources() == {"CPU": 11, "GPU": 2, "big": 1}
 
 
@@ -430,7 +432,7 @@ def test_on_one_machine_only_gpus_limit_the_members() -> None:
     section = {"cpus": 64, "gpus": 0.5, "resources": {"big": 1}}
     config = ClusterConfig.model_validate({"prefill": section, "decode": section, "router": {"cpus": 8}})
     assert config.bundle("prefill") == {MEMBER: 1, "GPU": 0.5}
-    assert config.bundle(None) == {MEMBER: 1}
+    assert config.bundle("router") == {MEMBER: 1}
 
 
 def test_a_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_groups_are_those_of_the_configuration(rendered: Rendered, config: Clust
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
         assert group["labels"] == {config.ray.role_label: name}, "where its workers go first"
         offered = {"CPU": float(parameters["num-cpus"]), "GPU": float(parameters["num-gpus"]), **own}
-        needs = config.bundle(None if name == "router" else name)
+        needs = config.bundle(name)
         assert needs[resource] == 1
         assert all(amount * own[resource] <= offered[each] for each, amount in needs.items())
         gpus = needs.get("GPU", 0) * own[resource]

@@ -58,8 +58,6 @@ class NoDeadline(ExitDeadline):
 class Supervising(SupervisorActor):
     """The supervisor's actor with another server, in this process, without Ray."""
 
-    deadline_type = NoDeadline
-
     def __init__(self, server: Any) -> None:
         ServerActor.__init__(self, "supervisor", "supervisor", "supervisor", lambda: server, "")
 
@@ -68,7 +66,6 @@ class Member(ServerActor[Serving]):
     """An actor in this process, without Ray."""
 
     drain_seconds = SECONDS
-    deadline_type = NoDeadline
 
     def __init__(self, server: Serving) -> None:
         super().__init__("worker", "decode-0", "decode-0", lambda: server, "")
@@ -78,6 +75,7 @@ class Member(ServerActor[Serving]):
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where members are registered. The metrics aren't exported: no agent of Ray is here to take them."""
     monkeypatch.setattr(ray_metrics, "export", lambda metrics: asyncio.sleep(0))
+    monkeypatch.setattr("kvrelay.cluster.ray.actors.ExitDeadline", NoDeadline)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "drain"))
     return tmp_path / "drain"
 
