@@ -57,6 +57,11 @@ class Wanted:
     replaces: str = ""
     """Name of the member that leaves when this one serves. Until then this one isn't counted. Empty for none."""
 
+    @property
+    def counted(self) -> bool:
+        """Whether it is one of the members of its role that there are to be."""
+        return self.stage is not Stage.LEAVE and not self.replaces
+
 
 @dataclass(frozen=True, slots=True)
 class Seen:
@@ -103,11 +108,7 @@ class Desired:
 
     def counted(self, role: MemberRole) -> list[str]:
         """The members that `count` counts."""
-        return [
-            name
-            for name, wanted in self.members.items()
-            if wanted.role == role and wanted.stage is not Stage.LEAVE and not wanted.replaces
-        ]
+        return [name for name, wanted in self.members.items() if wanted.role == role and wanted.counted]
 
     @property
     def rolling(self) -> bool:
@@ -326,7 +327,7 @@ def spared(desired: Desired, seen: Mapping[str, Seen], name: str) -> bool:
 
 
 def _check_spared(desired: Desired, seen: Mapping[str, Seen], name: str, instead: str) -> None:
-    planned = [wanted.role for other, wanted in desired.members.items() if _stays(wanted) and other != name]
+    planned = [wanted.role for other, wanted in desired.members.items() if wanted.counted and other != name]
     role = desired.members[name].role
     # Checked for now, and for the time when all earlier changes are done: nothing may serve at this moment.
     later = serving((each, "") for each in planned) or not serving((each, "") for each in (*planned, role))
@@ -335,10 +336,6 @@ def _check_spared(desired: Desired, seen: Mapping[str, Seen], name: str, instead
             Refusal.CODE_UNSAFE,
             f"{name}: without this {role} member no request can be served; {instead}, --force does it now",
         )
-
-
-def _stays(wanted: Wanted) -> bool:
-    return wanted.stage is not Stage.LEAVE and not wanted.replaces
 
 
 def _check_no_successor(name: str, wanted: Wanted) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvrelay.cluster.fleet import desired as changes
 from kvrelay.cluster.fleet.desired import Desired, Refused, Rolling, Seen, Stage, Wanted
 from kvrelay.cluster.fleet.keepers import Keepers, MemberStart
-from kvrelay.cluster.fleet.reconcile import Drain, Start, advance, reconcile, settled
+from kvrelay.cluster.fleet.reconcile import advance, reconcile, settled
 from kvrelay.cluster.fleet.replacement import Launcher, Plan
 from kvrelay.cluster.membership.membership import Membership
 from kvrelay.internal.v1.supervisor_pb2 import (
@@ -249,13 +249,11 @@ class Fleet:
             _log(before, self.desired)
             await self._save()  # if that fails, it is tried again with the next membership
             self._changed()
-        for action in reconcile(self.desired, self.seen()):
-            match action:
-                case Start(name):
-                    self._keepers.keep(name)
-                case Drain(name):
-                    self._keepers.end(name, self._drain_seconds())
-                # The membership that every member gets carries its role.
+        starts, ends = reconcile(self.desired, self.seen())
+        for name in starts:
+            self._keepers.keep(name)
+        for name in ends:
+            self._keepers.end(name, self._drain_seconds())
 
     async def _change(self, command: str, change: Callable[[Desired], Desired]) -> int:
         """Changes the desired state if the change can be recorded."""

@@ -135,7 +135,8 @@ class Keepers:
         end = time.monotonic() + grace
         for group in (set(first), self._keepers.keys() - set(first)):
             left = max(0.0, end - time.monotonic())
-            await asyncio.gather(*(self._end(keeper, name, left) for name, keeper in self._of(group)))
+            ending = [(keeper, name) for name, keeper in self._keepers.items() if name in group]
+            await asyncio.gather(*(self._end(keeper, name, left) for keeper, name in ending))
 
     async def close(self) -> None:
         """Watches no more; the members run on."""
@@ -171,9 +172,6 @@ class Keepers:
         """The progress of every member that is to stay."""
         self.note()
         return [keeper.progress for keeper in self._keepers.values() if not keeper.leaving.is_set()]
-
-    def _of(self, names: set[str]) -> list[tuple[str, _Keeper]]:
-        return [(name, keeper) for name, keeper in self._keepers.items() if name in names]
 
     async def _keep(self, keeper: _Keeper, name: str, start: bool) -> None:
         """Runs one process of this name after another."""
@@ -216,9 +214,7 @@ class Keepers:
             self._forget(name)
 
     def _lost(self, name: str) -> None:
-        worker = self._membership.present(name)
-        if worker is not None:
-            self._membership.gone(worker)
+        self._membership.gone(name)
         self._changed()
 
     def _forget(self, name: str) -> None:

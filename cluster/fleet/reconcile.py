@@ -1,7 +1,7 @@
 """How a cluster gets to its desired state: one small step after another, each safe by itself. No I/O.
 
     advance     desired + seen -> desired     what has ended is forgotten; a rolling change goes on
-    reconcile   desired + seen -> actions     what has to be done now
+    reconcile   desired + seen -> names       whose processes are to start, and to end, now
 
 A rolling change replaces one member at a time: its successor starts, serves, and then the old one leaves. If the
 successor can't hand KV over with the old workers (their digests differ), a successor of the other role starts too, and
@@ -10,7 +10,7 @@ while others serve. A successor that doesn't come up halts the change; the old m
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvrelay.cluster.fleet.desired import Desired, Seen, Stage, Wanted, able, leave, new_name, serving, spared
 from kvrelay.rpc.identity import MemberRole
@@ -18,35 +18,12 @@ from kvrelay.rpc.identity import MemberRole
 NOTHING = Seen()
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Keep a process running under this name."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Let the member finish or return its requests, and end its process."""
-
-    name: str
-
-
-def reconcile(desired: Desired, seen: Mapping[str, Seen]) -> list[Start | Drain]:
-    """The actions that are due now, without those under way. A worker's change of role isn't one: it comes with the
-    membership."""
-    actions: list[Start | Drain] = []
-    for name, wanted in desired.members.items():
-        now = seen.get(name, NOTHING)
-        if wanted.stage.ends:
-            if now.kept and not now.ending:
-                actions.append(Drain(name))
-        elif not now.kept:
-            actions.append(Start(name))
-    actions += [
-        Drain(name) for name, now in seen.items() if name not in desired.members and now.kept and not now.ending
-    ]
-    return actions
+def reconcile(desired: Desired, seen: Mapping[str, Seen]) -> tuple[list[str], list[str]]:
+    """The names under which processes are to be kept running that aren't yet, and those of members that are to finish
+    or return their requests and end. A worker's change of role is no action: it comes with the membership."""
+    stay = {name: seen.get(name, NOTHING) for name, wanted in desired.members.items() if not wanted.stage.ends}
+    starts = [name for name, now in stay.items() if not now.kept]
+    return starts, [name for name, now in seen.items() if name not in stay and now.kept and not now.ending]
 
 
 def settled(desired: Desired, seen: Mapping[str, Seen]) -> bool:

@@ -251,12 +251,11 @@ class Membership:
         if (entry := self._entries.get(worker.name)) is not None and entry.id == worker and entry.connections:
             entry.connections -= 1
 
-    def gone(self, worker: WorkerId) -> bool:
-        """Notes that the process of this incarnation has ended; False if it isn't the present one, or is dead
-        already."""
+    def gone(self, name: str) -> None:
+        """Notes that the process of the present incarnation under this name has ended."""
         self._advance()
-        entry = self._entries.get(worker.name)
-        return entry is not None and entry.id == worker and self._enter(entry, MEMBER_STATE_DEAD)
+        if (entry := self._entries.get(name)) is not None:
+            self._enter(entry, MEMBER_STATE_DEAD)
 
     def leave(self, name: str) -> None:
         """Notes that a member was asked to end, so that it isn't killed while it drains."""
@@ -311,10 +310,6 @@ class Membership:
         """The present incarnation under this name, dead or alive."""
         entry = self._entries.get(name)
         return None if entry is None else entry.id
-
-    def generation(self, worker: WorkerId) -> int:
-        """The generation of the present incarnation; 0 if this isn't it."""
-        return self._names[worker.name].generation if self.present(worker.name) == worker else 0
 
     @property
     def ready(self) -> bool:
@@ -382,14 +377,11 @@ class Membership:
                 return f"it has been draining for {stay:.1f} s"
         return ""
 
-    def _enter(self, entry: _Entry, state: MemberState) -> bool:
-        """Changes the state; False if it is the state already."""
-        if entry.member.state == state:
-            return False
-        entry.member.state = state
-        self.version += 1
-        self.counts.deaths[entry.member.role] += state == MEMBER_STATE_DEAD and not entry.asked
-        return True
+    def _enter(self, entry: _Entry, state: MemberState) -> None:
+        if entry.member.state != state:
+            entry.member.state = state
+            self.version += 1
+            self.counts.deaths[entry.member.role] += state == MEMBER_STATE_DEAD and not entry.asked
 
     def _advance(self) -> None:
         now = self._clock()

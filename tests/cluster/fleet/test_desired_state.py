@@ -21,7 +21,7 @@ from kvrelay.cluster.fleet.desired import (
     able,
     serving,
 )
-from kvrelay.cluster.fleet.reconcile import Drain, Start, advance, reconcile, settled
+from kvrelay.cluster.fleet.reconcile import advance, reconcile, settled
 from kvrelay.cluster.fleet.replacement import LONG_LIFE_SECONDS, MOST_SECONDS, Backoff
 from kvrelay.engine.config import EngineConfig
 from kvrelay.internal.v1.supervisor_pb2 import Refusal
@@ -68,14 +68,13 @@ class World:
     def step(self) -> None:
         """Takes one turn of the supervisor: observes, and does the actions that follow."""
         self.desired = advance(self.desired, self.seen())
-        for action in reconcile(self.desired, self.seen()):
-            match action:
-                case Start(name):
-                    assert name not in self.processes
-                    wanted = self.desired.members[name]
-                    self.processes[name] = Process(wanted.role, wanted.config)
-                case Drain(name):
-                    self.processes[name].ending = True
+        starts, ends = reconcile(self.desired, self.seen())
+        for name in starts:
+            assert name not in self.processes
+            wanted = self.desired.members[name]
+            self.processes[name] = Process(wanted.role, wanted.config)
+        for name in ends:
+            self.processes[name].ending = True
 
     def live(self, name: str) -> None:
         """Takes one process a step further: it comes up, takes the role that the membership gives it, or ends if asked
@@ -178,7 +177,7 @@ def test_no_command_ever_leaves_requests_without_workers_and_all_are_followed(se
     }
     assert {wanted.config for wanted in it.desired.members.values()} == {it.desired.config}
     assert advance(it.desired, it.seen()) is it.desired
-    assert reconcile(it.desired, it.seen()) == []
+    assert reconcile(it.desired, it.seen()) == ([], [])
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -257,7 +257,7 @@ def test_a_lost_record_is_learned_from_the_members(clock: Clock) -> None:
     assert not membership.attend(member(incarnation="zombie", generation=3), Load())
     assert not membership.attend(member(incarnation="other", generation=7), Load()), "the same number twice"
     assert membership.attend(member("decode-0", "new", ROLE_DECODE), Load())
-    assert membership.generation(WorkerId("decode-0", "new")) == 8
+    assert [each.generation for each in membership.members()] == [7, 8]
 
 
 def test_restored_members_keep_their_state_until_they_had_time_to_come(membership: Membership, clock: Clock) -> None:
@@ -315,7 +315,7 @@ class Fencing(RuleBasedStateMachine):
                 self.given_up.add(before.incarnation)
             assert self.membership.present(process.name) == process
             assert state_of(self.membership, process.name) == state
-            generation = self.membership.generation(process)
+            generation = next(each.generation for each in self.membership.members() if each.name == process.name)
             if before != process and not known:
                 assert generation > self.issued, "issued in order"
                 self.issued = generation
@@ -333,9 +333,9 @@ class Fencing(RuleBasedStateMachine):
 
     @rule(process=consumes(processes))
     def end(self, process: WorkerId) -> None:
-        present = self.membership.present(process.name) == process
-        dead = state_of(self.membership, process.name) == MEMBER_STATE_DEAD
-        assert self.membership.gone(process) == (present and not dead)
+        if self.membership.present(process.name) == process:
+            self.membership.gone(process.name)
+            assert state_of(self.membership, process.name) == MEMBER_STATE_DEAD
         self.given_up.add(process.incarnation)
 
     @rule(name=st.sampled_from(["prefill-0", "decode-0"]))
