@@ -246,8 +246,8 @@ class Simulation:
 
     def _follow(self, decision: Decision) -> None:
         """Changes roles. The number of workers stays: `min_workers` and `max_workers` are 0 here."""
-        moved = sum(1 if move.role == "prefill" else -1 for move in decision.moves)
+        moved = sum(1 if role == "prefill" else -1 for role in decision.moves.values())
         self._desired = Split(self._desired.prefill + moved, self._desired.decode - moved)
-        for move in decision.moves:
-            worker = next(worker for worker in self._cluster.workers if worker.id.name == move.worker)
-            self._do(self._cluster.change_role(worker, move.role, self._table.switch))
+        for name, role in decision.moves.items():
+            worker = next(worker for worker in self._cluster.workers if worker.id.name == name)
+            self._do(self._cluster.change_role(worker, role, self._table.switch))

@@ -33,19 +33,12 @@ REVERSALS_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """A worker that gets another role."""
-
-    worker: str
-    role: PoolRole
-
-
-@dataclass(frozen=True, slots=True)
 class Decision:
     """A change, and why."""
 
     reason: str
-    moves: tuple[Move, ...] = ()
+    moves: Mapping[str, PoolRole] = field(default_factory=dict)
+    """Workers that get another role, by name."""
     scale: Mapping[PoolRole, int] = field(default_factory=dict)
     """New numbers of workers."""
 
@@ -148,7 +141,8 @@ class Policy:
         if self._direction == -direction:
             self._reversals.append(now)
         self._direction, self._changed, self._changing = direction, now, None
-        target = _after(outlook.split, moves)
+        gained = direction * len(moves)
+        target = Split(outlook.split.prefill + gained, outlook.split.decode - gained)
         short = "prefill" if direction > 0 else "decode"
         present, expected = (
             f"{getattr(each, short):.2f} of its target, {getattr(each, f'{short}_end'):.2f} after {HORIZON_SECONDS:g} s"
@@ -168,12 +162,12 @@ class Policy:
     def _resized(self, signals: Signals, outlook: Outlook, now: float) -> Decision | None:
         """The change of numbers that is due: workers are added if no split is enough, and removed if fewer have long
         been enough."""
-        total = outlook.split.total
+        total, cooled = outlook.split.total, now - self._changed >= self.config.cooldown_seconds
         if outlook.then.cost <= 1.0 or total >= self.config.max_workers:
             self._short = None
         elif self._short is None:
             self._short = now
-        if self._short is not None and now - self._short >= GROW_SECONDS and self._cooled(now):
+        if self._short is not None and now - self._short >= GROW_SECONDS and cooled:
             return self._grown(signals, outlook, now)
         removable = 0 < self.config.min_workers < total
         fewer = self._best(signals, total - 1) if removable else None
@@ -217,11 +211,8 @@ class Policy:
         text = f"{split} to {target} (prefill:decode): {reason}"
         return Decision(text, scale={"prefill": target.prefill, "decode": target.decode})
 
-    def _cooled(self, now: float) -> bool:
-        return now - self._changed >= self.config.cooldown_seconds
 
-
-def _moves(outlook: Outlook, statuses: Sequence[MemberStatus]) -> tuple[Move, ...]:
+def _moves(outlook: Outlook, statuses: Sequence[MemberStatus]) -> dict[str, PoolRole]:
     """The workers that change their role: the ones with the least to do."""
     count = outlook.best.prefill - outlook.split.prefill
     donor, taker = (ROLE_DECODE, ROLE_PREFILL) if count > 0 else (ROLE_PREFILL, ROLE_DECODE)
@@ -231,12 +222,7 @@ def _moves(outlook: Outlook, statuses: Sequence[MemberStatus]) -> tuple[Move, ..
         if status.member.role == donor and status.member.state == MEMBER_STATE_READY and taker in status.member.roles
     ]
     able.sort(key=lambda status: (requests_of(status.load), status.load.pending_tokens, status.member.name))
-    return tuple(Move(status.member.name, POOLS[taker]) for status in able[: abs(count)])
-
-
-def _after(split: Split, moves: Sequence[Move]) -> Split:
-    gained = sum(1 if move.role == "prefill" else -1 for move in moves)
-    return Split(split.prefill + gained, split.decode - gained)
+    return {status.member.name: POOLS[taker] for status in able[: abs(count)]}
 
 
 def _direction(split: Split, other: Split) -> int:

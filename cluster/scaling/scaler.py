@@ -119,20 +119,16 @@ class Scaler:
         counts: dict[MemberRole, int] = {role: count for role, count in decision.scale.items()}  # noqa: C416  # the key's type is wider
         noted.pools.extend(PoolSize(role=ROLES[role], count=count) for role, count in counts.items())
         try:
-            for move in decision.moves:
-                await fleet.set_role(move.worker, move.role)
-                noted.moves[move.worker] = ROLES[move.role]
+            for worker, role in decision.moves.items():
+                await fleet.set_role(worker, role)
+                noted.moves[worker] = ROLES[role]
             if counts:
                 await fleet.scale(counts)
         except Refused as refused:
             noted.refused = str(refused)
         self._decisions.append(noted)
         self.counts["refused" if noted.refused else "workers" if counts else "roles"] += 1
-        fields = {
-            "reason": decision.reason,
-            "moves": {move.worker: move.role for move in decision.moves},
-            "workers": dict(decision.scale),
-        }
+        fields = {"reason": decision.reason, "moves": decision.moves, "workers": decision.scale}
         if noted.refused:
             logger.warning("scaling was refused", extra=fields | {"refused": noted.refused})
         else:

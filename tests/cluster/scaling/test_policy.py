@@ -87,8 +87,7 @@ class Cluster:
         decision = self.policy.decide(signals, self.split, self.workers(), self.now)
         if decision is not None:
             self.decisions.append((self.now, decision))
-            for move in decision.moves:
-                self.roles[move.worker] = move.role
+            self.roles.update(decision.moves)
             for role, count in decision.scale.items():
                 self.resize(role, count)
         return decision
@@ -107,7 +106,7 @@ def test_traffic_within_the_targets_changes_nothing() -> None:
 def test_the_role_that_is_short_gets_workers_soon_and_several_at_once(signals: Signals, more: str) -> None:
     cluster = Cluster()
     (decision, *_) = cluster.run(signals, CONFIRM_SECONDS + 2 * TICK)
-    assert {move.role for move in decision.moves} == {more}
+    assert set(decision.moves.values()) == {more}
     assert len(decision.moves) > 1
     assert more in decision.reason
     assert "of its target" in decision.reason
@@ -124,7 +123,7 @@ def test_those_with_least_to_do_are_moved() -> None:
     cluster = Cluster()
     (decision, *_) = cluster.run(FULL_PREFILL, 5)
     decodes = [worker.member.name for worker in Cluster().workers() if worker.member.role == ROLE_DECODE]
-    assert [move.worker for move in decision.moves] == decodes[: len(decision.moves)]
+    assert list(decision.moves) == decodes[: len(decision.moves)]
 
 
 @pytest.mark.parametrize(
