@@ -79,7 +79,7 @@ def status(wide: bool, as_json: bool) -> None:
     """
     from kvrelay.cluster import state
     from kvrelay.cluster.asking import status as status_of
-    from kvrelay.cluster.scaling.shown import scaling_lines
+    from kvrelay.rpc.compatibility import unpaired
 
     current = state.current()
     found = None if current is None else status_of.get_status(current)
@@ -97,11 +97,10 @@ def status(wide: bool, as_json: bool) -> None:
         for line in (
             *([f"{current.missing} ended; requests are served without it"] if current.missing else []),
             *status_of.changes(found),
-            *status_of.incompatible_workers(found),
+            *unpaired(entry.member for entry in found.members),
             *status_of.context_notes(found),
+            *status_of.scaling_lines(found.scaling),
         ):
-            out.print(line, markup=False)
-        for line in scaling_lines(found.scaling):
             out.print(line, markup=False)
     elif unsupervised:
         click.echo(f"the supervisor is down; the router {router} serves, and lost members are not replaced meanwhile")

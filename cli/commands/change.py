@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvrelay.cluster.errors import MOST_LISTED, NO_CLUSTER, RunError
-from kvrelay.rpc.identity import ROLES, WORKER_ROLES
+from kvrelay.rpc.identity import ROLES, WORKER_ROLES, MemberRole, WorkerRole
 
 if TYPE_CHECKING:
     from kvrelay.cluster.asking.control import Control
-    from kvrelay.cluster.fleet.member_progress import MemberProgress
+    from kvrelay.cluster.asking.status import MemberProgress
 
 TIMEOUT_SECONDS = 600.0
 
@@ -52,12 +52,13 @@ def scale(pools: tuple[str, ...], **following: Any) -> None:
     Roles: prefill, decode, colocated, router. 0 ends a whole pool. Members that leave finish their requests, or move
     them to others.
     """
-    counts: dict[str, int] = {}
+    counts: dict[MemberRole, int] = {}
     for pool in pools:
-        match = re.fullmatch(rf"({'|'.join(ROLES)})=(\d{{1,6}})", pool)
-        if match is None or match[1] in counts:
+        match = re.fullmatch(r"(\w+)=(\d{1,6})", pool)
+        role = next((role for role in ROLES if match is not None and role == match[1]), None)
+        if match is None or role is None or role in counts:
             raise click.BadParameter(f"{pool}; allowed: each of {', '.join(ROLES)} once, e.g. prefill=3")
-        counts[match[1]] = int(match[2])
+        counts[role] = int(match[2])
     _follow(lambda control: control.scale(counts), **following)
 
 
@@ -76,7 +77,7 @@ def drain(member: str, replace: bool, force: bool, **following: Any) -> None:
 @click.argument("role", type=click.Choice(WORKER_ROLES))
 @click.option("--force", is_flag=True, help="Also if no request can be served meanwhile.")
 @_following
-def role(worker: str, role: str, force: bool, **following: Any) -> None:
+def role(worker: str, role: WorkerRole, force: bool, **following: Any) -> None:
     """Gives WORKER another ROLE; its process, weights and prefix cache stay."""
     _follow(lambda control: control.set_role(worker, role, force=force), **following)
 

@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 
 from kvrelay.cluster.asking import status as status_of
+from kvrelay.cluster.asking.status import MemberProgress, progress
 from kvrelay.cluster.errors import RunError, UsageError, listed
-from kvrelay.cluster.fleet.member_progress import MemberProgress, progress
 from kvrelay.cluster.state import ClusterState
 from kvrelay.internal.v1.supervisor_pb2 import (
     CommandResponse,
@@ -17,13 +17,12 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     PoolSize,
     Refusal,
     RestartRequest,
-    Role,
     ScaleRequest,
     SetRoleRequest,
     UpgradeRequest,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
-from kvrelay.rpc.identity import ROLES
+from kvrelay.rpc.identity import ROLES, MemberRole, WorkerRole
 
 COMMAND_SECONDS = 10.0
 """Seconds for the supervisor to answer; it may be starting again."""
@@ -45,18 +44,18 @@ class Control:
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster
 
-    def scale(self, counts: Mapping[str, int]) -> int:
+    def scale(self, counts: Mapping[MemberRole, int]) -> int:
         """Sets the number of members by role."""
-        pools = [PoolSize(role=_role(role), count=count) for role, count in counts.items()]
+        pools = [PoolSize(role=ROLES[role], count=count) for role, count in counts.items()]
         return self._give("Scale", ScaleRequest(pools=pools))
 
     def drain(self, member: str, *, replace: bool = False, force: bool = False) -> int:
         """Ends a member when its requests are done or have moved."""
         return self._give("Drain", DrainRequest(member=member, replace=replace, force=force))
 
-    def set_role(self, member: str, role: str, *, force: bool = False) -> int:
+    def set_role(self, member: str, role: WorkerRole, *, force: bool = False) -> int:
         """Gives a worker another role."""
-        return self._give("SetRole", SetRoleRequest(member=member, role=_role(role), force=force))
+        return self._give("SetRole", SetRoleRequest(member=member, role=ROLES[role], force=force))
 
     def upgrade(self, config: str, *, in_place: bool = False) -> int:
         """Replaces every member by one with another configuration, given as JSON."""
@@ -120,15 +119,3 @@ class Control:
             kind = UsageError if answer.refusal.code in USAGE else RunError
             raise kind(answer.refusal.message)
         return answer.revision
-
-
-def _role(role: str) -> Role:
-    """The number of a role.
-
-    Raises:
-        UsageError: it isn't a role.
-    """
-    number = next((number for known, number in ROLES.items() if known == role), None)
-    if number is None:
-        raise UsageError(f"role is {role}; allowed: {', '.join(ROLES)}")
-    return number

@@ -1,32 +1,42 @@
 """`kvrelay status`: the supervisor's view of the cluster, as a table for people and as JSON for programs."""
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.table import Table
 
 from kvrelay.cluster.errors import RunError
-from kvrelay.cluster.fleet.member_progress import progress
 from kvrelay.cluster.membership.membership import ready_routers
-from kvrelay.cluster.scaling.shown import scaling_json
 from kvrelay.cluster.state import ClusterState
 from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_DRAINING,
+    MEMBER_STATE_READY,
+    MEMBER_STATE_STARTING,
+    MEMBER_STATE_UNSPECIFIED,
     ROLE_ROUTER,
+    STAGE_LEAVE,
+    STAGE_RETURN,
+    STAGE_SERVE,
     DescribeRequest,
     DescribeResponse,
+    DesiredMember,
     GetStatusRequest,
     GetStatusResponse,
     Member,
     MemberStatus,
+    Scaling,
+    ScalingDecision,
     Stage,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.internal.v1.worker_pb2 import CONTEXT_LIMIT_UNSPECIFIED
-from kvrelay.rpc.compatibility import groups, unpaired
+from kvrelay.rpc.compatibility import groups
 from kvrelay.rpc.credentials import Credentials, Metadata
 from kvrelay.rpc.identity import CONTEXT_LIMITS, CONTEXT_REASONS, role_name, state_name
 from kvrelay.rpc.options import channel_options
@@ -38,6 +48,17 @@ DESCRIBE_SECONDS = 15.0
 AnswerT = TypeVar("AnswerT")
 UNSUPERVISED_CODE = 3
 """Exit code of `kvrelay status` if requests are served without the supervisor."""
+MOST_DECISIONS = 3
+"""Number of scaling's decisions in the text; the JSON has all."""
+Figure = Literal["ttft_attained", "tpot_attained", "prefill_pressure", "decode_pressure"]
+"""Names of scaling's figures that may be unknown."""
+WORDS = {
+    MEMBER_STATE_UNSPECIFIED: "starting",
+    MEMBER_STATE_STARTING: "loading",
+    MEMBER_STATE_READY: "ready",
+    MEMBER_STATE_DRAINING: "draining",
+}
+"""Words for the states of a member while it comes up; another state is `lost`."""
 
 
 def get_status(cluster: ClusterState, timeout: float = TIMEOUT_SECONDS) -> GetStatusResponse | None:
@@ -128,11 +149,6 @@ def as_json(status: GetStatusResponse | None) -> dict[str, Any]:
         "desired": _desired(status) if status.HasField("desired") else None,
         "incompatible": [sorted(member.name for member in group) for group in paired] if len(paired) > 1 else [],
     }
-
-
-def incompatible_workers(status: GetStatusResponse) -> list[str]:
-    """A sentence for each group of workers that can't be paired with the preferred group; none if all can be."""
-    return unpaired(entry.member for entry in status.members)
 
 
 def headline(status: GetStatusResponse, dashboard: str) -> str:
@@ -270,3 +286,118 @@ def _context_reason(member: Member) -> str:
 def _router(status: GetStatusResponse) -> str | None:
     """host:port of each router that is ready, with commas between."""
     return ",".join(ready_routers(entry.member for entry in status.members)) or None
+
+
+@dataclass(frozen=True, slots=True)
+class MemberProgress:
+    """Progress of one member."""
+
+    name: str
+    text: str
+    """Role and state of the member."""
+    settled: bool
+    """Whether the member is as desired."""
+
+
+def progress(status: GetStatusResponse) -> list[MemberProgress]:
+    """The progress of every member that is desired or still there."""
+    present = {entry.member.name: entry.member for entry in status.members}
+    wanted = {member.name: member for member in status.desired.members}
+    found = []
+    for name in sorted(wanted, key=lambda name: (name.rpartition("-")[0] != "worker", len(name), name)):
+        trouble, waits_for = status.troubles.get(name, ""), status.waits.get(name, "")
+        words = " ".join(_words(wanted[name], present.get(name), trouble, waits_for))
+        # A router is ready when it can place requests; without workers it is as desired nevertheless.
+        idle = wanted[name].role == ROLE_ROUTER and words.endswith(" loading") and not status.ready
+        plain = wanted[name].stage == STAGE_SERVE and not wanted[name].replaces
+        found.append(MemberProgress(name, words, plain and (words.endswith(" ready") or (idle and status.settled))))
+    return found
+
+
+def _words(wanted: DesiredMember, present: Member | None, trouble: str, waits_for: str) -> Iterator[str]:
+    yield role_name(wanted.role)
+    if wanted.replaces:
+        yield f"for {wanted.replaces},"
+    if wanted.stage not in (STAGE_SERVE, STAGE_LEAVE, STAGE_RETURN):
+        yield "to be replaced,"
+    if waits_for:
+        yield f"waits for {waits_for}"
+    elif trouble:
+        yield f"failing ({trouble})"
+    elif wanted.stage in (STAGE_LEAVE, STAGE_RETURN):
+        yield "leaving" if wanted.stage == STAGE_LEAVE else "restarting"
+    elif present is None:
+        yield "starting"
+    elif present.state == MEMBER_STATE_READY and present.role != wanted.role:
+        yield "changing its role"
+    else:
+        yield WORDS.get(present.state, "lost")
+
+
+def scaling_json(scaling: Scaling) -> dict[str, Any]:
+    """The JSON for `kvrelay status --json`."""
+    return {
+        "enabled": scaling.enabled,
+        "ttft": {
+            "target_seconds": scaling.ttft_target_seconds,
+            "attained": _optional(scaling, "ttft_attained"),
+        },
+        "tpot": {
+            "target_seconds": scaling.tpot_target_seconds,
+            "attained": _optional(scaling, "tpot_attained"),
+        },
+        "prefill": {
+            "pressure": _optional(scaling, "prefill_pressure"),
+            "queue": scaling.prefill_queue,
+            "queue_seconds": round(scaling.prefill_queue_seconds, 3),
+        },
+        "decode": {
+            "pressure": _optional(scaling, "decode_pressure"),
+            "queue": scaling.decode_queue,
+            "queue_seconds": round(scaling.decode_queue_seconds, 3),
+        },
+        "decisions": [_decision(decision) for decision in scaling.decisions],
+    }
+
+
+def scaling_lines(scaling: Scaling) -> Iterator[str]:
+    """The lines for `kvrelay status`; none if the supervisor tells nothing about scaling."""
+    if not scaling.ttft_target_seconds:
+        return
+    prefill, decode = _pressure(scaling, "prefill_pressure"), _pressure(scaling, "decode_pressure")
+    yield (
+        f"scaling {'on' if scaling.enabled else 'off'}   "
+        f"TTFT within {scaling.ttft_target_seconds:g} s: {_share(scaling, 'ttft_attained')}   "
+        f"TPOT within {1000 * scaling.tpot_target_seconds:g} ms: {_share(scaling, 'tpot_attained')}   "
+        f"predicted/target: prefill {prefill}, decode {decode}   "
+        f"waiting: prefill {scaling.prefill_queue}, decode {scaling.decode_queue}"
+    )
+    for decision in scaling.decisions[-MOST_DECISIONS:]:
+        refused = f"; refused: {decision.refused}" if decision.refused else ""
+        yield f"  {_clock(decision)}   {decision.reason}{refused}"
+
+
+def _decision(decision: ScalingDecision) -> dict[str, Any]:
+    return {
+        "time": _clock(decision),
+        "reason": decision.reason,
+        "roles": {worker: role_name(role) for worker, role in sorted(decision.moves.items())},
+        "workers": {role_name(pool.role): pool.count for pool in decision.pools},
+        "refused": decision.refused or None,
+    }
+
+
+def _clock(decision: ScalingDecision) -> str:
+    return datetime.fromtimestamp(decision.time, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _optional(scaling: Scaling, name: Figure) -> float | None:
+    return round(getattr(scaling, name), 3) if scaling.HasField(name) else None
+
+
+def _share(scaling: Scaling, name: Figure) -> str:
+    return f"{100 * getattr(scaling, name):.0f} %" if scaling.HasField(name) else "-"
+
+
+def _pressure(scaling: Scaling, name: Figure) -> str:
+    return f"{getattr(scaling, name):.2f}" if scaling.HasField(name) else "-"

@@ -8,8 +8,8 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
+from kvrelay.cluster.asking.status import WORDS
 from kvrelay.cluster.fleet.keepers import MemberStart
-from kvrelay.cluster.fleet.member_progress import WORDS
 
 FRAMES_PER_SECOND = 12.5
 

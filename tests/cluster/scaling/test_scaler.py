@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from kvrelay.cluster.asking.status import scaling_json, scaling_lines
 from kvrelay.cluster.fleet.desired import Refused
 from kvrelay.cluster.membership.membership import Membership
 from kvrelay.cluster.scaling import scaler as scaler_module
 from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.cluster.scaling.scaler import KEPT, Scaler
-from kvrelay.cluster.scaling.shown import scaling_json, scaling_lines
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_READY,
     ROLE_DECODE,

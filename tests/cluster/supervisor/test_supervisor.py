@@ -9,11 +9,10 @@ from typing import Any
 import grpc
 import pytest
 
-from kvrelay.cluster.asking.status import as_json, get_status
+from kvrelay.cluster.asking.status import as_json, get_status, progress
 from kvrelay.cluster.fleet import replacement
 from kvrelay.cluster.fleet.desired import Refused
 from kvrelay.cluster.fleet.fleet import to_record
-from kvrelay.cluster.fleet.member_progress import progress
 from kvrelay.cluster.fleet.replacement import Plan, ProcessEnd
 from kvrelay.cluster.membership import inquiry
 from kvrelay.cluster.membership.membership import DRAIN_MARGIN_SECONDS
