@@ -52,9 +52,9 @@ from kvrelay.transfer.protocol.messages import Code, Key
 from kvrelay.transfer.protocol.peers import Peer, PeerTable
 from kvrelay.transfer.transports.base import Transport
 from kvrelay.transfer.transports.registry import available_transports, entries
-from support.access import credentials
 from support.forks import spawned
 from support.handoff import HOST, RECEIVER, SENDER, Ends, ReceivingHost, SendingHost, StandInHold, setup
+from support.secrets import credentials
 
 LAYOUT = KVLayout(layers=16, kv_heads=8, head_dim=64, block_size=16, dtype="bfloat16")
 """KV layout of a 1B Llama: 32 KiB per token, 512 KiB per block."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from support.background import Background
+from support.router_fakes import Background
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ROOT / "src" / "kvrelay"

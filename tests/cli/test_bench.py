@@ -37,9 +37,8 @@ from kvrelay.cli.bench.result import Run
 from kvrelay.cli.bench.run import Bench, measure
 from kvrelay.cli.bench.workload import Ask, asks, offsets
 from kvrelay.cluster.errors import UsageError
-from support.background import Background
 from support.browser import browser
-from support.router_fakes import until
+from support.router_fakes import Background, until
 
 
 class Server:

@@ -8,7 +8,7 @@ import pytest
 from capital_router import SECONDS, CapitalRouter, serving
 from command import call
 
-from support.background import Background
+from support.router_fakes import Background
 from support.terminal import CTRL_C, CTRL_D, Terminal
 
 COMMAND = [sys.executable, "-m", "kvrelay.cli", "chat"]

@@ -13,8 +13,7 @@ from capital_router import CapitalRouter
 from command import KVRELAY, LISTENING_TO_CTRL_C, call, fails, run
 
 from kvrelay.cluster.state import ClusterState, save
-from support.background import Background
-from support.router_fakes import key_file
+from support.router_fakes import Background, key_file
 from support.secrets import self_signed
 
 SECONDS = 30.0

@@ -20,8 +20,7 @@ from kvrelay.cli.top import run as top_run
 from kvrelay.cli.top.model import MOST_DECISIONS, SORTS, Model
 from kvrelay.cli.top.view import BAR_CELLS, frame
 from kvrelay.client import Client
-from support.background import Background
-from support.router_fakes import until
+from support.router_fakes import Background, until
 from support.terminal import Terminal
 
 

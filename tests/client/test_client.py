@@ -27,8 +27,7 @@ from kvrelay.client import (
 )
 from kvrelay.client.messages import GenerateOptions, generate_request
 from kvrelay.v1 import inference_pb2 as pb
-from support.background import Background
-from support.router_fakes import Job, decode_of, fake, pair, silent, token_at, tokens, until
+from support.router_fakes import Background, Job, decode_of, fake, pair, silent, token_at, tokens, until
 from support.scenes import Serve
 
 

@@ -11,8 +11,7 @@ from kvrelay.client import AsyncClient
 from kvrelay.router.doors.sockets import raise_limit
 from support.hostile import CHECK, GENERATE, client_tls, half_a_body, half_a_call
 from support.processes import free_port
-from support.router_fakes import FakeWorker, colocated_of, key_file, run
-from support.router_process import router_process
+from support.router_fakes import FakeWorker, colocated_of, key_file, router_process, run
 from support.secrets import secrets_in
 
 MIB = 2**20

@@ -13,10 +13,10 @@ from kvrelay.client.messages import chunk, completion, completions
 from kvrelay.engine.request import SamplingParams
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
-from support.drawn import BIAS, PENALTIES
 from support.faults import CHUNK, CLIENT_SECONDS, OUT, Scene, prompt_of, until
 from support.hash_runner import expected_tokens
 from support.hash_worker import STEP_SECONDS, WORKER_LAYOUT
+from support.history import BIAS, PENALTIES
 from support.processes import wait_until
 
 FREE_SECONDS = 3.0

@@ -14,8 +14,7 @@ import grpc
 import pytest
 
 from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams, TokenIds
-from support.router_fakes import FakeWorker, Job, colocated_of, length_if, run, token_at
-from support.router_process import router_process
+from support.router_fakes import FakeWorker, Job, colocated_of, length_if, router_process, run, token_at
 
 STARVED_SECONDS = 10.0
 CONNECTIONS = 8

@@ -23,10 +23,10 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_DECODE,
     Member,
 )
-from support.drawn import sampling_options, seed_of
 from support.faults import CLIENT_SECONDS, ENGINE, TRANSFER, oracle, prompt_of
 from support.forks import left_of
 from support.hash_worker import LOAD_SECONDS, STEP_SECONDS
+from support.history import sampling_options, seed_of
 from support.processes import START_SECONDS, free_port, wait_until
 from support.supervised import Supervised, all_ready, hash_members, supervised
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.client import AsyncClient, KvrelayError, Tls
 from kvrelay.rpc.certificates import dns_name
-from support.drawn import sampling_options
+from support.history import sampling_options
 
 TOKENS = 250
 """Limit of the token ids in prompts; the poison's are not below it."""

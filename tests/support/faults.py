@@ -31,11 +31,10 @@ from kvrelay.engine.request import SamplingParams
 from support import damage, orders
 from support.chaos import Chaos, Proxy
 from support.detours import DESK, HOSTS
-from support.drawn import sampling_options, seed_of
 from support.forks import left_of
 from support.hash_runner import VOCAB_SIZE, Case, tokens_of_all
 from support.hash_worker import BEAT_SECONDS, FRAME_BYTES, GROUPS, MODULE, STATES, STEP_SECONDS, WORKER_LAYOUT
-from support.history import Asked, History, violations
+from support.history import Asked, History, sampling_options, seed_of, violations
 from support.processes import PATIENCE, START_SECONDS, ProcessCluster, process_cluster, wait_until
 from support.wrong_costs import COSTS, PAIRS, TURNS
 

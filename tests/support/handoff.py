@@ -27,10 +27,10 @@ from kvrelay.transfer.protocol.messages import Code, Key
 from kvrelay.transfer.protocol.peers import Peer, PeerTable
 from kvrelay.transfer.transports.base import Transport
 from kvrelay.transfer.transports.registry import available_transports, entries
-from support.access import credentials
 from support.damage import DamagedFrames, parse
 from support.fake_transport import FakeTransport
 from support.ranks import Ranks, pools_of
+from support.secrets import credentials
 
 HOST = "127.0.0.1"
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=16, dtype="float32")

@@ -29,9 +29,8 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.rpc.credentials import Credentials
-from support.access import credentials
 from support.forks import Forked
-from support.secrets import Secrets
+from support.secrets import Secrets, credentials
 
 START_SECONDS = 90.0
 STOP_SECONDS = 30.0

@@ -28,8 +28,8 @@ from kvrelay.rpc.identity import WorkerRole
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.server import RoleFactory, WorkerServer
 from kvrelay.worker.worker import ColocatedRole
-from support.access import METADATA
 from support.router_fakes import until
+from support.secrets import METADATA
 
 SECONDS = 10.0
 LONG: dict[str, Any] = {"sampling": {"max_tokens": 400, "top_p": 1.0, "ignore_eos": True}}

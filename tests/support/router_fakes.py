@@ -1,12 +1,17 @@
-"""A scripted worker and supervisor: real gRPC servers in the test's own event loop."""
+"""Scripted workers and a supervisor, real gRPC servers in the test's own event loop; and routers over them."""
 
 import asyncio
 import contextlib
 import hashlib
 import json
+import subprocess
+import sys
+import threading
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -630,3 +635,73 @@ def run(test: Callable[[], Awaitable[None]], seconds: float = 60.0) -> None:
         assert left() == [], "tasks left behind"
 
     asyncio.run(main())
+
+
+class Background:
+    """A fake cluster whose event loop runs in a thread, for the blocking client."""
+
+    def __init__(self, folder: Path, tokens: Callable[[int], int], **config: Any) -> None:
+        """
+        Args:
+            tokens: the token that the workers send at each index.
+            config: options of the router.
+        """
+        self._folder = folder
+        self._tokens = tokens
+        self._config = config
+        self._stop = asyncio.Event()
+        self._ready: Future[FakeCluster] = Future()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
+
+    def __enter__(self) -> "Background":
+        self._thread.start()
+        self.cluster = self._ready.result(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        async with fake_cluster(self._folder, *pair(self._tokens), **self._config) as cluster:
+            self._ready.set_result(cluster)
+            await self._stop.wait()
+
+    def wait(self, condition: Callable[[], Any], seconds: float = 5.0) -> None:
+        asyncio.run_coroutine_threadsafe(until(condition, "condition", seconds), self._loop).result(seconds + 5)
+
+
+@asynccontextmanager
+async def router_process(
+    folder: Path, worker: FakeWorker, *, command: Sequence[str] = (), **options: object
+) -> AsyncIterator[tuple[str, int]]:
+    """Address and pid of a router in a process of its own, which has reached the worker.
+
+    Args:
+        command: a program that becomes the router, as its arguments say.
+    """
+    supervisor = FakeSupervisor()
+    await supervisor.start()
+    await worker.start()
+    config = folder / "router.json"
+    settings = {"model": str(model_folder(folder / "model")), "grpc_port": 0, "http_port": None, **options}
+    config.write_text(json.dumps(settings | {"supervisor": f"127.0.0.1:{supervisor.port}"}))
+    command = [*command, sys.executable, "-m", "kvrelay.router", "--config", str(config)]
+    with (folder / "router.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=log)
+    try:
+        assert process.stdout is not None
+        address = json.loads(await asyncio.wait_for(process.stdout.readline(), 60))["address"]
+        supervisor.announce(worker.member())
+        await until(lambda: worker.streams, "the router has reached the worker", 30)
+        yield address, process.pid
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await worker.stop()
+        await supervisor.stop()

@@ -1,4 +1,4 @@
-"""The join token and certificates of a cluster under test, in files."""
+"""Secrets of clusters under test: the test process's own, and join tokens and certificates in files."""
 
 import secrets
 from dataclasses import dataclass
@@ -16,6 +16,14 @@ from cryptography.x509.oid import NameOID
 from kvrelay.cluster import certificates
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.security import Part, SecurityConfig
+
+
+def credentials(part: Part = "operator") -> Credentials:
+    return Credentials.of(part, SecurityConfig())
+
+
+METADATA = credentials().metadata
+"""Metadata for calls of internal services."""
 
 
 @dataclass(frozen=True)

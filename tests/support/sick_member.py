@@ -22,7 +22,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.rpc.heartbeat import HeartbeatClient
-from support.access import credentials
+from support.secrets import credentials
 
 HEALTHY_SECONDS = 0.5
 HELD_SECONDS = 7

@@ -23,10 +23,10 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Role,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
-from support.access import METADATA
 from support.forks import MEMBERS, left_of
 from support.hash_worker import MODULE
 from support.processes import START_SECONDS, Process, wait_until
+from support.secrets import METADATA
 
 
 @dataclass

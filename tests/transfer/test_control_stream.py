@@ -40,8 +40,8 @@ from kvrelay.transfer.protocol.messages import (
     encode,
 )
 from kvrelay.transfer.protocol.peers import PeerTable
-from support.access import METADATA
 from support.handoff import HOST, LAYOUT, RECEIVER, SENDER, Ends, Pair, SendingHost, links_of, pair, prompt, setup
+from support.secrets import METADATA
 
 pytestmark = pytest.mark.anyio
 CONFIG = TransferConfig(frame_timeout_seconds=2.0)

@@ -17,9 +17,9 @@ from kvrelay.worker import relay_service
 from kvrelay.worker import worker as worker_module
 from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
 from kvrelay.worker.server import WorkerServer
-from support.access import METADATA
 from support.relays import LONG, SECONDS, Built, relay, submit, worker
 from support.router_fakes import until
+from support.secrets import METADATA
 
 pytestmark = pytest.mark.anyio
 

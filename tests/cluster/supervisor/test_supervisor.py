@@ -43,8 +43,8 @@ from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Requests
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.identity import ROLES, MemberRole
 from kvrelay.rpc.options import channel_options
-from support.access import METADATA, credentials
 from support.router_fakes import until
+from support.secrets import METADATA, credentials
 
 SECONDS = 10.0
 

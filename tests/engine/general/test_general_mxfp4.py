@@ -15,7 +15,7 @@ from kvrelay.engine.runner.general import GeneralRunner, build_general_runner
 from kvrelay.kernels.codes import NUMBERS, CodeType
 from support.general import Driver, greedy
 from support.general_table import OPTIONS
-from support.mxfp4 import write_in_mxfp4
+from support.stored_layouts import write_in_mxfp4
 from support.tiny_models import save
 
 PROMPTS = [[5, 9, 7, 11, 200], list(range(3, 26))]

@@ -19,8 +19,8 @@ from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.kernels.codes import CodeType
 from kvrelay.kernels.routing import Scoring
 from support.checkpoints import WITH_EXPERTS
-from support.mxfp4 import write_in_mxfp4
 from support.paged import logits_of
+from support.stored_layouts import write_in_mxfp4
 
 TOKENS = [5, 9, 2, 7, 7, 1, 30, 12, 4, 4, 21, 8]
 MOST: dict[Quantization, float] = {"int8": 2e-2, "int4": 8e-2, "fp8": 2e-2}

@@ -29,9 +29,9 @@ from kvrelay.engine.ranks.collective import ALONE, Place
 from kvrelay.engine.ranks.process_group import GlooCollective
 from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 from kvrelay.kernels.cpu.packed import PackedLinear
-from support.mxfp4 import write_in_mxfp4
 from support.paged import GREEDY, PagedSequences, make_plan
 from support.rank_threads import ThreadCollective, on_ranks, places, shared_places
+from support.stored_layouts import write_in_mxfp4
 
 TOKENS = [7 * number % 300 + 3 for number in range(37)]
 CHUNKS = (1, 20, 3, 13)

@@ -21,8 +21,7 @@ from kvrelay.router.records.metrics import RouterMetrics
 from support.hostile import PartialCall, client_tls, hello
 from support.http_calls import HELLO
 from support.processes import free_port
-from support.router_fakes import FakeCluster, Http, Job, colocated_of, fake, pair, until
-from support.router_process import router_process
+from support.router_fakes import FakeCluster, Http, Job, colocated_of, fake, pair, router_process, until
 from support.scenes import Serve
 from support.secrets import secrets_in
 

@@ -22,8 +22,8 @@ from kvrelay.router.placing.policies import TRANSFER_SHARE, WORK_WEIGHT, LeastWo
 from kvrelay.router.placing.prefixes import PrefixIndex
 from kvrelay.router.placing.worker_stream import WorkerStream
 from kvrelay.rpc.identity import WorkerId
-from support.access import credentials
 from support.router_fakes import entries
+from support.secrets import credentials
 
 SOMEBODY = 1
 """Id of a holder of cached prompts."""

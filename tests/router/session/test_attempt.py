@@ -14,8 +14,8 @@ from kvrelay.router.session.attempt import Attempt
 from kvrelay.router.trace import RequestTrace
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, TokenLogprobs
-from support.access import credentials
 from support.router_fakes import length_if
+from support.secrets import credentials
 
 PROMPT = Prompt((5, 6, 7))
 

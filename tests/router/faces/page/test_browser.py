@@ -14,7 +14,7 @@ import pytest
 
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
 from support.browser import Tab, browser, chromium
-from support.page import Steps, load
+from support.http_calls import Steps, load
 from support.router_fakes import FakeCluster, FakeWorker, fake, key_file, until
 from support.scenes import Serve
 from support.tokenizers import byte_level_tokenizer, model_folder

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.page import BYTES, Steps, events, load
+from support.http_calls import BYTES, Steps, events, load
 from support.router_fakes import key_file, until
 from support.scenes import Serve
 
