@@ -194,14 +194,14 @@ def test_one_frame_of_a_real_router(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert "prefill-0" in picture.read_text()
         assert "url(" not in re.sub(r"url\(#[^)]*\)", "", picture.read_text())
         with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never answers
-            monkeypatch.setattr(top_run, "FIRST_SECONDS", 1.0)
+            monkeypatch.setattr(top_run, "FIRST_SECONDS", 3.0)
             url = f"http://127.0.0.1:{silent.getsockname()[1]}"
             result = call("top", "--once", "--json", "--target", f"{url},{target}")
             assert result.exit_code == 0, result.output
             errors = [each["error"] for each in json.loads(result.stdout)["routers"]]
-            assert errors == [f"router {url}: no answer within 1 s", ""]
+            assert errors == [f"router {url}: no answer within 3 s", ""]
             result = call("top", "--once", "--json", "--target", url)
-            assert (result.exit_code, result.stderr) == (1, f"kvrelay: router {url}: no answer within 1 s\n")
+            assert (result.exit_code, result.stderr) == (1, f"kvrelay: router {url}: no answer within 3 s\n")
         with Terminal([sys.executable, "-m", "kvrelay.cli", "top", "--target", target], os.environ, 160) as terminal:
             terminal.wait_for("q quit")
             terminal.wait_for("prefill-0")

@@ -40,17 +40,10 @@ def it(pairs: Scene) -> Iterator[Scene]:
 
 @pytest.fixture(scope="session", params=["tcp", pytest.param("gloo", marks=pytest.mark.slow)])
 def network(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """One prefill and two decode workers with the default limits, whose links run through proxies."""
+    """One prefill and two decode workers with the default limits of hand-offs, whose links run through proxies."""
     transfer = {"transport": request.param, "frame_bytes": TRANSFER["frame_bytes"]}
     # Retries that a broken link causes are outside the router's budget, so the judge must not count them against it.
     engine = {"max_batch_tokens": "auto"}
-    with scene(
-        tmp_path_factory.mktemp("network"),
-        prefill=1,
-        chaos=True,
-        losses=True,
-        engine=engine,
-        transfer=transfer,
-        supervisor={},
-    ) as it:
+    folder = tmp_path_factory.mktemp("network")
+    with scene(folder, prefill=1, chaos=True, losses=True, engine=engine, transfer=transfer) as it:
         yield it

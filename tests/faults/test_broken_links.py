@@ -1,7 +1,7 @@
 """A network that resets, swallows, holds back or slows what a link carries, and a worker that is frozen in a hand-off.
 
-All links run through proxies (`support.chaos`), and the limits are the default ones. Shared memory has no such faults:
-no network carries it.
+All links run through proxies (`support.chaos`), and the limits of hand-offs are the default ones. Shared memory has no
+such faults: no network carries it.
 """
 
 import itertools
@@ -23,12 +23,14 @@ from support.processes import wait_until
 
 RESET_SECONDS = 0.1
 SLOW = Weather(rate=100e3)
+SILENCE = {"suspect_seconds": 1.5, "dead_seconds": 3.0}
+"""Limits of silence that are measured: the default ones."""
 DETECT_SECONDS = 3.0
 COMPANY = 5
 FRAME_SECONDS = 3.0
 """Seconds that a frame may take: the default of `transfer.frame_timeout_seconds`."""
-SLACK_SECONDS = 0.5
-"""Seconds for delays after a detection: the supervisor's tick, and the polls here."""
+SLACK_SECONDS = 1.5
+"""Seconds for delays after a detection: the supervisor's tick, the polls here, and other work on the machine."""
 SILENCES = {
     "black hole": (SWALLOWED, SWALLOWED),
     "nothing gets there": (SWALLOWED, CLEAR),
@@ -162,6 +164,7 @@ def test_a_worker_is_frozen_in_a_hand_off(it: Scene, role: str) -> None:
 
 
 def freeze(it: Scene, role: str) -> None:
+    it.restart("supervisor", **SILENCE)
     request, pair = in_a_transfer(it, f"frozen {role}", Weather(rate=60e3))
     frozen = pair[role == "decode"]
     it.signal(frozen, signal.SIGSTOP)

@@ -16,7 +16,7 @@ from support.faults import ALL_TRANSPORTS, PROMPT, TRANSFER, Scene, scene, until
 from support.hash_worker import BEAT_SECONDS, STEP_SECONDS, WORKER_LAYOUT
 from support.processes import wait_until
 
-FREE_SECONDS = 1.5
+FREE_SECONDS = 5.0
 """Seconds until blocks are free: far more than a notice takes, for a busy machine, and far less than MINUTE."""
 MINUTE = dict.fromkeys(
     ("lease_seconds", "grant_timeout_seconds", "prefill_timeout_seconds", "transfer_timeout_seconds"), 60.0
@@ -109,9 +109,8 @@ def test_a_cancel_frees_both_sides_by_notice(it: Scene, name: str) -> None:
         if it.chaos is not None and name == "prefilling":
             wait_until(lambda: it.link().passed > before, "bytes move")
         request.cancel()
-        took = until(lambda: it.held("prefill-0") == 0 and it.held("decode-0") <= beside, "both are free")
+        took = until(lambda: it.held("prefill-0") == 0 and it.held("decode-0") <= beside, "both are free", FREE_SECONDS)
     print(f"{name}: both are free after {took:.3f} s")
-    assert took < FREE_SECONDS
     if it.chaos is not None:
         it.link().set(forward=CLEAR)
     it.settle(3)

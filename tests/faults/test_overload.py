@@ -18,9 +18,9 @@ LONG = 256
 PROMPT = 24
 OVERSUBSCRIBED = 4
 SHORT = 16
-IDLE_SECONDS = 2.0
+IDLE_SECONDS = 4.0
 """Seconds without a token after which a router gives a stream up: far less than the crowd takes."""
-GAP_SECONDS = 1.0
+GAP_SECONDS = 2.0
 """Longest wait of another tenant's short request for its next token, in seconds."""
 
 
@@ -35,7 +35,7 @@ def test_no_begun_stream_fails_and_anothers_short_one_is_not_stalled(tmp_path: P
                 prefill=1,
                 decode=1,
                 routers=2,
-                variables={STEP_SECONDS: 0.004},
+                variables={STEP_SECONDS: 0.008},
                 engine={"kv_memory_bytes": POOL_TOKENS * 1024, "speculation": {"method": "off"}},
                 router={"idle_timeout_seconds": IDLE_SECONDS, "api_keys": key_file(tmp_path, many="", few="")},
             )

@@ -24,7 +24,7 @@ SETTLED = 300
 """Cycles after which nothing may grow any more."""
 TOKENS = list(range(40))
 BLOCKS = list(range(LAYOUT.blocks_for(len(TOKENS))))
-CYCLE_SECONDS = 5.0
+CYCLE_SECONDS = 20.0
 GROWTH_BYTES = 6 * 1024
 """Bytes that memory may grow by in each cycle: the smallest leak of a link's parts (a thread's stack, a socket's
 buffers, a group)."""

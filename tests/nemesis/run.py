@@ -51,7 +51,7 @@ LOOK_SECONDS = 2.0
 """Seconds for which a fault's effect is looked at, at least."""
 PAIR_SHARE = 0.15
 """Share of injections that are two faults at a time."""
-HEARTBEAT = {"suspect_seconds": 0.9, "step_suspect_seconds": 0.9, "step_dead_seconds": 3.0}
+HEARTBEAT = {"suspect_seconds": 0.9, "dead_seconds": 3.0, "step_suspect_seconds": 0.9, "step_dead_seconds": 3.0}
 FRAME_TIMEOUT_SECONDS = 1.5
 DRAIN_SECONDS = 1.0
 IDLE_SECONDS = 10.0

@@ -35,7 +35,7 @@ from support.forks import left_of
 from support.hash_runner import VOCAB_SIZE, Case, tokens_of_all
 from support.hash_worker import BEAT_SECONDS, FRAME_BYTES, GROUPS, MODULE, STATES, STEP_SECONDS, WORKER_LAYOUT
 from support.history import Asked, History, sampling_options, seed_of, violations
-from support.processes import PATIENCE, START_SECONDS, ProcessCluster, process_cluster, wait_until
+from support.processes import START_SECONDS, ProcessCluster, process_cluster, wait_until
 from support.wrong_costs import COSTS, PAIRS, TURNS
 
 CHUNK = 64
@@ -398,8 +398,7 @@ def scene(
         losses: whether workers or links are lost here, so that the router's retry budget doesn't bound the retries.
         variables: numbers by variable of `support.hash_worker`.
         options: `engine`, added to ENGINE; `decode_engine`, the same for decode workers only; `transfer`, in TRANSFER's
-            place; `worker`, other options of every worker; `router`, those of every router; `supervisor`, its own,
-            in PATIENCE's place.
+            place; `worker`, other options of every worker; `router`, those of every router; `supervisor`, its own.
     """
     if unknown := options.keys() - {"engine", "decode_engine", "transfer", "worker", "router", "supervisor"}:
         raise TypeError(f"scene has no options {', '.join(sorted(unknown))}")
@@ -432,7 +431,7 @@ def scene(
                 roles=roles,
                 modules={"prefill": MODULE, "decode": MODULE},
                 variables=environment,
-                supervisor=options.get("supervisor", PATIENCE),
+                supervisor=options.get("supervisor"),
             )
         )
         client = stack.enter_context(Client(cluster.router))

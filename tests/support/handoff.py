@@ -99,7 +99,7 @@ class Ends:
     states: dict[Key, torch.Tensor | None] = field(default_factory=dict)
     """Hidden states that came with an import."""
 
-    async def until(self, condition: Callable[[], object], seconds: float = 10.0) -> None:
+    async def until(self, condition: Callable[[], object], seconds: float = 30.0) -> None:
         """Polls until `condition()` holds; TimeoutError after `seconds`."""
         async with asyncio.timeout(seconds):
             while not condition():  # noqa: ASYNC110  # the condition may be about anything

@@ -35,7 +35,8 @@ from support.secrets import Secrets, credentials
 START_SECONDS = 90.0
 STOP_SECONDS = 30.0
 PATIENCE = {"suspect_seconds": 3.0, "dead_seconds": 6.0}
-"""Twice the supervisor's default limits of silence: a worker that gets no CPU on a busy machine is not frozen."""
+"""Limits of silence of the tests' supervisors, twice the default ones: a worker that gets no CPU on a busy machine is
+not frozen. A test that measures silence gives its own."""
 ON_ITS_WAY_SECONDS = 0.2
 """Longest time in seconds from when a member reads its load until the supervisor has it."""
 STATUS_SECONDS, STATUS_TRIES = 10.0, 4
@@ -344,14 +345,14 @@ def process_cluster(
         routers: how many of them.
         variables: further environment of the workers.
         secrets: what all processes prove themselves with; by default the tests' join token.
-        supervisor: further options of the supervisor.
+        supervisor: further options of the supervisor, which has PATIENCE.
     """
     folder.mkdir(parents=True, exist_ok=True)
     cluster = ProcessCluster(folder, credentials() if secrets is None else secrets.credentials("operator"))
     security = {} if secrets is None else {"security": secrets.options}
     try:
         cluster.supervisor = cluster.start(
-            "supervisor", "kvrelay.cluster.supervisor", security | dict(supervisor or {})
+            "supervisor", "kvrelay.cluster.supervisor", security | PATIENCE | dict(supervisor or {})
         ).address()
         common = {"model": str(model), "supervisor": cluster.supervisor, **security}
         for role, count in {"prefill": prefill, "decode": decode, "colocated": colocated}.items():

@@ -25,7 +25,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from support.forks import MEMBERS, left_of
 from support.hash_worker import MODULE
-from support.processes import START_SECONDS, Process, wait_until
+from support.processes import PATIENCE, START_SECONDS, Process, wait_until
 from support.secrets import METADATA
 
 
@@ -119,14 +119,15 @@ class Supervised:
 def supervised(
     folder: Path, members: dict[str, dict[str, Any]], forked: bool = False, **options: Any
 ) -> Iterator[Supervised]:
-    """A supervisor of these members (`MemberProcess` each), on a free port; nothing of it is left at the end."""
+    """A supervisor of these members (`MemberProcess` each), on a free port; nothing of it is left at the end. It has
+    PATIENCE unless `options` have others."""
     # Members inherit it: the modules of the tests.
     os.environ["PYTHONPATH"] = os.pathsep.join(
         dict.fromkeys(
             filter(None, [*os.environ.get("PYTHONPATH", "").split(os.pathsep), str(Path(__file__).parents[1])])
         )
     )
-    config = {"state_path": str(folder / "record.json"), "members": members, **options}
+    config = {"state_path": str(folder / "record.json"), "members": members, **PATIENCE, **options}
     cluster = Supervised(folder, config, forked)
     try:
         cluster.start()

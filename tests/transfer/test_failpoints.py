@@ -20,10 +20,10 @@ def arm() -> Iterator[Callable[[str], None]]:
 
 
 def test_an_unarmed_failpoint_costs_less_than_ten_microseconds() -> None:
-    started = time.perf_counter()
+    started = time.thread_time()
     for chunk in range(100_000):
         failpoint("prefill.after_chunk", KEY, chunk=chunk)
-    assert time.perf_counter() - started < 1, "seconds for 100,000 calls"
+    assert time.thread_time() - started < 1, "seconds for 100,000 calls"
 
 
 def test_a_rule_acts_only_where_its_conditions_hold(arm) -> None:

@@ -20,7 +20,7 @@ from support.handoff import FIRST_TOKEN, LAYOUT, RECEIVER, Pair, blocks_of, cont
 from support.late_writes import LateWrites
 
 pytestmark = pytest.mark.anyio
-CONFIG = TransferConfig(frame_timeout_seconds=1.0)
+CONFIG = TransferConfig(frame_timeout_seconds=10.0)
 SMALL_FRAMES = replace(CONFIG, frame_bytes=65536)
 BLOCK = LAYOUT.block_size
 FRAME = 65536 // LAYOUT.block_bytes
@@ -171,8 +171,9 @@ async def test_a_decode_worker_that_cannot_reserve_any_more_fails_the_hand_off_a
 @pytest.mark.parametrize("when", ["announced", "no blocks", "prefilling", "transferring"])
 async def test_a_cancel_frees_both_ends_at_once(by: str, when: str) -> None:
     # Nothing here can end by a deadline, and frames take longer than the test allows.
-    fake = {"fake": FakeTransport(lambda number: Fault("delay", 0.4))}
-    async with pair(replace(SMALL_FRAMES, lease_seconds=60), blocks=64, transports=(fake, fake)) as world:
+    fake = {"fake": FakeTransport(lambda number: Fault("delay", 60.0))}
+    patient = replace(SMALL_FRAMES, lease_seconds=60, frame_timeout_seconds=60.0)
+    async with pair(patient, blocks=64, transports=(fake, fake)) as world:
         count = 20 * BLOCK
         if when == "no blocks":
             world.receiving.free.clear()
@@ -190,7 +191,7 @@ async def test_a_cancel_frees_both_ends_at_once(by: str, when: str) -> None:
         if when in ("announced", "no blocks"):
             world.compute(KEY, blocks_of(count))
         await world.released()
-        assert asyncio.get_running_loop().time() - started < 0.5
+        assert asyncio.get_running_loop().time() - started < 10.0
         assert other[KEY][0] is Code.CANCELLED
         assert not world.ends.imported
 
@@ -243,7 +244,7 @@ async def test_after_a_lost_link_the_next_one_takes_over_all_but_the_stuck_hand_
     fault, numbers = (Fault("fail"), (1, 6)) if kind == "fail" else (Fault("drop"), (1,))
     fake = {"fake": FakeTransport(lambda index: fault if index in numbers else None)}
     # The next link must open in this time as well; only a frame that is dropped waits for it to pass.
-    config = replace(SMALL_FRAMES, frame_timeout_seconds=10.0 if kind == "fail" else 0.5)
+    config = replace(SMALL_FRAMES, frame_timeout_seconds=10.0 if kind == "fail" else 1.0)
     async with pair(config, blocks=512, transports=(fake, fake)) as world:
         raw(world.source).random_(0, 256)
         count = 4 * FRAME * BLOCK + 5

@@ -27,7 +27,7 @@ from support.handoff import (
     raw,
 )
 
-CONFIG = TransferConfig(frame_timeout_seconds=1.0, frame_bytes=65536)
+CONFIG = TransferConfig(frame_timeout_seconds=10.0, frame_bytes=65536)
 BLOCK = LAYOUT.block_size
 CHUNK = 4 * BLOCK
 

@@ -92,8 +92,8 @@ class Ends:
     transport: FakeTransport = field(default_factory=FakeTransport)
     max_links: int = 4
     gpu_buffer_bytes: int = 2**30
-    timeout: float = 2.0
-    dial: float = 2.0
+    timeout: float = 10.0
+    dial: float = 10.0
     busy: set[str] = field(default_factory=set)
     ended: list[tuple[str, int]] = field(default_factory=list)
     log: Log = field(default_factory=list)
@@ -264,10 +264,10 @@ async def test_a_link_between_gpus_has_longer_to_open_than_a_frame_takes() -> No
         def connect(self, meeting: Rendezvous, rank: int, timeout: float) -> Link:
             link = super().connect(meeting, rank, timeout)
             # As a communicator that the first operation makes.
-            time.sleep(0.5)
+            time.sleep(1.5)
             return link
 
-    async with ends_with(transport=Slow(), timeout=0.2, dial=20.0) as ends:
+    async with ends_with(transport=Slow(), timeout=1.0, dial=20.0) as ends:
         await ends.cross(7)
         assert not ends.ended
 

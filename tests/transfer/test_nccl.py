@@ -133,7 +133,7 @@ def test_an_error_of_nccl_ends_a_wait_as_an_error(monkeypatch: pytest.MonkeyPatc
     began = time.monotonic()
     with pytest.raises(LinkError, match="has failed"):
         pending.wait(WAIT)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < WAIT / 2
     link.close()
 
 
@@ -142,7 +142,7 @@ def test_a_rank_that_never_comes_is_aborted_by_the_watchdog() -> None:
     started = time.monotonic()
     with pytest.raises(LinkError, match="aborted"):
         link_on(group, timeout=0.2).send(torch.zeros(8, dtype=torch.uint8))
-    assert 0.15 < time.monotonic() - started < 2
+    assert 0.15 < time.monotonic() - started < WAIT / 2
 
 
 def test_abort_never_blocks_and_ends_a_wait_as_an_error() -> None:
@@ -154,7 +154,7 @@ def test_abort_never_blocks_and_ends_a_wait_as_an_error() -> None:
         pending.wait(WAIT)
     started = time.monotonic()
     link.abort()
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < WAIT / 2
     with pytest.raises(LinkError, match="closed"):
         link.send(link.buffer(8))
     group.let_go.set()

@@ -12,6 +12,7 @@ from kvrelay.engine.scheduling.progress import Progress
 from kvrelay.worker.engine_thread import EngineThread
 
 pytestmark = pytest.mark.anyio
+SECONDS = 30.0
 
 
 class ScriptedEngine:
@@ -40,7 +41,7 @@ class ScriptedEngine:
 def started() -> Iterator["Started"]:
     started = Started()
     yield started
-    assert started.thread.stop(5)
+    assert started.thread.stop(SECONDS)
 
 
 class Started:
@@ -57,7 +58,7 @@ def test_an_idle_engine_steps_once_a_command_gives_it_work(started: Started) -> 
         started.engine.work = 3
 
     started.thread.post(give_work)
-    reported = [started.steps.get(timeout=5)[0] for _ in range(3)]  # type: ignore[index]  # lists of one thread
+    reported = [started.steps.get(timeout=SECONDS)[0] for _ in range(3)]  # type: ignore[index]  # lists of one thread
     assert {thread.name for thread in reported} == {"engine"}
 
 
@@ -73,7 +74,7 @@ def test_a_step_without_progress_is_reported_too(started: Started) -> None:
         started.engine.work = 1
 
     started.thread.post(give_work)
-    assert started.steps.get(timeout=5) == []
+    assert started.steps.get(timeout=SECONDS) == []
 
 
 def test_a_step_that_only_preempted_is_reported_and_tried_again(started: Started) -> None:
@@ -94,8 +95,8 @@ def test_a_step_that_only_preempted_is_reported_and_tried_again(started: Started
         started.engine.step, started.engine.work = step, 1  # type: ignore[method-assign]
 
     started.thread.post(give_work)
-    assert started.steps.get(timeout=5) == []
-    assert started.steps.get(timeout=5) == ["computed"]
+    assert started.steps.get(timeout=SECONDS) == []
+    assert started.steps.get(timeout=SECONDS) == ["computed"]
 
 
 def test_an_engine_that_can_compute_nothing_reports_nothing() -> None:
@@ -115,8 +116,8 @@ def test_an_engine_that_can_compute_nothing_reports_nothing() -> None:
     thread = EngineThread(engine, ask_again, lambda error: None)  # type: ignore[arg-type]  # scripted
     thread.start()
     thread.post(lambda: None)
-    assert stepped.wait(5)
-    assert thread.stop(5)
+    assert stepped.wait(SECONDS)
+    assert thread.stop(SECONDS)
     assert len(reports) == 0
 
 
@@ -140,7 +141,7 @@ def test_a_pause_once_makes_no_step_a_slow_one(monkeypatch: pytest.MonkeyPatch, 
         started.engine.step, started.engine.work = step, 1  # type: ignore[method-assign]
 
     started.thread.post(give_work)
-    assert over.wait(5)
+    assert over.wait(SECONDS)
     assert slow[1:] == pytest.approx([0.0, 0.1, 0.1, 0.2, 0.2, 5.0], rel=0.01)
 
 
@@ -164,7 +165,7 @@ def test_looks_at_requests_that_lack_blocks_are_no_steps(monkeypatch: pytest.Mon
         started.engine.step, started.engine.work = step, 1  # type: ignore[method-assign]
 
     started.thread.post(give_work)
-    assert over.wait(5)
+    assert over.wait(SECONDS)
     assert looks[0] > 0
     assert looks == [looks[0]] * 5
 
@@ -183,7 +184,7 @@ async def test_a_call_returns_and_raises_to_its_caller_only(started: Started) ->
 async def test_a_caller_may_give_up(started: Started) -> None:
     release = threading.Event()
 
-    abandoned = asyncio.create_task(started.thread.call(lambda: release.wait(5)))
+    abandoned = asyncio.create_task(started.thread.call(lambda: release.wait(SECONDS)))
     await asyncio.sleep(0)
     abandoned.cancel()
     release.set()
@@ -197,7 +198,7 @@ def test_a_failing_step_ends_the_thread_and_is_reported_once() -> None:
     thread = EngineThread(engine, steps.put, failures.put)  # type: ignore[arg-type]  # scripted
     thread.start()
     thread.post(lambda: None)
-    assert isinstance(failures.get(timeout=5), MemoryError)
-    assert thread.stop(5)
+    assert isinstance(failures.get(timeout=SECONDS), MemoryError)
+    assert thread.stop(SECONDS)
     assert failures.empty()
     assert steps.empty()

@@ -126,7 +126,7 @@ async def test_a_full_worker_refuses_and_a_request_without_a_token_in_time_fails
             asyncio.run_coroutine_threadsafe(release.wait(), loop).result(SECONDS)
 
         server.worker.post_to_engine(block)
-        await router.send(submit=submit("first", timeout_seconds=0.2))
+        await router.send(submit=submit("first", timeout_seconds=1.0))
         await router.send(submit=submit("second"))
         full, expired = await router.event(), await router.event()
         assert (full.request_id, full.failure.code) == ("second", Failure.CODE_FULL)

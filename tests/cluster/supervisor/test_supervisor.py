@@ -144,22 +144,20 @@ async def test_everyone_and_the_operator_learn_of_everyone_and_of_every_change()
             "kv_dtype": None,
             "prefill_attention": None,
         } in shown["workers"]
-        assert all(0 <= entry.heartbeat_age_seconds < 1.5 for entry in status.members)
+        assert all(0 <= entry.heartbeat_age_seconds < SECONDS for entry in status.members)
         fakes[1].member.address = "127.0.0.1:5"
         fakes[1].attendance.beat()
         await until(lambda: fakes[0].seen["prefill-0"].address == "127.0.0.1:5", "the change is known")
 
 
 async def test_the_others_learn_of_silence_and_the_dead_are_fenced() -> None:
+    """When silence makes a member suspect and dead, `test_membership.py` shows by a clock of its own."""
     async with supervisor() as server, members(server, *PAIR) as (router, prefill, decode):
         await until(lambda: server.membership.ready, "ready")
         await prefill.attendance.stop()
-        start = asyncio.get_running_loop().time()
         await until(lambda: router.state_of("prefill-0") == MEMBER_STATE_SUSPECT, "suspected")
-        assert 1.2 < asyncio.get_running_loop().time() - start < 2.5
         assert not server.membership.ready
         await until(lambda: decode.state_of("prefill-0") == MEMBER_STATE_DEAD, "dead")
-        assert 2.7 < asyncio.get_running_loop().time() - start < 4.5
         prefill.attendance.start()
         await asyncio.wait_for(prefill.fenced.wait(), SECONDS)
         assert decode.state_of("prefill-0") == MEMBER_STATE_DEAD
@@ -388,14 +386,14 @@ async def test_a_command_that_cannot_be_recorded_changes_nothing_and_holds_up_no
             await fleet.set_role("prefill-0", "colocated", force=True)
         assert fleet.desired.members["prefill-0"].role == "prefill"
         given_up = asyncio.create_task(fleet.set_role("prefill-0", "colocated", force=True))
-        await asyncio.sleep(0.2)
+        await until(lambda: fleet._proposed, "it waits for the disk")
         given_up.cancel()  # as gRPC does when the caller has gone
         await asyncio.wait([given_up])
-        await asyncio.sleep(1.0)  # the membership was sent without a record
-        disk.free.set()
-        prefill.member.address = "127.0.0.1:5"
-        prefill.attendance.beat()
-        await until(lambda: router.seen["prefill-0"].address == "127.0.0.1:5", "the change is known")
+        for port in (5, 6):  # without a record, and with one
+            prefill.member.address = f"127.0.0.1:{port}"
+            prefill.attendance.beat()
+            await until(lambda: router.seen["prefill-0"].address == prefill.member.address, "the change is known")
+            disk.free.set()
         assert ROLE_COLOCATED not in prefill.roles
         await until(lambda: disk.saved.desired == to_record(fleet.desired), "the present state is recorded")
         assert fleet.desired.members["prefill-0"].role == "prefill"
@@ -426,7 +424,6 @@ async def test_an_upgrade_changes_the_time_that_members_get_to_finish_their_requ
 
 
 async def test_a_member_that_describes_itself_slowly_answers_the_next_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inquiry, "ANSWER_SECONDS", 1.0)
     slow = asyncio.Event()
 
     async def tell() -> Description:
@@ -438,9 +435,11 @@ async def test_a_member_that_describes_itself_slowly_answers_the_next_question(m
         fake.attendance._tell = tell  # as a worker's, which asks its GPU's driver
         fake.attendance.start()
         await until(lambda: fake.seen.keys() == {"decode-0"}, "it is known")
+        monkeypatch.setattr(inquiry, "ANSWER_SECONDS", 0.5)
         first = await server.Describe(DescribeRequest(), None)  # type: ignore[arg-type]  # its context isn't used
         assert not first.members[0].HasField("description")
-        asyncio.get_running_loop().call_later(0.5, slow.set)
+        monkeypatch.setattr(inquiry, "ANSWER_SECONDS", SECONDS)
+        asyncio.get_running_loop().call_later(0.2, slow.set)
         second = await server.Describe(DescribeRequest(), None)  # type: ignore[arg-type]
         assert second.members[0].description.host == "here"
         await fake.attendance.stop()
