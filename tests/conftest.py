@@ -102,14 +102,12 @@ TOGETHER = {
     "pair": ("tests/e2e/test_http_pair.py", "tests/e2e/test_sampling.py"),
     "pairs": (
         "tests/faults/test_corruption.py",
-        "tests/faults/test_drains.py",
         "tests/faults/test_fuzz.py",
         "tests/faults/test_kills.py",
         "tests/faults/test_near_cache.py",
-        "tests/faults/test_replacement.py",
-        "tests/faults/test_router_faults.py",
         "tests/faults/test_routers.py",
         "tests/faults/test_supervisor_kills.py",
+        "tests/faults/test_worker_faults.py",
     ),
 }
 """Files whose tests run one after another, by the group: `clusters` keep a dozen processes each, and Ray gives up if

@@ -163,50 +163,30 @@ def test_ranks_that_are_steps_behind_rank_0_send_no_frame_before_it_is_computed(
     settle(it)
 
 
-SENDERS = {
-    "transfer.frame,rank=1:kill": "lost",
-    "transfer.read,rank=1:stop": "lost",
-    "transfer.frame,rank=1:raise": "survived",
-    "transfer.frame,rank=1:sleep(2)": "survived",
-    "sent,rank=1:corrupt(3)": "retried",
-    "sent,rank=1:lose": "retried",
-}
-RECEIVERS = {
-    "decode.after_frame,rank=1:kill": "lost",
-    "decode.after_frame,rank=1:stop": "lost",
-    "arrived,rank=1:corrupt(1)": "retried",
-    "sent:lose": "retried",
-}
-PAIRS = {
-    "transfer.frame,rank=1:raise": "survived",
-    "arrived,rank=3:corrupt(1)": "retried",
-    "sent,rank=2:skip": "retried",
-}
-"""Faults of the first frame of a link of these ranks, and what becomes of its worker or of the request."""
+LINKS = [
+    # The sending end has ranks.
+    ("2 to 1", "transfer.frame,rank=1:kill", "lost"),
+    ("2 to 1", "transfer.read,rank=1:stop", "lost"),
+    ("2 to 1", "transfer.frame,rank=1:raise", "survived"),
+    ("2 to 1", "transfer.frame,rank=1:sleep(2)", "survived"),
+    ("2 to 1", "sent,rank=1:corrupt(3)", "retried"),
+    ("2 to 1", "sent,rank=1:lose", "retried"),
+    # The receiving end has ranks.
+    ("1 to 2", "decode.after_frame,rank=1:kill", "lost"),
+    ("1 to 2", "decode.after_frame,rank=1:stop", "lost"),
+    ("1 to 2", "arrived,rank=1:corrupt(1)", "retried"),
+    ("1 to 2", "sent:lose", "retried"),
+    # One pair of ranks among many.
+    ("2 x 2 to 4", "transfer.frame,rank=1:raise", "survived"),
+    ("2 x 2 to 4", "arrived,rank=3:corrupt(1)", "retried"),
+    ("2 x 2 to 4", "sent,rank=2:skip", "retried"),
+]
+"""Faults of the first frame of a link, and what becomes of the rank's worker or of the request."""
 
 
 @pytest.mark.more
-@ranks("2 to 1")
-@pytest.mark.parametrize(("rule", "outcome"), SENDERS.items())
-def test_a_fault_at_the_sending_end_of_a_link(it: Scene, rule: str, outcome: str) -> None:
-    hit(it, rule, outcome)
-
-
-@pytest.mark.more
-@ranks("1 to 2")
-@pytest.mark.parametrize(("rule", "outcome"), RECEIVERS.items())
-def test_a_fault_at_the_receiving_end_of_a_link(it: Scene, rule: str, outcome: str) -> None:
-    hit(it, rule, outcome)
-
-
-@pytest.mark.more
-@ranks("2 x 2 to 4")
-@pytest.mark.parametrize(("rule", "outcome"), PAIRS.items())
-def test_a_fault_of_one_pair_among_many(it: Scene, rule: str, outcome: str) -> None:
-    hit(it, rule, outcome)
-
-
-def hit(it: Scene, rule: str, outcome: str) -> None:
+@pytest.mark.parametrize(("cluster", "rule", "outcome"), LINKS, indirect=["cluster"])
+def test_a_fault_at_one_rank_of_a_link(it: Scene, rule: str, outcome: str) -> None:
     place, action = rule.split(":")
     it.order(f"{place},request=hit,attempt=1,times=1:{action}")
     processes = {name: left_of(process.pid) for name, process in it.cluster.workers.items()}

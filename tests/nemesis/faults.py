@@ -1,23 +1,33 @@
-"""The faults of the nemesis. Each is injected into a running cluster; a deadline says when all members serve again."""
+"""The faults of the nemesis. Each is injected into a running cluster; a deadline says when all members serve again.
+
+Hostile clients are processes of `benchmarks/siege/load.py` that call one router for some seconds.
+"""
 
 import asyncio
+import json
 import os
 import random
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import grpc
 import psutil
 
 from kvrelay.cluster.asking.control import Control
 from kvrelay.cluster.errors import RunError
-from nemesis.ground import Ground, Inject
-from nemesis.hostile import LONG, attacked, errors, fuzzed
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY
+from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams, TokenIds
+from nemesis.load import Load
 from nemesis.member import CLOCK_LIBRARY, POISON, REMOTE, give, set_clock
-from support.chaos import CLEAR, HELD
+from support.chaos import CLEAR, HELD, Chaos
+from support.hostile import GENERATE
+from support.supervised import Supervised
 
 CLOCK_JUMPS = (-86400, -30, 30, 86400)
 """Seconds by which the clock jumps."""
@@ -25,6 +35,65 @@ COMMAND_SECONDS = 90.0
 """Seconds for a command to be followed."""
 SPARE_FDS = 2
 """File descriptors that a process may still open under the limit."""
+LOAD = Path(__file__).parents[2] / "benchmarks" / "siege" / "load.py"
+ATTACK_SECONDS = 8.0
+"""Seconds that an attack lasts."""
+START_SECONDS = 120.0
+"""Seconds within which the clients' process says that it has started. The machine gives it less than the cluster."""
+END_SECONDS = 30.0
+LONG = {"prompts": (1500, 1500), "counts": (2000, 2000), "at_once": 30, "distinct": 0}
+"""Streams that want four times the KV of both decode workers."""
+Requests = Callable[[Path, random.Random], list[tuple[str, Path]]]
+"""Writes bodies of requests to files of a folder; returns the path and the file of each."""
+FUZZED = 200
+"""Number of damaged bodies."""
+
+
+@dataclass
+class Ground:
+    """The cluster, network and load that faults disturb."""
+
+    cluster: Supervised
+    chaos: Chaos
+    load: Load
+    webs: Sequence[str] = ()
+    """host:port of each router's HTTP, in the order of the load's addresses."""
+    authority: str = ""
+    """File with the certificate that signed the routers'."""
+    _known: dict[str, str] = field(default_factory=dict)
+    """The role of each desired member, as last heard."""
+
+    @property
+    def workers(self) -> list[str]:
+        """Names of the workers that are desired now; commands change them."""
+        return [name for name, role in self._roles().items() if role != "router"]
+
+    @property
+    def prefills(self) -> list[str]:
+        return [name for name, role in self._roles().items() if role == "prefill"]
+
+    def _roles(self) -> dict[str, str]:
+        """The role of each desired member whose process has started, as the supervisor says."""
+        with suppress(grpc.RpcError):
+            roles = self.cluster.desired()
+            self._known = {name: role for name, role in roles.items() if (self.cluster.folder / f"{name}.pid").exists()}
+        return self._known
+
+    async def recovered(self, gone: dict[str, int]) -> bool:
+        """Whether every member is ready, and the processes of `gone` (by name) are replaced."""
+        with suppress(grpc.RpcError):
+            status = await asyncio.to_thread(self.cluster.status)
+            members = [each.member for each in status.members]
+            ready = {member.name: member.pid for member in members if member.state == MEMBER_STATE_READY}
+            wanted = {member.name for member in status.desired.members}
+            # A command may have ended the victim for good meanwhile.
+            replaced = all(ready.get(name, pid) != pid for name, pid in gone.items() if name in wanted)
+            return status.ready and ready.keys() >= wanted and replaced and status.settled
+        return False
+
+
+Inject = Callable[[Ground, random.Random], Awaitable[dict[str, int]]]
+"""Function that injects a fault; when it is over, returns the processes that must be replaced: pids by name."""
 
 
 def send(pid: int, number: signal.Signals) -> None:
@@ -205,6 +274,86 @@ def _restart(control: Control, workers: list[str], rng: random.Random) -> int:
 
 def _no_clock() -> str:
     return "" if os.environ.get(CLOCK_LIBRARY) else "there is no C compiler"
+
+
+# Hostile clients.
+
+
+def attacked(kind: str, requests: Requests | None = None, **options: Any) -> Inject:
+    """Clients of this kind call one router, with the bodies of `requests`; their answers don't count."""
+
+    async def inject(ground: Ground, rng: random.Random) -> dict[str, int]:
+        number = rng.randrange(len(ground.load.addresses))
+        reach = {"grpc": ground.load.addresses[number], "http": ground.webs[number], "authority": ground.authority}
+        given = {**reach, "key": "hostile", "seed": rng.randrange(2**31), "name": f"hostile-{rng.random()}", **options}
+        if requests is not None:
+            given["requests"] = [(path, str(file)) for path, file in requests(ground.cluster.folder, rng)]
+        command = (sys.executable, str(LOAD), kind, json.dumps(given))
+        client = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        try:
+            if client.stdout is not None:
+                await asyncio.wait_for(client.stdout.readline(), START_SECONDS)
+            await asyncio.sleep(ATTACK_SECONDS)
+            # It ends when its standard input does. How soon is no promise of the cluster.
+            if client.stdin is not None:
+                client.stdin.close()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(client.communicate(), END_SECONDS)
+            if client.returncode:
+                raise RuntimeError(f"the clients of {kind} ended with {client.returncode}")
+        finally:
+            if client.returncode is None:
+                client.kill()
+                await client.wait()
+        return {}
+
+    return inject
+
+
+def errors(folder: Path, rng: random.Random) -> list[tuple[str, Path]]:
+    """Bodies that are wrong in very many places."""
+    wrong: dict[str, tuple[str, Any]] = {
+        "ids": ("/detokenize", {"tokens": [-1] * 500_000}),
+        "stops": ("/v1/completions", {"prompt": "a", "stop": [5] * 65_000}),
+        "contents": ("/v1/chat/completions", {"messages": [{"role": "user", "content": [5] * 65_000}]}),
+        "roles": ("/v1/chat/completions", {"messages": [{"role": "r" * 4_000_000, "content": "a"}]}),
+        "fields": ("/v1/completions", {"y" * 4_000_000: 0}),
+        "prompts": ("/v1/completions", {"prompt": [[5]] * 1024, "max_tokens": 2**40}),
+    }
+    made = []
+    for name, (path, body) in wrong.items():
+        file = folder / f"wrong-{name}.json"
+        if not file.exists():
+            file.write_text(json.dumps(body))
+        made.append((path, file))
+    return made
+
+
+def fuzzed(folder: Path, rng: random.Random) -> list[tuple[str, Path]]:
+    """Bodies for HTTP and for gRPC that were right before some of their bytes were changed."""
+    prompt = GenerateRequest(token_ids=TokenIds(ids=[5, 6, 7]), sampling=SamplingParams(max_tokens=4, temperature=0.5))
+    right = [
+        ("/v1/completions", b'{"prompt": "a b", "max_tokens": 4, "stop": ["x"], "seed": 3}'),
+        (
+            "/v1/chat/completions",
+            b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "logprobs": true}',
+        ),
+        ("/tokenize", b'{"prompt": "a b"}'),
+        (GENERATE, prompt.SerializeToString()),
+    ]
+    made = []
+    for number in range(FUZZED):
+        path, body = rng.choice(right)
+        data = bytearray(body)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randint(0, len(data))
+            data[at : at + rng.randint(0, 3)] = rng.randbytes(rng.randint(0, 4))
+        file = folder / f"fuzzed-{number}"
+        file.write_bytes(data)
+        made.append((path, file))
+    return made
 
 
 FAULTS = (

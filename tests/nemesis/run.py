@@ -25,8 +25,7 @@ from typing import Any
 from unittest import mock
 
 from kvrelay.internal.v1.supervisor_pb2 import GetStatusResponse
-from nemesis.faults import FAULTS, Fault
-from nemesis.ground import Ground
+from nemesis.faults import FAULTS, Fault, Ground
 from nemesis.load import Load, Stream
 from nemesis.member import CLOCK_LIBRARY
 from nemesis.report import Injected, Report, figures, machine, percentiles, reason_of
@@ -241,24 +240,15 @@ def run(folder: Path, seconds: float, seed: int) -> Report:
             supervised(folder, members(ports, certificates), drain_seconds=DRAIN_SECONDS, **HEARTBEAT) as cluster,
         ):
             all_ready(cluster)
-            return asyncio.run(_run(cluster, chaos, Doors(ports, certificates / "ca.crt"), seconds, seed))
+            return asyncio.run(_run(cluster, chaos, ports, str(certificates / "ca.crt"), seconds, seed))
 
 
-@dataclass(frozen=True)
-class Doors:
-    """Addresses of the routers for clients."""
-
-    ports: Sequence[tuple[int, int]]
-    """Ports of each router: gRPC and HTTP."""
-    authority: Path
-    """The certificate that signed the routers'."""
-
-
-async def _run(cluster: Supervised, chaos: Chaos, doors: Doors, seconds: float, seed: int) -> Report:
-    addresses = [f"127.0.0.1:{port}" for port, _ in doors.ports]
-    load = Load(addresses, RATE, seed, str(doors.authority))
-    webs = [f"127.0.0.1:{port}" for _, port in doors.ports]
-    ground = Ground(cluster, chaos, load, webs, str(doors.authority))
+async def _run(
+    cluster: Supervised, chaos: Chaos, ports: Sequence[tuple[int, int]], authority: str, seconds: float, seed: int
+) -> Report:
+    addresses, webs = ([f"127.0.0.1:{port}" for port in each] for each in zip(*ports, strict=True))
+    load = Load(addresses, RATE, seed, authority)
+    ground = Ground(cluster, chaos, load, webs, authority)
     skipped = {fault.name: reason for fault in FAULTS if (reason := fault.needs())}
     options = {
         "requests_per_second": RATE,

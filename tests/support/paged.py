@@ -5,38 +5,19 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from kvrelay.engine.config import Dtype, EngineConfig
-from kvrelay.engine.kv.layout import CacheLayout, KVLayout
-from kvrelay.engine.kv.pool import KVPool
+from kvrelay.engine.kv.layout import CacheLayout
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 
 GREEDY = SamplingParams(temperature=0.0)
-
-
-class PagedRunner(Protocol):
-    """A part of `CpuRunner`."""
-
-    @property
-    def pools(self) -> tuple[KVPool, ...]: ...
-
-    @property
-    def layout(self) -> KVLayout: ...
-
-    @property
-    def cache_layout(self) -> CacheLayout: ...
-
-    @property
-    def model(self) -> Any: ...
-
-    def forward(self, plan: StepPlan) -> torch.Tensor: ...
 
 
 @dataclass
@@ -56,7 +37,8 @@ class PagedSequence:
 class PagedSequences:
     """Sequences on blocks that are dealt out in random order, the same in all pools."""
 
-    def __init__(self, runner: PagedRunner, seed: int = 0) -> None:
+    def __init__(self, runner: Any, seed: int = 0) -> None:
+        """`runner`: a `CpuRunner`, or one with the same `forward`, pools and layouts."""
         self.runner = runner
         # `make_plan` has another use for block 0 where there are windows.
         first = len(runner.cache_layout.side_groups[:1])

@@ -42,8 +42,6 @@ class Supervised:
     lives: int = 0
     seen: set[Running] = field(default_factory=set)
     """Every process of a member that this harness has come across."""
-    known: dict[str, str] = field(default_factory=dict)
-    """The role of each desired member, as last heard."""
 
     def start(self) -> None:
         """Starts the supervisor, or another one after its end."""
