@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 from click.exceptions import NoArgsIsHelpError
 
-from kvrelay.cli.commands.common import class_option, config_option, connection, console, target_option
-from kvrelay.cli.tables import Whole
+from kvrelay.cli.commands.common import Whole, class_option, config_option, connection, console, target_option
 from kvrelay.cluster.errors import ERROR_PREFIX, NO_CLUSTER, ClusterError, UsageError
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ Both measure what `vllm bench serve` measures: times are taken as the messages o
 included, whether or not it has tokens of its own.
 """
 
-import asyncio
 import json
 import ssl
 import time
@@ -91,7 +90,7 @@ class GrpcFace:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._client: AsyncClient | None = None
+        self._client: AsyncClient
 
     async def __aenter__(self) -> "GrpcFace":
         target = self._target
@@ -102,23 +101,17 @@ class GrpcFace:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._open.close()
-
-    @property
-    def _open(self) -> AsyncClient:
-        if self._client is None:
-            raise RuntimeError("the face is used outside of its context")
-        return self._client
+        await self._client.close()
 
     async def model(self) -> dict[str, Any]:
         try:
-            return asdict(await self._open.model_info())
+            return asdict(await self._client.model_info())
         except KvrelayError as error:
             raise RunError(f"--target {self._target.address}: {error}") from None
 
     async def tokenize(self, text: str) -> Sequence[int]:
         try:
-            return await self._open.tokenize(text)
+            return await self._client.tokenize(text)
         except KvrelayError as error:
             raise RunError(f"--target {self._target.address}: {error}") from None
 
@@ -127,7 +120,7 @@ class GrpcFace:
         last = None
         began = time.perf_counter()
         try:
-            async with self._open.generate(
+            async with self._client.generate(
                 ask.prompt,
                 max_tokens=ask.output_tokens,
                 ignore_eos=sampling.ignore_eos,
@@ -153,13 +146,11 @@ class GrpcFace:
 class HttpFace:
     """OpenAI's `/v1/completions`, streamed."""
 
-    def __init__(self, target: Target, connections: int = 0) -> None:
-        """`connections`: most at once; 0: no limit."""
+    def __init__(self, target: Target) -> None:
         self._target = target
         self._base = target.address.rstrip("/").removesuffix("/v1")
         self._model = target.model
-        self._connections = connections
-        self._session: aiohttp.ClientSession | None = None
+        self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> "HttpFace":
         headers = {} if self._target.api_key is None else {"Authorization": f"Bearer {self._target.api_key}"}
@@ -168,20 +159,13 @@ class HttpFace:
             context = ssl.create_default_context(cafile=str(tls.ca) if tls is not None and tls.ca else None)
         except OSError as error:
             raise RunError(f"--ca {tls.ca if tls else ''}: {error.strerror or error}") from None
-        connector = aiohttp.TCPConnector(limit=self._connections, ssl=context)
-        self._session = aiohttp.ClientSession(
-            connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=self._target.timeout)
-        )
+        connector = aiohttp.TCPConnector(limit=0, ssl=context)
+        timeout = aiohttp.ClientTimeout(total=self._target.timeout)
+        self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._open.close()
-
-    @property
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            raise RuntimeError("the face is used outside of its context")
-        return self._session
+        await self._session.close()
 
     async def model(self) -> dict[str, Any]:
         listed = await self._json("GET", "/v1/models", None)
@@ -196,7 +180,7 @@ class HttpFace:
 
     async def _json(self, method: str, path: str, body: object) -> dict[str, Any]:
         try:
-            async with self._open.request(method, self._base + path, json=body) as answer:
+            async with self._session.request(method, self._base + path, json=body) as answer:
                 if answer.status != 200:
                     text = _short(await answer.text())
                     raise RunError(f"--target {self._base}: {method} {path}: {answer.status} {answer.reason}: {text}")
@@ -222,7 +206,7 @@ class HttpFace:
         usage: dict[str, Any] = {}
         began = time.perf_counter()
         try:
-            async with self._open.post(f"{self._base}/v1/completions", json=body) as answer:
+            async with self._session.post(f"{self._base}/v1/completions", json=body) as answer:
                 if answer.status != 200:
                     return Reply(error=_short(f"{answer.status} {answer.reason}: {await answer.text()}"))
                 async for event in _events(answer.content):
@@ -258,7 +242,7 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]
 
 
 def _why(error: BaseException) -> str:
-    return "no answer in time" if isinstance(error, TimeoutError | asyncio.TimeoutError) else str(error) or repr(error)
+    return "no answer in time" if isinstance(error, TimeoutError) else str(error) or repr(error)
 
 
 def _short(text: str) -> str:

@@ -55,11 +55,12 @@ def figures(
         "request_throughput": len(done) / duration,
         "output_throughput": output / duration,
         "total_token_throughput": (prompt + output) / duration,
-        "max_concurrent_requests": _most_at_once(requests),
+        "max_concurrent_requests": max((count for _, count in in_flight(requests)), default=0),
         "max_late_ms": 1e3 * max((request.late for request in requests), default=0.0),
     }
     if goodput:
-        found["request_goodput"] = sum(good(request, goodput) for request in done) / duration
+        measured = ({"ttft": each.ttft, "tpot": each.tpot, "e2el": each.latency} for each in done)
+        found["request_goodput"] = sum(good(each, goodput) for each in measured) / duration
     for name, each in values(requests).items():
         milliseconds = 1e3 * np.asarray(each if each else [0.0])
         found[f"mean_{name}_ms"] = float(np.mean(milliseconds))
@@ -70,14 +71,15 @@ def figures(
     return found
 
 
-def good(request: Request, limits: Mapping[str, float]) -> bool:
-    """Whether a completed request keeps all limits, in milliseconds. The tpot of a single token counts as 0."""
-    measured = {"ttft": request.ttft, "tpot": request.tpot, "e2el": request.latency}
+def good(measured: Mapping[str, float | None], limits: Mapping[str, float]) -> bool:
+    """Whether a completed request's ttft, tpot and e2el, in seconds, keep all limits, in milliseconds. The tpot of a
+    single token, which is None, counts as 0."""
     return all(1e3 * (measured[name] or 0.0) <= limit for name, limit in limits.items())
 
 
-def _most_at_once(requests: Sequence[Request]) -> int:
-    """Most requests in flight at one moment."""
-    changes = [change for request in requests for change in ((request.sent, 1), (request.ended, -1))]
+def in_flight(requests: Sequence[Request]) -> list[tuple[float, int]]:
+    """Each time at which the number of requests in flight changes, and the number from then on."""
     # At one moment, ends come before beginnings.
-    return max(accumulate(change for _, change in sorted(changes)), default=0)
+    changes = sorted(change for each in requests for change in ((each.sent, 1), (each.ended, -1)))
+    counts = accumulate(change for _, change in changes)
+    return [(at, count) for (at, _), count in zip(changes, counts, strict=True)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvrelay.cli.bench import charts
 from kvrelay.cli.bench.charts import Bar, Series
-from kvrelay.cli.bench.figures import LATENCIES, values
+from kvrelay.cli.bench.figures import LATENCIES, in_flight, values
 from kvrelay.cli.bench.load import Request
 from kvrelay.cli.bench.output import TITLES, errors, name_of, summary
 from kvrelay.cli.bench.result import Result, Run
@@ -123,12 +123,13 @@ def _run(result: Result, run: Run) -> str:
     done = [request for request in run.requests if request.ok]
     found = {name: [1e3 * each for each in seconds] for name, seconds in values(run.requests).items()}
     first = [("from sending", found["ttft"]), ("from its arrival", found["ttft_scheduled"])]
+    times, counts = zip((0.0, 0), *in_flight(run.requests), strict=True)
     figures = [
         charts.histogram("Time to first token", found["ttft"], "ms"),
         charts.histogram("Time per output token", found["tpot"], "ms"),
         charts.histogram("Between two messages", found["itl"], "ms"),
         charts.cdf("First token: share of requests", first, "ms"),
-        charts.lines("Requests in flight", [_in_flight(run.requests)], "seconds", "requests"),
+        charts.lines("Requests in flight", [Series("in flight", times, counts, steps=True)], "seconds", "requests"),
         _tokens_per_second(done),
     ]
     return (
@@ -160,16 +161,6 @@ def _stages(done: Sequence[Request]) -> str:
     )
     head = "".join(f"<th>{stage.replace('_', ' ').replace('handoff', 'hand-off')}</th>" for stage in STAGES)
     return f"<table><tr><th>mean ms in the server</th>{head}</tr><tr><td>per request</td>{cells}</tr></table>"
-
-
-def _in_flight(requests: Sequence[Request]) -> Series:
-    changes = sorted(change for request in requests for change in ((request.sent, 1), (request.ended, -1)))
-    x, y, now = [0.0], [0.0], 0
-    for at, change in changes:
-        now += change
-        x.append(at)
-        y.append(float(now))
-    return Series("in flight", x, y, steps=True)
 
 
 def _tokens_per_second(done: Sequence[Request]) -> str:

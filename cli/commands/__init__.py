@@ -1,1 +1,1 @@
-"""The commands of `kvrelay` that have files of their own; `cli.py` has the others."""
+"""The commands of `kvrelay` that have files of their own; `cli/main.py` has the others."""

@@ -12,7 +12,7 @@ from kvrelay.cli.commands.common import connection, console
 from kvrelay.cluster.errors import RunError, UsageError
 
 if TYPE_CHECKING:
-    from kvrelay.cli.bench.faces import Face, Target
+    from kvrelay.cli.bench.faces import Target
     from kvrelay.cli.bench.options import BenchOptions
 
 DEFAULT_GRPC = "127.0.0.1:50051"
@@ -65,6 +65,7 @@ def bench(schema: bool, json_path: Path | None, html_path: Path | None, **flags:
     import asyncio
 
     from kvrelay.cli.bench import output, report, result
+    from kvrelay.cli.bench.faces import GrpcFace, HttpFace
     from kvrelay.cli.bench.options import check, parse_sweep
     from kvrelay.cli.bench.run import Bench, measure
 
@@ -80,11 +81,10 @@ def bench(schema: bool, json_path: Path | None, html_path: Path | None, **flags:
         if path is not None and not path.parent.is_dir():
             raise UsageError(f"{option} {path}: there is no such folder")
     target = _target(flags)
+    face = HttpFace(target) if flags["face"] == "http" else GrpcFace(target)
     out = console()
     with output.Bars(out) as bars:
-        found = asyncio.run(
-            measure(Bench(options, sweep, flags["face"], target.address), _face(flags["face"], target), bars.watch)
-        )
+        found = asyncio.run(measure(Bench(options, sweep, flags["face"], target.address), face, bars.watch))
     try:
         # Written first, because the reader of the output may close it before its end.
         if json_path is not None:
@@ -139,9 +139,3 @@ def _target(flags: dict[str, Any]) -> "Target":
     if http and "://" not in address:
         address = f"{'https' if tls else 'http'}://{address}"
     return Target(address, flags["model"], Tls(flags["ca"]) if tls else None, flags["api_key"], flags["timeout"])
-
-
-def _face(name: str, target: "Target") -> "Face":
-    from kvrelay.cli.bench.faces import GrpcFace, HttpFace
-
-    return HttpFace(target) if name == "http" else GrpcFace(target)

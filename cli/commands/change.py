@@ -23,19 +23,15 @@ TIMEOUT_SECONDS = 600.0
 
 def _following(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of every command that has something to wait for."""
-    for option in (
-        click.option("--no-wait", is_flag=True, help="Return when the supervisor has accepted it."),
-        click.option(
-            "--timeout",
-            type=click.FloatRange(min=0),
-            default=TIMEOUT_SECONDS,
-            show_default=True,
-            metavar="S",
-            help="Wait so long at most; the cluster goes on by itself.",
-        ),
-    ):
-        command = option(command)
-    return command
+    command = click.option("--no-wait", is_flag=True, help="Return when the supervisor has accepted it.")(command)
+    return click.option(
+        "--timeout",
+        type=click.FloatRange(min=0),
+        default=TIMEOUT_SECONDS,
+        show_default=True,
+        metavar="S",
+        help="Wait so long at most; the cluster goes on by itself.",
+    )(command)
 
 
 in_place = click.option(

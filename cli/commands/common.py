@@ -1,7 +1,8 @@
-"""Common parts of several commands: options of the configuration and of a connection, and the console."""
+"""Common parts of several commands: options of the configuration and of a connection, the console, and tables."""
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,9 +11,12 @@ import click
 from kvrelay.cluster.state import DEFAULT_TARGET
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table
 
 FILE_WIDTH = 160
+MOST_COLUMNS = 10_000
+"""Width limit of a table's line, in terminal columns."""
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
@@ -49,8 +53,24 @@ def connection(command: CommandT) -> CommandT:
     return command
 
 
-def console() -> "Console":
-    """Console on stdout; of fixed width if stdout is a file or a pipe."""
+def console(*, record: bool = False) -> "Console":
+    """Console on stdout; of fixed width if stdout is a file or a pipe. `record`: it keeps what it prints."""
     from rich.console import Console
 
-    return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
+    width = None if sys.stdout.isatty() else FILE_WIDTH
+    return Console(file=sys.stdout, highlight=False, width=width, record=record)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Draws a table as wide as its cells are. Where there is less room, its right end is missing, not a part of each
+    cell."""
+
+    table: "Table"
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        from rich.measure import Measurement
+
+        unbounded = options.update(max_width=MOST_COLUMNS)
+        width = Measurement.get(console, unbounded, self.table).maximum
+        yield from console.render(self.table, options.update(width=width))

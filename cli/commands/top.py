@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from kvrelay.cli.commands.common import FILE_WIDTH, connection
+from kvrelay.cli.commands.common import connection, console
 from kvrelay.cluster.errors import UsageError
 
 
@@ -36,8 +36,6 @@ def top(
     import asyncio
     import sys
 
-    from rich.console import Console
-
     from kvrelay.cli.bench.options import parse_goodput
     from kvrelay.cli.top.run import TopOptions, run
     from kvrelay.cluster.asking.routers import Access
@@ -46,7 +44,5 @@ def top(
         raise UsageError("--svg is given; allowed: with --once, without --json")
     if not (once or as_json or sys.stdout.isatty()):
         raise UsageError("stdout is no terminal; allowed: with --once or --json")
-    width = None if sys.stdout.isatty() else FILE_WIDTH
-    console = Console(file=sys.stdout, highlight=False, width=width, record=svg is not None)
     options = TopOptions(parse_goodput(goodput), sort, once, wide, as_json, svg)
-    asyncio.run(run(Access.of(target, tls, ca, api_key), options, console))
+    asyncio.run(run(Access.of(target, tls, ca, api_key), options, console(record=svg is not None)))

@@ -1,10 +1,10 @@
 """Checks of the cluster as a whole: members, versions, pairs, transports, protection, pools, dashboards."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from kvrelay.cli.doctor.finding import Examined, Finding, Severity, size
-from kvrelay.internal.v1.describe_pb2 import Description
+from kvrelay.internal.v1.describe_pb2 import Description, PairState
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
     MEMBER_STATE_READY,
@@ -131,8 +131,7 @@ def transports(cluster: Examined) -> Iterator[Finding]:
         if member is None or member.role != ROLE_PREFILL:
             continue
         for pair in description.pairs:
-            other = descriptions.get(pair.peer)
-            yield _pair(name, description, pair.peer, other, pair.transport or pair.missing)
+            yield _pair(name, description, pair, descriptions.get(pair.peer))
     for name, description in descriptions.items():
         member = members.get(name)
         if member is not None and member.role in (ROLE_PREFILL, ROLE_DECODE):
@@ -142,15 +141,14 @@ def transports(cluster: Examined) -> Iterator[Finding]:
             yield Finding("note", name, text + (f"; not {'; not '.join(missing)}" if missing else ""))
 
 
-def _pair(name: str, here: Description, peer: str, there: Description | None, what: str) -> Finding:
-    subject = f"{name} -> {peer}"
-    state = next(pair for pair in here.pairs if pair.peer == peer)
-    if not state.transport:
-        return Finding("error", subject, f"no transport: {what}", "set transfer.transport to auto on both")
-    link = f"a link is open (epoch {state.epoch})" if state.epoch else "no link is open yet"
-    text = f"{state.transport}, the first that both list; {link}"
+def _pair(name: str, here: Description, pair: PairState, there: Description | None) -> Finding:
+    subject = f"{name} -> {pair.peer}"
+    if not pair.transport:
+        return Finding("error", subject, f"no transport: {pair.missing}", "set transfer.transport to auto on both")
+    link = f"a link is open (epoch {pair.epoch})" if pair.epoch else "no link is open yet"
+    text = f"{pair.transport}, the first that both list; {link}"
     gpus = here.device == "cuda" and there is not None and there.device == "cuda"
-    if gpus and state.transport not in FAST_TRANSPORTS:
+    if gpus and pair.transport not in FAST_TRANSPORTS:
         better = "; ".join(f"{each.name}: {each.missing}" for each in here.transports if each.missing)
         return Finding("warning", subject, f"{text}; KV of GPUs goes through host memory", better)
     return Finding("ok", subject, text)
@@ -196,10 +194,6 @@ def pools(cluster: Examined) -> Iterator[Finding]:
         else:
             why = "engine.max_context" if description.context_limit == CONTEXT_LIMIT_OPTION else "the model"
             yield Finding("ok", name, f"{text}; contexts up to {model} tokens, by {why}")
-    yield from _contexts(contexts)
-
-
-def _contexts(contexts: Mapping[int, list[str]]) -> Iterator[Finding]:
     if len(contexts) > 1:
         which = "; ".join(f"{tokens}: {', '.join(names)}" for tokens, names in sorted(contexts.items()))
         advice = "the shortest one counts for all requests; give the workers equal pools"

@@ -4,10 +4,12 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+
+from kvrelay.cli.bench.figures import good
 
 WINDOW_SECONDS = 60.0
 """Length in seconds of the window over which figures about requests are computed."""
@@ -63,9 +65,9 @@ class Model:
         self._goodput = goodput
         self._fleets: dict[str, dict[str, Any]] = {}
         self.ended: dict[str, OrderedDict[tuple[str, float], dict[str, Any]]] = {url: OrderedDict() for url in urls}
-        """State of each router's latest requests, by the request's name and the time of its arrival."""
-        """The requests of each router by id and receipt (one that was refused has the client's id, or none), in the
-        order in which they ended. A router tells each new connection again what it has told an earlier one."""
+        """Ended requests of each router by the request's id (one that was refused has the client's, or none) and the
+        time of its arrival, in the order in which they ended: a router tells each new connection again what it has told
+        an earlier one."""
         self._rates: dict[tuple[str, ...], Rate] = {}
 
     def about(self, url: str, about: Mapping[str, Any]) -> None:
@@ -103,22 +105,10 @@ class Model:
 
     def frame(self) -> dict[str, Any]:
         """The frame's data as JSON; times are in seconds."""
-        workers = self._workers()
         return {
             "time": time.time(),
-            "routers": [
-                {
-                    "name": view.name or view.url,
-                    "url": view.url,
-                    "model": view.model,
-                    "version": view.version,
-                    "ready": view.ready,
-                    "running": view.running,
-                    "error": view.error,
-                }
-                for view in self.routers.values()
-            ],
-            "workers": workers,
+            "routers": [{**asdict(view), "name": view.name or view.url} for view in self.routers.values()],
+            "workers": self._workers(),
             "links": self._links(),
             "requests": self._requests(time.time()),
             "decisions": self._decisions(),
@@ -168,7 +158,7 @@ class Model:
         """Figures of the caller's requests that ended within the window."""
         lives = [life for ended in self.ended.values() for life in ended.values() if _end(life) >= now - WINDOW_SECONDS]
         # The routers keep a fixed number of requests, so with more traffic the window is shorter.
-        seconds = min(WINDOW_SECONDS, now - min((_end(life) for life in lives), default=now)) or 1.0
+        seconds = min(WINDOW_SECONDS, now - min((_end(life) for life in lives), default=now))
         seconds = max(seconds, 1.0)
         done = [life for life in lives if life["outcome"] in GOOD]
         found: dict[str, Any] = {
@@ -178,7 +168,7 @@ class Model:
             "completed": len(done),
             "failed": sum(life["outcome"] not in (*GOOD, "cancelled") for life in lives),
             "requests_per_second": len(done) / seconds,
-            "goodput_per_second": sum(map(self._good, done)) / seconds,
+            "goodput_per_second": sum(good({**life, "e2el": life["age"]}, self._goodput) for life in done) / seconds,
             "output_tokens_per_second": sum(life["completion_tokens"] for life in lives) / seconds,
             "retries": sum(life["retries"] for life in lives),
             "migrations": sum(life["migrations"] for life in lives),
@@ -191,10 +181,6 @@ class Model:
             for percentile in (50, 99):
                 found[f"p{percentile}_{name}"] = float(np.percentile(values, percentile)) if values else None
         return found
-
-    def _good(self, life: Mapping[str, Any]) -> bool:
-        measured = {"ttft": life["ttft"], "tpot": life["tpot"], "e2el": life["age"]}
-        return all(1e3 * (measured[name] or 0.0) <= limit for name, limit in self._goodput.items())
 
     def _decisions(self) -> list[dict[str, Any]]:
         """The latest placements of requests, running ones too, the latest first."""

@@ -58,7 +58,7 @@ class Routers(AbstractAsyncContextManager["Routers"]):
     def __init__(self, access: Access) -> None:
         self.urls: Sequence[str] = access.urls
         self._access = access
-        self._session: aiohttp.ClientSession | None = None
+        self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> "Routers":
         access = self._access
@@ -74,8 +74,7 @@ class Routers(AbstractAsyncContextManager["Routers"]):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
+        await self._session.close()
 
     async def about(self, url: str) -> dict[str, Any]:
         """Name, version and model of a router.
@@ -102,7 +101,7 @@ class Routers(AbstractAsyncContextManager["Routers"]):
             RunError: it doesn't answer, refuses, or has ended.
         """
         try:
-            async with self._open.get(f"{url}/page/events") as answer:
+            async with self._session.get(f"{url}/page/events") as answer:
                 await _check(url, answer)
                 name = ""
                 async for line in _lines(answer.content):
@@ -115,16 +114,10 @@ class Routers(AbstractAsyncContextManager["Routers"]):
             raise self._failure(url, error) from None
         raise RunError(f"router {url} has ended")
 
-    @property
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            raise RuntimeError("routers are asked outside of their context")
-        return self._session
-
     async def _json(self, url: str, path: str, missing: object = None) -> object:
         """The JSON answer; `missing`, if it is given, where the router answers 404."""
         try:
-            async with self._open.get(url + path, timeout=aiohttp.ClientTimeout(total=CONNECT_SECONDS)) as answer:
+            async with self._session.get(url + path, timeout=aiohttp.ClientTimeout(total=CONNECT_SECONDS)) as answer:
                 if answer.status == 404 and missing is not None and await _known(answer):
                     return missing
                 await _check(url, answer)
