@@ -1,7 +1,7 @@
 """The dashboards: overview, router, workers, hand-off. `python docs/generate.py` writes them to the Helm chart."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,8 @@ COLUMNS, HEIGHT = 24, 8
 STAT_HEIGHT = 4
 BAD = ((None, "green"), (1.0, "red"))
 GOOD = ((None, "red"), (1.0, "green"))
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Panels under a title, side by side."""
-
-    title: str
-    panels: Sequence[Panel]
+SOURCE = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
+"""Variable by which a dashboard's user chooses one of Grafana's sources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +27,8 @@ class Dashboard:
     title: str
     parts: Sequence[Part]
     """Parts of the cluster whose processes can be selected."""
-    rows: Sequence[Row]
+    rows: Mapping[str, Sequence[Panel]]
+    """Panels that are side by side, under their title."""
 
     def json(self, prefix: str) -> dict[str, Any]:
         """The dashboard as Grafana's JSON."""
@@ -49,7 +44,7 @@ class Dashboard:
             "timezone": "",
             "annotations": {"list": []},
             "links": [{"type": "dashboards", "title": "kvrelay", "tags": ["kvrelay"], "asDropdown": True}],
-            "templating": {"list": [_source(), *_variables(self.parts, prefix)]},
+            "templating": {"list": [SOURCE, *_variables(self.parts, prefix)]},
             "panels": _laid_out(self.rows),
         }
 
@@ -73,7 +68,7 @@ def write(folder: Path, prefix: str = "") -> None:
 
 
 def _overview(make: Panels) -> Dashboard:
-    failed = "|".join(("unavailable", "deadline", "internal"))
+    failed = "unavailable|deadline|internal"
     requests, tokens = make.increase(table.REQUESTS), make.increase(table.COMPLETION_TOKENS)
     deaths = make.value(table.DEATHS)
     bad = requests.replace("}[", f', outcome=~"{failed}"}}[')
@@ -81,60 +76,48 @@ def _overview(make: Panels) -> Dashboard:
         "overview",
         "Overview",
         ("router", "worker"),
-        [
-            Row(
-                "Now",
-                [
-                    make.stat(table.READY, "Ready", make.value(table.READY), thresholds=GOOD),
-                    make.stat(table.REQUESTS, "Requests per second", f"sum({requests})", "reqps"),
-                    Panel(
-                        "Failed share",
-                        [Query(f"sum({bad}) / (sum({requests}) > 0) or vector(0)")],
-                        "percentunit",
-                        "Requests that ended as unavailable, deadline or internal.",
-                        "stat",
-                        thresholds=((None, "green"), (0.01, "orange"), (0.05, "red")),
-                    ),
-                    make.stat(table.COMPLETION_TOKENS, "Tokens per second", f"sum({tokens})"),
-                    make.stat(table.QUEUE_REQUESTS, "Waiting requests", f"sum({make.value(table.QUEUE_REQUESTS)})"),
-                    make.stat(table.DEATHS, "Members lost, 1 h", f"sum(increase({deaths}[1h]))", thresholds=BAD),
-                ],
-            ),
-            Row(
-                "Service",
-                [
-                    make.rate(table.REQUESTS, "Requests by outcome", "outcome", stacked=True),
-                    make.quantiles(table.TTFT, "Time to first token"),
-                    make.quantiles(table.TPOT, "Time per output token"),
-                    make.quantiles(table.E2E, "End to end"),
-                ],
-            ),
-            Row(
-                "Load",
-                [
-                    make.gauge(table.RUNNING_REQUESTS, "Running requests", "router", stacked=True),
-                    make.gauge(table.QUEUE_REQUESTS, "Waiting requests", "queue", stacked=True),
-                    make.rate(table.COMPUTED_TOKENS, "Tokens computed", "role", "worker", stacked=True),
-                    make.gauge(table.KV_BLOCKS, "KV blocks", "state", stacked=True),
-                ],
-            ),
-            Row(
-                "Members",
-                [
-                    make.gauge(table.MEMBERS, "Members by state", "state", stacked=True),
-                    make.rate(table.DEATHS, "Lost", "role"),
-                    make.rate(table.REPLACEMENTS, "Replaced", "role"),
-                    make.rate(table.DRAINS, "Drains", "role"),
-                    make.rate(table.ROLE_CHANGES, "Role changes", "role"),
-                    make.rate(table.SCALING_DECISIONS, "Decisions of scaling", "kind"),
-                    make.gauge(table.PRESSURE, "Predicted latency / target", "role"),
-                    make.gauge(table.ATTAINED, "Requests within their targets", "latency"),
-                    make.rate(table.POOL_QUEUE_SECONDS, "Requests that wait", "role"),
-                    make.gauge(table.HEARTBEAT_AGE, "Heartbeat age", "member"),
-                    make.rate(table.INCARNATION_FENCES, "Fenced heartbeats"),
-                ],
-            ),
-        ],
+        {
+            "Now": [
+                make.stat(table.READY, "Ready", make.value(table.READY), thresholds=GOOD),
+                make.stat(table.REQUESTS, "Requests per second", f"sum({requests})", "reqps"),
+                Panel(
+                    "Failed share",
+                    [Query(f"sum({bad}) / (sum({requests}) > 0) or vector(0)")],
+                    "percentunit",
+                    "Requests that ended as unavailable, deadline or internal.",
+                    "stat",
+                    thresholds=((None, "green"), (0.01, "orange"), (0.05, "red")),
+                ),
+                make.stat(table.COMPLETION_TOKENS, "Tokens per second", f"sum({tokens})"),
+                make.stat(table.QUEUE_REQUESTS, "Waiting requests", f"sum({make.value(table.QUEUE_REQUESTS)})"),
+                make.stat(table.DEATHS, "Members lost, 1 h", f"sum(increase({deaths}[1h]))", thresholds=BAD),
+            ],
+            "Service": [
+                make.rate(table.REQUESTS, "Requests by outcome", "outcome", stacked=True),
+                make.quantiles(table.TTFT, "Time to first token"),
+                make.quantiles(table.TPOT, "Time per output token"),
+                make.quantiles(table.E2E, "End to end"),
+            ],
+            "Load": [
+                make.gauge(table.RUNNING_REQUESTS, "Running requests", "router", stacked=True),
+                make.gauge(table.QUEUE_REQUESTS, "Waiting requests", "queue", stacked=True),
+                make.rate(table.COMPUTED_TOKENS, "Tokens computed", "role", "worker", stacked=True),
+                make.gauge(table.KV_BLOCKS, "KV blocks", "state", stacked=True),
+            ],
+            "Members": [
+                make.gauge(table.MEMBERS, "Members by state", "state", stacked=True),
+                make.rate(table.DEATHS, "Lost", "role"),
+                make.rate(table.REPLACEMENTS, "Replaced", "role"),
+                make.rate(table.DRAINS, "Drains", "role"),
+                make.rate(table.ROLE_CHANGES, "Role changes", "role"),
+                make.rate(table.SCALING_DECISIONS, "Decisions of scaling", "kind"),
+                make.gauge(table.PRESSURE, "Predicted latency / target", "role"),
+                make.gauge(table.ATTAINED, "Requests within their targets", "latency"),
+                make.rate(table.POOL_QUEUE_SECONDS, "Requests that wait", "role"),
+                make.gauge(table.HEARTBEAT_AGE, "Heartbeat age", "member"),
+                make.rate(table.INCARNATION_FENCES, "Fenced heartbeats"),
+            ],
+        },
     )
 
 
@@ -143,75 +126,63 @@ def _router(make: Panels) -> Dashboard:
         "router",
         "Router",
         ("router",),
-        [
-            Row(
-                "Requests",
-                [
-                    make.rate(table.REQUESTS, "By outcome", "outcome", stacked=True),
-                    make.rate(table.REQUESTS, "By class", "class", stacked=True),
-                    make.rate(table.TENANT_REQUESTS, "By tenant", "tenant", stacked=True),
-                    make.rate(table.TENANT_TOKENS, "Tokens by tenant", "tenant", "kind", stacked=True),
-                ],
-            ),
-            Row(
-                "Latency",
-                [
-                    make.quantiles(table.TTFT, "Time to first token", "class"),
-                    make.quantiles(table.TPOT, "Time per output token", "class"),
-                    *(
-                        make.share(
-                            f"{name} within the target",
-                            make.increase(attained),
-                            make.increase(measured, "_count"),
-                            attained.help,
-                            "class",
-                        )
-                        for name, attained, measured in (
-                            ("TTFT", table.TTFT_ATTAINED, table.TTFT),
-                            ("TPOT", table.TPOT_ATTAINED, table.TPOT),
-                        )
-                    ),
-                    make.rate(table.REFUSED, "Refused, as targets would be missed", "class", stacked=True),
-                    make.quantiles(table.ITL, "Time between messages with tokens"),
-                    make.quantiles(table.E2E, "End to end", "class"),
-                    make.quantiles(table.QUEUE, "Wait for workers", "class"),
-                    make.gauge(table.QUEUE_REQUESTS, "Waiting requests", "queue", "router"),
-                ],
-            ),
-            Row(
-                "Placement",
-                [
-                    make.rate(table.ATTEMPTS, "Attempts", "router"),
-                    make.rate(table.ATTEMPT_FAILURES, "Failed attempts", "reason", stacked=True),
-                    make.rate(table.RETRIES, "Retries", "router"),
-                    make.rate(table.MIGRATIONS, "Migrations", "router"),
-                    make.rate(table.RESUMES, "Resumed calls", "router"),
-                    make.rate(table.FENCES, "Superseded calls", "router"),
-                    make.gauge(table.READY_WORKERS, "Workers that take requests", "role", "router"),
-                    make.gauge(table.API_KEY_MISTAKES, "Unreadable lines of API keys", "router"),
-                    make.gauge(table.CONNECTIONS, "Connections of clients", "router", "face", stacked=True),
-                    make.rate(table.CLOSED_CONNECTIONS, "Connections closed by routers", "face", "reason"),
-                    make.quantiles(table.PREDICTION_ERROR, "Error of the expected prefix hit"),
-                    make.quantiles(table.LATENCY_ERROR, "Error of predicted latencies", "latency"),
-                ],
-            ),
-            Row(
-                "Tokens",
-                [
-                    make.rate(table.PROMPT_TOKENS, "Prompt tokens", "router"),
-                    make.rate(table.COMPLETION_TOKENS, "Completion tokens", "router"),
+        {
+            "Requests": [
+                make.rate(table.REQUESTS, "By outcome", "outcome", stacked=True),
+                make.rate(table.REQUESTS, "By class", "class", stacked=True),
+                make.rate(table.TENANT_REQUESTS, "By tenant", "tenant", stacked=True),
+                make.rate(table.TENANT_TOKENS, "Tokens by tenant", "tenant", "kind", stacked=True),
+            ],
+            "Latency": [
+                make.quantiles(table.TTFT, "Time to first token", "class"),
+                make.quantiles(table.TPOT, "Time per output token", "class"),
+                *(
                     make.share(
-                        "Cached share of prompts",
-                        make.increase(table.CACHED_TOKENS),
-                        make.increase(table.PROMPT_TOKENS),
-                        table.CACHED_TOKENS.help,
-                    ),
-                    make.quantiles(table.REQUEST_PROMPT, "Prompt length"),
-                    make.quantiles(table.REQUEST_COMPLETION, "Completion length"),
-                    make.gauge(table.RUNNING_REQUESTS, "Running requests", "router"),
-                ],
-            ),
-        ],
+                        f"{name} within the target",
+                        make.increase(attained),
+                        make.increase(measured, "_count"),
+                        attained.help,
+                        "class",
+                    )
+                    for name, attained, measured in (
+                        ("TTFT", table.TTFT_ATTAINED, table.TTFT),
+                        ("TPOT", table.TPOT_ATTAINED, table.TPOT),
+                    )
+                ),
+                make.rate(table.REFUSED, "Refused, as targets would be missed", "class", stacked=True),
+                make.quantiles(table.ITL, "Time between messages with tokens"),
+                make.quantiles(table.E2E, "End to end", "class"),
+                make.quantiles(table.QUEUE, "Wait for workers", "class"),
+                make.gauge(table.QUEUE_REQUESTS, "Waiting requests", "queue", "router"),
+            ],
+            "Placement": [
+                make.rate(table.ATTEMPTS, "Attempts", "router"),
+                make.rate(table.ATTEMPT_FAILURES, "Failed attempts", "reason", stacked=True),
+                make.rate(table.RETRIES, "Retries", "router"),
+                make.rate(table.MIGRATIONS, "Migrations", "router"),
+                make.rate(table.RESUMES, "Resumed calls", "router"),
+                make.rate(table.FENCES, "Superseded calls", "router"),
+                make.gauge(table.READY_WORKERS, "Workers that take requests", "role", "router"),
+                make.gauge(table.API_KEY_MISTAKES, "Unreadable lines of API keys", "router"),
+                make.gauge(table.CONNECTIONS, "Connections of clients", "router", "face", stacked=True),
+                make.rate(table.CLOSED_CONNECTIONS, "Connections closed by routers", "face", "reason"),
+                make.quantiles(table.PREDICTION_ERROR, "Error of the expected prefix hit"),
+                make.quantiles(table.LATENCY_ERROR, "Error of predicted latencies", "latency"),
+            ],
+            "Tokens": [
+                make.rate(table.PROMPT_TOKENS, "Prompt tokens", "router"),
+                make.rate(table.COMPLETION_TOKENS, "Completion tokens", "router"),
+                make.share(
+                    "Cached share of prompts",
+                    make.increase(table.CACHED_TOKENS),
+                    make.increase(table.PROMPT_TOKENS),
+                    table.CACHED_TOKENS.help,
+                ),
+                make.quantiles(table.REQUEST_PROMPT, "Prompt length"),
+                make.quantiles(table.REQUEST_COMPLETION, "Completion length"),
+                make.gauge(table.RUNNING_REQUESTS, "Running requests", "router"),
+            ],
+        },
     )
 
 
@@ -220,61 +191,46 @@ def _workers(make: Panels) -> Dashboard:
         "workers",
         "Workers",
         ("worker",),
-        [
-            Row(
-                "Steps",
-                [
-                    make.quantiles(table.STEP_SECONDS, "Step time", "kind"),
-                    make.rate(table.LAUNCHES, "Launches", "mode", "worker"),
-                    make.quantiles(table.BATCH_SEQUENCES, "Sequences per step", "role"),
-                    make.quantiles(table.BATCH_TOKENS, "Tokens per step", "role"),
-                    make.rate(table.COMPUTED_TOKENS, "Tokens computed", "worker", stacked=True),
-                    make.gauge(table.PENDING_TOKENS, "Tokens to compute", "worker"),
-                    make.gauge(table.COST_ERROR, "Error of predicted times", "cost", "worker"),
-                ],
-            ),
-            Row(
-                "Speculative decoding",
-                [
-                    make.rate(table.DRAFTS, "Guessed tokens", "event", "worker"),
-                    make.rate(table.DRAFT_STEPS, "Steps with guesses", "worker"),
-                    make.rate(table.DRAFT_STEP_TOKENS, "Tokens of steps with guesses", "worker"),
-                    make.rate(table.DRAFT_SECONDS, "Time of steps with guesses", "case"),
-                ],
-            ),
-            Row(
-                "Experts",
-                [
-                    make.rate(table.EXPERT_TOKENS, "Tokens of experts", "expert", stacked=True),
-                    make.gauge(table.EXPERT_IMBALANCE, "Busiest expert of each layer", "worker", "layer"),
-                    make.gauge(table.EXPERT_RANK_IMBALANCE, "Busiest rank", "worker", "copies"),
-                ],
-            ),
-            Row(
-                "Requests",
-                [
-                    make.gauge(table.WORKER_REQUESTS, "Requests", "worker", "state"),
-                    make.quantiles(table.PREFILL_QUEUE, "Wait for prefill"),
-                    make.quantiles(table.PREFILL, "Prefill"),
-                    make.quantiles(table.DECODE_QUEUE, "Wait for decode"),
-                    make.rate(table.REQUEST_FAILURES, "Requests given back", "code", "worker"),
-                ],
-            ),
-            Row(
-                "KV memory",
-                [
-                    make.gauge(table.KV_BLOCKS, "Blocks", "worker", "state", stacked=True),
-                    make.share(
-                        "Prefix cache hits",
-                        make.increase(table.PREFIX_HITS),
-                        make.increase(table.PREFIX_QUERIES),
-                        table.PREFIX_HITS.help,
-                    ),
-                    make.rate(table.EVICTIONS, "Evictions", "worker"),
-                    make.rate(table.PREEMPTIONS, "Preemptions", "worker"),
-                ],
-            ),
-        ],
+        {
+            "Steps": [
+                make.quantiles(table.STEP_SECONDS, "Step time", "kind"),
+                make.rate(table.LAUNCHES, "Launches", "mode", "worker"),
+                make.quantiles(table.BATCH_SEQUENCES, "Sequences per step", "role"),
+                make.quantiles(table.BATCH_TOKENS, "Tokens per step", "role"),
+                make.rate(table.COMPUTED_TOKENS, "Tokens computed", "worker", stacked=True),
+                make.gauge(table.PENDING_TOKENS, "Tokens to compute", "worker"),
+                make.gauge(table.COST_ERROR, "Error of predicted times", "cost", "worker"),
+            ],
+            "Speculative decoding": [
+                make.rate(table.DRAFTS, "Guessed tokens", "event", "worker"),
+                make.rate(table.DRAFT_STEPS, "Steps with guesses", "worker"),
+                make.rate(table.DRAFT_STEP_TOKENS, "Tokens of steps with guesses", "worker"),
+                make.rate(table.DRAFT_SECONDS, "Time of steps with guesses", "case"),
+            ],
+            "Experts": [
+                make.rate(table.EXPERT_TOKENS, "Tokens of experts", "expert", stacked=True),
+                make.gauge(table.EXPERT_IMBALANCE, "Busiest expert of each layer", "worker", "layer"),
+                make.gauge(table.EXPERT_RANK_IMBALANCE, "Busiest rank", "worker", "copies"),
+            ],
+            "Requests": [
+                make.gauge(table.WORKER_REQUESTS, "Requests", "worker", "state"),
+                make.quantiles(table.PREFILL_QUEUE, "Wait for prefill"),
+                make.quantiles(table.PREFILL, "Prefill"),
+                make.quantiles(table.DECODE_QUEUE, "Wait for decode"),
+                make.rate(table.REQUEST_FAILURES, "Requests given back", "code", "worker"),
+            ],
+            "KV memory": [
+                make.gauge(table.KV_BLOCKS, "Blocks", "worker", "state", stacked=True),
+                make.share(
+                    "Prefix cache hits",
+                    make.increase(table.PREFIX_HITS),
+                    make.increase(table.PREFIX_QUERIES),
+                    table.PREFIX_HITS.help,
+                ),
+                make.rate(table.EVICTIONS, "Evictions", "worker"),
+                make.rate(table.PREEMPTIONS, "Preemptions", "worker"),
+            ],
+        },
     )
 
 
@@ -283,44 +239,34 @@ def _handoff(make: Panels) -> Dashboard:
         "handoff",
         "KV hand-off",
         ("worker",),
-        [
-            Row(
-                "Transfers",
-                [
-                    make.rate(table.SENT_BYTES, "Sent", "worker", stacked=True),
-                    make.rate(table.IN_PLACE_BYTES, "Sent without a copy", "worker", stacked=True),
-                    make.rate(table.RECEIVED_BYTES, "Received", "worker", stacked=True),
-                    make.rate(table.SENT_STATES, "Hidden states sent", "worker", stacked=True),
-                    make.rate(table.RECEIVED_STATES, "Hidden states received", "worker", stacked=True),
-                    make.quantiles(table.TRANSFER, "Time of a hand-off", role="prefill"),
-                    make.quantiles(table.EXPOSED, "Exposed time", role="prefill"),
-                    make.share(
-                        "Hidden behind prefill",
-                        f"{make.increase(table.TRANSFER, '_sum', role='prefill')} - "
-                        f"{make.increase(table.EXPOSED, '_sum', role='prefill')}",
-                        make.increase(table.TRANSFER, "_sum", role="prefill"),
-                        "Share of the hand-offs' time in which the prefill worker still computed.",
-                    ),
-                    make.gauge(table.LEASES, "Leases outstanding", "worker"),
-                ],
-            ),
-            Row(
-                "Trust",
-                [
-                    make.rate(table.HANDOFF_FAILURES, "Failures", "reason", "worker"),
-                    make.rate(table.CHECKSUM_FAILURES, "Checksum failures", "worker"),
-                    make.rate(table.LEASES_EXPIRED, "Leases and deadlines that passed", "worker"),
-                    make.rate(table.FENCED_MESSAGES, "Fenced messages", "worker"),
-                    make.rate(table.LINKS_ENDED, "Links ended", "worker"),
-                    make.gauge(table.WORKER_REQUESTS, "Hand-offs expected", "worker", state="promised"),
-                ],
-            ),
-        ],
+        {
+            "Transfers": [
+                make.rate(table.SENT_BYTES, "Sent", "worker", stacked=True),
+                make.rate(table.IN_PLACE_BYTES, "Sent without a copy", "worker", stacked=True),
+                make.rate(table.RECEIVED_BYTES, "Received", "worker", stacked=True),
+                make.rate(table.SENT_STATES, "Hidden states sent", "worker", stacked=True),
+                make.rate(table.RECEIVED_STATES, "Hidden states received", "worker", stacked=True),
+                make.quantiles(table.TRANSFER, "Time of a hand-off", role="prefill"),
+                make.quantiles(table.EXPOSED, "Exposed time", role="prefill"),
+                make.share(
+                    "Hidden behind prefill",
+                    f"{make.increase(table.TRANSFER, '_sum', role='prefill')} - "
+                    f"{make.increase(table.EXPOSED, '_sum', role='prefill')}",
+                    make.increase(table.TRANSFER, "_sum", role="prefill"),
+                    "Share of the hand-offs' time in which the prefill worker still computed.",
+                ),
+                make.gauge(table.LEASES, "Leases outstanding", "worker"),
+            ],
+            "Trust": [
+                make.rate(table.HANDOFF_FAILURES, "Failures", "reason", "worker"),
+                make.rate(table.CHECKSUM_FAILURES, "Checksum failures", "worker"),
+                make.rate(table.LEASES_EXPIRED, "Leases and deadlines that passed", "worker"),
+                make.rate(table.FENCED_MESSAGES, "Fenced messages", "worker"),
+                make.rate(table.LINKS_ENDED, "Links ended", "worker"),
+                make.gauge(table.WORKER_REQUESTS, "Hand-offs expected", "worker", state="promised"),
+            ],
+        },
     )
-
-
-def _source() -> dict[str, Any]:
-    return {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
 
 
 def _variables(parts: Sequence[Part], prefix: str) -> list[dict[str, Any]]:
@@ -349,20 +295,20 @@ def _variables(parts: Sequence[Part], prefix: str) -> list[dict[str, Any]]:
     ]
 
 
-def _laid_out(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def _laid_out(rows: Mapping[str, Sequence[Panel]]) -> list[dict[str, Any]]:
     """Four graphs side by side at most; all stats of a row in one line."""
     panels: list[dict[str, Any]] = []
     top = 0
-    for row in rows:
+    for title, row in rows.items():
         place = {"x": 0, "y": top, "w": COLUMNS, "h": 1}
-        head = {"id": len(panels) + 1, "type": "row", "title": row.title, "gridPos": place}
+        head = {"id": len(panels) + 1, "type": "row", "title": title, "gridPos": place}
         panels.append(head | {"collapsed": False, "panels": []})
         top += 1
-        stats = row.panels[0].kind == "stat"
-        count = len(row.panels) if stats else min(4, -(-len(row.panels) // -(-len(row.panels) // 4)))
+        stats = row[0].kind == "stat"
+        count = len(row) if stats else min(4, -(-len(row) // -(-len(row) // 4)))
         width, height = COLUMNS // count, STAT_HEIGHT if stats else HEIGHT
-        for index, panel in enumerate(row.panels):
+        for index, panel in enumerate(row):
             x, y = index % count * width, top + index // count * height
             panels.append(panel.json(len(panels) + 1, {"x": x, "y": y, "w": width, "h": height}))
-        top += -(-len(row.panels) // count) * height
+        top += -(-len(row) // count) * height
     return panels
