@@ -30,17 +30,14 @@ class Tls:
         Raises:
             OSError: a file can't be read.
         """
-        ca, key, certificate = (None if path is None else Path(path).read_bytes() for path in self._files)
+        files = self.ca, self.key, self.certificate
+        ca, key, certificate = (None if path is None else Path(path).read_bytes() for path in files)
         return grpc.ssl_channel_credentials(ca, key, certificate)
 
     def options(self, options: Sequence[Option]) -> Sequence[Option]:
         """`options` of a channel, with those that the certificate's name needs."""
         name = self.server_name
         return (*options, *(() if name is None else (("grpc.ssl_target_name_override", name),)))
-
-    @property
-    def _files(self) -> tuple[Path | str | None, ...]:
-        return self.ca, self.key, self.certificate
 
 
 def metadata(api_key: str | None) -> tuple[tuple[str, str], ...] | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 
 from kvrelay.cli.doctor.finding import Examined, Finding, size
-from kvrelay.internal.v1.describe_pb2 import Amount
+from kvrelay.internal.v1.describe_pb2 import Amount, Description
 from kvrelay.rpc.certificates import WARN_DAYS
 
 LEAST_FILES = 4096
@@ -22,16 +22,7 @@ def limits(cluster: Examined) -> Iterator[Finding]:
     """Checks the limits of the members' processes, such as open files and memory."""
     for name, description in sorted(cluster.descriptions.items()):
         amounts = {amount.name: amount for amount in description.amounts}
-        troubles = [
-            finding
-            for finding in (
-                _files(name, amounts.get("open files")),
-                _memory(name, amounts.get("memory")),
-                _shared(name, amounts.get("shared memory"), bool(description.device)),
-                _locked(name, amounts.get("locked memory"), bool(description.rdma_ports)),
-            )
-            if finding is not None
-        ]
+        troubles = list(_troubles(name, description, amounts))
         yield from troubles
         if not troubles:
             yield Finding("ok", name, _shown(amounts))
@@ -39,47 +30,35 @@ def limits(cluster: Examined) -> Iterator[Finding]:
 
 def _shown(amounts: dict[str, Amount]) -> str:
     files, memory = amounts.get("open files"), amounts.get("memory")
-    parts = [] if files is None else [f"{files.used:.0f} of {_count(files.limit)} open files"]
+    parts = []
+    if files is not None:
+        parts.append(f"{files.used:.0f} of {'unlimited' if files.limit < 0 else f'{files.limit:.0f}'} open files")
     if memory is not None:
-        parts.append(f"{size(memory.used)} of {_bytes(memory.limit)} of memory")
+        parts.append(f"{size(memory.used)} of {'unlimited' if memory.limit < 0 else size(memory.limit)} of memory")
     return ", ".join(parts) or "nothing is limited"
 
 
-def _files(name: str, files: Amount | None) -> Finding | None:
-    if files is None or files.limit < 0:
-        return None
+def _troubles(name: str, description: Description, amounts: dict[str, Amount]) -> Iterator[Finding]:
+    """What is used up, or less than a member may need. A limit below 0 is none."""
+    files, memory = amounts.get("open files"), amounts.get("memory")
+    shared, locked = amounts.get("shared memory"), amounts.get("locked memory")
     advice = "raise the soft limit (ulimit -n, LimitNOFILE=) to 65536"
-    if files.used >= FULL_SHARE * files.limit:
-        return Finding("error", name, f"{files.used:.0f} of {files.limit:.0f} open files are in use", advice)
-    if files.limit < LEAST_FILES:
+    if files is not None and files.used >= FULL_SHARE * files.limit >= 0:
+        yield Finding("error", name, f"{files.used:.0f} of {files.limit:.0f} open files are in use", advice)
+    elif files is not None and 0 <= files.limit < LEAST_FILES:
         text = f"may open {files.limit:.0f} files; each client, peer and link takes one"
-        return Finding("warning", name, text, advice)
-    return None
-
-
-def _memory(name: str, memory: Amount | None) -> Finding | None:
-    if memory is None or memory.limit < 0 or memory.used < FULL_SHARE * memory.limit:
-        return None
-    text = f"{size(memory.used)} of the {size(memory.limit)} of its control group are in use"
-    return Finding("warning", name, text, "the kernel ends it when the rest is used: give it more memory")
-
-
-def _shared(name: str, shared: Amount | None, worker: bool) -> Finding | None:
-    if not worker:
-        return None
-    if shared is None:
-        return Finding("warning", name, "has no /dev/shm, so the shm transport can't be used")
-    if shared.limit - shared.used >= LEAST_SHARED_BYTES:
-        return None
-    text = f"{size(shared.limit - shared.used)} of /dev/shm are free"
-    return Finding("warning", name, text, "mount a larger /dev/shm (in Kubernetes an emptyDir of medium Memory)")
-
-
-def _locked(name: str, locked: Amount | None, rdma: bool) -> Finding | None:
-    if not rdma or locked is None or locked.limit < 0:
-        return None
-    text = f"may lock {size(locked.limit)} of memory, but RDMA has to lock its buffers"
-    return Finding("warning", name, text, "ulimit -l unlimited; in Kubernetes the capability IPC_LOCK")
+        yield Finding("warning", name, text, advice)
+    if memory is not None and memory.used >= FULL_SHARE * memory.limit >= 0:
+        text = f"{size(memory.used)} of the {size(memory.limit)} of its control group are in use"
+        yield Finding("warning", name, text, "the kernel ends it when the rest is used: give it more memory")
+    if description.device and shared is None:
+        yield Finding("warning", name, "has no /dev/shm, so the shm transport can't be used")
+    elif description.device and shared is not None and shared.limit - shared.used < LEAST_SHARED_BYTES:
+        text = f"{size(shared.limit - shared.used)} of /dev/shm are free"
+        yield Finding("warning", name, text, "mount a larger /dev/shm (in Kubernetes an emptyDir of medium Memory)")
+    if description.rdma_ports and locked is not None and locked.limit >= 0:
+        text = f"may lock {size(locked.limit)} of memory, but RDMA has to lock its buffers"
+        yield Finding("warning", name, text, "ulimit -l unlimited; in Kubernetes the capability IPC_LOCK")
 
 
 def disks(cluster: Examined) -> Iterator[Finding]:
@@ -174,11 +153,3 @@ def rdma(cluster: Examined) -> Iterator[Finding]:
                 "the kernel module nvidia_peermem is not loaded: RDMA can't reach GPU memory",
                 "modprobe nvidia_peermem (or a kernel and driver with dma-buf)",
             )
-
-
-def _count(limit: float) -> str:
-    return "unlimited" if limit < 0 else f"{limit:.0f}"
-
-
-def _bytes(limit: float) -> str:
-    return "unlimited" if limit < 0 else size(limit)

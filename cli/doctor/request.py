@@ -81,7 +81,9 @@ def story(life: dict[str, Any]) -> Story:
     headline += f"; first token after {_seconds(ttft)}" if ttft is not None else "; no first token"
     if life["tpot"] is not None:
         headline += f", then {_seconds(life['tpot'])} per token"
-    return Story(life["id"], headline, _verdict(life, parts), parts, tuple(_incidents(life)))
+    words = {"wait": "had to wait", "failed": "an attempt failed", "moved": "moved to other workers", "ended": "ended"}
+    incidents = tuple(f"after {_seconds(at)} {words.get(kind, kind)}: {why}" for kind, at, why in life["incidents"])
+    return Story(life["id"], headline, _verdict(life, parts), parts, incidents)
 
 
 def _parts(life: dict[str, Any]) -> Iterator[Part]:
@@ -161,12 +163,6 @@ def _decode(life: dict[str, Any], span: dict[str, Any]) -> str:
         causes = [why for kind, when, why in life["incidents"] if kind != "ended" and at - gap <= when <= at]
         text += f": {causes[0]}" if causes else ""
     return text
-
-
-def _incidents(life: dict[str, Any]) -> Iterator[str]:
-    words = {"wait": "had to wait", "failed": "an attempt failed", "moved": "moved to other workers", "ended": "ended"}
-    for kind, at, why in life["incidents"]:
-        yield f"after {_seconds(at)} {words.get(kind, kind)}: {why}"
 
 
 def _verdict(life: dict[str, Any], parts: Sequence[Part]) -> str:

@@ -227,8 +227,8 @@ class Fleet:
 
     def troubles(self) -> dict[str, str]:
         """Reasons why the last process of a member that doesn't serve ended, by the member's name."""
-        ready = (MEMBER_STATE_READY,)
-        return {each.name: each.reason for each in self.progress() if each.reason and each.state not in ready}
+        down = (each for each in self.progress() if each.state != MEMBER_STATE_READY)
+        return {each.name: each.reason for each in down if each.reason}
 
     def waits(self) -> dict[str, str]:
         """Reasons why members' processes can't start yet, such as missing resources, by the member's name."""

@@ -28,6 +28,7 @@ from kvrelay.cluster.asking.status import serves
 from kvrelay.cluster.config.options import MEMBER, MEMBERS, ClusterConfig, available_cores
 from kvrelay.cluster.config.sections import AUTO
 from kvrelay.cluster.errors import ERROR_PREFIX, RunError, UsageError, listed
+from kvrelay.cluster.fleet.keepers import MOST_FAILURES, STALL_SECONDS
 from kvrelay.cluster.grafana import dashboards
 from kvrelay.cluster.processes import processes
 from kvrelay.cluster.ray import supervisor_actor
@@ -51,12 +52,8 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 EXIT_SECONDS = 10.0
 """Seconds for Ray's own processes to end after its shutdown."""
-STALL_SECONDS = 180.0
-"""Longest time in seconds that a start may go on without progress of any member."""
 END_SECONDS = 50.0
 """Seconds for the cluster and Ray to end, beyond the time for its requests; less than `kvrelay down` waits."""
-MOST_FAILURES = 3
-"""Processes of one member that may end before the cluster is ready."""
 GRAFANA_FOLDER_VARIABLE = "RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR"
 """Ray's own variable for the folder of its dashboards."""
 OBJECT_STORE_BYTES = 80 * 2**20

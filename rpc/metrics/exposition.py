@@ -29,8 +29,7 @@ class MetricsPort:
                 return web.json_response(targets())
 
             app.add_routes([web.get("/targets", answer)])
-        self._app = app
-        self._runner: web.AppRunner | None = None
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_SECONDS)
 
     async def start(self, host: str, port: int) -> int:
         """Binds and serves; returns the port.
@@ -41,16 +40,13 @@ class MetricsPort:
         Raises:
             OSError: the port can't be bound; the text names the option.
         """
-        runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=CLOSE_SECONDS)
-        await runner.setup()
-        self._runner = runner
+        await self._runner.setup()
         try:
-            await web.TCPSite(runner, host, port).start()
+            await web.TCPSite(self._runner, host, port).start()
         except OSError as error:
             raise OSError(f"metrics_port {port}: already in use, or not to be bound, on {host}") from error
-        return int(runner.addresses[0][1])
+        return int(self._runner.addresses[0][1])
 
     async def stop(self) -> None:
         """Closes all connections."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._runner.cleanup()
