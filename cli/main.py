@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 from click.exceptions import NoArgsIsHelpError
 
-from kvrelay.cli.commands.common import Whole, class_option, config_option, connection, console, target_option
+from kvrelay.cli.common import Whole, class_option, config_option, connection, console, target_option
 from kvrelay.cluster.errors import ERROR_PREFIX, NO_CLUSTER, ClusterError, UsageError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvrelay.cli.commands.common import connection, console
+from kvrelay.cli.common import connection, console
 from kvrelay.cluster.errors import RunError, UsageError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from kvrelay.cli.commands.common import class_option, connection, target_option
+from kvrelay.cli.common import class_option, connection, target_option
 from kvrelay.client.errors import KvrelayError
 from kvrelay.cluster.errors import ERROR_PREFIX, ClusterError, RunError, UsageError
 

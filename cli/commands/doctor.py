@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvrelay.cli.commands.common import connection, console
+from kvrelay.cli.common import connection, console
 from kvrelay.cluster.errors import NO_CLUSTER, RunError
 
 if TYPE_CHECKING:

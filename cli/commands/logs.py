@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvrelay.cli.commands.common import console
+from kvrelay.cli.common import console
 from kvrelay.cli.logs.entry import LEVELS, EntryFilter, parse_since
 from kvrelay.cluster.errors import ERROR_PREFIX, NO_CLUSTER, RunError
 

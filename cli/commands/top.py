@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from kvrelay.cli.commands.common import connection, console
+from kvrelay.cli.common import connection, console
 from kvrelay.cluster.errors import UsageError
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 import yaml
 
-from kvrelay.cli.commands.common import config_option, console
+from kvrelay.cli.common import config_option, console
 from kvrelay.cluster.errors import ERROR_PREFIX, RunError, UsageError
 from kvrelay.engine.config import CacheDtype, Dtype, Quantization
 from kvrelay.transfer.config import Transport

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvrelay.cli.commands.common import Whole
+from kvrelay.cli.common import Whole
 from kvrelay.cli.top.model import SORTS
 
 BAR_CELLS = 10

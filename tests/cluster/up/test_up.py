@@ -60,7 +60,7 @@ while not ended.wait(0.2):
 OWNER = """
 import sys
 from kvrelay.cluster.up import owner
-from kvrelay.cli.commands.common import console
+from kvrelay.cli.common import console
 from kvrelay.cluster.config.options import ClusterConfig
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.fleet import replacement
@@ -79,7 +79,7 @@ import ray
 from kvrelay.cluster.ray import supervisor_actor
 from kvrelay.cluster.up import launch
 from kvrelay.cluster.config.options import ClusterConfig
-from kvrelay.cli.commands.common import console
+from kvrelay.cli.common import console
 from kvrelay.cluster.up.report import Report
 from kvrelay.cluster.secrets import Secured
 from kvrelay.cluster.signals import Signals
