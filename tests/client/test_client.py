@@ -104,7 +104,7 @@ def test_leaving_a_stream_cancels_it_on_the_workers(background: Background, how:
                 del stream
                 gc.collect()
             background.wait(lambda: len(worker.jobs) > before)
-            background.wait(lambda: all(job.cancelled.is_set() for job in worker.jobs[before:]), 0.5)
+            background.wait(lambda: all(job.cancelled.is_set() for job in worker.jobs[before:]))
     finally:
         worker.script = script
 

@@ -106,7 +106,7 @@ async def test_a_client_that_is_closed_continues_nothing(two_routers: Start) -> 
     await patient.close()
     for one in waiting:
         with pytest.raises(Cancelled):
-            await asyncio.wait_for(one, 5)
+            await asyncio.wait_for(one, 20)
     with pytest.raises(Cancelled, match="the client is closed"):
         client.generate("hello")
 
@@ -125,10 +125,10 @@ async def test_a_stream_is_given_up_in_time_and_can_be_closed_while_it_waits(ser
             waiting = [asyncio.create_task(asyncio.to_thread(next, blocked)), asyncio.ensure_future(anext(closed))]
             with pytest.raises(Unavailable):
                 await anext(given_up)
-            assert 1.0 <= asyncio.get_running_loop().time() - started < 5
+            assert 1.0 <= asyncio.get_running_loop().time() - started < 20, "not after the usual 30 s"
             assert not any(task.done() for task in waiting)
             blocked.close()
             await closed.aclose()
             for one in waiting:
                 with pytest.raises(Cancelled):
-                    await asyncio.wait_for(one, 5)
+                    await asyncio.wait_for(one, 20)

@@ -164,15 +164,17 @@ with Client(sys.argv[1]) as client:
 
 
 def test_a_killed_client_frees_its_blocks(road: Road) -> None:
+    before = road.cluster.load_now("decode-0").computed_tokens
     client = subprocess.Popen([sys.executable, "-c", READER, road.cluster.router], stdout=subprocess.PIPE, text=True)
     try:
         assert client.stdout is not None
         assert client.stdout.readline() == "streaming\n"
-        wait_until(lambda: road.cluster.member("decode-0").load.blocks.held, "decode at work", seconds=10)
+        wait_until(lambda: road.cluster.member("decode-0").load.blocks.held, "decode at work", seconds=30)
     finally:
         client.kill()
         client.communicate(timeout=10)
-    road.cluster.wait_idle(seconds=3)
+    road.cluster.wait_idle(seconds=60)
+    assert road.cluster.load_now("decode-0").computed_tokens - before < ENDLESS - 1, "it has not run to its end"
 
 
 def by_cost(costs: float) -> dict[str, Any]:

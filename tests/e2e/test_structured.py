@@ -141,9 +141,9 @@ def test_grammars_that_take_much_time_end_by_their_budget_and_hold_up_no_other_s
     for what, each in (("alone", quiet), ("beside them", gaps)):
         found_ms = [1000 * gap for gap in (statistics.median(each), statistics.quantiles(each, n=100)[-1], max(each))]
         print(f"{what}: {len(each)} gaps, median, p99 and largest in ms:", [round(gap, 1) for gap in found_ms])
-    # The largest one says more about a busy machine.
-    assert statistics.median(gaps) < 0.05
-    assert statistics.quantiles(gaps, n=100)[-1] < 0.4
+    # The largest one says more about a busy machine, which shows in the stream that was alone, too.
+    assert statistics.median(gaps) < max(0.05, 4 * statistics.median(quiet))
+    assert statistics.quantiles(gaps, n=100)[-1] < max(0.4, 4 * statistics.quantiles(quiet, n=100)[-1])
     assert client.complete("x", choice=["a"]).text == "a"
 
 

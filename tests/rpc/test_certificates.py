@@ -21,7 +21,7 @@ from kvrelay.rpc.security import PARTS, Part
 from kvrelay.transfer.protocol.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.tcp import secure
 
-SECONDS = 10.0
+SECONDS = 30.0
 
 
 def made(folder: Path, days: int = 365) -> Path:

@@ -14,8 +14,10 @@ from support.processes import Process, wait_until
 FOR_EVER = 600.0
 GRACE = 0.5
 STOP = 1.0
-SLACK = 1.0
-"""Seconds that a busy machine may take longer."""
+SLACK = 20.0
+"""Seconds that a busy machine may take longer: far less than FOR_EVER."""
+LOADING = 2.0 + SLACK
+"""Longest time in seconds from the signal to the end of a server that has not started yet."""
 
 
 def start(folder: Path, **config: Any) -> Process:
@@ -32,7 +34,7 @@ def ended(process: Process, number: signal.Signals | None = signal.SIGTERM) -> t
     try:
         if number is not None:
             process.popen.send_signal(number)
-        return process.popen.wait(30), time.monotonic() - started
+        return process.popen.wait(60), time.monotonic() - started
     finally:
         process.popen.kill()
         process.popen.communicate()
@@ -68,7 +70,7 @@ def test_a_process_ends_in_time_while_its_model_loads(tmp_path: Path, number: si
     process = start(tmp_path, load_seconds=FOR_EVER)
     code, seconds = ended(process, number)
     assert code == 0
-    assert seconds < 2
+    assert seconds < LOADING
     assert "stop with 0 s" in process.log.read_text()
 
 
@@ -92,4 +94,4 @@ def test_a_real_worker_ends_in_time_while_its_model_loads(tmp_path: Path) -> Non
     wait_until(lambda: "loading" in process.log.read_text(), "it loads", 60)
     code, seconds = ended(process)
     assert code == 0
-    assert seconds < 2
+    assert seconds < LOADING

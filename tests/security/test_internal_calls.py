@@ -28,7 +28,7 @@ from support.faults import ENGINE
 from support.processes import START_SECONDS, Process, wait_until
 from support.secrets import Secrets, secrets_in
 
-SECONDS = 10.0
+SECONDS = 30.0
 WORKER = "decode-0"
 REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 

@@ -24,7 +24,7 @@ from support.handoff import HOST, Pair, blocks_of, pair, prompt, raw
 from support.link_process import beside
 from support.secrets import secrets_in
 
-WAIT = 10.0
+WAIT = 30.0
 COUNT = 300
 """Tokens of a prompt."""
 MARKER = b"the KV of a prompt that nobody else may read, sixty-four bytes.."

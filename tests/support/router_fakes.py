@@ -655,7 +655,7 @@ class Background:
 
     def __enter__(self) -> "Background":
         self._thread.start()
-        self.cluster = self._ready.result(10)
+        self.cluster = self._ready.result(60)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -669,7 +669,7 @@ class Background:
             self._ready.set_result(cluster)
             await self._stop.wait()
 
-    def wait(self, condition: Callable[[], Any], seconds: float = 5.0) -> None:
+    def wait(self, condition: Callable[[], Any], seconds: float = 20.0) -> None:
         asyncio.run_coroutine_threadsafe(until(condition, "condition", seconds), self._loop).result(seconds + 5)
 
 

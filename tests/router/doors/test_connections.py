@@ -280,13 +280,13 @@ async def test_a_new_client_is_served_at_the_limit_of_descriptors(
             await channel.unary_unary(CHECK)(b"", timeout=5)
 
     for make in (over_http, over_grpc):
-        # A client that tries again. A machine that is twice as busy takes longer than the 5 s.
+        # A client that tries again.
         started = time.monotonic()
         while True:
             try:
                 await make()
             except (aiohttp.ClientError, OSError, grpc.aio.AioRpcError):
-                assert time.monotonic() - started < 10
+                assert time.monotonic() - started < 60
                 await asyncio.sleep(0.1)
             else:
                 break

@@ -31,7 +31,7 @@ async def test_tokens_a_minute(serve: Serve, tmp_path: Path) -> None:
 
 
 async def test_classes_of_service_and_requests_a_minute(serve: Serve, tmp_path: Path) -> None:
-    classes = {"batch": ServiceClass(), "chat": ServiceClass(weight=4, first_token_timeout_seconds=0.3)}
+    classes = {"batch": ServiceClass(), "chat": ServiceClass(weight=4, first_token_timeout_seconds=1.5)}
     prefill, decode = pair()
     keys = key_file(tmp_path, a="classes=batch requests_per_minute=3", b="", c="classes=batch")
     cluster = await serve(prefill, decode, api_keys=keys, classes=classes)
@@ -60,7 +60,7 @@ async def test_classes_of_service_and_requests_a_minute(serve: Serve, tmp_path: 
     assert said.startswith("slo_class is 'fast'; allowed: 'default', 'interactive', 'batch', 'chat', or empty")
     assert await ask("b", "chat") == await ask("b", "") == served
     prefill.script = silent
-    assert await ask("b", "chat") == (504, "no token within the router's first_token_timeout_seconds, 0.3", 0)
+    assert await ask("b", "chat") == (504, "no token within the router's first_token_timeout_seconds, 1.5", 0)
 
 
 async def test_a_session_is_named_by_header_cache_key_or_user(serve: Serve) -> None:

@@ -92,7 +92,7 @@ async def test_prompts_wait_while_the_prefill_worker_has_enough_to_do_and_tenant
 
 async def test_a_wait_ends_with_a_cancel_the_clients_deadline_or_the_routers_limits(full: Start) -> None:
     """Nothing of the request is left anywhere."""
-    cluster = await full(first_token_timeout_seconds=1.0, max_queue=2)
+    cluster = await full(first_token_timeout_seconds=3.0, max_queue=2)
     with pytest.raises(DeadlineExceeded):
         await cluster.ask(PROMPT, timeout=0.2)
     await until(lambda: cluster.router.waiting == 0, "nobody waits")
@@ -100,7 +100,7 @@ async def test_a_wait_ends_with_a_cancel_the_clients_deadline_or_the_routers_lim
     with pytest.raises(Exhausted, match="max_queue") as refused:
         await cluster.ask(PROMPT)
     cancelled.cancel()
-    await until(lambda: cluster.router.waiting == 1, "one waits no longer", 0.5)
+    await until(lambda: cluster.router.waiting == 1, "one waits no longer", 2.0)
     with pytest.raises(Exhausted, match="waited for workers with capacity") as late:
         await shed
     assert refused.value.retry_after == late.value.retry_after == RATE_SECONDS, "nothing has ended lately"

@@ -147,4 +147,4 @@ def test_a_template_has_limits_of_time_and_size(source: str, message: str, monke
     start = time.monotonic()
     with pytest.raises(TemplateFailed, match=message):
         ChatTemplate(source, {}).render(Conversation(MESSAGES), max_characters=1000 if "1000" in message else 10**9)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60

@@ -22,15 +22,15 @@ pytestmark = pytest.mark.both_loops
 def test_it_rings_once_when_its_last_time_has_come_and_not_when_it_is_closed(pauses: list[float], closed: bool) -> None:
     async def test() -> None:
         rung: list[float] = []
-        alarm, due, began = Alarm(lambda: rung.append(time.monotonic())), 0.0, time.monotonic()
+        alarm, due = Alarm(lambda: rung.append(time.monotonic())), 0.0
         for pause in pauses:
             due = time.monotonic() + pause
             alarm.set(due)
         if closed:
             alarm.close()
         elif pauses[-1] < 1:
-            await until(lambda: rung, "it rings", 5)
-            assert due <= rung[0] < max(due, began) + 1
+            await until(lambda: rung, "it rings", 20)
+            assert due <= rung[0]
         await asyncio.sleep(0.006)  # the earlier times are past
         assert len(rung) == (pauses[-1] < 1 and not closed)
         alarm.close()

@@ -71,16 +71,14 @@ async def test_first_tokens_and_the_last_ones_wait_for_nothing(serve: Serve) -> 
             await asyncio.sleep(0.002)
 
     decode.script = script
-    # A pause that outlasts the test.
-    cluster = await serve(prefill, decode, coalesce_ms=1000.0)
+    cluster = await serve(prefill, decode)
+    cluster.router.front.dispatch.pacer._longest = 600.0  # a pause that outlasts the test
     seen: list[int] = []
-    began = time.monotonic()
     async for chunk in cluster.client.generate("hello", max_tokens=TOTAL):
         seen += chunk.token_ids
         if len(seen) >= UNPACED_TOKENS:
             release.set()
-    assert tuple(seen) == tokens(TOTAL)
-    assert time.monotonic() - began < 1.0, "neither the first tokens nor the last one have waited"
+    assert tuple(seen) == tokens(TOTAL), "neither the first tokens nor the last one have waited"
 
 
 @pytest.mark.usefixtures("crowded")

@@ -9,7 +9,7 @@ from kvrelay.client import DeadlineExceeded, Exhausted, InternalError, InvalidRe
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, MEMBER_STATE_DRAINING, MEMBER_STATE_SUSPECT
 from kvrelay.internal.v1.worker_pb2 import WAIT_PREEMPTED, Failure, Load, RelayResponse
 from kvrelay.router.placing.usual import RATE_SECONDS
-from kvrelay.router.session import budget
+from kvrelay.router.session import session
 from support.router_fakes import (
     Job,
     Script,
@@ -88,7 +88,7 @@ async def test_a_member_declared_dead_or_replaced_is_lost_at_once(serve: Serve, 
         members[2] = frozen.member()
         members[2].incarnation = "another"
     cluster.supervisor.announce(*members)
-    await asyncio.wait_for(running, 2)
+    await asyncio.wait_for(running, 20)
 
 
 @pytest.mark.parametrize("state", [MEMBER_STATE_DRAINING, MEMBER_STATE_SUSPECT])
@@ -241,11 +241,9 @@ async def test_silence_has_limits(serve: Serve) -> None:
 async def test_the_pause_before_an_attempt_ends_with_the_requests_time(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budget, "AT_LEAST", 100)
+    for name in ("BACKOFF_SECONDS", "LONGEST_BACKOFF_SECONDS"):
+        monkeypatch.setattr(session, name, 600.0)
     worker = fake("colocated-0", failing(Failure.CODE_RETRY))
-    cluster = await serve(worker, max_attempts=100, first_token_timeout_seconds=0.8)
-    loop = asyncio.get_running_loop()
-    began = loop.time()
+    cluster = await serve(worker, first_token_timeout_seconds=0.8)
     with pytest.raises(DeadlineExceeded):
-        await cluster.ask()
-    assert loop.time() - began < 1.3, "the next pause would have ended after 1.5 s"
+        await asyncio.wait_for(cluster.ask(timeout=100), 60)

@@ -105,7 +105,7 @@ async def test_the_last_message_waits_a_moment_for_the_transfer_report_and_token
     start = clock()
     completion = await cluster.client.complete("hello", max_tokens=3, timeout=10)
     assert completion.timeline.transfer_bytes == 0
-    assert 0.2 < clock() - start < 2
+    assert clock() - start > 0.2
     await within(0.5, (await cluster.job("prefill-0", 1)).cancelled, "it is cancelled")
 
 

@@ -16,7 +16,7 @@ from support.scenes import Serve
 
 ASSETS = files("kvrelay.router.faces.page") / "assets"
 SECRET = "zebra crossing"
-SECONDS = 10
+SECONDS = 30
 
 
 def bearer(key: str | None) -> dict[str, str]:
