@@ -1,20 +1,19 @@
 """The router's tests run on uvloop's event loop, and on asyncio's own, which runs where uvloop isn't installed.
 
-`make test` has uvloop's, which servers use; `make test-all` asyncio's. The marker `both_loops` is for tests that are no
-coroutines themselves.
+`make test` has uvloop's, which servers use; `make test-all` asyncio's.
 """
 
 import asyncio
-import inspect
 from collections.abc import Iterator
 
 import pytest
 import uvloop
 
+from support.scenes import is_coroutine_function
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    both = metafunc.definition.get_closest_marker("both_loops") is not None
-    if both or inspect.iscoroutinefunction(metafunc.function):
+    if is_coroutine_function(metafunc.function):
         other = pytest.param("asyncio", marks=pytest.mark.more)
         metafunc.parametrize("event_loop_kind", ["uvloop", other], indirect=True)
 

@@ -20,7 +20,6 @@ SERVICE = "kvrelay.v1.InferenceService"
 TIMEOUT = 30
 
 
-@pytest.mark.both_loops
 async def test_health_says_whether_a_request_can_be_placed(serve: Serve) -> None:
     cluster = await serve(*pair(), worker_wait_seconds=0.0)
     stub = HealthStub(cluster.channel)
@@ -156,7 +155,6 @@ async def test_a_worker_of_another_model_that_is_reached_first_doesnt_decide(ser
     await cluster.ask()
 
 
-@pytest.mark.both_loops
 async def test_a_drain_lets_running_streams_end(serve: Serve) -> None:
     cluster = await serve(*pair(pause=0.05))
     running = cluster.asking()

@@ -1,7 +1,9 @@
 """Runs tests that are coroutine functions, and starts what they need in their event loop. A plugin of pytest."""
 
 import inspect
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,23 @@ SECONDS = 120.0
 """Longest time in seconds that a test takes which has no marker `timeout`; with one, it is 10 s less than that."""
 
 
+def is_coroutine_function(test: Callable[..., Any]) -> bool:
+    """Whether a test is a coroutine function, also one with hypothesis' `given`."""
+    return inspect.iscoroutinefunction(test.hypothesis.inner_test if hasattr(test, "hypothesis") else test)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a coroutine function in an event loop of its own, in which what it has entered into `stack` ends, too.
+    """Runs a coroutine function in an event loop of its own, in which what it has entered into `stack` ends, too. With
+    `given`, each example has an event loop.
 
     Tests with the marker `anyio` run in that plugin's loop, which their asynchronous fixtures share.
     """
-    if not inspect.iscoroutinefunction(pyfuncitem.obj) or pyfuncitem.get_closest_marker("anyio") is not None:
+    if not is_coroutine_function(pyfuncitem.obj) or pyfuncitem.get_closest_marker("anyio") is not None:
+        return None
+    if hasattr(pyfuncitem.obj, "hypothesis"):
+        example: Callable[..., Awaitable[None]] = pyfuncitem.obj.hypothesis.inner_test
+        pyfuncitem.obj.hypothesis.inner_test = wraps(example)(lambda **drawn: run(partial(example, **drawn), SECONDS))
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
 

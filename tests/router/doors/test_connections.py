@@ -96,7 +96,6 @@ PARTS = {
 }
 
 
-@pytest.mark.both_loops
 @pytest.mark.parametrize("secured", [False, True], ids=["plaintext", "tls"])
 async def test_connections_without_a_whole_request_are_closed(
     serve: Serve, stack: AsyncExitStack, tmp_path: Path, secured: bool
@@ -131,7 +130,6 @@ async def test_connections_without_a_whole_request_are_closed(
     await until(lambda: not connections(cluster, "http") + connections(cluster, "grpc"), "nothing is left")
 
 
-@pytest.mark.both_loops
 async def test_what_drips_in_is_closed_in_time(serve: Serve) -> None:
     """A byte now and then doesn't move a deadline."""
 
@@ -178,7 +176,6 @@ async def test_connections_that_have_served_a_request_may_idle(serve: Serve) -> 
         assert await channel.unary_unary(CHECK)(b"", timeout=10)
 
 
-@pytest.mark.both_loops
 async def test_requests_that_run_are_not_closed(serve: Serve) -> None:
     """However long they take."""
     going = asyncio.Event()
@@ -201,7 +198,6 @@ async def test_requests_that_run_are_not_closed(serve: Serve) -> None:
     assert (await over_http)[0] == 200
 
 
-@pytest.mark.both_loops
 @pytest.mark.parametrize("face", ["http", "grpc"])
 async def test_one_address_has_a_limit_of_connections_from_which_trusted_proxies_are_exempt(
     serve: Serve, stack: AsyncExitStack, face: str
@@ -292,7 +288,6 @@ async def test_a_new_client_is_served_at_the_limit_of_descriptors(
                 break
 
 
-@pytest.mark.both_loops
 async def test_a_stop_ends_though_a_connection_comes_at_the_same_time() -> None:
     config = RouterConfig()
     doors = Doors(config, Addresses(), RouterMetrics(config.name, "m", {}))

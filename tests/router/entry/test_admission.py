@@ -103,69 +103,64 @@ def _held(calls: list[Open], holder: str) -> bool:
     return any(each.holder == holder and each.waits and each.ticket.nbytes for each in calls)
 
 
-@pytest.mark.both_loops
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 60), st.integers(0, 3)), min_size=1, max_size=8),
     st.integers(0, 8),
     st.integers(0, 5),
 )
-def test_the_completions_of_calls_take_turns_and_all_run(
+async def test_the_completions_of_calls_take_turns_and_all_run(
     calls: list[tuple[str, int, int]], concurrent: int, newcomers: int
 ) -> None:
     """Calls that give way run again; no more run than there are places, or than their key may have."""
     running: Counter[str] = Counter()
     done: Counter[int] = Counter()
 
-    async def main() -> None:
-        admission = Admission(MAX_CALLS, MAX_BYTES)
+    admission = Admission(MAX_CALLS, MAX_BYTES)
 
-        async def completion(call: int, holder: str, place: Place, turns: int) -> None:
-            with place.ticket.lent(place):
-                while True:
-                    begun: list[bool] = []
-                    try:
-                        async with asyncio.timeout(None) as scope:
-                            with place.work(scope, partial(bool, begun)):
-                                await asyncio.sleep(0)
-                                begun.append(True)
-                                running[holder] += 1
-                                try:
-                                    assert running.total() <= MAX_CALLS
-                                    assert not concurrent or running[holder] <= concurrent
-                                    for _ in range(turns):
-                                        await asyncio.sleep(0)
-                                finally:
-                                    running[holder] -= 1
-                                done[call] += 1
-                                return
-                    except TimeoutError:
-                        await place.ticket.again(place)
+    async def completion(call: int, holder: str, place: Place, turns: int) -> None:
+        with place.ticket.lent(place):
+            while True:
+                begun: list[bool] = []
+                try:
+                    async with asyncio.timeout(None) as scope:
+                        with place.work(scope, partial(bool, begun)):
+                            await asyncio.sleep(0)
+                            begun.append(True)
+                            running[holder] += 1
+                            try:
+                                assert running.total() <= MAX_CALLS
+                                assert not concurrent or running[holder] <= concurrent
+                                for _ in range(turns):
+                                    await asyncio.sleep(0)
+                            finally:
+                                running[holder] -= 1
+                            done[call] += 1
+                            return
+                except TimeoutError:
+                    await place.ticket.again(place)
 
-        async def one(call: int, holder: str, count: int, turns: int) -> None:
-            with admission.admit(holder, 1, key=holder, concurrent=concurrent) as ticket:
-                ticket.begun = True  # a call that fails as a whole is not what is tested here
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(count):
-                        group.create_task(completion(call, holder, await ticket.place(), turns))
+    async def one(call: int, holder: str, count: int, turns: int) -> None:
+        with admission.admit(holder, 1, key=holder, concurrent=concurrent) as ticket:
+            ticket.begun = True  # a call that fails as a whole is not what is tested here
+            async with asyncio.TaskGroup() as group:
+                for _ in range(count):
+                    group.create_task(completion(call, holder, await ticket.place(), turns))
 
-        tasks = [asyncio.create_task(one(at, *call)) for at, call in enumerate(calls)]
-        await asyncio.sleep(0)
-        tasks += [asyncio.create_task(one(-1, "c", 1, 1)) for _ in range(newcomers)]
-        for at, task in enumerate(tasks):
-            try:
-                await task
-            except Exhausted:
-                done[at if at < len(calls) else -1] += calls[at][1] if at < len(calls) else 1
-        assert done == Counter(
-            {at: count for at, (_, count, _) in enumerate(calls)} | ({-1: newcomers} if newcomers else {})
-        )
-        assert admission.calls == admission.nbytes == entries(admission) == 0
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+    tasks = [asyncio.create_task(one(at, *call)) for at, call in enumerate(calls)]
+    await asyncio.sleep(0)
+    tasks += [asyncio.create_task(one(-1, "c", 1, 1)) for _ in range(newcomers)]
+    for at, task in enumerate(tasks):
+        try:
+            await task
+        except Exhausted:
+            done[at if at < len(calls) else -1] += calls[at][1] if at < len(calls) else 1
+    assert done == Counter(
+        {at: count for at, (_, count, _) in enumerate(calls)} | ({-1: newcomers} if newcomers else {})
+    )
+    assert admission.calls == admission.nbytes == entries(admission) == 0
 
 
-@pytest.mark.both_loops
 @pytest.mark.parametrize("calls", [1, 2])
 async def test_a_place_passes_over_completions_that_were_cancelled_in_the_same_turn(calls: int) -> None:
     admission = Admission(calls, MAX_BYTES)

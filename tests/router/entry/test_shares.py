@@ -158,7 +158,6 @@ async def test_a_full_house_and_a_full_queue_displace_the_largest_holders_latest
     assert Counter(cluster.outcomes) == {"length": ended[200] + OTHERS, "exhausted": ended[429]}
 
 
-@pytest.mark.both_loops
 @EACH
 async def test_unfinished_requests_leave_room_for_others(
     clients: Start, stack: AsyncExitStack, face: str, keys: bool
@@ -197,7 +196,6 @@ async def test_requests_at_once_count_from_their_headers_on(clients: Start, face
     assert await many == 200
 
 
-@pytest.mark.both_loops
 async def test_open_pages_and_health_checks_leave_room_for_others(clients: Start, stack: AsyncExitStack) -> None:
     each = await clients(False)
 
@@ -232,7 +230,6 @@ async def test_open_pages_and_health_checks_leave_room_for_others(clients: Start
     assert await streams[0][1].code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-@pytest.mark.both_loops
 async def test_long_turns_leave_the_loop_to_others_and_go_by_holder() -> None:
     turns = Turns()
     begun: list[str] = []

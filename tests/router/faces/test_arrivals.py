@@ -45,7 +45,6 @@ async def test_a_call_without_a_key_is_refused_before_its_message_comes(serve: S
     assert [answer async for answer in known]
 
 
-@pytest.mark.both_loops
 @pytest.mark.parametrize("method", METHODS)
 async def test_a_message_that_does_not_come_ends_its_call(serve: Serve, method: str) -> None:
     cluster = await serve(*pair(), request_timeout_seconds=0.3)
@@ -89,7 +88,6 @@ async def test_a_call_without_a_message_is_told_so(serve: Serve) -> None:
     assert (await unary(Empty(), timeout=10)).status == health_pb2.HealthCheckResponse.SERVING
 
 
-@pytest.mark.both_loops
 async def test_one_tenants_unfinished_requests_do_not_keep_out_anothers(serve: Serve, tmp_path: Path) -> None:
     """Two tenants that take all places don't keep a third one out either."""
     cluster = await serve(
@@ -121,53 +119,49 @@ async def test_one_tenants_unfinished_requests_do_not_keep_out_anothers(serve: S
     await cluster.idle()
 
 
-@pytest.mark.both_loops
 @settings(deadline=None, max_examples=50)
 @given(
     places=st.integers(1, 9),
     events=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), max_size=40),
 )
-def test_places_are_bounded_shared_and_given_back(places: int, events: list[tuple[str, int, bool]]) -> None:
+async def test_places_are_bounded_shared_and_given_back(places: int, events: list[tuple[str, int, bool]]) -> None:
     """The requests are arbitrary; each takes some turns of the event loop to arrive, or is cancelled."""
     reading: Counter[str] = Counter()
     ended: Counter[str] = Counter()
 
-    async def main() -> None:
-        shared = Arrivals(places, 5.0)
+    shared = Arrivals(places, 5.0)
 
-        async def one(holder: str, turns: int) -> None:
-            async def read() -> bytes:
-                reading[holder] += 1
-                try:
-                    assert reading.total() <= places
-                    assert reading[holder] <= max(1, places - max(1, places // 4))
-                    for _ in range(turns):
-                        await asyncio.sleep(0)
-                    return b"request"
-                finally:
-                    reading[holder] -= 1
+    async def one(holder: str, turns: int) -> None:
+        async def read() -> bytes:
+            reading[holder] += 1
+            try:
+                assert reading.total() <= places
+                assert reading[holder] <= max(1, places - max(1, places // 4))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                return b"request"
+            finally:
+                reading[holder] -= 1
 
-            assert await shared.receive(holder, read) == b"request"
-            ended[holder] += 1
+        assert await shared.receive(holder, read) == b"request"
+        ended[holder] += 1
 
-        tasks = []
-        for holder, turns, cancelled in events:
-            tasks.append(asyncio.create_task(one(holder, turns)))
-            await asyncio.sleep(0)
-            if cancelled:
-                tasks[len(tasks) // 2].cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(result is None or isinstance(result, asyncio.CancelledError) for result in results), results
-        assert ended.total() == results.count(None)
-        # All places are free again.
-        most = max(1, places - max(1, places // 4))
-        began = [asyncio.Event() for _ in range(most)]
+    tasks = []
+    for holder, turns, cancelled in events:
+        tasks.append(asyncio.create_task(one(holder, turns)))
+        await asyncio.sleep(0)
+        if cancelled:
+            tasks[len(tasks) // 2].cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(result is None or isinstance(result, asyncio.CancelledError) for result in results), results
+    assert ended.total() == results.count(None)
+    # All places are free again.
+    most = max(1, places - max(1, places // 4))
+    began = [asyncio.Event() for _ in range(most)]
 
-        async def wait(event: asyncio.Event) -> bytes:
-            event.set()
-            await asyncio.gather(*(other.wait() for other in began))
-            return b"request"
+    async def wait(event: asyncio.Event) -> bytes:
+        event.set()
+        await asyncio.gather(*(other.wait() for other in began))
+        return b"request"
 
-        await asyncio.gather(*(shared.receive("a", lambda event=event: wait(event)) for event in began))
-
-    asyncio.run(asyncio.wait_for(main(), 30))
+    await asyncio.gather(*(shared.receive("a", lambda event=event: wait(event)) for event in began))

@@ -15,7 +15,6 @@ from kvrelay.router.placing.queue import LEAST_TOKENS, LOOK_AHEAD, NO_CLAIM, OVE
 from kvrelay.rpc.identity import WorkerId
 
 PLACE = Placement(WorkerId("p", "i"), WorkerId("d", "i"))
-pytestmark = pytest.mark.both_loops
 SOON = 20.0
 
 
@@ -75,33 +74,30 @@ async def test_a_large_request_is_passed_by_small_ones_for_a_while_only() -> Non
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.integers(0, 2**32 - 1))
-def test_tenants_get_their_shares_however_much_each_asks_for(weights: list[int], seed: int) -> None:
-    async def test() -> None:
-        rng = random.Random(seed)
-        line = Line(free=0, max_waiting=10**6)
-        got = dict.fromkeys(range(len(weights)), 0)
-        tasks = []
-        total, most = 240 * LEAST_TOKENS, 0
-        for tenant, weight in enumerate(weights):
-            size = LEAST_TOKENS * rng.choice([1, 3, 8])
-            most = max(most, size)
-            for number in range(total // size):
-                claim = Claim(str(tenant), weight)
-                tasks.append(line.ask(f"{tenant} {size} {number}", size, claim=claim))
-        await settle()
-        line.free(total)
-        await settle(500)
-        for name in line.placed:
-            tenant, size, _ = map(int, name.split())
-            got[tenant] += size
-        for tenant, weight in enumerate(weights):
-            due = total * weight / sum(weights)
-            assert abs(got[tenant] - due) <= most * (1 + weight), (got, weights)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    asyncio.run(asyncio.wait_for(test(), SOON))
+async def test_tenants_get_their_shares_however_much_each_asks_for(weights: list[int], seed: int) -> None:
+    rng = random.Random(seed)
+    line = Line(free=0, max_waiting=10**6)
+    got = dict.fromkeys(range(len(weights)), 0)
+    tasks = []
+    total, most = 240 * LEAST_TOKENS, 0
+    for tenant, weight in enumerate(weights):
+        size = LEAST_TOKENS * rng.choice([1, 3, 8])
+        most = max(most, size)
+        for number in range(total // size):
+            claim = Claim(str(tenant), weight)
+            tasks.append(line.ask(f"{tenant} {size} {number}", size, claim=claim))
+    await settle()
+    line.free(total)
+    await settle(500)
+    for name in line.placed:
+        tenant, size, _ = map(int, name.split())
+        got[tenant] += size
+    for tenant, weight in enumerate(weights):
+        due = total * weight / sum(weights)
+        assert abs(got[tenant] - due) <= most * (1 + weight), (got, weights)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_many_tiny_prompts_of_a_tenant_let_another_ones_pass() -> None:
@@ -169,62 +165,58 @@ ANY_CLAIM = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(ANY_CLAIM, min_size=1, max_size=20))
-def test_a_tenants_requests_go_by_rank_then_priority_then_target_then_age(claims: list[Claim]) -> None:
-    async def test() -> None:
-        line = Line(free=0)
-        tasks = [line.ask(str(number), 1, claim=claim) for number, claim in enumerate(claims)]
+async def test_a_tenants_requests_go_by_rank_then_priority_then_target_then_age(claims: list[Claim]) -> None:
+    line = Line(free=0)
+    tasks = [line.ask(str(number), 1, claim=claim) for number, claim in enumerate(claims)]
+    await settle()
+    for _ in claims:
+        line.free(1)
         await settle()
-        for _ in claims:
-            line.free(1)
-            await settle()
-        await asyncio.gather(*tasks)
-        order = sorted(
-            range(len(claims)), key=lambda at: (claims[at].service.rank, claims[at].priority, claims[at].due, at)
-        )
-        assert line.placed == list(map(str, order))
-
-    asyncio.run(asyncio.wait_for(test(), SOON))
+    await asyncio.gather(*tasks)
+    order = sorted(
+        range(len(claims)), key=lambda at: (claims[at].service.rank, claims[at].priority, claims[at].due, at)
+    )
+    assert line.placed == list(map(str, order))
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 4), st.integers(2, 4), st.integers(0, 2**32 - 1))
-def test_batch_gets_what_interactive_leaves_and_tenants_share_that_too(weight: int, tenants: int, seed: int) -> None:
+async def test_batch_gets_what_interactive_leaves_and_tenants_share_that_too(
+    weight: int, tenants: int, seed: int
+) -> None:
     """However many requests of a less urgent rank wait, and whatever tenant has them."""
 
-    async def test() -> None:
-        rng = random.Random(seed)
-        line = Line(free=0, max_waiting=10**6)
-        ranks = [Service(), BATCH]
-        each = 12 * weight
-        asked = [(tenant, rank) for tenant in range(tenants) for rank in (0, 1) for _ in range(each)]
-        rng.shuffle(asked)
-        tasks = [
-            line.ask(f"{tenant} {rank}", LEAST_TOKENS, claim=Claim(str(tenant), 1 + tenant, ranks[rank]))
-            for tenant, rank in asked
-        ]
-        await settle()
-        for _ in range(each * tenants):
-            line.free(LEAST_TOKENS)
-            await settle(3)
-        assert {name.split()[1] for name in line.placed} == {"0"}, "nothing of batch while others wait"
-        placed = each * tenants // 2
-        for _ in range(placed):
-            line.free(LEAST_TOKENS)
-            await settle(3)
-        batch = line.placed[each * tenants :]
-        assert len(batch) == placed
-        # Of half of all, no tenant gets less than its share, unless it has all that it asked for.
-        for tenant in range(tenants):
-            due = min(each, placed * (1 + tenant) / sum(range(1, tenants + 1)))
-            assert batch.count(f"{tenant} 1") >= math.floor(due) - 1 - tenant
-        late = line.ask("late", LEAST_TOKENS, claim=Claim("another"))
-        await settle()
+    rng = random.Random(seed)
+    line = Line(free=0, max_waiting=10**6)
+    ranks = [Service(), BATCH]
+    each = 12 * weight
+    asked = [(tenant, rank) for tenant in range(tenants) for rank in (0, 1) for _ in range(each)]
+    rng.shuffle(asked)
+    tasks = [
+        line.ask(f"{tenant} {rank}", LEAST_TOKENS, claim=Claim(str(tenant), 1 + tenant, ranks[rank]))
+        for tenant, rank in asked
+    ]
+    await settle()
+    for _ in range(each * tenants):
         line.free(LEAST_TOKENS)
-        assert await late == "late", "it goes before what waited for long"
-        line.free(10**6)
-        await asyncio.gather(*tasks)
-
-    asyncio.run(asyncio.wait_for(test(), SOON))
+        await settle(3)
+    assert {name.split()[1] for name in line.placed} == {"0"}, "nothing of batch while others wait"
+    placed = each * tenants // 2
+    for _ in range(placed):
+        line.free(LEAST_TOKENS)
+        await settle(3)
+    batch = line.placed[each * tenants :]
+    assert len(batch) == placed
+    # Of half of all, no tenant gets less than its share, unless it has all that it asked for.
+    for tenant in range(tenants):
+        due = min(each, placed * (1 + tenant) / sum(range(1, tenants + 1)))
+        assert batch.count(f"{tenant} 1") >= math.floor(due) - 1 - tenant
+    late = line.ask("late", LEAST_TOKENS, claim=Claim("another"))
+    await settle()
+    line.free(LEAST_TOKENS)
+    assert await late == "late", "it goes before what waited for long"
+    line.free(10**6)
+    await asyncio.gather(*tasks)
 
 
 async def test_batch_has_a_place_that_a_large_interactive_prompt_can_not_use() -> None:
@@ -300,33 +292,30 @@ async def test_the_cancel_of_a_request_that_holds_others_back_wakes_them() -> No
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1))
-def test_no_order_of_events_gives_capacity_twice_or_leaves_a_request_behind(seed: int) -> None:
-    async def test() -> None:
-        rng = random.Random(seed)
-        line = Line(free=rng.randrange(6))
-        tasks: dict[str, asyncio.Task[str | NoPlace]] = {}
-        order: list[str] = []
-        cancelled: set[str] = set()
-        for number in range(40):
-            match rng.randrange(4):
-                case 0 | 1:
-                    name = str(number)
-                    tasks[name] = line.ask(name, rng.randrange(1, 5))
-                    order.append(name)
-                case 2:
-                    line.free(rng.randrange(4))
-                case 3 if tasks:
-                    name = rng.choice(list(tasks))
-                    if tasks[name].cancel():
-                        cancelled.add(name)
-            for _ in range(rng.randrange(3)):
-                await asyncio.sleep(0)
-        line.free(1000)
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
-        assert set(order) - cancelled <= set(line.placed)
-        assert len(line.queue) == 0
-
-    asyncio.run(asyncio.wait_for(test(), SOON))
+async def test_no_order_of_events_gives_capacity_twice_or_leaves_a_request_behind(seed: int) -> None:
+    rng = random.Random(seed)
+    line = Line(free=rng.randrange(6))
+    tasks: dict[str, asyncio.Task[str | NoPlace]] = {}
+    order: list[str] = []
+    cancelled: set[str] = set()
+    for number in range(40):
+        match rng.randrange(4):
+            case 0 | 1:
+                name = str(number)
+                tasks[name] = line.ask(name, rng.randrange(1, 5))
+                order.append(name)
+            case 2:
+                line.free(rng.randrange(4))
+            case 3 if tasks:
+                name = rng.choice(list(tasks))
+                if tasks[name].cancel():
+                    cancelled.add(name)
+        for _ in range(rng.randrange(3)):
+            await asyncio.sleep(0)
+    line.free(1000)
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+    assert set(order) - cancelled <= set(line.placed)
+    assert len(line.queue) == 0
 
 
 async def test_equal_requests_keep_their_order_and_one_that_comes_or_goes_costs_no_new_look_at_the_others() -> None:

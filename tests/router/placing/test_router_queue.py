@@ -13,7 +13,6 @@ from kvrelay.router.placing.usual import RATE_SECONDS
 from support.router_fakes import FakeCluster, after, decode_of, key_file, pair, silent, until
 from support.scenes import Serve
 
-pytestmark = pytest.mark.both_loops
 Start = Callable[..., Awaitable[FakeCluster]]
 BLOCKS = 100
 PROMPT = [40] * 20

@@ -1,6 +1,5 @@
 """Two workers' events, in any order between them, make one sequence without a gap or a duplicate."""
 
-import asyncio
 from collections.abc import Sequence
 
 from hypothesis import given, settings
@@ -69,88 +68,82 @@ def interleavings(draw: st.DrawFn) -> tuple[int, int, list[tuple[str, int, int]]
 
 @settings(max_examples=120, deadline=None)
 @given(interleavings(), st.booleans(), st.data())
-def test_every_index_comes_once_and_in_order(
+async def test_every_index_comes_once_and_in_order(
     case: tuple[int, int, list[tuple[str, int, int]]], scored: bool, data: st.DataObject
 ) -> None:
     """The tokens come in events or by themselves."""
     total, generated, events = case
 
-    async def test() -> None:
-        attempt, prefill, decode = attempt_of(total, generated, logprobs=0 if scored else None)
-        taken: list[int] = []
-        scores: list[TokenLogprobs] = []
-        prompt_scores: list[Sequence[TokenLogprobs]] = []
-        finish = FINISH_REASON_UNSPECIFIED
-        if scored and not generated:
-            for place in range(1, len(PROMPT)):
-                score = TokenLogprobs(rank=place)
-                prefill.on_event(RequestEvent(prompt_logprobs=[score], prompt_logprobs_first=place))
-        for worker, first, end in events:
-            last = worker == "decode" and end == total
-            listener = (prefill if worker == "prefill" else decode).listener
-            if not (scored or last) and data.draw(st.booleans()):
-                for index in range(first, end):
-                    listener.on_token(index, 100 + index, 0.0)
-            else:
-                event = RequestEvent(
-                    first_index=first,
-                    token_ids=[100 + index for index in range(first, end)],
-                    logprobs=[TokenLogprobs(rank=1 + index) for index in range(first, end) if scored],
-                    finish_reason=length_if(last),
-                )
-                listener.on_event(event)
-            if data.draw(st.booleans()):
-                tokens, finish, logprobs, prompt_logprobs = attempt.tokens.take()
-                taken, scores, prompt_scores = taken + tokens, scores + logprobs, prompt_scores + prompt_logprobs
-                assert not finish or len(taken) == total - generated
-        tokens, ended, logprobs, prompt_logprobs = attempt.tokens.take()
-        taken, scores, prompt_scores = taken + tokens, scores + logprobs, prompt_scores + prompt_logprobs
-        assert [score.rank for score in scores] == [1 + index for index in range(generated, total) if scored]
-        # A client that has tokens has the prompt's log-probabilities.
-        assert [score.rank for part in prompt_scores for score in part] == (
-            [] if generated or not scored else list(range(1, len(PROMPT)))
-        )
-        assert taken == [100 + index for index in range(generated, total)]
-        assert FINISH_REASON_LENGTH in (finish, ended)
-        assert attempt.failure is None
-        prefill.on_event(RequestEvent(transfer=TransferReport(transfer_bytes=1)))
-        assert not attempt.transferring
-        attempt.close()
-        assert prefill.outstanding_tokens == decode.outstanding_tokens == 0
-        assert not prefill.cancelled
-        assert not decode.cancelled
-
-    asyncio.run(test())
+    attempt, prefill, decode = attempt_of(total, generated, logprobs=0 if scored else None)
+    taken: list[int] = []
+    scores: list[TokenLogprobs] = []
+    prompt_scores: list[Sequence[TokenLogprobs]] = []
+    finish = FINISH_REASON_UNSPECIFIED
+    if scored and not generated:
+        for place in range(1, len(PROMPT)):
+            score = TokenLogprobs(rank=place)
+            prefill.on_event(RequestEvent(prompt_logprobs=[score], prompt_logprobs_first=place))
+    for worker, first, end in events:
+        last = worker == "decode" and end == total
+        listener = (prefill if worker == "prefill" else decode).listener
+        if not (scored or last) and data.draw(st.booleans()):
+            for index in range(first, end):
+                listener.on_token(index, 100 + index, 0.0)
+        else:
+            event = RequestEvent(
+                first_index=first,
+                token_ids=[100 + index for index in range(first, end)],
+                logprobs=[TokenLogprobs(rank=1 + index) for index in range(first, end) if scored],
+                finish_reason=length_if(last),
+            )
+            listener.on_event(event)
+        if data.draw(st.booleans()):
+            tokens, finish, logprobs, prompt_logprobs = attempt.tokens.take()
+            taken, scores, prompt_scores = taken + tokens, scores + logprobs, prompt_scores + prompt_logprobs
+            assert not finish or len(taken) == total - generated
+    tokens, ended, logprobs, prompt_logprobs = attempt.tokens.take()
+    taken, scores, prompt_scores = taken + tokens, scores + logprobs, prompt_scores + prompt_logprobs
+    assert [score.rank for score in scores] == [1 + index for index in range(generated, total) if scored]
+    # A client that has tokens has the prompt's log-probabilities.
+    assert [score.rank for part in prompt_scores for score in part] == (
+        [] if generated or not scored else list(range(1, len(PROMPT)))
+    )
+    assert taken == [100 + index for index in range(generated, total)]
+    assert FINISH_REASON_LENGTH in (finish, ended)
+    assert attempt.failure is None
+    prefill.on_event(RequestEvent(transfer=TransferReport(transfer_bytes=1)))
+    assert not attempt.transferring
+    attempt.close()
+    assert prefill.outstanding_tokens == decode.outstanding_tokens == 0
+    assert not prefill.cancelled
+    assert not decode.cancelled
 
 
 @settings(max_examples=120, deadline=None)
 @given(interleavings(), st.data())
-def test_an_unfinished_attempt_is_cancelled_on_its_workers_and_claims_no_tokens(
+async def test_an_unfinished_attempt_is_cancelled_on_its_workers_and_claims_no_tokens(
     case: tuple[int, int, list[tuple[str, int, int]]], data: st.DataObject
 ) -> None:
     total, generated, events = case
 
-    async def test() -> None:
-        attempt, prefill, decode = attempt_of(total, generated)
-        streams = {"prefill": prefill, "decode": decode}
-        over: set[str] = set()
-        for worker, first, end in events[: data.draw(st.integers(0, len(events)))]:
-            last = worker == "decode" and end == total
-            tokens = [100 + index for index in range(first, end)]
-            finish = length_if(last)
-            streams[worker].on_event(RequestEvent(first_index=first, token_ids=tokens, finish_reason=finish))
-            over |= {worker} if last else set()
-        for worker in data.draw(st.lists(st.sampled_from(["prefill", "decode"]), unique=True)):
-            if data.draw(st.booleans()):
-                streams[worker].on_event(RequestEvent(failure=Failure(code=Failure.CODE_RETRY)))
-            else:
-                streams[worker].lost = "killed"
-                streams[worker].listener.on_lost()
-            over.add(worker)
-        attempt.close()
-        attempt.close()
-        for worker, stream in streams.items():
-            assert len(stream.cancelled) == (worker not in over)
-            assert stream.outstanding_tokens == 0
-
-    asyncio.run(test())
+    attempt, prefill, decode = attempt_of(total, generated)
+    streams = {"prefill": prefill, "decode": decode}
+    over: set[str] = set()
+    for worker, first, end in events[: data.draw(st.integers(0, len(events)))]:
+        last = worker == "decode" and end == total
+        tokens = [100 + index for index in range(first, end)]
+        finish = length_if(last)
+        streams[worker].on_event(RequestEvent(first_index=first, token_ids=tokens, finish_reason=finish))
+        over |= {worker} if last else set()
+    for worker in data.draw(st.lists(st.sampled_from(["prefill", "decode"]), unique=True)):
+        if data.draw(st.booleans()):
+            streams[worker].on_event(RequestEvent(failure=Failure(code=Failure.CODE_RETRY)))
+        else:
+            streams[worker].lost = "killed"
+            streams[worker].listener.on_lost()
+        over.add(worker)
+    attempt.close()
+    attempt.close()
+    for worker, stream in streams.items():
+        assert len(stream.cancelled) == (worker not in over)
+        assert stream.outstanding_tokens == 0

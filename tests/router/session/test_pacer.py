@@ -13,7 +13,6 @@ from kvrelay.router.session.pacer import AT_ONCE, STREAM_SECONDS, UNPACED_TOKENS
 from support.router_fakes import FakeCluster, Job, first_attempt, length_if, pair, token_at, tokens, until
 from support.scenes import Serve
 
-pytestmark = pytest.mark.both_loops
 TOTAL = 48
 
 

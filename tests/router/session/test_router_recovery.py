@@ -42,7 +42,6 @@ def dying_decode(count: int) -> Script:
     return first_attempt(script)
 
 
-@pytest.mark.both_loops
 @pytest.mark.parametrize("count", [1, 2, TOTAL - 1])
 async def test_a_lost_decode_worker_leaves_no_gap(serve: Serve, count: int) -> None:
     cluster = await serve(
@@ -106,7 +105,6 @@ async def test_a_draining_or_suspect_worker_finishes_what_it_has_and_gets_no_mor
     await running
 
 
-@pytest.mark.both_loops
 @pytest.mark.parametrize("case", ["silent", "silent and the only one", "slow"])
 async def test_a_stream_leaves_a_suspect_that_sends_nothing(serve: Serve, case: str) -> None:
     async def first(job: Job) -> None:
@@ -192,7 +190,6 @@ async def test_a_worker_that_breaks_the_sequence_is_a_defect(serve: Serve, index
         await cluster.ask()
 
 
-@pytest.mark.both_loops
 async def test_a_stream_that_waits_on_a_worker_is_given_up_only_once_that_is_silent(serve: Serve) -> None:
     """A second and a third attempt would be needed if waiting counted as silence."""
     idle = 0.4
@@ -214,7 +211,6 @@ async def test_a_stream_that_waits_on_a_worker_is_given_up_only_once_that_is_sil
     assert cluster.records[-1].retries == 1
 
 
-@pytest.mark.both_loops
 async def test_silence_has_limits(serve: Serve) -> None:
     async def stall(job: Job) -> None:
         job.send(1, tokens(3)[1:])

@@ -124,7 +124,6 @@ async def test_a_call_that_was_lost_anywhere_goes_on_with_the_same_text(
             assert (last.finish_reason, last.usage, last.timeline.resumes) == (reason, complete[-1].usage, 1), cut
 
 
-@pytest.mark.both_loops
 async def test_a_later_call_ends_the_earlier_one_wherever_it_is(talk: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     cluster, one, two = await talk()
@@ -210,7 +209,6 @@ async def test_what_is_wrong_with_a_later_call_is_named(talk: Any) -> None:
     assert len(tokens_of(await read(two(unseeded)))) == len(IDS) - 1
 
 
-@pytest.mark.both_loops
 async def test_a_router_that_is_stopped_refuses_new_streams_and_ends_the_others_in_time(talk: Any) -> None:
     cluster, one, two = await talk()
     (worker,) = cluster.workers.values()

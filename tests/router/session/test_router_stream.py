@@ -78,7 +78,6 @@ async def test_a_stop_string_or_a_first_token_that_ends_the_request_cancels_deco
         await within(0.5, (await cluster.job("decode-0", at)).cancelled, "it is cancelled")
 
 
-@pytest.mark.both_loops
 async def test_the_last_message_waits_a_moment_for_the_transfer_report_and_tokens_do_not(serve: Serve) -> None:
     release = asyncio.Event()
 
@@ -109,7 +108,6 @@ async def test_the_last_message_waits_a_moment_for_the_transfer_report_and_token
     await within(0.5, (await cluster.job("prefill-0", 1)).cancelled, "it is cancelled")
 
 
-@pytest.mark.both_loops
 async def test_a_client_that_does_not_read_is_given_up(serve: Serve) -> None:
     async def decode(job: Job) -> None:
         # Enough text to fill the transport's buffers.

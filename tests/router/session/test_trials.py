@@ -92,7 +92,6 @@ async def test_a_trial_begins_when_each_worker_has_taken_the_suspect(serve: Serv
     await until(lambda: all(view.suspects == 0 for view in cluster.router.registry.view()), "none is left")
 
 
-@pytest.mark.both_loops
 async def test_one_that_gets_no_trial_runs_beside_others_and_says_what_it_is(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +173,6 @@ class Endangered:
                 self._suspects.remove(job)
 
 
-@pytest.mark.both_loops
 @pytest.mark.parametrize("lost", [1, 2])
 async def test_suspects_of_two_routers_are_tried_alone(
     serve: Serve, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lost: int

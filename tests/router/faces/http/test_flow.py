@@ -14,7 +14,6 @@ from support.http_calls import text_of
 from support.router_fakes import FakeCluster, FakeWorker, Job, colocated_of, fake, token_at, tokens, until
 from support.scenes import Serve
 
-pytestmark = pytest.mark.both_loops
 LONG = {"prompt": "hello", "max_tokens": 20000, "stream": True, "ignore_eos": True}
 ENDLESS = 20000
 

@@ -117,7 +117,6 @@ BROKEN = [
 ]
 
 
-@pytest.mark.both_loops
 async def test_broken_http_ends_its_connection_only(serve: Serve) -> None:
     cluster = await serve(*pair(), cors_origins=("*",))
     for request in BROKEN:
@@ -171,7 +170,6 @@ async def test_any_bytes_in_headers_and_bodies_are_answered(
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-@pytest.mark.both_loops
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_ends_its_side_gets_its_answer(serve: Serve, version: bytes, stream: bool) -> None:

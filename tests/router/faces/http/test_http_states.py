@@ -110,7 +110,6 @@ async def test_a_request_names_the_model_or_an_alias(serve: Serve) -> None:
     assert (await http.get("/v1/models/fake"))[0] == 404
 
 
-@pytest.mark.both_loops
 @pytest.mark.parametrize(
     ("path", "body"),
     [(COMPLETIONS, HELLO), (COMPLETIONS, {**HELLO, "stream": True})],
@@ -138,7 +137,6 @@ async def test_a_client_that_closes_its_connection_frees_both_workers(
     assert cluster.outcomes == ["cancelled"]
 
 
-@pytest.mark.both_loops
 async def test_limits_and_states_have_their_status(serve: Serve) -> None:
     cluster = await serve(
         fake("colocated-0", silent),
@@ -185,7 +183,6 @@ async def test_limits_and_states_have_their_status(serve: Serve) -> None:
     assert cluster.calls == 0
 
 
-@pytest.mark.both_loops
 async def test_a_drain_ends_streams_with_an_error_after_the_grace_and_takes_no_new_ones(
     serve: Serve, stack: AsyncExitStack
 ) -> None:
