@@ -55,6 +55,9 @@ _PUBLIC_KEEPALIVE: tuple[Option, ...] = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
+# gRPC's default is 1: a second server could bind the same port by mistake, and take half of its calls.
+_REUSE_PORT = "grpc.so_reuseport"
+
 _SERVER: tuple[Option, ...] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
@@ -76,7 +79,7 @@ def server_options() -> Sequence[Option]:
     return (
         *_INTERNAL_KEEPALIVE,
         *_SERVER,
-        _sharing(share_port=False),
+        (_REUSE_PORT, 0),
         *_message_limits(INTERNAL_MESSAGE_BYTES, INTERNAL_MESSAGE_BYTES),
     )
 
@@ -96,7 +99,7 @@ def public_server_options(max_message_bytes: int, max_requests: int, *, share_po
     return (
         *_PUBLIC_KEEPALIVE,
         *_SERVER,
-        _sharing(share_port=share_port),
+        (_REUSE_PORT, int(share_port)),
         *_message_limits(INTERNAL_MESSAGE_BYTES, public_receive_bytes(max_message_bytes)),
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", PUBLIC_WINDOW_BYTES),
@@ -120,11 +123,6 @@ def connection_options(handshake_seconds: float, idle_seconds: float, most: int)
         ("grpc.max_connection_idle_ms", math.ceil(idle_seconds * 1000)),
         ("grpc.max_allowed_incoming_connections", min(most, 2**31 - 1)),
     )
-
-
-def _sharing(*, share_port: bool) -> Option:
-    # gRPC's default is 1: a second server could bind the same port by mistake, and take half of its calls.
-    return "grpc.so_reuseport", int(share_port)
 
 
 def _message_limits(send: int, receive: int) -> Sequence[Option]:

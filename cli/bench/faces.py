@@ -5,10 +5,10 @@ included, whether or not it has tokens of its own.
 """
 
 import json
-import ssl
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import aiohttp
@@ -16,6 +16,7 @@ import aiohttp
 from kvrelay.cli.bench.workload import Ask
 from kvrelay.client import AsyncClient, Tls
 from kvrelay.client.errors import KvrelayError
+from kvrelay.cluster.asking.routers import open_session
 from kvrelay.cluster.errors import RunError
 
 ERROR_CHARACTERS = 200
@@ -153,15 +154,9 @@ class HttpFace:
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> "HttpFace":
-        headers = {} if self._target.api_key is None else {"Authorization": f"Bearer {self._target.api_key}"}
-        tls = self._target.tls
-        try:
-            context = ssl.create_default_context(cafile=str(tls.ca) if tls is not None and tls.ca else None)
-        except OSError as error:
-            raise RunError(f"--ca {tls.ca if tls else ''}: {error.strerror or error}") from None
-        connector = aiohttp.TCPConnector(limit=0, ssl=context)
-        timeout = aiohttp.ClientTimeout(total=self._target.timeout)
-        self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout)
+        tls, timeout = self._target.tls, aiohttp.ClientTimeout(total=self._target.timeout)
+        ca = Path(tls.ca) if tls is not None and tls.ca else None
+        self._session = open_session(ca, self._target.api_key, timeout)
         return self
 
     async def __aexit__(self, *_: object) -> None:

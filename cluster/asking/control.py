@@ -33,8 +33,8 @@ USAGE = (Refusal.CODE_INVALID, Refusal.CODE_UNKNOWN_MEMBER)
 class Control:
     """Gives commands to the supervisor of one cluster. Each returns the revision of the desired state that has it.
 
-    Every command may be repeated: one that has been followed changes nothing more. So each is tried again while the
-    supervisor can't be reached, for COMMAND_SECONDS.
+    Every command may be repeated: one that was carried out already changes nothing. So each is tried again for
+    COMMAND_SECONDS while the supervisor can't be reached.
 
     Raises:
         UsageError: the supervisor refuses the command, as it names something that isn't there or isn't allowed.

@@ -61,16 +61,8 @@ class Routers(AbstractAsyncContextManager["Routers"]):
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> "Routers":
-        access = self._access
-        try:
-            context = ssl.create_default_context(cafile=str(access.ca) if access.ca else None)
-        except OSError as error:
-            raise UsageError(f"--ca {access.ca}: {error.strerror or error}") from None
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=context),
-            headers={} if access.api_key is None else {"Authorization": f"Bearer {access.api_key}"},
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENCE_SECONDS),
-        )
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENCE_SECONDS)
+        self._session = open_session(self._access.ca, self._access.api_key, timeout)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -130,6 +122,23 @@ class Routers(AbstractAsyncContextManager["Routers"]):
         if self._access.guessed and isinstance(error, aiohttp.ClientConnectorError):
             return RunError(f"{NO_CLUSTER}, --target names routers elsewhere; nothing answers at {url}")
         return RunError(f"router {url}: {error or type(error).__name__}")
+
+
+def open_session(ca: Path | None, api_key: str | None, timeout: aiohttp.ClientTimeout) -> aiohttp.ClientSession:
+    """A session for calls to routers, with any number of connections at once.
+
+    Args:
+        ca: file with the authorities of their certificates; None takes the usual ones.
+
+    Raises:
+        UsageError: `ca` can't be read.
+    """
+    try:
+        context = ssl.create_default_context(cafile=str(ca) if ca else None)
+    except OSError as error:
+        raise UsageError(f"--ca {ca}: {error.strerror or error}") from None
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ssl=context), headers=headers, timeout=timeout)
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kvrelay.cluster.fleet import desired as changes
 from kvrelay.cluster.fleet.desired import Desired, Refused, Rolling, Seen, Stage, Wanted
-from kvrelay.cluster.fleet.keepers import Keepers, MemberStart
+from kvrelay.cluster.fleet.keepers import Keepers
 from kvrelay.cluster.fleet.reconcile import advance, reconcile, settled
 from kvrelay.cluster.fleet.replacement import Launcher, Plan
 from kvrelay.cluster.membership.membership import Membership
@@ -60,7 +60,7 @@ class Fleet:
             self.desired = Desired(begin, configs={1: launcher.config})
         else:
             self.desired = of_record(record)
-        self._keepers = Keepers(launcher, membership, self._plan, self._on_change)
+        self.keepers = Keepers(launcher, membership, self._plan, self._on_change)
         self._proposed: Desired | None = None
         """Desired state that is being recorded, and counts when that is done."""
         self._lock = asyncio.Lock()
@@ -72,9 +72,9 @@ class Fleet:
         Args:
             address: host:port of the supervisor.
         """
-        self._keepers.serve(address)
+        self.keepers.serve(address)
         for name, wanted in self.desired.members.items():
-            self._keepers.keep(name, start=not wanted.stage.ends)
+            self.keepers.keep(name, start=not wanted.stage.ends)
 
     async def run(self) -> None:
         """Works towards the desired state, for ever."""
@@ -94,15 +94,7 @@ class Fleet:
             grace: seconds for the members to finish what they have, all together.
         """
         routers = [name for name, wanted in self.desired.members.items() if wanted.role == "router"]
-        await self._keepers.stop(routers, grace)
-
-    async def close(self) -> None:
-        """Watches no more; the members run on."""
-        await self._keepers.close()
-
-    def kill(self, name: str) -> None:
-        """Ends a member that was declared dead, so that another process takes its place."""
-        self._keepers.kill(name)
+        await self.keepers.stop(routers, grace)
 
     # Commands. Each returns the revision of the desired state that has the change, when that is recorded.
 
@@ -189,21 +181,21 @@ class Fleet:
         for status in self._membership.statuses():
             member, requests = status.member, status.load.requests
             name = member.name
-            if self._keepers.kept(name):
+            if self.keepers.kept(name):
                 found[name] = Seen(
                     kept=True,
-                    ending=self._keepers.ending(name),
+                    ending=self.keepers.ending(name),
                     ready=member.state == MEMBER_STATE_READY
                     or (idle and member.role == ROLE_ROUTER and member.state == MEMBER_STATE_STARTING),
                     role=role_of(member.role),
                     roles=frozenset(filter(None, map(role_of, member.roles))),
                     digest=member.compatibility,
                     requests=requests.waiting + requests.running,
-                    trouble=self._keepers.trouble(name),
+                    trouble=self.keepers.trouble(name),
                 )
         for name in self.desired.members:
-            if name not in found and self._keepers.kept(name):
-                found[name] = Seen(kept=True, ending=self._keepers.ending(name), trouble=self._keepers.trouble(name))
+            if name not in found and self.keepers.kept(name):
+                found[name] = Seen(kept=True, ending=self.keepers.ending(name), trouble=self.keepers.trouble(name))
         return found
 
     def role(self, name: str) -> Role:
@@ -221,19 +213,6 @@ class Fleet:
         """Whether every member serves as desired, and nothing is to change any more."""
         return settled(self.desired, self.seen())
 
-    def progress(self) -> list[MemberStart]:
-        """The progress of every member that is to stay."""
-        return self._keepers.progress()
-
-    def troubles(self) -> dict[str, str]:
-        """Reasons why the last process of a member that doesn't serve ended, by the member's name."""
-        down = (each for each in self.progress() if each.state != MEMBER_STATE_READY)
-        return {each.name: each.reason for each in down if each.reason}
-
-    def waits(self) -> dict[str, str]:
-        """Reasons why members' processes can't start yet, such as missing resources, by the member's name."""
-        return {each.name: each.waits_for for each in self.progress() if each.waits_for}
-
     def add_to(self, record: SupervisorRecord) -> None:
         """Adds the desired state to a supervisor's record."""
         desired = self._proposed or self.desired
@@ -242,7 +221,7 @@ class Fleet:
             record.configs.append(ConfigRecord(generation=generation, text=text))
 
     async def _step(self) -> None:
-        self._keepers.note()
+        self.keepers.note()
         before = self.desired
         self.desired = advance(before, self.seen())
         if self.desired != before:
@@ -251,9 +230,9 @@ class Fleet:
             self._changed()
         starts, ends = reconcile(self.desired, self.seen())
         for name in starts:
-            self._keepers.keep(name)
+            self.keepers.keep(name)
         for name in ends:
-            self._keepers.end(name, self._drain_seconds())
+            self.keepers.end(name, self._drain_seconds())
 
     async def _change(self, command: str, change: Callable[[Desired], Desired]) -> int:
         """Changes the desired state if the change can be recorded."""

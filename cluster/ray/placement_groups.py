@@ -26,7 +26,7 @@ UNNAMED_SECONDS = 30.0
 
 
 class PlacementGroups:
-    """PlacementGroups of Ray's resources for one cluster's members."""
+    """Reservations of Ray's resources for one cluster's members."""
 
     def __init__(self, namespace: str) -> None:
         self._prefix = f"{namespace}/"
@@ -41,7 +41,7 @@ class PlacementGroups:
         return self._waits.get(name, "")
 
     async def reserve(self, name: str, request: PlacementRequest, wanted: Callable[[], bool]) -> PlacementGroup | None:
-        """The member's reservation, when it has its resources; None if it isn't wanted any more before."""
+        """Returns the member's reservation when it has its resources, or None as soon as it isn't `wanted` any more."""
         own, begun = request.selector, time.monotonic()
         group = await self._asked(name, request, own)
         try:

@@ -7,35 +7,13 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from google.protobuf import json_format
 
-from kvrelay.internal.v1.supervisor_pb2 import Member, Role, SupervisorRecord
-from kvrelay.rpc.identity import WorkerId
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Published:
-    """One version of the membership."""
-
-    version: int = -1
-    members: tuple[Member, ...] = ()
-    complete: bool = False
-    roles: Mapping[str, Role] = field(default_factory=dict)
-    """Roles that members are to have, by name."""
-
-    def generation(self, worker: WorkerId) -> int:
-        """Generation of a member in this version; 0 if the member isn't in it."""
-        for member in self.members:
-            if (member.name, member.incarnation) == worker:
-                return member.generation
-        return 0
-
+from kvrelay.internal.v1.supervisor_pb2 import SupervisorRecord
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ the members' processes that run.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,9 +29,10 @@ from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.cluster.scaling.scaler import Scaler
 from kvrelay.cluster.supervisor.command_service import Commands
 from kvrelay.cluster.supervisor.metrics import SupervisorMetrics
-from kvrelay.cluster.supervisor.record import FileStore, Published, Recorder, Store
+from kvrelay.cluster.supervisor.record import FileStore, Recorder, Store
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
+    MEMBER_STATE_READY,
     ROLE_ROUTER,
     AttendRequest,
     AttendResponse,
@@ -114,6 +115,24 @@ class Startup:
     http: tuple[str, ...]
     """host:port of their HTTP, of those that have one."""
     members: list[MemberStart]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Published:
+    """One version of the membership."""
+
+    version: int = -1
+    members: tuple[Member, ...] = ()
+    complete: bool = False
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    """Roles that members are to have, by name."""
+
+    def generation(self, worker: WorkerId) -> int:
+        """Generation of a member in this version; 0 if the member isn't in it."""
+        for member in self.members:
+            if (member.name, member.incarnation) == worker:
+                return member.generation
+        return 0
 
 
 class WrongPart(ValueError):
@@ -223,7 +242,7 @@ class SupervisorServer(Commands):
         if self.fleet is not None:
             if not failed:
                 await self.fleet.stop(grace)
-            await self.fleet.close()
+            await self.fleet.keepers.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -243,7 +262,7 @@ class SupervisorServer(Commands):
     def startup(self) -> Startup:
         """The progress of every expected member."""
         members = self.membership.members()
-        progress = [] if self.fleet is None else self.fleet.progress()
+        progress = [] if self.fleet is None else self.fleet.keepers.progress()
         return Startup(self.membership.ready, ready_routers(members), ready_http(members), progress)
 
     async def _bind(self) -> grpc.aio.Server:
@@ -284,7 +303,7 @@ class SupervisorServer(Commands):
                 extra = {"member": worker.name, "incarnation": worker.incarnation, "reason": reason}
                 logger.warning("declared dead", extra=extra)
                 if self.fleet is not None:
-                    self.fleet.kill(worker.name)
+                    self.fleet.keepers.kill(worker.name)
             self._credentials.check()
             self._on_change()
             await asyncio.sleep(TICK_SECONDS)
@@ -428,8 +447,11 @@ class SupervisorServer(Commands):
         if self.fleet is not None:
             status.desired.CopyFrom(to_record(self.fleet.desired))
             status.settled = self.fleet.settled
-            status.troubles.update(self.fleet.troubles())
-            status.waits.update(self.fleet.waits())
+            for each in self.fleet.keepers.progress():
+                if each.reason and each.state != MEMBER_STATE_READY:
+                    status.troubles[each.name] = each.reason
+                if each.waits_for:
+                    status.waits[each.name] = each.waits_for
         return status
 
     async def Describe(

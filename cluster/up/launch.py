@@ -197,10 +197,12 @@ class Cluster:
         if self._config.local:
             context = self._start_ray()
         else:
-            context = _join(self._config.ray.address, self._config.ray.namespace)
+            address, namespace = self._config.ray.address, self._config.ray.namespace
+            if address != AUTO:
+                _check_reachable(address)
+            context = supervisor_actor.connect(f"--address {address}", address=address, namespace=namespace)
             if self._found() is not None and not self._resume:
                 ray.shutdown()
-                namespace = self._config.ray.namespace
                 raise RunError(f"ray.namespace {namespace}: a kvrelay cluster is running there already")
         try:
             self._config = self._config.with_gpus(*present_gpus())
@@ -209,8 +211,9 @@ class Cluster:
         state.keep_logs(Path(_logs()) if self._config.local else None)
         dashboard = f"http://{context.dashboard_url}" if context.dashboard_url else ""
         self._session = Path(context.address_info["session_dir"])
-        gcs = context.address_info["gcs_address"]
-        self.addresses = Addresses(gcs, _raylet(context.address_info["node_id"]))
+        gcs, own = context.address_info["gcs_address"], context.address_info["node_id"]
+        node = next(node for node in ray.nodes() if node["NodeID"] == own)  # type: ignore[no-untyped-call]
+        self.addresses = Addresses(gcs, join(node["NodeManagerAddress"], node["NodeManagerPort"]))
         self._update(ray_address=gcs, dashboard=dashboard)
 
     def _add_dashboards(self) -> None:
@@ -284,18 +287,6 @@ def quiet() -> Iterator[None]:
     logging.getLogger("ray").setLevel(logging.ERROR)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         yield
-
-
-def _join(address: str, namespace: str) -> Any:
-    if address != AUTO:
-        _check_reachable(address)
-    return supervisor_actor.connect(f"--address {address}", address=address, namespace=namespace)
-
-
-def _raylet(node_id: str) -> str:
-    """host:port of a node's raylet."""
-    node = next(node for node in ray.nodes() if node["NodeID"] == node_id)  # type: ignore[no-untyped-call]
-    return join(node["NodeManagerAddress"], node["NodeManagerPort"])
 
 
 def _check_reachable(address: str) -> None:

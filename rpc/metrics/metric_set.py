@@ -20,7 +20,7 @@ class MetricSet:
     def __init__(self, part: Part, **common: str) -> None:
         """
         Args:
-            common: the values of the part's common labels; `name` in place of them where it has none.
+            common: the values of the part's common labels.
         """
         self.registry = CollectorRegistry()
         """Registry of Prometheus' client library."""

@@ -295,7 +295,7 @@ async def test_what_a_member_waits_for_is_told() -> None:
         await until(lambda: server.membership.ready, "ready")
         launcher.waits["decode-0"] = "a node with 1 GPU free"
         launcher.lives["decode-0"].set_result(ProcessEnd("killed by signal 9"))
-        await until(lambda: server.fleet is not None and server.fleet.waits() == launcher.waits, "told")
+        await until(lambda: any(each.waits_for for each in server.startup().members), "told")
         status = await server.GetStatus(GetStatusRequest(), None)  # type: ignore[arg-type]  # its context isn't used
         words = {member.name: member.text for member in progress(status)}
         assert "waits for a node with 1 GPU free" in words["decode-0"]
