@@ -381,6 +381,7 @@ async def test_a_command_that_cannot_be_recorded_changes_nothing_and_holds_up_no
         assert fleet is not None
         await until(lambda: server.membership.ready and fleet.settled, "ready")
         router, prefill = launcher.fakes["router-0"], launcher.fakes["prefill-0"]
+        await until(lambda: "prefill-0" in router.seen, "the router knows the member")
         disk.free.clear()
         with pytest.raises(Refused, match="can't be written"):
             await fleet.set_role("prefill-0", "colocated", force=True)
