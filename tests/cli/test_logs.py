@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from kvrelay.cli.logs.entry import Parser, parse_since
 from kvrelay.cli.logs.sources import Files, RayActors, Source
 from kvrelay.cluster import state
 from kvrelay.cluster.errors import RunError, UsageError
+from support.processes import wait_until
 
 SECONDS = 30
 
@@ -191,9 +191,12 @@ class RayLogs:
 def until(source: Source, count: int) -> list[str]:
     """The messages of so many entries, as they come."""
     found: list[str] = []
-    deadline = time.monotonic() + SECONDS
-    while len(found) < count and time.monotonic() < deadline:
-        found += messages(source)
+
+    def enough() -> bool:
+        found.extend(messages(source))
+        return len(found) >= count
+
+    wait_until(enough, lambda: f"{count} entries: {found}", SECONDS)
     return found
 
 
@@ -225,9 +228,8 @@ def test_following_actors_repeats_nothing_and_sees_those_that_start_later(monkey
     service.start(Actor("decode-0", "d"), line(3, "decode-0", note="ä"))
     assert until(source, 1) == ["at 3"]
     service.start(Actor("decode-1", "gone"), None)  # whose log can be read some time later
-    deadline = time.monotonic() + SECONDS
-    while not told and time.monotonic() < deadline:
-        assert messages(source) == []
+    wait_until(lambda: messages(source) or told, "it is told", SECONDS)
+    assert told
     service.start(Actor("decode-1", "gone"), line(4, "decode-1"))
     assert until(source, 1) == ["at 4"]
     service.start(Actor("decode-2", "short", "DEAD"), line(5, "decode-2") + "without an end")

@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvrelay.cluster.fleet.replacement import Plan
+from kvrelay.cluster.fleet.replacement import Plan, ProcessEnd
 from kvrelay.cluster.processes import launcher as launcher_module
 from kvrelay.cluster.processes.launcher import MemberProcess, Processes, ProcessLauncher
 from kvrelay.cluster.processes.processes import alive, descendants, end, find, send, title
@@ -25,6 +27,23 @@ MARGIN_SECONDS = 1.0
 POLL_SECONDS = 0.1
 
 
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ProcessLauncher]:
+    """Makes the launcher of members of these names that run a program."""
+
+    def made(code: str, *names: str) -> ProcessLauncher:
+        (tmp_path / "program.py").write_text(code)
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(sys.path)}")
+        members = {name: MemberProcess("program", {"role": "prefill"}) for name in names or ("prefill-0",)}
+        return ProcessLauncher(tmp_path, Processes(members), SecurityConfig())
+
+    return made
+
+
+def run(launcher: ProcessLauncher, name: str = "prefill-0") -> Coroutine[Any, Any, ProcessEnd]:
+    return launcher.run(name, Plan("prefill", launcher.config), "127.0.0.1:1")
+
+
 @pytest.mark.parametrize("fault", ["No space left on device", "Is a directory"])
 def test_a_process_without_a_record_is_not_left_running(fault: str, tmp_path: Path) -> None:
     if fault == "No space left on device":
@@ -34,16 +53,13 @@ def test_a_process_without_a_record_is_not_left_running(fault: str, tmp_path: Pa
     members = {"prefill-0": MemberProcess("kvrelay.prefill_worker", {"model": "pico"})}
     launcher = ProcessLauncher(tmp_path, Processes(members), SecurityConfig())
     with pytest.raises(OSError, match=fault):
-        asyncio.run(launcher.run("prefill-0", Plan("prefill", launcher.config), "127.0.0.1:1"))
+        asyncio.run(run(launcher))
     assert [process for process in descendants() if str(tmp_path) in title(process) and alive(process)] == []
 
 
-async def test_the_record_of_a_process_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "endless.py").write_text("import time\ntime.sleep(600)\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(sys.path)}")
-    members = Processes({"prefill-0": MemberProcess("endless", {"role": "prefill"})})
-    launcher = ProcessLauncher(tmp_path, members, SecurityConfig())
-    running = asyncio.create_task(launcher.run("prefill-0", Plan("prefill", launcher.config), "127.0.0.1:1"))
+async def test_the_record_of_a_process_is_found_again(tmp_path: Path, launch: Callable[..., ProcessLauncher]) -> None:
+    launcher = launch("import time\ntime.sleep(600)\n")
+    running = asyncio.create_task(run(launcher))
     record = tmp_path / "prefill-0.pid"
     await until(record.exists, "its record", 30.0)
     other = ProcessLauncher(tmp_path, Processes(), SecurityConfig())
@@ -55,36 +71,28 @@ async def test_the_record_of_a_process_is_found_again(tmp_path: Path, monkeypatc
     assert (await running).reason == "killed by SIGKILL"
 
 
-async def test_a_mistake_is_told_though_the_log_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mistaken.py").write_text(
-        "import pathlib, sys\npathlib.Path(sys.argv[2]).with_suffix('.log').unlink()\nsys.exit(2)\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(sys.path)}")
-    members = Processes({"prefill-0": MemberProcess("mistaken", {"role": "prefill"})})
-    launcher = ProcessLauncher(tmp_path, members, SecurityConfig())
-    ended = await launcher.run("prefill-0", Plan("prefill", launcher.config), "127.0.0.1:1")
+async def test_a_mistake_is_told_though_the_log_was_removed(launch: Callable[..., ProcessLauncher]) -> None:
+    code = "import pathlib, sys\npathlib.Path(sys.argv[2]).with_suffix('.log').unlink()\nsys.exit(2)\n"
+    ended = await run(launch(code))
     assert ended.mistake
     assert ended.reason.startswith("exit code 2: its log can't be read: ")
 
 
-async def test_members_that_take_long_to_end_hold_up_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_members_that_take_long_to_end_hold_up_no_start(
+    tmp_path: Path, launch: Callable[..., ProcessLauncher], monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = (
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "print('deaf', flush=True)\ntime.sleep(60)\n"
     )
-    (tmp_path / "deaf.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(sys.path)}")
     monkeypatch.setattr(launcher_module, "STOP_SECONDS", 0.0)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-    names = ("prefill-0", "prefill-1")
-    members = Processes({name: MemberProcess("deaf", {"role": "prefill"}) for name in names})
-    launcher = ProcessLauncher(tmp_path, members, SecurityConfig())
-    plan = Plan("prefill", launcher.config)
-    first = asyncio.create_task(launcher.run("prefill-0", plan, "127.0.0.1:1"))
+    launcher = launch(code, "prefill-0", "prefill-1")
+    first = asyncio.create_task(run(launcher))
     await until((tmp_path / "prefill-0.pid").exists, "the first one runs", 30.0)
     await until(lambda: "deaf" in (tmp_path / "prefill-0.log").read_text(), "it is deaf", 30.0)
     stopping = asyncio.create_task(launcher.stop("prefill-0", 2.0))
-    second = asyncio.create_task(launcher.run("prefill-1", plan, "127.0.0.1:1"))
+    second = asyncio.create_task(run(launcher, "prefill-1"))
     await until((tmp_path / "prefill-1.pid").exists, "the second one runs", 30.0)
     assert not stopping.done()
     assert (await first).reason == "killed by SIGKILL"

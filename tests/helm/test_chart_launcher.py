@@ -9,12 +9,13 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from chart_rendering import CHART
+
+from support.processes import wait_until
 
 SCRIPT = CHART / "files" / "launch.sh"
 FAKES = {
@@ -59,10 +60,7 @@ class World:
         return [call for call in self.calls if call.startswith("up ")]
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, self.calls
-            time.sleep(0.01)
+        wait_until(condition, lambda: str(self.calls), DEADLINE_SECONDS)
 
 
 @pytest.fixture

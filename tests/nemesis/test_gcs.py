@@ -19,7 +19,7 @@ import pytest
 from kvrelay.client import AsyncClient
 from nemesis.load import Stream, ask, draw
 from support.processes import free_port, wait_until
-from support.ray_commands import KVRELAY, START_SECONDS, World, cluster_processes
+from support.ray_commands import START_SECONDS, World, cluster_processes, start_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -62,13 +62,8 @@ class RayCluster(World):
             )
             self.environment["RAY_REDIS_ADDRESS"] = f"127.0.0.1:{port}"
         port = free_port()
-        options = {"port": port, "include-dashboard": "false", "num-cpus": 4, "temp-dir": self.folder / "ray"}
-        # Ray waits for 15 s only for agents that choose their own ports, which a busy machine starts more slowly.
-        agents = ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent", "metrics-export")
-        options |= {f"{name}-port": free_port() for name in (*agents, "ray-client-server")}
-        ray = [str(Path(KVRELAY).parent / "ray"), "start", "--head", "--no-monitor"]
         done = subprocess.run(
-            [*ray, *(f"--{name}={value}" for name, value in options.items())],
+            start_head(self.folder / "ray", port, "--no-monitor"),
             env=self.environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -109,7 +104,6 @@ class RayCluster(World):
 def ray(request: pytest.FixtureRequest) -> Iterator[RayCluster]:
     if request.param and redis_server() is None:
         pytest.skip("redis-server is not installed")
-    # Not in pytest's folder: the path of Ray's sockets may have 107 bytes.
     with tempfile.TemporaryDirectory(prefix="kvr", ignore_cleanup_errors=True) as folder:
         cluster = RayCluster(Path(folder), redis=request.param)
         try:

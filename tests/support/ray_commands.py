@@ -17,6 +17,7 @@ from kvrelay.client import Client
 from kvrelay.cluster.asking.status import as_json, get_status
 from kvrelay.cluster.processes.processes import Process, alive, title
 from kvrelay.cluster.state import ClusterState
+from support.processes import free_port
 
 KVRELAY = str(Path(sys.executable).parent / "kvrelay")
 START_SECONDS = 240.0
@@ -169,6 +170,20 @@ def ray_says(address: str, *, dashboard: bool) -> Any:
     command = [sys.executable, "-c", RAY_SAYS, address, "dashboard" if dashboard else "-"]
     output = subprocess.check_output(command, env=ENVIRONMENT, timeout=START_SECONDS, text=True)
     return json.loads(output.splitlines()[-1])
+
+
+def start_head(folder: Path, port: int, *flags: str) -> list[str]:
+    """The command that starts a Ray cluster's head, without Ray's dashboard.
+
+    Args:
+        folder: of its sockets, whose path may have 107 bytes: not pytest's.
+    """
+    options = {"port": port, "include-dashboard": "false", "num-cpus": 4, "temp-dir": folder}
+    # Ray waits for 15 s only for agents that choose their own ports, which a busy machine starts more slowly.
+    agents = ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent", "metrics-export")
+    options |= {f"{name}-port": free_port() for name in (*agents, "ray-client-server")}
+    ray = str(Path(KVRELAY).parent / "ray")
+    return [ray, "start", "--head", *flags, *(f"--{name}={value}" for name, value in options.items())]
 
 
 def shared_memory() -> set[str]:

@@ -1,7 +1,6 @@
 """Partners of a hand-off: members of this incarnation, with the same model, within the cap on links."""
 
 import asyncio
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 from kvrelay.engine.kv.layout import CacheLayout, KVLayout, LayerGroup
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.protocol.endpoint import Endpoint
 from kvrelay.transfer.protocol.handshake import LocalWorker
 from kvrelay.transfer.protocol.messages import Code
 from kvrelay.transfer.protocol.peers import Peer, PeerTable
@@ -19,12 +17,6 @@ from support.handoff import LAYOUT, RECEIVER, SENDER, blocks_of, pair, prompt
 
 CONFIG = TransferConfig(frame_timeout_seconds=5.0)
 KEY = ("r", 1)
-
-
-def takes(endpoint: Endpoint, peers: Iterable[Peer], dead: Iterable[WorkerId] = ()) -> None:
-    """The endpoint gets this membership."""
-    endpoint.peers.update(peers, dead=dead)
-    endpoint.peers_changed()
 
 
 @pytest.mark.anyio
@@ -79,7 +71,8 @@ async def test_a_membership_that_lacks_a_peer_says_nothing_of_it() -> None:
     async with pair(CONFIG) as world:
         world.announce(KEY, prompt(100))
         for endpoint in (world.sender, world.receiver):
-            takes(endpoint, [])
+            endpoint.peers.update([])
+            endpoint.peers_changed()
         world.compute(KEY, blocks_of(100))
         await world.settled(KEY)
         assert KEY in world.ends.imported

@@ -10,13 +10,12 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -25,7 +24,7 @@ from kvrelay.client import Client
 from kvrelay.cluster.asking.status import serves
 from kvrelay.cluster.processes.processes import Process, find, title
 from kvrelay.kernels.cpu.library import INSTRUCTION_SETS, VARIABLE, cpu_features
-from support.processes import wait_until
+from support.processes import free_port, wait_until
 from support.ray_commands import (
     ENVIRONMENT,
     KVRELAY,
@@ -39,12 +38,14 @@ from support.ray_commands import (
     cluster_processes,
     ray_says,
     shared_memory,
+    start_head,
     visible,
 )
 from support.terminal import CTRL_C, Terminal
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
+WorldT = TypeVar("WorldT", bound=World)
 STREAM_TOKENS = 900
 """Tokens of a stream that goes on while the supervisor is killed."""
 NOTICED_SECONDS = 10.0
@@ -93,13 +94,19 @@ def configured(world: World, text: str) -> Path:
     return config
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path)
+@contextlib.contextmanager
+def ending(world: WorldT) -> Iterator[WorldT]:
+    """The world, whose cluster ends with the block."""
     try:
         yield world
     finally:
         world.call("down", seconds=STOP_SECONDS)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with ending(World(tmp_path)) as world:
+        yield world
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +117,9 @@ def memory_before() -> set[str]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory, memory_before: set[str]) -> Iterator[Shared]:
-    world = Shared(tmp_path_factory.mktemp("shared"))
-    try:
+    with ending(Shared(tmp_path_factory.mktemp("shared"))) as world:
         world.start()
         yield world
-    finally:
-        world.call("down", seconds=STOP_SECONDS)
 
 
 @pytest.fixture(scope="module", params=["small", pytest.param("shared", marks=pytest.mark.more)])
@@ -124,12 +128,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if request.param == "shared":
         yield request.getfixturevalue("shared")
         return
-    world = World(tmp_path_factory.mktemp("small"))
-    try:
+    with ending(World(tmp_path_factory.mktemp("small"))) as world:
         world.up("--config", str(configured(world, "ray: {include_dashboard: false}\ndrain_seconds: 1")))
         yield world
-    finally:
-        world.call("down", seconds=STOP_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -453,20 +454,10 @@ def test_a_mistake_that_only_a_worker_can_find_is_one_line_and_leaves_nothing(wo
 @pytest.fixture
 def shared_ray() -> Iterator[str]:
     """A Ray cluster that kvrelay didn't start; host:port."""
-    ports = free_ports(3)
-    # Not in pytest's folder: the path of Ray's sockets may have 107 bytes.
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="kvr", ignore_cleanup_errors=True) as folder:
-        options = {
-            "port": ports[0],
-            "ray-client-server-port": ports[1],
-            "dashboard-agent-listen-port": ports[2],
-            "include-dashboard": "false",
-            "num-cpus": 4,
-            "temp-dir": folder,
-        }
         process = subprocess.Popen(
-            [Path(sys.executable).parent / "ray", "start", "--head", "--block", "--disable-usage-stats"]
-            + [f"--{name}={value}" for name, value in options.items()],
+            start_head(Path(folder), port, "--block", "--disable-usage-stats"),
             env=ENVIRONMENT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -474,18 +465,11 @@ def shared_ray() -> Iterator[str]:
             start_new_session=True,
         )
         try:
-            wait_until(lambda: connects(ports[0]), "Ray is there", START_SECONDS)
-            yield f"127.0.0.1:{ports[0]}"
+            wait_until(lambda: connects(port), "Ray is there", START_SECONDS)
+            yield f"127.0.0.1:{port}"
         finally:
             process.terminate()
             process.wait(STOP_SECONDS)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports above those that Ray gives its workers."""
-    with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [server.getsockname()[1] for server in servers]
 
 
 def connects(port: int) -> bool:

@@ -60,34 +60,12 @@ def test_a_folder_that_does_not_exist_is_a_mistake(tmp_path: Path) -> None:
         SupervisorServer(SupervisorConfig(state_path=str(tmp_path / "no" / "record.json")))
 
 
-def test_a_disk_that_stays_full_is_one_error_and_leaves_no_exception_behind(caplog: pytest.LogCaptureFixture) -> None:
-    class Full:
-        def load(self) -> None:
-            return None
-
-        def save(self, record: SupervisorRecord) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    async def save() -> list[dict[str, object]]:
-        unretrieved: list[dict[str, object]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: unretrieved.append(context))
-        recorder = Recorder(Full())
-        for generation in range(20):
-            assert not await recorder.save(record(generation))
-        recorder.close()
-        gc.collect()
-        return unretrieved
-
-    assert asyncio.run(save()) == []
-    assert [each.message for each in caplog.records] == ["the supervisor's record can't be saved"]
-
-
 class BadStore:
     """A store that fails or hangs as it is told."""
 
-    def __init__(self) -> None:
-        self.saved: list[int] = []
-        self.error: OSError | None = None
+    def __init__(self, error: OSError | None = None) -> None:
+        self.saved: list[SupervisorRecord] = []
+        self.error = error
         self.free = threading.Event()
         self.free.set()
 
@@ -98,7 +76,26 @@ class BadStore:
         self.free.wait(30)
         if self.error is not None:
             raise self.error
-        self.saved.append(record.membership.generation)
+        self.saved.append(record)
+
+    @property
+    def generations(self) -> list[int]:
+        return [each.membership.generation for each in self.saved]
+
+
+def test_a_disk_that_stays_full_is_one_error_and_leaves_no_exception_behind(caplog: pytest.LogCaptureFixture) -> None:
+    async def save() -> list[dict[str, object]]:
+        unretrieved: list[dict[str, object]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unretrieved.append(context))
+        recorder = Recorder(BadStore(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        for generation in range(20):
+            assert not await recorder.save(record(generation))
+        recorder.close()
+        gc.collect()
+        return unretrieved
+
+    assert asyncio.run(save()) == []
+    assert [each.message for each in caplog.records] == ["the supervisor's record can't be saved"]
 
 
 async def test_a_store_that_fails_or_hangs_is_waited_for_briefly_and_writes_in_order(
@@ -114,7 +111,7 @@ async def test_a_store_that_fails_or_hangs_is_waited_for_briefly_and_writes_in_o
     recorder = Recorder(store)
     assert await recorder.save(record(1))
     assert await recorder.save(record(1))
-    assert store.saved == [1], "equal ones are written once"
+    assert store.generations == [1], "equal ones are written once"
     store.error = OSError(28, "No space left on device")
     assert not await recorder.save(record(2))
     store.error = None
@@ -123,10 +120,10 @@ async def test_a_store_that_fails_or_hangs_is_waited_for_briefly_and_writes_in_o
         assert not await recorder.save(record(3))
     hang(hangs=False)
     assert await recorder.save(record(4))
-    assert store.saved in ([1, 3, 4], [1, 4])
+    assert store.generations in ([1, 3, 4], [1, 4])
     hang()
     assert not await recorder.save(record(5))
     hang(hangs=False)
     assert await recorder.save(record(4))
-    assert store.saved[-2:] == [5, 4], "one that was given up doesn't stay in the place of the record before it"
+    assert store.generations[-2:] == [5, 4], "one that was given up doesn't stay in the place of the record before it"
     recorder.close()

@@ -1,13 +1,13 @@
 """The supervisor over real gRPC, with members that only send heartbeats."""
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
+from test_record import BadStore
 
 from kvrelay.cluster.asking.status import as_json, get_status, progress
 from kvrelay.cluster.fleet import replacement
@@ -36,7 +36,6 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     GetStatusRequest,
     Member,
     Role,
-    SupervisorRecord,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Requests
@@ -355,27 +354,11 @@ async def test_the_failure_of_one_members_keeper_is_that_members(monkeypatch: py
         assert [launcher.calls.count(f"run {name}") for name in ("router-0", "decode-0")] == [1, 1]
 
 
-class Disk:
-    """A store whose writes wait while `free` is not set."""
-
-    def __init__(self) -> None:
-        self.free = threading.Event()
-        self.free.set()
-        self.saved = SupervisorRecord()
-
-    def load(self) -> SupervisorRecord | None:
-        return None
-
-    def save(self, record: SupervisorRecord) -> None:
-        assert self.free.wait(30)
-        self.saved = record
-
-
 async def test_a_command_that_cannot_be_recorded_changes_nothing_and_holds_up_no_news(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(record_module, "SAVE_SECONDS", 0.5)
-    launcher, disk = FakeLauncher(), Disk()
+    launcher, disk = FakeLauncher(), BadStore()
     async with supervisor(launcher, disk) as server:
         fleet = server.fleet
         assert fleet is not None
@@ -396,7 +379,7 @@ async def test_a_command_that_cannot_be_recorded_changes_nothing_and_holds_up_no
             await until(lambda: router.seen["prefill-0"].address == prefill.member.address, "the change is known")
             disk.free.set()
         assert ROLE_COLOCATED not in prefill.roles
-        await until(lambda: disk.saved.desired == to_record(fleet.desired), "the present state is recorded")
+        await until(lambda: disk.saved[-1].desired == to_record(fleet.desired), "the present state is recorded")
         assert fleet.desired.members["prefill-0"].role == "prefill"
 
 
