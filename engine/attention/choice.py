@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import get_args
 
 from kvrelay.engine.attention.flashinfer import FlashInferPrefill
-from kvrelay.engine.attention.prefill import Prefill, Shapes
-from kvrelay.engine.attention.tiles import TritonPrefill
+from kvrelay.engine.attention.prefill import Prefill, Shapes, TritonPrefill
 from kvrelay.engine.attention.varlen import VarlenPrefill
 from kvrelay.engine.config import PrefillAttention, PrefillKernel
 from kvrelay.engine.packages import Unavailable

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.engine.attention.base import AttentionInputs, to_device
-from kvrelay.engine.attention.prefill import PlannedPrefill, Shapes, check_shapes
+from kvrelay.engine.attention.prefill import PlannedPrefill, Shapes, bounds, check_shapes
 from kvrelay.engine.config import PrefillKernel
 from kvrelay.engine.packages import check_parameters, imported
 from kvrelay.kernels.triton.paged import PagedKV
@@ -73,7 +72,7 @@ class FlashInferPrefill:
         lengths = inputs.lengths[first:]
         contexts = inputs.starts[first:] + lengths
         counts = -(-contexts // layout.block_size)
-        pages = _bounds(counts)
+        pages = bounds(counts)
         row = np.repeat(np.arange(len(counts)), counts)
         column = np.arange(len(row)) - pages[row]
         index = to_device(np.stack((first + row, column)), device)
@@ -81,7 +80,7 @@ class FlashInferPrefill:
         wrappers = next(self._sets)
         for window, wrapper in wrappers.items():
             wrapper.plan(
-                torch.from_numpy(_bounds(lengths)),
+                torch.from_numpy(bounds(lengths)),
                 torch.from_numpy(pages),
                 inputs.of(window).block_tables[index[0], index[1]],
                 last,
@@ -96,8 +95,3 @@ class FlashInferPrefill:
                 kv_data_type=self._shapes.dtype,
             )
         return FlashInferStep(wrappers, slice(int(inputs.lengths[:first].sum()), int(inputs.lengths.sum())))
-
-
-def _bounds(counts: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Bounds [R + 1]: the beginning of each row's part, and the end of all."""
-    return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)

@@ -8,11 +8,10 @@ and blocks have 128 at most. So it computes by a package that PyTorch activates 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
 
 from kvrelay.engine.attention.base import AttentionInputs, to_device
-from kvrelay.engine.attention.prefill import PlannedPrefill, Shapes, check_shapes
+from kvrelay.engine.attention.prefill import PlannedPrefill, Shapes, bounds, check_shapes
 from kvrelay.engine.config import PrefillKernel
 from kvrelay.engine.packages import Unavailable, check_parameters, imported
 from kvrelay.kernels.triton.paged import PagedKV
@@ -90,11 +89,10 @@ class VarlenPrefill:
     def plan(self, inputs: AttentionInputs, first: int) -> PlannedPrefill:
         """See `Prefill.plan`."""
         lengths = inputs.lengths[first:]
-        offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
         return VarlenStep(
             self._attend,
             slice(int(inputs.lengths[:first].sum()), int(inputs.lengths.sum())),
-            to_device(offsets, self._device),
+            to_device(bounds(lengths), self._device),
             (int(lengths.max()), int((inputs.starts[first:] + lengths).max())),
             inputs.contexts[first:],
             {window: inputs.of(window).block_tables[first:] for window in self._windows},

@@ -16,15 +16,17 @@ from torch import Tensor
 
 from kvrelay.engine.ranks.collective import CollectiveError
 from kvrelay.kernels.cpu.library import library
-from kvrelay.kernels.cpu.mailbox import Mailbox, MessageArgs, mailbox_bytes
 from kvrelay.kernels.cpu.reduce import (
     MISMATCHED,
     SLOT_BYTES,
     TIMED_OUT,
     AllGatherArgs,
     AllToAllArgs,
+    Mailbox,
+    MessageArgs,
     RankGroup,
     ReduceArgs,
+    mailbox_bytes,
     shared_bytes,
 )
 from kvrelay.machine.memory import is_memory_file, make_memory_file

@@ -7,7 +7,7 @@
 A step samples its tokens on the device into `sampled`, by row, and the next step reads from there what it computes of
 them. Only a copy goes to the host, and the host waits for it after it has launched the next step. Steps that consist of
 decode rows are captured graphs (`graphs.py`). Small steps with a chunk of a prompt are, too, in pieces with attention
-between them (`pieces.py`); those of more tokens are launched kernel by kernel.
+between them; those of more tokens are launched kernel by kernel.
 
 Several ranks launch the same steps. Each gathers the logits of all tokens and chooses by them, so that all of them have
 the same `sampled`; but rows that something shapes are chosen by rank 0, which alone knows what, for all of them. Sums
@@ -50,12 +50,18 @@ from kvrelay.engine.ranks.collective import ALONE, Place
 from kvrelay.engine.ranks.device import GpuCollective, on_gpus
 from kvrelay.engine.runner.base import chain_of_steps
 from kvrelay.engine.runner.fetches import Fetches
-from kvrelay.engine.runner.gpu_step import Extras, GpuStep, StreamWrites
-from kvrelay.engine.runner.graphs import Capture, DecodeGraphs, batch_sizes, cuda_capture, fitting
+from kvrelay.engine.runner.gpu_step import Extras, GpuStep, KeptStates, SpecialRows, StreamWrites
+from kvrelay.engine.runner.graphs import (
+    Capture,
+    DecodeGraphs,
+    Forward,
+    StepPieces,
+    batch_sizes,
+    cuda_capture,
+    fitting,
+    step_sizes,
+)
 from kvrelay.engine.runner.inputs import InputBuffers
-from kvrelay.engine.runner.kept import KeptStates
-from kvrelay.engine.runner.pieces import Forward, StepPieces, step_sizes
-from kvrelay.engine.runner.special import SpecialRows
 from kvrelay.engine.sampling.guesses import GpuGuesses
 from kvrelay.engine.sampling.logprobs import score_prompts
 from kvrelay.engine.states import StatesShape
@@ -87,6 +93,7 @@ class GpuRunner:
 
     lag = 1
     expert_loads = None
+    chain = chain_of_steps
 
     def __init__(
         self,
@@ -176,10 +183,6 @@ class GpuRunner:
     def prefill_attention(self) -> str:
         """See `Runner.prefill_attention`."""
         return self.attention.prefill.name
-
-    def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
-        """See `ChainRunner.chain`."""
-        return chain_of_steps(self, plan, count)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> GpuStep:
@@ -420,14 +423,7 @@ def build_gpu_runner(
     if place.degree.tensor > 1 and torch.device(device).type == "cuda":
         place = on_gpus(place, torch.device(device), TORCH_DTYPES[run_dtype])
     model = Decoder(config, weights, gpu_ops.GpuOps(), place, gathers=True)
-    unbounded = ModelSpec.of(
-        checkpoint,
-        served,
-        run_dtype,
-        quantization=options.quantization,
-        max_context=options.max_context,
-        pool_tokens=0,
-    )
+    unbounded = ModelSpec.of(checkpoint, served, run_dtype, options)
     layout = config.cache_layout(whole, unbounded.max_context) if slides else CacheLayout.of(whole)
     if not options.kv_memory_bytes:
         later_bytes += _runner_bytes(unbounded, model, layout, options, memory, device)

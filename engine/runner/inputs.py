@@ -158,7 +158,7 @@ class InputBuffers:
             host.keys[:count] = noise_keys(seeds, ends)
 
     def _load_bans(self, plan: StepPlan, sampled: NDArray[np.int64]) -> None:
-        """Rows that have fewer than their min_tokens must not stop. Special rows are left out (`special.py`)."""
+        """Rows that have fewer than their min_tokens must not stop. Special rows are left out (`gpu_step.py`)."""
         early = np.flatnonzero(plan.generated[sampled] < self._least)
         if not len(early) and not self._bans:
             return

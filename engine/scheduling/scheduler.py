@@ -50,7 +50,6 @@ from kvrelay.costs.step import StepCost, StepFit
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.blocks import Hold, IntegrityError
 from kvrelay.engine.kv.prefix import PrefixIndex
-from kvrelay.engine.kv.tables import BlockTables
 from kvrelay.engine.lifetime import now
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import SlotCopy, StepOutput, StepPlan
@@ -59,6 +58,7 @@ from kvrelay.engine.scheduling.allocator import Allocator
 from kvrelay.engine.scheduling.fairness import Most, StepShares, shares_of_step
 from kvrelay.engine.scheduling.limits import SequenceLimits
 from kvrelay.engine.scheduling.planning import (
+    BlockTables,
     add_drafts,
     build_plan,
     settled,

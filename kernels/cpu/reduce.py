@@ -1,4 +1,6 @@
-"""Sums and gathers over memory that the ranks of one machine share; `native/reduce.h` says how."""
+"""Sums, gathers and messages over memory that the ranks of one machine share; `native/reduce.h` and `native/mailbox.h`
+say how.
+"""
 
 import ctypes
 
@@ -8,8 +10,8 @@ ALL_REDUCE = "kvrelay_all_reduce"
 SLOT_BYTES = 2**18
 """Size in bytes of a slot: large parts go in pieces of it, which stay in the cache of the cores that exchange them."""
 TIMED_OUT, MISMATCHED = 1, 3
-"""Values of `RankGroup.failure` where a rank didn't come in time, and where it sent more than there is room for; any
-other but 0 where the exchanges were aborted."""
+"""Values of `RankGroup.failure` and `Mailbox.failure` where a rank didn't come in time, and where it sent too much, or
+a message of another size than its receiver expects; any other but 0 after an abort."""
 
 
 class RankGroup(ctypes.Structure):
@@ -48,4 +50,27 @@ def shared_bytes(library: ctypes.CDLL, ranks: int, lanes: int) -> int:
     """Size of the memory that a group shares, with slots of SLOT_BYTES."""
     library.kvrelay_ranks_bytes.restype = ctypes.c_int64
     size: int = library.kvrelay_ranks_bytes(ranks, lanes, ctypes.c_int64(SLOT_BYTES))
+    return size
+
+
+class Mailbox(ctypes.Structure):
+    """`Mailbox` in mailbox.h."""
+
+    _fields_ = (
+        *fields(ctypes.c_void_p, "memory"),
+        *fields(ctypes.c_int64, "slot_bytes spin_ns timeout_ns"),
+        *fields(ctypes.c_int32, "slots failure"),
+    )
+
+
+class MessageArgs(ctypes.Structure):
+    """`MessageArgs` in mailbox.h."""
+
+    _fields_ = (*fields(ctypes.c_void_p, "box rows"), *fields(ctypes.c_int64, "count row_bytes stride"))
+
+
+def mailbox_bytes(library: ctypes.CDLL, slots: int, slot_bytes: int) -> int:
+    """Size of the memory of a mailbox."""
+    library.kvrelay_mailbox_bytes.restype = ctypes.c_int64
+    size: int = library.kvrelay_mailbox_bytes(slots, ctypes.c_int64(slot_bytes))
     return size

@@ -32,6 +32,10 @@ values of the list; they meet after about log2(list) probes, however the values 
 list short. They are narrow: tokens of one bin differ in probability by a factor of e^(1/16) at most, so the tokens that
 they leave open have some 6 % of the mass.
 
+The race gives each token a time, exponential noise over its weight, and the first one wins: token v with probability
+exp(s[v]) / sum(exp(s)), whoever runs in which program, and in which order. It is the Gumbel-max trick in the form of an
+exponential race; the noise is that of `engine.sampling.noise`.
+
 Kernels have nothing to do in greedy rows but for the first and the last, and end at once. The first three share a row
 between programs, and read all of a slice before they use any of it; the last one has the list in registers.
 
@@ -48,8 +52,6 @@ from torch import Tensor
 from kvrelay.kernels.triton.checks import check_tensor
 from kvrelay.kernels.triton.launch import Repeat, launch
 from kvrelay.kernels.triton.overlap import begin_after_inputs, overlapping
-from kvrelay.kernels.triton.sample_bounds import BINS, bin_of, load_listed, open_bins, smallest_kept
-from kvrelay.kernels.triton.sample_race import NO_TOKEN, better, race
 
 SLICE = 8192
 """Number of tokens of a slice."""
@@ -57,6 +59,13 @@ LISTED = 4096
 """Number of listed tokens that the last kernel keeps in registers; of longer lists it reads the rest again at each
 probe."""
 WARPS = 16
+NO_TOKEN = tl.constexpr(2147483647)
+BINS = tl.constexpr(512)
+"""Number of bins of s, the last one without a lower end."""
+BINS_PER_UNIT = tl.constexpr(16.0)
+"""Number of bins in one unit of s; a power of two, so that bins are exact."""
+SLACK = tl.constexpr(1e-4)
+"""Relative error that sums of float32 may have."""
 
 
 class Choices(NamedTuple):
@@ -139,6 +148,118 @@ class Workspace(NamedTuple):
 def slice_of(vocabulary: int) -> int:
     """The number of tokens of a slice, in a vocabulary of so many."""
     return min(SLICE, int(triton.next_power_of_2(vocabulary)))
+
+
+@triton.jit
+def _exponential(key_0, key_1, token):
+    """-log(1 - u) as `engine.sampling.noise.exponential` has it; uint32 arithmetic wraps."""
+    x = (token.to(tl.uint32) ^ key_0) * 0x7FEB352D
+    x ^= x >> 15
+    x = (x + key_1) * 0x846CA68B
+    x ^= x >> 16
+    x *= 0x2C1B3C6D
+    x ^= x >> 15
+    u = ((x & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10
+    # log1p(-u) from log: the quotient corrects the rounding error of 1 - u (Goldberg 1991, theorem 4).
+    # Where u rounds to 1, w would be 0: 2^-24 is what it is for the largest u below.
+    w = tl.maximum(1.0 - u, 5.9604644775390625e-08)
+    exact = tl.log(w) * (u / tl.where(w == 1.0, 1.0, 1.0 - w))
+    return tl.where(w == 1.0, u, -exact)
+
+
+@triton.jit
+def race(s, ids, bound, key_0, key_1):
+    """The best score, and its token, of those `ids` whose s is `bound` or more; the first of equal ones."""
+    score = tl.where(s >= bound, tl.exp(s) / _exponential(key_0, key_1, ids), -1.0)
+    best = tl.max(score, 0)
+    return best, tl.min(tl.where(score == best, ids, NO_TOKEN), 0)
+
+
+@triton.jit
+def better(best, token, other, other_token):
+    """The better one of two results of `race`."""
+    wins = (other > best) | ((other == best) & (other_token < token))
+    return tl.where(wins, other, best), tl.where(wins, other_token, token)
+
+
+@triton.jit
+def bin_of(s):
+    return tl.minimum(-s * BINS_PER_UNIT, BINS - 1.0).to(tl.int32)
+
+
+@triton.jit
+def open_bins(counts, top_k, top_p, mass):
+    """The first and the last bin of tokens for which the filters aren't decided by the bin alone.
+
+    With top-k the last one is that of the k-th token, because the mass for top-p ends there.
+    """
+    bins = tl.arange(0, BINS)
+    upto = tl.cumsum(counts, 0)
+    first = tl.full((), BINS, tl.int32)
+    last = tl.full((), BINS - 1, tl.int32)
+    # Bounds of the mass up to each bin, inclusive, and before it.
+    most = tl.cumsum(counts * tl.exp(bins * (-1.0 / BINS_PER_UNIT)), 0) * (1.0 + SLACK)
+    each = tl.where(bins < BINS - 1, tl.exp((bins + 1) * (-1.0 / BINS_PER_UNIT)), 0.0)
+    least = tl.cumsum(counts * each, 0) * (1.0 - SLACK)
+    least_kept, most_kept = mass * (1.0 - SLACK), mass * (1.0 + SLACK)
+    if top_k > 0:
+        first = tl.sum((upto < top_k).to(tl.int32), 0)
+        last = tl.minimum(first, BINS - 1)
+        least_kept = tl.maximum(tl.max(tl.where(bins < first, least, 0.0), 0), 1.0 - SLACK)
+        most_kept = tl.minimum(tl.max(tl.where(bins <= last, most, 0.0), 0), most_kept)
+    if top_p < 1.0:
+        first = tl.minimum(first, tl.sum((most < top_p * least_kept).to(tl.int32), 0))
+        if top_k == 0:
+            last = tl.minimum(tl.sum((least < top_p * most_kept).to(tl.int32), 0), BINS - 1)
+    return first, last
+
+
+@triton.jit
+def load_listed(lists, part, SLICE: tl.constexpr, EACH: tl.constexpr, LISTED: tl.constexpr):
+    """s and tokens of a part of the row's lists, EACH of every slice; s is minus infinity past their ends."""
+    row_logits, listed, length, largest, temperature, slices = lists
+    index = tl.arange(0, LISTED)
+    of_slice, entry = index // EACH, index % EACH + part * EACH
+    present = entry < tl.load(length + of_slice, mask=of_slice < slices, other=0)
+    ids = tl.load(listed + of_slice * SLICE + entry, mask=present, other=0)
+    s = (tl.load(row_logits + ids, mask=present, other=float("-inf")) - largest) / temperature
+    return tl.where(present, s, float("-inf")), ids
+
+
+@triton.jit
+def _probe(s, middle, BY_MASS: tl.constexpr):
+    """Number, or mass, of the s above `middle`, and the values next to it."""
+    larger = s > middle
+    each = tl.exp(s) if BY_MASS else tl.full(s.shape, 1.0, tl.float32)
+    weight = tl.sum(tl.where(larger, each, 0.0).to(tl.float64), 0)
+    return weight, tl.min(tl.where(larger, s, 0.0), 0), tl.max(tl.where(larger, float("-inf"), s), 0)
+
+
+@triton.jit
+def smallest_kept(s, lists, parts, low, before, budget, BY_MASS: tl.constexpr, SLICE: tl.constexpr, EACH: tl.constexpr):
+    """The smallest listed s, not below its value `low`, that fewer than `budget` tokens (or less mass) exceed.
+
+    Args:
+        s: of the first part of the lists.
+        before: number (or mass) of the tokens that aren't listed because their s is larger.
+
+    Returns:
+        0 if there is none.
+    """
+    high = low * 0.0
+    while low < high:
+        middle = low + (high - low) * 0.5
+        middle = tl.where(middle >= high, low, middle)
+        weight, above, below = _probe(s, middle, BY_MASS)
+        for part in range(1, parts):
+            more, _ = load_listed(lists, part, SLICE, EACH, s.shape[0])
+            other, other_above, other_below = _probe(more, middle, BY_MASS)
+            weight += other
+            above, below = tl.minimum(above, other_above), tl.maximum(below, other_below)
+        kept = before + weight < budget
+        high = tl.where(kept, below, high)
+        low = tl.where(kept, low, above)
+    return high
 
 
 @triton.jit

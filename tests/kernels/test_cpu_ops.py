@@ -10,7 +10,6 @@ from test_cpu_linear import normal
 from torch import Tensor
 
 from kvrelay.kernels import reference
-from kvrelay.kernels.cpu import linear as cpu_linear
 from kvrelay.kernels.cpu import ops
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -82,9 +81,9 @@ def test_linear(dtype: torch.dtype, inputs: int, outputs: int) -> None:
 
 
 def test_linear_without_onednn_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_linear, "packable", lambda dtype: False)
+    monkeypatch.setattr(ops, "packable", lambda dtype: False)
     weight, x = normal(5, 8), normal(3, 8)
-    close(cpu_linear.linear(weight, None)(x), reference.linear(weight, None)(x))
+    close(ops.linear(weight, None)(x), reference.linear(weight, None)(x))
 
 
 def test_prepacked_float32_is_exact_enough_for_logits() -> None:

@@ -5,7 +5,7 @@ observe     what a model's cache holds in each layer, by a run of a few tokens
 places      from that to layer groups, tracks, and the place of each tensor in them
 store       reads and writes a step's KV and states in the pools
 latents     attention of layers that keep latents, for the flat way
-flat, gather, again     the ways of running a step, fastest first
+flat, gather            the ways of running a step, fastest first
 check       chunked, ragged logits against those of one whole forward pass
 choose      the first way whose logits agree
 

@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 
 from kvrelay.engine.kv.layout import CacheLayout
 from kvrelay.engine.models.general import check
-from kvrelay.engine.models.general.again import AgainWay
 from kvrelay.engine.models.general.flat import FlatWay
-from kvrelay.engine.models.general.gather import GatherWay
+from kvrelay.engine.models.general.gather import AgainWay, GatherWay
 from kvrelay.engine.models.general.native import Call
 from kvrelay.engine.models.general.places import Placing
 from kvrelay.engine.models.general.step import UnfitError, Way

@@ -7,6 +7,8 @@
 
 Masks are transformers' own; a mask of the columns that have tokens says where the padding is. States are copied from
 their slots before, and written back after.
+
+Where even that doesn't suit a model, a sequence is computed again from its tokens, which are kept as if they were KV.
 """
 
 from dataclasses import dataclass, field
@@ -340,3 +342,30 @@ class GatherWay:
 
     def _state_slots(self, track: int, batch: Batch) -> Tensor:
         return host(batch.step.tables[self._store.groups[track]][:, 0], self._store.device)
+
+
+class AgainWay:
+    """Implements `Way` without a cache: each step computes the whole of each sequence."""
+
+    name = "again"
+
+    def __init__(self, model: PreTrainedModel, store: Store, team: object = None) -> None:
+        self._model, self._store = model, store
+        self._inputs = Inputs(model)
+
+    def run(self, step: Step, wanted: NDArray[np.int64]) -> Tensor:
+        """See `Way.run`."""
+        set_attention(self._model, "eager")
+        self._store.write_tokens(step)
+        device = self._store.device
+        found = []
+        for row, (first, start, length) in enumerate(
+            zip(step.firsts.tolist(), step.starts.tolist(), step.lengths.tolist(), strict=True)
+        ):
+            own = wanted[(wanted >= first) & (wanted < first + length)] - first + start
+            if not len(own):
+                continue
+            tokens = host(self._store.sequence(step, row), device)[None]
+            positions = torch.arange(tokens.shape[1], device=device)[None]
+            found.append(self._inputs.call(tokens, positions, None, host(own, device), {})[0])
+        return torch.cat(found) if found else torch.empty(0, 0)

@@ -21,7 +21,7 @@ from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.runner.gpu import GpuRunner
-from kvrelay.engine.runner.pieces import step_sizes
+from kvrelay.engine.runner.graphs import step_sizes
 from support.launches import Launches, RecordedGraphs
 from support.paged import GREEDY, PagedSequences, step
 from support.serving import reports_of, tokens_in
