@@ -20,7 +20,7 @@ from kvrelay.engine.attention.prefill import PlannedPrefill, Prefill, Shapes
 from kvrelay.engine.config import PrefillAttention
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.kernels.triton.decode_work import DecodeParts, DecodeWork, count_programs, plan_decode
-from kvrelay.kernels.triton.launch import Repeat
+from kvrelay.kernels.triton.launch import Repeat, processors_of
 from kvrelay.kernels.triton.paged import PagedKV
 from kvrelay.kernels.triton.paged_decode import paged_decode
 from kvrelay.kernels.triton.rope_kv_write import HEADS, launch_rope_kv_write
@@ -208,8 +208,3 @@ def architecture_of(device: torch.device) -> int:
         return 90
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-def processors_of(device: torch.device) -> int:
-    """Multiprocessors of the GPU; a few for the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -25,7 +25,7 @@ from torch import Tensor, dtype
 
 from kvrelay.kernels.codes import CodedWeight, CodeType
 from kvrelay.kernels.triton.checks import check_tensor
-from kvrelay.kernels.triton.launch import Repeat, launch
+from kvrelay.kernels.triton.launch import Repeat, launch, processors_of
 from kvrelay.kernels.triton.quant_decode import e4m3
 from kvrelay.kernels.triton.quant_gemv import QuantizedWeight, check_weight
 from kvrelay.kernels.triton.quant_linear import quantized
@@ -34,7 +34,6 @@ BLOCK_N = 128
 FEW, MANY = 16, 64
 """Pairs of a tile where experts have few pairs on average, and where they have many."""
 DENSE = "DENSE"
-INTERPRETED_PROGRAMS = 8
 
 
 @triton.jit
@@ -170,11 +169,7 @@ class GroupedMatmul:
         self._zero: Tensor | None = None
         if isinstance(weight, QuantizedWeight):
             check_weight(weight, bias)
-            one = weight.type is not CodeType.INT4 and weight.group == shape[1]
-            self._group = 0 if one else weight.group
-            self._step = self._group
-            if weight.type is not CodeType.INT4:
-                self._step = 64 if self._group % 64 == 0 else 32
+            self._group, self._step = weight.steps
             self._format, self._w, self._scale, self._zero = weight.type.name, weight.q, weight.scale, weight.zero
         else:
             check_tensor("weight", weight, shape, weight, weight.dtype)
@@ -277,9 +272,7 @@ def grouped_matmul(
 ) -> GroupedMatmul:
     """A product with the weights of all experts on a device, for x of type `kind`. Codes that no kernel reads become
     dense weights."""
-    programs = INTERPRETED_PROGRAMS
-    if device.type == "cuda":
-        programs = torch.cuda.get_device_properties(device).multi_processor_count
+    programs = processors_of(device)
     offset = None if bias is None else bias.to(device, kind)
     found = quantized(weight, kind) if isinstance(weight, CodedWeight) else None
     if found is not None:

@@ -23,7 +23,6 @@ Source: DeepSeek-V2, arXiv:2405.04434, section 2.1; see also `paged_decode`.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,15 +32,13 @@ from kvrelay.kernels.triton.checks import check_tensor
 from kvrelay.kernels.triton.decode_work import ENTRY_FIELDS, DecodeParts, DecodeWork
 from kvrelay.kernels.triton.launch import Launch, launch, shared_bytes
 from kvrelay.kernels.triton.overlap import begin_after_inputs, overlapping
-from kvrelay.kernels.triton.paged import LOG2_E, _block_ids
-from kvrelay.kernels.triton.paged_decode import _sum_parts
+from kvrelay.kernels.triton.paged import LOG2_E, _block_ids, check_query, check_tables
+from kvrelay.kernels.triton.paged_decode import SUMMED, check_work, store_entry
 
 SIZES = (16, 512)
 """Smallest and largest C."""
 HEADS = 32
 """Most heads of a program: their sums are 64 registers of each of 256 threads."""
-SUMMED = 8192
-"""Size of one read in numbers, when the parts of a row are added up."""
 
 
 class PagedLatents(NamedTuple):
@@ -124,8 +121,7 @@ def latent_decode_kernel(
         entry = entries + index * ENTRY_FIELDS
         row, first = tl.load(entry).to(tl.int64), tl.load(entry + 1)
         end, part = tl.load(entry + 2), tl.load(entry + 3).to(tl.int64)
-        query_head = row * heads + head * GROUP + m
-        of_query = query + query_head[:, None] * WIDTH
+        of_query = query + (row * heads + (head * GROUP + m))[:, None] * WIDTH
         q_latent = tl.load(of_query + c[None, :], mask=inside, other=0.0)
         q_rotated = tl.load(
             of_query + LATENT + r[None, :], mask=(m < GROUP)[:, None] & (r < ROTATED)[None, :], other=0.0
@@ -164,29 +160,10 @@ def latent_decode_kernel(
             total = tl.dot(p.to(k.dtype), k, total, input_precision=PRECISION)
             largest = new_largest
             blocks = _block_ids(table, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
-        total = total / tl.where(weight > 0.0, weight, 1.0)[:, None]
-        if part < 0:
-            tl.store(out + query_head[:, None] * LATENT + c[None, :], total.to(out.dtype.element_ty), mask=inside)
-        else:
-            part_head = part * heads + head * GROUP + m
-            tl.store(sums + part_head[:, None] * LATENT + c[None, :], total, mask=inside, cache_modifier=".cg")
-            tl.store(weights + part_head, largest + tl.log2(weight), mask=m < GROUP, cache_modifier=".cg")
-            first_part, count = tl.load(entry + 4).to(tl.int64), tl.load(entry + 5)
-            arrival = arrivals + first_part * tl.num_programs(0) + head
-            # All threads must have written before one of them tells, and none may read before it knows.
-            tl.debug_barrier()
-            arrived = tl.atomic_add(arrival, 1, sem="acq_rel")
-            if arrived == count - 1:
-                tl.debug_barrier()
-                whole = _sum_parts(
-                    sums, weights, first_part, count, heads, head, GROUP, LATENT, BLOCK_G, BLOCK_C, SUMMED
-                )
-                g = tl.arange(0, BLOCK_G)
-                place = (row * heads + head * GROUP + g)[:, None] * LATENT + c[None, :]
-                within = (g < GROUP)[:, None] & (c < LATENT)[None, :]
-                tl.store(out + place, whole.to(out.dtype.element_ty), mask=within)
-                # The next launch counts from 0 again.
-                tl.store(arrival, 0)
+        store_entry(
+            total, largest, weight, entry, row, part, sums, weights, arrivals, out,
+            GROUP, LATENT, BLOCK_M, BLOCK_G, BLOCK_C, SUMMED,
+        )  # fmt: skip
 
 
 def latent_decode(
@@ -213,16 +190,8 @@ def latent_decode(
     """
     rows, heads = query.shape[:2]
     block_size, latent, rotated = _check(query, kv, block_tables, out)
-    programs = len(work.starts) - 1
-    if programs < 1:
-        raise ValueError(f"work.starts is {list(work.starts.shape)}; allowed: [2] and longer")
     group = group_of(heads)
-    entries = max(len(work.entries), rows + programs - 1)
-    check_tensor("work.entries", work.entries, (entries, ENTRY_FIELDS), query, torch.int32)
-    check_tensor("work.starts", work.starts, (programs + 1,), query, torch.int32)
-    check_tensor("parts.sums", parts.sums, (2 * (programs - 1), heads, latent), query, torch.float32)
-    check_tensor("parts.weights", parts.weights, (2 * (programs - 1), heads), query, torch.float32)
-    check_tensor("parts.arrivals", parts.arrivals, (2 * (programs - 1), heads // group), query, torch.int32)
+    programs = check_work(query, block_tables, work, parts, heads // group, latent)
     if not rows:
         return None
     block_m, block_c = max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(latent))
@@ -279,8 +248,7 @@ def _check(query: Tensor, kv: PagedLatents, block_tables: Tensor, out: Tensor) -
     Raises:
         ValueError: a tensor has another shape, type or device than it should.
     """
-    if not query.is_floating_point() or query.dtype.itemsize not in (2, 4):
-        raise ValueError(f"query is {query.dtype}; allowed: torch.float16, torch.bfloat16, torch.float32")
+    check_query(query)
     block_size, latent = kv.latents.shape[1:]
     rotated = kv.rotated.shape[2]
     if not SIZES[0] <= latent <= SIZES[1]:
@@ -297,14 +265,6 @@ def _check(query: Tensor, kv: PagedLatents, block_tables: Tensor, out: Tensor) -
         if scales is not None:
             check_tensor(f"scales of {name}", scales[0], (block_size,), query, SCALE)
     check_tensor("query", query, (*query.shape[:2], latent + rotated), query)
-    if block_tables.dtype != torch.int32 or block_tables.dim() != 2 or block_tables.stride(1) != 1:
-        raise ValueError(
-            f"block_tables is {block_tables.dtype} {list(block_tables.shape)}; allowed: torch.int32 [R, W]"
-        )
-    if len(block_tables) != len(query) or block_tables.device != query.device:
-        raise ValueError(
-            f"block_tables is {list(block_tables.shape)} on {block_tables.device}; allowed: [{len(query)}, W] on"
-            f" {query.device}"
-        )
+    check_tables(block_tables, query)
     check_tensor("out", out, (*query.shape[:2], latent), query)
     return block_size, latent, rotated

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
@@ -41,6 +42,11 @@ def shared_bytes(architecture: int | None = None) -> int:
     if architecture is None:
         architecture = 90 if knobs.runtime.interpret else driver.active.get_current_target().arch
     return SHARED_KIB.get(architecture, min(SHARED_KIB.values())) * 1024
+
+
+def processors_of(device: torch.device) -> int:
+    """Multiprocessors of the GPU; a few for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -71,6 +71,22 @@ def check_pool(kv: PagedKV, like: Tensor) -> None:
         check_tensor("scales", scales[0, 0, 0], tuple(pool.shape[3:5]), like, SCALE)
 
 
+def check_query(query: Tensor) -> None:
+    """Raises ValueError unless queries are of a type that attention takes."""
+    if not query.is_floating_point() or query.dtype.itemsize not in (2, 4):
+        raise ValueError(f"query is {query.dtype}; allowed: torch.float16, torch.bfloat16, torch.float32")
+
+
+def check_tables(block_tables: Tensor, query: Tensor) -> None:
+    """Raises ValueError unless block tables are int32 [R, W], with unit stride, on the device of `query`."""
+    if block_tables.dtype != torch.int32 or block_tables.dim() != 2 or block_tables.stride(1) != 1:
+        raise ValueError(
+            f"block_tables is {block_tables.dtype} {list(block_tables.shape)}; allowed: torch.int32 [R, W]"
+        )
+    if block_tables.device != query.device:
+        raise ValueError(f"block_tables is on {block_tables.device}; allowed: {query.device}")
+
+
 def check_attention(
     query: Tensor, kv: PagedKV, block_tables: Tensor, window: int, out: Tensor
 ) -> tuple[int, int, int, int]:
@@ -82,8 +98,7 @@ def check_attention(
     Raises:
         ValueError: a tensor has another shape, type or device than it should.
     """
-    if not query.is_floating_point() or query.dtype.itemsize not in (2, 4):
-        raise ValueError(f"query is {query.dtype}; allowed: torch.float16, torch.bfloat16, torch.float32")
+    check_query(query)
     check_pool(kv, query)
     kv_heads, block_size, dim = kv.pool.shape[3:]
     if query.dim() != 3 or query.shape[2] != dim or not query.shape[1] or query.shape[1] % kv_heads:
@@ -91,49 +106,19 @@ def check_attention(
     check_tensor("query", query, tuple(query.shape), query)
     if not DIMS[0] <= dim <= DIMS[1]:
         raise ValueError(f"pool has heads of {dim}; allowed: {DIMS[0]} to {DIMS[1]}")
-    if block_tables.dtype != torch.int32 or block_tables.dim() != 2 or block_tables.stride(1) != 1:
-        raise ValueError(
-            f"block_tables is {block_tables.dtype} {list(block_tables.shape)}; allowed: torch.int32 [R, W]"
-        )
-    if block_tables.device != query.device:
-        raise ValueError(f"block_tables is on {block_tables.device}; allowed: {query.device}")
+    check_tables(block_tables, query)
     if window < 0:
         raise ValueError(f"window is {window}; allowed: 0 (all keys) and more")
     check_tensor("out", out, tuple(query.shape), query)
     return kv_heads, query.shape[1] // kv_heads, block_size, dim
 
 
-def check_scores(query: Tensor, softcap: float, sinks: Tensor | None) -> None:
-    """Checks what both attention kernels do to the scores of `query` [T, H, D].
-
-    Raises:
-        ValueError: a value or a tensor isn't allowed.
-    """
-    if softcap < 0:
-        raise ValueError(f"softcap is {softcap}; allowed: 0 (none) and more")
-    if sinks is not None:
-        check_tensor("sinks", sinks, (query.shape[1],), query, torch.float32)
-
-
 @triton.jit
-def begin_softmax(sinks, head, begins, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The `state` of `attend_keys` before the first key of a tile.
-
-    Args:
-        sinks: scores by query head, or None.
-        head: query head [BLOCK_M] of each row.
-        begins: whether the tile has the first keys of each row [BLOCK_M], to which a sink is added.
-    """
+def begin_softmax(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The `state` of `attend_keys` before the first key of a tile."""
     total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     # The largest score begins finite: a row that sees no key of a step then keeps a weight of 0 instead of NaN.
-    largest = tl.full((BLOCK_M,), -1.0e30, tl.float32)
-    weight = tl.zeros((BLOCK_M,), tl.float32)
-    if sinks is not None:
-        # A sink is as a key before all others, without a value.
-        sink = tl.load(sinks + head, mask=begins, other=0.0) * 1.4426950408889634
-        largest = tl.where(begins, sink, largest)
-        weight = tl.where(begins, 1.0, weight)
-    return total, largest, weight
+    return total, tl.full((BLOCK_M,), -1.0e30, tl.float32), tl.zeros((BLOCK_M,), tl.float32)
 
 
 @triton.jit
@@ -158,7 +143,6 @@ def attend_keys(
     first,
     position,
     window,
-    softcap,
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
     TMA: tl.constexpr,
@@ -183,7 +167,6 @@ def attend_keys(
         begin: a multiple of BLOCK_N.
         first: the first key that a row sees; keys before it aren't loaded. None if there are none.
         position: the position [BLOCK_M] of each row; None if all rows see all keys from `first` on.
-        softcap: c of c tanh(score / c), times log2(e); None for none.
         MASKED: not all rows see all of the keys.
     """
     total, largest, weight = state
@@ -220,10 +203,6 @@ def attend_keys(
         if key_scales is not None:
             scale_offset = blocks.to(tl.int64) * scale_block_stride + slot
             s *= tl.load(key_scales + scale_offset, mask=present, other=0.0).to(tl.float32)[None, :]
-        if softcap is not None:
-            # tanh |x| = (1 - t) / (1 + t), t = e^(-2 |x|); scores are times log2(e), as powers of 2 want them.
-            t = tl.exp2(tl.abs(s) * (-2.8853900817779268 / softcap))
-            s = tl.where(s < 0, -softcap, softcap) * ((1 - t) / (1 + t))
         if MASKED:
             if position is None:
                 seen = present[None, :]

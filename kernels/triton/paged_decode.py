@@ -33,7 +33,7 @@ from kvrelay.kernels.triton.checks import check_tensor
 from kvrelay.kernels.triton.decode_work import ENTRY_FIELDS, STEP, DecodeParts, DecodeWork
 from kvrelay.kernels.triton.launch import Launch, launch, shared_bytes
 from kvrelay.kernels.triton.overlap import begin_after_inputs, overlapping
-from kvrelay.kernels.triton.paged import LOG2_E, PagedKV, attend_keys, begin_softmax, check_attention, check_scores
+from kvrelay.kernels.triton.paged import LOG2_E, PagedKV, attend_keys, begin_softmax, check_attention
 
 SUMMED = 8192
 """Size of one read in numbers, when the parts of a row are added up: 64 for each thread."""
@@ -97,6 +97,61 @@ def _sum_parts(
 
 
 @triton.jit
+def store_entry(
+    total,
+    largest,
+    weight,
+    entry,
+    row,
+    part,
+    sums,
+    weights,
+    arrivals,
+    out,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SUMMED: tl.constexpr,
+):
+    """Stores what a program has of an entry of the work list: in `out` if the entry has all keys of its row, else as a
+    part of it. The program that stores a row's last part adds up all of them.
+
+    Args:
+        total, largest, weight: the softmax behind the entry's keys, as the state of `attend_keys`.
+    """
+    head = tl.program_id(0)
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    inside = (m < GROUP)[:, None] & (d < DIM)[None, :]
+    heads = tl.num_programs(0) * GROUP
+    query_head = head * GROUP + m
+    total = total / tl.where(weight > 0.0, weight, 1.0)[:, None]
+    if part < 0:
+        offset = (row * heads + query_head)[:, None] * DIM + d[None, :]
+        tl.store(out + offset, total.to(out.dtype.element_ty), mask=inside)
+    else:
+        part_head = part * heads + query_head
+        tl.store(sums + part_head[:, None] * DIM + d[None, :], total, mask=inside, cache_modifier=".cg")
+        tl.store(weights + part_head, largest + tl.log2(weight), mask=m < GROUP, cache_modifier=".cg")
+        first_part, count = tl.load(entry + 4).to(tl.int64), tl.load(entry + 5)
+        arrival = arrivals + first_part * tl.num_programs(0) + head
+        # All threads must have written before one of them tells, and none may read before it knows.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrival, 1, sem="acq_rel")
+        if arrived == count - 1:
+            tl.debug_barrier()
+            whole = _sum_parts(sums, weights, first_part, count, heads, head, GROUP, DIM, BLOCK_G, BLOCK_D, SUMMED)
+            g = tl.arange(0, BLOCK_G)
+            place = (row * heads + head * GROUP + g)[:, None] * DIM + d[None, :]
+            within = (g < GROUP)[:, None] & (d < DIM)[None, :]
+            tl.store(out + place, whole.to(out.dtype.element_ty), mask=within)
+            # The next launch counts from 0 again.
+            tl.store(arrival, 0)
+
+
+@triton.jit
 def paged_decode_kernel(
     query,
     keys,
@@ -113,8 +168,6 @@ def paged_decode_kernel(
     arrivals,
     out,
     scale,
-    softcap,
-    sinks,
     table_stride,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -147,11 +200,8 @@ def paged_decode_kernel(
         query_head = head * GROUP + m
         offset = (row * heads + query_head)[:, None] * DIM + d[None, :]
         q = tl.load(query + offset, mask=inside, other=0.0)
-        # The first part of a row has the row's sink.
-        behind = m * 0 + tl.where(part < 0, 0, part - tl.load(entry + 4))
-        state = begin_softmax(sinks, query_head, (behind == 0) & (m < GROUP), BLOCK_M, BLOCK_D)
         total, largest, weight = attend_keys(
-            state,
+            begin_softmax(BLOCK_M, BLOCK_D),
             q,
             scale,
             (keys, values, key_scales, value_scales, block_stride, scale_block_stride),
@@ -163,7 +213,6 @@ def paged_decode_kernel(
             first,
             None,
             0,
-            softcap,
             MASKED=True,
             WINDOWED=False,
             TMA=False,
@@ -172,27 +221,10 @@ def paged_decode_kernel(
             BLOCK_N=BLOCK_N,
             STAGES=STAGES,
         )
-        total = total / tl.where(weight > 0.0, weight, 1.0)[:, None]
-        if part < 0:
-            tl.store(out + offset, total.to(out.dtype.element_ty), mask=inside)
-        else:
-            part_head = part * heads + query_head
-            tl.store(sums + part_head[:, None] * DIM + d[None, :], total, mask=inside, cache_modifier=".cg")
-            tl.store(weights + part_head, largest + tl.log2(weight), mask=m < GROUP, cache_modifier=".cg")
-            first_part, count = tl.load(entry + 4).to(tl.int64), tl.load(entry + 5)
-            arrival = arrivals + first_part * tl.num_programs(0) + head
-            # All threads must have written before one of them tells, and none may read before it knows.
-            tl.debug_barrier()
-            arrived = tl.atomic_add(arrival, 1, sem="acq_rel")
-            if arrived == count - 1:
-                tl.debug_barrier()
-                whole = _sum_parts(sums, weights, first_part, count, heads, head, GROUP, DIM, BLOCK_G, BLOCK_D, SUMMED)
-                g = tl.arange(0, BLOCK_G)
-                place = (row * heads + head * GROUP + g)[:, None] * DIM + d[None, :]
-                within = (g < GROUP)[:, None] & (d < DIM)[None, :]
-                tl.store(out + place, whole.to(out.dtype.element_ty), mask=within)
-                # The next launch counts from 0 again.
-                tl.store(arrival, 0)
+        store_entry(
+            total, largest, weight, entry, row, part, sums, weights, arrivals, out,
+            GROUP, DIM, BLOCK_M, BLOCK_G, BLOCK_D, SUMMED,
+        )  # fmt: skip
 
 
 def paged_decode(
@@ -202,8 +234,6 @@ def paged_decode(
     work: DecodeWork,
     parts: DecodeParts,
     out: Tensor,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
 ) -> Launch | None:
     """Writes the attention of one token of each row of the work list into `out`; None if there are no rows.
 
@@ -213,27 +243,13 @@ def paged_decode(
         work: for R rows or more, on the device; a plan of R rows or fewer.
         parts: for as many programs; no other launch may use it at the same time.
         out: [R, H, D].
-        softcap: c of c tanh(score / c); 0 for none.
-        sinks: float32 [H] scores that take a share of each query's attention for nothing, or None.
 
     Raises:
         ValueError: a tensor has another shape, type or device than it should.
     """
     kv_heads, group, block_size, dim = check_attention(query, kv, block_tables, 0, out)
-    check_scores(query, softcap, sinks)
-    rows, heads = query.shape[:2]
-    if len(block_tables) != rows:
-        raise ValueError(f"block_tables is {list(block_tables.shape)}; allowed: [{rows}, W]")
-    programs = len(work.starts) - 1
-    if programs < 1:
-        raise ValueError(f"work.starts is {list(work.starts.shape)}; allowed: [2] and longer")
-    entries = max(len(work.entries), rows + programs - 1)
-    check_tensor("work.entries", work.entries, (entries, ENTRY_FIELDS), query, torch.int32)
-    check_tensor("work.starts", work.starts, (programs + 1,), query, torch.int32)
-    check_tensor("parts.sums", parts.sums, (2 * (programs - 1), heads, dim), query, torch.float32)
-    check_tensor("parts.weights", parts.weights, (2 * (programs - 1), heads), query, torch.float32)
-    check_tensor("parts.arrivals", parts.arrivals, (2 * (programs - 1), kv_heads), query, torch.int32)
-    if not rows:
+    programs = check_work(query, block_tables, work, parts, kv_heads, dim)
+    if not len(query):
         return None
     block_d = max(16, triton.next_power_of_2(dim))
     # 32-bit values take twice the registers.
@@ -254,8 +270,6 @@ def paged_decode(
         *parts,
         out,
         LOG2_E * dim**-0.5,
-        LOG2_E * softcap if softcap else None,
-        sinks,
         block_tables.stride(0),
         GROUP=group,
         DIM=dim,
@@ -270,6 +284,28 @@ def paged_decode(
         num_warps=4,
         **overlapping(),
     )
+
+
+def check_work(
+    query: Tensor, block_tables: Tensor, work: DecodeWork, parts: DecodeParts, kv_heads: int, dim: int
+) -> int:
+    """Checks the work list and the memory for parts that a decode kernel takes for `query` [R, H, ...]; returns P.
+
+    Raises:
+        ValueError: a tensor has another shape, type or device than it should.
+    """
+    (rows, heads), programs = query.shape[:2], len(work.starts) - 1
+    if len(block_tables) != rows:
+        raise ValueError(f"block_tables is {list(block_tables.shape)}; allowed: [{rows}, W]")
+    if programs < 1:
+        raise ValueError(f"work.starts is {list(work.starts.shape)}; allowed: [2] and longer")
+    entries = max(len(work.entries), rows + programs - 1)
+    check_tensor("work.entries", work.entries, (entries, ENTRY_FIELDS), query, torch.int32)
+    check_tensor("work.starts", work.starts, (programs + 1,), query, torch.int32)
+    check_tensor("parts.sums", parts.sums, (2 * (programs - 1), heads, dim), query, torch.float32)
+    check_tensor("parts.weights", parts.weights, (2 * (programs - 1), heads), query, torch.float32)
+    check_tensor("parts.arrivals", parts.arrivals, (2 * (programs - 1), kv_heads), query, torch.int32)
+    return programs
 
 
 def _pipeline(step: int, slot_bytes: int, shared: int) -> tuple[int, int]:

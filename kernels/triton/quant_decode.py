@@ -15,8 +15,6 @@ A run is a piece of an output's weights that have one scale, and is contiguous i
 BLOCK),). Limit: memory, q is read and out is written. E4M3 is decoded by arithmetic, which every GPU has.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -30,16 +28,8 @@ from kvrelay.kernels.triton.quant_gemv import QuantizedWeight, check_weight
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Shape of a program's work. Each thread should move vectors of 16 bytes, and several of them."""
-
-    weights: int
-    """Number of weights."""
-    warps: int
-
-
-TILES = {CodeType.INT8: Tile(4096, 4), CodeType.FP8: Tile(4096, 4), CodeType.INT4: Tile(4096, 4)}
+WEIGHTS, WARPS = 4096, 4
+"""Weights of a program, and its warps: each thread should move vectors of 16 bytes, and several of them."""
 RUN = 1024
 """Most weights of a run; int4 has a group in each."""
 
@@ -108,7 +98,6 @@ class QuantDecode:
         check_weight(weight, None)
         self._weight, self._shape = weight, weight.shape
         outputs, inputs = weight.shape
-        tile = TILES[weight.type]
         if weight.type is CodeType.INT4:
             self._run = weight.group
         else:
@@ -116,8 +105,7 @@ class QuantDecode:
             own = triton.next_power_of_2(inputs) if weight.group == inputs else weight.group & -weight.group
             self._run = min(RUN, own)
         self._row_runs = triton.cdiv(inputs, self._run)
-        self._block = max(1, tile.weights // self._run)
-        self._warps = tile.warps
+        self._block = max(1, WEIGHTS // self._run)
         self._grid = (triton.cdiv(outputs * self._row_runs, self._block), 1, 1)
         self._known: dict[torch.dtype, Repeat] = {}
 
@@ -152,7 +140,7 @@ class QuantDecode:
             MINIMA=weight.minimum is not None,
             RUN=self._run,
             BLOCK=self._block,
-            num_warps=self._warps,
+            num_warps=WARPS,
             **overlapping(),
         )
         self._known[dtype] = made.repeating("out")

@@ -98,6 +98,15 @@ class QuantizedWeight:
             return self.fp8_group
         return self.shape[1] if self.shift is None else self.shape[1] // self.scale.shape[1]
 
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Weights along K that share a scale, and those of a step, for products that scale weights as they are read.
+        One scale for an output is applied to the sum, so its weights are in no groups: 0."""
+        if self.type is CodeType.INT4:
+            return self.group, self.group
+        group = 0 if self.group == self.shape[1] else self.group
+        return group, 64 if group % 64 == 0 else 32
+
 
 def pack_int4(values: Tensor, group: int) -> Tensor:
     """uint8 [N, K / 2] of values 0 to 15, uint8 [N, K].

@@ -12,12 +12,12 @@ from torch.nn import functional
 
 from kvrelay.kernels.codes import CodedWeight, CodeType
 from kvrelay.kernels.ops import Linear
+from kvrelay.kernels.triton.launch import processors_of
 from kvrelay.kernels.triton.quant_decode import QuantDecode
 from kvrelay.kernels.triton.quant_gemv import GROUPS, MAX_ROWS, QuantGemv, QuantizedWeight, pack_int4
 from kvrelay.kernels.triton.quant_matmul import QuantMatmul
 
 logger = logging.getLogger(__name__)
-INTERPRETED_PROCESSORS = 8
 DECODED_ROWS = {CodeType.INT8: 96, CodeType.INT4: 17, CodeType.FP8: 17}
 """Smallest number of rows for which a weight is decoded at once, by its type; see benchmarks/NOTES.md."""
 
@@ -36,10 +36,7 @@ def quant_linear(weight: CodedWeight, bias: Tensor | None, dtype: torch.dtype, d
     decode, many = QuantDecode(placed), QuantMatmul(placed, bias)
     few: Linear = many
     if placed.type is not CodeType.FP8:
-        processors = INTERPRETED_PROCESSORS
-        if device.type == "cuda":
-            processors = torch.cuda.get_device_properties(device).multi_processor_count
-        few = QuantGemv(placed, bias, processors)
+        few = QuantGemv(placed, bias, processors_of(device))
     decoded_rows = DECODED_ROWS[placed.type]
 
     def product(x: Tensor) -> Tensor:
@@ -54,7 +51,8 @@ def quant_linear(weight: CodedWeight, bias: Tensor | None, dtype: torch.dtype, d
 def quantized(weight: CodedWeight, dtype: torch.dtype) -> QuantizedWeight | None:
     """The weight as the kernels read it; None if they can't."""
     inputs, minima = weight.codes.shape[1], weight.minima
-    if weight.type is CodeType.INT4 and minima is not None and weight.group in GROUPS and not inputs % weight.group:
+    fits_int4 = weight.type is CodeType.INT4 and weight.group in GROUPS and not inputs % weight.group
+    if fits_int4 and minima is not None:
         # Scales and minima of Q4_1 are numbers of float16, those of Q4_K are not.
         exact = all(torch.equal(part.half().float(), part) for part in (weight.scales, minima))
         held = torch.float16 if exact else torch.float32
@@ -68,12 +66,7 @@ def quantized(weight: CodedWeight, dtype: torch.dtype) -> QuantizedWeight | None
         )
     if weight.type is CodeType.INT8 and weight.group >= inputs and weight.zeros is None:
         return QuantizedWeight(weight.codes.view(torch.int8), weight.scales[:, 0].contiguous())
-    if (
-        weight.type is CodeType.INT4
-        and weight.zeros is not None
-        and weight.group in GROUPS
-        and not inputs % weight.group
-    ):
+    if fits_int4 and weight.zeros is not None:
         packed = pack_int4(weight.codes, weight.group)
         return QuantizedWeight(packed, weight.scales.to(dtype), weight.zeros.to(dtype))
     return None

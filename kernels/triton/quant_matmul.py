@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor, dtype
 
-from kvrelay.kernels.codes import CodeType
 from kvrelay.kernels.triton.checks import check_tensor
 from kvrelay.kernels.triton.launch import Repeat, launch
 from kvrelay.kernels.triton.quant_decode import e4m3
@@ -103,12 +102,7 @@ class QuantMatmul:
         """
         check_weight(weight, bias)
         self._weight, self._shape, self._bias = weight, weight.shape, bias
-        # One scale for an output is applied to the sum, so its weights are in no groups here.
-        one = weight.type is not CodeType.INT4 and weight.group == weight.shape[1]
-        self._group = 0 if one else weight.group
-        self._step = self._group
-        if weight.type is not CodeType.INT4:
-            self._step = 64 if self._group % 64 == 0 else 32
+        self._group, self._step = weight.steps
         self._columns = triton.cdiv(weight.shape[0], BLOCK_N)
         self._known: dict[tuple[int, dtype], Repeat] = {}
 

@@ -32,9 +32,6 @@ class Sequences:
     contexts: list[int]
     lengths: list[int]
 
-    softcap: float = 0.0
-    sinks: Tensor | None = None
-
     def expected(self, window: int = 0) -> Tensor:
         """[T, H, D] by the definition, in float32 or better."""
         pool, layer, scales = self.kv
@@ -45,9 +42,7 @@ class Sequences:
         for query, context, table in zip(
             self.query.split(self.lengths), self.contexts, self.block_tables.tolist(), strict=True
         ):
-            rows.append(
-                paged_attention(query, held, layer, table, context, window, torch.float64, self.softcap, self.sinks)
-            )
+            rows.append(paged_attention(query, held, layer, table, context, window, torch.float64))
         return torch.cat(rows)
 
 
@@ -133,7 +128,7 @@ def prefill(case: Sequences, window: int = 0, tile: Tile = SMALL) -> Tensor:
     tiles = plan_tiles(np.array(case.contexts) - lengths, lengths, tile.rows // group, window)
     tiles = torch.from_numpy(tiles).to(case.query.device)
     out = torch.empty_like(case.query)
-    flash_prefill(case.query, case.kv, case.block_tables, tiles, tile, window, out, case.softcap, case.sinks)
+    flash_prefill(case.query, case.kv, case.block_tables, tiles, tile, window, out)
     return out
 
 
@@ -155,7 +150,7 @@ def decode(case: Sequences, window: int = 0, programs: int = 4) -> Tensor:
         unwritten.fill_(torch.nan)
     out = torch.full_like(case.query, torch.nan)
     work = DecodeWork(*(tensor.to(device) for tensor in work))
-    paged_decode(case.query, case.kv, case.block_tables, work, parts, out, case.softcap, case.sinks)
+    paged_decode(case.query, case.kv, case.block_tables, work, parts, out)
     assert not parts.arrivals.any(), "the next launch counts from 0"
     return out
 

@@ -10,9 +10,7 @@ from kvrelay.engine.models.general.step import Step, UnfitError, host
 from kvrelay.engine.models.general.store import Store
 from kvrelay.kernels.triton.decode_work import DecodeParts, DecodeWork, count_programs, plan_decode
 from kvrelay.kernels.triton.latent_decode import PagedLatents, group_of, latent_decode
-
-INTERPRETED_PROCESSORS = 4
-"""Multiprocessors that are planned for where there is no GPU."""
+from kvrelay.kernels.triton.launch import processors_of
 
 
 class TritonLatents:
@@ -26,10 +24,7 @@ class TritonLatents:
             raise UnfitError("latents have no place")
         self._store, self._group = store, store.groups[places.keys.track]
         device, groups = store.device, weights.heads // group_of(weights.heads)
-        processors = INTERPRETED_PROCESSORS
-        if device.type == "cuda":
-            processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._programs = count_programs(groups, processors)
+        self._programs = count_programs(groups, processors_of(device))
         self._parts = DecodeParts.empty(self._programs, weights.heads, groups, weights.latent, device)
         self._step: Step | None = None
 
