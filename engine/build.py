@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from kvrelay.engine.runner.general import GeneralRunner
 
 logger = logging.getLogger(__name__)
+R = TypeVar("R", bound=Runner)
 
 
 def build_engine(
@@ -81,19 +82,11 @@ def build_engine(
     build = _builder(options)
     if device == "cuda":
         logger.info("the engine computes on %s", torch.cuda.get_device_name())
-    proposer = proposer_of(options.speculation)
-    drafts = options.speculation.method == "draft"
-    if drafts and not options.kv_memory_bytes:
-        # The proposer comes first, because the served model's KV takes the rest of the memory.
-        proposer = draft_proposer(dtype, options, 0)
-    if ranks is None:
-        runner = build(folder, dtype, options, on_loaded)
-    else:
-        runner = LeadingModelRunner(build(folder, dtype, options, on_loaded, place=ranks.place), ranks)
-    if drafts and proposer is None:
-        proposer = draft_proposer(dtype, options, draft_blocks(runner, options))
-    if isinstance(proposer, DraftProposer):
-        proposer.check(runner.spec)
+    place = ALONE if ranks is None else ranks.place
+    proposer: Proposer | None
+    runner, proposer = _beside_draft(dtype, options, lambda: build(folder, dtype, options, on_loaded, place=place))
+    if ranks is not None:
+        runner = LeadingModelRunner(runner, ranks)
     if options.speculation.method in STATE_METHODS:
         proposer = state_proposer(options, folder, runner)
         if isinstance(proposer, MedusaProposer):
@@ -141,14 +134,8 @@ def _build_general(
     if method == "mtp" and ranks is not None:
         raise ValueError("speculation.method is 'mtp'; allowed for a worker of one rank")
     place = ALONE if ranks is None else ranks.place
-    proposer: Proposer | None = None
-    if method == "draft" and not options.kv_memory_bytes:
-        proposer = draft_proposer(dtype, options, 0)
-    general = _general_runner(folder, dtype, options, on_loaded, place)
-    if method == "draft" and proposer is None:
-        proposer = draft_proposer(dtype, options, draft_blocks(general, options))
-    if isinstance(proposer, DraftProposer):
-        proposer.check(general.spec)
+    proposer: Proposer | None
+    general, proposer = _beside_draft(dtype, options, lambda: _general_runner(folder, dtype, options, on_loaded, place))
     if method == "mtp":
         # Imported here for the same reason as the runner.
         from kvrelay.engine.speculate.mtp import mtp_proposer
@@ -166,6 +153,20 @@ def _general_runner(
     from kvrelay.engine.runner.general import build_general_runner
 
     return build_general_runner(folder, dtype, options, on_loaded, place=place, **draft)
+
+
+def _beside_draft(dtype: Dtype, options: EngineConfig, build: Callable[[], R]) -> tuple[R, DraftProposer | None]:
+    """The runner that `build` makes, and the draft model beside it, if the options name one."""
+    drafts, proposer = options.speculation.method == "draft", None
+    if drafts and not options.kv_memory_bytes:
+        # The draft model comes first, because the served model's KV takes the rest of the memory.
+        proposer = draft_proposer(dtype, options, 0)
+    runner = build()
+    if drafts and proposer is None:
+        proposer = draft_proposer(dtype, options, draft_blocks(runner, options))
+    if proposer is not None:
+        proposer.check(runner.spec)
+    return runner, proposer
 
 
 def draft_options(options: EngineConfig) -> EngineConfig:

@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from kvrelay.engine.config import Quantization
+from kvrelay.engine.config import EngineConfig, Quantization
 from kvrelay.engine.kv.layout import FloatDtype
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.stored import StoredFormat
@@ -63,34 +63,27 @@ class ModelSpec:
         checkpoint: Checkpoint,
         config: ModelFacts,
         dtype: FloatDtype,
-        *,
-        quantization: Quantization,
-        max_context: int,
-        pool_tokens: int,
+        options: EngineConfig,
         way: str = "",
     ) -> "ModelSpec":
-        """The spec of a checkpoint.
+        """The spec of a checkpoint, not yet limited by its KV pool (`within`).
 
         Args:
-            quantization: the option.
-            max_context: the option; 0 is no limit.
-            pool_tokens: tokens that the KV pool holds; 0 is no limit.
             way: see the attribute; it is a part of the fingerprint, as KV of other code may be something else.
         """
-        limits: dict[ContextLimit, int] = {"model": config.max_positions, "option": max_context, "pool": pool_tokens}
-        context_limit = min((name for name in limits if limits[name]), key=limits.__getitem__)
+        limited = 0 < options.max_context < config.max_positions
         fingerprint = checkpoint.fingerprint()
         if form := config.form or way:
             fingerprint = hashlib.sha256(f"{fingerprint} {form}".encode()).hexdigest()
         return cls(
             architecture=config.architecture,
             vocab_size=config.vocab_size,
-            max_context=limits[context_limit],
+            max_context=options.max_context if limited else config.max_positions,
             eos_token_ids=config.eos_token_ids,
             dtype=dtype,
             fingerprint=fingerprint,
-            context_limit=context_limit,
-            weights=_weights(config, dtype, quantization),
+            context_limit="option" if limited else "model",
+            weights=_weights(config, dtype, options.quantization),
             way=way,
         )
 

@@ -172,12 +172,11 @@ def chain_of_steps(runner: Runner, plan: StepPlan, count: int) -> list[list[int]
         )
 
 
-def warm_up_steps(runner: Runner, capacity: int, lengths: Sequence[int]) -> None:
-    """Runs a prompt of each of these lengths, and a decode step behind it. Overwrites KV blocks.
-
-    Args:
-        capacity: tokens that fit into the pools; longer prompts are left out.
-    """
+def warm_up_steps(runner: Runner, lengths: Sequence[int]) -> None:
+    """Runs a prompt of each of these lengths that fits into the pools, and a decode step behind it. Overwrites KV
+    blocks."""
+    blocks = min(pool.num_blocks for pool in runner.pools)
+    capacity = min(blocks * runner.cache_layout.block_size, runner.spec.max_context)
     for step, length in enumerate(lengths):
         if length < capacity:
             runner.launch(warm_up_plan(runner.cache_layout, 2 * step, 0, length)).result()

@@ -25,12 +25,12 @@ from kvrelay.engine.attention.base import CPU, Attention, AttentionInputs, Layer
 from kvrelay.engine.attention.native import NativeAttention, supports
 from kvrelay.engine.attention.torch import TorchAttention
 from kvrelay.engine.config import Dtype, EngineConfig, Quantization
-from kvrelay.engine.kv.layout import CacheLayout, FloatDtype, KVLayout
+from kvrelay.engine.kv.layout import CacheLayout, FloatDtype
 from kvrelay.engine.kv.memory import DeviceMemory, HostMemory, make_pools, tokens_within
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.engine.models.fast.decoder import NO_TAPS, Decoder, Model, Taps, Weights, taps_into
-from kvrelay.engine.models.fast.loader import NO_CACHE, LayerCache, Making, OnLoaded, load_weights
+from kvrelay.engine.models.fast.loader import Making, OnLoaded, load_weights
 from kvrelay.engine.models.fast.native import NativeDecoder, fits
 from kvrelay.engine.models.fast.parts import MakeAttention, Parts
 from kvrelay.engine.models.fast.slices import Slices, share_hashes
@@ -45,8 +45,8 @@ from kvrelay.engine.quant.schemes import HEAD, LAYERS, LayOut, dequantizing, qua
 from kvrelay.engine.ranks.collective import ALONE, Place, Ring
 from kvrelay.engine.ranks.spans import even_span
 from kvrelay.engine.runner.base import FinishedStep, StepHandle, chain_of_steps, warm_up_steps
-from kvrelay.engine.runner.threads import TorchThreads
-from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts
+from kvrelay.engine.runner.threads import TorchThreads, native_team
+from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts, wanted
 from kvrelay.engine.sampling.native import NativeSampler, nonfinite_rows
 from kvrelay.engine.sampling.sampler import (
     ALL_TOKENS,
@@ -63,7 +63,6 @@ from kvrelay.engine.sampling.sampler import (
 from kvrelay.engine.sampling.shards import Shard
 from kvrelay.engine.states import StatesShape
 from kvrelay.kernels.cpu import ops
-from kvrelay.kernels.cpu.library import instruction_set, library
 from kvrelay.kernels.cpu.packed import packer
 from kvrelay.kernels.cpu.program import Team
 from kvrelay.kernels.ops import Linear
@@ -200,8 +199,7 @@ class CpuRunner:
 
     def warm_up(self, keep: tuple[int, ...] = ()) -> None:
         """Runs steps of a few shapes, so that the first request finds code and buffers ready. Overwrites KV blocks."""
-        capacity = min([self.spec.max_context, *[pool.num_tokens for pool in self.pools]])
-        warm_up_steps(self, capacity, WARM_UP_TOKENS)
+        warm_up_steps(self, WARM_UP_TOKENS)
         if isinstance(self.model, NativeDecoder):
             with torch.inference_mode():
                 self.model.measure()
@@ -247,7 +245,7 @@ class StageRunner(CpuRunner):
             given = None if place.stage == 0 else self._receive(plan.num_tokens)
             hidden = self.forward(plan, hidden=given)
             if place.is_last:
-                hidden = hidden[wanted(plan)]
+                hidden = hidden[torch.from_numpy(wanted(plan))]
             self._ring.send(hidden)
         if place.stage:
             return FinishedStep(StepOutput((None,) * plan.num_rows))
@@ -261,21 +259,11 @@ class StageRunner(CpuRunner):
     @torch.inference_mode()
     def _finish(self, plan: StepPlan) -> StepOutput:
         """The step's output, when the last stage has ended it."""
-        rows = wanted(plan)
+        rows = torch.from_numpy(wanted(plan))
         # Where nothing is read, nothing is written: then this takes no memory.
         hidden = torch.empty(plan.num_tokens, self.model.config.hidden_size, dtype=self.parts.activations)
         hidden[rows] = self._receive(len(rows))
         return self.finish(plan, hidden)
-
-
-def wanted(plan: StepPlan) -> Tensor:
-    """int64 [N] the plan's tokens, ascending, whose hidden states behind the last layer yield something."""
-    ends = plan.lengths.cumsum()
-    parts = [ends[plan.sample] - 1]
-    for part in plan.prompt_parts:
-        first = ends[part.row] - plan.lengths[part.row] + part.begin
-        parts.append(np.arange(first, first + len(part.targets)))
-    return torch.from_numpy(np.unique(np.concatenate(parts)).astype(np.int64))
 
 
 def build_cpu_runner(
@@ -316,7 +304,8 @@ def build_cpu_runner(
     own_layout = config.kv_layout(run_dtype, options.kv_dtype, options.block_size, "NHD")
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    team = _team(config, run_dtype, own_layout, threads)
+    supported = run_dtype != "float16" and supports(TORCH_DTYPES[own_layout.dtype]) and fits(config)
+    team = native_team(threads, supported=supported)
     whole_choice: Sample = sample if team is None else NativeSampler(team)
     choice = Shard(place, config.vocab_size, whole_choice) if place.degree.tensor > 1 else whole_choice
     # Proposers are rank 0's alone, and guess from the whole vocabulary.
@@ -324,14 +313,7 @@ def build_cpu_runner(
     with torch.inference_mode():
         weights = _load(checkpoint, run_dtype, slices, options, parts, team, on_loaded)
     return_free_memory()
-    spec = ModelSpec.of(
-        checkpoint,
-        whole,
-        run_dtype,
-        quantization=options.quantization,
-        max_context=options.max_context,
-        pool_tokens=0,
-    )
+    spec = ModelSpec.of(checkpoint, whole, run_dtype, options)
     layout = config.cache_layout(own_layout, spec.max_context) if slides else CacheLayout.of(own_layout)
     memory = memory or HostMemory(ranks=place.degree.ranks)
     pools = make_pools(layout, options, spec.max_context, memory, place=place)
@@ -354,16 +336,6 @@ def build_cpu_runner(
         return make(spec, native, layout, pools, attention, 1, parts, choice)
 
 
-def _team(config: ModelConfig, dtype: FloatDtype, layout: KVLayout, threads: int) -> Team | None:
-    """The threads of the native kernels; None if those aren't available, or don't support the model."""
-    served = dtype != "float16" and supports(TORCH_DTYPES[layout.dtype]) and fits(config)
-    kernels = library() if served else None
-    if kernels is None:
-        return None
-    logger.info("the engine computes with native kernels for %s, on %d threads", instruction_set(kernels), threads)
-    return Team(kernels, threads)
-
-
 def _load(
     checkpoint: Checkpoint,
     dtype: FloatDtype,
@@ -375,7 +347,7 @@ def _load(
 ) -> Weights:
     """The weights; packed ones from the disk if they are quantized at load and the cache has them."""
 
-    def load(cache: LayerCache) -> Weights:
+    def load(cache: PackedCache | None) -> Weights:
         keep = options.quantization != "dense"
         making = Making(
             parts.head,
@@ -392,7 +364,7 @@ def _load(
     coded = options.quantization in LAYERS or (options.quantization == "none" and _is_gguf(slices.config))
     # Spare slots are written to, and what is cached may be shared.
     if team is None or not most or not coded or options.spare_experts:
-        return load(NO_CACHE)
+        return load(None)
     place = slices.place
     part = f" rank {place.rank} of {place.degree}" if place.degree.ranks > 1 else ""
     part += " with whole experts" if options.expert_parallel > 1 else ""

@@ -41,13 +41,12 @@ from kvrelay.engine.plan import StepOutput, StepPlan, kept_of
 from kvrelay.engine.quant.schemes import HEAD, LAYERS, quantizing
 from kvrelay.engine.ranks.collective import ALONE, CollectiveError, Place
 from kvrelay.engine.runner.base import FinishedStep, chain_of_steps, warm_up_steps
-from kvrelay.engine.runner.threads import TorchThreads
-from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts
+from kvrelay.engine.runner.threads import TorchThreads, native_team
+from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts, wanted
 from kvrelay.engine.sampling.native import NativeSampler
 from kvrelay.engine.sampling.sampler import Sample, draws_of, sample, step_output
 from kvrelay.engine.sampling.sampler import choose as choose_tokens
 from kvrelay.engine.states import StatesShape
-from kvrelay.kernels.cpu.library import instruction_set, library
 from kvrelay.kernels.cpu.packed import packer
 from kvrelay.kernels.cpu.program import Team
 from kvrelay.machine.memory import return_free_memory
@@ -60,6 +59,7 @@ class GeneralRunner:
 
     lag = 0
     prefill_attention = ""
+    chain = chain_of_steps
 
     def __init__(
         self,
@@ -122,11 +122,9 @@ class GeneralRunner:
         for copy in plan.copies:
             if copy.before:
                 self.store.copy_slots(copy.group, copy.source, copy.target)
-        begins = [int(ends[part.row] - plan.lengths[part.row]) + part.begin for part in plan.prompt_parts]
-        asked = [begin + np.arange(len(part.targets)) for begin, part in zip(begins, plan.prompt_parts, strict=True)]
-        wanted = np.unique(np.concatenate((ends[rows] - 1, *asked))).astype(np.int64)
+        asked = wanted(plan)
         with torch.inference_mode():
-            logits = self.way.run(Step.of(plan), wanted).cpu()
+            logits = self.way.run(Step.of(plan), asked).cpu()
             if self.expert_loads is not None:
                 self.expert_loads.stepped()
             states = None
@@ -136,9 +134,9 @@ class GeneralRunner:
             def at(tokens: Tensor) -> Tensor:
                 # Both lists ascend, so lists of one length are equal. This saves a copy of rows of logits, which are
                 # long.
-                if len(tokens) == len(wanted):
+                if len(tokens) == len(asked):
                     return logits
-                return logits[torch.from_numpy(np.searchsorted(wanted, tokens.numpy()))]
+                return logits[torch.from_numpy(np.searchsorted(asked, tokens.numpy()))]
 
             prompt_logprobs = read_prompts(score_prompts(plan, torch.arange(plan.num_tokens), at))
             for copy in plan.copies:
@@ -166,10 +164,6 @@ class GeneralRunner:
                 slots = plan.side_tables[number][:, 0]
                 self.store.copy_slots(number + 1, int(slots[row]), int(slots[own]))
 
-    def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
-        """See `ChainRunner.chain`."""
-        return chain_of_steps(self, plan, count)
-
     def fetch(
         self, states: Tensor, places: tuple[int, ...], dtype: FloatDtype, then: Callable[[Tensor], object]
     ) -> None:
@@ -178,9 +172,7 @@ class GeneralRunner:
 
     def warm_up(self, keep: tuple[int, ...] = ()) -> None:
         """Runs steps of a few shapes, so that the first request finds code and buffers ready. Overwrites KV blocks."""
-        blocks = min(pool.num_blocks for pool in self.pools)
-        capacity = min(blocks * self.cache_layout.block_size, self.spec.max_context)
-        warm_up_steps(self, capacity, (1, 8, 64))
+        warm_up_steps(self, (1, 8, 64))
         if self.expert_loads is not None:
             self.expert_loads.forget()
 
@@ -225,7 +217,7 @@ def build_general_runner(
     return_free_memory()
     if on_loaded is not None:
         on_loaded(1.0)
-    team = _team(run_dtype, threads, device)
+    team = native_team(threads, supported=run_dtype != "float16" and device.type == "cpu")
     layers, why, prompts, packed = _prepare(model, config, run_dtype, options, team, place)
     # torch's threads spin for a while after each call, which would take the cores from the kernels' own threads.
     threads = 1 if packed > 0.4 else threads
@@ -236,7 +228,8 @@ def build_general_runner(
         _check_draft(folder, config, choice)
     if blocks:
         options = replace(options, kv_memory_bytes=blocks * choice.layout.block_bytes)
-    spec = _spec_of(checkpoint, config, run_dtype, options, choice)
+    way = f"{choice.name}, transformers {VERSION}, {choice.layout.kinds}"
+    spec = ModelSpec.of(checkpoint, config, run_dtype, options, way)
     pools = make_pools(choice.layout, options, spec.max_context, memory or memory_of(device), device, place=place)
     store = Store(choice.placing, pools)
     spec = spec.within(place.smallest(tokens_within(choice.layout, pools, options)))
@@ -289,21 +282,6 @@ def _check_draft(folder: Path, config: GeneralConfig, choice: Choice) -> None:
             f"speculation.draft_model is {folder.name}; allowed: a model without states, because a state can't go back"
             f" behind wrong guesses, and {config.architecture} keeps one ({choice.name})"
         )
-
-
-def _spec_of(
-    checkpoint: Checkpoint, config: GeneralConfig, run_dtype: FloatDtype, options: EngineConfig, choice: Choice
-) -> ModelSpec:
-    """The model's specification, without a limit by its pools."""
-    return ModelSpec.of(
-        checkpoint,
-        config,
-        run_dtype,
-        quantization=options.quantization,
-        max_context=options.max_context,
-        pool_tokens=0,
-        way=f"{choice.name}, transformers {VERSION}, {choice.layout.kinds}",
-    )
 
 
 def _prepare(
@@ -388,12 +366,3 @@ def run_dtype_of(dtype: Dtype, config: GeneralConfig, device: torch.device) -> F
     if dtype != "auto":
         return dtype
     return "float32" if config.dtype == "float16" and device.type == "cpu" else config.dtype
-
-
-def _team(dtype: FloatDtype, threads: int, device: torch.device) -> Team | None:
-    """The threads of the native kernels; None if those aren't available, or don't support the dtype."""
-    kernels = library() if dtype != "float16" and device.type == "cpu" else None
-    if kernels is None:
-        return None
-    logger.info("the engine computes with native kernels for %s, on %d threads", instruction_set(kernels), threads)
-    return Team(kernels, threads)

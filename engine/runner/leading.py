@@ -108,13 +108,11 @@ class LeadingRunner:
 class LeadingModelRunner(LeadingRunner):
     """Implements `ModelRunner` for rank 0."""
 
+    chain = chain_of_steps
+
     def __init__(self, own: ModelRunner, ranks: Ranks) -> None:
         super().__init__(own, ranks)
         self.model, self.parts = own.model, own.parts
-
-    def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
-        """See `ChainRunner.chain`."""
-        return chain_of_steps(self, plan, count)
 
 
 def follow(

@@ -1,8 +1,14 @@
-"""Number of torch's threads in the thread that runs steps."""
+"""Threads of a CPU's runner: those of torch, and those of the native kernels."""
 
+import logging
 import threading
 
 import torch
+
+from kvrelay.kernels.cpu.library import instruction_set, library
+from kvrelay.kernels.cpu.program import Team
+
+logger = logging.getLogger(__name__)
 
 
 class TorchThreads:
@@ -17,3 +23,12 @@ class TorchThreads:
         if self._thread != threading.get_ident():
             torch.set_num_threads(self._count)
             self._thread = threading.get_ident()
+
+
+def native_team(threads: int, *, supported: bool) -> Team | None:
+    """The threads of the native kernels; None if those don't support the model, or aren't available."""
+    kernels = library() if supported else None
+    if kernels is None:
+        return None
+    logger.info("the engine computes with native kernels for %s, on %d threads", instruction_set(kernels), threads)
+    return Team(kernels, threads)

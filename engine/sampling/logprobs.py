@@ -3,7 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.engine.plan import PromptPart, StepPlan, TokenLogprobs
@@ -67,6 +69,16 @@ def score_prompts(
     return [
         _score(hidden, int(ends[part.row] - plan.lengths[part.row]), part, logits, scores) for part in plan.prompt_parts
     ]
+
+
+def wanted(plan: StepPlan) -> NDArray[np.int64]:
+    """[N] the plan's tokens, ascending, whose logits yield something: a token, or scores of a prompt part."""
+    ends = plan.lengths.cumsum()
+    parts = [ends[plan.sample] - 1]
+    for part in plan.prompt_parts:
+        first = ends[part.row] - plan.lengths[part.row] + part.begin
+        parts.append(np.arange(first, first + len(part.targets)))
+    return np.unique(np.concatenate(parts)).astype(np.int64)
 
 
 def read_prompts(prompts: PromptScores) -> tuple[tuple[TokenLogprobs, ...], ...]:

@@ -3,9 +3,8 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from kvrelay.engine.models.reading.checkpoint import (
 )
 from kvrelay.engine.models.reading.config import ModelConfig
 from kvrelay.engine.models.reading.gguf import KEPT, coded, dequantized, in_order
+from kvrelay.engine.models.reading.packed_cache import PackedCache
 from kvrelay.engine.models.reading.quantized import finite, mxfp4, read_layer
 from kvrelay.engine.models.reading.rope import rotary
 from kvrelay.engine.models.reading.stored import HEAD
@@ -55,31 +55,6 @@ CHECKED = 2**18
 MakeLinear = Callable[[Tensor | CodedWeight, Tensor | None], Linear]
 
 
-class LayerCache(Protocol):
-    """Layers that were made before, by name."""
-
-    def load(self, name: str) -> Linear | None:
-        """The layer; None if it is to be made."""
-        ...
-
-    def store(self, name: str, layer: Linear) -> None:
-        """Keeps the layer, which was made."""
-        ...
-
-
-class NoCache:
-    """Implements `LayerCache`: all layers are to be made."""
-
-    def load(self, name: str) -> Linear | None:
-        return None
-
-    def store(self, name: str, layer: Linear) -> None:
-        pass
-
-
-NO_CACHE = NoCache()
-
-
 @dataclass(frozen=True, slots=True)
 class Making:
     """Options of `load_weights`: how the head is laid out, which layers are made already, and which part is loaded."""
@@ -89,8 +64,8 @@ class Making:
     """Lays out routers of experts, which aren't quantized; None as all other layers."""
     has_embedding: bool = False
     """Whether tokens are looked up in the head if embeddings are tied, so that they aren't held twice."""
-    cache: LayerCache = NO_CACHE
-    """Cache of finished layers, whose weights aren't read from the files."""
+    cache: PackedCache | None = None
+    """Cache of finished layers, whose weights aren't read from the files; None for no cache."""
     keep: bool = True
     """Whether weights of GGUF files that can be codes come as such, and not converted to the dtype."""
     slices: Slices | None = None
@@ -156,14 +131,31 @@ def load_weights(
 
 def _head(files: "TensorFiles", slices: Slices, making: Making) -> tuple[Linear, Tensor | None]:
     """The head, and the embedding if it was read for it."""
-    found = making.cache.load(HEAD)
+    embedding: Tensor | None = None
+
+    def make() -> Linear:
+        nonlocal embedding
+        weight = _weight(files, slices.config, [slices.head], whole(slices.config.hidden_size))
+        embedding = weight if slices.config.tie_embeddings and isinstance(weight, Tensor) else None
+        return making.head(weight, None)
+
+    head = _cached(files, making.cache, HEAD, [HEAD], make)
+    return head, embedding
+
+
+def _cached(
+    files: "TensorFiles", cache: PackedCache | None, name: str, tensors: Iterable[str], make: Callable[[], Linear]
+) -> Linear:
+    """The layer of this name from the cache, whose `tensors` aren't read then; else what `make` makes, which the cache
+    keeps."""
+    found = None if cache is None else cache.load(name)
     if found is not None:
-        files.skip(HEAD)
-        return found, None
-    weight = _weight(files, slices.config, [slices.head], whole(slices.config.hidden_size))
-    head = making.head(weight, None)
-    making.cache.store(HEAD, head)
-    return head, weight if slices.config.tie_embeddings and isinstance(weight, Tensor) else None
+        files.skip(*tensors)
+        return found
+    made = make()
+    if cache is not None:
+        cache.store(name, made)
+    return made
 
 
 def _rotary(config: ModelConfig) -> Tensor:
@@ -382,40 +374,34 @@ class TensorFiles:
 
 
 def _layer(files: TensorFiles, slices: Slices, linear: MakeLinear, making: Making, index: int) -> Layer:
-    config, own, cache = slices.config, slices.own, making.cache
+    config, own = slices.config, slices.own
     base, traits, order = f"model.layers.{index}", config.traits, config.head_order
     parts = projections(config, index)
 
     def projection(part: str, order: Tensor | None = None) -> Linear:
         """The projection, its outputs in the order of those in the checkpoint unless `order` is given."""
         outputs = [Part(f"{base}.{name}", rows) for name, rows in slices.outputs(part, index)]
-        name = ", ".join(dict.fromkeys(output.name for output in outputs))
-        found = cache.load(name)
-        if found is not None:
-            files.skip(*[output.name for output in outputs])
-            return found
-        weight = _weight(files, config, outputs, slices.inputs(part, index), making.columns)
-        offsets = None
-        if parts[part].bias and not (part in SUMMED and slices.place.group.place):
-            offsets = files.take(*[Part(f"{output.name}.bias", output.rows) for output in outputs])
-        if order is not None:
-            weight = weight.outputs(order) if isinstance(weight, CodedWeight) else weight[order]
-            offsets = None if offsets is None else offsets[order]
-        made = (making.router or linear if part == "router" else linear)(weight, offsets)
-        cache.store(name, made)
-        return made
+        names = list(dict.fromkeys(output.name for output in outputs))
+
+        def make() -> Linear:
+            weight = _weight(files, config, outputs, slices.inputs(part, index), making.columns)
+            offsets = None
+            if parts[part].bias and not (part in SUMMED and slices.place.group.place):
+                offsets = files.take(*[Part(f"{output.name}.bias", output.rows) for output in outputs])
+            if order is not None:
+                weight = weight.outputs(order) if isinstance(weight, CodedWeight) else weight[order]
+                offsets = None if offsets is None else offsets[order]
+            return (making.router or linear if part == "router" else linear)(weight, offsets)
+
+        return _cached(files, making.cache, ", ".join(names), names, make)
 
     def joined(part: str) -> Linear:
         """One product of all experts, which is one tensor in the checkpoint."""
         (output,) = parts[part].outputs
         name = f"{base}.{output}"
-        found = cache.load(name)
-        if found is not None:
-            files.skip(name)
-            return found
-        made = linear(*_joined_experts(files, slices, making, part, name))
-        cache.store(name, made)
-        return made
+        return _cached(
+            files, making.cache, name, [name], lambda: linear(*_joined_experts(files, slices, making, part, name))
+        )
 
     def norm(name: str) -> Norm | None:
         return _norm(files, config, f"{base}.{name}") if name else None

@@ -128,11 +128,10 @@ def steps(
     row, and (prompt, position) of these tokens.
     """
     size = placing.layout.block_size
-    order = np.random.default_rng(11).permutation(blocks_of_lengths([len(tokens) for tokens in prompts], size))
-    tables, used = [], 0
-    width = max(-(-len(tokens) // size) for tokens in prompts)
-    for tokens in prompts:
-        count = -(-len(tokens) // size)
+    counts = [-(-len(tokens) // size) for tokens in prompts]
+    order = np.random.default_rng(11).permutation(sum(counts))
+    tables, used, width = [], 0, max(counts)
+    for count in counts:
         tables.append(np.pad(order[used : used + count] + 1, (0, width - count)))
         used += count
     done = [0] * len(prompts)
@@ -160,8 +159,3 @@ def steps(
             done[row] += length
         found.append((step, np.cumsum(lengths) - 1, [(row, done[row] - 1) for row in rows]))
     return found
-
-
-def blocks_of_lengths(lengths: list[int], block_size: int) -> int:
-    """Blocks of sequences of such lengths."""
-    return sum(-(-length // block_size) for length in lengths)

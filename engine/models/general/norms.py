@@ -30,17 +30,13 @@ class Norm(nn.Module):
         self.variance_epsilon = eps
         self._scale, self._shape = scale, scale.shape
         self._original = (original,)  # in a tuple, so that it is no part of this module
-        self._native: PackedNorm | None = None
-
-    @property
-    def native(self) -> PackedNorm | None:
+        self.native: PackedNorm | None = None
         """The native kernel; None if there is none."""
-        return self._native
 
     def use(self, team: Team) -> None:
         """Uses native kernels for inputs of the weight's type from now on."""
         if self._scale.dtype in (torch.float32, torch.bfloat16):
-            self._native = PackedNorm(team, self._scale, self.variance_epsilon)
+            self.native = PackedNorm(team, self._scale, self.variance_epsilon)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if hidden_states.shape[-1:] != self._shape:
@@ -48,8 +44,8 @@ class Norm(nn.Module):
             # then.
             other: Tensor = self._original[0](hidden_states)
             return other
-        if self._native is not None and hidden_states.dtype == self._scale.dtype:
-            return self._native(hidden_states)
+        if self.native is not None and hidden_states.dtype == self._scale.dtype:
+            return self.native(hidden_states)
         return rms_norm(hidden_states, self._shape, self._scale, self.variance_epsilon)
 
 

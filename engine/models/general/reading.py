@@ -241,17 +241,13 @@ def check_division(folder: Path, degree: Degree, experts: int) -> None:
     Raises:
         ValueError: it can't; the text names the option, its value and what is allowed.
     """
-    config = read_general_config(folder)
-    with torch.device("meta"):
-        check(config.model_class(config.config), degree, experts)
+    check(without_weights(read_general_config(folder)), degree, experts)
 
 
 def degrees_of(folder: Path) -> list[int]:
     """Numbers of ranks that the model in `folder` can be divided over, by tensor parallelism, without reading its
     weights."""
-    config = read_general_config(folder)
-    with torch.device("meta"):
-        return allowed_degrees(config.model_class(config.config))
+    return allowed_degrees(without_weights(read_general_config(folder)))
 
 
 def check_numbers(model: torch.nn.Module, checkpoint: Checkpoint) -> None:

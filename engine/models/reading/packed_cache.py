@@ -46,7 +46,7 @@ class DamagedCacheError(Exception):
 
 
 class PackedCache:
-    """Implements `LayerCache` with one file."""
+    """Finished layers of a model, by name, in one file."""
 
     def __init__(self, path: Path, team: Team, most_bytes: int, *, read: bool = True) -> None:
         """
@@ -75,7 +75,7 @@ class PackedCache:
             raise DamagedCacheError(f"{path}: {error!r}") from error
 
     def load(self, name: str) -> PackedLinear | None:
-        """See `LayerCache.load`.
+        """The layer; None if all layers are to be made.
 
         Raises:
             DamagedCacheError: the file has no such layer, or other bytes than were written.
@@ -90,6 +90,7 @@ class PackedCache:
             raise DamagedCacheError(f"{self._path}: layer {name}: {error!r}") from error
 
     def store(self, name: str, layer: Linear) -> None:
+        """Keeps a layer that was made, if it is packed."""
         if isinstance(layer, PackedLinear):
             self._made[name] = layer
 
