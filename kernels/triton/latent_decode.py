@@ -121,7 +121,8 @@ def latent_decode_kernel(
         entry = entries + index * ENTRY_FIELDS
         row, first = tl.load(entry).to(tl.int64), tl.load(entry + 1)
         end, part = tl.load(entry + 2), tl.load(entry + 3).to(tl.int64)
-        of_query = query + (row * heads + (head * GROUP + m))[:, None] * WIDTH
+        row_head = row * heads + head * GROUP + m
+        of_query = query + row_head[:, None] * WIDTH
         q_latent = tl.load(of_query + c[None, :], mask=inside, other=0.0)
         q_rotated = tl.load(
             of_query + LATENT + r[None, :], mask=(m < GROUP)[:, None] & (r < ROTATED)[None, :], other=0.0
@@ -161,7 +162,7 @@ def latent_decode_kernel(
             largest = new_largest
             blocks = _block_ids(table, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
         store_entry(
-            total, largest, weight, entry, row, part, sums, weights, arrivals, out,
+            total, largest, weight, entry, row, row_head, part, sums, weights, arrivals, out,
             GROUP, LATENT, BLOCK_M, BLOCK_G, BLOCK_C, SUMMED,
         )  # fmt: skip
 

@@ -103,6 +103,7 @@ def store_entry(
     weight,
     entry,
     row,
+    row_head,
     part,
     sums,
     weights,
@@ -120,19 +121,18 @@ def store_entry(
 
     Args:
         total, largest, weight: the softmax behind the entry's keys, as the state of `attend_keys`.
+        row_head: row * heads + head for each query head of the program.
     """
     head = tl.program_id(0)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     inside = (m < GROUP)[:, None] & (d < DIM)[None, :]
     heads = tl.num_programs(0) * GROUP
-    query_head = head * GROUP + m
     total = total / tl.where(weight > 0.0, weight, 1.0)[:, None]
     if part < 0:
-        offset = (row * heads + query_head)[:, None] * DIM + d[None, :]
-        tl.store(out + offset, total.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + row_head[:, None] * DIM + d[None, :], total.to(out.dtype.element_ty), mask=inside)
     else:
-        part_head = part * heads + query_head
+        part_head = part * heads + (head * GROUP + m)
         tl.store(sums + part_head[:, None] * DIM + d[None, :], total, mask=inside, cache_modifier=".cg")
         tl.store(weights + part_head, largest + tl.log2(weight), mask=m < GROUP, cache_modifier=".cg")
         first_part, count = tl.load(entry + 4).to(tl.int64), tl.load(entry + 5)
@@ -197,8 +197,8 @@ def paged_decode_kernel(
         entry = entries + index * ENTRY_FIELDS
         row, first = tl.load(entry).to(tl.int64), tl.load(entry + 1)
         end, part = tl.load(entry + 2), tl.load(entry + 3).to(tl.int64)
-        query_head = head * GROUP + m
-        offset = (row * heads + query_head)[:, None] * DIM + d[None, :]
+        row_head = row * heads + (head * GROUP + m)
+        offset = row_head[:, None] * DIM + d[None, :]
         q = tl.load(query + offset, mask=inside, other=0.0)
         total, largest, weight = attend_keys(
             begin_softmax(BLOCK_M, BLOCK_D),
@@ -222,7 +222,7 @@ def paged_decode_kernel(
             STAGES=STAGES,
         )
         store_entry(
-            total, largest, weight, entry, row, part, sums, weights, arrivals, out,
+            total, largest, weight, entry, row, row_head, part, sums, weights, arrivals, out,
             GROUP, DIM, BLOCK_M, BLOCK_G, BLOCK_D, SUMMED,
         )  # fmt: skip
 
