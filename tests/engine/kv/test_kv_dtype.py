@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from kvrelay.engine.config import CacheDtype, EngineConfig
 from kvrelay.engine.kv.layout import KVLayout
-from kvrelay.engine.runner import cpu
+from kvrelay.engine.runner import threads
 from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 from kvrelay.models import resolve
 from kvrelay.transfer.frames.frames import ConvertedFrame, NarrowedFrame, PoolFrame
@@ -56,7 +56,7 @@ def test_logits_with_int8_are_nearly_those_without(
     native: bool, tokens: list[int], expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not native:
-        monkeypatch.setattr(cpu, "library", lambda: None)
+        monkeypatch.setattr(threads, "library", lambda: None)
     runner = make_runner("int8")
     assert runner.pool.tensor.dtype == torch.int8
     runner.pool.bytes.fill_(255)  # what was in the pool before must not show

@@ -18,7 +18,7 @@ from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.models.fast.decoder import Decoder
 from kvrelay.engine.models.fast.native import NativeDecoder
 from kvrelay.engine.plan import StepPlan
-from kvrelay.engine.runner import cpu
+from kvrelay.engine.runner import threads
 from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 from kvrelay.engine.runner.gpu import build_gpu_runner
 from support.checkpoints import FAMILIES, LLAMA3_ROPE, VOCAB_SIZE, WITH_EXPERTS
@@ -161,7 +161,7 @@ def test_without_the_native_kernels(
     family: str, case_of: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = case_of(family)
-    monkeypatch.setattr(cpu, "library", lambda: None)
+    monkeypatch.setattr(threads, "library", lambda: None)
     runner = build_cpu_runner(case.folder, "float32", OPTIONS)
     assert isinstance(runner.model, Decoder)
     sequences = PagedSequences(runner)

@@ -102,7 +102,7 @@ def test_ranks_of_each_family_compute_one_processs_logits(
     folder = model_of(family)
     expected = logits_over([build(folder)], TOKENS)
     if decoder == "torch":
-        monkeypatch.setattr("kvrelay.engine.runner.cpu.library", lambda: None)
+        monkeypatch.setattr("kvrelay.engine.runner.threads.library", lambda: None)
         cases = [places(Degree(2)), places(Degree(4, 2))]
     else:
         # With four ranks, two have the same KV head.
@@ -145,7 +145,7 @@ def test_ranks_quantize_as_one_process_does(
     model_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, quantization: Any
 ) -> None:
     # Without native kernels both multiply by the same numbers, so only codes and scales could differ.
-    monkeypatch.setattr("kvrelay.engine.runner.cpu.library", lambda: None)
+    monkeypatch.setattr("kvrelay.engine.runner.threads.library", lambda: None)
     folder = model_of("llama", **{**WIDE, "head_dim": 32})
     expected = logits_over([build(folder, quantization=quantization)], TOKENS)
     ranks = on_ranks(places(Degree(2)), partial(build, folder, quantization=quantization))
@@ -170,7 +170,7 @@ def test_ranks_slice_quantized_checkpoints(
     model_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, native: bool
 ) -> None:
     if not native:
-        monkeypatch.setattr("kvrelay.engine.runner.cpu.library", lambda: None)
+        monkeypatch.setattr("kvrelay.engine.runner.threads.library", lambda: None)
     plain = model_of("llama", **SHAPE, num_attention_heads=8, num_key_value_heads=4, head_dim=32)
     folder, values = quantized(plain, tmp_path, layout)
     check_quantized(folder, logits_over([build(values)], TOKENS))
@@ -225,7 +225,7 @@ def test_a_layer_takes_two_sums_of_its_rows(
     """And the embedding takes one."""
     folder = model_of("llama", **WIDE)
     if decoder == "torch":
-        monkeypatch.setattr("kvrelay.engine.runner.cpu.library", lambda: None)
+        monkeypatch.setattr("kvrelay.engine.runner.threads.library", lambda: None)
     shared = decoder == "native with shared memory"
     ranks = on_ranks(case := shared_places(2) if shared else places(Degree(2)), partial(build, folder))
 
@@ -309,7 +309,7 @@ def test_ranks_slice_gguf_files(
     model_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, native: bool
 ) -> None:
     if not native:
-        monkeypatch.setattr("kvrelay.engine.runner.cpu.library", lambda: None)
+        monkeypatch.setattr("kvrelay.engine.runner.threads.library", lambda: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     rope = {"rope_type": "default", "rope_theta": 20000.0}
     plain = model_of("llama", num_attention_heads=8, hidden_size=128, intermediate_size=224, rope_parameters=rope)

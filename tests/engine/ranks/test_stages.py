@@ -149,7 +149,7 @@ def test_stages_yield_what_one_process_yields(
 ) -> None:
     folder = model_of("llama", num_key_value_heads=4, **WIDE)
     if decoder == "torch":
-        monkeypatch.setattr("kvrelay.engine.runner.cpu.library", lambda: None)
+        monkeypatch.setattr("kvrelay.engine.runner.threads.library", lambda: None)
     expected = one_process(folder, asked())
     ranks = shared_places(degree.tensor, degree.pipeline) if "shared" in decoder else places(degree)
     with worker(folder, ranks) as scene:
@@ -274,7 +274,7 @@ def test_heads_of_rank_0_guess_as_those_of_one_process(
     """Their guesses are the same, and so are the tokens; the ranks share one copy of nothing but the layers."""
     folder, heads = model_of("llama", num_hidden_layers=8), heads_of(method)
     if decoder == "torch":
-        monkeypatch.setattr("kvrelay.engine.runner.cpu.library", lambda: None)
+        monkeypatch.setattr("kvrelay.engine.runner.threads.library", lambda: None)
     changes = {"speculation": SpeculationConfig(method, str(heads), max_tokens=3, adaptive=False)}
     one = build_engine(folder, "float32", options(Degree(), **changes))[0]
     alone = Recorded(one)

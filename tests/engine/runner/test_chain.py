@@ -124,7 +124,7 @@ def test_a_chain_ends_where_logits_are_not_finite(
 ) -> None:
     """The chain ends behind the first token that is not 0 here: the embeddings of all others are NaN."""
     if not native:
-        monkeypatch.setattr("kvrelay.engine.runner.cpu.library", lambda: None)
+        monkeypatch.setattr("kvrelay.engine.runner.threads.library", lambda: None)
     folder = model_of("llama", vocab_size=300, tie_word_embeddings=False)
     runner = build_cpu_runner(folder, "auto", OPTIONS)
     plan = dataclasses.replace(plan_of([4, 3]), tokens=np.zeros(7, np.int32))

@@ -128,7 +128,7 @@ def test_whichever_thread_steps_uses_the_configured_threads(
     if native and library() is None:
         pytest.skip("no native kernels here")
     if not native:
-        monkeypatch.setattr("kvrelay.engine.runner.cpu.library", lambda: None)
+        monkeypatch.setattr("kvrelay.engine.runner.threads.library", lambda: None)
     cores = len(os.sched_getaffinity(0))
     for threads, configured in ((1, 1), (2, 2), (0, cores)):
         expected = 1 if native else configured

@@ -345,7 +345,7 @@ def test_streams_are_the_same_without_the_native_kernels(
     eight: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     asked = [dataclasses.replace(one, sampling=dataclasses.replace(one.sampling, max_tokens=8)) for one in requests(2)]
-    monkeypatch.setattr("kvrelay.engine.runner.cpu.library", lambda: None)
+    monkeypatch.setattr("kvrelay.engine.runner.threads.library", lambda: None)
     plain = run(build_engine(eight, "auto", OPTIONS)[0], asked)
     assert run(with_heads(request.getfixturevalue(method), eight, method), asked) == plain
 
