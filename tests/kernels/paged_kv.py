@@ -138,18 +138,28 @@ def make_work(rows: int, programs: int, fill: int = 0) -> DecodeWork:
     return DecodeWork.view(words, rows, programs)
 
 
-def decode(case: Sequences, window: int = 0, programs: int = 4) -> Tensor:
-    """[R, H, D] by the kernel of decode rows; fails unless it resets its counters. The work list has room for more
-    rows."""
-    heads, dim = case.query.shape[1:]
-    device = case.query.device
-    work = make_work(len(case.contexts) + 3, programs)
-    plan_decode(np.array(case.contexts), window, work)
-    parts = DecodeParts.empty(programs, heads, case.kv.pool.shape[3], dim, device)
+def planned(
+    contexts: Sequence[int], programs: int, shape: tuple[int, int, int], device: torch.device, window: int = 0
+) -> tuple[DecodeWork, DecodeParts]:
+    """The work list of decode rows, with room for more of them, and memory for their parts, full of NaN.
+
+    Args:
+        shape: H, Hkv, D.
+    """
+    work = make_work(len(contexts) + 3, programs)
+    plan_decode(np.array(contexts), window, work)
+    parts = DecodeParts.empty(programs, *shape, device)
     for unwritten in parts[:2]:
         unwritten.fill_(torch.nan)
+    return DecodeWork(*(tensor.to(device) for tensor in work)), parts
+
+
+def decode(case: Sequences, window: int = 0, programs: int = 4) -> Tensor:
+    """[R, H, D] by the kernel of decode rows; fails unless it resets its counters."""
+    heads, dim = case.query.shape[1:]
+    shape = heads, case.kv.pool.shape[3], dim
+    work, parts = planned(case.contexts, programs, shape, case.query.device, window)
     out = torch.full_like(case.query, torch.nan)
-    work = DecodeWork(*(tensor.to(device) for tensor in work))
     paged_decode(case.query, case.kv, case.block_tables, work, parts, out)
     assert not parts.arrivals.any(), "the next launch counts from 0"
     return out

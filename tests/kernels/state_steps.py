@@ -79,9 +79,7 @@ class Scene:
         self._same(found, expected)
         self._same(state[self.slots], own)
 
-    def check_delta(
-        self, ops: StateOps, heads: int, key_heads: int, dim: int, key_dim: int, *, channels: bool = False
-    ) -> None:
+    def check_delta(self, ops: StateOps, heads: int, key_heads: int, dim: int, key_dim: int, channels: bool) -> None:
         """
         Args:
             channels: whether each channel decays on its own. Some forget all within a few tokens, some hardly anything.

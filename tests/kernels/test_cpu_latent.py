@@ -50,40 +50,41 @@ class Case:
         for row, count in enumerate(needed):
             self.tables[row, :count] = order[sum(needed[:row]) : sum(needed[: row + 1])]
         self.starts, self.lengths = (np.array(column) for column in zip(*rows, strict=True))
-        self.block = block
+        self.block, self.scale = block, 0.7 * (self.latent + self.rotated) ** -0.5
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._random)
 
-    def run(self, team: Team) -> None:
-        """Writes what came before, then a step; compares its results."""
-        latents, rotated = (pool.tensor for pool in self.pools)
-        kernels = LatentAttention(team.library, latents, rotated, self.heads, team.threads)
+    def given(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Random latents and rotated keys."""
+        return self.normal(tokens, self.latent), self.normal(tokens, self.rotated)
+
+    def step(self, team: Team, rows: int) -> tuple[Tensor, Tensor]:
+        """Writes what came before, then a step of so many of the rows; its query and results."""
+        kernels = LatentAttention(team.library, *(pool.tensor for pool in self.pools), self.heads, team.threads)
+        kernels.plan(np.zeros_like(self.starts), self.starts, self.tables)
         if self.starts.any():
-            kernels.plan(np.zeros_like(self.starts), self.starts, self.tables)
-            given = self.normal(int(self.starts.sum()), self.latent), self.normal(int(self.starts.sum()), self.rotated)
-            team.run(Program(team.library, (WRITE, kernels.write(LAYER, LAYER, *given))))
-        kernels.plan(self.starts, self.lengths, self.tables)
+            before = self.given(int(self.starts.sum()))
+            team.run(Program(team.library, (WRITE, kernels.write(LAYER, LAYER, *before))))
+        kernels.plan(self.starts[:rows], self.lengths[:rows], self.tables[:rows])
         tokens = int(self.lengths.sum())
-        given = self.normal(tokens, self.latent), self.normal(tokens, self.rotated)
-        query, out = (
-            self.normal(tokens, self.heads, self.latent + self.rotated),
-            torch.full((tokens, self.heads, self.latent), torch.nan),
-        )
-        scale = 0.7 * (self.latent + self.rotated) ** -0.5
-        program = Program(
-            team.library,
-            (WRITE, kernels.write(LAYER, LAYER, *given)),
-            (ATTEND, kernels.attend(LAYER, LAYER, query, out, scale)),
-        )
+        given, query = self.given(tokens), self.normal(tokens, self.heads, self.latent + self.rotated)
+        out = torch.full((tokens, self.heads, self.latent), torch.nan)
+        attend = kernels.attend(LAYER, LAYER, query, out, self.scale)
+        program = Program(team.library, (WRITE, kernels.write(LAYER, LAYER, *given)), (ATTEND, attend))
         for _ in range(2):
             team.run(program)
+        return query, out
+
+    def check(self, team: Team) -> None:
+        """Compares the results of a step of all rows."""
+        query, out = self.step(team, len(self.rows))
         first = 0
         for row, (start, length) in enumerate(self.rows):
             own = slice(first, first + length)
             first += length
             held = [self._held(pool, row, start + length) for pool in self.pools]
-            expected = reference.latent_attention(query[own].double(), *(x.double() for x in held), scale)
+            expected = reference.latent_attention(query[own].double(), *(x.double() for x in held), self.scale)
             bound = TOLERANCE["float32" if self.pools[0].tensor.dtype != torch.bfloat16 else "bfloat16"]
             if team.library.kvrelay_tiles_used():
                 bound = 2e-2
@@ -115,23 +116,13 @@ def test_attention(
     rows: list[tuple[int, int]],
     seed: int,
 ) -> None:
-    Case(heads, sizes, rows, seed, dtype).run(team_of(2))
+    Case(heads, sizes, rows, seed, dtype).check(team_of(2))
 
 
 def test_rows_get_the_same_whatever_else_the_step_has(team_of: Callable[[int], Team]) -> None:
     found = []
     for threads, rows in ((1, 1), (2, 3)):
-        case = Case(16, (64, 32), [(700, 3), (30, 1), (5, 2)], 0, "bfloat16")
-        kernels = LatentAttention(team_of(threads).library, *(pool.tensor for pool in case.pools), 16, threads)
-        team = team_of(threads)
-        kernels.plan(np.zeros_like(case.starts), case.starts, case.tables)
-        total = int(case.starts.sum())
-        given = case.normal(total, 64), case.normal(total, 32)
-        team.run(Program(team.library, (WRITE, kernels.write(LAYER, LAYER, *given))))
-        kernels.plan(case.starts[:rows], case.lengths[:rows], case.tables[:rows])
-        given, query, out = (case.normal(6, 64), case.normal(6, 32)), case.normal(6, 16, 96), torch.zeros(6, 16, 64)
-        steps = (WRITE, kernels.write(LAYER, LAYER, *given)), (ATTEND, kernels.attend(LAYER, LAYER, query, out, 0.1))
-        team.run(Program(team.library, *steps))
+        _, out = Case(16, (64, 32), [(700, 3), (30, 1), (5, 2)], 0, "bfloat16").step(team_of(threads), rows)
         found.append(out[:3])
     assert torch.equal(*found)
 

@@ -114,7 +114,6 @@ def test_a_long_build_is_said_while_it_goes_on(
 def test_arguments_are_laid_out_as_the_kernels_read_them() -> None:
     """Python's and C++'s structs have the same size; a missing or mistyped field would change it."""
     kernels = library()
-    assert kernels is not None
     kernels.kvrelay_args_bytes.restype = ctypes.c_int64
     structs = LinearArgs, EmbedArgs, SampleArgs, AttentionArgs
     for index, size in enumerate((*map(ctypes.sizeof, structs), ROW.size, *map(ctypes.sizeof, (PassArgs, NormArgs)))):
@@ -172,7 +171,6 @@ def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch
 @needs_kernels
 def test_an_idle_team_uses_no_cpu_and_ends_with_its_owner() -> None:
     kernels = library()
-    assert kernels is not None
     before = threads_of_this_process()
     team = Team(kernels, 3)
     empty = Program(kernels)
@@ -190,7 +188,6 @@ def test_an_idle_team_uses_no_cpu_and_ends_with_its_owner() -> None:
 def test_a_run_lets_other_python_threads_go_on(tmp_path: Path) -> None:
     """Two teams at once, with many runs each: neither hangs, and other Python threads continue."""
     kernels = library()
-    assert kernels is not None
     enough = threading.Event()
 
     def many() -> None:
@@ -271,7 +268,6 @@ def test_kernels_are_compiled_where_the_prebuilt_ones_can_t_be_loaded(
     monkeypatch.setattr(module, "prebuilt", lambda **_: damaged)
     with caplog.at_level(logging.WARNING):
         kernels = library()
-    assert kernels is not None
     assert kernels._name == str(build(instructions=module.named_set()))
     (said,) = [record.getMessage() for record in caplog.records if record.name == module.__name__]
     assert "damaged.so" in said
@@ -288,7 +284,6 @@ def test_the_variable_names_the_instruction_set(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(module.VARIABLE, "avx2")
     kernels = library()
-    assert kernels is not None
     assert module.instruction_set(kernels) == "avx2"
     allowed = ", ".join(each.name for each in module.INSTRUCTION_SETS if each.needed <= features)
     for each in module.INSTRUCTION_SETS:

@@ -132,9 +132,15 @@ groups = st.sampled_from([32, 64, 96, 128, 4096])
 
 
 @settings(max_examples=60, deadline=None)
-@given(case=any_case, dtype=st.sampled_from(DTYPES), bias=st.booleans(), norm=st.booleans(), add=st.booleans())
+@given(
+    case=any_case,
+    dtype=st.sampled_from(DTYPES),
+    bias=st.booleans(),
+    norm=st.booleans(),
+    epilogue=st.sampled_from([Epilogue.STORE, Epilogue.ADD, Epilogue.GELU]),
+)
 def test_a_product_with_all_that_is_fused(
-    team_of: Callable[[int], Team], case: Case, dtype: torch.dtype, bias: bool, norm: bool, add: bool
+    team_of: Callable[[int], Team], case: Case, dtype: torch.dtype, bias: bool, norm: bool, epilogue: Epilogue
 ) -> None:
     team, inputs, outputs, seed = team_of(case.threads), case.inputs, case.outputs, case.seed
     weight = (normal(outputs, inputs, seed=seed) / math.sqrt(inputs)).to(dtype)
@@ -142,12 +148,15 @@ def test_a_product_with_all_that_is_fused(
     scale = 1 + 0.3 * normal(inputs, seed=seed + 2) if norm else None
     x, before = normal(case.rows, inputs, seed=seed + 3), normal(case.rows, outputs, seed=seed + 4)
     product = Product(team, PackedLinear.pack(team, Arena(), weight, offset), x, outputs)
-    if add:
+    if epilogue is Epilogue.ADD:
         product.out.copy_(before)
-    args = product.linear.args(Epilogue.ADD if add else Epilogue.STORE, scale, 1e-5)
-    found = product.run(args)
+    found = product.run(product.linear.args(epilogue, scale, 1e-5))
     source = x if scale is None else reference.rms_norm(x, scale, 1e-5)
-    expected = reference.linear(weight.float(), offset)(source) + (before if add else 0)
+    expected = reference.linear(weight.float(), offset)(source)
+    if epilogue is Epilogue.GELU:
+        expected = reference.gelu(expected)
+    elif epilogue is Epilogue.ADD:
+        expected += before
     bound = 4 * error_of(dtype, team)
     torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
 
@@ -189,15 +198,6 @@ def test_an_mlp(team_of: Callable[[int], Team], gate: Epilogue, shape: tuple[int
     for _ in range(2):
         torch.testing.assert_close(mlp(x), last(between).view(x.shape), rtol=1e-5, atol=1e-5)
     assert mlp(x.bfloat16()).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("outputs", [1, BLOCK, 100])
-def test_a_product_with_gelu(team_of: Callable[[int], Team], outputs: int) -> None:
-    weight, offset, x = 3 * normal(outputs, 72) / math.sqrt(72), normal(outputs), normal(13, 72)
-    team = team_of(2)
-    product = Product(team, PackedLinear.pack(team, Arena(), weight, offset), x, outputs)
-    found = product.run(product.linear.args(Epilogue.GELU))
-    torch.testing.assert_close(found, reference.gelu(reference.linear(weight, offset)(x)), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("width", [1, 15, 64, 100])

@@ -14,29 +14,26 @@ from kvrelay.kernels.cpu.program import Team
 from kvrelay.kernels.cpu.states import GatedConv, NativeStateOps
 from kvrelay.kernels.states import StateRows, TimeStep
 
+DELTAS = (4, 2, 64, 64), (6, 6, 20, 9), (3, 1, 80, 128)
+SIZES: dict[str, list[tuple[int, ...]]] = {
+    "conv": [(48, 4), (37, 3), (5, 1)],
+    "ssd": [(4, 1, 64, 128), (6, 3, 20, 9), (2, 2, 80, 16)],
+    "delta": [(*sizes, channels) for sizes in DELTAS for channels in (False, True)],
+    "wkv": [(48,), (37,)],
+}
+"""Arguments of `Scene`'s checks."""
 
+
+@pytest.mark.parametrize("operation", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", STEPS)
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.some(6)
-class TestEqual:
-    def test_conv(self, team_of: Callable[[int], Team], rows: list[tuple[int, int]], dtype: str, threads: int) -> None:
-        for channels, width in ((48, 4), (37, 3), (5, 1)):
-            Scene(rows, dtype).check_conv(NativeStateOps(team_of(threads)), channels, width)
-
-    def test_ssd(self, team_of: Callable[[int], Team], rows: list[tuple[int, int]], dtype: str, threads: int) -> None:
-        for heads, groups, dim, size in ((4, 1, 64, 128), (6, 3, 20, 9), (2, 2, 80, 16)):
-            Scene(rows, dtype).check_ssd(NativeStateOps(team_of(threads)), heads, groups, dim, size)
-
-    def test_delta(self, team_of: Callable[[int], Team], rows: list[tuple[int, int]], dtype: str, threads: int) -> None:
-        for heads, key_heads, dim, key_dim in ((4, 2, 64, 64), (6, 6, 20, 9), (3, 1, 80, 128)):
-            for channels in (False, True):
-                ops = NativeStateOps(team_of(threads))
-                Scene(rows, dtype).check_delta(ops, heads, key_heads, dim, key_dim, channels=channels)
-
-    def test_wkv(self, team_of: Callable[[int], Team], rows: list[tuple[int, int]], dtype: str, threads: int) -> None:
-        for channels in (48, 37):
-            Scene(rows, dtype).check_wkv(NativeStateOps(team_of(threads)), channels)
+@pytest.mark.some(24)
+def test_equals_its_definition(
+    team_of: Callable[[int], Team], operation: str, rows: list[tuple[int, int]], dtype: str, threads: int
+) -> None:
+    for sizes in SIZES[operation]:
+        getattr(Scene(rows, dtype), f"check_{operation}")(NativeStateOps(team_of(threads)), *sizes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

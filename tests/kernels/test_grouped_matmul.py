@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_quant_gemv import DEVICE, held, normal
+from test_quant_gemv import DEVICE, normal
 from test_quant_matmul import in_groups
 from torch import Tensor
 from triton_compile import Compiler, each_architecture
@@ -13,6 +13,7 @@ from kvrelay.kernels import codes, reference
 from kvrelay.kernels.codes import CodedWeight
 from kvrelay.kernels.triton.grouped_matmul import FEW, MANY, GroupedExperts, GroupedMatmul, Pairs
 from kvrelay.kernels.triton.quant_gemv import QuantizedWeight
+from kvrelay.kernels.triton.quant_linear import quantized
 
 FORMATS: dict[str, Callable[[Tensor], CodedWeight]] = {
     "int8": codes.int8,
@@ -37,7 +38,7 @@ def weights_of(name: str) -> tuple[Tensor | QuantizedWeight, Tensor]:
     if name == "dense":
         return plain.half(), plain.half().float()
     weight = FORMATS[name](plain)
-    return held(weight, torch.float16), weight.dequantize()
+    return quantized(weight, torch.float16), weight.dequantize()
 
 
 @pytest.mark.parametrize("name", ["dense", *(pytest.param(name, marks=pytest.mark.more) for name in FORMATS)])

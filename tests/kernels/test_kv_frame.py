@@ -103,7 +103,7 @@ def test_wrong_arguments_are_named(change: dict[str, object], message: str) -> N
         "total": torch.zeros(1, dtype=torch.int64),
     }
     with pytest.raises(ValueError, match=message):
-        kv_frame(**(given | change))  # type: ignore[arg-type]  # wrong on purpose
+        kv_frame(**(given | change))
 
 
 def launch_blank(way: Way) -> None:

@@ -2,16 +2,15 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
-from paged_kv import check_close, make_work
+from paged_kv import check_close, make_work, planned
 from torch import Tensor
 from triton_compile import ARCHITECTURES, Compiler
 
 from kvrelay.kernels.kv_codes import LARGEST, SCALE, dequantize, quantize
 from kvrelay.kernels.reference import latent_attention
-from kvrelay.kernels.triton.decode_work import DecodeParts, DecodeWork, plan_decode
+from kvrelay.kernels.triton.decode_work import DecodeParts
 from kvrelay.kernels.triton.latent_decode import PagedLatents, bytes_moved, flops, group_of, latent_decode
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -69,13 +68,8 @@ def test_equals_its_definition(
                 filled[context - (len(own) - 1) * size :] = 127 if scales is not None else torch.nan
     (latents, latent_scales), (turned, turned_scales) = pools
     given = (latents, turned, latent_scales, turned_scales)
-    kv = PagedLatents(*(None if tensor is None else tensor.to(device) for tensor in given))  # type: ignore[arg-type]
-    work = make_work(len(contexts), programs)
-    plan_decode(np.array(contexts), 0, work)
-    work = DecodeWork(*(tensor.to(device) for tensor in work))
-    parts = DecodeParts.empty(programs, heads, heads // group_of(heads), latent, device)
-    for unwritten in parts[:2]:
-        unwritten.fill_(torch.nan)
+    kv = PagedLatents(*(None if tensor is None else tensor.to(device) for tensor in given))
+    work, parts = planned(contexts, programs, (heads, heads // group_of(heads), latent), device)
     out = torch.full((len(contexts), heads, latent), torch.nan, dtype=dtype, device=device)
     latent_decode(query.to(device), kv, tables.to(device), work, parts, scale, out)
     assert not parts.arrivals.any(), "the next launch counts from 0"
@@ -118,7 +112,7 @@ def test_wrong_arguments_are_named() -> None:
         given = [*good]
         given[place] = value
         with pytest.raises(ValueError, match=message):
-            latent_decode(*given)  # type: ignore[arg-type]
+            latent_decode(*given)
 
 
 @dataclass(frozen=True)

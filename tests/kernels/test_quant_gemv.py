@@ -41,13 +41,6 @@ def with_minima(weight: Tensor, group: int) -> CodedWeight:
     return CodedWeight(CodeType.INT4, found, scales, None, group, minima=minima)
 
 
-def held(weight: CodedWeight, dtype: torch.dtype) -> QuantizedWeight:
-    """Weights as the kernels read them."""
-    found = quantized(weight, dtype)
-    assert found is not None
-    return found
-
-
 def test_groups_that_no_kernel_reads_are_left_to_dense_weights() -> None:
     assert quantized(codes.int4(normal(4, 192), 96), torch.float16) is None
 
@@ -70,7 +63,7 @@ SHAPES = [
 def test_product(bits: int, group: int, outputs: int, inputs: int, dtype: torch.dtype, bias: bool) -> None:
     weight = coded(bits, group, outputs, inputs, dtype)
     offset = normal(outputs, dtype=dtype) if bias else None
-    product = QuantGemv(held(weight, dtype), offset, processors=132)
+    product = QuantGemv(quantized(weight, dtype), offset, processors=132)
     dense = weight.dequantize().double()
     for rows in (1, MAX_ROWS):
         x = normal(rows, inputs, dtype=dtype)
@@ -85,7 +78,7 @@ def test_product(bits: int, group: int, outputs: int, inputs: int, dtype: torch.
 def test_int8_takes_a_depth_that_is_no_multiple_of_its_step() -> None:
     weight = coded(8, 0, 33, 700, OTHER)
     x = normal(3, 700, dtype=OTHER)
-    found = QuantGemv(held(weight, OTHER), None, processors=8)(x)
+    found = QuantGemv(quantized(weight, OTHER), None, processors=8)(x)
     expected = x.double() @ weight.dequantize().double().T
     torch.testing.assert_close(found.double(), expected, atol=BOUNDS[OTHER], rtol=BOUNDS[OTHER])
 
@@ -101,7 +94,7 @@ def test_small_products_are_split_until_the_device_is_full(outputs: int, inputs:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    weight = held(coded(8, 0, 8, 256, torch.float16), torch.float16)
+    weight = quantized(coded(8, 0, 8, 256, torch.float16), torch.float16)
     product = QuantGemv(weight, normal(8, dtype=torch.float16), processors=8)
     with pytest.raises(ValueError, match=r"x is \[17, 256\]; allowed: \[1 to 16, 256\]"):
         product(normal(17, 256, dtype=torch.float16))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_quant_gemv import DEVICE, OTHER, held, normal, with_minima
+from test_quant_gemv import DEVICE, OTHER, normal, with_minima
 from torch import Tensor
 from triton_compile import Compiler, each_architecture
 
@@ -15,7 +15,7 @@ from kvrelay.kernels import codes
 from kvrelay.kernels.codes import CodedWeight, CodeType
 from kvrelay.kernels.triton.quant_decode import QuantDecode
 from kvrelay.kernels.triton.quant_gemv import QuantGemv, QuantizedWeight
-from kvrelay.kernels.triton.quant_linear import DECODED_ROWS, quant_linear
+from kvrelay.kernels.triton.quant_linear import DECODED_ROWS, quant_linear, quantized
 from kvrelay.kernels.triton.quant_matmul import QuantMatmul
 
 FORMATS = {
@@ -62,7 +62,7 @@ def test_a_layer(name: str) -> None:
 def test_products_of_several_tiles_of_rows(name: str) -> None:
     weight, bias = FORMATS[name](normal(70, 320)), normal(70, dtype=torch.float16)
     x = normal(130, 320, dtype=torch.float16)
-    check(QuantMatmul(held(weight, torch.float16), bias)(x), x, weight.dequantize(), bias)
+    check(QuantMatmul(quantized(weight, torch.float16), bias)(x), x, weight.dequantize(), bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, OTHER], ids=str)
@@ -92,7 +92,7 @@ def test_decoded_at_once(name: str, outputs: int, inputs: int, group: int, dtype
     else:
         weight = codes.int8(plain) if name.startswith("int8") else in_groups(plain, group)
     weight = replace(weight, scales=weight.scales.to(dtype).float())
-    decode, expected = QuantDecode(held(weight, dtype)), weight.dequantize().to(dtype)
+    decode, expected = QuantDecode(quantized(weight, dtype)), weight.dequantize().to(dtype)
     for _ in range(2):
         assert torch.equal(decode(dtype), expected)
 
@@ -104,7 +104,10 @@ def test_every_number_of_fp8() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    int4, fp8 = held(codes.int4(normal(4, 64), 32), torch.float16), held(codes.fp8(normal(4, 64)), torch.float16)
+    int4, fp8 = (
+        quantized(codes.int4(normal(4, 64), 32), torch.float16),
+        quantized(codes.fp8(normal(4, 64)), torch.float16),
+    )
     for kernel in (QuantDecode, lambda weight: QuantMatmul(weight, None)):
         with pytest.raises(ValueError, match=r"scale is \[3, 2\]; allowed: \[4, 2\]"):
             kernel(replace(int4, scale=int4.scale[:3]))

@@ -1,6 +1,7 @@
 """Triton's kernels of layers with a state: equal their definitions, and compile for GPUs that this machine lacks."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,22 @@ from kvrelay.kernels.triton.states.ops import TritonStateOps
 
 # The interpreter truncates when it converts to bfloat16, so only the tests of compilation use that type.
 more = pytest.mark.more
-shapes = pytest.mark.parametrize(
+OPS = TritonStateOps()
+DTYPE = torch.bfloat16
+FLOAT32_STACK = 1024
+"""Bytes of a thread's registers that the chunk-wise forms may spill in float32."""
+
+
+SIZES: list[tuple[Any, ...]] = [
+    *(("conv", *sizes) for sizes in ((150, 4), (37, 3))),
+    *(("ssd", *sizes) for sizes in ((2, 1, 64, 32), (6, 3, 20, 9))),
+    *(("delta", *sizes, channels) for sizes in ((4, 2, 20, 9), (1, 1, 64, 32)) for channels in (False, True)),
+    ("wkv", 150),
+]
+"""Operations, and arguments of `Scene`'s checks."""
+
+
+@pytest.mark.parametrize(
     ("step", "dtype"),
     [
         (STEPS[0], "float32"),
@@ -21,40 +37,16 @@ shapes = pytest.mark.parametrize(
         *(pytest.param(step, "float16", marks=more) for step in STEPS),
     ],
 )
-OPS = TritonStateOps()
-DTYPE = torch.bfloat16
-FLOAT32_STACK = 1024
-"""Bytes of a thread's registers that the chunk-wise forms may spill in float32."""
-
-
-@shapes
-def test_conv(device: torch.device, step: list[tuple[int, int]], dtype: str) -> None:
-    for channels, width in ((150, 4), (37, 3)):
-        Scene(step, dtype, device).check_conv(OPS, channels, width)
-
-
-@shapes
-def test_ssd(device: torch.device, step: list[tuple[int, int]], dtype: str) -> None:
-    for heads, groups, dim, size in ((2, 1, 64, 32), (6, 3, 20, 9)):
-        Scene(step, dtype, device).check_ssd(OPS, heads, groups, dim, size)
-
-
-@shapes
-@pytest.mark.parametrize("channels", [False, True])
-@pytest.mark.parametrize("shape", [(4, 2, 20, 9), (1, 1, 64, 32)])
-def test_delta(
-    device: torch.device, step: list[tuple[int, int]], dtype: str, shape: tuple[int, int, int, int], channels: bool
+@pytest.mark.parametrize("operation", SIZES, ids=str)
+def test_equals_its_definition(
+    device: torch.device, step: list[tuple[int, int]], dtype: str, operation: tuple[Any, ...]
 ) -> None:
-    Scene(step, dtype, device).check_delta(OPS, *shape, channels=channels)
+    name, *sizes = operation
+    getattr(Scene(step, dtype, device), f"check_{name}")(OPS, *sizes)
 
 
 def test_channels_that_decay_are_carried_over_chunks(device: torch.device) -> None:
-    Scene([(5, 20), (0, 1)], "float32", device).check_delta(OPS, 2, 1, 20, 9, channels=True)
-
-
-@shapes
-def test_wkv(device: torch.device, step: list[tuple[int, int]], dtype: str) -> None:
-    Scene(step, dtype, device).check_wkv(OPS, 150)
+    Scene([(5, 20), (0, 1)], "float32", device).check_delta(OPS, 2, 1, 20, 9, True)
 
 
 def launch_others(float32: bool) -> None:
