@@ -43,7 +43,6 @@ def test_a_fit_predicts_steps_like_those_that_it_has_seen(seed: int, noise: floa
         slow = 20.0 if rng.random() < 0.02 else 1.0  # a pause of the process
         fit.add(work, slow * COST.seconds(work) * rng.uniform(1 - noise, 1 + noise))
     cost = fit.cost()
-    assert cost is not None
     off = [abs(cost.seconds(work) / COST.seconds(work) - 1) for work in works(rng, 200)]
     assert sorted(off)[100] < 0.05 + noise
     assert max(fit.decode_error, fit.prompt_error) < 0.25 + noise
@@ -56,12 +55,10 @@ def test_large_steps_are_remembered_through_many_small_ones_and_a_slower_machine
     for _ in range(2000):
         fit.add(small, COST.seconds(small))
     cost = fit.cost()
-    assert cost is not None
     assert cost.seconds(large) == pytest.approx(COST.seconds(large), rel=0.05)
     for _ in range(150):
         fit.add(small, 2 * COST.seconds(small))
     cost = fit.cost()
-    assert cost is not None
     assert cost.seconds(small) == pytest.approx(2 * COST.seconds(small), rel=0.05)
 
 
@@ -81,8 +78,6 @@ def test_the_interval_between_two_tokens_is_predicted_with_what_chunks_and_pause
         interval = COST.seconds(work) + pause
         fit.add_interval(work, interval)
         intervals.append((interval, COST.seconds(StepWork(0, 0, sequences, 300 * sequences))))
-    cost = fit.cost()
-    assert cost is not None
     mean, decodes = (sum(column) / len(column) for column in zip(*intervals, strict=True))
     assert fit.extra == pytest.approx(mean - decodes, rel=0.3, abs=0.1 * mean)
 
@@ -99,7 +94,6 @@ def test_whatever_was_measured_more_work_never_costs_less(
     for tokens, sequences, seconds in samples:
         fit.add(StepWork(tokens, pairs(0, tokens), sequences, 50 * sequences), seconds)
     cost = fit.cost()
-    assert cost is not None
     tokens, sequences, context, guesses = work
     here = cost.seconds(StepWork(tokens, pairs(0, tokens), sequences, context, guesses))
     assert 0 <= here < math.inf
@@ -151,7 +145,6 @@ def test_bounded_steps_keep_their_time_and_grow_no_faster_than_they_are_measured
     largest, start, least = smallest, 0, 16
     while start < 20_000:
         cost = fit.cost()
-        assert cost is not None
         chunk = cost.tokens_within(budget, start, decodes)
         assert chunk <= 2 * largest
         chunk = min(512, max(least, chunk))
@@ -174,7 +167,6 @@ def test_sizes_that_were_not_seen_for_long_are_forgotten() -> None:
     measure((500,), 1e-3, 64)  # the machine was slow then
     measure((1, 2, 4, 8), 1e-5, 256)
     before = fit.predict([1.0, 500])
-    assert before is not None
     assert before > 0.012, "what was measured of this size counts, although small sizes are in sharp contrast to it"
     measure((1, 2, 4, 8), 1e-5, FORGOTTEN * ALL_SAMPLES)
     assert fit.predict([1.0, 500]) == pytest.approx(6e-3, rel=0.05), "the latest that is known"
@@ -192,8 +184,6 @@ def test_a_fit_goes_on_from_what_was_kept_and_refuses_another_ones() -> None:
         fit.add(work, COST.seconds(work))
     again.restore(fit.state())
     ours, theirs = fit.cost(), again.cost()
-    assert ours is not None
-    assert theirs is not None
     assert theirs.seconds(StepWork(99, pairs(0, 99))) == pytest.approx(
         ours.seconds(StepWork(99, pairs(0, 99))), rel=0.01
     )
@@ -202,7 +192,6 @@ def test_a_fit_goes_on_from_what_was_kept_and_refuses_another_ones() -> None:
     for _ in range(16):
         again.add(work, COST.seconds(work) / 4)
     theirs = again.cost()
-    assert theirs is not None
     assert theirs.seconds(work) == pytest.approx(COST.seconds(work) / 4, rel=0.3)
     for state in ({"decode": []}, {"decode": [[1.0, 2.0]], "prompt": []}, {"decode": [[math.nan] * 21], "prompt": []}):
         with pytest.raises(ValueError, match="state has"):
@@ -222,7 +211,6 @@ def test_a_hand_off_is_exposed_where_the_link_is_slower_than_the_computing() -> 
     for size in range(1000, 200_000, 1000):
         fit.add(size, link.exposed(size, size, 0.0))
     found = fit.cost()
-    assert found is not None
     assert (found.fixed, found.byte) == (pytest.approx(0.01, rel=0.02), pytest.approx(1e-6, rel=0.02))
     assert typical([]) == LinkCost()
     assert typical([LinkCost(1, 2), LinkCost(3, 1), LinkCost(2, 3)]) == LinkCost(2, 2)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from kvrelay.kernels.cpu.library import library
+from kvrelay.kernels.cpu.program import Team
 from support.checkpoints import COMMON, VOCAB_SIZE, make_checkpoint
 from support.heads import eagle_config, eagle_tensors, medusa_tensors, write_eagle, write_medusa
 
@@ -36,6 +38,15 @@ def heads_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return write_eagle(folder, tensors, eagle_config(tensors, VOCAB_SIZE) | options)
 
     return heads_of
+
+
+@pytest.fixture(scope="session")
+def team() -> Team:
+    """Two threads that run the native kernels."""
+    kernels = library()
+    if kernels is None:
+        pytest.skip("no native kernels here")
+    return Team(kernels, 2)
 
 
 @pytest.fixture(scope="session")

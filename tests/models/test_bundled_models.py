@@ -15,8 +15,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvrelay import models
-from kvrelay.models import train
+from kvrelay.models import bundled, names, resolve, train
 
 PARAMETERS = {"pico": (5_000_000, 8_000_000), "pico-draft": (800_000, 1_300_000)}
 NAMES = sorted(PARAMETERS)
@@ -32,21 +31,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def folder(name: str) -> Path:
-    path = models.bundled(name)
-    assert path is not None
-    return path
-
-
 def read_json(name: str, file: str) -> dict[str, Any]:
-    value = json.loads((folder(name) / file).read_text())
-    assert isinstance(value, dict)
-    return value
+    return json.loads((bundled(name) / file).read_text())
 
 
 @pytest.fixture(scope="module", params=NAMES)
 def loaded(request: pytest.FixtureRequest) -> tuple[str, Any]:
-    return request.param, AutoModelForCausalLM.from_pretrained(folder(request.param), dtype="auto")
+    return request.param, AutoModelForCausalLM.from_pretrained(bundled(request.param), dtype="auto")
 
 
 def test_transformers_loads_it_whole_in_bfloat16(loaded: tuple[str, Any]) -> None:
@@ -59,7 +50,7 @@ def test_transformers_loads_it_whole_in_bfloat16(loaded: tuple[str, Any]) -> Non
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_file_is_small_and_holds_just_the_named_tensors(name: str) -> None:
-    file = folder(name) / "model.safetensors"
+    file = bundled(name) / "model.safetensors"
     assert file.stat().st_size <= 16 * 2**20
     with safe_open(file, framework="pt") as tensors:
         stored = {key: tensors.get_slice(key).get_dtype() for key in tensors.keys()}  # noqa: SIM118 (not a mapping)
@@ -69,15 +60,17 @@ def test_the_file_is_small_and_holds_just_the_named_tensors(name: str) -> None:
 
 
 def test_both_models_share_one_tokenizer() -> None:
-    assert (folder("pico") / "tokenizer.json").read_bytes() == (folder("pico-draft") / "tokenizer.json").read_bytes()
-    tokenizer = AutoTokenizer.from_pretrained(folder("pico"))
+    assert (bundled("pico") / "tokenizer.json").read_bytes() == (bundled("pico-draft") / "tokenizer.json").read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(bundled("pico"))
     assert (tokenizer.bos_token, tokenizer.bos_token_id) == ("<s>", 0)
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("</s>", 1)
     assert len(tokenizer) == 4096
-    assert tokenizer(PROMPT).input_ids == Tokenizer.from_file(str(folder("pico") / "tokenizer.json")).encode(PROMPT).ids
+    assert (
+        tokenizer(PROMPT).input_ids == Tokenizer.from_file(str(bundled("pico") / "tokenizer.json")).encode(PROMPT).ids
+    )
 
 
-TOKENIZER = Tokenizer.from_file(str(folder("pico") / "tokenizer.json"))
+TOKENIZER = Tokenizer.from_file(str(bundled("pico") / "tokenizer.json"))
 
 
 @given(st.text())
@@ -106,7 +99,7 @@ def is_a_method(text: str) -> bool:
 @pytest.mark.more
 def test_pico_goes_on_like_python() -> None:
     """Sampled a little below its own temperature; greedily a model of this size soon repeats itself."""
-    model = AutoModelForCausalLM.from_pretrained(folder("pico"), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(bundled("pico"), dtype=torch.float32)
     ids = torch.tensor([TOKENIZER.encode(PROMPT).ids] * 20)
     torch.manual_seed(0)
     options = {"do_sample": True, "temperature": 0.5, "top_k": 0, "max_new_tokens": 40, "pad_token_id": 1}
@@ -117,7 +110,7 @@ def test_pico_goes_on_like_python() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_card_quotes_the_training_record(name: str) -> None:
-    record, card = read_json(name, "training.json"), (folder(name) / "README.md").read_text()
+    record, card = read_json(name, "training.json"), (bundled(name) / "README.md").read_text()
     bits = record["held_out_bits_per_byte"]
     assert f"**{bits['512']}** in windows of 512 tokens" in card
     assert f"**{bits['4096']}** in windows of 4,096" in card
@@ -137,29 +130,29 @@ def test_the_recorded_bits_per_byte_hold_for_the_weights(name: str) -> None:
         [stream[start : start + train.LENGTH] for start in range(0, len(stream), 16 * train.LENGTH)]
     )
     sample_bytes = sum(len(text.encode()) for text in texts) * len(sample) / len(stream)
-    model = AutoModelForCausalLM.from_pretrained(folder(name), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(bundled(name), dtype=torch.float32)
     measured = train.bits_per_byte(model, sample, train.LENGTH, round(sample_bytes))
     assert measured == pytest.approx(read_json(name, "training.json")["held_out_bits_per_byte"]["512"], rel=0.15)
 
 
 def test_resolve_takes_a_name_or_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert set(NAMES) <= set(models.names())
-    assert models.resolve("pico") == models.bundled("pico") == folder("pico")
-    assert models.resolve(str(tmp_path)) == tmp_path
-    assert models.bundled("nothing") is None
+    assert set(NAMES) <= set(names())
+    assert resolve("pico") == bundled("pico")
+    assert resolve(str(tmp_path)) == tmp_path
+    assert bundled("nothing") is None
 
 
 @pytest.mark.parametrize("value", ["", "pico-huge", "/nowhere/at/all", "../pico"])
 def test_resolve_names_the_value_and_what_is_allowed(value: str) -> None:
     with pytest.raises(ValueError, match="pico, pico-draft") as error:
-        models.resolve(value)
+        resolve(value)
     assert repr(value) in str(error.value)
 
 
 def test_resolve_refuses_a_folder_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json"):
-        models.resolve(str(tmp_path))
+        resolve(str(tmp_path))
 
 
 @pytest.mark.more

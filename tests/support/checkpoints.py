@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -130,6 +131,15 @@ def make_checkpoint(
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     make_tokenizer(options["vocab_size"]).save_pretrained(folder)
     return folder
+
+
+def copied(folder: Path, to: Path, weights: dict[str, torch.Tensor]) -> Path:
+    """Writes a copy of a checkpoint, with other weights, into the folder `to`, and returns that."""
+    to.mkdir(exist_ok=True)
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    save_file(weights, to / "model.safetensors")
+    return to
 
 
 def make_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:

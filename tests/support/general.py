@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvrelay.engine.kv.layout import LayerGroup
@@ -31,13 +33,16 @@ class Served:
 class Driver:
     """Serves all sequences side by side: chunks first, then one token each."""
 
-    def __init__(self, runner: GeneralRunner, prompts: list[list[int]], most: int, seed: int = 0) -> None:
+    def __init__(
+        self, runner: GeneralRunner, prompts: list[list[int]], most: int, known: list[list[int]] | None = None
+    ) -> None:
         """
         Args:
             most: completion tokens.
+            known: whole sequences, for a rank that chooses no tokens.
         """
-        self.runner = runner
-        self._random = np.random.default_rng(seed)
+        self.runner, self._most, self._known = runner, most, known
+        self._random = np.random.default_rng(0)
         size = runner.cache_layout.block_size
         self._free: list[list[int]] = []
         for index, _ in enumerate(runner.cache_layout.groups):
@@ -50,6 +55,28 @@ class Driver:
             blocks = -(-(len(prompt) + most) // size)
             tables = [self._take(index, 1 if group.kind == "state" else blocks) for index, group in self._groups()]
             self.sequences.append(Served(list(prompt), len(prompt), tables))
+
+    def serve(self, chunk: int, *, moves: bool = False) -> list[Served]:
+        """Computes prompts in chunks, then completions token by token; the sequences.
+
+        Args:
+            moves: whether all that is kept moves to other blocks in the middle of the completions.
+        """
+        while any(served.computed < served.prompt for served in self.sequences):
+            self.step(chunk)
+        for step in range(self._most):
+            if moves and step == self._most // 2:
+                self.move()
+            self.step(1)
+        return self.sequences
+
+    def check(self, model: PreTrainedModel) -> None:
+        """All sequences have the tokens and the log-probabilities of whole forward passes of transformers' own."""
+        for served in self.sequences:
+            tokens, expected = greedy(model, served.tokens[: served.prompt], self._most)
+            assert served.tokens[served.prompt :][: self._most] == tokens
+            for scores, logprobs in zip(served.logprobs, expected, strict=False):
+                assert scores.top_logprobs == pytest.approx(logprobs[list(scores.top_ids)].tolist(), abs=1e-3)
 
     def step(self, budget: int) -> None:
         """Computes up to `budget` tokens of each sequence."""
@@ -84,6 +111,8 @@ class Driver:
             if token is not None and out.logprobs is not None and (scores := out.logprobs[row]) is not None:
                 served.tokens.append(token)
                 served.logprobs.append(scores)
+            elif self._known is not None and served.computed == len(served.tokens):
+                served.tokens.append(self._known[row][len(served.tokens)])
 
     def move(self) -> None:
         """Moves all that every sequence keeps to other blocks, and damages the old ones."""
@@ -115,7 +144,13 @@ class Driver:
         return list(enumerate(self.runner.cache_layout.groups))
 
 
-def greedy(model: PreTrainedModel, prompt: list[int], most: int) -> tuple[list[int], list[torch.Tensor]]:
+def logits(model: PreTrainedModel) -> Tensor:
+    """[T, V] logits of some tokens."""
+    with torch.inference_mode():
+        return model(torch.arange(3, 40)[None], use_cache=False).logits[0]
+
+
+def greedy(model: PreTrainedModel, prompt: list[int], most: int) -> tuple[list[int], list[Tensor]]:
     """Greedy tokens by whole forward passes of transformers' own, and the log-probabilities [V] before each."""
     tokens, found = list(prompt), []
     with torch.inference_mode():

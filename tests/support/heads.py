@@ -133,7 +133,4 @@ def handed_over(
 
 
 def wanted_by(engine: Engine) -> StatesLayout:
-    assert engine.scheduler.speculation is not None
-    wanted = engine.scheduler.speculation.states(engine.runner)
-    assert wanted is not None
-    return wanted
+    return engine.scheduler.speculation.states(engine.runner)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvrelay.engine.models.reading.stored import MXFP4
 from kvrelay.kernels.codes import NUMBERS, CodeType
+from support.checkpoints import copied
 
 GROUP = 32
 SHAPE = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
@@ -132,10 +133,7 @@ def quantized(plain: Path, folder: Path, layout: str, **changes: Any) -> tuple[P
         else:
             stored[name] = values[name] = weight
     for target, tensors in (("stored", stored), ("values", values)):
-        (folder / target).mkdir()
-        for file in plain.iterdir():
-            (folder / target / file.name).write_bytes(file.read_bytes())
-        save_file(tensors, folder / target / "model.safetensors")
+        copied(plain, folder / target, tensors)
     fields = json.loads((plain / "config.json").read_bytes()) | {"quantization_config": config | changes}
     (folder / "stored" / "config.json").write_text(json.dumps(fields))
     return folder / "stored", folder / "values"
@@ -165,5 +163,6 @@ def write_in_mxfp4(folder: Path, coded: Path, plain: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     quantized = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     for to, weights, more in ((plain, dequantized, {}), (coded, stored, {"quantization_config": quantized})):
+        to.mkdir(exist_ok=True)
         save_file(weights, to / "model.safetensors", {"format": "pt"})
         (to / "config.json").write_text(json.dumps({**config, **more}))

@@ -103,7 +103,7 @@ class Fate:
                 self.dead.wait(HELD_SECONDS)
             return launch(plan)
 
-        runner.launch = watched  # type: ignore[method-assign]
+        runner.launch = watched
         return engine, runner
 
 
@@ -159,9 +159,9 @@ async def cluster(
             }
             size = 16 if kind == "prefill" else 8
             own = EngineConfig(threads=1, block_size=size, device="cpu", **options)
-            config = WorkerConfig(name, kind, str(model), supervisor=address, engine=own, dtype="float32")  # type: ignore[arg-type]
+            config = WorkerConfig(name, kind, str(model), supervisor=address, engine=own, dtype="float32")
             made = build_engine if build is None or kind == "prefill" else partial(build, name)
-            servers[name] = WorkerServer(config, {kind: ROLES[kind]}, made)  # type: ignore[dict-item]
+            servers[name] = WorkerServer(config, {kind: ROLES[kind]}, made)
         for server in servers.values():
             await server.start()
             stack.push_async_callback(server.stop, 0.0)

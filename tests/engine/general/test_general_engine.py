@@ -11,9 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvrelay.engine.build import build_engine
-from kvrelay.engine.config import EngineConfig, SpeculationConfig
+from kvrelay.engine.config import EngineConfig, ModelPath, SpeculationConfig
 from kvrelay.engine.request import Request, SamplingParams
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
+from support.general import greedy
 from support.serving import run
 from support.tiny_models import VOCAB_SIZE as SMALL_VOCAB
 from support.tiny_models import save
@@ -26,32 +27,14 @@ GREEDY = {"temperature": 0.0, "max_tokens": COMPLETION}
 def expected(folder: Path, prompts: Sequence[list[int]] = PROMPTS) -> dict[str, list[int]]:
     """Greedy tokens by whole forward passes."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    found = {}
-    for number, prompt in enumerate(prompts):
-        tokens = list(prompt)
-        for _ in range(COMPLETION):
-            with torch.inference_mode():
-                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        found[str(number)] = tokens[len(prompt) :]
-    return found
+    return {str(number): greedy(model, prompt, COMPLETION)[0] for number, prompt in enumerate(prompts)}
 
 
 def requests(prompts: Sequence[list[int]] = PROMPTS, **sampling: object) -> list[Request]:
     return [
-        Request(str(number), 1, tuple(prompt), len(prompt), SamplingParams(**{**GREEDY, **sampling}))  # type: ignore[arg-type]
+        Request(str(number), 1, tuple(prompt), len(prompt), SamplingParams(**{**GREEDY, **sampling}))
         for number, prompt in enumerate(prompts)
     ]
-
-
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])
-@pytest.mark.some(1)
-def test_prompts_served_together_get_the_tokens_of_whole_passes(architecture: str, tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, architecture)
-    options = EngineConfig(model_path="general", kv_memory_bytes=2**22, threads=1, max_batch_tokens=16, device="cpu")
-    engine, runner = build_engine(folder, "float32", options)
-    assert runner.spec.way.startswith("flat, transformers ")
-    assert run(engine, requests()) == expected(folder)
-    engine.scheduler.check_integrity(idle=True)
 
 
 @pytest.mark.parametrize("kv_memory_bytes", [2**18, 2**22], ids=["little memory", "enough"])
@@ -101,13 +84,16 @@ def test_the_next_turn_goes_on_where_the_answer_ended(model_type: str, tmp_path:
         prompts = [[*prompt, *found[str(number)], 5, 4 + turn] for number, prompt in enumerate(prompts)]
 
 
-@pytest.mark.parametrize("memory", [0, 2**22], ids=["share", "bytes"])
-@pytest.mark.more
-def test_a_draft_model_guesses_for_a_model_of_the_general_path(memory: int, tmp_path: Path) -> None:
-    """The draft is the model itself, so nearly all guesses are right, also where they are behind a window of 11."""
+@pytest.mark.parametrize(
+    ("path", "memory"),
+    [("fast", 2**22), *(pytest.param("general", memory, marks=pytest.mark.more) for memory in (0, 2**22))],
+    ids=["fast", "general, a share of the memory", "general"],
+)
+def test_a_draft_model_that_is_the_model_is_nearly_always_right(path: ModelPath, memory: int, tmp_path: Path) -> None:
+    """Also where the guesses are behind a window of 11."""
     folder = make_checkpoint(tmp_path, "mistral", sliding_window=11)
     options = EngineConfig(
-        model_path="general",
+        model_path=path,
         kv_memory_bytes=memory,
         memory_share=0.01,
         threads=1,
@@ -117,7 +103,6 @@ def test_a_draft_model_guesses_for_a_model_of_the_general_path(memory: int, tmp_
     )
     engine, _ = build_engine(folder, "float32", options)
     assert run(engine, requests()) == expected(folder)
-    assert engine.scheduler.speculation is not None
     counts = engine.scheduler.speculation.counts
     assert counts.accepted > 0.9 * counts.proposed > 0
     engine.scheduler.check_integrity(idle=True)
@@ -131,7 +116,6 @@ def test_a_draft_of_another_architecture_changes_no_token(tmp_path: Path) -> Non
     draft = SpeculationConfig("draft", str(latents), max_tokens=3, adaptive=False)
     engine, _ = build_engine(folder, "float32", replace(options, speculation=draft))
     assert run(engine, requests()) == expected(folder)
-    assert engine.scheduler.speculation is not None
     counts = engine.scheduler.speculation.counts
     assert counts.proposed > counts.accepted
     with pytest.raises(ValueError, match=r"draft_model is mamba; allowed: .* without states, .* MambaForCausalLM"):
@@ -168,6 +152,5 @@ def test_a_state_goes_back_to_the_last_right_guess(
     for _ in range(2):
         assert run(engine, requests(prompts)) == tokens
         engine.scheduler.check_integrity(idle=True)
-    assert engine.scheduler.speculation is not None
     counts = engine.scheduler.speculation.counts
     assert counts.proposed > counts.accepted

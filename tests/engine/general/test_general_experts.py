@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvrelay.engine.build import build_engine, draft_options, engine_on
 from kvrelay.engine.config import EngineConfig, ExpertKernel, Quantization
@@ -30,13 +30,13 @@ from kvrelay.engine.quant.schemes import LAYERS, quantizing
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.general import GeneralRunner, build_general_runner
 from kvrelay.kernels.codes import CodedWeight
-from kvrelay.kernels.cpu.library import library
 from kvrelay.kernels.cpu.packed import Epilogue, packer
 from kvrelay.kernels.cpu.program import Team
 from kvrelay.kernels.ops import Linear
 from support.checkpoints import make_checkpoint
+from support.general import logits
 from support.serving import run
-from support.tiny_models import classes, tiny_config, tiny_model
+from support.tiny_models import classes, tiny_model
 
 GATES = {
     "Qwen3MoeForCausalLM": Epilogue.SILU_MUL,
@@ -48,25 +48,11 @@ GATES = {
     "Inkling2ForCausalLM": Epilogue.STORE,
     "DeepseekV4ForCausalLM": Epilogue.STORE,
 }
-"""Classes, and the gate that computes what is between their experts' products; STORE where their own code does."""
+"""Classes, and the gate that computes what is between their experts' products; STORE where their own code does.
+`test_every_architecture.py` has all classes."""
 QUANTIZED: dict[Quantization, float] = {"int8": 1e-3, "int4": 5e-2, "w8a8": 3e-2, "fp8": 2e-2}
 """Largest norm of a layer's difference relative to its result's: int4 and w8a8 round inputs to 8 bits."""
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-LEAST_CLASSES = 50
-TOKENS = torch.arange(3, 40)[None]
-
-
-@pytest.fixture(scope="module")
-def team() -> Team:
-    kernels = library()
-    if kernels is None:
-        pytest.skip("no native kernels here")
-    return Team(kernels, 2)
-
-
-def logits(model: PreTrainedModel) -> Tensor:
-    with torch.inference_mode():
-        return model(TOKENS, use_cache=False).logits[0]
 
 
 def gates(model: nn.Module) -> Iterator[Epilogue]:
@@ -96,25 +82,6 @@ def test_logits_are_those_of_transformers(name: str, team: Team) -> None:
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.more
-@pytest.mark.timeout(600)
-def test_all_classes_of_the_interface(team: Team) -> None:
-    compared = 0
-    for name, model_type in classes().items():
-        with torch.device("meta"):
-            config = tiny_config(model_type)
-            config.is_decoder = True
-            if next(experts_of(AutoModelForCausalLM.from_config(config)), None) is None:
-                continue
-        model = tiny_model(model_type)
-        expected = logits(model)
-        swap_experts(model, on_cpu(team, packer(team)))
-        assert all(ATTRIBUTE in module.__dict__ for module in experts_of(model)), name
-        torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3, msg=name)
-        compared += 1
-    assert compared >= LEAST_CLASSES
-
-
 @pytest.mark.parametrize("quantization", QUANTIZED)
 @pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "GptOssForCausalLM"])
 def test_quantized_experts_compute_with_their_codes(name: str, quantization: Quantization, team: Team) -> None:
@@ -123,7 +90,6 @@ def test_quantized_experts_compute_with_their_codes(name: str, quantization: Qua
     lay_out, quantize = packer(team), LAYERS[quantization]
 
     def there_and_back(weight: Tensor | CodedWeight, bias: Tensor | None) -> Linear:
-        assert isinstance(weight, Tensor)
         return lay_out(quantize(weight).dequantize(), bias)
 
     generator = torch.Generator().manual_seed(0)
@@ -221,7 +187,7 @@ def cutlass_fused_moe(
 
 def install(patch: pytest.MonkeyPatch, function: Callable[..., Tensor] = cutlass_fused_moe) -> None:
     package, module = types.ModuleType("flashinfer"), types.ModuleType("flashinfer.fused_moe")
-    module.cutlass_fused_moe = function  # type: ignore[attr-defined]  # it is made here
+    module.cutlass_fused_moe = function
     for each in (package, module):
         patch.setitem(sys.modules, each.__name__, each)
 
@@ -286,7 +252,7 @@ def test_a_kernel_that_is_absent_or_computes_something_else_is_refused(monkeypat
             take_flashinfer(model_of("Qwen3MoeForCausalLM").half(), "flashinfer")
 
     for function, reason in ((swapped, "another one"), (failing, "failed .Invalid backend: 80")):
-        function.__signature__ = inspect.signature(cutlass_fused_moe)  # type: ignore[attr-defined]  # what is checked
+        function.__signature__ = inspect.signature(cutlass_fused_moe)
         install(monkeypatch, function)
         refused(reason)
     install(monkeypatch, lambda input: input)

@@ -6,21 +6,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvrelay.engine.models.general.fused import NativeMlp, fuse
 from kvrelay.engine.models.general.linears import swap, watching
 from kvrelay.engine.models.general.narrow import Narrowing, mix, narrowed
 from kvrelay.engine.models.general.norms import swap_norms
 from kvrelay.engine.models.general.step import UnfitError
-from kvrelay.kernels.cpu.library import library
 from kvrelay.kernels.cpu.packed import Epilogue, PackedMlp, packer
 from kvrelay.kernels.cpu.program import Team
-from support.general import Driver
+from support.general import Driver, logits
 from support.general_table import build
 from support.tiny_models import LAYERS, save, tiny_model
 
-TOKENS = torch.arange(3, 40)[None]
 MLPS: dict[str, tuple[Epilogue | None, dict[str, Any]]] = {
     "llama": (Epilogue.SILU_MUL, {}),
     "gemma3_text": (Epilogue.GELU_MUL, {}),
@@ -34,19 +31,6 @@ MLPS: dict[str, tuple[Epilogue | None, dict[str, Any]]] = {
     "gpt_neox": (None, {}),  # GELU as it is, which the kernels don't compute
 }
 """The gate of a model type's MLPs, and fields of its config; None where their own code computes them."""
-
-
-@pytest.fixture(scope="module")
-def team() -> Team:
-    kernels = library()
-    if kernels is None:
-        pytest.skip("no native kernels here")
-    return Team(kernels, 2)
-
-
-def logits(model: PreTrainedModel) -> Tensor:
-    with torch.inference_mode():
-        return model(TOKENS, use_cache=False).logits[0]
 
 
 @pytest.mark.parametrize("model_type", MLPS)

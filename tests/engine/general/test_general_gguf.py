@@ -39,66 +39,10 @@ HEADS = {"num_key_value_heads": 2, "intermediate_size": 128}
 Fields = Callable[[gguf.GGUFWriter], object]
 
 
-def attention(writer: gguf.GGUFWriter, *, theta: float = 10000.0, rms: bool = True, eps: float = 1e-6) -> None:
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_feed_forward_length(128)
-    writer.add_rope_freq_base(theta)
-    (writer.add_layer_norm_rms_eps if rms else writer.add_layer_norm_eps)(eps)
-
-
-def gemma(writer: gguf.GGUFWriter) -> None:
-    attention(writer)
-    writer.add_key_length(32)
-    writer.add_sliding_window(24)
-    writer.add_attn_logit_softcapping(20.0)
-    writer.add_final_logit_softcapping(10.0)
-
-
-def starcoder(writer: gguf.GGUFWriter) -> None:
-    attention(writer, theta=50000.0, rms=False, eps=1e-5)
-
-
-def phi(writer: gguf.GGUFWriter) -> None:
-    attention(writer, eps=1e-5)
-    writer.add_rope_dimension_count(8)
-    writer.add_sliding_window(24)
-
-
-def stablelm(writer: gguf.GGUFWriter) -> None:
-    attention(writer, rms=False, eps=1e-5)
-    writer.add_rope_dimension_count(8)
-
-
-def nemotron(writer: gguf.GGUFWriter) -> None:
-    attention(writer, eps=1e-5)
-    writer.add_layer_norm_eps(1e-5)
-    writer.add_rope_dimension_count(8)
-
-
-def gemma3(writer: gguf.GGUFWriter) -> None:
-    attention(writer, theta=50000.0)
-    writer.add_key_length(32)
-    writer.add_sliding_window(24)
-    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-    writer.add_rope_scaling_factor(8.0)
-
-
-def gpt2(writer: gguf.GGUFWriter) -> None:
-    writer.add_head_count(4)
-    writer.add_feed_forward_length(256)
-    writer.add_layer_norm_eps(1e-5)
-
-
-def mamba(writer: gguf.GGUFWriter) -> None:
-    writer.add_ssm_conv_kernel(4)
-    writer.add_ssm_inner_size(128)
-    writer.add_ssm_state_size(8)
-    writer.add_ssm_time_step_rank(4)
-    writer.add_layer_norm_rms_eps(1e-5)
-
-
-MODELS: dict[str, tuple[str, dict[str, Any], Fields]] = {
+ATTENTION = {"head_count": 4, "head_count_kv": 2, "feed_forward_length": 128, "rope_freq_base": 1e4}
+WINDOW = {"key_length": 32, "sliding_window": 24}
+PARTLY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma2": (
         "gemma2",
         {
@@ -109,21 +53,19 @@ MODELS: dict[str, tuple[str, dict[str, Any], Fields]] = {
             "attn_logit_softcapping": 20.0,
             "final_logit_softcapping": 10.0,
         },
-        gemma,
+        ATTENTION
+        | WINDOW
+        | {"layer_norm_rms_eps": 1e-6, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0},
     ),
     "starcoder2": (
         "starcoder2",
         {**HEADS, "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}, "norm_epsilon": 1e-5},
-        starcoder,
+        ATTENTION | {"rope_freq_base": 5e4, "layer_norm_eps": 1e-5},
     ),
     "phi3": (
         "phi3",
-        {
-            **HEADS,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
-            "sliding_window": 24,
-        },
-        phi,
+        {**HEADS, "rope_parameters": PARTLY, "sliding_window": 24},
+        ATTENTION | {"layer_norm_rms_eps": 1e-5, "rope_dimension_count": 8, "sliding_window": 24},
     ),
     "gemma3": (
         "gemma3_text",
@@ -138,22 +80,40 @@ MODELS: dict[str, tuple[str, dict[str, Any], Fields]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
             },
         },
-        gemma3,
+        ATTENTION
+        | WINDOW
+        | {
+            "rope_freq_base": 5e4,
+            "layer_norm_rms_eps": 1e-6,
+            "rope_scaling_type": gguf.RopeScalingType.LINEAR,
+            "rope_scaling_factor": 8.0,
+        },
     ),
     "stablelm": (
         "stablelm",
-        {
-            **HEADS,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
-            "layer_norm_eps": 1e-5,
-            "use_qkv_bias": True,
-        },
-        stablelm,
+        {**HEADS, "rope_parameters": PARTLY, "layer_norm_eps": 1e-5, "use_qkv_bias": True},
+        ATTENTION | {"layer_norm_eps": 1e-5, "rope_dimension_count": 8},
     ),
-    "nemotron": ("nemotron", {**HEADS, "norm_eps": 1e-5}, nemotron),
-    "gpt2": ("gpt2", {}, gpt2),
-    "mamba": ("mamba", {"state_size": 8, "time_step_rank": 4}, mamba),
+    "nemotron": (
+        "nemotron",
+        {**HEADS, "norm_eps": 1e-5},
+        ATTENTION | {"layer_norm_rms_eps": 1e-5, "layer_norm_eps": 1e-5, "rope_dimension_count": 8},
+    ),
+    "gpt2": ("gpt2", {}, {"head_count": 4, "feed_forward_length": 256, "layer_norm_eps": 1e-5}),
+    "mamba": (
+        "mamba",
+        {"state_size": 8, "time_step_rank": 4},
+        {
+            "ssm_conv_kernel": 4,
+            "ssm_inner_size": 128,
+            "ssm_state_size": 8,
+            "ssm_time_step_rank": 4,
+            "layer_norm_rms_eps": 1e-5,
+        },
+    ),
 }
+"""Architectures as files name them, with the model type, fields of its config, and what the file has instead of them:
+the values that are given to the methods `add_*` of a `GGUFWriter`."""
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +136,8 @@ def original(name: str) -> PreTrainedModel:
 
 def write(name: str, path: Path, dtype: str = "F32", change: Fields = lambda writer: None) -> Path:
     def fields(writer: gguf.GGUFWriter) -> None:
-        MODELS[name][2](writer)
+        for field, value in MODELS[name][2].items():
+            getattr(writer, f"add_{field}")(value)
         change(writer)
 
     return write_general_gguf(original(name), path, name, fields, lambda _: dtype)

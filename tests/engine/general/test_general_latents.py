@@ -16,10 +16,8 @@ from kvrelay.engine.models.general.latents.triton import TritonLatents
 from kvrelay.engine.models.general.places import LayerCache, arrange
 from kvrelay.engine.models.general.step import Step, UnfitError
 from kvrelay.engine.models.general.store import Store, scratch_pools
-from kvrelay.engine.runner.general import GeneralRunner, build_general_runner
-from kvrelay.kernels.cpu.library import library
-from kvrelay.kernels.cpu.program import Team
-from support.general import Driver, greedy
+from kvrelay.engine.runner.general import build_general_runner
+from support.general import Driver
 from support.general_table import OPTIONS
 from support.tiny_models import save, tiny_model
 
@@ -27,15 +25,6 @@ WIDE = {"kv_lora_rank": 64}
 """Latents so wide that rows of more than 21 tokens are expanded."""
 PROMPTS = [[5, 9, 7, 11, 200], [3 + (7 * n) % 251 for n in range(90)], list(range(3, 40))]
 MOST = 8
-
-
-def served(runner: GeneralRunner, chunk: int) -> Driver:
-    driver = Driver(runner, PROMPTS, MOST)
-    while any(sequence.computed < sequence.prompt for sequence in driver.sequences):
-        driver.step(chunk)
-    for _ in range(MOST):
-        driver.step(1)
-    return driver
 
 
 @pytest.mark.parametrize("chunk", [64, 7])
@@ -49,22 +38,17 @@ def test_rows_of_any_length_get_the_tokens_of_whole_passes(
 
     def note(self: Latents, *args: object) -> torch.Tensor:
         expanded.append(1)
-        return original(self, *args)  # type: ignore[arg-type]
+        return original(self, *args)
 
     monkeypatch.setattr(Latents, "_expanded", note)
     torch.manual_seed(0)
     runner = build_general_runner(save(model_type, tmp_path, **WIDE), "float32", OPTIONS)
     assert runner.choice.name == "flat"
     expanded.clear()
-    driver = served(runner, chunk)
+    driver = Driver(runner, PROMPTS, MOST)
+    driver.serve(chunk)
     assert bool(expanded) == (chunk > 21)
-    model = tiny_model(model_type, **WIDE)
-    for sequence, prompt in zip(driver.sequences, PROMPTS, strict=True):
-        tokens, logprobs = greedy(model, prompt, MOST)
-        assert sequence.tokens[len(prompt) :][:MOST] == tokens
-        for scores, expected in zip(sequence.logprobs, logprobs, strict=False):
-            for token, found in zip(scores.top_ids, scores.top_logprobs, strict=True):
-                assert found == pytest.approx(float(expected[token]), abs=1e-3)
+    driver.check(tiny_model(model_type, **WIDE))
 
 
 def test_kernels_and_plain_operations_read_the_same_latents_of_8_bits(tmp_path: Path) -> None:
@@ -75,9 +59,9 @@ def test_kernels_and_plain_operations_read_the_same_latents_of_8_bits(tmp_path: 
         assert isinstance(runner.way, FlatWay)
         assert runner.cache_layout.dtype == "int8"
         if not native:
-            runner.way._latents._native = False  # type: ignore[union-attr]
-        found.append(served(runner, 64))
-    for one, other in zip(*(driver.sequences for driver in found), strict=True):
+            runner.way._latents._native = False
+        found.append(Driver(runner, PROMPTS, MOST).serve(64))
+    for one, other in zip(*found, strict=True):
         assert one.tokens == other.tokens
         for mine, theirs in zip(one.logprobs, other.logprobs, strict=True):
             assert mine.top_logprobs == pytest.approx(theirs.top_logprobs, abs=1e-3)
@@ -86,7 +70,7 @@ def test_kernels_and_plain_operations_read_the_same_latents_of_8_bits(tmp_path: 
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
 @pytest.mark.parametrize("kernels", ["native", "triton"])
 @pytest.mark.some(2)
-def test_kernels_attend_as_plain_operations(kernels: str, kv_dtype: str) -> None:
+def test_kernels_attend_as_plain_operations(kernels: str, kv_dtype: str, request: pytest.FixtureRequest) -> None:
     """Some rows have several tokens; Triton's pools are in a GPU's order."""
     torch.manual_seed(0)
     heads, plain, rotated, latent, width = 6, 16, 8, 32, 12
@@ -100,7 +84,7 @@ def test_kernels_attend_as_plain_operations(kernels: str, kv_dtype: str) -> None
     weights = Absorbed(expand, latent, rotated, torch.zeros(1))
     layers = (LayerCache((1, latent), (1, rotated)),) * 2
     order = "NHD" if kernels == "native" else "HND"
-    placing = arrange(layers, "float32", kv_dtype, 16, order)  # type: ignore[arg-type]
+    placing = arrange(layers, "float32", kv_dtype, 16, order)
     places, found = placing.layers[1], []
     for own in (True, False):
         torch.manual_seed(1)
@@ -109,10 +93,7 @@ def test_kernels_attend_as_plain_operations(kernels: str, kv_dtype: str) -> None
         if own and kernels == "triton":
             attending = TritonLatents(store, places, weights)
         elif own:
-            compiled = library()
-            if compiled is None:
-                pytest.skip("no native kernels here")
-            attending = NativeLatents(store, places, weights, Team(compiled, 2))
+            attending = NativeLatents(store, places, weights, request.getfixturevalue("team"))
         for starts, lengths in (([0, 0], [40, 7]), ([40, 7], [1, 3])):
             total = sum(lengths)
             tables = np.array([[3, 1, 7, 0], [2, 5, 0, 0]])

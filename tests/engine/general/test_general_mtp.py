@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import EngineConfig, SpeculationConfig
-from kvrelay.engine.engine import Engine
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.speculate.mtp import APART, APART_TYPES, LAST
-from support.serving import tokens_in
+from support.serving import run
 from support.tiny_models import save, tiny_config
 
 LAYERS = 2
@@ -91,20 +90,12 @@ def with_layer(folder: Path, tensors: dict[str, Tensor]) -> Path:
     return folder
 
 
-def served(engine: Engine) -> tuple[dict[str, list[int]], int]:
+def served(folder: Path, options: EngineConfig) -> tuple[dict[str, list[int]], int]:
     """The tokens of each request, and the steps that it took to serve them together."""
-    for number, prompt in enumerate(PROMPTS):
-        sampling = SamplingParams(temperature=0.0, max_tokens=COMPLETION)
-        engine.scheduler.add(Request(str(number), 1, tuple(prompt), len(prompt), sampling))
-    heard: dict[str, list[object]] = {str(number): [] for number in range(len(PROMPTS))}
-    steps = 0
-    while engine.has_work:
-        steps += 1
-        for report in engine.step():
-            assert report.error is None
-            heard[report.sequence.request.request_id].append(report)
-    engine.scheduler.check_integrity(idle=True)
-    return {name: tokens_in(reports) for name, reports in heard.items()}, steps  # type: ignore[arg-type]
+    engine, _ = build_engine(folder, "float32", options)
+    sampling = SamplingParams(temperature=0.0, max_tokens=COMPLETION)
+    asked = [Request(str(number), 1, tuple(prompt), len(prompt), sampling) for number, prompt in enumerate(PROMPTS)]
+    return run(engine, asked), engine.steps
 
 
 @pytest.mark.parametrize(
@@ -116,9 +107,9 @@ def test_a_layer_that_predicts_well_halves_the_steps(model_type: str, tmp_path: 
     folder = saved(model_type, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with_layer(folder, distill(model_type, model, 120))
-    expected, alone = served(build_engine(folder, "float32", OPTIONS)[0])
+    expected, alone = served(folder, OPTIONS)
     speculation = SpeculationConfig("mtp", max_tokens=2, adaptive=False)
-    found, steps = served(build_engine(folder, "float32", replace(OPTIONS, speculation=speculation))[0])
+    found, steps = served(folder, replace(OPTIONS, speculation=speculation))
     assert found == expected
     assert alone / steps >= 1.5
 

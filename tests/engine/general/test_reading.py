@@ -1,18 +1,24 @@
 """Checkpoints that the general path refuses, with the file and what is wrong with it."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import EngineConfig, SpeculationConfig
 from support.tiny_models import save
 
 OPTIONS = EngineConfig(kv_memory_bytes=2**22, threads=1, device="cpu", max_sequences=4)
+
+
+WEIGHT = "gpt_neox.layers.1.attention.dense.weight"
+Damage = Callable[[Path], object]
 
 
 @pytest.fixture
@@ -30,39 +36,59 @@ def configure(folder: Path, **fields: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def change(folder: Path, *, drop: str = "", damage: str = "", cut: str = "", number: float = torch.nan) -> None:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    tensors.pop(drop, None)
-    if damage:
-        tensors[damage].view(-1)[1] = number
-    if cut:
-        tensors[cut] = tensors[cut][:-1].clone()
-    save_file(tensors, path, metadata={"format": "pt"})
+def configured(**fields: object) -> Damage:
+    return lambda folder: configure(folder, **fields)
 
 
-WEIGHT = "gpt_neox.layers.1.attention.dense.weight"
+def changed(change: Callable[[dict[str, Tensor]], object]) -> Damage:
+    """Damage to the tensors."""
+
+    def damage(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    return damage
 
 
-@pytest.mark.parametrize("number", [torch.nan, torch.inf])
-def test_a_weight_that_is_not_finite(number: float, folder: Path) -> None:
-    change(folder, damage=WEIGHT, number=number)
-    refuses(folder, rf"model\.safetensors: tensor {WEIGHT} has a number that is infinite or NaN")
+def with_number(number: float) -> Damage:
+    return changed(lambda tensors: tensors[WEIGHT].view(-1)[1:2].fill_(number))
 
 
-def test_a_tensor_that_is_missing(folder: Path) -> None:
-    change(folder, drop=WEIGHT)
-    refuses(folder, f"tensor {WEIGHT} is missing")
+REFUSED: dict[str, tuple[Damage, str]] = {
+    **{
+        f"{number}": (with_number(number), rf"safetensors: tensor {WEIGHT} has a number that is infinite or NaN")
+        for number in (torch.nan, torch.inf)
+    },
+    "a tensor is missing": (changed(lambda tensors: tensors.pop(WEIGHT)), f"tensor {WEIGHT} is missing"),
+    "another shape": (
+        changed(lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT][:-1].clone()})),
+        rf"model\.safetensors: tensor {WEIGHT} has another shape than config\.json says",
+    ),
+    "a type that transformers doesn't know": (
+        configured(model_type="unheard_of"),
+        "config.json: model_type is 'unheard_of'; allowed: a model type of transformers 5",
+    ),
+    "a type that doesn't continue texts": (
+        configured(model_type="vit"),
+        "config.json: model_type is 'vit'; allowed: .* that continues a text",
+    ),
+    "many layers": (configured(num_hidden_layers=10**9), "num_hidden_layers is 1000000000; allowed: up to 4096"),
+    "wide": (configured(hidden_size=2**20), "describes a model of .* weights, and the files have"),
+    "many tokens": (configured(vocab_size=2**40), "describes a model of .* weights, and the files have"),
+    "quantized": (
+        configured(quantization_config={"quant_method": "awq", "bits": 4}),
+        "config.json: quantization_config is",
+    ),
+}
+"""Damage to a checkpoint, and what its refusal says. `test_loader.py` has damage to files."""
 
 
-def test_a_tensor_of_another_shape(folder: Path) -> None:
-    change(folder, cut=WEIGHT)
-    refuses(folder, rf"model\.safetensors: tensor {WEIGHT} has another shape than config\.json says")
-
-
-def test_a_type_that_transformers_does_not_know(folder: Path) -> None:
-    configure(folder, model_type="unheard_of")
-    refuses(folder, "config.json: model_type is 'unheard_of'; allowed: a model type of transformers 5")
+@pytest.mark.parametrize(("damage", "pattern"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_loaded_is_refused_with_the_reason(folder: Path, damage: Damage, pattern: str) -> None:
+    damage(folder)
+    refuses(folder, pattern)
 
 
 def test_code_of_the_checkpoint_is_never_run(folder: Path) -> None:
@@ -74,35 +100,6 @@ def test_code_of_the_checkpoint_is_never_run(folder: Path) -> None:
     configure(folder, model_type="gpt_neox", auto_map=own)
     build_engine(folder, "float32", OPTIONS)
     assert not trace.exists()
-
-
-def test_a_type_that_does_not_continue_texts(folder: Path) -> None:
-    configure(folder, model_type="vit")
-    refuses(folder, "config.json: model_type is 'vit'; allowed: .* that continues a text")
-
-
-def test_pickled_weights(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    refuses(folder, r"pytorch_model\.bin: a pickled checkpoint")
-
-
-def test_files_of_no_bytes(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"")
-    refuses(folder, r"model\.safetensors: not a safetensors file")
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "pattern"),
-    [
-        ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000; allowed: up to 4096"),
-        ("hidden_size", 2**20, "describes a model of .* weights, and the files have"),
-        ("vocab_size", 2**40, "describes a model of .* weights, and the files have"),
-        ("quantization_config", {"quant_method": "awq", "bits": 4}, "config.json: quantization_config is"),
-    ],
-)
-def test_absurd_configs(folder: Path, field: str, value: object, pattern: str) -> None:
-    configure(folder, **{field: value})
-    refuses(folder, pattern)
 
 
 @pytest.mark.parametrize("method", ["medusa", "eagle3"])

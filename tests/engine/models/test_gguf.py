@@ -181,7 +181,7 @@ def test_a_restart_takes_packed_weights_from_the_cache(
 
     assert len(parts(first)) == len(parts(again))
     assert all(map(torch.equal, parts(first), parts(again)))
-    assert any("minima" in linear.parts() for linear in again.model.linears())  # type: ignore[union-attr]  # it is native
+    assert any("minima" in linear.parts() for linear in again.model.linears())
 
 
 def test_linear_rope_and_llama_3s_factors_are_read(checkpoints: dict[str, Path], tmp_path: Path) -> None:

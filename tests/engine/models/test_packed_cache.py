@@ -139,7 +139,7 @@ def test_a_model_starts_where_nothing_can_be_written(
 def killed_while_it_writes(folder: Path, cache: Path) -> None:
     """A worker's load of a model that ends before the bytes are on disk."""
     packed_cache.user_cache = lambda: cache
-    packed_cache.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined]
+    packed_cache.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     build_cpu_runner(folder, "bfloat16", OPTIONS)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import FileStore, HashStore
 
 from kvrelay.engine.degree import Degree
-from kvrelay.engine.ranks.collective import Collective, CollectiveError, Place
+from kvrelay.engine.ranks.collective import Collective, CollectiveError, Place, Ring
 from kvrelay.engine.ranks.meet import Meeting, meet
 from kvrelay.engine.ranks.process_group import GlooCollective, NcclCollective
 from kvrelay.engine.ranks.shared import SharedMemoryCollective
@@ -36,7 +36,7 @@ NUMBERS = (0, 1, 3, 17, 1000, 2 * SLOT_BYTES // 4 + 5, 1_000_003)
 TIMEOUT = 30.0
 SHORT = 3.0
 """Timeout in seconds of groups that lose a rank."""
-LATE = 5.0
+LATE = 20.0
 """Longest time in seconds that a busy machine takes for what should take none."""
 
 
@@ -159,7 +159,6 @@ def _waiting(group: Collective) -> str:
     """Sends until the ring is full: the next rank never receives."""
     ring = group.ring((group.place + 1) % group.size, (group.place - 1) % group.size, 64, 1)
     if group.place:
-        time.sleep(SHORT + LATE)
         return "done"
     ring.send(torch.ones(1, 4))
     ring.send(torch.ones(1, 4))
@@ -229,18 +228,14 @@ def test_a_rank_that_takes_no_message_is_noticed_within_the_timeout(ranks: Calla
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_an_abort_ends_a_wait_for_a_message(kind: str) -> None:
-    store = HashStore()
-    groups = on_threads(lambda place: MAKERS[kind](store, place, 2, LATE if kind == "gloo" else TIMEOUT), 2)
-    rings = on_threads(lambda place: groups[place].ring(1 - place, 1 - place, 64, 1), 2)
+    groups, rings = pair(kind, 2 * SHORT if kind == "gloo" else TIMEOUT)
     threading.Timer(0.5, (groups[0] if kind == "gloo" else groups[1]).abort).start()
     with pytest.raises(CollectiveError, match="aborted"):
         rings[0].receive(torch.empty(1, 4))
 
 
 def test_a_message_over_gloo_is_awaited_as_long_as_a_sum() -> None:
-    store = HashStore()
-    groups = on_threads(lambda place: GlooCollective(store, place, 2, SHORT), 2)
-    rings = on_threads(lambda place: groups[place].ring(1 - place, 1 - place, 64, 1), 2)
+    _, rings = pair("gloo", SHORT)
     began = time.monotonic()
     with pytest.raises(CollectiveError, match="Timed out"):
         rings[0].receive(torch.empty(1, 4))
@@ -248,9 +243,7 @@ def test_a_message_over_gloo_is_awaited_as_long_as_a_sum() -> None:
 
 
 def test_ranks_that_disagree_on_a_message_find_it() -> None:
-    store = HashStore()
-    groups = on_threads(lambda place: SharedMemoryCollective.join(store, place, 2, TIMEOUT), 2)
-    rings = on_threads(lambda place: groups[place].ring(1 - place, 1 - place, 64, 1), 2)
+    _, rings = pair("shared", TIMEOUT)
     rings[0].send(torch.ones(1, 4))
     with pytest.raises(CollectiveError, match=r"disagree on a message of \[1, 5\]"):
         rings[1].receive(torch.empty(1, 5))
@@ -283,15 +276,20 @@ def on_threads(make: Callable[[int], Any], size: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-def test_an_abort_ends_a_wait_at_once_and_all_later_calls(kind: str) -> None:
+def pair(kind: str, timeout: float) -> tuple[list[Collective], list[Ring]]:
+    """Two ranks of a group, and their rings with room for one message of 64 bytes."""
     store = HashStore()
-    waiting, other = on_threads(lambda place: MAKERS[kind](store, place, 2, SHORT if kind == "gloo" else TIMEOUT), 2)
+    groups = on_threads(lambda place: MAKERS[kind](store, place, 2, timeout), 2)
+    return groups, on_threads(lambda place: groups[place].ring(1 - place, 1 - place, 64, 1), 2)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_an_abort_ends_a_wait_and_all_later_calls(kind: str) -> None:
+    """The text of the error says that the wait didn't end by its timeout."""
+    (waiting, other), _ = pair(kind, 2 * SHORT if kind == "gloo" else TIMEOUT)
     threading.Timer(0.2, (waiting if kind == "gloo" else other).abort).start()
-    began = time.monotonic()
     with pytest.raises(CollectiveError, match="aborted"):
         waiting.sum(torch.ones(4))
-    assert 0.1 < time.monotonic() - began < (0.9 * SHORT if kind == "gloo" else LATE)
     with pytest.raises(CollectiveError, match="aborted"):
         waiting.gather(torch.ones(4))
     if kind == "shared":
@@ -311,8 +309,7 @@ def test_a_rank_that_never_joins(kind: str, tmp_path: Path) -> None:
     "part", [torch.ones(4, dtype=torch.float64), torch.ones(4, 4).T[:2]], ids=["a type", "strides"]
 )
 def test_a_part_that_cant_be_summed_is_refused_before_others_wait(part: Tensor) -> None:
-    store = HashStore()
-    groups = on_threads(lambda place: SharedMemoryCollective.join(store, place, 2, TIMEOUT), 2)
+    groups, _ = pair("shared", TIMEOUT)
     with pytest.raises(ValueError, match="allowed: contiguous float32 or bfloat16"):
         groups[0].sum(part)
 
@@ -323,7 +320,6 @@ class Sums:
     def __init__(self, store: HashStore, place: int, size: int, threads: int, count: int) -> None:
         self.group = SharedMemoryCollective.join(store, place, size, TIMEOUT, threads)
         kernels = library()
-        assert kernels is not None
         self.team, self.rows = Team(kernels, threads), ctypes.c_int64()
         self.part, self.out = torch.zeros(count, 64, 1040), torch.zeros(count, 64, 1024)
         self.behind = torch.full((64,), torch.nan)
@@ -381,10 +377,8 @@ def test_a_program_ends_at_the_sum_that_was_aborted() -> None:
     first, second = on_threads(lambda place: Sums(store, place, 2, 2, 2), 2)
     first.out.fill_(0.5)
     threading.Timer(0.2, second.group.abort).start()
-    began = time.monotonic()
-    with pytest.raises(CollectiveError, match="haven't come to rank 0: 1"):
+    with pytest.raises(CollectiveError, match=r"aborted; .*haven't come to rank 0: 1"):
         first.run(4)
-    assert time.monotonic() - began < LATE
     assert (first.out == 0.5).all()
     assert first.behind.isnan().all()
     with pytest.raises(CollectiveError):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,6 @@ from kvrelay.engine.config import EngineConfig, ExpertExchange
 from kvrelay.engine.degree import Degree
 from kvrelay.engine.models.choice import check_ranks, is_fast
 from kvrelay.engine.models.fast import spares
-from kvrelay.engine.models.fast.native import NativeDecoder
 from kvrelay.engine.models.fast.native_experts import MEASURED_ROWS
 from kvrelay.engine.models.loads import STEPS
 from kvrelay.engine.models.reading.config import read_config
@@ -36,6 +36,7 @@ from support.stored_layouts import write_in_mxfp4
 TOKENS = [7 * number % 300 + 3 for number in range(37)]
 CHUNKS = (1, 20, 3, 13)
 """Lengths of the steps: with one, not all ranks have a row of their own."""
+WAYS: tuple[ExpertExchange, ...] = ("all_reduce", "all_to_all")
 DISPATCHED = ("qwen3_moe", "mixtral", "minimax_m2", "gpt_oss")
 """Families without an MLP beside the experts."""
 
@@ -71,11 +72,6 @@ def build(folder: Path, place: Place = ALONE, exchange: ExpertExchange = "auto",
     return build_cpu_runner(folder, "float32", config, place=place)
 
 
-def decoder_of(runner: CpuRunner) -> NativeDecoder:
-    assert isinstance(runner.model, NativeDecoder)
-    return runner.model
-
-
 def hidden_of(runner: CpuRunner, chunks: Sequence[int] = CHUNKS) -> Tensor:
     """Output of the layers for TOKENS."""
     sequence, found = PagedSequences(runner).add(TOKENS), list[Tensor]()
@@ -87,70 +83,51 @@ def hidden_of(runner: CpuRunner, chunks: Sequence[int] = CHUNKS) -> Tensor:
     return torch.cat(found)
 
 
-def check_both_ways(folder: Path, case: list[Place], bound: float = 1e-4, **options: Any) -> None:
-    """Both ways compute the same bits, and what one process does.
+BOTH_WAYS: list[object] = [
+    ("qwen3_moe", 2, "shared", "none"),
+    ("gpt_oss", 2, "shared", "none"),
+    *(pytest.param(*case, "none", marks=pytest.mark.more) for case in product(DISPATCHED, (2, 4), GROUPS)),
+    *(pytest.param("qwen3_moe", 2, "shared", each, marks=pytest.mark.more) for each in ("int8", "fp8")),
+    pytest.param("gpt_oss", 2, "shared", "mxfp4", marks=pytest.mark.more),
+]
+"""Family, ranks, group and type of weights."""
 
-    Args:
-        bound: of the difference to one process, relative to the largest number.
-    """
-    expected, found = hidden_of(build(folder, **options)), dict[str, list[Tensor]]()
-    ways: tuple[ExpertExchange, ...] = ("all_reduce", "all_to_all")
-    for way in ways:
+
+@pytest.mark.parametrize(("family", "size", "group", "weights"), BOTH_WAYS)
+def test_both_ways_compute_the_same_bits_and_what_one_process_computes(
+    model_of: Callable[..., Path], tmp_path: Path, family: str, size: int, group: str, weights: str
+) -> None:
+    folder, options = model_of(family), {"quantization": weights} if weights in ("int8", "fp8") else {}
+    if weights == "mxfp4":
+        folder = tmp_path / "coded"
+        write_in_mxfp4(model_of("gpt_oss", intermediate_size=128), folder, tmp_path / "plain")
+    assert is_fast(folder, "fast", EngineConfig(tensor_parallel=size, expert_parallel=size).on("cpu"))
+    case, found = GROUPS[group](size), dict[str, list[Tensor]]()
+    for way in WAYS:
         ranks = on_ranks(case, partial(build, folder, exchange=way, **options))
-        assert decoder_of(ranks[0]).experts.exchange_of(1) == way
+        assert ranks[0].model.experts.exchange_of(1) == way
         found[way] = on_ranks(case, lambda place, ranks=ranks: hidden_of(ranks[place.rank]))
+    expected = hidden_of(build(folder, **options))
+    # The kernels round inputs of products with quantized weights, of which ranks have parts.
+    bound = (1e-4 if weights == "none" else 1e-3) * max(1.0, float(expected.abs().max()))
     for hidden, other in zip(found["all_reduce"], found["all_to_all"], strict=True):
         assert torch.equal(hidden, other)
         assert torch.equal(hidden, found["all_reduce"][0])
-        assert (hidden - expected).abs().max() < bound * max(1.0, float(expected.abs().max()))
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_both_ways_compute_the_same_bits(model_of: Callable[..., Path], family: str) -> None:
-    folder, options = model_of(family), EngineConfig(tensor_parallel=2, expert_parallel=2)
-    assert is_fast(folder, "fast", options.on("cpu"))
-    check_both_ways(folder, shared_places(2))
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("family", DISPATCHED)
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("group", GROUPS)
-def test_both_ways_of_each_family_compute_the_same_bits(
-    model_of: Callable[..., Path], family: str, size: int, group: str
-) -> None:
-    check_both_ways(model_of(family), GROUPS[group](size))
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_both_ways_compute_the_same_bits_of_quantized_experts(model_of: Callable[..., Path], quantization: Any) -> None:
-    # The kernels round inputs of products with quantized weights, of which ranks have parts.
-    check_both_ways(model_of("qwen3_moe"), shared_places(2), 1e-3, quantization=quantization)
-
-
-@pytest.mark.more
-def test_both_ways_compute_the_same_bits_of_experts_in_mxfp4(model_of: Callable[..., Path], tmp_path: Path) -> None:
-    coded, plain = tmp_path / "coded", tmp_path / "plain"
-    coded.mkdir(), plain.mkdir()
-    write_in_mxfp4(model_of("gpt_oss", intermediate_size=128), coded, plain)
-    check_both_ways(coded, shared_places(2), 1e-3)
+        assert (hidden - expected).abs().max() < bound
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("size", [2, 4])
 def test_bytes_are_those_of_the_formulas(model_of: Callable[..., Path], size: int) -> None:
     folder, case = model_of("qwen3_moe", num_hidden_layers=1), places(Degree(size))
-    ways: tuple[ExpertExchange, ...] = ("all_reduce", "all_to_all")
     rows = 36
-    for way in ways:
+    for way in WAYS:
         ranks = on_ranks(case, partial(build, folder, exchange=way))
         groups = [place.group for place in case if isinstance(place.group, ThreadCollective)]
         for group in groups:
             group.summed.clear(), group.gathered.clear(), group.exchanged.clear()
         on_ranks(case, lambda place, ranks=ranks: hidden_of(ranks[place.rank], (rows,)))
         experts = read_config(folder).traits.experts
-        assert experts is not None
         hidden, top = read_config(folder).hidden_size, experts.routing.top
         sizes = ExchangeShape(size, experts.routing.experts, top, hidden)
         for rank, group in enumerate(groups):
@@ -174,15 +151,13 @@ def test_bytes_are_those_of_the_formulas(model_of: Callable[..., Path], size: in
 @pytest.mark.more
 def test_a_step_takes_the_cheaper_way(model_of: Callable[..., Path]) -> None:
     ranks = on_ranks(case := shared_places(2), partial(build, model_of("qwen3_moe")))
-    assert [decoder_of(rank).experts.exchange_of(500) for rank in ranks] == ["all_reduce"] * 2, "nothing was measured"
+    assert [rank.model.experts.exchange_of(500) for rank in ranks] == ["all_reduce"] * 2, "nothing was measured"
     on_ranks(case, lambda place: ranks[place.rank].warm_up())
-    costs = [decoder_of(rank).experts.costs for rank in ranks]
-    assert costs[0] is not None
+    costs = [rank.model.experts.costs for rank in ranks]
     assert costs[0] == costs[1]
     assert costs[0].rows == MEASURED_ROWS
     assert min(*costs[0].all_reduce, *costs[0].all_to_all) > 0
     for rank in ranks:
-        assert rank.expert_loads is not None
         assert not rank.expert_loads.totals.any(), "what was measured isn't load"
 
 
@@ -195,7 +170,7 @@ def test_the_cheaper_way_is_that_of_the_nearest_measurements() -> None:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("way", ["all_reduce", "all_to_all"])
+@pytest.mark.parametrize("way", WAYS)
 def test_loads_of_ranks_are_those_of_one_process(model_of: Callable[..., Path], way: ExpertExchange) -> None:
     folder = model_of("qwen3_moe")
     chunks = (3, *[1] * (len(TOKENS) - 3))
@@ -203,12 +178,10 @@ def test_loads_of_ranks_are_those_of_one_process(model_of: Callable[..., Path], 
 
     def loads_of(runner: CpuRunner) -> Any:
         hidden_of(runner, chunks[:STEPS])
-        assert runner.expert_loads is not None
         return runner.expert_loads.totals.tolist()
 
     expected = loads_of(build(folder))
     routing = read_config(folder).traits.experts
-    assert routing is not None
     assert [sum(layer) for layer in expected] == [sum(chunks[:STEPS]) * routing.routing.top] * len(expected)
     ranks = on_ranks(case := shared_places(2), partial(build, folder, exchange=way))
     assert on_ranks(case, lambda place: loads_of(ranks[place.rank])) == [expected] * 2
@@ -230,14 +203,13 @@ class Served(NamedTuple):
 def slot_hashes(runner: CpuRunner) -> list[list[str]]:
     """See `Served.hashes`."""
     experts = runner.model.config.traits.experts
-    assert experts is not None
 
     def hash_of(linears: Sequence[PackedLinear], slot: int) -> str:
         parts = [part for linear in linears for part in linear.parts().values()]
         rows = [part.view(-1).view(torch.uint8).view(experts.slots, -1)[slot] for part in parts]
         return hashlib.sha256(torch.cat(rows).numpy().tobytes()).hexdigest()
 
-    layers = [each for each in decoder_of(runner)._layers if each.router is not None]
+    layers = [each for each in runner.model._layers if each.router is not None]
     return [[hash_of((each.gate_up, each.down), slot) for slot in range(experts.slots)] for each in layers]
 
 
@@ -247,7 +219,6 @@ def serve_skewed(folder: Path, case: list[Place], way: ExpertExchange, room: int
     def run(place: Place) -> Served:
         runner = build(folder, place, way, spare_experts=room, **options)
         sequence, found, loads = PagedSequences(runner).add([7] * 300), list[Tensor](), runner.expert_loads
-        assert loads is not None
         before = loads.rank_totals
         for number in range(6 * STEPS):
             plan = make_plan([(sequence, 1 + number % 2, GREEDY)], runner.cache_layout)

@@ -1,6 +1,7 @@
 """A model of transformers' code over several ranks computes what one process computes."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,7 @@ COVERING = (
 def build(folder: Path, place: Place | None = None, **options: Any) -> GeneralRunner:
     torch.manual_seed(0)
     given = {} if place is None else {"place": place}
-    config = EngineConfig(**{**vars_of(OPTIONS), **options})
-    return build_general_runner(folder, "float32", config, **given)
-
-
-def vars_of(options: EngineConfig) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in options.__slots__}
+    return build_general_runner(folder, "float32", replace(OPTIONS, **options), **given)
 
 
 def ranks_of(folder: Path, cases: list[Place], **options: Any) -> list[GeneralRunner]:
@@ -55,29 +51,12 @@ def ranks_of(folder: Path, cases: list[Place], **options: Any) -> list[GeneralRu
 
 
 def serve(runner: GeneralRunner, tokens: list[list[int]] | None = None) -> list[Served]:
-    """The sequences, served side by side in chunks and then token by token.
+    """The sequences.
 
     Args:
-        tokens: whole sequences that are computed; None for those that the runner chooses.
+        tokens: whole sequences, for a rank that chooses no tokens.
     """
-    driver = Driver(runner, PROMPTS, COMPLETION)
-    while any(served.computed < served.prompt for served in driver.sequences):
-        driver.step(CHUNK)
-        _take(driver, tokens)
-    for step in range(COMPLETION):
-        if step == COMPLETION // 2:
-            driver.move()
-        driver.step(1)
-        _take(driver, tokens)
-    return driver.sequences
-
-
-def _take(driver: Driver, tokens: list[list[int]] | None) -> None:
-    """Gives a rank, which chooses no tokens, those that rank 0 will have chosen."""
-    for number, served in enumerate(driver.sequences if tokens is not None else ()):
-        if served.computed == len(served.tokens):
-            assert tokens is not None
-            served.tokens.append(tokens[number][len(served.tokens)])
+    return Driver(runner, PROMPTS, COMPLETION, tokens).serve(CHUNK, moves=True)
 
 
 def check_same(folder: Path, cases: list[Place], **options: Any) -> list[GeneralRunner]:
@@ -130,13 +109,11 @@ def test_loads_of_whole_experts_on_ranks_are_those_of_one_process(
     monkeypatch.setattr(loads, "STEPS", 1)
     folder, one = save("mixtral", tmp_path), build(save("mixtral", tmp_path))
     tokens = [served.tokens for served in serve(one)]
-    assert one.expert_loads is not None
     expected = one.expert_loads.totals.tolist()
     assert sum(map(sum, expected)) > 0
     ranks = ranks_of(folder, cases := places(Degree(4)), expert_parallel=2)
     on_ranks(cases, lambda place: serve(ranks[place.rank], tokens if place.rank else None))
     for rank in ranks:
-        assert rank.expert_loads is not None
         assert rank.expert_loads.totals.tolist() == expected
 
 

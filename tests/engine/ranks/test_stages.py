@@ -299,8 +299,3 @@ def test_heads_of_rank_0_guess_as_those_of_one_process(
     assert not others.errors
     assert found.guesses == alone.guesses
     assert sum(map(len, found.guesses.values())) > 10
-
-
-def test_stages_on_gpus_are_refused() -> None:
-    with pytest.raises(ValueError, match="pipeline_parallel is 2; allowed: 1 on a GPU"):
-        EngineConfig(pipeline_parallel=2).on("cuda")
