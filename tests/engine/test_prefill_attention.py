@@ -124,7 +124,7 @@ def test_auto_goes_on_without_a_package_that_is_broken(
     assert [one.name for one in choose_prefill("auto", shapes())] == ["triton"]
     for wanted in PACKAGES if pytorch_has_block_tables() else PACKAGES[1:]:
         with pytest.raises(ValueError, match=reason):
-            choose_prefill(wanted, shapes())  # type: ignore[arg-type]  # both are names of kernels
+            choose_prefill(wanted, shapes())
 
 
 def test_an_older_pytorch_is_refused(monkeypatch: pytest.MonkeyPatch, installed: list[str]) -> None:
@@ -147,7 +147,7 @@ def test_a_draft_model_has_triton() -> None:
 
 def test_other_names_are_refused_and_removed_ones_with_what_to_write() -> None:
     with pytest.raises(ValueError, match="is 'cudnn'; allowed: auto, triton, varlen_attn, flashinfer"):
-        EngineConfig(prefill_attention="cudnn")  # type: ignore[arg-type]  # that is the point
+        EngineConfig(prefill_attention="cudnn")
     for option, instead in (("gluon", "varlen_attn, flashinfer or auto"), ("flash_attn", "varlen_attn")):
         with pytest.raises(ValidationError, match=f"Input should be {instead}; {option} was removed"):
             TypeAdapter(EngineConfig).validate_python({"prefill_attention": option})

@@ -42,7 +42,7 @@ def test_a_value_outside_its_limits_is_refused_with_name_value_and_limits(
     name: str, value: object, allowed: str, in_file: str
 ) -> None:
     with pytest.raises(ValueError, match=f"{name} is {value!r}; allowed: {allowed}"):
-        Small(**{name: value})  # type: ignore[arg-type]  # the values are of several types
+        Small(**{name: value})
     with pytest.raises(ValidationError) as caught:
         ADAPTER.validate_json(json.dumps({name: value}))
     (problem,) = caught.value.errors()

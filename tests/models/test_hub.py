@@ -40,7 +40,6 @@ class Hub(http.server.ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         folder = bundled("pico-draft")
-        assert folder is not None
         self.files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
         self.files["pytorch_model.bin"] = b"pickled"
         self.files["modeling_tiny.py"] = b"raise SystemExit('code of the model was run')"
@@ -160,7 +159,6 @@ def test_a_model_is_downloaded_once_and_used_without_the_hub(hub: Hub, tmp_path:
 
 def test_a_folder_takes_precedence_over_a_model_of_the_hub_without_the_prefix(hub: Hub, tmp_path: Path) -> None:
     folder = bundled("pico-draft")
-    assert folder is not None
     (tmp_path / NAME).parent.mkdir()
     (tmp_path / NAME).symlink_to(folder)
     assert resolved(tmp_path, hub.address, NAME) == [NAME]

@@ -135,7 +135,7 @@ def test_smollm2_answers_as_transformers_does() -> None:
     sequences = PagedSequences(build_cpu_runner(made, "float32", options))
     for question in QUESTIONS:
         chat = Conversation([{"role": "user", "content": question}])
-        prompt = list(asyncio.run(tokenizer.encode_chat(lambda chat=chat: chat, 10_000)))  # type: ignore[misc]  # called at once
+        prompt = list(asyncio.run(tokenizer.encode_chat(lambda chat=chat: chat, 10_000)))
         with torch.inference_mode():
             answer = model.generate(torch.tensor([prompt]), max_new_tokens=OUT, do_sample=False)[0].tolist()
         sequence = sequences.add(answer)

@@ -10,11 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvrelay.engine.kv.blocks import BlockPool, Hold, IntegrityError
 
 
-def held(hold: Hold | None) -> Hold:
-    assert hold is not None
-    return hold
-
-
 class PoolMachine(RuleBasedStateMachine):
     """Compares the pool with a model that only knows which holds and which index entries there are."""
 
@@ -104,7 +99,7 @@ TestPool.settings = settings(max_examples=30, stateful_step_count=40, deadline=N
 
 def cache(pool: BlockPool, count: int) -> list[int]:
     """Blocks that nobody holds and the index knows, of one hold."""
-    hold = held(pool.allocate(count, "past"))
+    hold = pool.allocate(count, "past")
     blocks = list(hold.blocks)
     for block in blocks:
         pool.remember(block)
@@ -118,14 +113,14 @@ def test_the_tail_of_the_least_recently_used_chain_goes_first() -> None:
     pool.on_evict = evicted.append
     first, second = cache(pool, 3), cache(pool, 3)
     pool.share(first, "touch").release()
-    held(pool.allocate(4, "new"))
+    pool.allocate(4, "new")
     assert evicted == [*reversed(second), first[-1]]
 
 
 def test_free_blocks_go_before_cached_ones() -> None:
     pool = BlockPool(4)
     kept = cache(pool, 2)
-    hold = held(pool.allocate(2, "new"))
+    hold = pool.allocate(2, "new")
     assert not set(kept) & set(hold.blocks)
     assert (pool.free, pool.cached, pool.held) == (0, 2, 2)
 
@@ -134,7 +129,7 @@ def test_misuse_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ValueError, match="num_blocks is 0"):
         BlockPool(0)
     pool = BlockPool(3)
-    hold = held(pool.allocate(1, "owner"))
+    hold = pool.allocate(1, "owner")
     stray = next(block for block in range(3) if block not in hold.blocks)
     with pytest.raises(IntegrityError, match=rf"'thief' .*\[{stray}\]"):
         pool.share([hold.blocks[0], stray], "thief")
@@ -145,19 +140,13 @@ def test_misuse_is_refused_and_changes_nothing() -> None:
         hold.extend(1)
 
 
-def index(pool: BlockPool) -> set[int]:
-    """Stand-in for the prefix index's knowledge, to be spoiled."""
-    assert isinstance(pool.indexed, set)
-    return pool.indexed
-
-
 DAMAGES: dict[str, Callable[[BlockPool, Hold], object]] = {
     "a lost block": lambda pool, hold: hold.blocks.pop(),
     "a missing reference": lambda pool, hold: pool.share(hold.blocks, "other").blocks.pop(),
     "a free block in a hold": lambda pool, hold: hold.blocks.__setitem__(0, max(hold.blocks) + 1),
     "a block twice in a hold": lambda pool, hold: hold.blocks.append(hold.blocks[0]),
-    "a cached block that nobody knows": lambda pool, hold: index(pool).difference_update(cache(pool, 1)),
-    "a free block in the index": lambda pool, hold: index(pool).add(max(hold.blocks) + 1),
+    "a cached block that nobody knows": lambda pool, hold: pool.indexed.difference_update(cache(pool, 1)),
+    "a free block in the index": lambda pool, hold: pool.indexed.add(max(hold.blocks) + 1),
 }
 """Ways to break the bookkeeping from within, as only a mistake in the pool itself could."""
 
@@ -165,7 +154,7 @@ DAMAGES: dict[str, Callable[[BlockPool, Hold], object]] = {
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_every_kind_of_damage_is_named(damage: Callable[[BlockPool, Hold], object]) -> None:
     pool = BlockPool(5)
-    hold = held(pool.allocate(2, "victim"))
+    hold = pool.allocate(2, "victim")
     pool.check_integrity()
     damage(pool, hold)
     with pytest.raises(IntegrityError, match=r"block \d|victim"):

@@ -22,7 +22,7 @@ PICO = resolve("pico")
 
 def make_runner(kv_dtype: CacheDtype, dtype: str = "float32") -> CpuRunner:
     options = EngineConfig(kv_memory_bytes=2**24, threads=1, kv_dtype=kv_dtype)
-    return build_cpu_runner(PICO, dtype, options)  # type: ignore[arg-type]  # one of its strings
+    return build_cpu_runner(PICO, dtype, options)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,6 @@ def test_a_number_that_is_not_finite_fails_its_sequence_only(tokens: list[int]) 
     spoiled, other = sequences.add(tokens[:50]), sequences.add(tokens[:50])
     sequences.compute((spoiled, 49), (other, 49))
     scales = runner.pool.scales
-    assert scales is not None
     scales[spoiled.blocks[0], 3, 1, 5] = torch.nan
     sequences.compute((spoiled, 1), (other, 1))
     assert spoiled.logits[-1].isnan().all()
@@ -120,7 +119,7 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="kv_dtype is 'fp8'; allowed: auto, or int8 on a CPU"):
         EngineConfig(kv_dtype="fp8").on("cpu")
     with pytest.raises(ValueError, match="kv_dtype is 'int4'; allowed: auto, int8, fp8"):
-        EngineConfig(kv_dtype="int4")  # type: ignore[arg-type]  # on purpose
+        EngineConfig(kv_dtype="int4")
     with pytest.raises(ValueError, match=r"head_dim is 15; with dtype 'int8' it must be even"):
         KVLayout(2, 2, 15, 8, "int8")
     assert EngineConfig(kv_dtype="fp8").on("cuda").kv_dtype == "fp8"

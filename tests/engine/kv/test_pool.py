@@ -15,7 +15,7 @@ DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
 
 
 def layout_of(order: Order = "NHD", dtype: str = "float32") -> KVLayout:
-    return KVLayout(layers=3, kv_heads=2, head_dim=4, block_size=SIZE, dtype=dtype, order=order)  # type: ignore[arg-type]  # a drawn string
+    return KVLayout(layers=3, kv_heads=2, head_dim=4, block_size=SIZE, dtype=dtype, order=order)
 
 
 def filled(layout: KVLayout) -> KVPool:

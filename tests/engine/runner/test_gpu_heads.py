@@ -56,7 +56,7 @@ def heads(heads_of: Callable[..., Path]) -> dict[SpeculationMethod, Path]:
 
 def kept_by(runner: Runner, keep: tuple[int, ...]) -> list[StepOutput]:
     """The outputs of a chunk with a whole prompt, a decode row beside a chunk, and two decode rows."""
-    sequences = PagedSequences(runner)  # type: ignore[arg-type]  # it has what they need
+    sequences = PagedSequences(runner)
     first, second = sequences.add(prompt(9, 1), extra=4), sequences.add(prompt(16, 2), extra=4)
     counts = (9, 7), (1, 9), (1, 1)
     return [step(runner, [(first, one, GREEDY), (second, other, GREEDY)], keep=keep) for one, other in counts]
@@ -89,7 +89,6 @@ def test_states_equal_the_cpus(
         assert out.graph == (use_graphs and keep in (KEEP, ()))
         assert (out.states is None) == (true.states is None) == (keep == ())
         if out.states is not None:
-            assert true.states is not None
             wrong = torch.linalg.vector_norm(out.states - true.states, dim=-1)
             assert (wrong <= 1e-5 * torch.linalg.vector_norm(true.states, dim=-1)).all()
 
@@ -128,7 +127,7 @@ def let_nothing_be_read(proposer: Proposer) -> None:
         with Launches(reads=False):
             return observe(computed)
 
-    proposer.observe = unread  # type: ignore[method-assign]  # watched
+    proposer.observe = unread
 
 
 @pytest.mark.more
@@ -156,7 +155,6 @@ def test_guesses_and_streams_equal_the_cpus(
     streams = serve(engine)
     assert run(engine_on(cpu, OPTIONS), requests) == streams
     engine, found = engine_with(gpu_runner(model, OPTIONS), model, method, heads[method])
-    assert engine.scheduler.speculation is not None
     let_nothing_be_read(engine.scheduler.speculation.proposer)
     assert serve(engine) == streams
     assert_alike(found, expected, least=4 * count)
@@ -180,7 +178,6 @@ def test_a_further_guess_has_few_launches_and_waits_for_none(
     """The model has 16 bits, because logits in 32 bits need no cast."""
     runner = gpu_runner(model, OPTIONS, "float16")
     engine, _ = engine_with(runner, model, method, heads[method])
-    assert engine.scheduler.speculation is not None
     proposer = engine.scheduler.speculation.proposer
     proposer.warm_up()
     counted = []
@@ -196,7 +193,6 @@ def test_a_chain_is_planned_before_the_device_has_begun_it(model: Path, heads: d
     """The passes overwrite nothing that an earlier pass is still to copy from the host."""
     runner = gpu_runner(model, OPTIONS)
     engine, _ = engine_with(runner, model, "eagle3", heads["eagle3"])
-    assert engine.scheduler.speculation is not None
     proposer = engine.scheduler.speculation.proposer
     proposer.warm_up()
     with Launches() as launches:

@@ -16,7 +16,6 @@ from kvrelay.engine.sampling.noise import exponential, noise_keys
 from kvrelay.engine.sampling.sampler import Draw, Sample, choose
 from kvrelay.engine.sampling.sampler import sample as in_torch
 from kvrelay.engine.shaping import Shaping
-from kvrelay.kernels.cpu.library import library
 from kvrelay.kernels.cpu.program import Team
 from kvrelay.kernels.reference import token_probabilities
 from support.races import is_near
@@ -29,11 +28,8 @@ and those of torch, together up to 12 units in the last place of float32."""
 
 
 @pytest.fixture(scope="module")
-def native() -> Sample:
-    kernels = library()
-    if kernels is None:
-        pytest.skip("no native kernels here")
-    return NativeSampler(Team(kernels, 2))
+def native(team: Team) -> Sample:
+    return NativeSampler(team)
 
 
 @pytest.fixture(scope="module", params=["torch", "native"])

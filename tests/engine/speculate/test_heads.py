@@ -69,8 +69,8 @@ def hidden_states(folder: Path, tokens: Sequence[int]) -> list[Tensor]:
 
 
 def with_heads(folder: Path, model: Path, method: str = "medusa", **options: object) -> Engine:
-    config = SpeculationConfig(method, str(folder), max_tokens=3, adaptive=False)  # type: ignore[arg-type]  # a literal
-    return build_engine(model, "auto", dataclasses.replace(OPTIONS, speculation=config, **options))[0]  # type: ignore[arg-type]
+    config = SpeculationConfig(method, str(folder), max_tokens=3, adaptive=False)
+    return build_engine(model, "auto", dataclasses.replace(OPTIONS, speculation=config, **options))[0]
 
 
 def medusa_formula(tensors: dict[str, Tensor], head: int, state: Tensor) -> Tensor:
@@ -88,7 +88,6 @@ def test_medusa_heads_guess_by_the_formula(llama: Path, tmp_path: Path, blocks: 
     tensors = medusa_tensors(3, blocks, HIDDEN, VOCAB_SIZE, seed=blocks)
     engine = with_heads(write_medusa(tmp_path / "heads", tensors), llama)
     speculation = engine.scheduler.speculation
-    assert speculation is not None
     prompt = list(range(7, 27))
     asked = Request("a", 1, tuple(prompt), len(prompt), dataclasses.replace(GREEDY, max_tokens=9))
     engine.scheduler.add(asked)
@@ -184,7 +183,6 @@ def test_an_eagle_checkpoint_guesses_by_the_formula(eight: Path, tmp_path: Path,
     stored = speculators(tensors, config) if two_levels else (tensors, config)
     engine = with_heads(write_eagle(tmp_path / "eagle", *stored), eight, "eagle3")
     speculation = engine.scheduler.speculation
-    assert speculation is not None
     proposer = speculation.proposer
     layers = (1, 4, 7) if two_levels else (2, 4, 5)
     assert proposer.layers == layers
@@ -226,7 +224,6 @@ def test_a_proposer_gets_the_states_of_the_tokens_that_are_kept(lag: int) -> Non
     assert run(engine, asked) == {one.request_id: expected_tokens(one.tokens, 30) for one in asked}
     assert engine.scheduler.preemptions > 0
     assert all(found.guesses.values())
-    assert engine.scheduler.speculation is not None
     assert 0 < engine.scheduler.speculation.counts.accepted < engine.scheduler.speculation.counts.proposed
     assert not heads.known, "sequences that have ended are forgotten"
 
@@ -239,9 +236,9 @@ def test_guesses_behind_a_hand_off_are_those_of_a_co_located_worker(
 ) -> None:
     """Token by token, from the first step on, with prompts of several steps; and so are the streams."""
     heads = str(request.getfixturevalue(method))
-    speculation = SpeculationConfig(method, heads, max_tokens=3, adaptive=False)  # type: ignore[arg-type]  # a literal
+    speculation = SpeculationConfig(method, heads, max_tokens=3, adaptive=False)
     options = dataclasses.replace(OPTIONS, speculation=speculation, prefix_cache=False)
-    whole, parted = (build_engine(eight, dtype, options)[0] for _ in range(2))  # type: ignore[arg-type]  # a literal
+    whole, parted = (build_engine(eight, dtype, options)[0] for _ in range(2))
     expected, found = Recorded(whole), Recorded(parted)
     wanted = wanted_by(parted)
     assert wanted.layers == ((8,) if method == "medusa" else (2, 4, 5))
@@ -277,7 +274,6 @@ def test_what_a_prompt_takes_to_be_read_is_not_held_against_guesses(eight: Path,
     """The clock moves by steps and reading alone; reading takes a thousand times as long as it should."""
     speculation = SpeculationConfig("eagle3", str(eagle3), max_tokens=3)
     engine = build_engine(eight, "auto", dataclasses.replace(OPTIONS, speculation=speculation))[0]
-    assert engine.scheduler.speculation is not None
     proposer, seconds = engine.scheduler.speculation.proposer, 0.0
     observe, launch = proposer.observe, engine.runner.launch
 
@@ -293,8 +289,8 @@ def test_what_a_prompt_takes_to_be_read_is_not_held_against_guesses(eight: Path,
         return read
 
     engine.scheduler.speculation = guesses = Speculation(speculation, proposer, lambda: seconds)
-    engine.runner.launch = slow_launch  # type: ignore[method-assign]  # slower
-    proposer.observe = slow_observe  # type: ignore[method-assign]  # slower
+    engine.runner.launch = slow_launch
+    proposer.observe = slow_observe
     one = dataclasses.replace(long_request(), sampling=dataclasses.replace(GREEDY, max_tokens=20))
     handed_over(engine, [one], wanted_by(engine))
     assert seconds > 3000
@@ -333,7 +329,7 @@ def test_streams_are_the_same_with_few_blocks(eight: Path, request: pytest.Fixtu
     """The model is in bfloat16, with as many guesses as pay, and with preempted sequences."""
     options = dataclasses.replace(OPTIONS, kv_memory_bytes=2**18)
     plain = run(build_engine(eight, "bfloat16", options)[0], requests(6))
-    config = SpeculationConfig(method, str(request.getfixturevalue(method)))  # type: ignore[arg-type]  # a literal
+    config = SpeculationConfig(method, str(request.getfixturevalue(method)))
     engine, _ = build_engine(eight, "bfloat16", dataclasses.replace(options, speculation=config))
     engine.warm_up()
     assert run(engine, requests(6)) == plain
@@ -379,7 +375,7 @@ def test_medusa_heads_that_do_not_fit_are_refused(llama: Path, model_of: Callabl
         with_heads(llama, llama)
     for method in ("medusa", "eagle3"):
         with pytest.raises(ValueError, match=rf"draft_model is ''; allowed: a model with .*{method}"):
-            SpeculationConfig(method)  # type: ignore[arg-type]  # a literal
+            SpeculationConfig(method)
 
 
 class Evil:

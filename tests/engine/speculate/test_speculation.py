@@ -22,12 +22,9 @@ from kvrelay.engine.constrain.grammar import Constraint, Grammar
 from kvrelay.engine.plan import StepPlan, kept_rows
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.speculate.base import Want
-from kvrelay.engine.speculate.draft import DraftProposer
 from kvrelay.engine.speculate.lookup import LookupProposer, NgramIndex, SuffixIndex
-from kvrelay.engine.speculate.speculation import Speculation
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
 from support.guesses import HashGuesses
-from support.hash_runner import HashRunner
 from support.serving import run, token_reports, tokens_of
 
 EOS_ID = 1
@@ -62,9 +59,7 @@ def test_a_draft_model_has_kv_for_as_many_tokens_as_the_served_one(tmp_path: Pat
         guesses = SpeculationConfig("draft", draft_model=str(draft))
         options = EngineConfig(kv_memory_bytes=2**20, threads=1, max_sequences=4, speculation=guesses)
         engine, runner = build_engine(served, "auto", options)
-        assert engine.scheduler.speculation is not None
         proposer = engine.scheduler.speculation.proposer
-        assert isinstance(proposer, DraftProposer)
         assert proposer._pool.total == runner.pool.num_blocks
 
 
@@ -105,7 +100,6 @@ def test_streams_are_the_same_with_right_and_wrong_guesses(lag: int) -> None:
         for mine, theirs in zip(reports, plain[name], strict=True):
             assert (mine.finish, mine.logprobs) == (theirs.finish, theirs.logprobs)
     speculation = engine.scheduler.speculation
-    assert isinstance(speculation, Speculation)
     assert 0 < speculation.counts.accepted < speculation.counts.proposed
 
 
@@ -121,7 +115,6 @@ def test_a_chunk_of_one_token_has_no_guesses_behind_it(lag: int) -> None:
 def test_right_guesses_save_steps() -> None:
     engine = hash_engine(HashGuesses(wrong_every=1000))
     run(engine, [request("a", range(9), SamplingParams(temperature=0.0), 51)])
-    assert isinstance(engine.runner, HashRunner)
     assert engine.runner.steps == 1 + 50 / 5
 
 
@@ -149,20 +142,6 @@ def test_ten_thousand_sampled_tokens_are_the_same_on_and_off(tiny: Path) -> None
     assert sum(map(len, guessed.values())) == 10_000
     for name, reports in guessed.items():
         assert [(mine.token, mine.logprobs) for mine in reports] == [(its.token, its.logprobs) for its in plain[name]]
-
-
-def test_a_draft_model_that_is_the_model_is_always_right(tiny: Path) -> None:
-    options = dataclasses.replace(
-        OPTIONS, speculation=SpeculationConfig("draft", str(tiny), max_tokens=3, adaptive=False)
-    )
-    engine, _ = build_engine(tiny, "auto", options)
-    asked = [request(f"{seed}", [seed, 9] * 20, SamplingParams(seed=seed), 24) for seed in range(4)]
-    plain, _ = build_engine(tiny, "auto", OPTIONS)
-    assert run(engine, asked) == run(plain, asked)
-    assert engine.scheduler.speculation is not None
-    counts = engine.scheduler.speculation.counts
-    assert counts.proposed > 0
-    assert counts.accepted > 0.9 * counts.proposed
 
 
 CONSTRAINTS = (
@@ -225,7 +204,6 @@ def test_constrained_streams_are_the_same_on_and_off(tiny: Path) -> None:
         wrong = 0
         for guessing in (engine_on(runner, options, Truth(plain)), engine_on(runner, options), drafting):
             assert run(guessing, asked) == plain
-            assert guessing.scheduler.speculation is not None
             counts = guessing.scheduler.speculation.counts
             assert counts.accepted > 0
             wrong += counts.proposed - counts.accepted
