@@ -9,6 +9,15 @@ from kvrelay.kernels.triton import sample
 
 
 @pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Has torch multiply on one thread: on several, the bits of a row depend on the rows beside it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
 def small_blocks() -> Iterator[None]:
     """Makes blocks of logits small: the interpreter's time goes by the lanes of a block as well."""
     with pytest.MonkeyPatch.context() as patch:
