@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from kvrelay.engine.build import build_engine, build_rank, engine_on
+from kvrelay.engine.build import build_engine, build_rank
 from kvrelay.engine.config import EngineConfig, SpeculationConfig
 from kvrelay.engine.constrain.grammar import Constraint
 from kvrelay.engine.degree import Degree
@@ -26,12 +26,12 @@ from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.ranks.collective import CollectiveError, Place
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.base import warm_up_plan
-from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
-from kvrelay.engine.runner.leading import LeadingRunner, follow
+from kvrelay.engine.runner.cpu import CpuRunner
+from kvrelay.engine.runner.leading import follow
 from kvrelay.engine.scheduling.progress import Progress
 from support.guesses import Recorded
 from support.rank_threads import on_ranks, places, shared_places
-from support.serving import reports_of, tokens_of
+from support.serving import check_same, reports_of, tokens_of
 
 WIDE = {"num_attention_heads": 8, "head_dim": 16, "hidden_size": 64, "num_hidden_layers": 5}
 PROMPTS = [[token * 7 % 300 for token in range(first, first + count)] for first, count in ((1, 70), (5, 3), (9, 41))]
@@ -99,20 +99,22 @@ class Scene:
 
     engine: Engine
     runners: list[CpuRunner]
-    ranks: ThreadRanks
 
 
 @contextmanager
 def worker(folder: Path, ranks: list[Place], **changes: Any) -> Iterator[Scene]:
-    config = options(ranks[0].degree, **changes)
-    build = partial(build_cpu_runner, folder, "float32", config)
-    runners = on_ranks(ranks, lambda place: build(place=place))
-    others = ThreadRanks(ranks[0])
-    others.start(runners[1:])
-    engine = engine_on(LeadingRunner(runners[0], others), config)
+    config, others = options(ranks[0].degree, **changes), ThreadRanks(ranks[0])
+
+    def build(place: Place) -> Any:
+        if place.rank:
+            return build_rank(folder, "float32", config, place)
+        return build_engine(folder, "float32", config, ranks=others)
+
+    (engine, leading), *runners = on_ranks(ranks, build)
+    others.start(runners)
     try:
         engine.warm_up()
-        yield Scene(engine, runners, others)
+        yield Scene(engine, [leading._own, *runners])
     finally:
         others.close()
     assert not others.errors
@@ -124,21 +126,7 @@ def asked(prompts: Sequence[Sequence[int]] = PROMPTS, params: Sequence[SamplingP
 
 
 def one_process(folder: Path, requests: Sequence[Request], **changes: Any) -> dict[str, list[Progress]]:
-    config = options(Degree(), **changes)
-    return reports_of(engine_on(build_cpu_runner(folder, "float32", config), config), requests)
-
-
-def check_same(found: dict[str, list[Progress]], expected: dict[str, list[Progress]]) -> None:
-    assert tokens_of(found) == tokens_of(expected)
-    for name, reports in expected.items():
-        for kind in ("logprobs", "prompt_logprobs"):
-            mine, theirs = (
-                [getattr(each, kind) for each in one if getattr(each, kind)] for one in (found[name], reports)
-            )
-            if kind == "prompt_logprobs":
-                mine, theirs = ([one for part in parts for one in part] for parts in (mine, theirs))
-            assert [one.top_ids for one in mine] == [one.top_ids for one in theirs]
-            assert [one.logprob for one in mine] == pytest.approx([one.logprob for one in theirs], abs=1e-4)
+    return reports_of(build_engine(folder, "float32", options(Degree(), **changes))[0], requests)
 
 
 @pytest.mark.parametrize("degree", [Degree(1, 2), Degree(2, 2), Degree(1, 3)], ids=str)
@@ -242,14 +230,11 @@ def test_sequences_that_decode_are_divided_among_the_stages(model_of: Callable[.
 
 
 def test_a_lost_stage_ends_the_others(model_of: Callable[..., Path]) -> None:
-    runners = on_ranks(shared_places(1, 2), partial(_built, model_of("llama", **WIDE)))
+    folder, config = model_of("llama", **WIDE), options(Degree(1, 2))
+    runners = on_ranks(shared_places(1, 2), lambda place: build_rank(folder, "float32", config, place))
     threading.Timer(0.2, runners[1].model.place.abort).start()
     with pytest.raises(CollectiveError, match="aborted"):
         runners[0].launch(warm_up_plan(runners[0].cache_layout, 0, 0, 8)).result()
-
-
-def _built(folder: Path, place: Place) -> CpuRunner:
-    return build_cpu_runner(folder, "float32", options(place.degree), place=place)
 
 
 @pytest.mark.parametrize("method", ["medusa", "eagle3"])
@@ -279,23 +264,8 @@ def test_heads_of_rank_0_guess_as_those_of_one_process(
     one = build_engine(folder, "float32", options(Degree(), **changes))[0]
     alone = Recorded(one)
     expected = reports_of(one, asked())
-    config = options(Degree(2), **changes)
-    ranks = places(Degree(2))
-    others = ThreadRanks(ranks[0])
-
-    def build(place: Place) -> Any:
-        if place.rank == 0:
-            return build_engine(folder, "float32", config, ranks=others)[0]
-        return build_rank(folder, "float32", config, place)
-
-    engine, *runners = on_ranks(ranks, build)
-    others.start(runners)
-    try:
-        engine.warm_up()
-        found = Recorded(engine)
-        check_same(reports_of(engine, asked()), expected)
-    finally:
-        others.close()
-    assert not others.errors
+    with worker(folder, places(Degree(2)), **changes) as scene:
+        found = Recorded(scene.engine)
+        check_same(reports_of(scene.engine, asked()), expected)
     assert found.guesses == alone.guesses
     assert sum(map(len, found.guesses.values())) > 10

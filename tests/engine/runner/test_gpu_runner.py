@@ -16,7 +16,6 @@ from gpu_scene import OPTIONS, gpu_runner, greedy, interpreted, names_of, needs_
 from kvrelay.engine.build import device_of, engine_on
 from kvrelay.engine.config import CacheDtype, EngineConfig, PrefillKernel
 from kvrelay.engine.kv.writes import KVWrites
-from kvrelay.engine.plan import TokenLogprobs
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.runner.cpu import build_cpu_runner
@@ -24,7 +23,7 @@ from kvrelay.engine.runner.gpu import GpuRunner, build_gpu_runner
 from kvrelay.engine.runner.graphs import batch_sizes
 from support.attention_packages import install
 from support.launches import Launches, RecordedGraphs
-from support.serving import reports_of, run, tokens_in
+from support.serving import check_same, reports_of, run, scores_of, tokens_of
 
 ModelOf = Callable[..., Path]
 
@@ -120,23 +119,6 @@ def test_auto_serves_by_what_was_fastest_at_warm_up(
     assert list(run(engine_on(runner, options), asked).values()) == on_cpu(folder, asked)
 
 
-def scored(runner: Runner, asked: Sequence[Request]) -> list[tuple[list[int], list[TokenLogprobs]]]:
-    """Tokens as `serve` has them, and the log-probabilities of each prompt and of its completion."""
-    found = []
-    for reports in reports_of(engine_on(runner, OPTIONS), asked).values():
-        of_prompt = [score for report in reports for score in report.prompt_logprobs]
-        of_tokens = [report.logprobs for report in reports if report.logprobs is not None]
-        found.append((tokens_in(reports), of_prompt + of_tokens))
-    return found
-
-
-def check_scores(found: Sequence[TokenLogprobs], expected: Sequence[TokenLogprobs]) -> None:
-    for score, wanted in zip(found, expected, strict=True):
-        assert (score.rank, score.top_ids) == (wanted.rank, wanted.top_ids)
-        assert score.logprob == pytest.approx(wanted.logprob, abs=1e-4)
-        assert score.top_logprobs == pytest.approx(wanted.top_logprobs, abs=1e-4)
-
-
 @pytest.mark.slow
 @interpreted
 def test_special_rows_equal_the_cpus(one_layer: Path) -> None:
@@ -153,13 +135,12 @@ def test_special_rows_equal_the_cpus(one_layer: Path) -> None:
         (20, SamplingParams(max_tokens=5, seed=9, logit_bias=((5, 30.0), (6, 29.0)))),
     )
     runners = gpu_runner(one_layer), build_cpu_runner(one_layer, "float32", OPTIONS)
-    found = [scored(runner, asked) for runner in runners]
-    for (tokens, scores), (expected, expected_scores) in zip(*found, strict=True):
-        assert tokens == expected
-        check_scores(scores, expected_scores)
-    assert [len(scores) for _, scores in found[0]] == [6, 54 + 5, 0, 0]
-    assert set(found[0][3][0]) <= {5, 6}
-    assert likely[1] not in found[0][0][0]
+    found, expected = (reports_of(engine_on(runner, OPTIONS), asked) for runner in runners)
+    check_same(found, expected)
+    assert [len(scores_of(reports)) for reports in found.values()] == [6, 54 + 5, 0, 0]
+    tokens = tokens_of(found)
+    assert set(tokens["3"]) <= {5, 6}
+    assert likely[1] not in tokens["0"]
 
 
 @pytest.mark.more
@@ -179,10 +160,8 @@ def test_decode_runs_on_the_smallest_graph_and_padding_harms_nothing(one_layer: 
     assert {graphs.captured.index(replayed) for replayed in graphs.replayed} == {0, 2}
     assert [launch.name for launch in of_one.kernels] == [launch.name for launch in of_three.kernels]
     asked = requests_of((9, SamplingParams(max_tokens=4, seed=2, logprobs=2, repetition_penalty=1.5)), (9, greedy(5)))
-    expected = scored(build_cpu_runner(one_layer, "float32", OPTIONS), asked)
-    for (tokens, scores), (wanted, wanted_scores) in zip(scored(runner, asked), expected, strict=True):
-        assert tokens == wanted
-        check_scores(scores, wanted_scores)
+    expected = reports_of(engine_on(build_cpu_runner(one_layer, "float32", OPTIONS), OPTIONS), asked)
+    check_same(reports_of(engine_on(runner, OPTIONS), asked), expected)
 
 
 class MarkedRunner(GpuRunner):
@@ -210,7 +189,7 @@ def test_the_mark_of_a_step_comes_behind_all_that_writes_kv_and_before_the_sampl
     engine.scheduler.add(requests_of((length, greedy(1)))[0])
     with Launches() as launches:
         runner.launches, runner.marks = launches, []
-        assert engine.runner.launch(engine.scheduler.plan()).written.ended  # type: ignore[arg-type]  # there is a plan
+        assert engine.runner.launch(engine.scheduler.plan()).written.ended
     (mark,) = runner.marks
     storage = runner.pool.bytes.untyped_storage().data_ptr()
     into = [
@@ -258,7 +237,7 @@ def test_sizes_of_graphs_waste_little() -> None:
 
 def test_a_device_that_is_asked_for_must_be_there_and_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="device is 'tpu'; allowed: auto, cpu, cuda"):
-        EngineConfig(device="tpu")  # type: ignore[arg-type]
+        EngineConfig(device="tpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert device_of("auto") == device_of("cpu") == "cpu"
