@@ -18,7 +18,6 @@ from kvrelay.cli.doctor.cluster_checks import clocks, members, pairs, pools, pro
 from kvrelay.cli.doctor.examine import diagnose, examine, well
 from kvrelay.cli.doctor.finding import Check, Examined, Reached
 from kvrelay.cli.doctor.machine_checks import certificates, disks, gpus, kernels, limits, rdma
-from kvrelay.client import AsyncClient
 from kvrelay.cluster.membership.inquiry import ANSWER_SECONDS
 from kvrelay.cluster.state import ClusterState, save
 from kvrelay.internal.v1.describe_pb2 import (
@@ -304,25 +303,24 @@ async def story(cluster: FakeCluster, name: str) -> dict[str, Any]:
 
 async def test_a_wait_for_decode_slots_is_named_while_it_lasts_and_afterwards(serve: Serve) -> None:
     cluster = await serve(*pair(), backlog_share=0.0)
-    async with AsyncClient(cluster.router.address) as client:
-        blocks = Blocks(total=100, size=16, free=60, held=40)
-        cluster.workers["decode-0"].report_load(Load(blocks=blocks, requests=Requests(running=9, free_slots=0)))
-        await until(
-            lambda: any(view.capacity and not view.capacity.free_slots for view in cluster.router.registry.view()),
-            "the report has come",
-        )
-        running = asyncio.create_task(client.complete([1, 2, 3], max_tokens=3, temperature=0, request_id="mine"))
-        await until(lambda: cluster.router.waiting == 1, "it waits")
-        waiting = await story(cluster, "mine")
-        assert "running for" in waiting["headline"]
-        assert "all decode slots were taken" in waiting["verdict"]
-        cluster.workers["decode-0"].report_load(Load(blocks=blocks, requests=Requests(free_slots=8)))
-        await running
-        ended = await story(cluster, "cmpl-mine")
-        assert "completed" in ended["headline"]
-        (router,) = [part for part in ended["parts"] if part["stage"] == "router"]
-        assert "all decode slots were taken" in router["text"]
-        assert router["seconds"] > 0
+    blocks = Blocks(total=100, size=16, free=60, held=40)
+    cluster.workers["decode-0"].report_load(Load(blocks=blocks, requests=Requests(running=9, free_slots=0)))
+    await until(
+        lambda: any(view.capacity and not view.capacity.free_slots for view in cluster.router.registry.view()),
+        "the report has come",
+    )
+    running = asyncio.create_task(cluster.client.complete([1, 2, 3], max_tokens=3, temperature=0, request_id="mine"))
+    await until(lambda: cluster.router.waiting == 1, "it waits")
+    waiting = await story(cluster, "mine")
+    assert "running for" in waiting["headline"]
+    assert "all decode slots were taken" in waiting["verdict"]
+    cluster.workers["decode-0"].report_load(Load(blocks=blocks, requests=Requests(free_slots=8)))
+    await running
+    ended = await story(cluster, "cmpl-mine")
+    assert "completed" in ended["headline"]
+    (router,) = [part for part in ended["parts"] if part["stage"] == "router"]
+    assert "all decode slots were taken" in router["text"]
+    assert router["seconds"] > 0
 
 
 async def test_a_failed_attempt_and_a_migration_are_named(serve: Serve) -> None:
@@ -340,15 +338,14 @@ async def test_a_failed_attempt_and_a_migration_are_named(serve: Serve) -> None:
     prefill, _ = pair()
     decodes = [FakeWorker(f"decode-{index}", "decode", moody) for index in range(3)]
     cluster = await serve(prefill, *decodes)
-    async with AsyncClient(cluster.router.address) as client:
-        await client.complete([1, 2, 3], max_tokens=3, temperature=0, request_id="mine")
-        found = await story(cluster, "mine")
-        assert "placed 3 times" in found["verdict"]
-        assert "the link broke" in found["verdict"]
-        assert "its worker was stopped on purpose" in found["verdict"]
-        assert any("moved to other workers" in line for line in found["incidents"])
-        text = (await ask(cluster, "mine")).stdout
-        assert "the link broke" in text
+    await cluster.client.complete([1, 2, 3], max_tokens=3, temperature=0, request_id="mine")
+    found = await story(cluster, "mine")
+    assert "placed 3 times" in found["verdict"]
+    assert "the link broke" in found["verdict"]
+    assert "its worker was stopped on purpose" in found["verdict"]
+    assert any("moved to other workers" in line for line in found["incidents"])
+    text = (await ask(cluster, "mine")).stdout
+    assert "the link broke" in text
 
 
 async def test_slow_prefill_and_a_late_grant_are_told_apart(serve: Serve) -> None:
@@ -362,34 +359,33 @@ async def test_slow_prefill_and_a_late_grant_are_told_apart(serve: Serve) -> Non
 
     workers = FakeWorker("prefill-0", "prefill", prefill), pair()[1]
     cluster = await serve(*workers)
-    async with AsyncClient(cluster.router.address) as client:
-        await client.complete([1, 2, 3], max_tokens=3, temperature=0, request_id="mine")
-        parts = {part["stage"]: part for part in (await story(cluster, "mine"))["parts"]}
-        assert "with 1 more from its cache" in parts["prefill"]["text"]
-        assert parts["transfer"]["seconds"] == pytest.approx(0.5)
-        for words in ("3.0 MiB", "500.0 ms of it after the end of prefill", "granted blocks for it after 750.0 ms"):
-            assert words in parts["transfer"]["text"]
+    await cluster.client.complete([1, 2, 3], max_tokens=3, temperature=0, request_id="mine")
+    parts = {part["stage"]: part for part in (await story(cluster, "mine"))["parts"]}
+    assert "with 1 more from its cache" in parts["prefill"]["text"]
+    assert parts["transfer"]["seconds"] == pytest.approx(0.5)
+    for words in ("3.0 MiB", "500.0 ms of it after the end of prefill", "granted blocks for it after 750.0 ms"):
+        assert words in parts["transfer"]["text"]
 
 
 async def test_a_failure_is_told_with_its_reason(serve: Serve) -> None:
     cluster = await serve(*pair(), worker_wait_seconds=0.0)
-    async with AsyncClient(cluster.router.address, resume_seconds=0.0) as client:
-        cluster.announce(decode_0=MEMBER_STATE_DEAD)
-        await cluster.ready("prefill-0")
-        with pytest.raises(Exception, match="no worker"):
-            await client.complete([1, 2, 3], max_tokens=3, request_id="mine")
-        found = await ask(cluster, "mine", "--json")
-        assert "no worker can take the request now" in json.loads(found.stdout)[0]["verdict"]
+    client = cluster.client_of(resume_seconds=0.0)
+    cluster.announce(decode_0=MEMBER_STATE_DEAD)
+    await cluster.ready("prefill-0")
+    with pytest.raises(Exception, match="no worker"):
+        await client.complete([1, 2, 3], max_tokens=3, request_id="mine")
+    found = await ask(cluster, "mine", "--json")
+    assert "no worker can take the request now" in json.loads(found.stdout)[0]["verdict"]
 
 
 async def test_a_tenant_sees_its_own_requests_only(serve: Serve, tmp_path: Path) -> None:
     cluster = await serve(*pair(), api_keys=key_file(tmp_path, a="", b=""))
-    async with AsyncClient(cluster.router.address, api_key="a") as client:
-        await client.complete([1, 2, 3], max_tokens=3, temperature=0, request_id="mine")
-        assert (await ask(cluster, "mine", "--api-key", "a")).exit_code == 0
-        other = await ask(cluster, "mine", "--api-key", "b")
-        assert "no router knows request 'mine'" in other.stderr
-        assert "API key" in (await ask(cluster, "mine")).stderr
+    client = cluster.client_of(api_key="a")
+    await client.complete([1, 2, 3], max_tokens=3, temperature=0, request_id="mine")
+    assert (await ask(cluster, "mine", "--api-key", "a")).exit_code == 0
+    other = await ask(cluster, "mine", "--api-key", "b")
+    assert "no router knows request 'mine'" in other.stderr
+    assert "API key" in (await ask(cluster, "mine")).stderr
 
 
 async def test_unknown_requests_and_routers_are_named(serve: Serve) -> None:

@@ -35,84 +35,64 @@ def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = 
     return [line.removeprefix(f"{path}: ") for line in caught.value.lines]
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("prefill: {engine: {blocksize: 8}}", "prefill.engine.blocksize: unknown key; did you mean block_size?"),
-        ("grpc_port: 1", "grpc_port: unknown key; did you mean router.grpc_port?"),
-        *(
-            (
-                f"scaling: {{{name}: 0.5}}",
-                f"scaling.{name} is 0.5; allowed: router.classes.interactive.{name} in its place",
-            )
-            for name in ("ttft_target_seconds", "tpot_target_seconds")
-        ),
-        (
-            "model: {trust_remote_code: true}",
-            "model.trust_remote_code is True; allowed: false; kvrelay runs no code that comes with a model, only "
-            "architectures that it has itself",
-        ),
-        (
-            "heartbeat: {zzz: 1}",
-            "heartbeat.zzz: unknown key; allowed: suspect_seconds, dead_seconds, step_suspect_seconds, "
-            "step_dead_seconds",
-        ),
-        (
-            "decode: {engine: {block_size: 9}}",
-            "decode.engine.block_size is 9; allowed: auto, or a power of two from 8 to 128",
-        ),
-        (
-            "engine: {kv_memory_bytes: 8 EiBs}",
-            "engine.kv_memory_bytes is '8 EiBs'; allowed: auto, 1 or more bytes, or text such as 8GiB",
-        ),
-        (
-            "engine: {max_batch_tokens: 64, block_size: 128}",
-            "engine.max_batch_tokens is 64; allowed: at least block_size (128)",
-        ),
-        (
-            "prefill: {gpus: 8}",
-            "prefill.gpus is 8; allowed: auto, or 0 to 1: each rank of a worker computes on one GPU",
-        ),
-        (
-            "ray: {gpus: 3}",
-            "ray.gpus is 3; allowed: auto, or at most 2, the number of workers' ranks: each computes on one GPU",
-        ),
-        (
-            "decode: {gpus: 0, engine: {device: cuda}}",
-            "decode.engine.device is 'cuda'; allowed: auto or cpu for workers without a GPU (gpus is 0)",
-        ),
-        (
-            "transfer: {gpu_buffer_bytes: 1000}",
-            "transfer.gpu_buffer_bytes is 1000; allowed: 134217728 (two of gpu_frame_bytes) or more",
-        ),
-        ("model: {dtype: int3}", "model.dtype is 'int3'; allowed: 'auto', 'float32', 'bfloat16' or 'float16'"),
-        ("prefill: {cpus: .nan}", "prefill.cpus is nan; allowed: a finite number"),
-        ("prefill: {replicas: 0}", "prefill.replicas is 0; allowed: at least 1, unless colocated.replicas is"),
-        ("engine: 5", "engine is 5; allowed: a mapping of keys to values"),
-        (
-            "heartbeat: {dead_seconds: 1}",
-            "heartbeat.dead_seconds is 1.0; allowed: at least suspect_seconds (1.5)",
-        ),
-        ("ray: {namespace: ''}", "ray.namespace is ''; allowed: at least 1 character"),
-        ("ray: {address: host}", "ray.address is 'host'; allowed: local, auto or HOST:PORT"),
-        ("engine: [", "expected the node content, but found '<stream end>'"),
-        (
-            "router: {replicas: 2, grpc_port: 65535}",
-            "router.grpc_port is 65535; allowed: up to 65534 for 2 routers",
-        ),
-        (
-            "router: {replicas: 2, port_step: 0, http_port: 0}",
-            "router.port_step is 0; allowed: 1 or more, since the routers would share ports that are not chosen",
-        ),
-        (
-            "router: {replicas: 3, grpc_port: 8004, http_port: 8000, port_step: 2}",
-            "router.http_port is 8000; allowed: another one: 3 routers would have the ports 8004 to 8008 for gRPC and "
-            "8000 to 8004 for HTTP",
-        ),
-    ],
-)
-def test_a_mistake_is_one_line_with_key_value_and_what_is_allowed(tmp_path: Path, text: str, line: str) -> None:
-    assert mistakes(tmp_path, text) == [f"line 1: {line}"]
+MISTAKES = {
+    "prefill: {engine: {blocksize: 8}}": "prefill.engine.blocksize: unknown key; did you mean block_size?",
+    "grpc_port: 1": "grpc_port: unknown key; did you mean router.grpc_port?",
+    "scaling: {ttft_target_seconds: 0.5}": (
+        "scaling.ttft_target_seconds is 0.5; allowed: router.classes.interactive.ttft_target_seconds in its place"
+    ),
+    "scaling: {tpot_target_seconds: 0.5}": (
+        "scaling.tpot_target_seconds is 0.5; allowed: router.classes.interactive.tpot_target_seconds in its place"
+    ),
+    "model: {trust_remote_code: true}": (
+        "model.trust_remote_code is True; allowed: false; kvrelay runs no code that comes with a model, only "
+        "architectures that it has itself"
+    ),
+    "heartbeat: {zzz: 1}": (
+        "heartbeat.zzz: unknown key; allowed: suspect_seconds, dead_seconds, step_suspect_seconds, step_dead_seconds"
+    ),
+    "decode: {engine: {block_size: 9}}": (
+        "decode.engine.block_size is 9; allowed: auto, or a power of two from 8 to 128"
+    ),
+    "engine: {kv_memory_bytes: 8 EiBs}": (
+        "engine.kv_memory_bytes is '8 EiBs'; allowed: auto, 1 or more bytes, or text such as 8GiB"
+    ),
+    "engine: {max_batch_tokens: 64, block_size: 128}": (
+        "engine.max_batch_tokens is 64; allowed: at least block_size (128)"
+    ),
+    "prefill: {gpus: 8}": "prefill.gpus is 8; allowed: auto, or 0 to 1: each rank of a worker computes on one GPU",
+    "ray: {gpus: 3}": (
+        "ray.gpus is 3; allowed: auto, or at most 2, the number of workers' ranks: each computes on one GPU"
+    ),
+    "decode: {gpus: 0, engine: {device: cuda}}": (
+        "decode.engine.device is 'cuda'; allowed: auto or cpu for workers without a GPU (gpus is 0)"
+    ),
+    "transfer: {gpu_buffer_bytes: 1000}": (
+        "transfer.gpu_buffer_bytes is 1000; allowed: 134217728 (two of gpu_frame_bytes) or more"
+    ),
+    "model: {dtype: int3}": "model.dtype is 'int3'; allowed: 'auto', 'float32', 'bfloat16' or 'float16'",
+    "prefill: {cpus: .nan}": "prefill.cpus is nan; allowed: a finite number",
+    "prefill: {replicas: 0}": "prefill.replicas is 0; allowed: at least 1, unless colocated.replicas is",
+    "engine: 5": "engine is 5; allowed: a mapping of keys to values",
+    "heartbeat: {dead_seconds: 1}": "heartbeat.dead_seconds is 1.0; allowed: at least suspect_seconds (1.5)",
+    "ray: {namespace: ''}": "ray.namespace is ''; allowed: at least 1 character",
+    "ray: {address: host}": "ray.address is 'host'; allowed: local, auto or HOST:PORT",
+    "engine: [": "expected the node content, but found '<stream end>'",
+    "router: {replicas: 2, grpc_port: 65535}": "router.grpc_port is 65535; allowed: up to 65534 for 2 routers",
+    "router: {replicas: 2, port_step: 0, http_port: 0}": (
+        "router.port_step is 0; allowed: 1 or more, since the routers would share ports that are not chosen"
+    ),
+    "router: {replicas: 3, grpc_port: 8004, http_port: 8000, port_step: 2}": (
+        "router.http_port is 8000; allowed: another one: 3 routers would have the ports 8004 to 8008 for gRPC "
+        "and 8000 to 8004 for HTTP"
+    ),
+}
+"""What a configuration that can't be used is refused with, by its text."""
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_a_mistake_is_one_line_with_key_value_and_what_is_allowed(tmp_path: Path, text: str) -> None:
+    assert mistakes(tmp_path, text) == [f"line 1: {MISTAKES[text]}"]
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,8 @@ def named(faults: dict[str, str]) -> pytest.MarkDecorator:
 def order(it: Scene, name: str) -> None:
     """Has the fault hit one frame of the first attempt of the request of its name; at the last rank, if it can."""
     place, action = {**RETRIED, **SURVIVED, **ALONE}[name].split(":")
-    rank = 0 if action == "duplicate" else it.last_rank
+    ranks = it.cluster.member(it.prefills[0]).member.rank_pids
+    rank = 0 if action == "duplicate" else max(len(ranks) - 1, 0)
     it.order(f"{place},request={name},attempt=1,rank={rank},times=1:{action}")
 
 

@@ -13,7 +13,7 @@ from kvrelay.client.messages import chunk, completion, completions
 from kvrelay.engine.request import SamplingParams
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
-from support.faults import CHUNK, CLIENT_SECONDS, OUT, Scene, prompt_of, until
+from support.faults import CHUNK, CLIENT_SECONDS, OUT, Scene, prompt_of
 from support.hash_runner import expected_tokens
 from support.hash_worker import STEP_SECONDS, WORKER_LAYOUT
 from support.history import BIAS, PENALTIES
@@ -57,7 +57,7 @@ def test_a_death_in_the_hand_off_changes_no_token(it: Scene, place: str, action:
     late = ["decode.before_commit,request=dies,attempt=1:sleep(0.3)"] if place == "prefill.after_ack" else []
     it.order(f"{place},request=dies,attempt=1:{action}", *late)
     done = it.ask_in_company("dies")
-    (dead,) = wait_until(it.ended, "one worker has ended", seconds=5)
+    dead = it.lost()
     it.settle(FREE_SECONDS, but=[dead])
     assert done.timeline.retries == retries
     assert it.cluster.processes[dead].popen.wait(1) == (3 if action.startswith("exit") else -signal.SIGKILL)
@@ -66,9 +66,7 @@ def test_a_death_in_the_hand_off_changes_no_token(it: Scene, place: str, action:
 
 @pytest.mark.also_over(more=["tcp", "groups", "ranks", "predicted"], slow=["gloo", "int8", "states"])
 def test_a_kill_of_decode_in_mid_stream_changes_no_token(it: Scene) -> None:
-    request = it.begin("mid-stream", count=200)
-    wait_until(lambda: request.tokens >= 5, "it decodes")
-    serving = it.serving()
+    request, serving = it.decoding("mid-stream")
     it.signal(serving, signal.SIGKILL)
     request.result()
     wait_until(lambda: it.ended() == [serving], "it has ended")
@@ -87,8 +85,7 @@ def test_an_engine_that_raises_ends_its_process(it: Scene, place: str) -> None:
     it.order(f"{place},request=trigger,attempt=1:raise")
     names = [*(f"beside {number}" for number in range(12)), "trigger"]
     it.ask_all(names, at_once=len(names))
-    until(it.ended, "the worker whose engine has failed is gone", ENDED_SECONDS)
-    (dead,) = it.ended()
+    dead = it.lost(ENDED_SECONDS)
     assert dead in (it.decodes if place.startswith("decode") else it.prefills)
     it.settle(FREE_SECONDS, but=[dead])
 
@@ -183,7 +180,7 @@ def test_log_probabilities_through_a_kill_of_prefill_between_two_chunks(it: Scen
     assert done.timeline.retries == 1
     assert done.prompt_logprobs == undisturbed.prompt_logprobs
     assert done.logprobs == undisturbed.logprobs
-    (dead,) = wait_until(it.ended, "one worker has ended", seconds=5)
+    dead = it.lost()
     it.cluster.wait_idle(but=[dead])
 
 

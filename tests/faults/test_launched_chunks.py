@@ -49,18 +49,12 @@ def test_a_cancel_while_its_step_runs_frees_everything(it: Scene) -> None:
     it.settle(FREE_SECONDS)
 
 
-def test_a_flipped_bit_costs_a_retry_and_no_token(it: Scene) -> None:
-    it.order("sent,index=1,request=flipped,attempt=1:corrupt(1)")
-    assert it.ask_in_company("flipped", 6).timeline.retries == 1
-    it.settle(FREE_SECONDS)
-
-
 @pytest.mark.parametrize("place", KILLS)
 @pytest.mark.some(1)
 def test_a_death_changes_no_token(it: Scene, place: str) -> None:
     it.order(f"{place},request=dies,attempt=1:kill")
     completion = it.ask_in_company("dies")
-    (dead,) = wait_until(it.ended, "one worker has ended", seconds=5)
+    dead = it.lost()
     it.settle(FREE_SECONDS, but=[dead])
     assert completion.timeline.retries == KILLS[place]
     assert it.cluster.processes[dead].popen.wait(1) == -signal.SIGKILL
@@ -92,9 +86,7 @@ def test_a_prompt_that_prefill_has_in_its_cache_has_the_hidden_states_of_its_end
 
 def test_a_stream_that_moves_to_another_decode_worker_has_hidden_states_there(it: Scene) -> None:
     """The states are those of tokens that prefill computes for the stream; tokens in prefill's cache have none."""
-    request = it.begin("moves", count=200)
-    wait_until(lambda: request.tokens >= 20, "it decodes")
-    serving = it.serving()
+    request, serving = it.decoding("moves")
     it.signal(serving, signal.SIGKILL)
     done = request.result()
     assert done.timeline.proposed_tokens > 0

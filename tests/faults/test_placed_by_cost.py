@@ -10,7 +10,6 @@ from kvrelay.client import Client
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
 from support.faults import PROMPT, Scene, over, prompt_of, scene, until
 from support.hash_worker import STEP_SECONDS
-from support.processes import wait_until
 
 STREAMS = 16
 DEAD_SECONDS = 10.0
@@ -73,9 +72,7 @@ def test_the_next_turn_outlives_the_worker_that_it_extends_on(it: Scene, fault: 
     first = it.ask("first turn", count=ANSWER)
     before = [*prompt_of(f"first turn of test {it.turn}"), *first.token_ids]
     it.order(**{STEP_SECONDS: 0.02})
-    turn = it.begin("second turn", NEXT, 100, before=before)
-    wait_until(lambda: turn.tokens >= 5, "it decodes")
-    serving = it.serving()
+    turn, serving = it.decoding("second turn", 100, length=NEXT, before=before)
     strike(it, serving, fault)
     again = turn.result().timeline
     assert again.retries == (fault != "drain")

@@ -83,13 +83,6 @@ def settle(it: Scene, *but: str) -> None:
     it.settle(FREE_SECONDS, but=but)
 
 
-def decoding(it: Scene, name: str) -> tuple[Any, str]:
-    """A request that decodes, and the worker where it does."""
-    request = it.begin(name, count=400)
-    wait_until(lambda: request.tokens >= 5, "it decodes")
-    return request, it.serving()
-
-
 SIGNALS = [
     pytest.param(1, KILL),
     pytest.param(1, STOP, marks=pytest.mark.more),
@@ -100,7 +93,7 @@ SIGNALS = [
 @ranks("1 to 2", "1 x 2 to 2")
 @pytest.mark.parametrize(("rank", "number"), SIGNALS)
 def test_a_rank_that_is_lost_in_decode_takes_its_worker_along(it: Scene, rank: int, number: signal.Signals) -> None:
-    request, serving = decoding(it, "mid-stream")
+    request, serving = it.decoding("mid-stream", 400)
     it.signal(serving, number, rank)
     assert wait_for_end(it, serving) == (1 if rank else -KILL)
     assert request.result().timeline.retries == 1
@@ -114,7 +107,7 @@ def test_a_process_that_is_lost_takes_its_worker_along_on_both_machines(
     it: Scene, lost: str, number: signal.Signals
 ) -> None:
     """The process is the agent of the other machine, a rank there, or rank 0."""
-    request, serving = decoding(it, "mid-stream")
+    request, serving = it.decoding("mid-stream", 400)
     (host,), process = it.cluster.agents[serving], it.cluster.processes[serving]
     os.kill({"agent": host.pid, "rank": left_of(host.pid)[-1], "rank 0": process.pid}[lost], number)
     wait_until(lambda: not left_of(host.pid) and not left_of(process.pid), "other ranks have ended", ENDED_SECONDS)
@@ -130,7 +123,7 @@ def test_a_process_that_is_lost_takes_its_worker_along_on_both_machines(
 @ranks("1 to 2")
 def test_sigterm_to_all_ranks_drains_their_worker(it: Scene) -> None:
     """As from a terminal, or from a manager of services: rank 0 drains, and what is left then moves elsewhere."""
-    request, serving = decoding(it, "leaving")
+    request, serving = it.decoding("leaving", 400)
     for rank in (1, 0):
         it.signal(serving, TERM, rank)
     assert wait_for_end(it, serving, DRAINED_SECONDS) == 0
@@ -198,7 +191,7 @@ def test_a_fault_at_one_rank_of_a_link(it: Scene, rule: str, outcome: str) -> No
         now = {name: left_of(process.pid) for name, process in it.cluster.workers.items()}
         assert now == processes, "no rank has ended"
         return
-    (dead,) = wait_until(it.ended, "one worker has ended", ENDED_SECONDS)
+    dead = it.lost(ENDED_SECONDS)
     assert wait_for_end(it, dead) == 1
     settle(it, dead)
     it.replace(dead)
@@ -207,7 +200,7 @@ def test_a_fault_at_one_rank_of_a_link(it: Scene, rule: str, outcome: str) -> No
 @pytest.mark.more
 @ranks("1 to 2")
 def test_a_step_that_fails_at_one_rank_ends_all(it: Scene) -> None:
-    request, serving = decoding(it, "failing")
+    request, serving = it.decoding("failing", 400)
     it.order(**{FAILING_PID: pids(it, serving)[1]})
     assert wait_for_end(it, serving) == 1
     assert request.result().timeline.retries == 1
@@ -218,7 +211,7 @@ def test_a_step_that_fails_at_one_rank_ends_all(it: Scene) -> None:
 @pytest.mark.more
 def test_ranks_end_with_rank_0_even_if_they_are_frozen_and_without_it_if_it_is(tmp_path: Path) -> None:
     with scene(tmp_path, losses=True, variables={CHILDREN: 1}, **BY_RANKS["1 to 2"]) as it:
-        request, serving = decoding(it, "killed")
+        request, serving = it.decoding("killed", 400)
         assert left_of(it.cluster.processes[serving].pid) == pids(it, serving)[1:]
         it.signal(serving, STOP, 1)
         it.signal(serving, KILL)

@@ -42,9 +42,7 @@ def test_a_drained_worker_moves_its_streams(it: Scene, role: str) -> None:
 
 def test_new_requests_go_elsewhere_while_a_worker_drains(it: Scene) -> None:
     it.order(**{STEP_SECONDS: 0.01})
-    long = it.begin("long", count=250)
-    until(lambda: long.tokens >= 3, "it decodes", 10)
-    serving = it.serving()
+    long, serving = it.decoding("long", 250)
     it.signal(serving, signal.SIGTERM)
     for number in range(6):
         assert it.ask(f"later {number}").timeline.retries == 0

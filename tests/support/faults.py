@@ -264,14 +264,20 @@ class Scene:
     def decodes(self) -> list[str]:
         return [name for name in self.cluster.workers if name.startswith("decode")]
 
-    @property
-    def last_rank(self) -> int:
-        """The last rank of the workers, which all have as many."""
-        return max(len(self.cluster.member(self.prefills[0]).member.rank_pids) - 1, 0)
+    def decoding(self, name: str, count: int = 200, **more: Any) -> tuple[Running, str]:
+        """A request that decodes, and the worker where it does; `more` is of `begin`."""
+        request = self.begin(name, count=count, **more)
+        wait_until(lambda: request.tokens >= 5, f"{name} decodes", 30)
+        return request, self.serving()
 
     def ended(self) -> list[str]:
         """The workers whose processes have ended."""
         return [name for name, process in self.cluster.workers.items() if process.popen.poll() is not None]
+
+    def lost(self, seconds: float = 10.0) -> str:
+        """The only worker whose process has ended; waits until there is one."""
+        (name,) = wait_until(self.ended, "one worker has ended", seconds)
+        return str(name)
 
     def replace(self, name: str) -> None:
         """Replaces a member that has ended; the next requests cost no retry."""

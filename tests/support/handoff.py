@@ -28,7 +28,7 @@ from kvrelay.transfer.protocol.peers import Peer, PeerTable
 from kvrelay.transfer.transports.base import Transport
 from kvrelay.transfer.transports.registry import available_transports, entries
 from support.damage import DamagedFrames, parse
-from support.fake_transport import FakeTransport
+from support.fake_transport import FakeTransport, Fault
 from support.ranks import Ranks, pools_of
 from support.secrets import credentials
 
@@ -48,10 +48,13 @@ def blocks_of(tokens: int, start: int = 0) -> list[int]:
     return list(range(start, start + LAYOUT.blocks_for(tokens)))
 
 
-def links_of(kind: str) -> tuple[Mapping[str, Transport], Mapping[str, Transport]]:
-    """The transports of the two ends, if both offer only `kind`."""
+Script = Callable[[int], Fault | None]
+
+
+def links_of(kind: str, script: Script | None = None) -> tuple[Mapping[str, Transport], Mapping[str, Transport]]:
+    """The transports of the two ends, if both offer only `kind`; a fake one may have a script of faults."""
     if kind == "fake":
-        fake = {kind: FakeTransport()}
+        fake = {kind: FakeTransport(script)}
         return fake, fake
     return available_transports(HOST, kind), available_transports(HOST, kind)
 
@@ -315,6 +318,7 @@ async def pair(
     layout: KVLayout = LAYOUT,
     receiver_layout: KVLayout | None = None,
     transports: tuple[Mapping[str, Transport], Mapping[str, Transport]] | None = None,
+    script: Script | None = None,
     source: KVPool | None = None,
     target: KVPool | None = None,
     states: StatesLayout | None = None,
@@ -324,11 +328,14 @@ async def pair(
 ) -> AsyncIterator[Pair]:
     """Starts both sides on loopback, and stops them. By default each offers every transport of this machine.
 
-    `damage` are rules for the sender's frames, see `support.damage`; `degrees` are the numbers of ranks of both.
+    With a `script` of faults, as for `FakeTransport`, both offer a fake one. `damage` are rules for the sender's
+    frames, see `support.damage`; `degrees` are the numbers of ranks of both.
     """
     config, there_layout = config or TransferConfig(), receiver_layout or layout
     sources = [source] if source is not None else pools_of(layout, degrees[0], blocks)
     targets = [target] if target is not None else pools_of(there_layout, degrees[1], blocks)
+    if script is not None:
+        transports = links_of("fake", script)
     here, there = transports or (available_transports(HOST), available_transports(HOST))
     ends = Ends()
     sending, receiving = SendingHost(ends), ReceivingHost(ends, blocks)

@@ -15,7 +15,7 @@ from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.protocol.messages import Code
 from kvrelay.transfer.transports.base import LinkError
 from kvrelay.transfer.transports.nixl import NixlLink, nixl_missing
-from support.fake_transport import FakeTransport, Fault
+from support.fake_transport import Fault
 from support.handoff import FIRST_TOKEN, LAYOUT, RECEIVER, Pair, blocks_of, content, links_of, pair, prompt, raw
 from support.late_writes import LateWrites
 
@@ -171,9 +171,8 @@ async def test_a_decode_worker_that_cannot_reserve_any_more_fails_the_hand_off_a
 @pytest.mark.parametrize("when", ["announced", "no blocks", "prefilling", "transferring"])
 async def test_a_cancel_frees_both_ends_at_once(by: str, when: str) -> None:
     # Nothing here can end by a deadline, and frames take longer than the test allows.
-    fake = {"fake": FakeTransport(lambda number: Fault("delay", 60.0))}
     patient = replace(SMALL_FRAMES, lease_seconds=60, frame_timeout_seconds=60.0)
-    async with pair(patient, blocks=64, transports=(fake, fake)) as world:
+    async with pair(patient, blocks=64, script=lambda number: Fault("delay", 60.0)) as world:
         count = 20 * BLOCK
         if when == "no blocks":
             world.receiving.free.clear()
@@ -242,10 +241,9 @@ async def test_a_pool_that_raises_fails_the_hand_off_and_the_next_one_works() ->
 @pytest.mark.parametrize("kind", ["fail", "drop"])
 async def test_after_a_lost_link_the_next_one_takes_over_all_but_the_stuck_hand_off(kind: str) -> None:
     fault, numbers = (Fault("fail"), (1, 6)) if kind == "fail" else (Fault("drop"), (1,))
-    fake = {"fake": FakeTransport(lambda index: fault if index in numbers else None)}
     # The next link must open in this time as well; only a frame that is dropped waits for it to pass.
     config = replace(SMALL_FRAMES, frame_timeout_seconds=10.0 if kind == "fail" else 1.0)
-    async with pair(config, blocks=512, transports=(fake, fake)) as world:
+    async with pair(config, blocks=512, script=lambda index: fault if index in numbers else None) as world:
         raw(world.source).random_(0, 256)
         count = 4 * FRAME * BLOCK + 5
         size, keys = LAYOUT.blocks_for(count), [(f"r{number}", 1) for number in range(3)]
@@ -304,8 +302,7 @@ async def test_a_storm_of_faults_and_cancels_leaves_no_wrong_byte_and_no_leak(se
             codes.add(ends.import_failed[key][0])
         pytest.fail(f"{request} did not arrive: {codes}")
 
-    fake = {"fake": FakeTransport(script)}
-    async with pair(replace(SMALL_FRAMES, frame_timeout_seconds=0.5), blocks=96, transports=(fake, fake)) as world:
+    async with pair(replace(SMALL_FRAMES, frame_timeout_seconds=0.5), blocks=96, script=script) as world:
         raw(world.source).random_(0, 256)
         arrived = world.ends.imported
         cancelled = await asyncio.gather(*(hand_over(world, f"r{number}") for number in range(requests)))

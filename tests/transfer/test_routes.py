@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from kvrelay.transfer.protocol import routes as routing
 from kvrelay.transfer.protocol.handshake import LocalWorker, cuts_of, tracks_of
 from kvrelay.transfer.protocol.messages import Code, Key
 from kvrelay.transfer.protocol.routes import RankPair, held_by, routes_of, unroutable, unsuited
-from support.fake_transport import FakeTransport, Fault
+from support.fake_transport import Fault
 from support.handoff import FIRST_TOKEN, RECEIVER, Pair, links_of, pair, prompt
 from support.late_writes import LateWrites
 from support.ranks import rank_cache
@@ -167,6 +168,11 @@ PAIRS = [
 ]
 
 
+def workers(degrees: tuple[Degree, Degree], **more: Any) -> AbstractAsyncContextManager[Pair]:
+    """A pair whose ends have so many ranks; `more` is of `pair`."""
+    return pair(CONFIG, layout=MODEL, blocks=64, degrees=degrees, **more)
+
+
 def filled(world: Pair) -> KVPool:
     """The model's KV, of which each rank of the sender has its part."""
     degree = world.sender.local.degree
@@ -212,9 +218,7 @@ async def test_every_rank_gets_its_part_of_the_kv(
     sender: Degree, receiver: Degree, change: dict[str, Any], kind: str
 ) -> None:
     there = replace(MODEL, **change)
-    async with pair(
-        CONFIG, layout=MODEL, receiver_layout=there, transports=links_of(kind), blocks=64, degrees=(sender, receiver)
-    ) as world:
+    async with workers((sender, receiver), receiver_layout=there, transports=links_of(kind)) as world:
         model = filled(world)
         for number, have in enumerate((0, 96, COUNT)):
             key = (f"r{number}", 1)
@@ -231,8 +235,7 @@ async def test_every_rank_gets_its_part_of_the_kv(
 
 @pytest.mark.anyio
 async def test_a_cancelled_hand_off_leaves_nothing_at_a_link_that_stays_up() -> None:
-    fake = {"fake": FakeTransport(lambda number: Fault("delay", 0.2))}
-    async with pair(CONFIG, layout=MODEL, transports=(fake, fake), blocks=64, degrees=(Degree(2), ONE)) as world:
+    async with workers((Degree(2), ONE), script=lambda number: Fault("delay", 0.2)) as world:
         keys = [(f"r{number}", 1) for number in range(6)]
         for key in keys:
             begin(world, key, 4 * BLOCK)
@@ -259,8 +262,7 @@ def kept_by_links(world: Pair) -> int:
 async def test_when_one_link_is_lost_the_next_epoch_of_all_takes_over(
     sender: Degree, receiver: Degree, number: int
 ) -> None:
-    fake = {"fake": FakeTransport(lambda index: Fault("fail") if index == number else None)}
-    async with pair(CONFIG, layout=MODEL, transports=(fake, fake), blocks=64, degrees=(sender, receiver)) as world:
+    async with workers((sender, receiver), script=lambda at: Fault("fail") if at == number else None) as world:
         model = filled(world)
         table = begin(world)
         await world.settled(KEY)
@@ -272,8 +274,7 @@ async def test_when_one_link_is_lost_the_next_epoch_of_all_takes_over(
 @pytest.mark.anyio
 async def test_each_rank_sends_a_chunk_when_its_own_step_has_ended() -> None:
     """As a pipeline stage does, which has the last layers, and begins the step behind the first stage."""
-    degrees = Degree(1, 2), ONE
-    async with pair(CONFIG, layout=MODEL, transports=links_of("fake"), blocks=64, degrees=degrees) as world:
+    async with workers((Degree(1, 2), ONE), transports=links_of("fake")) as world:
         first, second, count = LateWrites(), LateWrites(), 4 * BLOCK
         step = StepWrites(7, first)
         for pool in world.sources:
@@ -305,9 +306,8 @@ async def test_each_rank_sends_a_chunk_when_its_own_step_has_ended() -> None:
 async def test_a_lost_rank_fails_its_hand_offs_at_once_and_keeps_its_blocks() -> None:
     """Nobody knows whether the rank's threads still touch them: the worker as a whole has to be replaced. The other
     end learns that the worker is lost, and not only its link, so that nothing more is sent there."""
-    fake = {"fake": FakeTransport(lambda number: Fault("delay", 2.0))}
-    degrees, keys = (Degree(2), ONE), [(f"r{number}", 1) for number in range(6)]
-    async with pair(CONFIG, layout=MODEL, transports=(fake, fake), blocks=64, degrees=degrees) as world:
+    keys = [(f"r{number}", 1) for number in range(6)]
+    async with workers((Degree(2), ONE), script=lambda number: Fault("delay", 2.0)) as world:
         for key in keys:
             begin(world, key, 4 * BLOCK)
         # A link sends one frame after the other, so the others' blocks have yet to be read.
