@@ -17,7 +17,7 @@ from kvrelay.cli.bench.workload import Ask
 from kvrelay.client import AsyncClient, Tls
 from kvrelay.client.errors import KvrelayError
 from kvrelay.cluster.asking.routers import open_session
-from kvrelay.cluster.errors import RunError
+from kvrelay.cluster.errors import RunError, UsageError
 
 ERROR_CHARACTERS = 200
 
@@ -97,8 +97,10 @@ class GrpcFace:
         target = self._target
         try:
             self._client = AsyncClient(target.address, api_key=target.api_key, tls=target.tls)
-        except (KvrelayError, OSError) as error:
+        except KvrelayError as error:
             raise RunError(f"--target {target.address}: {error}") from None
+        except OSError as error:
+            raise UsageError(f"--ca {target.tls and target.tls.ca}: {error.strerror}") from None
         return self
 
     async def __aexit__(self, *_: object) -> None:

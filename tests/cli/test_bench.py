@@ -383,6 +383,21 @@ def test_a_trace_that_can_t_be_used_is_named(tmp_path: Path, text: str | None, w
         made(WorkloadOptions(dataset=tmp_path / "missing"))
 
 
+@pytest.mark.parametrize("face", ["grpc", "http"])
+def test_authorities_that_can_t_be_read_are_named(face: str) -> None:
+    fails(
+        2,
+        r"^kvrelay: --ca nowhere: No such file",
+        "bench",
+        "--face",
+        face,
+        "--target",
+        "127.0.0.1:1",
+        "--ca",
+        "nowhere",
+    )
+
+
 @pytest.mark.parametrize(
     ("workload", "arrival", "more", "words"),
     [
