@@ -61,6 +61,11 @@ def console(*, record: bool = False) -> "Console":
     return Console(file=sys.stdout, highlight=False, width=width, record=record)
 
 
+def duration(seconds: float) -> str:
+    """A time for people, in ms or s."""
+    return f"{1e3 * seconds:.1f} ms" if seconds < 1.0 else f"{seconds:.2f} s"
+
+
 @dataclass(frozen=True, slots=True)
 class Whole:
     """Draws a table as wide as its cells are. Where there is less room, its right end is missing, not a part of each

@@ -180,8 +180,8 @@ def bind(
         def changed() -> grpc.ServerCertificateConfiguration | None:
             """The new certificates, if there are any; gRPC asks for those of each connection.
 
-            It must not get the same ones again: it would replace what the handshakes on its other threads are using,
-            and many clients that connect at once end the process.
+            gRPC must not get the same ones again: it would replace those that handshakes on its other threads are
+            using, and the process would end when many clients connect at once.
             """
             nonlocal used
             if (pair := certificates.current()) is used:

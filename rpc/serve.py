@@ -109,7 +109,7 @@ def main(
     return run(server, float(getattr(config, "drain_seconds", STOP_GRACE_SECONDS)), stop_seconds, loop)
 
 
-def run(server: Server, grace: float, stop_seconds: float = STOP_SECONDS, loop: LoopFactory | None = None) -> int:
+def run(server: Server, grace: float, stop_seconds: float, loop: LoopFactory | None) -> int:
     """Serves until SIGTERM or SIGINT and returns the exit code: 0 stopped, 1 failed, 2 a mistake of the user.
 
     The process ends at most `grace` + `stop_seconds` + EXIT_SECONDS after a signal; a server that hasn't started yet

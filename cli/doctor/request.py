@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from kvrelay.cli.common import duration
 from kvrelay.cli.doctor.finding import size
 from kvrelay.cluster.asking.routers import Routers
 from kvrelay.cluster.errors import RunError
@@ -72,17 +73,17 @@ def story(life: dict[str, Any]) -> Story:
     parts = tuple(_parts(life))
     age, ttft = life["age"], life["ttft"]
     if life["outcome"] is None:
-        headline = f"running for {_seconds(age)}"
+        headline = f"running for {duration(age)}"
     else:
         ends = {"stop": "completed", "length": "completed (its full length)"}
-        headline = f"{ends.get(life['outcome'], 'ended: ' + life['outcome'])} after {_seconds(age)}"
+        headline = f"{ends.get(life['outcome'], 'ended: ' + life['outcome'])} after {duration(age)}"
     headline += f"; {life['prompt_tokens']} prompt tokens ({life['cached_tokens']} cached)"
     headline += f", {life['completion_tokens']} generated"
-    headline += f"; first token after {_seconds(ttft)}" if ttft is not None else "; no first token"
+    headline += f"; first token after {duration(ttft)}" if ttft is not None else "; no first token"
     if life["tpot"] is not None:
-        headline += f", then {_seconds(life['tpot'])} per token"
+        headline += f", then {duration(life['tpot'])} per token"
     words = {"wait": "had to wait", "failed": "an attempt failed", "moved": "moved to other workers", "ended": "ended"}
-    incidents = tuple(f"after {_seconds(at)} {words.get(kind, kind)}: {why}" for kind, at, why in life["incidents"])
+    incidents = tuple(f"after {duration(at)} {words.get(kind, kind)}: {why}" for kind, at, why in life["incidents"])
     return Story(life["id"], headline, _verdict(life, parts), parts, incidents)
 
 
@@ -128,7 +129,7 @@ def _prefill(life: dict[str, Any], span: dict[str, Any]) -> str:
         text += f", in {len(life['chunks']) + (span['end'] is not None)} steps or more"
         longest = _longest_step(life, span)
         if longest is not None and longest >= NOTABLE_SHARE * seconds and len(life["chunks"]) > 1:
-            text += f", the longest of them {_seconds(longest)}"
+            text += f", the longest of them {duration(longest)}"
     return text
 
 
@@ -147,9 +148,9 @@ def _transfer(life: dict[str, Any], span: dict[str, Any]) -> Part:
     if exposed is None:
         text += "; the sender has not reported yet what it cost"
     else:
-        text += f", {_seconds(exposed)} of it after the end of prefill"
+        text += f", {duration(exposed)} of it after the end of prefill"
     if life["grant"]:
-        text += f"; {life['decode_worker']} granted blocks for it after {_seconds(life['grant'])}"
+        text += f"; {life['decode_worker']} granted blocks for it after {duration(life['grant'])}"
     return Part("transfer", seconds if exposed is None else exposed, text)
 
 
@@ -159,7 +160,7 @@ def _decode(life: dict[str, Any], span: dict[str, Any]) -> str:
         text += f", {1.0 / life['tpot']:.1f} a second"
     gap, at = life["longest_gap"]
     if gap >= LONG_GAP_SECONDS and life["tpot"] and gap >= LONG_GAP * life["tpot"]:
-        text += f"; the longest pause took {_seconds(gap)}, up to {_seconds(at)} after receipt"
+        text += f"; the longest pause took {duration(gap)}, up to {duration(at)} after receipt"
         causes = [why for kind, when, why in life["incidents"] if kind != "ended" and at - gap <= when <= at]
         text += f": {causes[0]}" if causes else ""
     return text
@@ -175,15 +176,11 @@ def _verdict(life: dict[str, Any], parts: Sequence[Part]) -> str:
         kinds = {"failed": "an attempt failed", "moved": "its worker was stopped on purpose"}
         why = "; ".join(dict.fromkeys(f"{kinds[kind]} ({text})" for kind, _, text in lost))
         return (
-            f"It was placed {len(life['placed'])} times, the last time {_seconds(max(0.0, last - first))} after: {why}"
+            f"It was placed {len(life['placed'])} times, the last time {duration(max(0.0, last - first))} after: {why}"
         )
     if not parts:
         return "Nothing is known of its time yet"
     longest = max(parts, key=lambda part: part.seconds)
     total = max(life["age"], 1e-9)
-    share = f"{longest.seconds / total:.0%}, {_seconds(longest.seconds)}"
+    share = f"{longest.seconds / total:.0%}, {duration(longest.seconds)}"
     return f"Most of its time ({share}) was {longest.stage}: {longest.text}"
-
-
-def _seconds(value: float) -> str:
-    return f"{1e3 * value:.1f} ms" if value < 1.0 else f"{value:.2f} s"

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvrelay.cli.common import Whole
+from kvrelay.cli.common import Whole, duration
 from kvrelay.cli.top.model import SORTS
 
 BAR_CELLS = 10
@@ -188,6 +188,4 @@ def _decisions(decisions: Sequence[Mapping[str, Any]], wide: bool) -> Table:
 
 
 def _ms(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    return f"{1e3 * seconds:.1f} ms" if seconds < 1.0 else f"{seconds:.2f} s"
+    return "-" if seconds is None else duration(seconds)

@@ -211,8 +211,9 @@ class ClusterConfig(Section):
     def with_gpus(self, present: float, largest: float = 0.0) -> "ClusterConfig":
         """This configuration on a Ray cluster with so many GPUs: `gpus` of each role is a number.
 
-        A Ray cluster that was joined may get the GPUs that a role asks for by number later. Where a worker's ranks have
-        more GPUs than any of its nodes and no option says `hosts`, they are divided over as few as hold them.
+        A joined Ray cluster may lack GPUs that a role asks for by number: nodes with them may come later. Where a
+        worker's ranks need more GPUs than any node has and no option says `hosts`, they are divided over as few nodes
+        as hold them.
 
         Args:
             largest: GPUs of the node that has most of them; 0 divides no worker.
@@ -286,7 +287,7 @@ class ClusterConfig(Section):
     def cycled(self) -> frozenset[MemberRole]:
         """The roles whose members must end before their successors start: those with a port of their own.
 
-        A joined cluster's workers may get machines of their own, and so may not.
+        On a joined Ray cluster workers aren't among them: a successor may get a machine of its own.
         """
         own: list[MemberRole] = [*WORKER_ROLES] if self.local and self.metrics.worker_port else []
         if not self.share_ports or self.metrics.router_port:

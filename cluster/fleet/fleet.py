@@ -72,7 +72,7 @@ class Fleet:
         Args:
             address: host:port of the supervisor.
         """
-        self.keepers.serve(address)
+        self.keepers.address = address
         for name, wanted in self.desired.members.items():
             self.keepers.keep(name, start=not wanted.stage.ends)
 
@@ -176,26 +176,20 @@ class Fleet:
 
         A router is ready without workers, too, if there are none: it says so itself only when it can place a request.
         """
-        found = {}
+        found = self.keepers.seen()
         idle = not self._membership.paired
         for status in self._membership.statuses():
             member, requests = status.member, status.load.requests
-            name = member.name
-            if self.keepers.kept(name):
-                found[name] = Seen(
-                    kept=True,
-                    ending=self.keepers.ending(name),
+            if member.name in found:
+                found[member.name] = replace(
+                    found[member.name],
                     ready=member.state == MEMBER_STATE_READY
                     or (idle and member.role == ROLE_ROUTER and member.state == MEMBER_STATE_STARTING),
                     role=role_of(member.role),
                     roles=frozenset(filter(None, map(role_of, member.roles))),
                     digest=member.compatibility,
                     requests=requests.waiting + requests.running,
-                    trouble=self.keepers.trouble(name),
                 )
-        for name in self.desired.members:
-            if name not in found and self.keepers.kept(name):
-                found[name] = Seen(kept=True, ending=self.keepers.ending(name), trouble=self.keepers.trouble(name))
         return found
 
     def role(self, name: str) -> Role:

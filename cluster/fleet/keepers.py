@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from kvrelay.cluster.fleet.desired import Seen
 from kvrelay.cluster.fleet.replacement import Backoff, Launcher, Plan, ProcessEnd
 from kvrelay.cluster.membership.membership import Membership
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY, MEMBER_STATE_UNSPECIFIED, Member, MemberState
@@ -98,14 +99,11 @@ class Keepers:
         self._membership = membership
         self._plan = plan
         self._changed = changed
-        self._address = ""
+        self.address = ""
+        """host:port of the supervisor, to be set before a member is kept."""
         self._keepers: dict[str, _Keeper] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
-
-    def serve(self, address: str) -> None:
-        """From now on, members can be kept; `address` is this supervisor's."""
-        self._address = address
 
     def keep(self, name: str, *, start: bool = True) -> None:
         """Watches the process under this name that an earlier supervisor started; with `start`, starts one if there is
@@ -156,17 +154,12 @@ class Keepers:
         for name, keeper in self._keepers.items():
             keeper.note(members.get(name, Member()), self._launcher.waits_for(name))
 
-    def kept(self, name: str) -> bool:
-        """Whether a process runs under this name, or is about to."""
-        return name in self._keepers
-
-    def ending(self, name: str) -> bool:
-        """Whether it was asked to end, and has not yet."""
-        return name in self._keepers and self._keepers[name].leaving.is_set()
-
-    def trouble(self, name: str) -> str:
-        """The reason why a member can't be expected to serve without help; empty if it can."""
-        return self._keepers[name].trouble if name in self._keepers else ""
+    def seen(self) -> dict[str, Seen]:
+        """What is known here of each name under which a process runs, or is about to."""
+        return {
+            name: Seen(kept=True, ending=keeper.leaving.is_set(), trouble=keeper.trouble)
+            for name, keeper in self._keepers.items()
+        }
 
     def progress(self) -> list[MemberStart]:
         """The progress of every member that is to stay."""
@@ -187,7 +180,7 @@ class Keepers:
                         self._lost(name)  # the record may know an earlier process
                     if not (adopted or start) or keeper.leaving.is_set():
                         break
-                ended = await self._launcher.run(name, self._plan(name), self._address)
+                ended = await self._launcher.run(name, self._plan(name), self.address)
             except OSError as error:  # of the machine, such as a full disk: the line below says it
                 ended = ProcessEnd(str(error))
             except Exception as error:

@@ -100,7 +100,7 @@ class Signals:
 
 @dataclass(slots=True)
 class _Totals:
-    """The growth of one member's totals, of one incarnation after another."""
+    """The totals that one member has reported last."""
 
     incarnation: str
     last: Mapping[str, float]
@@ -110,7 +110,6 @@ class _Totals:
 class Meter:
     """Turns reports into signals. Call `observe` at each tick with all present reports."""
 
-    window: float = WINDOW_SECONDS
     _growth: deque[tuple[float, dict[str, float]]] = field(default_factory=deque)
     """(time, what has grown by how much) of the ticks in the window."""
     _seen: dict[str, _Totals] = field(default_factory=dict)
@@ -133,7 +132,7 @@ class Meter:
         self._last = now
         grown = self._grown(workers, routers, elapsed)
         self._growth.append((now, grown))
-        while self._growth[0][0] <= now - self.window:
+        while self._growth[0][0] <= now - WINDOW_SECONDS:
             self._growth.popleft()
         return self._signals(workers, [status.load.traffic for status in routers])
 

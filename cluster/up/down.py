@@ -31,9 +31,9 @@ def down(report: "Report") -> bool:
         _end_detached(current)
         return True
     owner = processes.find(current.pid)
-    again = state.current()  # with other routers perhaps
+    again = state.current()
     if owner is None or again is None or again.pid != current.pid:
-        return False  # it has ended just now
+        return False  # the owner has ended just now: the process that was found may be another one with its pid
     os.kill(owner.pid, signal.SIGTERM)
     # A killed owner takes Ray's local processes with it.
     seconds = current.drain_seconds + OWNER_SECONDS

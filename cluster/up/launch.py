@@ -257,7 +257,11 @@ class Cluster:
             raise RunError(f"the supervisor: {' '.join(str(cause).split())}; see {_logs()}") from error
 
     def _until_ready(self) -> "Startup":
-        """The cluster with its routers' addresses."""
+        """Returns when every member is ready, or when requests can be served and the others make no progress.
+
+        Raises:
+            ClusterError: the start can't succeed, or nothing is served and nobody makes progress.
+        """
         last: Startup | None = None
         changed = time.monotonic()
         while True:

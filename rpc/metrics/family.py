@@ -55,13 +55,6 @@ class Family:
         """Names of all labels, the common ones first."""
         return (*COMMON[self.part], *(label.name for label in self.labels))
 
-    @property
-    def samples(self) -> tuple[str, ...]:
-        """The names of its series."""
-        if self.kind == "histogram":
-            return tuple(f"{self.name}_{suffix}" for suffix in ("bucket", "sum", "count"))
-        return (self.name,)
-
 
 OUTCOMES = ("stop", "length", "cancelled", "invalid", "exhausted", "unavailable", "deadline", "internal")
 OUTCOME = Label("outcome", OUTCOMES)

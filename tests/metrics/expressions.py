@@ -9,14 +9,23 @@ from typing import Any
 import yaml
 
 from kvrelay.rpc.metrics.families import FAMILIES
+from kvrelay.rpc.metrics.family import Family
 
 CHART = Path(__file__).parents[2] / "helm" / "kvrelay"
 RULES, DASHBOARDS = CHART / "rules", CHART / "dashboards"
-KNOWN = {sample: {*family.label_names, "le"} for family in FAMILIES for sample in family.samples}
-"""The labels of each series."""
 _METRIC = re.compile(r"\b(?P<name>(?:ray_)?kvrelay[a-zA-Z0-9_:]*)(?:\s*\{(?P<matchers>[^}]*)\})?")
 _MATCHER = re.compile(r'\s*(?P<label>[a-zA-Z_]\w*)\s*(?:=~|!~|!=|=)\s*"(?:[^"\\]|\\.)*"\s*(?:,|$)')
 _GROUP = re.compile(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)")
+
+
+def series(family: Family) -> list[str]:
+    """The names of a metric's series."""
+    suffixes = ("_bucket", "_sum", "_count") if family.kind == "histogram" else ("",)
+    return [family.name + suffix for suffix in suffixes]
+
+
+KNOWN = {name: {*family.label_names, "le"} for family in FAMILIES for name in series(family)}
+"""The labels of each series."""
 
 
 def rule_groups() -> list[dict[str, Any]]:
